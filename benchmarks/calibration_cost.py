@@ -1,15 +1,17 @@
-"""GPU time of a calibration at Qwen3-1.7B's shape and 32K tokens, against sampling anew at each of 18 budgets.
+"""GPU time of a calibration at Qwen3-1.7B's shape and 32K tokens, against sampling anew at each of
+18 budgets.
 
     python benchmarks/calibration_cost.py steps    # decode steps in vLLM; writes results/calibration_steps.json
     python benchmarks/calibration_cost.py search   # the passes of a search; writes results/calibration_search.json
 
-``tables.py`` adds them up. Both ways handle the same sequences: 256 of 32,768 tokens, decoded to the end in batches of
-32 that never drain, which favours sampling; a partly filled batch counts as a full one. Prefill and the statistics are
-left out on both sides.
+``tables.py`` adds them up. Both ways handle the same sequences: 256 of 32,768 tokens, decoded to
+the end in batches of 32 that never drain, which favours sampling; a partly filled batch counts as a
+full one. Prefill and the statistics are left out on both sides.
 
-Weights are random, so the search is told what to find. ``calibrate_engine`` runs unchanged, and every pass that it asks
-for is run and timed on some of the sequences, but the answers that it gets are made up: p5 depends on the budget as in
-the published tables, with a little noise, and the actor's own responses need 15 % more pages.
+Weights are random, so the search is told what to find. ``calibrate_engine`` runs unchanged, and
+every pass that it asks for is run and timed on some of the sequences, but the answers that it gets
+are made up: p5 depends on the budget as in the published tables, with a little noise, and the
+actor's own responses need 15 % more pages.
 
 Shapes: T tokens.
 """
@@ -35,7 +37,9 @@ SEQUENCES, BATCH, LENGTH, PROMPT = 256, 32, 32_768, 256
 SCORED = 2  # sequences that a pass scores, one by one
 LENGTHS = (512, 4096, 16_384, 32_000)  # at which steps are timed
 PAGES = (29, 125, 253, 509, 1021, ALL_PAGES)  # top-k of the steps timed
-BUDGETS = np.geomspace(512, 16_384, 18).round(-1).astype(int)  # tokens; 18 budgets over the published range
+BUDGETS = (
+    np.geomspace(512, 16_384, 18).round(-1).astype(int)
+)  # tokens; 18 budgets over the published range
 DEFAULT_BUDGETS = (5, 13, 29, 61, 125, 253, 509)  # as in sparrow calibrate
 REFINE, ROUNDS, TARGET = 3, 2, 0.86  # as in sparrow calibrate
 TAUS = (0.75, 0.80, 0.83, 0.86, 0.88, 0.90, 0.92, 0.94)
@@ -43,7 +47,9 @@ DRIFT, NOISE = 1.15, 0.004
 
 
 def steps() -> None:
-    """Time decode steps of a whole batch, with the top-20 lists that calibration needs; dense layers as published."""
+    """Time decode steps of a whole batch, with the top-20 lists that calibration needs; dense
+    layers as published.
+    """
     from rollout import Bench
 
     result: dict[str, Any] = {"batch": BATCH, "steps": []}
@@ -75,30 +81,45 @@ class Told(Engine, Scorer):
         self.noise = NOISE * np.random.default_rng(sampling.seed).standard_normal(len(prompts))
         ids = np.zeros(sampling.max_new_tokens, np.int64)
         return [
-            Rollout(prompt, ids, ids.astype(np.float32), ids[:, None].astype(np.int32), self.answer(self.behaviour, i),
-                    "length")
+            Rollout(
+                prompt,
+                ids,
+                ids.astype(np.float32),
+                ids[:, None].astype(np.int32),
+                self.answer(self.behaviour, i),
+                "length",
+            )
             for i, prompt in enumerate(prompts)
-        ]  # fmt: skip
+        ]
 
-    def score(self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float) -> list[Scores]:
+    def score(
+        self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float
+    ) -> list[Scores]:
         seconds = []
         for rollout in self.rollouts:
             began = clock()
             self.scorer.score([rollout], schedule, temperature)
             seconds.append(clock() - began)
-        self.rounds[-1]["passes"].append({"top_k": schedule.to_dict()["top_k"], "sequence_s": seconds})
+        self.rounds[-1]["passes"].append(
+            {"top_k": schedule.to_dict()["top_k"], "sequence_s": seconds}
+        )
         print(len(self.rounds), self.rounds[-1]["passes"][-1], flush=True)
         answers = [self.answer(schedule, i) for i in range(len(rollouts))]
         return [Scores(a[:, 0], a, np.zeros(len(a), np.float32)) for a in answers]
 
     def answer(self, schedule: SparsitySchedule, sequence: int) -> np.ndarray:
-        """The actor's log-prob of the only token that is ever listed, float32 ``[T, 1]``; the policy's is 0."""
+        """The actor's log-prob of the only token that is ever listed, float32 ``[T, 1]``; the
+        policy's is 0.
+        """
         drift = DRIFT if len(self.rounds) > 1 else 1.0
         length_T = schedule.page_end(np.arange(PROMPT, LENGTH))
         alpha_T = np.ones(len(length_T))
         for b in np.unique(length_T // schedule.bin_tokens) if not schedule.is_dense else ():
             inside = length_T // schedule.bin_tokens == b
-            needed, pages = ([s.pages(length_T[inside][:1])[0] for s in some] for some in (self.tables, [schedule]))
+            needed, pages = (
+                [s.pages(length_T[inside][:1])[0] for s in some]
+                for some in (self.tables, [schedule])
+            )
             known = [0, *(drift * np.array(needed)), LENGTH // schedule.page_size]
             alpha_T[inside] = np.interp(pages[0], known, [0.3, *TAUS, 1.0])
         wavering = np.where(alpha_T < 1, alpha_T + self.noise[sequence], 1.0)
@@ -106,7 +127,9 @@ class Told(Engine, Scorer):
 
 
 def search() -> None:
-    """What ``sparrow calibrate`` does once it has sampled; a pass scores a list of 20 tokens at every position."""
+    """What ``sparrow calibrate`` does once it has sampled; a pass scores a list of 20 tokens at
+    every position.
+    """
     import torch
     from transformers import Qwen3ForCausalLM
 
@@ -122,7 +145,14 @@ def search() -> None:
         return rng.integers(0, model.config.vocab_size, shape)
 
     rollouts = [
-        Rollout(ids(PROMPT).tolist(), ids(T), np.zeros(T), ids(T, 20).astype(np.int32), np.zeros((T, 20)), "length")
+        Rollout(
+            ids(PROMPT).tolist(),
+            ids(T),
+            np.zeros(T),
+            ids(T, 20).astype(np.int32),
+            np.zeros((T, 20)),
+            "length",
+        )
         for _ in range(SCORED)
     ]
     for schedule in (SparsitySchedule.dense(), SparsitySchedule.fixed(PAGES[0])):
@@ -131,9 +161,18 @@ def search() -> None:
     prompts = ids(PILOT + 8, PROMPT).tolist()
     with tempfile.TemporaryDirectory() as folder:
         calibration = calibrate_engine(
-            engine, engine, prompts, Sampling(T, top_n=1), Path(folder), budgets=DEFAULT_BUDGETS, target=TARGET,
-            layout=SparsitySchedule.dense(), refine=REFINE, on_policy=ROUNDS, provenance={},
-        )  # fmt: skip
+            engine,
+            engine,
+            prompts,
+            Sampling(T, top_n=1),
+            Path(folder),
+            budgets=DEFAULT_BUDGETS,
+            target=TARGET,
+            layout=SparsitySchedule.dense(),
+            refine=REFINE,
+            on_policy=ROUNDS,
+            provenance={},
+        )
     found = calibration.schedule.to_dict()["top_k"]
     save(RESULTS / "calibration_search.json", {"rounds": engine.rounds, "found": found})
 
@@ -161,27 +200,42 @@ def calibration_cost() -> str:
     """Seconds of sampling anew at every budget, and of calibrating in two ways."""
     rounds = load("calibration_search")["rounds"]
     counts = [max(PILOT, SEQUENCES // 10)] * ROUNDS + [SEQUENCES]
-    dense = float(np.median([s for r in rounds for s in r["passes"][0]["sequence_s"]])) * SEQUENCES * len(BUDGETS)
+    dense = (
+        float(np.median([s for r in rounds for s in r["passes"][0]["sequence_s"]]))
+        * SEQUENCES
+        * len(BUDGETS)
+    )
     anew = sum(rollout_seconds(SparsitySchedule.fixed(int(b) // 16 - 3)) for b in BUDGETS)
     sampling = sum(
-        rollout_seconds(SparsitySchedule(tuple(ALL_PAGES if k == "all" else k for k in r["sampled_under"])), n)
+        rollout_seconds(
+            SparsitySchedule(tuple(ALL_PAGES if k == "all" else k for k in r["sampled_under"])), n
+        )
         for r, n in zip(rounds, counts, strict=True)
     )
     # The dense pass, the trials except the one sampled under, and what --refine allows.
     most = [len(DEFAULT_BUDGETS) + REFINE] + [1 + REFINE] * ROUNDS
     slowest = max(s for r in rounds for p in r["passes"] for s in p["sequence_s"])
     ways = {
-        "sparrow calibrate, as its search ran": [[np.mean(p["sequence_s"]) for p in r["passes"]] for r in rounds],
+        "sparrow calibrate, as its search ran": [
+            [np.mean(p["sequence_s"]) for p in r["passes"]] for r in rounds
+        ],
         "every round with all the passes that --refine allows, each as slow as the slowest": [
             [slowest] * n for n in most
         ],
     }
     published = "sampling at each of 18 budgets from 512 to 16,384 tokens, as published"
     rows = [[published, f"{anew:,.0f}", f"({dense:,.0f}, not counted)", f"{anew:,.0f}", ""]]
-    for label, passes in ways.items():  # of every round, the seconds that each of its passes takes for a sequence
+    for (
+        label,
+        passes,
+    ) in ways.items():  # of every round, the seconds that each of its passes takes for a sequence
         scoring = sum(sum(row) * n for row, n in zip(passes, counts, strict=True))
         scored = sum(len(row) * n for row, n in zip(passes, counts, strict=True))
-        cells = [f"{sampling:,.0f}", f"{scoring:,.0f} ({scored:,} sequences)", f"{sampling + scoring:,.0f}"]
+        cells = [
+            f"{sampling:,.0f}",
+            f"{scoring:,.0f} ({scored:,} sequences)",
+            f"{sampling + scoring:,.0f}",
+        ]
         rows.append([label, *cells, f"{anew / (sampling + scoring):.1f}x"])
     return table(["", "sampling, s", "scoring, s", "in all, s", "less by"], rows)
 

@@ -1,4 +1,6 @@
-"""What benchmarks and studies share: where results are, how they are written, and tables made from them."""
+"""What benchmarks and studies share: where results are, how they are written, and tables made from
+them.
+"""
 
 from __future__ import annotations
 
@@ -33,28 +35,41 @@ Column = str | Callable[[Row], Any]
 def parser(about: str, out: str | None = None) -> argparse.ArgumentParser:
     """A command line that explains itself by its script's docstring.
 
-    Args:
-        out: adds the option ``--out`` for the file to write, ``benchmarks/results/OUT.json`` if it is not given.
+    Args: out: adds the option ``--out`` for the file to write, ``benchmarks/results/OUT.json`` if
+        it is not given.
     """
-    made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     if out:
-        made.add_argument("--out", type=Path, default=RESULTS / f"{out}.json", help="the JSON file to write")
+        made.add_argument(
+            "--out", type=Path, default=RESULTS / f"{out}.json", help="the JSON file to write"
+        )
     return made
 
 
 def parse_states(
     options: argparse.ArgumentParser, name: str, states: Mapping[str, Sequence[tuple[int, int]]]
 ) -> tuple[str, list[tuple[int, int]], Path]:
-    """Read the command line of a script that measures states, sequences and tokens of each, of a shape.
+    """Read the command line of a script that measures states, sequences and tokens of each, of a
+    shape.
 
-    Returns:
-        The shape, those of its states that were asked for, and the file to write, ``NAME_SHAPE.json`` by default.
+    Returns: The shape, those of its states that were asked for, and the file to write,
+        ``NAME_SHAPE.json`` by default.
     """
     options.add_argument("--shape", choices=states, default="qwen3-1.7b")
-    options.add_argument("--sequences", type=int, nargs="+", help="only states of so many; all by default")
-    options.add_argument("--out", type=Path, help=f"the JSON file to write, results/{name}_SHAPE.json by default")
+    options.add_argument(
+        "--sequences", type=int, nargs="+", help="only states of so many; all by default"
+    )
+    options.add_argument(
+        "--out", type=Path, help=f"the JSON file to write, results/{name}_SHAPE.json by default"
+    )
     given = options.parse_args()
-    wanted = [state for state in states[given.shape] if given.sequences is None or state[0] in given.sequences]
+    wanted = [
+        state
+        for state in states[given.shape]
+        if given.sequences is None or state[0] in given.sequences
+    ]
     return given.shape, wanted, given.out or RESULTS / f"{name}_{given.shape}.json"
 
 
@@ -64,16 +79,29 @@ def qwen3(shape: str, **changed: Any) -> Any:
 
     width, mlp, layers, heads, tied = SIZES[shape]
     settings = dict(
-        vocab_size=151_936, hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960,
-        tie_word_embeddings=tied, architectures=["Qwen3ForCausalLM"], eos_token_id=None, bos_token_id=None,
+        vocab_size=151_936,
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=tied,
+        architectures=["Qwen3ForCausalLM"],
+        eos_token_id=None,
+        bos_token_id=None,
         pad_token_id=None,
-    )  # fmt: skip
+    )
     return Qwen3Config(**settings | changed)
 
 
-def tracing(path: str | Path, lines: int, count: int, seed: int, device: Any) -> tuple[Any, list[int], list[list[int]]]:
-    """A model of the task ``trace`` in float32, the tokens that end its responses, and token ids of prompts."""
+def tracing(
+    path: str | Path, lines: int, count: int, seed: int, device: Any
+) -> tuple[Any, list[int], list[list[int]]]:
+    """A model of the task ``trace`` in float32, the tokens that end its responses, and token ids of
+    prompts.
+    """
     from sparrow.engines.hf import eos_ids, load_model
     from sparrow.tasks import Trace
 
@@ -86,7 +114,9 @@ def machine() -> str:
     """The GPU that this runs on, or else the processor."""
     import torch
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}"
+    return (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}"
+    )
 
 
 def device() -> Any:
@@ -137,7 +167,9 @@ def speed_ratio(turns: ArrayLike) -> list[float]:
     """
     each = np.asarray(turns)
     draws = np.random.default_rng(0).integers(0, len(each), (2000, len(each)))
-    sums = np.concatenate([each.sum(0)[None], each[draws].sum(1)])  # of all turns, then of those drawn
+    sums = np.concatenate(
+        [each.sum(0)[None], each[draws].sum(1)]
+    )  # of all turns, then of those drawn
     speeds = sums[..., 0] / sums[..., 1]
     ratio, *resampled = (speeds[:, 1] / speeds[:, 0]).tolist()
     return [ratio, *np.percentile(resampled, [2.5, 97.5]).tolist()]
@@ -156,8 +188,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def declared(rows: Iterable[Row], cells: Mapping[str, Column]) -> str:
-    """A table with a line for each row; a column is a format of the row's fields, or a function of the row."""
-    lines = ([cell.format(**row) if isinstance(cell, str) else cell(row) for cell in cells.values()] for row in rows)
+    """A table with a line for each row; a column is a format of the row's fields, or a function of
+    the row.
+    """
+    lines = (
+        [cell.format(**row) if isinstance(cell, str) else cell(row) for cell in cells.values()]
+        for row in rows
+    )
     return table(list(cells), list(lines))
 
 

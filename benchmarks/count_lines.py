@@ -1,13 +1,14 @@
-"""How long the tree is: lines of Python and CUDA (of 120 characters) by folder, in one commit or several.
+"""How long the tree is: lines of Python and CUDA (of 120 characters) by folder, in one commit or
+several.
 
     python benchmarks/count_lines.py                # HEAD
     python benchmarks/count_lines.py a553f48 HEAD   # side by side
 
-For each folder: all lines; in brackets lines of code, which are neither blank nor comments nor docstrings; then, of all
-lines of the package, those that commits after a553f48 have added. git says which commit a line is from (``git blame``,
-moved lines too); of several that are from one line, one is old. Commits that ``.git-blame-ignore-revs`` lists have
-moved, cut or reworded what was there: a line of theirs is as old as the line it stands for, and not added where it
-stands for none.
+For each folder: all lines; in brackets lines of code, which are neither blank nor comments nor
+docstrings; then, of all lines of the package, those that commits after a553f48 have added. git says
+which commit a line is from (``git blame``, moved lines too); of several that are from one line, one
+is old. Commits that ``.git-blame-ignore-revs`` lists have moved, cut or reworded what was there: a
+line of theirs is as old as the line it stands for, and not added where it stands for none.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ def sources(revision: str) -> Iterator[tuple[str, str]]:
 def added_lines(revision: str, name: str, after: set[str], origins: set[str]) -> int:
     """How many lines of a file the commits ``after`` have added.
 
-    Of several lines that git finds to be from one line of the first commit, the first is old and the others are copies;
-    ``origins`` are the lines found so far, in other files too. A blank line is as old as the line after it, as all of
-    them are alike.
+    Of several lines that git finds to be from one line of the first commit, the first is old and
+    the others are copies; ``origins`` are the lines found so far, in other files too. A blank line
+    is as old as the line after it, as all of them are alike.
     """
     options = ["-s", "-l", "-f", "-n", "-w", "-M", "-C", "-C", "--ignore-revs-file", IGNORED]
     blamed = git("blame", *options, f"{FIRST}..{revision}", "--", name).decode()
@@ -73,21 +74,36 @@ def added_lines(revision: str, name: str, after: set[str], origins: set[str]) ->
 def code_lines(name: str, text: str) -> int:
     """How many lines hold code; docstrings and comments do not count."""
     if not name.endswith(".py"):
-        without = re.sub(r"/\*.*?\*/", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL)
+        without = re.sub(
+            r"/\*.*?\*/", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL
+        )
         return sum(bool(re.sub(r"//.*", "", line).strip()) for line in without.splitlines())
-    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    silent = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
     held: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in silent:
             held.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):  # docstrings, those of module constants too
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             held.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(held)
 
 
 def folder_of(name: str) -> str:
-    """The top two folders of a path in the package, or that of a package in it; the top folder of any other."""
+    """The top two folders of a path in the package, or that of a package in it; the top folder of
+    any other.
+    """
     parts = Path(name).parts[:-1]
     within = next((package for package in PACKAGES if name.startswith(f"{package}/")), None)
     return within or "/".join(parts[:2] if parts[0] == "sparrow" else parts[:1])
@@ -104,13 +120,18 @@ def count(revision: str) -> Counter[tuple[str, str]]:
         numbers = {"lines": len(text.splitlines()), "code": code_lines(name, text)}
         if name.startswith("sparrow/"):
             numbers["added"] = added_lines(revision, name, after, origins) if after else 0
-            groups += ["sparrow, in all", *([] if groups[0] in PACKAGES else ["sparrow, but for packages in it"])]
+            groups += [
+                "sparrow, in all",
+                *([] if groups[0] in PACKAGES else ["sparrow, but for packages in it"]),
+            ]
         elif not name.startswith("tests/"):
             groups.append("benchmarks, recipes and studies")
         for group in groups:
             for kind, number in numbers.items():
                 tally[group, kind] += number
-        tally[f"wider than {WIDTH}", "lines"] += sum(len(line) > WIDTH for line in text.splitlines())
+        tally[f"wider than {WIDTH}", "lines"] += sum(
+            len(line) > WIDTH for line in text.splitlines()
+        )
     return tally
 
 
@@ -119,11 +140,15 @@ def cell(tally: Counter[tuple[str, str]], group: str) -> str:
     lines, code, added = (tally[group, kind] for kind in ("lines", "code", "added"))
     if not lines:
         return ""
-    return f"{lines:,} ({code:,})" + (f"; {added:,} added, {lines - added:,} without" if added else "")
+    return f"{lines:,} ({code:,})" + (
+        f"; {added:,} added, {lines - added:,} without" if added else ""
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("revisions", nargs="*", default=["HEAD"], help="commits, HEAD by default")
     revisions: list[str] = parser.parse_args().revisions
     counts = [count(revision) for revision in revisions]

@@ -2,15 +2,16 @@
 
     python benchmarks/decode_kernels.py            # the shipped configurations; writes JSON to benchmarks/results/
 
-Every case has the caches of several layers, in vLLM's layout with landmarks in the blocks' padded tails, random
-values and random block order; a CUDA graph runs through the layers, so nothing is read twice in a row. The block table
-is as wide as a model's with 40,960 positions, and one row in sixteen completes a page. Times are medians over graph
-replays, per layer, with the 10th and 90th percentile as spread. "Dense" is the fastest of this project's own kernels
-with every page kept; vLLM's FlashAttention is timed beside it where vLLM is installed. The read limit is the bandwidth
-of a kernel that only reads, on this GPU.
+Every case has the caches of several layers, in vLLM's layout with landmarks in the blocks' padded
+tails, random values and random block order; a CUDA graph runs through the layers, so nothing is
+read twice in a row. The block table is as wide as a model's with 40,960 positions, and one row in
+sixteen completes a page. Times are medians over graph replays, per layer, with the 10th and 90th
+percentile as spread. "Dense" is the fastest of this project's own kernels with every page kept;
+vLLM's FlashAttention is timed beside it where vLLM is installed. The read limit is the bandwidth of
+a kernel that only reads, on this GPU.
 
-Shapes: B sequences, L tokens of each, G query heads per kv head, k pages kept by score, K kv heads, D head dim,
-P page size.
+Shapes: B sequences, L tokens of each, G query heads per kv head, k pages kept by score, K kv heads,
+D head dim, P page size.
 """
 
 from __future__ import annotations
@@ -63,20 +64,45 @@ CASES = [
     (96, 10_000, 2, 151),
 ]
 # Draft steps, in the form of CASES.
-DRAFTS = [(64, 15_000, 2, 61), (32, 30_000, 2, 61), (8, 30_000, 2, 61), (64, 4_096, 2, 61), (64, 15_000, 4, 61)]
+DRAFTS = [
+    (64, 15_000, 2, 61),
+    (32, 30_000, 2, 61),
+    (8, 30_000, 2, 61),
+    (64, 4_096, 2, 61),
+    (64, 15_000, 4, 61),
+]
 # Batches that keep every page, compared with FlashAttention.
-DENSE = [(64, 15_000), (32, 30_000), (8, 30_000), (64, 4_096), (64, 1_024), (128, 300), (8, 1_024), (1, 1_024)]
-# Shape and query heads per kv head: batches of its rollout trace, with rows of unequal length, under its 0.86 table.
+DENSE = [
+    (64, 15_000),
+    (32, 30_000),
+    (8, 30_000),
+    (64, 4_096),
+    (64, 1_024),
+    (128, 300),
+    (8, 1_024),
+    (1, 1_024),
+]
+# Shape and query heads per kv head: batches of its rollout trace, with rows of unequal length,
+# under its 0.86 table.
 RAGGED = [("qwen3-1.7b", 2), ("qwen3-4b", 4)]
-# Head dim, dtype of the cache, page size; the rest of the benchmark uses the first. All keep equally many tokens.
+# Head dim, dtype of the cache, page size; the rest of the benchmark uses the first. All keep
+# equally many tokens.
 SHAPES = [
-    (128, torch.bfloat16, 16), (64, torch.bfloat16, 16), (256, torch.bfloat16, 16), (80, torch.bfloat16, 16),
-    (128, torch.bfloat16, 8), (128, torch.bfloat16, 32),
-]  # fmt: skip
+    (128, torch.bfloat16, 16),
+    (64, torch.bfloat16, 16),
+    (256, torch.bfloat16, 16),
+    (80, torch.bfloat16, 16),
+    (128, torch.bfloat16, 8),
+    (128, torch.bfloat16, 32),
+]
 
 
 # How keys and values are stored, and the landmarks of each.
-CACHES: dict[str, tuple[LandmarkDtype, ...]] = {"auto": ("auto",), "fp8": ("auto", "fp8_e4m3"), "int8": ("auto",)}
+CACHES: dict[str, tuple[LandmarkDtype, ...]] = {
+    "auto": ("auto",),
+    "fp8": ("auto", "fp8_e4m3"),
+    "int8": ("auto",),
+}
 INT8_EXPONENT = 122  # byte of the scale 2^-5, under which a code of 127 is four standard deviations
 
 
@@ -84,9 +110,15 @@ class Pool:
     """Caches of all layers, ``[blocks, K, P, 2 D]`` and a tail of landmarks in one allocation each."""
 
     def __init__(
-        self, tokens: int, layers: int, D: int = 128, dtype: torch.dtype = torch.bfloat16, P: int = 16,
-        landmark_dtype: LandmarkDtype = "auto", cache: str = "auto",
-    ) -> None:  # fmt: skip
+        self,
+        tokens: int,
+        layers: int,
+        D: int = 128,
+        dtype: torch.dtype = torch.bfloat16,
+        P: int = 16,
+        landmark_dtype: LandmarkDtype = "auto",
+        cache: str = "auto",
+    ) -> None:
         self.layout = PageLayout(P, landmark_dtype=landmark_dtype)
         self.k, self.v, self.marks, self.D, mark = [], [], [], D, self.layout.landmark_type(dtype)
         self.scales: list[CacheScales | None] = []
@@ -102,9 +134,13 @@ class Pool:
             del values
             self.scales.append(None)
             if cache == "fp8":
-                self.scales[-1] = CacheScales(*(torch.full((K,), 2.0**-4, device="cuda") for _ in "kv"))
+                self.scales[-1] = CacheScales(
+                    *(torch.full((K,), 2.0**-4, device="cuda") for _ in "kv")
+                )
             if cache == "int8":
-                exponents = memory.view(torch.uint8).as_strided((blocks, K, 2, P), (stride, 2 * P, P, 1), interior)
+                exponents = memory.view(torch.uint8).as_strided(
+                    (blocks, K, 2, P), (stride, 2 * P, P, 1), interior
+                )
                 self.scales[-1] = CacheScales(*exponents.fill_(INT8_EXPONENT).unbind(2))
             kv = memory.as_strided((blocks, K, P, 2 * D), (stride, P * 2 * D, 2 * D, 1))
             self.k.append(kv[..., :D])
@@ -116,7 +152,9 @@ class Pool:
 
     def update_landmarks(self, layer: int, slots: torch.Tensor) -> None:
         scales = self.scales[layer] if self.k[layer].dtype == torch.int8 else None
-        caches = CachedLayers([(self.k[layer], self.marks[layer], *(() if scales is None else (scales.k,)))])
+        caches = CachedLayers(
+            [(self.k[layer], self.marks[layer], *(() if scales is None else (scales.k,)))]
+        )
         update_landmarks(caches, slots, layout=self.layout, implementation="triton")
 
 
@@ -129,9 +167,14 @@ class Case:
     def __init__(self, pool: Pool, B: int, L: int, G: int, k: int) -> None:
         self.pool, self.k, P, D = pool, k, pool.layout.page_size, pool.D
         self.choice: Choice = choose(
-            "triton" if self.triton else None, page_size=P, head_dim=D, kv_heads=K, group=G, dtype=pool.k[0].dtype,
+            "triton" if self.triton else None,
+            page_size=P,
+            head_dim=D,
+            kv_heads=K,
+            group=G,
+            dtype=pool.k[0].dtype,
             device=pool.k[0].device,
-        )  # fmt: skip
+        )
         pages, blocks = -(-L // P), pool.k[0].shape[0]
         self.table = torch.zeros(B, MAX_TOKENS // P, dtype=torch.int32, device="cuda")
         order = torch.randperm(max(blocks, B * pages), device="cuda")[: B * pages] % blocks
@@ -144,10 +187,14 @@ class Case:
         parts = B * K + 1024  # room for any configuration
         self.workspace.partial = torch.empty(parts, G, D, device="cuda")
         self.workspace.stats = torch.empty(parts, 2, G, device="cuda")
-        self.workspace.plan = torch.empty(parts // K, *self.workspace.plan.shape[1:], dtype=torch.int32, device="cuda")
+        self.workspace.plan = torch.empty(
+            parts // K, *self.workspace.plan.shape[1:], dtype=torch.int32, device="cuda"
+        )
 
     def bytes(self, top_k: torch.Tensor) -> float:
-        """Bytes that a layer reads: landmarks of the heads that leave pages out, keys and values of the pages kept."""
+        """Bytes that a layer reads: landmarks of the heads that leave pages out, keys and values of
+        the pages kept.
+        """
         P, D = self.pool.layout.page_size, self.pool.D
         every = list(self.budgets) or [torch.full((K,), BUDGET_UNIT, device="cuda")]
         budgets = torch.cat(every)  # of all layers' heads
@@ -155,19 +202,33 @@ class Case:
         budget = torch.minimum(ranked, head_top_k(top_k[:, None], budgets)[..., 0])
         scored = torch.where((budget > 0) & (budget < ranked), ranked, 0)
         tokens = self.length[:, None] - (ranked - budget) * P
-        marks, kv = D * self.pool.marks[0].element_size(), 2 * cuda.launch.key_bytes(D, self.pool.k[0].dtype)
+        marks, kv = (
+            D * self.pool.marks[0].element_size(),
+            2 * cuda.launch.key_bytes(D, self.pool.k[0].dtype),
+        )
         return (int(scored.sum()) * marks + int(tokens.sum()) * kv) * K / len(budgets)
 
     def step(self, config: Config, layer: int, top_k: torch.Tensor | None = None) -> Launches:
         """The launches of a decode step, as shipped unless a configuration is given."""
         pool = self.pool
         batch = DecodeBatch(
-            self.q, pool.k[layer], pool.v[layer], pool.marks[layer], self.table, self.length,
-            self.top_k if top_k is None else top_k, self.out, pool.layout, pool.D**-0.5, pool.scales[layer],
+            self.q,
+            pool.k[layer],
+            pool.v[layer],
+            pool.marks[layer],
+            self.table,
+            self.length,
+            self.top_k if top_k is None else top_k,
+            self.out,
+            pool.layout,
+            pool.D**-0.5,
+            pool.scales[layer],
             self.budgets[layer] if self.budgets else None,
-        )  # fmt: skip
+        )
         step: Launches
-        if isinstance(config, CudaConfig) or (config is None and self.choice.of(len(self.q)) == "cuda"):
+        if isinstance(config, CudaConfig) or (
+            config is None and self.choice.of(len(self.q)) == "cuda"
+        ):
             cuda.check(batch, self.workspace)
             step = cuda.Launches(batch, self.workspace, config)
         else:
@@ -176,13 +237,17 @@ class Case:
         step.plan()  # once per step of a model, not per layer
         return step
 
-    def time(self, config: Config, what: str, top_k: torch.Tensor | None = None) -> dict[str, float]:
+    def time(
+        self, config: Config, what: str, top_k: torch.Tensor | None = None
+    ) -> dict[str, float]:
         """Time per layer of ``what``: ``rank``, ``attend`` or the whole ``step``."""
         steps = [self.step(config, layer, top_k) for layer in range(len(self.pool.k))]
         return timed([launches(step, what) for step in steps])
 
     def flash(self) -> dict[str, float] | None:
-        """Time per layer of vLLM's FlashAttention over the whole cache, as a captured decode step calls it."""
+        """Time per layer of vLLM's FlashAttention over the whole cache, as a captured decode step
+        calls it.
+        """
         try:
             from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
         except ImportError:
@@ -191,18 +256,40 @@ class Case:
         starts = torch.arange(B + 1, dtype=torch.int32, device="cuda")
         shared = dict(causal=True, window_size=[-1, -1], num_splits=32)
         plan = get_scheduler_metadata(
-            B, 1, longest, H, K, D, self.length, torch.bfloat16, cu_seqlens_q=starts, page_size=pool.layout.page_size,
+            B,
+            1,
+            longest,
+            H,
+            K,
+            D,
+            self.length,
+            torch.bfloat16,
+            cu_seqlens_q=starts,
+            page_size=pool.layout.page_size,
             **shared,
-        )  # fmt: skip
+        )
         layers = zip(pool.k, pool.v, strict=True)
-        return timed([
-            partial(
-                flash_attn_varlen_func, self.q, k.transpose(1, 2), v.transpose(1, 2), 1, starts, longest,
-                seqused_k=self.length, softmax_scale=D**-0.5, block_table=self.table, out=self.out,
-                scheduler_metadata=plan, fa_version=3, **shared,
-            )
-            for k, v in layers
-        ])  # fmt: skip
+        return timed(
+            [
+                partial(
+                    flash_attn_varlen_func,
+                    self.q,
+                    k.transpose(1, 2),
+                    v.transpose(1, 2),
+                    1,
+                    starts,
+                    longest,
+                    seqused_k=self.length,
+                    softmax_scale=D**-0.5,
+                    block_table=self.table,
+                    out=self.out,
+                    scheduler_metadata=plan,
+                    fa_version=3,
+                    **shared,
+                )
+                for k, v in layers
+            ]
+        )
 
 
 def launches(step: Launches, what: str) -> Callable[[], None]:
@@ -217,12 +304,16 @@ def launches(step: Launches, what: str) -> Callable[[], None]:
 
 
 def measured(case: Case, limit: float, **about: Any) -> Row:
-    """A row with the times of a sparse step and of one that keeps every page, and what their bytes allow."""
+    """A row with the times of a sparse step and of one that keeps every page, and what their bytes
+    allow.
+    """
     everything = torch.full_like(case.top_k, ALL_PAGES)
     row = about | dict(
-        step=case.time(None, "step"), dense=case.time(None, "step", everything),
-        limit_us=case.bytes(case.top_k) / limit * 1e6, dense_limit_us=case.bytes(everything) / limit * 1e6,
-    )  # fmt: skip
+        step=case.time(None, "step"),
+        dense=case.time(None, "step", everything),
+        limit_us=case.bytes(case.top_k) / limit * 1e6,
+        dense_limit_us=case.bytes(everything) / limit * 1e6,
+    )
     show(about | {"dense us": round(row["dense"]["us"], 1)}, row["step"], row["limit_us"])
     return row
 
@@ -236,7 +327,10 @@ def sparse_only(case: Case, limit: float, **about: Any) -> Row:
 
 def show(about: Row, times: dict[str, float], limit_us: float) -> None:
     spread = f"{times['p10']:.1f} .. {times['p90']:.1f}"
-    print(f"{about}: {times['us']:.1f} us ({spread}), {limit_us / times['us']:.0%} of limit", flush=True)
+    print(
+        f"{about}: {times['us']:.1f} us ({spread}), {limit_us / times['us']:.0%} of limit",
+        flush=True,
+    )
 
 
 def ragged(pool: Pool, limit: float) -> list[Row]:
@@ -245,8 +339,14 @@ def ragged(pool: Pool, limit: float) -> list[Row]:
         for step, lengths in states(simulate([PROMPT] * 240, responses(240), SLOTS[shape]), 12):
             case = Case(pool, len(lengths), int(lengths.max()), G, 0)
             case.length = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-            case.top_k = torch.tensor(SparsitySchedule.preset(shape).pages(lengths), dtype=torch.int32, device="cuda")
-            rows.append(sparse_only(case, limit, shape=shape, step=step, B=len(lengths), tokens=int(lengths.sum())))
+            case.top_k = torch.tensor(
+                SparsitySchedule.preset(shape).pages(lengths), dtype=torch.int32, device="cuda"
+            )
+            rows.append(
+                sparse_only(
+                    case, limit, shape=shape, step=step, B=len(lengths), tokens=int(lengths.sum())
+                )
+            )
     return rows
 
 
@@ -263,7 +363,9 @@ def landmarks(limit: float) -> Row:
 
 
 def caches(limit: float, names: Sequence[str]) -> Row:
-    """Sparse and dense steps with keys and values in 16 and in 8 bits; landmarks in 16 bits and, with fp8, in 8 too."""
+    """Sparse and dense steps with keys and values in 16 and in 8 bits; landmarks in 16 bits and,
+    with fp8, in 8 too.
+    """
     rows = []
     for cache, landmark_dtype in [(name, dtype) for name in names for dtype in CACHES[name]]:
         pool = Pool(TOKENS, LAYERS, landmark_dtype=landmark_dtype, cache=cache)
@@ -276,7 +378,9 @@ def caches(limit: float, names: Sequence[str]) -> Row:
 
 
 def head_budgets(limit: float, spread: float) -> Row:
-    """Steps whose kv heads keep as many pages, and as many on average with budgets whose logs deviate by ``spread``."""
+    """Steps whose kv heads keep as many pages, and as many on average with budgets whose logs
+    deviate by ``spread``.
+    """
     pool, rows = Pool(TOKENS, LAYERS), []
     drawn = (spread * torch.randn(LAYERS, K, generator=torch.Generator().manual_seed(0))).exp()
     budgets = (drawn / drawn.mean() * BUDGET_UNIT).round().int()
@@ -295,7 +399,12 @@ def bench(limit: float) -> Row:
     for size in CASES:
         case = Case(pool, *size)
         everything = torch.full_like(case.top_k, ALL_PAGES)
-        row = measured(case, limit, **dict(zip("BLGk", size, strict=True)), config=asdict(case.step(None, 0).config))
+        row = measured(
+            case,
+            limit,
+            **dict(zip("BLGk", size, strict=True)),
+            config=asdict(case.step(None, 0).config),
+        )
         row["all_pages"] = row["dense"]
         tried = [case.time(c, "step", everything) for c in dense_configs()]
         row["dense"] = min([row["all_pages"], *tried], key=lambda t: t["us"])
@@ -322,24 +431,42 @@ def bench(limit: float) -> Row:
 
 def attending(tokens: int, warps: int, stages: int, resident: int) -> LaunchConfig:
     registers = min(255, 65536 // (32 * warps * resident) // 8 * 8)
-    return LaunchConfig(64, 2, 1, 4, tokens, stages, 256, warps, 2 * tokens, registers, 132 * resident)
+    return LaunchConfig(
+        64, 2, 1, 4, tokens, stages, 256, warps, 2 * tokens, registers, 132 * resident
+    )
 
 
 def dense_configs() -> list[LaunchConfig]:
     """The configurations tried to find the fastest dense kernel."""
-    tried = [attending(*tile) for tile in ((64, 4, 1, 4), (64, 4, 2, 3), (128, 4, 1, 3), (128, 4, 2, 1))]
-    return tried + [replace(c, extra_programs=n) for c, n in zip(tried[1:], (392, 392, 128), strict=True)]
+    tried = [
+        attending(*tile) for tile in ((64, 4, 1, 4), (64, 4, 2, 3), (128, 4, 1, 3), (128, 4, 2, 1))
+    ]
+    return tried + [
+        replace(c, extra_programs=n) for c, n in zip(tried[1:], (392, 392, 128), strict=True)
+    ]
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--triton", action="store_true", help="Triton's kernels where the CUDA kernel is shipped")
-    options.add_argument("--landmarks", action="store_true", help="draft steps by the dtype of landmarks, nothing else")
     options.add_argument(
-        "--caches", nargs="*", choices=CACHES, help="keys and values in 16 and in 8 bits, or only so; nothing else"
+        "--triton", action="store_true", help="Triton's kernels where the CUDA kernel is shipped"
     )
     options.add_argument(
-        "--head-budgets", type=float, metavar="SPREAD", help="kv heads with budgets of their own alone"
+        "--landmarks",
+        action="store_true",
+        help="draft steps by the dtype of landmarks, nothing else",
+    )
+    options.add_argument(
+        "--caches",
+        nargs="*",
+        choices=CACHES,
+        help="keys and values in 16 and in 8 bits, or only so; nothing else",
+    )
+    options.add_argument(
+        "--head-budgets",
+        type=float,
+        metavar="SPREAD",
+        help="kv heads with budgets of their own alone",
     )
     options.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to")
     args = options.parse_args()

@@ -1,14 +1,17 @@
-"""What DistillSparse adds to the dense policy update: the trainer's own code on a full-size model with random weights.
+"""What DistillSparse adds to the dense policy update: the trainer's own code on a full-size model
+with random weights.
 
     python benchmarks/distill_overhead.py               # writes benchmarks/results/distill_overhead.json
 
-One GPU; Qwen3-1.7B's shape, float32 weights under bfloat16 autocast, gradient checkpointing, the published 0.86
-schedule. A dense update is everything from the corrections to the optimiser step; "added" is the time of phi's update,
-its own optimiser step included, over that of the dense update of the same round: median and range.
+One GPU; Qwen3-1.7B's shape, float32 weights under bfloat16 autocast, gradient checkpointing, the
+published 0.86 schedule. A dense update is everything from the corrections to the optimiser step;
+"added" is the time of phi's update, its own optimiser step included, over that of the dense update
+of the same round: median and range.
 
-The cost of sparse attention depends on ``read``: how many pages a tile of 32 neighbouring positions reads for each page
-that one position keeps. There are two kinds of text: "random" tokens, whose neighbours want different pages (the worst
-case), and "runs" of equal tokens, long enough that ``read`` is about 3, as for the trained reasoner (docs/LOG.md).
+The cost of sparse attention depends on ``read``: how many pages a tile of 32 neighbouring positions
+reads for each page that one position keeps. There are two kinds of text: "random" tokens, whose
+neighbours want different pages (the worst case), and "runs" of equal tokens, long enough that
+``read`` is about 3, as for the trained reasoner (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ TEXTS = {"random": 1, "runs": 12}
 
 
 def experience(run: int) -> Experience:
-    """Responses of random tokens, ``run`` equal ones in a row, with the lists of an actor that was certain of them."""
+    """Responses of random tokens, ``run`` equal ones in a row, with the lists of an actor that was
+    certain of them.
+    """
     rng = np.random.default_rng(0)
     T = TOKENS - PROMPT
     rollouts = [
@@ -77,7 +82,9 @@ def make_trainer(folder: str) -> Trainer:
     config = TrainConfig(
         run_dir=folder,
         rollout=RolloutConfig(prompts=1, max_new_tokens=TOKENS),
-        optimizer=OptimizerConfig(token_budget=TOKENS, gradient_checkpointing=True, precision="bf16"),
+        optimizer=OptimizerConfig(
+            token_budget=TOKENS, gradient_checkpointing=True, precision="bf16"
+        ),
         distill=EVERYTHING,
     )
     schedule = SparsitySchedule.preset("qwen3-1.7b", target=0.86)
@@ -95,13 +102,18 @@ def seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
 
 @torch.no_grad()
 def read(distiller: Distiller, step: Experience) -> float:
-    """Pages that a tile reads for each page that one of its positions keeps: one response, mean over sparse layers."""
+    """Pages that a tile reads for each page that one of its positions keeps: one response, mean
+    over sparse layers.
+    """
     ratios = []
     select = Call.select
 
     def watched(self: Call, *arguments: Any) -> Selection:
         selection = select(self, *arguments)
-        kept = sum(int(((selection.masks >> bit) & 1).sum()) for bit in range(8 * selection.masks.element_size()))
+        kept = sum(
+            int(((selection.masks >> bit) & 1).sum())
+            for bit in range(8 * selection.masks.element_size())
+        )
         ratios.append(int(selection.counts.sum()) * self.BT / kept)
         return selection
 
@@ -111,7 +123,9 @@ def read(distiller: Distiller, step: Experience) -> float:
 
 
 def measure(trainer: Trainer, out: Path) -> None:
-    """Rounds of the dense update and every variant, on every text; the results so far are saved after each round."""
+    """Rounds of the dense update and every variant, on every text; the results so far are saved
+    after each round.
+    """
     learner = trainer.learner
     distiller, learner.distiller = learner.distiller, None
     assert distiller is not None
@@ -135,7 +149,9 @@ def measure(trainer: Trainer, out: Path) -> None:
 
 
 def summary(rounds: list[dict[str, tuple[float, float]]], name: str) -> dict[str, Any]:
-    """One update's seconds in each round, its peak memory, and what it adds to the dense update of the same round."""
+    """One update's seconds in each round, its peak memory, and what it adds to the dense update of
+    the same round.
+    """
     added = [times[name][0] / times["dense_update"][0] for times in rounds]
     return {
         "seconds": [times[name][0] for times in rounds],

@@ -1,8 +1,10 @@
-"""Fit the constants of a lossless cycle to every point of ``benchmarks/lossless.py`` that is in ``benchmarks/results``.
+"""Fit the constants of a lossless cycle to every point of ``benchmarks/lossless.py`` that is in
+``benchmarks/results``.
 
     python benchmarks/fit_lossless.py
 
-Prints the fitted constants, those of ``sparrow.cost_lossless``, and the errors of the latter by shape.
+Prints the fitted constants, those of ``sparrow.cost_lossless``, and the errors of the latter by
+shape.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ H200 = MACHINES["h200"]
 
 
 def measured() -> list[dict[str, Any]]:
-    """Cycles on an H200 with a fixed number of drafts and a cache in 16 bits; how many are accepted changes no time."""
+    """Cycles on an H200 with a fixed number of drafts and a cache in 16 bits; how many are accepted
+    changes no time.
+    """
     points = []
     for path in sorted(RESULTS.glob("lossless_*.json")):
         result = load(path.stem)
@@ -34,17 +38,19 @@ def measured() -> list[dict[str, Any]]:
             for point in result.get("points", ()):
                 if isinstance(point["drafts"], int) and point["drafts"]:
                     what = {"shape": result["shape"], "landmark_dtype": stored}
-                    points.append({**what, "draft_weights": decoding.get("draft_weights", "auto"), **point})
+                    points.append(
+                        {**what, "draft_weights": decoding.get("draft_weights", "auto"), **point}
+                    )
     return points
 
 
 def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> Cycle:
     """Fit by least squares of the relative errors of ``cycle_seconds``; no constant is below zero.
 
-    Args:
-        cycles: measured cycles without top lists, each with ``shape`` (of ``SHAPES``), ``batch``, ``length``,
-            ``pages``, ``drafts`` (at least 1) and ``ms``, and with ``landmark_dtype`` and ``draft_weights`` where these
-            are not ``auto``.
+    Args: cycles: measured cycles without top lists, each with ``shape`` (of ``SHAPES``), ``batch``,
+        ``length``,
+            ``pages``, ``drafts`` (at least 1) and ``ms``, and with ``landmark_dtype`` and
+            ``draft_weights`` where these are not ``auto``.
         machine: the machine that they ran on, whose dense steps have the overheads of an H200.
     """
     rows, left = [], []
@@ -88,13 +94,28 @@ def fitted() -> str:
         others = fit_cycles([cycle for cycle in cycles if cycle["shape"] != shape], H200)
         left_out = [cycle_seconds(cycle, H200, others) / (cycle["ms"] / 1e3) - 1 for cycle in own]
         off = errors(own)
-        cells = [f"{np.abs(off).mean():.1%}", f"{max(off, key=abs):+.1%}", f"{max(left_out, key=abs):+.1%}"]
+        cells = [
+            f"{np.abs(off).mean():.1%}",
+            f"{max(off, key=abs):+.1%}",
+            f"{max(left_out, key=abs):+.1%}",
+        ]
         rows.append([shape, len(own), *cells])
-    for shape in sorted({cycle["shape"] for cycle in in_fp8}):  # two, and two constants: none can be left out
+    for shape in sorted(
+        {cycle["shape"] for cycle in in_fp8}
+    ):  # two, and two constants: none can be left out
         off = errors([cycle for cycle in in_fp8 if cycle["shape"] == shape])
         name = f"{shape}, drafts with weights in fp8"
         rows.append([name, len(off), f"{np.abs(off).mean():.1%}", f"{max(off, key=abs):+.1%}", ""])
-    return table(["shape", "cycles", "mean size of the error", "largest", "largest, shape left out of the fit"], rows)
+    return table(
+        [
+            "shape",
+            "cycles",
+            "mean size of the error",
+            "largest",
+            "largest, shape left out of the fit",
+        ],
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Fit the overheads of ``sparrow.cost`` to measured decode steps, and say how well they predict them.
+"""Fit the overheads of ``sparrow.cost`` to measured decode steps, and say how well they predict
+them.
 
     python benchmarks/fit_roofline.py                       # refits the H200's constants
 
-``roofline_h200.json`` names a ``machine`` of ``sparrow.cost.MACHINES`` and lists ``steps``, whole decode steps with
-``shape``, ``batch``, ``length`` and ``ms``, sparse ones also with ``schedule`` (as ``SparsitySchedule.load`` takes it),
-those that return top-20 lists with ``lists``. It is joined by the steps, dense and sparse, that ``rollout.py``
-measured. The fit is least squares of relative errors, with no constant below zero. The last column is the error of a
-fit from which the point's whole model shape was left out. No fit sees the steps of the rollout traces, whose sequences
-differ in length; their errors come after the table. The host's seconds per sequence are fitted to the rollouts of
-``grpo_step.py``, whose first steps are so large that the host cannot keep up.
+``roofline_h200.json`` names a ``machine`` of ``sparrow.cost.MACHINES`` and lists ``steps``, whole
+decode steps with ``shape``, ``batch``, ``length`` and ``ms``, sparse ones also with ``schedule``
+(as ``SparsitySchedule.load`` takes it), those that return top-20 lists with ``lists``. It is joined
+by the steps, dense and sparse, that ``rollout.py`` measured. The fit is least squares of relative
+errors, with no constant below zero. The last column is the error of a fit from which the point's
+whole model shape was left out. No fit sees the steps of the rollout traces, whose sequences differ
+in length; their errors come after the table. The host's seconds per sequence are fitted to the
+rollouts of ``grpo_step.py``, whose first steps are so large that the host cannot keep up.
 """
 
 from __future__ import annotations
@@ -27,12 +29,16 @@ from sparrow.cost import MACHINES, SHAPES, Overheads, decode_step
 from sparrow.schedule import SparsitySchedule
 
 STEADY = 1.5
-"""Above this ratio of the 90th to the 10th percentile, a step takes one of two times: the host keeps up or does not."""
+"""Above this ratio of the 90th to the 10th percentile, a step takes one of two times: the host
+keeps up or does not.
+"""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: its name, the factor of each constant (of read_fraction's inverse), and its seconds."""
+    """One measurement: its name, the factor of each constant (of read_fraction's inverse), and its
+    seconds.
+    """
 
     name: str
     shape: str
@@ -41,21 +47,38 @@ class Point:
 
 
 def measured() -> dict[str, Any]:
-    """The H200's file, with the decode steps and, as ``ragged``, the steps of traces that ``rollout.py`` measured."""
-    rows = load("roofline_h200") | {"ragged": [], "rollouts": [load(f"grpo_step_{run}") for run in ("sparse", "ddp2")]}
+    """The H200's file, with the decode steps and, as ``ragged``, the steps of traces that
+    ``rollout.py`` measured.
+    """
+    rows = load("roofline_h200") | {
+        "ragged": [],
+        "rollouts": [load(f"grpo_step_{run}") for run in ("sparse", "ddp2")],
+    }
     for path in sorted(RESULTS.glob("rollout_*.json")):
         run = load(path.stem)
         sparse = {"schedule": f"{run['shape']}-0.86"} if run["variant"] == "sparse" else {}
         for row in run["points"]:
             is_one_step = row["p90"] <= STEADY * row["p10"]
             if row["schedule"] != "dense" and row["logprobs"] != "sampled" and is_one_step:
-                uniform = {key: row[key] for key in ("batch", "length", "ms")} | {"lists": row["logprobs"] == "top 20"}
+                uniform = {key: row[key] for key in ("batch", "length", "ms")} | {
+                    "lists": row["logprobs"] == "top 20"
+                }
                 rows["steps"].append({"shape": run["shape"], **uniform, **sparse})
         for requests, trace in run["traces"].items():
             spans = simulate([PROMPT] * int(requests), responses(int(requests)), run["slots"])
-            for (step, lengths), row in zip(states(spans, len(trace["states"])), trace["states"], strict=True):
-                assert (step, lengths.sum()) == (row["step"], row["tokens"]), f"{path} has another trace"
-                ragged = {"shape": run["shape"], "lengths": lengths, "ms": row["top 20"]["ms"], "lists": True, **sparse}
+            for (step, lengths), row in zip(
+                states(spans, len(trace["states"])), trace["states"], strict=True
+            ):
+                assert (step, lengths.sum()) == (row["step"], row["tokens"]), (
+                    f"{path} has another trace"
+                )
+                ragged = {
+                    "shape": run["shape"],
+                    "lengths": lengths,
+                    "ms": row["top 20"]["ms"],
+                    "lists": True,
+                    **sparse,
+                }
                 rows["ragged"].append(ragged | {"trace": requests})
     return rows
 
@@ -69,7 +92,13 @@ def point(row: Mapping[str, Any], machine: str) -> Point:
     lists = len(lengths) * bool(row.get("lists"))
     name = f"{row['shape']} {len(lengths)} x {round(float(np.mean(lengths)))}"
     name += " top 20" * bool(lists) + " sparse" * (spec is not None)
-    features = (shape.layers, step.overhead_s, len(lengths), lists, step.weight_s + step.attention_s)
+    features = (
+        shape.layers,
+        step.overhead_s,
+        len(lengths),
+        lists,
+        step.weight_s + step.attention_s,
+    )
     return Point(name, row["shape"], features, row["ms"] * 1e-3)
 
 
@@ -89,7 +118,9 @@ def scaled(run: Mapping[str, Any]) -> tuple[NDArray[np.int64], SparsitySchedule]
 
 
 def fit_host(overheads: Overheads, runs: list[dict[str, Any]]) -> Overheads:
-    """``overheads`` with the host's seconds per sequence that make relative errors over parts of rollouts smallest."""
+    """``overheads`` with the host's seconds per sequence that make relative errors over parts of
+    rollouts smallest.
+    """
     rows, device, seconds = [], [], []
     for run in runs:
         lengths, schedule = scaled(run)
@@ -100,10 +131,17 @@ def fit_host(overheads: Overheads, runs: list[dict[str, Any]]) -> Overheads:
             running = int((mine > now).sum())
             cached = [64 + now] * running  # prompts have 64 tokens
             rows.append(running)
-            device.append(decode_step(SHAPES[run["shape"]], MACHINES["h200"], cached, schedule, overheads).seconds)
+            device.append(
+                decode_step(
+                    SHAPES[run["shape"]], MACHINES["h200"], cached, schedule, overheads
+                ).seconds
+            )
             seconds.append(ms / 1e3)
     candidates = 1e-6 * np.arange(0, 100)
-    errors = [((np.maximum(device, host_s * np.array(rows)) / seconds - 1) ** 2).sum() for host_s in candidates]
+    errors = [
+        ((np.maximum(device, host_s * np.array(rows)) / seconds - 1) ** 2).sum()
+        for host_s in candidates
+    ]
     return replace(overheads, host_s=float(candidates[np.argmin(errors)]))
 
 
@@ -114,14 +152,20 @@ def predicted(points: list[Point], overheads: Overheads) -> NDArray[np.float64]:
 
 
 def arrays(points: list[Point]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    return np.array([point.features for point in points]), np.array([point.seconds for point in points])
+    return np.array([point.features for point in points]), np.array(
+        [point.seconds for point in points]
+    )
 
 
 def errors(rows: Mapping[str, Any]) -> tuple[Overheads, list[tuple[Point, float, float, float]]]:
-    """The constants; and each point with its predicted seconds, relative error, and that of a fit without its shape."""
+    """The constants; and each point with its predicted seconds, relative error, and that of a fit
+    without its shape.
+    """
     points = [point(row, rows["machine"]) for row in rows["steps"]]
     overheads = fit_host(fit(points), rows["rollouts"])
-    others = {shape: fit([p for p in points if p.shape != shape]) for shape in {p.shape for p in points}}
+    others = {
+        shape: fit([p for p in points if p.shape != shape]) for shape in {p.shape for p in points}
+    }
     table = []
     for p, seconds in zip(points, predicted(points, overheads), strict=True):
         held_out = predicted([p], others[p.shape])[0] / p.seconds - 1
@@ -134,7 +178,9 @@ def ragged_errors(rows: Mapping[str, Any], overheads: Overheads) -> dict[str, li
     by_kind: dict[str, list[float]] = {}
     for row in rows["ragged"]:
         p = point(row, rows["machine"])
-        kind = f"{row['shape']} {'sparse' if 'schedule' in row else 'dense'}, {row['trace']} requests"
+        kind = (
+            f"{row['shape']} {'sparse' if 'schedule' in row else 'dense'}, {row['trace']} requests"
+        )
         by_kind.setdefault(kind, []).append(float(predicted([p], overheads)[0] / p.seconds - 1))
     return by_kind
 
@@ -144,9 +190,13 @@ def report(rows: Mapping[str, Any]) -> list[str]:
     overheads, table = errors(rows)
     lines = [f"{'point':42} {'measured ms':>12} {'predicted':>10} {'error':>8} {'left out':>9}"]
     for p, seconds, error, held_out in table:
-        lines.append(f"{p.name:42} {p.seconds * 1e3:12.3f} {seconds * 1e3:10.3f} {error:8.1%} {held_out:9.1%}")
+        lines.append(
+            f"{p.name:42} {p.seconds * 1e3:12.3f} {seconds * 1e3:10.3f} {error:8.1%} {held_out:9.1%}"
+        )
     for kind, off in ragged_errors(rows, overheads).items():
-        lines.append(f"trace, {kind}: mean error {np.mean(off):.1%}, from {min(off):.1%} to {max(off):.1%}")
+        lines.append(
+            f"trace, {kind}: mean error {np.mean(off):.1%}, from {min(off):.1%} to {max(off):.1%}"
+        )
     return [*lines, str(overheads)]
 
 

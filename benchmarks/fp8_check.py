@@ -1,17 +1,20 @@
-"""A KV cache in 8 bits and fp8 weights in vLLM on a GPU, against exact arithmetic on the same rounded keys and values.
+"""A KV cache in 8 bits and fp8 weights in vLLM on a GPU, against exact arithmetic on the same
+rounded keys and values.
 
     python benchmarks/fp8_check.py                 # writes benchmarks/results/fp8_equal.json
     python benchmarks/fp8_check.py --cache int8    # writes benchmarks/results/int8_equal.json
 
-The model is the random one of ``vllm_check.py``. Three engines decode with every page kept, each from its own samples:
-stock vLLM in bfloat16, stock vLLM with an fp8 cache (its FlashAttention 3 rounds queries to fp8 as well), and Sparrow
-with an fp8 cache. *truth* is transformers in float32; *rounded* is the same with every key and value rounded to e4m3
-with Sparrow's own scales, in float32 (what an fp8 cache costs by itself) and in bfloat16 (the yardstick for a kernel
-that rounds once more, as in ``vllm_check.py``). *prefill from decode* compares the log-probs of a response that a
-decoding engine returned with those that the same engine gives for prompt and response as one prompt.
+The model is the random one of ``vllm_check.py``. Three engines decode with every page kept, each
+from its own samples: stock vLLM in bfloat16, stock vLLM with an fp8 cache (its FlashAttention 3
+rounds queries to fp8 as well), and Sparrow with an fp8 cache. *truth* is transformers in float32;
+*rounded* is the same with every key and value rounded to e4m3 with Sparrow's own scales, in float32
+(what an fp8 cache costs by itself) and in bfloat16 (the yardstick for a kernel that rounds once
+more, as in ``vllm_check.py``). *prefill from decode* compares the log-probs of a response that a
+decoding engine returned with those that the same engine gives for prompt and response as one
+prompt.
 
-``--cache int8`` does all of this with keys and values in int8, with a scale for each token and head; stock vLLM serves
-that with its Triton backend, and its scales are no powers of 2.
+``--cache int8`` does all of this with keys and values in int8, with a scale for each token and
+head; stock vLLM serves that with its Triton backend, and its scales are no powers of 2.
 """
 
 from __future__ import annotations
@@ -42,10 +45,19 @@ STORED = {"fp8": "fp8", "int8": "int8_per_token_head"}
 def sampled(llm: LLM) -> list[Rollout]:
     """Samples of any vLLM with the settings of ``vllm_check.SAMPLED``, as rollouts."""
     parameters = [
-        SamplingParams(max_tokens=192, temperature=1.0, logprobs=0, seed=seed, detokenize=False, flat_logprobs=True)
+        SamplingParams(
+            max_tokens=192,
+            temperature=1.0,
+            logprobs=0,
+            seed=seed,
+            detokenize=False,
+            flat_logprobs=True,
+        )
         for seed in base.SAMPLED.request_seeds(len(base.LENGTHS))
     ]
-    outputs = llm.generate([{"prompt_token_ids": p} for p in base.prompts()], parameters, use_tqdm=False)
+    outputs = llm.generate(
+        [{"prompt_token_ids": p} for p in base.prompts()], parameters, use_tqdm=False
+    )
     rollouts = []
     for prompt, output in zip(base.prompts(), outputs, strict=True):
         ids, T = np.asarray(output.outputs[0].token_ids), len(output.outputs[0].token_ids)
@@ -60,7 +72,9 @@ def prefilled(llm: LLM, rollouts: Sequence[Any]) -> dict[str, float]:
     parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
     requests = [{"prompt_token_ids": [*r.prompt_ids, *r.response_ids.tolist()]} for r in rollouts]
     differences = []
-    for rollout, output in zip(rollouts, llm.generate(requests, parameters, use_tqdm=False), strict=True):
+    for rollout, output in zip(
+        rollouts, llm.generate(requests, parameters, use_tqdm=False), strict=True
+    ):
         tail = output.prompt_logprobs[-len(rollout) :]
         own = [at[int(token)].logprob for at, token in zip(tail, rollout.response_ids, strict=True)]
         differences.append(np.abs(np.array(own) - rollout.logprobs))
@@ -70,7 +84,9 @@ def prefilled(llm: LLM, rollouts: Sequence[Any]) -> dict[str, float]:
 def main() -> None:
     dtype = "bfloat16"
     arguments = parser(__doc__)
-    arguments.add_argument("--cache", choices=STORED, default="fp8", help="how keys and values are stored")
+    arguments.add_argument(
+        "--cache", choices=STORED, default="fp8", help="how keys and values are stored"
+    )
     arguments.add_argument("--out", type=Path, help="the JSON file to write")
     args = arguments.parse_args()
     name, stored = args.cache, STORED[args.cache]
@@ -83,7 +99,9 @@ def main() -> None:
         truth = HFEngine(base.load(folder, "float32").cuda(), base.SMALL, eos_ids=[])
         in_dtype = HFEngine(model, base.SMALL, eos_ids=[])
 
-        def scores(engine: HFEngine, rollouts: Sequence[Any], schedule: Any, rounding: Any = None) -> Any:
+        def scores(
+            engine: HFEngine, rollouts: Sequence[Any], schedule: Any, rounding: Any = None
+        ) -> Any:
             with rounding(engine.model) if rounding else contextlib.nullcontext():
                 return engine.score(rollouts, schedule, 1.0)
 
@@ -93,9 +111,12 @@ def main() -> None:
         kept = []  # to the end: their graphs hold vLLM's pool of graph memory
         for label, more in {"stock": {}, f"stock {name}": {"kv_cache_dtype": stored}}.items():
             llm = LLM(
-                str(folder), skip_tokenizer_init=True, logprobs_mode="processed_logprobs", enable_prefix_caching=False,
+                str(folder),
+                skip_tokenizer_init=True,
+                logprobs_mode="processed_logprobs",
+                enable_prefix_caching=False,
                 **options(dtype, **more),
-            )  # fmt: skip
+            )
             rollouts = sampled(llm)
             note(f"{label} from the truth", from_truth(rollouts, base.UNBOUNDED))
             note(f"{label} prefill from decode", prefilled(llm, rollouts))
@@ -108,14 +129,21 @@ def main() -> None:
         rounding: Any = int8_cache
         if name == "fp8":
             layers = find(engine.llm.llm_engine.vllm_config).fp8_cache.layers
-            rounding = partial(rounded_cache, scales=[(x.values.k.clone(), x.values.v.clone()) for x in layers])
+            rounding = partial(
+                rounded_cache, scales=[(x.values.k.clone(), x.values.v.clone()) for x in layers]
+            )
         note("counters", engine.rpc("sparrow_counters")[0])
 
         def judge(label: str, rollouts: Sequence[Any], schedule: Any) -> None:
-            exact, yardstick = (scores(engine, rollouts, schedule, rounding) for engine in (truth, in_dtype))
+            exact, yardstick = (
+                scores(engine, rollouts, schedule, rounding) for engine in (truth, in_dtype)
+            )
             note(f"{label} {name} from rounded", base.judged(rollouts, exact, yardstick))
             note(f"{label} {name} from the truth", from_truth(rollouts, schedule))
-            note(f"{label} rounded from the truth", base.miss(exact, scores(truth, rollouts, schedule)))
+            note(
+                f"{label} rounded from the truth",
+                base.miss(exact, scores(truth, rollouts, schedule)),
+            )
 
         judge("unbounded", rollouts, base.UNBOUNDED)
         note(f"unbounded {name} prefill from decode", prefilled(engine.llm, rollouts))
@@ -124,7 +152,9 @@ def main() -> None:
         judge("sparse", first, base.SMALL)
         note(f"sparse {name} again", base.gap(first, generated(engine)))
 
-        def weights_go_and_come(engine: VLLMEngine, first: Sequence[Rollout], kind: str, what: str) -> list[Rollout]:
+        def weights_go_and_come(
+            engine: VLLMEngine, first: Sequence[Rollout], kind: str, what: str
+        ) -> list[Rollout]:
             """Note whether samples are what they were; return those under the new weights."""
             engine.update_weights(new_weights.named_parameters())
             updated = generated(engine)
@@ -138,9 +168,13 @@ def main() -> None:
             note(f"updated {label} from a fresh engine", base.gap(updated, generated(engine)))
             engine.close()
 
-        fresh("weights", weights_go_and_come(engine, first, f"sparse {name}", "weights"), **in_8_bits)
+        fresh(
+            "weights", weights_go_and_come(engine, first, f"sparse {name}", "weights"), **in_8_bits
+        )
         eager = VLLMEngine(
-            str(folder), base.SMALL, **options(dtype, **in_8_bits, enforce_eager=True, compilation_config=None)
+            str(folder),
+            base.SMALL,
+            **options(dtype, **in_8_bits, enforce_eager=True, compilation_config=None),
         )
         note(f"sparse {name} from eager", base.gap(first, generated(eager)))
         eager.close()

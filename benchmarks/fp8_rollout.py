@@ -1,13 +1,15 @@
-"""Rollouts with KV caches in 8 bits and fp8 weights in vLLM on one GPU, stock dense against Sparrow.
+"""Rollouts with KV caches in 8 bits and fp8 weights in vLLM on one GPU, stock dense against
+Sparrow.
 
     python benchmarks/fp8_rollout.py --shape qwen3-14b    # writes benchmarks/results/fp8_qwen3-14b.json
 
-Every variant is an engine of its own, one after another on the same GPU: stock vLLM in bfloat16; stock vLLM with both
-in fp8, the fair rival; Sparrow under the published table, in bfloat16, with a cache in fp8 or in int8, and with fp8
-weights besides. Weights are quantised by vLLM (``quantization="fp8_per_channel"``) in both. ``--variants`` names those
-to measure; others that were measured before are kept. The trace is that of ``rollout.py`` and timed as there,
-with top-20 log-probs, once with as many requests at a time as the bfloat16 cache holds, and once with as many as the
-variant's own cache holds. Tokens per second include the prefill of joining requests.
+Every variant is an engine of its own, one after another on the same GPU: stock vLLM in bfloat16;
+stock vLLM with both in fp8, the fair rival; Sparrow under the published table, in bfloat16, with a
+cache in fp8 or in int8, and with fp8 weights besides. Weights are quantised by vLLM
+(``quantization="fp8_per_channel"``) in both. ``--variants`` names those to measure; others that
+were measured before are kept. The trace is that of ``rollout.py`` and timed as there, with top-20
+log-probs, once with as many requests at a time as the bfloat16 cache holds, and once with as many
+as the variant's own cache holds. Tokens per second include the prefill of joining requests.
 """
 
 from __future__ import annotations
@@ -49,9 +51,14 @@ def trace(bench: Bench, slots: int, count: int) -> dict[str, Any]:
     join = bench.join(chosen[count // 4][1], LOGPROBS["top 20"])
     seconds = (steps * statistics.mean(timed) + REQUESTS * max(0.0, join)) / 1e3
     return {
-        "slots": slots, "steps": steps, "tokens": sum(tokens), "step_ms": timed, "join_ms": join, "seconds": seconds,
+        "slots": slots,
+        "steps": steps,
+        "tokens": sum(tokens),
+        "step_ms": timed,
+        "join_ms": join,
+        "seconds": seconds,
         "tokens_per_second": sum(tokens) / seconds,
-    }  # fmt: skip
+    }
 
 
 def most_slots(kv_tokens: int, block: int, limit: int) -> int:
@@ -71,7 +78,10 @@ def measure(shape: str, variant: str, count: int) -> dict[str, Any]:
     limit = int(MOST * SLOTS[shape]) // 8 * 8
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(shape, kind, folder, slots=limit, **options)
-        for prefilled in (1, 8):  # compiles what is left to compile, and sets the scales of an fp8 cache
+        for prefilled in (
+            1,
+            8,
+        ):  # compiles what is left to compile, and sets the scales of an fp8 cache
             bench.start([PROMPT] * prefilled, [4] * prefilled, 20)
             bench.finish()
         if kind == "sparse":
@@ -81,27 +91,45 @@ def measure(shape: str, variant: str, count: int) -> dict[str, Any]:
         import vllm
 
         return {
-            "options": options, "vllm": vllm.__version__, "kv_tokens": bench.kv_tokens,
+            "options": options,
+            "vllm": vllm.__version__,
+            "kv_tokens": bench.kv_tokens,
             "described": None if bench.engine is None else bench.engine.describe(),
-            "traces": [trace(bench, slots, count) for slots in sorted({min(own, SLOTS[shape]), own})],
-        }  # fmt: skip
+            "traces": [
+                trace(bench, slots, count) for slots in sorted({min(own, SLOTS[shape]), own})
+            ],
+        }
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--shape", choices=SLOTS, required=True)
     options.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    options.add_argument("--states", type=int, default=12, help="steps of each trace that are timed")
+    options.add_argument(
+        "--states", type=int, default=12, help="steps of each trace that are timed"
+    )
     arguments = options.parse_args()
     out = RESULTS / f"fp8_{arguments.shape}.json"  # variants not measured now are kept
     variants = json.loads(out.read_text())["variants"] if out.exists() else {}
     for variant in arguments.variants:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:  # its end frees the GPU
+        with ProcessPoolExecutor(
+            1, mp_context=get_context("spawn")
+        ) as alone:  # its end frees the GPU
             measured = alone.submit(measure, arguments.shape, variant, arguments.states).result()
         variants[variant] = measured
-        save(out, {"shape": arguments.shape, "device": torch.cuda.get_device_name(), "variants": variants})
+        save(
+            out,
+            {
+                "shape": arguments.shape,
+                "device": torch.cuda.get_device_name(),
+                "variants": variants,
+            },
+        )
         for row in measured["traces"]:
-            print(f"{variant}: {row['slots']} at a time, {row['tokens_per_second']:.0f} tokens/s", flush=True)
+            print(
+                f"{variant}: {row['slots']} at a time, {row['tokens_per_second']:.0f} tokens/s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

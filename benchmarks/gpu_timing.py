@@ -1,4 +1,6 @@
-"""Times of work on a GPU: replayed in CUDA graphs or launched by the host, and the limit that memory sets."""
+"""Times of work on a GPU: replayed in CUDA graphs or launched by the host, and the limit that
+memory sets.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,12 @@ def read_kernel(x, out, count, BLOCK: tl.constexpr):
     tl.store(out + tl.program_id(0), tl.sum(value, 0))
 
 
-def timed(launches: Sequence[Callable[[], Any]], replays: int = 15, rounds: int = 2) -> dict[str, float]:
-    """Microseconds per launch: median and spread over replays of a graph with all of ``launches`` in it."""
+def timed(
+    launches: Sequence[Callable[[], Any]], replays: int = 15, rounds: int = 2
+) -> dict[str, float]:
+    """Microseconds per launch: median and spread over replays of a graph with all of ``launches``
+    in it.
+    """
     for launch in launches:
         launch()
     torch.cuda.synchronize()
@@ -50,8 +56,12 @@ def timed(launches: Sequence[Callable[[], Any]], replays: int = 15, rounds: int 
         graph.replay()
         end.record()
     torch.cuda.synchronize()
-    times = sorted(begin.elapsed_time(end) * 1e3 / (rounds * len(launches)) for begin, end in events)
-    return dict(us=statistics.median(times), p10=times[replays // 10], p90=times[-1 - replays // 10])
+    times = sorted(
+        begin.elapsed_time(end) * 1e3 / (rounds * len(launches)) for begin, end in events
+    )
+    return dict(
+        us=statistics.median(times), p10=times[replays // 10], p90=times[-1 - replays // 10]
+    )
 
 
 def read_limit() -> float:

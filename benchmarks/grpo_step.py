@@ -1,24 +1,28 @@
-"""Whole GRPO steps at Qwen3-1.7B's shape, stock dense rollouts against Sparrow's, on one GPU and on several.
+"""Whole GRPO steps at Qwen3-1.7B's shape, stock dense rollouts against Sparrow's, on one GPU and on
+several.
 
     python benchmarks/grpo_step.py --variant stock --out benchmarks/results/grpo_step_stock.json
     python benchmarks/grpo_step.py --variant sparse --out benchmarks/results/grpo_step_sparse.json
-    python benchmarks/grpo_step.py --variant lossless --scale 4 --steps 3 --out .../grpo_steps_lossless.json
-    accelerate launch --num_processes 4 [--use_fsdp --fsdp_version 2] benchmarks/grpo_step.py --variant sparse --out ...
+    python benchmarks/grpo_step.py --variant lossless --scale 4 --steps 3 --out
+    .../grpo_steps_lossless.json accelerate launch --num_processes 4 [--use_fsdp --fsdp_version 2]
+    benchmarks/grpo_step.py --variant sparse --out ...
 
-Sparrow's own trainer does everything it always does: rollouts in vLLM with top-20 log-probs, dense log-probs of the
-policy, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast, gradient checkpointing), and the new
-weights into vLLM. Weights are random, rewards are coin tosses, and each response ends at a length drawn beforehand.
-A step with a sixteenth of the lengths comes first and is left out: it compiles, and gives AdamW its moments. The drafts
-of ``lossless`` are accepted with a given probability, as in ``benchmarks/lossless.py``.
+Sparrow's own trainer does everything it always does: rollouts in vLLM with top-20 log-probs, dense
+log-probs of the policy, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast,
+gradient checkpointing), and the new weights into vLLM. Weights are random, rewards are coin tosses,
+and each response ends at a length drawn beforehand. A step with a sixteenth of the lengths comes
+first and is left out: it compiles, and gives AdamW its moments. The drafts of ``lossless`` are
+accepted with a given probability, as in ``benchmarks/lossless.py``.
 
-A real step, 240 responses of 14,268 tokens on average, would take most of an hour. There are two ways to shorten it:
+A real step, 240 responses of 14,268 tokens on average, would take most of an hour. There are two
+ways to shorten it:
 
-- ``--scale 8``: all 240 responses at once, each an eighth as long (mean 1,783, cut at 4,096), with the schedule scaled
-  to match (an eighth of the pages, in bins an eighth as wide). A decode step then reads as many bytes of KV as one of
-  30 responses at full length; with ``--scale 4`` as one of 60. The longest responses are alone at the end, as they are
-  in a real step.
-- ``--part 15``: every fifteenth response by length, at its full length. Training time adds up over responses, rollout
-  time does not. ``--variant given`` has random tokens in place of rollouts.
+- ``--scale 8``: all 240 responses at once, each an eighth as long (mean 1,783, cut at 4,096), with
+  the schedule scaled to match (an eighth of the pages, in bins an eighth as wide). A decode step
+  then reads as many bytes of KV as one of 30 responses at full length; with ``--scale 4`` as one of
+  60. The longest responses are alone at the end, as they are in a real step.
+- ``--part 15``: every fifteenth response by length, at its full length. Training time adds up over
+  responses, rollout time does not. ``--variant given`` has random tokens in place of rollouts.
 """
 
 from __future__ import annotations
@@ -41,7 +45,9 @@ from rollout_trace import CUTOFF, most_cached, responses, simulate
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed to stock vLLM on the device, too
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+    "0"  # weights are handed to stock vLLM on the device, too
+)
 from vllm import LLM, SamplingParams
 
 from sparrow import SparsitySchedule
@@ -73,14 +79,18 @@ class Coin:
 
 
 class Given:
-    """Stands in for an engine: random tokens, as many as ``lengths`` has for each response of each call."""
+    """Stands in for an engine: random tokens, as many as ``lengths`` has for each response of each
+    call.
+    """
 
     def __init__(self, lengths: Iterator[Sequence[int]]) -> None:
         self._lengths = lengths
         self.measured: dict[str, Any] = {}
 
     def _next(self, count: int) -> Sequence[int]:
-        """The lengths of so many responses; the call that measures the ceiling of p5 asks for fewer than there are."""
+        """The lengths of so many responses; the call that measures the ceiling of p5 asks for fewer
+        than there are.
+        """
         return next(self._lengths)[:count]
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
@@ -123,16 +133,25 @@ class Engine(Given):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         parameters = [
             SamplingParams(
-                max_tokens=length, temperature=sampling.temperature, logprobs=sampling.top_n, ignore_eos=True,
-                seed=seed, detokenize=False, flat_logprobs=True,
+                max_tokens=length,
+                temperature=sampling.temperature,
+                logprobs=sampling.top_n,
+                ignore_eos=True,
+                seed=seed,
+                detokenize=False,
+                flat_logprobs=True,
             )
-            for length, seed in zip(self._next(len(prompts)), sampling.request_seeds(len(prompts)), strict=True)
-        ]  # fmt: skip
+            for length, seed in zip(
+                self._next(len(prompts)), sampling.request_seeds(len(prompts)), strict=True
+            )
+        ]
         requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         self._ends = [time.perf_counter()]
         outputs = self.llm.generate(requests, parameters, use_tqdm=False)
         pairs = zip(prompts, outputs, strict=True)
-        rollouts = [rollout_of(prompt, output.outputs[0], sampling.top_n) for prompt, output in pairs]
+        rollouts = [
+            rollout_of(prompt, output.outputs[0], sampling.top_n) for prompt, output in pairs
+        ]
         ms = 1e3 * np.diff(self._ends)
         self.measured = {
             "generate_s": time.perf_counter() - self._ends[0],
@@ -168,35 +187,60 @@ def scaled(schedule: SparsitySchedule, scale: int) -> SparsitySchedule:
 def chosen(part: int, scale: int) -> list[int]:
     """Tokens of every ``part``-th response by length, in the order of the trace."""
     lengths = np.array(responses(RESPONSES))
-    return [max(1, int(n) // scale) for n in lengths[np.sort(np.argsort(lengths, kind="stable")[part // 2 :: part])]]
+    return [
+        max(1, int(n) // scale)
+        for n in lengths[np.sort(np.argsort(lengths, kind="stable")[part // 2 :: part])]
+    ]
 
 
-def start(variant: str, folder: str, schedule: SparsitySchedule, lengths: Sequence[int], longest: int) -> LLM:
+def start(
+    variant: str, folder: str, schedule: SparsitySchedule, lengths: Sequence[int], longest: int
+) -> LLM:
     """vLLM for the model in ``folder``, with room for all responses at once."""
-    spans, token_bytes = simulate([PROMPT] * len(lengths), lengths, len(lengths)), 2 * SHAPES[SHAPE].kv_width
+    spans, token_bytes = (
+        simulate([PROMPT] * len(lengths), lengths, len(lengths)),
+        2 * SHAPES[SHAPE].kv_width,
+    )
     options: dict[str, Any] = dict(
-        load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=longest + 256,
+        load_format="dummy",
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=longest + 256,
         max_num_seqs=-(-len(lengths) // 8) * 8,  # otherwise some batches would have no CUDA graph
-        gpu_memory_utilization=0.5, kv_cache_memory_bytes=int(1.15 * most_cached(spans) * token_bytes),
-        enable_sleep_mode=True, logprobs_mode="processed_logprobs", max_logprobs=-1, disable_log_stats=False,
+        gpu_memory_utilization=0.5,
+        kv_cache_memory_bytes=int(1.15 * most_cached(spans) * token_bytes),
+        enable_sleep_mode=True,
+        logprobs_mode="processed_logprobs",
+        max_logprobs=-1,
+        disable_log_stats=False,
         compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-    )  # fmt: skip
+    )
     if variant == "stock":
         return LLM(folder, attention_backend="FLASH_ATTN", **options)
     if variant == "lossless":
-        rates = [ACCEPTANCE ** (i + 1) for i in range(DRAFT_TOKENS)]  # that this draft and all before it are accepted
+        rates = [
+            ACCEPTANCE ** (i + 1) for i in range(DRAFT_TOKENS)
+        ]  # that this draft and all before it are accepted
         synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
-        return VLLMEngine(folder, Decoding.lossless(schedule), speculative_config=synthetic, **options).llm
+        return VLLMEngine(
+            folder, Decoding.lossless(schedule), speculative_config=synthetic, **options
+        ).llm
     return VLLMEngine(folder, schedule, **options).llm
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--variant", choices=["stock", "sparse", "lossless", "given"], required=True)
+    options.add_argument(
+        "--variant", choices=["stock", "sparse", "lossless", "given"], required=True
+    )
     options.add_argument("--out", type=Path, required=True)
-    options.add_argument("--scale", type=int, default=8, help="what lengths and schedule are divided by")
+    options.add_argument(
+        "--scale", type=int, default=8, help="what lengths and schedule are divided by"
+    )
     options.add_argument("--part", type=int, default=1, help="of so many responses one")
-    options.add_argument("--steps", type=int, default=1, help="steps to measure, all of the same lengths")
+    options.add_argument(
+        "--steps", type=int, default=1, help="steps to measure, all of the same lengths"
+    )
     arguments = options.parse_args()
     state = PartialState()
     scale = arguments.scale
@@ -204,7 +248,9 @@ def main() -> None:
     lengths = chosen(arguments.part, scale)
     dealt = lengths[state.process_index :: state.num_processes]
     short = [max(1, n // 16) for n in dealt]
-    calls = iter([short, short, *[dealt] * arguments.steps])  # the first to measure the ceiling of p5
+    calls = iter(
+        [short, short, *[dealt] * arguments.steps]
+    )  # the first to measure the ceiling of p5
     schedule = scaled(SparsitySchedule.preset(SHAPE), scale)
     read = scaled(DRAFT_SCHEDULE, scale) if arguments.variant == "lossless" else schedule
     with tempfile.TemporaryDirectory() as folder:
@@ -220,16 +266,28 @@ def main() -> None:
             run_dir=f"{folder}/run",
             steps=1 + arguments.steps,
             save_every=10**9,
-            rollout=RolloutConfig(prompts=len(lengths) // SAMPLES, samples=SAMPLES, max_new_tokens=CUTOFF // scale),
-            optimizer=OptimizerConfig(precision="bf16", gradient_checkpointing=True, token_budget=65536),
+            rollout=RolloutConfig(
+                prompts=len(lengths) // SAMPLES, samples=SAMPLES, max_new_tokens=CUTOFF // scale
+            ),
+            optimizer=OptimizerConfig(
+                precision="bf16", gradient_checkpointing=True, token_budget=65536
+            ),
             loss=LossConfig(normalization="dapo"),
         )
         result: dict[str, Any] = {
-            "device": torch.cuda.get_device_name(), "shape": SHAPE, "variant": arguments.variant, "scale": scale,
-            "part": arguments.part, "responses": len(lengths), "tokens": sum(lengths), "longest": max(lengths),
-            "schedule": read.to_dict()["top_k"] if arguments.variant in ("sparse", "lossless") else None,
+            "device": torch.cuda.get_device_name(),
+            "shape": SHAPE,
+            "variant": arguments.variant,
+            "scale": scale,
+            "part": arguments.part,
+            "responses": len(lengths),
+            "tokens": sum(lengths),
+            "longest": max(lengths),
+            "schedule": read.to_dict()["top_k"]
+            if arguments.variant in ("sparse", "lossless")
+            else None,
             "steps": [],
-        }  # fmt: skip
+        }
 
         def listen(event: str, metrics: dict[str, Any]) -> None:
             if event == "step" and metrics["step"] == 1:
@@ -237,7 +295,12 @@ def main() -> None:
             elif event == "step":
                 if state.is_main_process:
                     result["steps"].append(metrics["seconds"])
-                    result.update({key: metrics[key] for key in ("seconds", "response", "entropy", "imbalance")})
+                    result.update(
+                        {
+                            key: metrics[key]
+                            for key in ("seconds", "response", "entropy", "imbalance")
+                        }
+                    )
                     result["acceptance"] = metrics["mismatch"]["mean"]
                     result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
                     result["engine"] = engine.measured

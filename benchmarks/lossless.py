@@ -1,17 +1,22 @@
-"""Lossless decoding in vLLM on one GPU: tokens per second against stock vLLM, at a given acceptance of drafts.
+"""Lossless decoding in vLLM on one GPU: tokens per second against stock vLLM, at a given acceptance
+of drafts.
 
-    python benchmarks/lossless.py --shape qwen3-1.7b --variant stock --out results/lossless_qwen3-1.7b_stock.json
-    python benchmarks/lossless.py --shape qwen3-1.7b --variant lossless --out results/lossless_qwen3-1.7b.json
+    python benchmarks/lossless.py --shape qwen3-1.7b --variant stock --out
+    results/lossless_qwen3-1.7b_stock.json python benchmarks/lossless.py --shape qwen3-1.7b
+    --variant lossless --out results/lossless_qwen3-1.7b.json
 
-Models are random, and states are reached without prefill, as in ``benchmarks/rollout.py``. The acceptance of a random
-model's drafts means nothing, so vLLM is told to accept each draft with a given probability (its synthetic rejection
-sampler); everything else runs as in real use, the meter included. Parts:
+Models are random, and states are reached without prefill, as in ``benchmarks/rollout.py``. The
+acceptance of a random model's drafts means nothing, so vLLM is told to accept each draft with a
+given probability (its synthetic rejection sampler); everything else runs as in real use, the meter
+included. Parts:
 
-- ``points``: plain states, in stock vLLM and with each number of drafts for ``FIXED_S``, then with Sparrow choosing it
-  for ``SECONDS``, the probing at the start included, and for ``SETTLED_S`` more. Sequences begin shorter by half of
-  what they will grow, as fast as the row before, so that their mean length is the state's.
-- ``trace``: the trace of ``benchmarks/rollout.py`` with the sampled tokens' log-probs, estimated from states as
-  there. The time of a token is a cycle's, divided by its tokens; the number of drafts is settled beforehand.
+- ``points``: plain states, in stock vLLM and with each number of drafts for ``FIXED_S``, then with
+  Sparrow choosing it for ``SECONDS``, the probing at the start included, and for ``SETTLED_S``
+  more. Sequences begin shorter by half of what they will grow, as fast as the row before, so that
+  their mean length is the state's.
+- ``trace``: the trace of ``benchmarks/rollout.py`` with the sampled tokens' log-probs, estimated
+  from states as there. The time of a token is a cycle's, divided by its tokens; the number of
+  drafts is settled beforehand.
 - ``whole``: a smaller trace, generated from its first token to its last.
 """
 
@@ -40,8 +45,8 @@ SETTLE, TIMED = 4, 16
 FIXED_S, SECONDS, SETTLED_S = 5.0, 4.0, 6.0
 STATES = 16
 SETTLED, SETTLED_CYCLES = 512, 48
-"""Tokens that a request may grow by while the number of drafts is chosen, and cycles after the first choice, which time
-dense steps again."""
+"""Tokens that a request may grow by while the number of drafts is chosen, and cycles after the
+first choice, which time dense steps again."""
 MARGIN = 8192
 """Tokens a request may still generate after its point was timed."""
 
@@ -61,8 +66,8 @@ def runtime(bench: Bench) -> Runtime:
 
 
 def accept(bench: Bench, rate: float) -> None:
-    """Have vLLM accept each draft with this probability, and drafts of other budgets with the one that it makes
-    expected (``acceptance_at``)."""
+    """Have vLLM accept each draft with this probability, and drafts of other budgets with the one
+    that it makes expected (``acceptance_at``)."""
     shared, rates = runtime(bench), runner(bench).rejection_sampler.synthetic_conditional_rates
 
     def use_budget(budget: int) -> None:  # after a verification, and before the drafts of the next
@@ -86,7 +91,9 @@ def abandon(bench: Bench, batch: int) -> None:
 
 
 def timed(bench: Bench, lengths: Sequence[int], steps: int, seconds: float) -> dict[str, float]:
-    """Cycles of running requests, at least ``steps`` and ``seconds``: tokens per second, and ms of a cycle."""
+    """Cycles of running requests, at least ``steps`` and ``seconds``: tokens per second, and ms of
+    a cycle.
+    """
     engine, times, before = bench.llm.llm_engine, list[float](), generated(bench)
     began = last = time.perf_counter()
     while len(times) < steps or last - began < seconds:
@@ -108,7 +115,9 @@ def timed(bench: Bench, lengths: Sequence[int], steps: int, seconds: float) -> d
 
 
 def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> None:
-    """Start requests of ``lengths`` cached tokens, and run some steps: the first returns before its work is done."""
+    """Start requests of ``lengths`` cached tokens, and run some steps: the first returns before its
+    work is done.
+    """
     bench.start(lengths, [MARGIN] * len(lengths), logprobs)
     for _ in range(SETTLE):
         bench.llm.llm_engine.step()
@@ -122,9 +131,15 @@ def hold(bench: Bench, drafts: int) -> None:
     scheduler(bench).draft_length = chooser
 
 
-def point(bench: Bench, batch: int, length: int, seconds: float, tokens_per_s: float = 0.0) -> dict[str, Any]:
-    """Time ``batch`` sequences that have ``length`` tokens on average meanwhile, if this is about their speed."""
-    lengths = [length - 32 - int(tokens_per_s * seconds / batch / 2)] * batch  # 32: about what it grows by before
+def point(
+    bench: Bench, batch: int, length: int, seconds: float, tokens_per_s: float = 0.0
+) -> dict[str, Any]:
+    """Time ``batch`` sequences that have ``length`` tokens on average meanwhile, if this is about
+    their speed.
+    """
+    lengths = [
+        length - 32 - int(tokens_per_s * seconds / batch / 2)
+    ] * batch  # 32: about what it grows by before
     begin(bench, lengths)
     metrics = timed(bench, lengths, TIMED, seconds)
     abandon(bench, batch)
@@ -132,13 +147,17 @@ def point(bench: Bench, batch: int, length: int, seconds: float, tokens_per_s: f
 
 
 def settle(bench: Bench, lengths: np.ndarray) -> int:
-    """The number of drafts that is in use once this state has lasted for ``SETTLED_CYCLES`` with one."""
+    """The number of drafts that is in use once this state has lasted for ``SETTLED_CYCLES`` with
+    one.
+    """
     behind, chooser = np.maximum(PROMPT + 1, lengths - SETTLED), scheduler(bench).draft_length
     begin(bench, behind.tolist(), LOGPROBS["sampled"])
     drafts, cycles = None, 0
     while drafts is None or cycles < SETTLED_CYCLES:
         bench.llm.llm_engine.step()
-        drafts = chooser.settled(len(lengths), float(np.mean(behind)) + generated(bench) / len(lengths))
+        drafts = chooser.settled(
+            len(lengths), float(np.mean(behind)) + generated(bench) / len(lengths)
+        )
         cycles += drafts is not None
     abandon(bench, len(lengths))
     return drafts
@@ -154,7 +173,9 @@ def state(bench: Bench, lengths: np.ndarray, rate: float | None) -> dict[str, fl
     if rate is not None:
         drafts, chooser = settle(bench, lengths), scheduler(bench).draft_length
         hold(bench, drafts)
-    grown = round((SETTLE + TIMED / 2) * tokens_per_cycle(rate or 0.0, drafts))  # by the middle of the timed cycles
+    grown = round(
+        (SETTLE + TIMED / 2) * tokens_per_cycle(rate or 0.0, drafts)
+    )  # by the middle of the timed cycles
     behind = np.maximum(PROMPT + 1, lengths - grown).tolist()
     begin(bench, behind, LOGPROBS["sampled"])
     metrics = timed(bench, behind, TIMED, 0.5)
@@ -189,12 +210,16 @@ def whole(bench: Bench, requests: int) -> dict[str, Any]:
 
 
 def in_cuda(bench: Bench, steps: int) -> str:
-    """What kernels take of the GPU in a step of running requests, and the calls of torch and CUDA of the host."""
+    """What kernels take of the GPU in a step of running requests, and the calls of torch and CUDA
+    of the host.
+    """
     calls, kernels = recorded(bench, steps)
     lines = [f"{sum(call.self_device_time_total for call in kernels) / steps:9.1f} us of kernels"]
     for rows, time_of in ((kernels, "self_device_time_total"), (calls, "self_cpu_time_total")):
         for call in sorted(rows, key=lambda call: -getattr(call, time_of))[:60]:
-            lines.append(f"{getattr(call, time_of) / steps:9.1f} us {call.count / steps:7.1f} x  {call.key[:100]}")
+            lines.append(
+                f"{getattr(call, time_of) / steps:9.1f} us {call.count / steps:7.1f} x  {call.key[:100]}"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -202,27 +227,45 @@ def measure(arguments: argparse.Namespace) -> None:
     out, began = Path(arguments.out), time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
     k = arguments.draft_tokens
-    cases = [(int(pages), float(rate)) for pages, rate in (case.split(":") for case in arguments.cases)]
+    cases = [
+        (int(pages), float(rate)) for pages, rate in (case.split(":") for case in arguments.cases)
+    ]
     decoding = None
     if arguments.variant == "lossless":
         schedule = SparsitySchedule.fixed(
-            cases[0][0], dense_layers=tuple(arguments.dense_layers), landmark_dtype=arguments.landmarks
+            cases[0][0],
+            dense_layers=tuple(arguments.dense_layers),
+            landmark_dtype=arguments.landmarks,
         )
-        decoding = Decoding.lossless(schedule, draft_tokens=k, draft_weights=arguments.draft_weights)
+        decoding = Decoding.lossless(
+            schedule, draft_tokens=k, draft_weights=arguments.draft_weights
+        )
     with tempfile.TemporaryDirectory() as folder:
         cache = {} if arguments.cache == "auto" else {"kv_cache_dtype": arguments.cache}
-        bench = Bench(arguments.shape, arguments.variant, folder, arguments.memory, decoding, **cache)
+        bench = Bench(
+            arguments.shape, arguments.variant, folder, arguments.memory, decoding, **cache
+        )
         import vllm
 
         result: dict[str, Any] = dict(
-            device=torch.cuda.get_device_name(), vllm=vllm.__version__, torch=torch.__version__, shape=arguments.shape,
-            variant=arguments.variant, start_s=time.monotonic() - began,
+            device=torch.cuda.get_device_name(),
+            vllm=vllm.__version__,
+            torch=torch.__version__,
+            shape=arguments.shape,
+            variant=arguments.variant,
+            start_s=time.monotonic() - began,
             kv_tokens=bench.kv_tokens,
-            settings={"max_num_seqs": bench.slots, "gpu_memory_utilization": arguments.memory, **cache},
-        )  # fmt: skip
+            settings={
+                "max_num_seqs": bench.slots,
+                "gpu_memory_utilization": arguments.memory,
+                **cache,
+            },
+        )
         if decoding is not None:
             result["decoding"] = decoding.to_dict()
-            result["draft_weight_bytes"] = bench.llm.collective_rpc("sparrow_describe")[0].get("draft_weight_bytes", 0)
+            result["draft_weight_bytes"] = bench.llm.collective_rpc("sparrow_describe")[0].get(
+                "draft_weight_bytes", 0
+            )
             choices = scheduler(bench).draft_length.choices
 
         def save(part: str, **row: Any) -> None:
@@ -230,7 +273,10 @@ def measure(arguments: argparse.Namespace) -> None:
             out.write_text(json.dumps(result, indent=1) + "\n")
             print(f"{time.monotonic() - began:6.1f} s  {json.dumps(row)}", flush=True)
 
-        print(f"{time.monotonic() - began:6.1f} s  started, {result['kv_tokens']} tokens of KV cache", flush=True)
+        print(
+            f"{time.monotonic() - began:6.1f} s  started, {result['kv_tokens']} tokens of KV cache",
+            flush=True,
+        )
         if arguments.profile and decoding is not None:
             hold(bench, k)
             runner(bench).rejection_sampler.synthetic_conditional_rates.fill_(cases[0][1])
@@ -246,7 +292,12 @@ def measure(arguments: argparse.Namespace) -> None:
                 hold(bench, 0)
             speed = point(bench, batch, length, 0.0)["tokens_per_s"]
             if decoding is None:
-                save("points", batch=batch, length=length, **point(bench, batch, length, FIXED_S, speed))
+                save(
+                    "points",
+                    batch=batch,
+                    length=length,
+                    **point(bench, batch, length, FIXED_S, speed),
+                )
                 continue
             for pages, rate in cases:
                 read = decoding.schedule.replace(top_k=(pages,))
@@ -260,7 +311,9 @@ def measure(arguments: argparse.Namespace) -> None:
                     speed = measured["tokens_per_s"]
                 chooser = scheduler(bench).draft_length = DraftLength(choices)
                 measured = point(bench, batch, length, SECONDS, speed)
-                measured["settled"] = point(bench, batch, length, SETTLED_S, measured["tokens_per_s"])
+                measured["settled"] = point(
+                    bench, batch, length, SETTLED_S, measured["tokens_per_s"]
+                )
                 speed = measured["settled"]["tokens_per_s"]
                 save("points", **what, drafts="adapt", in_use=chooser.in_use(), **measured)
         if decoding is not None:
@@ -271,11 +324,16 @@ def measure(arguments: argparse.Namespace) -> None:
             tokens, slots = responses(240), SLOTS[arguments.shape]
             spans = simulate([PROMPT] * len(tokens), tokens, slots)
             result["rollout"] = dict(
-                requests=len(tokens), tokens=sum(tokens), slots=slots, rate=cases[0][1],
+                requests=len(tokens),
+                tokens=sum(tokens),
+                slots=slots,
+                rate=cases[0][1],
                 steps=sum(steps for steps, _, _ in spans),
-            )  # fmt: skip
+            )
             peak = most_cached(spans)
-            assert peak + slots * 64 < result["kv_tokens"], f"{peak} tokens would be preempted: fewer slots"
+            assert peak + slots * 64 < result["kv_tokens"], (
+                f"{peak} tokens would be preempted: fewer slots"
+            )
             for step, lengths in states(spans, STATES):
                 row = dict(batch=len(lengths), tokens=int(lengths.sum()))
                 row |= state(bench, lengths, None if decoding is None else cases[0][1])
@@ -290,27 +348,53 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=POINTS, required=True)
     parser.add_argument("--variant", choices=["stock", "lossless"], required=True)
     parser.add_argument("--parts", default="points", help="of points, trace, whole")
-    parser.add_argument("--requests", type=int, default=96, help="of the trace that is generated whole")
-    parser.add_argument("--points", nargs="*", default=[], help="sequences x tokens, such as 64x15000")
     parser.add_argument(
-        "--draft-tokens", type=int, default=12, help="the most; 0, a third and two thirds are chosen too"
+        "--requests", type=int, default=96, help="of the trace that is generated whole"
     )
     parser.add_argument(
-        "--cases", nargs="+", default=["61:0.95", "61:0.945", "61:0.9"], metavar="PAGES:ACCEPTANCE",
+        "--points", nargs="*", default=[], help="sequences x tokens, such as 64x15000"
+    )
+    parser.add_argument(
+        "--draft-tokens",
+        type=int,
+        default=12,
+        help="the most; 0, a third and two thirds are chosen too",
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=["61:0.95", "61:0.945", "61:0.9"],
+        metavar="PAGES:ACCEPTANCE",
         help="top-k pages of drafts and synthetic acceptance; the first also with each number of drafts",
-    )  # fmt: skip
-    parser.add_argument("--dense-layers", type=int, nargs="*", default=[], help="layers that drafts read whole")
-    parser.add_argument("--landmarks", choices=get_args(LandmarkDtype), default="auto", help="dtype they are stored in")
-    parser.add_argument(
-        "--draft-weights", choices=get_args(DraftWeights), default="auto", help="what drafts multiply with"
     )
-    parser.add_argument("--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache, of both")
+    parser.add_argument(
+        "--dense-layers", type=int, nargs="*", default=[], help="layers that drafts read whole"
+    )
+    parser.add_argument(
+        "--landmarks",
+        choices=get_args(LandmarkDtype),
+        default="auto",
+        help="dtype they are stored in",
+    )
+    parser.add_argument(
+        "--draft-weights",
+        choices=get_args(DraftWeights),
+        default="auto",
+        help="what drafts multiply with",
+    )
+    parser.add_argument(
+        "--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache, of both"
+    )
     parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
-    parser.add_argument("--profile", action="store_true", help="of lossless mode, the kernels at 64 x 15000")
+    parser.add_argument(
+        "--profile", action="store_true", help="of lossless mode, the kernels at 64 x 15000"
+    )
     parser.add_argument("--out", required=True)
     measure(parser.parse_args())
 

@@ -3,12 +3,13 @@
     python benchmarks/lossless_budgets.py --shape qwen3-1.7b    # writes results/lossless_budgets_qwen3-1.7b.json
     python benchmarks/lossless_budgets.py --sequences 8 --out results/lossless_budgets_qwen3-1.7b_2.json
 
-States and synthetic acceptance are those of ``benchmarks/lossless.py``, which is given for drafts of 1,024 tokens; with
-half as many or twice as many it is what ``sparrow.mode.acceptance_at`` makes expected. Each state is timed with every
-budget held, and with the budget that is found from knowing nothing; the number of drafts is chosen in all of them. It
-is settled, or the budget found, in rounds that begin with the state's length again, and so does the round that is
-timed. Cycles are timed and counted, and a cycle is taken to give the tokens that its acceptance makes expected: within
-seconds those that were drawn scatter by 2 %, about as much as budgets differ.
+States and synthetic acceptance are those of ``benchmarks/lossless.py``, which is given for drafts
+of 1,024 tokens; with half as many or twice as many it is what ``sparrow.mode.acceptance_at`` makes
+expected. Each state is timed with every budget held, and with the budget that is found from knowing
+nothing; the number of drafts is chosen in all of them. It is settled, or the budget found, in
+rounds that begin with the state's length again, and so does the round that is timed. Cycles are
+timed and counted, and a cycle is taken to give the tokens that its acceptance makes expected:
+within seconds those that were drawn scatter by 2 %, about as much as budgets differ.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ TIMED_S = 2.0
 
 
 class Counted(DraftLength):
-    """Counts cycles by their drafts and what these read, ``held`` times the draft schedule if it is given."""
+    """Counts cycles by their drafts and what these read, ``held`` times the draft schedule if it is
+    given.
+    """
 
     def __init__(self, choices: tuple[int, ...], held: float | None) -> None:
         super().__init__(choices, DRAFT_BUDGETS)
@@ -48,17 +51,27 @@ class Counted(DraftLength):
 
     def choose(self, rows: int, length: float, repeated: int = 0) -> int:
         drafts = super().choose(rows, length, repeated)
-        self.cycles[0, 1.0] += repeated + (not drafts)  # cycles without drafts, for which no budget is chosen
+        self.cycles[0, 1.0] += repeated + (
+            not drafts
+        )  # cycles without drafts, for which no budget is chosen
         return drafts
 
     def choose_budget(self, rows: int, length: float, drafts: int) -> int:
-        budget = super().choose_budget(rows, length, drafts) if self.held is None else self.budgets.index(1.0)
+        budget = (
+            super().choose_budget(rows, length, drafts)
+            if self.held is None
+            else self.budgets.index(1.0)
+        )
         self.cycles[drafts, self.budgets[budget] if self.held is None else self.held] += 1
         return budget
 
 
-def speed(bench: Bench, chooser: Counted, batch: int, length: int, rate: float, seconds: float) -> dict[str, Any]:
-    """Tokens per second in so many seconds of such requests, as drawn and as expected of their cycles."""
+def speed(
+    bench: Bench, chooser: Counted, batch: int, length: int, rate: float, seconds: float
+) -> dict[str, Any]:
+    """Tokens per second in so many seconds of such requests, as drawn and as expected of their
+    cycles.
+    """
     begin(bench, [length] * batch)
     chooser.cycles.clear()
     before, began = generated(bench), time.perf_counter()
@@ -89,18 +102,35 @@ def main() -> None:
             for rate in RATES:
                 for held in (*DRAFT_BUDGETS, None):
                     multiple = held or 1.0
-                    bench.llm.collective_rpc("sparrow_set_schedule", args=(drafts.times(multiple).to_dict(),))
+                    bench.llm.collective_rpc(
+                        "sparrow_set_schedule", args=(drafts.times(multiple).to_dict(),)
+                    )
                     accept(bench, acceptance_at(rate, multiple))
                     chooser = scheduler(bench).draft_length = Counted(choices, held)
                     for seconds in FOUND if held is None else HELD:
                         speed(bench, chooser, batch, length, rate, seconds)
                     timed = speed(bench, chooser, batch, length, rate, TIMED_S)
-                    rows.append({"batch": batch, "length": length, "rate": rate, "held": held, **timed,
-                                 "in_use": chooser.in_use(), "budgets": chooser.budgets_in_use()})  # fmt: skip
+                    rows.append(
+                        {
+                            "batch": batch,
+                            "length": length,
+                            "rate": rate,
+                            "held": held,
+                            **timed,
+                            "in_use": chooser.in_use(),
+                            "budgets": chooser.budgets_in_use(),
+                        }
+                    )
                     print(json.dumps(rows[-1]), flush=True)
-                    save(out, {
-                        "vllm": vllm.__version__, "shape": shape, "decoding": decoding.to_dict(), "rows": rows,
-                    })  # fmt: skip
+                    save(
+                        out,
+                        {
+                            "vllm": vllm.__version__,
+                            "shape": shape,
+                            "decoding": decoding.to_dict(),
+                            "rows": rows,
+                        },
+                    )
 
 
 if __name__ == "__main__":

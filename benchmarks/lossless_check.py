@@ -1,18 +1,20 @@
 """Lossless mode in vLLM on a GPU: what comes out is the dense model's.
 
-    python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1] [--draft-weights fp8]
+    python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1]
+    [--draft-weights fp8]
         [--cache fp8] --out FILE
     python benchmarks/lossless_check.py samples [--count 1000000] --out samples.json
     python benchmarks/lossless_check.py invariant [--dtype bfloat16] --out invariant.json
 
-``equal``: log-probs against transformers in float32, with the yardstick of ``vllm_check.py``; greedy tokens against
-stock vLLM's, and where they first differ, how far apart the float32 model's log-probs of the two tokens are. With
-``--cache fp8`` stock vLLM has such a cache too; how far its own log-probs are from float32 is the yardstick.
-``samples``: counts of one prompt's continuations at temperature 1 from a small vocabulary, against their probabilities,
-which transformers enumerates in float32 (chi-square). ``invariant``: with ``drafter_invariant``, the tokens of a seed
-against stock vLLM's, up to the first that differs; the yardstick is stock vLLM with fewer sequences at a time, whose
-rounding differs too, and lossless decoding without the option parts at once. Models are random; drafts are drawn for
-real.
+``equal``: log-probs against transformers in float32, with the yardstick of ``vllm_check.py``;
+greedy tokens against stock vLLM's, and where they first differ, how far apart the float32 model's
+log-probs of the two tokens are. With ``--cache fp8`` stock vLLM has such a cache too; how far its
+own log-probs are from float32 is the yardstick.
+``samples``: counts of one prompt's continuations at temperature 1 from a small vocabulary, against
+their probabilities, which transformers enumerates in float32 (chi-square). ``invariant``: with
+``drafter_invariant``, the tokens of a seed against stock vLLM's, up to the first that differs; the
+yardstick is stock vLLM with fewer sequences at a time, whose rounding differs too, and lossless
+decoding without the option parts at once. Models are random; drafts are drawn for real.
 """
 
 from __future__ import annotations
@@ -33,7 +35,18 @@ from fp8_check import sampled
 from scipy import stats
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
-from vllm_check import SAMPLED, UNBOUNDED, VARIANTS, gib_asleep, judged, load, notes, options, prompts, random_model
+from vllm_check import (
+    SAMPLED,
+    UNBOUNDED,
+    VARIANTS,
+    gib_asleep,
+    judged,
+    load,
+    notes,
+    options,
+    prompts,
+    random_model,
+)
 
 from sparrow import SparsitySchedule
 from sparrow.engines.hf import HFEngine
@@ -48,42 +61,61 @@ VOCAB, TOKENS, PROMPT, AT_ONCE = 6, 3, 150, 20_000
 
 
 def partings(truth: HFEngine, ours: Sequence[Any], stock: Sequence[Any]) -> list[dict[str, float]]:
-    """Where greedy tokens first differ: the position, and how much the float32 model prefers one token."""
+    """Where greedy tokens first differ: the position, and how much the float32 model prefers one
+    token.
+    """
     scored = [truth.score(rollouts, UNBOUNDED, 1.0) for rollouts in (ours, stock)]
     differences = []
     for a, b, a_score, b_score in zip(ours, stock, *scored, strict=True):
         differ = np.flatnonzero(a.response_ids != b.response_ids)
         if len(differ):
             at = int(differ[0])
-            differences.append({"token": at, "gap": float(abs(a_score.logprobs[at] - b_score.logprobs[at]))})
+            differences.append(
+                {"token": at, "gap": float(abs(a_score.logprobs[at] - b_score.logprobs[at]))}
+            )
     return differences
 
 
 def equal(arguments: argparse.Namespace) -> None:
     note = notes(arguments.out, dtype=arguments.dtype)
     decoding = Decoding.lossless(
-        DRAFTS, draft_tokens=DRAFT_TOKENS, adapt_draft_tokens=False, draft_weights=arguments.draft_weights
+        DRAFTS,
+        draft_tokens=DRAFT_TOKENS,
+        adapt_draft_tokens=False,
+        draft_weights=arguments.draft_weights,
     )
     alone = arguments.tensor_parallel == 1
     shared = options(
-        arguments.dtype, tensor_parallel_size=arguments.tensor_parallel, compilation_config=GRAPHS,
+        arguments.dtype,
+        tensor_parallel_size=arguments.tensor_parallel,
+        compilation_config=GRAPHS,
         kv_cache_dtype=arguments.cache,
-    )  # fmt: skip
+    )
 
     with tempfile.TemporaryDirectory() as name:
         folder, other = Path(name) / "a", Path(name) / "b"
         model = random_model(folder, arguments.dtype)
         new_weights = random_model(other, arguments.dtype, seed=1)
-        truths = [HFEngine(load(path, "float32").cuda(), UNBOUNDED, eos_ids=[]) for path in (folder, other)]
+        truths = [
+            HFEngine(load(path, "float32").cuda(), UNBOUNDED, eos_ids=[])
+            for path in (folder, other)
+        ]
         rounded = [HFEngine(m.cuda(), UNBOUNDED, eos_ids=[]) for m in (model, new_weights)]
 
         def judge(label: str, rollouts: Sequence[Any], weights: int = 0) -> None:
-            scores = (e[weights].score(rollouts, UNBOUNDED, SAMPLED.temperature) for e in (truths, rounded))
+            scores = (
+                e[weights].score(rollouts, UNBOUNDED, SAMPLED.temperature)
+                for e in (truths, rounded)
+            )
             note(label, judged(rollouts, *scores))
 
-        llm = LLM(str(folder), skip_tokenizer_init=True, **shared)  # kept to the end: its graphs hold their pool
+        llm = LLM(
+            str(folder), skip_tokenizer_init=True, **shared
+        )  # kept to the end: its graphs hold their pool
         parameters = SamplingParams(temperature=0.0, max_tokens=192, detokenize=False)
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], parameters, use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": p} for p in prompts()], parameters, use_tqdm=False
+        )
         if arguments.cache != "auto":
             judge("stock vLLM with this cache", sampled(llm))
 
@@ -95,8 +127,13 @@ def equal(arguments: argparse.Namespace) -> None:
             replace(r, response_ids=np.asarray(o.outputs[0].token_ids, dtype=r.response_ids.dtype))
             for r, o in zip(greedy, outputs, strict=True)
         ]
-        agreed = [np.cumprod(a.response_ids == b.response_ids) for a, b in zip(greedy, stock, strict=True)]
-        note("greedy tokens before the first that is not stock's", f"{sum(a.sum() for a in agreed)} of {8 * 192}")
+        agreed = [
+            np.cumprod(a.response_ids == b.response_ids) for a, b in zip(greedy, stock, strict=True)
+        ]
+        note(
+            "greedy tokens before the first that is not stock's",
+            f"{sum(a.sum() for a in agreed)} of {8 * 192}",
+        )
         note("partings from stock", partings(truths[0], greedy, stock))
         engine.drop_prefixes()  # a cached prompt is rounded differently from a prefilled one
         first = engine.generate(prompts(), SAMPLED)
@@ -104,7 +141,10 @@ def equal(arguments: argparse.Namespace) -> None:
         judge("sampled", first)
         engine.drop_prefixes()
         again = engine.generate(prompts(), SAMPLED)
-        same = [np.array_equal(a.response_ids, b.response_ids) for a, b in zip(first, again, strict=True)]
+        same = [
+            np.array_equal(a.response_ids, b.response_ids)
+            for a, b in zip(first, again, strict=True)
+        ]
         note("responses that a seed repeats", f"{sum(same)} of {len(same)}")
         if alone:
             note("GiB in use asleep", gib_asleep(engine))
@@ -129,7 +169,8 @@ def equal(arguments: argparse.Namespace) -> None:
             note(f"preempted, {label}", engine.counters().preemptions)
             engine.close()
         if not alone:
-            llm.llm_engine.engine_core.shutdown()  # otherwise the process would wait for its workers
+            # otherwise the process would wait for its workers
+            llm.llm_engine.engine_core.shutdown()
 
 
 def invariant(arguments: argparse.Namespace) -> None:
@@ -148,7 +189,15 @@ def invariant(arguments: argparse.Namespace) -> None:
     def compare(label: str, stock: Sequence[np.ndarray], ours: Sequence[np.ndarray]) -> None:
         common = [int(np.cumprod(a == b).sum()) for a, b in zip(stock, ours, strict=True)]
         same = sum(n == len(a) for n, a in zip(common, stock, strict=True))
-        note(label, {"responses": len(stock), "same": same, "tokens": sum(map(len, stock)), "common": sum(common)})
+        note(
+            label,
+            {
+                "responses": len(stock),
+                "same": same,
+                "tokens": sum(map(len, stock)),
+                "common": sum(common),
+            },
+        )
 
     with tempfile.TemporaryDirectory() as name:
         random_model(Path(name), arguments.dtype)
@@ -158,11 +207,20 @@ def invariant(arguments: argparse.Namespace) -> None:
         few = LLM(name, skip_tokenizer_init=True, **{**shared, "max_num_seqs": 2})
         compare("stock, 2 sequences at a time", stock, tokens(few))
         for k, own in ((4, True), (12, True), (4, False)):
-            drafts = Decoding.lossless(DRAFTS, draft_tokens=k, adapt_draft_tokens=False, drafter_invariant=own)
+            drafts = Decoding.lossless(
+                DRAFTS, draft_tokens=k, adapt_draft_tokens=False, drafter_invariant=own
+            )
             engine = VLLMEngine(name, drafts, **shared)
             engine.counters()
-            compare(f"{k} drafts" if own else f"{k} drafts, without drafter_invariant", stock, tokens(engine.llm))
-            note(f"counters, {k} drafts" + (", without" if not own else ""), engine.counters().to_dict())
+            compare(
+                f"{k} drafts" if own else f"{k} drafts, without drafter_invariant",
+                stock,
+                tokens(engine.llm),
+            )
+            note(
+                f"counters, {k} drafts" + (", without" if not own else ""),
+                engine.counters().to_dict(),
+            )
             engine.close()
 
 
@@ -174,27 +232,48 @@ def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
         with torch.no_grad():
             log_p = torch.log_softmax(model(rows).logits[:, -1].double(), -1)
         p = (p[:, None] * log_p.exp().cpu().numpy()).reshape(-1)
-        written = np.concatenate([written.repeat(VOCAB, 0), np.tile(np.arange(VOCAB), len(written))[:, None]], 1)
+        written = np.concatenate(
+            [written.repeat(VOCAB, 0), np.tile(np.arange(VOCAB), len(written))[:, None]], 1
+        )
     return p
 
 
-def drawn(folder: str, decoding: dict[str, Any], process: int, seeds: range) -> tuple[np.ndarray, dict[str, int]]:
+def drawn(
+    folder: str, decoding: dict[str, Any], process: int, seeds: range
+) -> tuple[np.ndarray, dict[str, int]]:
     """How often each continuation came, with one request per seed, and the engine's counters."""
-    os.environ["VLLM_PORT"] = str(41_000 + 50 * process)  # engines that look for a free one at once find the same
+    os.environ["VLLM_PORT"] = str(
+        41_000 + 50 * process
+    )  # engines that look for a free one at once find the same
     cuda = torch.cuda.is_available()
-    machine = {"max_num_seqs": 1024} if cuda else {"max_num_seqs": 256, "block_size": 32, "enforce_eager": True}
+    machine = (
+        {"max_num_seqs": 1024}
+        if cuda
+        else {"max_num_seqs": 256, "block_size": 32, "enforce_eager": True}
+    )
     llm = LLM(
-        folder, skip_tokenizer_init=True, additional_config={"sparrow": decoding}, max_model_len=256,
-        kv_cache_memory_bytes=2**30 if cuda else 2**26, gpu_memory_utilization=0.05, **machine,
-    )  # fmt: skip
+        folder,
+        skip_tokenizer_init=True,
+        additional_config={"sparrow": decoding},
+        max_model_len=256,
+        kv_cache_memory_bytes=2**30 if cuda else 2**26,
+        gpu_memory_utilization=0.05,
+        **machine,
+    )
     counts = np.zeros(VOCAB**TOKENS, int)
     for begin in range(0, len(seeds), AT_ONCE):
         wanted = [
-            SamplingParams(temperature=1.0, max_tokens=TOKENS, seed=seed, ignore_eos=True, detokenize=False)
+            SamplingParams(
+                temperature=1.0, max_tokens=TOKENS, seed=seed, ignore_eos=True, detokenize=False
+            )
             for seed in seeds[begin : begin + AT_ONCE]
         ]
-        outputs = llm.generate([{"prompt_token_ids": sample_prompt()}] * len(wanted), wanted, use_tqdm=False)
-        code = np.array([o.outputs[0].token_ids for o in outputs]) @ (VOCAB ** np.arange(TOKENS - 1, -1, -1))
+        outputs = llm.generate(
+            [{"prompt_token_ids": sample_prompt()}] * len(wanted), wanted, use_tqdm=False
+        )
+        code = np.array([o.outputs[0].token_ids for o in outputs]) @ (
+            VOCAB ** np.arange(TOKENS - 1, -1, -1)
+        )
         counts += np.bincount(code, minlength=VOCAB**TOKENS)
     return counts, llm.collective_rpc("sparrow_counters")[0]
 
@@ -208,10 +287,20 @@ def samples(arguments: argparse.Namespace) -> None:
     note = notes(arguments.out)
     torch.manual_seed(3)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
-        initializer_range=0.1, eos_token_id=None, bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
     with tempfile.TemporaryDirectory() as folder:
         model = Qwen3ForCausalLM(config)
         with torch.no_grad():
@@ -224,13 +313,25 @@ def samples(arguments: argparse.Namespace) -> None:
         truth = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         expected = enumerated(truth, sample_prompt())
         kept = SparsitySchedule(top_k=(1,), bin_tokens=100, recent_pages=1, dense_layers=())
-        decoding = Decoding.lossless(kept, draft_tokens=TOKENS - 1, adapt_draft_tokens=False).to_dict()
+        decoding = Decoding.lossless(
+            kept, draft_tokens=TOKENS - 1, adapt_draft_tokens=False
+        ).to_dict()
         share = -(-arguments.count // arguments.processes)
-        parts = [range(10**6 + i, 10**6 + min(i + share, arguments.count)) for i in range(0, arguments.count, share)]
+        parts = [
+            range(10**6 + i, 10**6 + min(i + share, arguments.count))
+            for i in range(0, arguments.count, share)
+        ]
         with ProcessPoolExecutor(len(parts), mp_context=get_context("spawn")) as pool:
-            results = list(pool.map(drawn, [folder] * len(parts), [decoding] * len(parts), range(len(parts)), parts))
+            results = list(
+                pool.map(
+                    drawn, [folder] * len(parts), [decoding] * len(parts), range(len(parts)), parts
+                )
+            )
     counts = np.sum([counts for counts, _ in results], axis=0)
-    note("counters", {name: sum(of[name] for _, of in results) for name in ("drafted", "accepted", "emitted")})
+    note(
+        "counters",
+        {name: sum(of[name] for _, of in results) for name in ("drafted", "accepted", "emitted")},
+    )
     test = stats.chisquare(counts, expected * counts.sum() / expected.sum())
     note("samples", int(counts.sum()))
     note("chi-square", float(test.statistic))
@@ -240,22 +341,34 @@ def samples(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["equal", "samples", "invariant"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument(
-        "--draft-weights", choices=get_args(DraftWeights), default="auto", help="what drafts multiply with in equal"
+        "--draft-weights",
+        choices=get_args(DraftWeights),
+        default="auto",
+        help="what drafts multiply with in equal",
     )
-    parser.add_argument("--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache in equal")
+    parser.add_argument(
+        "--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache in equal"
+    )
     parser.add_argument("--count", type=int, default=1_000_000)
     parser.add_argument(
-        "--processes", type=int, default=8, help="that draw samples, each with an engine on the same GPU"
+        "--processes",
+        type=int,
+        default=8,
+        help="that draw samples, each with an engine on the same GPU",
     )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.what != "equal" and (arguments.cache, arguments.draft_weights) != ("auto", "auto"):
-        parser.error(f"{arguments.what} takes neither --cache nor --draft-weights; leave them out, or check equal")
+        parser.error(
+            f"{arguments.what} takes neither --cache nor --draft-weights; leave them out, or check equal"
+        )
     {"equal": equal, "samples": samples, "invariant": invariant}[arguments.what](arguments)
 
 

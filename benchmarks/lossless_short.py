@@ -1,28 +1,32 @@
-"""Short contexts and few sequences, where drafting does not pay: is lossless mode in vLLM slower than stock vLLM there?
+"""Short contexts and few sequences, where drafting does not pay: is lossless mode in vLLM slower
+than stock vLLM there?
 
     python benchmarks/lossless_short.py --shape qwen3-1.7b    # writes benchmarks/results/lossless_short_qwen3-1.7b.json
     python benchmarks/lossless_short.py --shape qwen3-8b
     python benchmarks/lossless_short.py --sequences 1 8 --out benchmarks/results/lossless_short_qwen3-1.7b_3.json
 
-A short step is bound by the host or nearly so, and the host's speed changes from minute to minute by more than what is
-asked about. So the engines share one GPU and take turns of ``TURN_S``: stock vLLM, lossless mode, and stock vLLM once
-more, because even two stock engines differ (``control`` is the ratio of the second one's speed to the first one's). A
-ratio is that of lossless mode to both stock engines together. Each engine has a process of its own, as it has in use:
-beside engines of another kind in one process, its scheduler would take longer. The threads that step run on one core,
-the last that the script may use, whose speed at a time is then the same for all. Hosts differ, and so do two processes
-of one engine: several runs tell more than a long one, and ``benchmarks/tables.py`` takes their mean.
-Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens, or for
-``SECONDS``; acceptance is synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what
-they read are chosen from knowing nothing. Ratios are those of tokens per second over all turns; intervals resample
-rounds of turns.
+A short step is bound by the host or nearly so, and the host's speed changes from minute to minute
+by more than what is asked about. So the engines share one GPU and take turns of ``TURN_S``: stock
+vLLM, lossless mode, and stock vLLM once more, because even two stock engines differ (``control`` is
+the ratio of the second one's speed to the first one's). A ratio is that of lossless mode to both
+stock engines together. Each engine has a process of its own, as it has in use: beside engines of
+another kind in one process, its scheduler would take longer. The threads that step run on one core,
+the last that the script may use, whose speed at a time is then the same for all. Hosts differ, and
+so do two processes of one engine: several runs tell more than a long one, and
+``benchmarks/tables.py`` takes their mean. Sequences begin with their tokens in the cache
+(``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens, or for ``SECONDS``; acceptance is
+synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what they
+read are chosen from knowing nothing. Ratios are those of tokens per second over all turns;
+intervals resample rounds of turns.
 
-Taking turns costs time that nobody else would spend: at its end a turn waits for what the GPU still does, and at its
-start the GPU waits for the host. So a turn's time is from the result of one step to that of a later one, without the
-first ``UNDER_WAY`` and without the wait at the end (``with_pauses`` is the ratio with both). What an engine holds when
-a state begins is left out of Python's garbage collection, which it would otherwise go through in some turn.
+Taking turns costs time that nobody else would spend: at its end a turn waits for what the GPU still
+does, and at its start the GPU waits for the host. So a turn's time is from the result of one step
+to that of a later one, without the first ``UNDER_WAY`` and without the wait at the end
+(``with_pauses`` is the ratio with both). What an engine holds when a state begins is left out of
+Python's garbage collection, which it would otherwise go through in some turn.
 
-``host_us`` has the microseconds that ``PARTS`` of a step take the host, for each engine; ``benchmarks/lossless.py
---profile`` tells what the GPU does.
+``host_us`` has the microseconds that ``PARTS`` of a step take the host, for each engine;
+``benchmarks/lossless.py --profile`` tells what the GPU does.
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ STATES = {
     "qwen3-1.7b": [(64, 320), (64, 1024), (60, 1024), (8, 1024), (1, 1024), (1, 30000)],
     "qwen3-8b": [(64, 320), (8, 1024), (1, 1024), (2, 30000)],
 }
-"""Sequences, and tokens in the cache of each at the start. vLLM has no CUDA graph for 60 sequences."""
+"""Sequences, and tokens in the cache of each at the start. vLLM has no CUDA graph for 60 sequences.
+"""
 RATES = (None, 0.95, 0.9, 0.5)
 """Probability with which vLLM accepts a draft; None: no drafts."""
 ENGINES = ("stock", "lossless", "control")
@@ -63,15 +68,17 @@ UNDER_WAY = 2  # steps that vLLM has begun when a turn ends
 BLOCK = 16  # tokens in a block of vLLM's KV cache
 SPARE = 64  # tokens of each sequence that are left for drafts
 MEMORY, CACHE_BYTES = 0.3, 20 * 2**30
-"""The share of the GPU that must be free when an engine starts, and bytes of its KV cache. vLLM would size the cache
-by the memory in use, which the other engines change meanwhile."""
+"""The share of the GPU that must be free when an engine starts, and bytes of its KV cache. vLLM
+would size the cache by the memory in use, which the other engines change meanwhile."""
 DECODING = Decoding.lossless(
     SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3"), adapt_draft_budget=True
 )
 PARTS = {
-    "schedule": "scheduler", "update_from_output": "scheduler",
-    "execute_model": "model_executor", "sample_tokens": "model_executor",
-}  # fmt: skip
+    "schedule": "scheduler",
+    "update_from_output": "scheduler",
+    "execute_model": "model_executor",
+    "sample_tokens": "model_executor",
+}
 """Methods that a step calls, by the attributes of vLLM's engine core that have them."""
 
 
@@ -120,11 +127,13 @@ class Engine:
         return generated(self.bench)
 
     def turn(self, tokens: int) -> list[float]:
-        """Step for ``TURN_S``, or until the requests have ``tokens`` together: new tokens and seconds, without and with
-        those of the pauses."""
+        """Step for ``TURN_S``, or until the requests have ``tokens`` together: new tokens and
+        seconds, without and with those of the pauses."""
         bench, resumed, had = self.bench, clock(), generated(self.bench)
         for _ in range(UNDER_WAY):
-            scheduler(bench)._last = None  # what ended in the pause says nothing about the time of a cycle
+            scheduler(
+                bench
+            )._last = None  # what ended in the pause says nothing about the time of a cycle
             bench.llm.llm_engine.step()
         scheduler(bench)._last = None
         began = now = time.perf_counter()
@@ -136,7 +145,9 @@ class Engine:
         return [new - before, now - began, new - had, clock() - resumed]
 
     def end(self, batch: int) -> dict[str, Any]:
-        """Give the requests up: microseconds of the host in a step's parts, and cycles by their number of drafts."""
+        """Give the requests up: microseconds of the host in a step's parts, and cycles by their
+        number of drafts.
+        """
         abandon(self.bench, batch)
         host_us = {part: 1e6 * self.spent[part] / self.spent["steps"] for part in PARTS}
         cycles = dict(scheduler(self.bench).draft_length.chosen) if self.choices else {}
@@ -150,12 +161,18 @@ _engine: Engine
 def start(shape: str, name: str, folder: str) -> None:
     """Start an engine in this process."""
     global _engine
-    os.environ["VLLM_CACHE_ROOT"] = f"{folder}/cache"  # engines that start at once must not write the same files
+    os.environ["VLLM_CACHE_ROOT"] = (
+        f"{folder}/cache"  # engines that start at once must not write the same files
+    )
     slots, lossless = max(batch for batch, _ in STATES[shape]), name == "lossless"
     kind, decoding = ("lossless", DECODING) if lossless else ("stock", None)
-    bench = Bench(shape, kind, folder, MEMORY, decoding, slots=slots, kv_cache_memory_bytes=CACHE_BYTES)
+    bench = Bench(
+        shape, kind, folder, MEMORY, decoding, slots=slots, kv_cache_memory_bytes=CACHE_BYTES
+    )
     _engine = Engine(bench, lossless)
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # this thread; others that the engine has are left alone
+    os.sched_setaffinity(
+        0, {max(os.sched_getaffinity(0))}
+    )  # this thread; others that the engine has are left alone
 
 
 def run(method: str, *arguments: Any) -> Any:
@@ -166,19 +183,23 @@ def run(method: str, *arguments: Any) -> Any:
 def side_by_side(
     engines: Mapping[str, ProcessPoolExecutor], batch: int, length: int, rate: float | None
 ) -> dict[str, Any]:
-    """The ratio of speeds with its interval, that of both stock engines, tokens per second, what parts of a step take
-    the host, and each turn of each engine."""
+    """The ratio of speeds with its interval, that of both stock engines, tokens per second, what
+    parts of a step take the host, and each turn of each engine."""
 
     def ask(name: str, method: str, *arguments: Any) -> Any:
         return engines[name].submit(run, method, *arguments).result()
 
-    lengths = [length + i % BLOCK for i in range(batch)]  # sequences of real use do not end their blocks together
+    lengths = [
+        length + i % BLOCK for i in range(batch)
+    ]  # sequences of real use do not end their blocks together
     most = min(CONTEXT, *(ask(name, "kv_tokens") // batch for name in engines)) - BLOCK - SPARE
     growth = min(GROWTH, most - length)
     ends = {name: ask(name, "prepare", lengths, rate) + growth * batch for name in engines}
     turns: dict[str, list[list[float]]] = {name: [] for name in engines}
     began, grown = time.perf_counter(), Counter[str]()
-    while time.perf_counter() - began < SECONDS and all(tokens < growth * batch for tokens in grown.values()):
+    while time.perf_counter() - began < SECONDS and all(
+        tokens < growth * batch for tokens in grown.values()
+    ):
         for name in engines:
             turns[name].append(ask(name, "turn", ends[name]))
             grown[name] += int(turns[name][-1][2])
@@ -192,8 +213,9 @@ def side_by_side(
         "tokens_per_s": {name: float(np.divide(*np.sum(of, 0)[:2])) for name, of in turns.items()},
         "host_us": {name: of["host_us"] for name, of in ended.items()},
         "cycles_by_drafts": ended["lossless"]["cycles_by_drafts"],
-        "grown": {name: tokens / batch for name, tokens in grown.items()}, "turns": turns,
-    }  # fmt: skip
+        "grown": {name: tokens / batch for name, tokens in grown.items()},
+        "turns": turns,
+    }
 
 
 def main() -> None:
@@ -204,7 +226,9 @@ def main() -> None:
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         engines = {
-            name: ProcessPoolExecutor(1, spawn, initializer=start, initargs=(shape, name, f"{folder}/{name}"))
+            name: ProcessPoolExecutor(
+                1, spawn, initializer=start, initargs=(shape, name, f"{folder}/{name}")
+            )
             for name in ENGINES
         }
         started = [engine.submit(run, "kv_tokens") for engine in engines.values()]
@@ -213,11 +237,21 @@ def main() -> None:
             for rate in RATES:
                 about = {"batch": batch, "length": length, "rate": rate}
                 rows.append(about | side_by_side(engines, batch, length, rate))
-                print(json.dumps({key: of for key, of in rows[-1].items() if key != "turns"}), flush=True)
-                save(out, {
-                    "vllm": vllm.__version__, "shape": shape, "decoding": DECODING.to_dict(),
-                    "cache_bytes": CACHE_BYTES, "turn_s": TURN_S, "rows": rows,
-                })  # fmt: skip
+                print(
+                    json.dumps({key: of for key, of in rows[-1].items() if key != "turns"}),
+                    flush=True,
+                )
+                save(
+                    out,
+                    {
+                        "vllm": vllm.__version__,
+                        "shape": shape,
+                        "decoding": DECODING.to_dict(),
+                        "cache_bytes": CACHE_BYTES,
+                        "turn_s": TURN_S,
+                        "rows": rows,
+                    },
+                )
         for engine in engines.values():
             engine.shutdown()
 

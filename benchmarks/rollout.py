@@ -1,25 +1,30 @@
-"""Rollouts in vLLM on one GPU: decode steps, and a whole trace of long responses, stock dense against Sparrow.
+"""Rollouts in vLLM on one GPU: decode steps, and a whole trace of long responses, stock dense
+against Sparrow.
 
-    python benchmarks/rollout.py --shape qwen3-1.7b --variant stock --out results/rollout_qwen3-1.7b_stock.json
-    python benchmarks/rollout.py --shape qwen3-1.7b --variant sparse --out results/rollout_qwen3-1.7b_sparse.json
+    python benchmarks/rollout.py --shape qwen3-1.7b --variant stock --out
+    results/rollout_qwen3-1.7b_stock.json python benchmarks/rollout.py --shape qwen3-1.7b --variant
+    sparse --out results/rollout_qwen3-1.7b_sparse.json
 
-``benchmarks/tables.py`` makes the tables of docs/performance.md from the files. Models are random: nothing is
-downloaded.
+``benchmarks/tables.py`` makes the tables of docs/performance.md from the files. Models are random:
+nothing is downloaded.
 
-A trace is 240 prompts of 256 tokens (as many as AIME24 with 8 samples each; ``--requests`` takes other numbers) whose
-response lengths come from a fixed log-normal distribution, mean 14,268, cut at 32,768. vLLM serves them first come,
-first served, ``slots`` at a time: as many as fit into KV memory without preemption. So which requests run at which
-length in which step depends neither on the variant nor on how long a step takes, and can be worked out beforehand.
-Running all of it would take hours. Instead the steps are cut into equal strata, and the step in the middle of each is
-set up for real (its requests at their lengths, in vLLM, with its own scheduler, CUDA graphs and sampler) and timed. The
-trace's time is the mean of these, multiplied by the number of steps, plus the measured cost to the others of prefilling
-the joining requests. ``validate`` runs a shorter trace from beginning to end, made of the 1/64 of each response that
-ends at its middle, and compares its time with the estimate for that trace.
+A trace is 240 prompts of 256 tokens (as many as AIME24 with 8 samples each; ``--requests`` takes
+other numbers) whose response lengths come from a fixed log-normal distribution, mean 14,268, cut at
+32,768. vLLM serves them first come, first served, ``slots`` at a time: as many as fit into KV
+memory without preemption. So which requests run at which length in which step depends neither on
+the variant nor on how long a step takes, and can be worked out beforehand. Running all of it would
+take hours. Instead the steps are cut into equal strata, and the step in the middle of each is set
+up for real (its requests at their lengths, in vLLM, with its own scheduler, CUDA graphs and
+sampler) and timed. The trace's time is the mean of these, multiplied by the number of steps, plus
+the measured cost to the others of prefilling the joining requests. ``validate`` runs a shorter
+trace from beginning to end, made of the 1/64 of each response that ends at its middle, and compares
+its time with the estimate for that trace.
 
-A step's state is reached without prefill: a KV connector, vLLM's own for decode benchmarks, says that a request's cache
-is there already. The cache holds random normal data, page means included, written once to all of the memory, so the
-pages that the actor selects are scattered. Both variants run with this connector, with ``torch.compile`` as vLLM does
-by default, and with full CUDA graphs for decode.
+A step's state is reached without prefill: a KV connector, vLLM's own for decode benchmarks, says
+that a request's cache is there already. The cache holds random normal data, page means included,
+written once to all of the memory, so the pages that the actor selects are scattered. Both variants
+run with this connector, with ``torch.compile`` as vLLM does by default, and with full CUDA graphs
+for decode.
 """
 
 from __future__ import annotations
@@ -51,11 +56,21 @@ from sparrow.vllm import config, plugin
 
 CONTEXT = CUTOFF + PROMPT + 256
 SETTLE, TIMED = 4, 16
-"""Steps before and in a measurement; short steps are bound by the host and uneven, so 16 times as many are timed."""
+"""Steps before and in a measurement; short steps are bound by the host and uneven, so 16 times as
+many are timed.
+"""
 SHORT = 100_000
 """A step with at most this many cached tokens is short."""
 POINTS = {
-    "qwen3-1.7b": [(64, 15000), (32, 30000), (64, 1024), (64, 4096), (8, 30000), (8, 1024), (1, 1024)],
+    "qwen3-1.7b": [
+        (64, 15000),
+        (32, 30000),
+        (64, 1024),
+        (64, 4096),
+        (8, 30000),
+        (8, 1024),
+        (1, 1024),
+    ],
     "qwen3-4b": [(48, 15000), (24, 30000), (48, 1024)],
     "qwen3-8b": [(48, 15000), (24, 30000), (48, 1024)],
     "qwen3-14b": [(32, 15000), (16, 30000), (32, 1024)],
@@ -64,18 +79,21 @@ POINTS = {
 LOGPROBS: dict[str, int | None] = {"none": None, "sampled": 0, "top 20": 20}
 OUR_SCHEDULES = ("dense", "published")
 MEMORY = 0.93  # vLLM's gpu_memory_utilization
-INT8_EXPONENT = 122  # of random keys and values in int8: the scale 2^-5, under which 127 is four standard deviations
+# of random keys and values in int8: the scale 2^-5, under which 127 is four standard deviations
+INT8_EXPONENT = 122
 
 
 class Connector(DecodeBenchConnector):
-    """vLLM's own connector for decode benchmarks, but prompts up to ``PROMPT`` tokens are prefilled, and the memory is
-    filled once, landmarks included, not request by request."""
+    """vLLM's own connector for decode benchmarks, but prompts up to ``PROMPT`` tokens are
+    prefilled, and the memory is filled once, landmarks included, not request by request."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._layers = vllm_config.compilation_config.static_forward_context
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         if request.num_prompt_tokens <= PROMPT:
             return 0, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -88,13 +106,17 @@ class Connector(DecodeBenchConnector):
             for begin in range(0, len(cache), 4096):
                 some = cache[begin : begin + 4096]
                 dtype = torch.bfloat16 if cache.itemsize == 1 else cache.dtype
-                values = torch.randn(some.shape, generator=generator, device=cache.device, dtype=dtype)
+                values = torch.randn(
+                    some.shape, generator=generator, device=cache.device, dtype=dtype
+                )
                 some.copy_(_stored(values, cache.dtype))
                 if has_landmarks:
                     keys, _, marks, scales = layer.impl.cache_views(layer, cache)
                     pages = keys[begin : begin + 4096].unflatten(2, (marks.shape[1], -1)).float()
                     if cache.dtype == torch.int8:
-                        scales.k[begin : begin + 4096] = scales.v[begin : begin + 4096] = INT8_EXPONENT
+                        scales.k[begin : begin + 4096] = scales.v[begin : begin + 4096] = (
+                            INT8_EXPONENT
+                        )
                         pages *= 2.0 ** (INT8_EXPONENT - 127)
                     marks[begin : begin + 4096] = pages.mean(3).transpose(1, 2).to(marks.dtype)
 
@@ -113,22 +135,41 @@ class Bench:
     """One vLLM engine, stock or with Sparrow; ``more`` are options of vLLM's."""
 
     def __init__(
-        self, shape: str, variant: str, folder: str, memory: float = MEMORY, lossless: Decoding | None = None,
-        slots: int = 0, **more: Any,
-    ) -> None:  # fmt: skip
+        self,
+        shape: str,
+        variant: str,
+        folder: str,
+        memory: float = MEMORY,
+        lossless: Decoding | None = None,
+        slots: int = 0,
+        **more: Any,
+    ) -> None:
         self.served = 0  # requests so far; they are named by number
-        self.shape, self.slots = shape, max(slots, SLOTS[shape], max(batch for batch, _ in POINTS[shape]))
+        self.shape, self.slots = (
+            shape,
+            max(slots, SLOTS[shape], max(batch for batch, _ in POINTS[shape])),
+        )
         qwen3(shape, dtype="bfloat16").save_pretrained(folder)
         options: dict[str, Any] = dict(
-            load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=CONTEXT,
-            max_num_seqs=self.slots, gpu_memory_utilization=memory, enable_prefix_caching=False,
-            enable_sleep_mode=False, logprobs_mode="processed_logprobs", max_logprobs=-1, disable_log_stats=False,
+            load_format="dummy",
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            max_model_len=CONTEXT,
+            max_num_seqs=self.slots,
+            gpu_memory_utilization=memory,
+            enable_prefix_caching=False,
+            enable_sleep_mode=False,
+            logprobs_mode="processed_logprobs",
+            max_logprobs=-1,
+            disable_log_stats=False,
             compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"},
             kv_transfer_config={
-                "kv_connector": "Connector", "kv_connector_module_path": "rollout", "kv_role": "kv_both"
+                "kv_connector": "Connector",
+                "kv_connector_module_path": "rollout",
+                "kv_role": "kv_both",
             },
             **more,
-        )  # fmt: skip
+        )
         self.engine: VLLMEngine | None = None
         # A connector that carries no landmarks is refused; this one makes them.
         config.check_supported = lambda *_: None
@@ -137,9 +178,14 @@ class Bench:
         elif lossless is not None:
             plugin.register()
             rates = [0.95 ** (i + 1) for i in range(lossless.draft_tokens)]
-            synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+            synthetic = {
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_rates": rates,
+            }
             additional = {"sparrow": lossless.to_dict()}
-            self.llm = LLM(folder, additional_config=additional, speculative_config=synthetic, **options)
+            self.llm = LLM(
+                folder, additional_config=additional, speculative_config=synthetic, **options
+            )
         else:
             self.published = SparsitySchedule.preset(shape)
             self.engine = VLLMEngine(folder, self.published, **options)
@@ -160,19 +206,35 @@ class Bench:
     def use(self, schedule: str) -> None:
         if self.engine is not None:
             dense = SparsitySchedule.dense(dense_layers=self.published.dense_layers)
-            self.engine.rpc("sparrow_set_schedule", (self.published if schedule == "published" else dense).to_json())
+            self.engine.rpc(
+                "sparrow_set_schedule",
+                (self.published if schedule == "published" else dense).to_json(),
+            )
 
     def start(
-        self, prompts: Iterable[int], responses: Iterable[int], logprobs: int | None, only_final: bool = False
+        self,
+        prompts: Iterable[int],
+        responses: Iterable[int],
+        logprobs: int | None,
+        only_final: bool = False,
     ) -> None:
-        """Queue requests with prompts and responses of these token counts, sampled as the trainer's engine samples."""
+        """Queue requests with prompts and responses of these token counts, sampled as the trainer's
+        engine samples.
+        """
         tokens = [i % 150_000 for i in range(CONTEXT)]
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
             parameters = SamplingParams(
-                max_tokens=int(response), temperature=1.0, logprobs=logprobs, seed=i, detokenize=False,
-                flat_logprobs=True, ignore_eos=True,
-                output_kind=RequestOutputKind.FINAL_ONLY if only_final else RequestOutputKind.CUMULATIVE,
-            )  # fmt: skip
+                max_tokens=int(response),
+                temperature=1.0,
+                logprobs=logprobs,
+                seed=i,
+                detokenize=False,
+                flat_logprobs=True,
+                ignore_eos=True,
+                output_kind=RequestOutputKind.FINAL_ONLY
+                if only_final
+                else RequestOutputKind.CUMULATIVE,
+            )
             self.served += 1
             request = {"prompt_token_ids": tokens[: int(prompt)]}
             self.llm.llm_engine.add_request(str(self.served), request, parameters)
@@ -188,13 +250,23 @@ class Bench:
         return seconds
 
     def step(self, lengths: Sequence[int] | np.ndarray, logprobs: int | None) -> dict[str, float]:
-        """Time decode steps with ``lengths`` cached tokens in the requests: median and spread, in ms."""
+        """Time decode steps with ``lengths`` cached tokens in the requests: median and spread, in
+        ms.
+        """
         timed = TIMED if sum(lengths) > SHORT else 16 * TIMED
         half = SETTLE + timed // 2
-        self.start([max(PROMPT + 1, n - half) for n in lengths], [half + timed] * len(lengths), logprobs)
+        self.start(
+            [max(PROMPT + 1, n - half) for n in lengths], [half + timed] * len(lengths), logprobs
+        )
         ms = 1e3 * np.array(self.finish()[SETTLE : SETTLE + timed])
         low, middle, high = np.percentile(ms, [10, 50, 90])
-        return {"ms": float(middle), "p10": float(low), "p90": float(high), "mean": float(ms.mean()), "steps": timed}
+        return {
+            "ms": float(middle),
+            "p10": float(low),
+            "p90": float(high),
+            "mean": float(ms.mean()),
+            "steps": timed,
+        }
 
     def join(self, lengths: np.ndarray, logprobs: int | None) -> float:
         """What prefilling the prompt of another request costs the running requests, in ms."""
@@ -215,12 +287,16 @@ class Bench:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module) -> None:
-    """Weights of a model before training: vLLM's dummies are too small for activations to be anything but noise."""
+    """Weights of a model before training: vLLM's dummies are too small for activations to be
+    anything but noise.
+    """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
     for name, weight in model.named_parameters():
         if "norm" in name:
             weight.fill_(1.0)
-        elif weight.element_size() > 1 and "scale" not in name:  # vLLM has quantised its dummies with their scales
+        elif (
+            weight.element_size() > 1 and "scale" not in name
+        ):  # vLLM has quantised its dummies with their scales
             weight.normal_(0.0, 0.02, generator=generator)
 
 
@@ -242,13 +318,19 @@ def measure(arguments: argparse.Namespace) -> None:
         import vllm
 
         save(
-            device=torch.cuda.get_device_name(), vllm=vllm.__version__, torch=torch.__version__, shape=shape,
-            variant=arguments.variant, slots=slots, kv_tokens=bench.kv_tokens,
+            device=torch.cuda.get_device_name(),
+            vllm=vllm.__version__,
+            torch=torch.__version__,
+            shape=shape,
+            variant=arguments.variant,
+            slots=slots,
+            kv_tokens=bench.kv_tokens,
             settings={
-                "max_num_seqs": bench.slots, "gpu_memory_utilization": MEMORY,
+                "max_num_seqs": bench.slots,
+                "gpu_memory_utilization": MEMORY,
                 "compilation_mode": int(bench.vllm_config.compilation_config.mode),
             },
-        )  # fmt: skip
+        )
         for prefilled in (1, 8):  # compiles what is left to compile
             bench.start([PROMPT] * prefilled, [4] * prefilled, 20)
             bench.finish()
@@ -262,19 +344,34 @@ def measure(arguments: argparse.Namespace) -> None:
                         if label != "none" and (schedule == "dense" or length == 4096):
                             continue
                         timed = bench.step([length] * batch, LOGPROBS[label])
-                        rows.append(dict(batch=batch, length=length, schedule=schedule, logprobs=label, **timed))
+                        rows.append(
+                            dict(
+                                batch=batch,
+                                length=length,
+                                schedule=schedule,
+                                logprobs=label,
+                                **timed,
+                            )
+                        )
                         save(points=rows)
         bench.use(bench.schedules[-1])
         for requests in arguments.requests if "trace" in parts else ():
             tokens = responses(requests)
             spans = simulate([PROMPT] * requests, tokens, slots)
             longest = most_cached(spans)
-            assert longest + slots * block < bench.kv_tokens, f"{longest} tokens would be preempted: fewer slots"
+            assert longest + slots * block < bench.kv_tokens, (
+                f"{longest} tokens would be preempted: fewer slots"
+            )
             chosen, rows = states(spans, arguments.states), []
             trace: dict[str, Any] = dict(
-                requests=requests, prompt=PROMPT, tokens=sum(tokens), longest=max(tokens),
-                steps=sum(steps for steps, _, _ in spans), peak_tokens=longest, states=rows,
-            )  # fmt: skip
+                requests=requests,
+                prompt=PROMPT,
+                tokens=sum(tokens),
+                longest=max(tokens),
+                steps=sum(steps for steps, _, _ in spans),
+                peak_tokens=longest,
+                states=rows,
+            )
             for step, lengths in chosen:
                 row: dict[str, Any] = dict(step=step, batch=len(lengths), tokens=int(lengths.sum()))
                 for label in ("none", "top 20"):
@@ -282,18 +379,29 @@ def measure(arguments: argparse.Namespace) -> None:
                 rows.append(row)
                 save(traces=result.get("traces", {}) | {str(requests): trace})
             if requests == arguments.requests[0]:
-                save(join_ms=[bench.join(lengths, LOGPROBS["top 20"]) for _, lengths in chosen[1::5]])
+                save(
+                    join_ms=[bench.join(lengths, LOGPROBS["top 20"]) for _, lengths in chosen[1::5]]
+                )
         if "validate" in parts:
             early, last = middle(responses(min(arguments.requests)))
             spans = simulate(early, last, slots)
-            timed = [bench.step(lengths, LOGPROBS["top 20"])["ms"] for _, lengths in states(spans, arguments.states)]
+            timed = [
+                bench.step(lengths, LOGPROBS["top 20"])["ms"]
+                for _, lengths in states(spans, arguments.states)
+            ]
             steps = sum(s for s, _, _ in spans)
             bench.start(early, last, LOGPROBS["top 20"])
             took = bench.finish()
-            save(validation=dict(
-                requests=len(last), tokens=sum(last), steps=steps,
-                steps_run=len(took), seconds=sum(took), estimate=steps * statistics.mean(timed) / 1e3,
-            ))  # fmt: skip
+            save(
+                validation=dict(
+                    requests=len(last),
+                    tokens=sum(last),
+                    steps=steps,
+                    steps_run=len(took),
+                    seconds=sum(took),
+                    estimate=steps * statistics.mean(timed) / 1e3,
+                )
+            )
         if "profile" in parts:
             for schedule in bench.schedules:
                 bench.use(schedule)
@@ -302,7 +410,9 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def profile(bench: Bench, batch: int, length: int) -> dict[str, Any]:
-    """Kernels of a decode step with top-20 log-probs: us per step, launches per step, the 25 longest."""
+    """Kernels of a decode step with top-20 log-probs: us per step, launches per step, the 25
+    longest.
+    """
     steps = 10
     bench.start([length] * batch, [SETTLE + steps + 6] * batch, 20)
     for _ in range(SETTLE):
@@ -310,7 +420,11 @@ def profile(bench: Bench, batch: int, length: int) -> dict[str, Any]:
     _, kernels = recorded(bench, steps)
     bench.finish()
     table = [
-        {"kernel": r.key[:110], "us": round(r.self_device_time_total / steps, 1), "launches": r.count / steps}
+        {
+            "kernel": r.key[:110],
+            "us": round(r.self_device_time_total / steps, 1),
+            "launches": r.count / steps,
+        }
         for r in kernels[:25]
     ]
     busy = sum(r.self_device_time_total for r in kernels) / steps
@@ -318,7 +432,9 @@ def profile(bench: Bench, batch: int, length: int) -> dict[str, Any]:
 
 
 def recorded(bench: Bench, steps: int) -> tuple[Any, list[Any]]:
-    """What torch's profiler saw in so many steps of running requests; of that the GPU's kernels, the longest first."""
+    """What torch's profiler saw in so many steps of running requests; of that the GPU's kernels,
+    the longest first.
+    """
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiled:
@@ -334,10 +450,16 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--shape", choices=SHAPES, required=True)
     options.add_argument("--variant", choices=["stock", "sparse"], required=True)
-    options.add_argument("--parts", default="points,trace,validate", help="of points, trace, validate, profile")
+    options.add_argument(
+        "--parts", default="points,trace,validate", help="of points, trace, validate, profile"
+    )
     options.add_argument("--states", type=int, default=16, help="strata of the trace")
-    options.add_argument("--requests", type=int, nargs="+", default=[240, 1024], help="traces of so many requests")
-    options.add_argument("--out", required=True, help="JSON; parts not measured now are kept as they are there")
+    options.add_argument(
+        "--requests", type=int, nargs="+", default=[240, 1024], help="traces of so many requests"
+    )
+    options.add_argument(
+        "--out", required=True, help="JSON; parts not measured now are kept as they are there"
+    )
     measure(options.parse_args())
 
 

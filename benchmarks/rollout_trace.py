@@ -1,7 +1,8 @@
-"""The rollout traces of ``rollout.py``: how long responses are, and which of them run at which length in every step.
+"""The rollout traces of ``rollout.py``: how long responses are, and which of them run at which
+length in every step.
 
-A request joins as soon as there is room, first come, first served, and no request is ever preempted, so all of this
-follows from the lengths, however long a step takes.
+A request joins as soon as there is room, first come, first served, and no request is ever
+preempted, so all of this follows from the lengths, however long a step takes.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from sparrow.cost import response_lengths
 
 MEDIAN, CUTOFF, PROMPT = 12_000, 32_768, 256
 SLOTS = {"qwen3-1.7b": 80, "qwen3-4b": 56, "qwen3-8b": 56, "qwen3-14b": 48}
-"""Requests served at a time: the largest multiple of 8 for which the fullest moment fits into an H200."""
+"""Requests served at a time: the largest multiple of 8 for which the fullest moment fits into an
+H200.
+"""
 Span = tuple[int, np.ndarray, int]
-"""A number of steps; the cached tokens of every running request in the first; how many requests join in it."""
+"""A number of steps; the cached tokens of every running request in the first; how many requests
+join in it.
+"""
 
 
 def responses(requests: int) -> list[int]:
@@ -26,13 +31,17 @@ def responses(requests: int) -> list[int]:
 
 
 def middle(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Prompt and response lengths of a trace short enough to run: the 1/64 of each response that ends at its middle."""
+    """Prompt and response lengths of a trace short enough to run: the 1/64 of each response that
+    ends at its middle.
+    """
     last = [max(1, n // 64) for n in tokens]
     return [PROMPT + n // 2 - m for n, m in zip(tokens, last, strict=True)], last
 
 
 def simulate(prompts: Sequence[int], responses: Sequence[int], slots: int) -> list[Span]:
-    """The trace, cut where a request ends. A request gets its first token in the step that it joins in."""
+    """The trace, cut where a request ends. A request gets its first token in the step that it joins
+    in.
+    """
     waiting = list(range(len(responses)))[::-1]
     running: list[tuple[int, int]] = []  # last step, request
     began: dict[int, int] = {}
@@ -59,7 +68,9 @@ def most_cached(spans: Sequence[Span]) -> int:
 
 
 def states(spans: Sequence[Span], count: int) -> list[tuple[int, np.ndarray]]:
-    """The steps in the middle of ``count`` strata of the trace, with the cached tokens of every request in them."""
+    """The steps in the middle of ``count`` strata of the trace, with the cached tokens of every
+    request in them.
+    """
     ends = np.cumsum([steps for steps, _, _ in spans])
     chosen = ((np.arange(count) + 0.5) * ends[-1] / count).astype(int)
     result = []

@@ -1,4 +1,6 @@
-"""A Qwen3 of transformers with keys, values or matrices in 8 bits, e4m3 or int8, rounded as in vLLM with Sparrow."""
+"""A Qwen3 of transformers with keys, values or matrices in 8 bits, e4m3 or int8, rounded as in vLLM
+with Sparrow.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ def through_int8(x: Tensor) -> Tensor:
 
 @contextmanager
 def _watched(model: Any, change_keys: Any, change_values: Any) -> Iterator[None]:
-    """Inside, keys after the rotary embedding ``[B, K, T, D]`` and values ``[B, T, K, D]`` are what two functions of
-    the layer's number and them return."""
+    """Inside, keys after the rotary embedding ``[B, K, T, D]`` and values ``[B, T, K, D]`` are what
+    two functions of the layer's number and them return."""
     layer_now, stock = [0], modeling_qwen3.apply_rotary_pos_emb
 
     def rotary(q: Tensor, k: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
@@ -41,10 +43,14 @@ def _watched(model: Any, change_keys: Any, change_values: Any) -> Iterator[None]
     with ExitStack() as stack:
         for i, layer in enumerate(model.model.layers):
             attention = layer.self_attn
-            before = attention.register_forward_pre_hook(lambda *_, i=i: layer_now.__setitem__(0, i))
+            before = attention.register_forward_pre_hook(
+                lambda *_, i=i: layer_now.__setitem__(0, i)
+            )
             stack.callback(before.remove)
 
-            def values(module: Any, inputs: Any, v: Tensor, i: int = i, D: int = attention.head_dim) -> Tensor:
+            def values(
+                module: Any, inputs: Any, v: Tensor, i: int = i, D: int = attention.head_dim
+            ) -> Tensor:
                 return change_values(i, v.unflatten(-1, (-1, D))).flatten(-2)
 
             stack.callback(attention.v_proj.register_forward_hook(values).remove)
@@ -54,7 +60,9 @@ def _watched(model: Any, change_keys: Any, change_values: Any) -> Iterator[None]
 
 
 def rounded_cache(model: Any, scales: Scales) -> Any:
-    """A context in which the model rounds the keys and values of layer i to e4m3 with ``scales[i]``."""
+    """A context in which the model rounds the keys and values of layer i to e4m3 with
+    ``scales[i]``.
+    """
     return _watched(
         model,
         lambda i, k: through_fp8(k, scales[i][0][:, None, None]),
@@ -63,7 +71,9 @@ def rounded_cache(model: Any, scales: Scales) -> Any:
 
 
 def int8_cache(model: Any) -> Any:
-    """A context in which the model rounds keys and values to int8, with a power of 2 for each token and head."""
+    """A context in which the model rounds keys and values to int8, with a power of 2 for each token
+    and head.
+    """
     return _watched(model, lambda _, k: through_int8(k), lambda _, v: through_int8(v))
 
 
@@ -87,8 +97,8 @@ def scales_of(model: Any, prompt_BT: Tensor) -> Scales:
 
 @contextmanager
 def rounded_matrices(model: Any) -> Iterator[None]:
-    """Inside, the layers' matrices are e4m3 with a scale per output, and their inputs with a scale per token, as with
-    vLLM's ``quantization="fp8_per_channel"``; products are exact."""
+    """Inside, the layers' matrices are e4m3 with a scale per output, and their inputs with a scale
+    per token, as with vLLM's ``quantization="fp8_per_channel"``; products are exact."""
 
     def per_row(x: Tensor) -> Tensor:
         return through_fp8(x, x.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_MAX)
@@ -98,6 +108,8 @@ def rounded_matrices(model: Any) -> Iterator[None]:
             if isinstance(module, nn.Linear):
                 stack.callback(module.weight.copy_, module.weight.clone())
                 module.weight.copy_(per_row(module.weight))
-                before = module.register_forward_pre_hook(lambda _, inputs: (per_row(inputs[0]), *inputs[1:]))
+                before = module.register_forward_pre_hook(
+                    lambda _, inputs: (per_row(inputs[0]), *inputs[1:])
+                )
                 stack.callback(before.remove)
         yield

@@ -2,14 +2,16 @@
 
     python benchmarks/same_run.py --out benchmarks/results/same_run.json
 
-Runs of ``sparrow train --engine vllm`` on the bundled reasoner, as in ``vllm_train.py``, all side by side: on two GPUs,
-but on four for *ddp4* and *fsdp2_4*. The distance of DDP and FSDP2 from one GPU is shown beside the distance between
-two runs on one GPU: in *again*, vLLM takes fewer responses at a time, so bfloat16 is rounded differently; *seed* has
-other problems and samples. Where there are fewer GPUs, ``--runs`` says which runs to do.
+Runs of ``sparrow train --engine vllm`` on the bundled reasoner, as in ``vllm_train.py``, all side
+by side: on two GPUs, but on four for *ddp4* and *fsdp2_4*. The distance of DDP and FSDP2 from one
+GPU is shown beside the distance between two runs on one GPU: in *again*, vLLM takes fewer responses
+at a time, so bfloat16 is rounded differently; *seed* has other problems and samples. Where there
+are fewer GPUs, ``--runs`` says which runs to do.
 
-*killed* is a DDP run whose second process is killed after three steps; one GPU goes on from its checkpoint.
-*killed_fsdp2* is the same with FSDP2, and also goes on with FSDP2. *server* samples in a ``vllm serve`` on the other
-GPU, and this server is killed after two steps. The server finds the plugin where Sparrow is installed.
+*killed* is a DDP run whose second process is killed after three steps; one GPU goes on from its
+checkpoint. *killed_fsdp2* is the same with FSDP2, and also goes on with FSDP2. *server* samples in
+a ``vllm serve`` on the other GPU, and this server is killed after two steps. The server finds the
+plugin where Sparrow is installed.
 """
 
 from __future__ import annotations
@@ -60,15 +62,34 @@ class Bench:
     def start(self, name: str, gpus: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "VLLM_SERVER_DEV_MODE": "1"}
         with open(self.folder / f"{name}.log", "wb") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+            return subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
 
-    def train(self, name: str, gpus: str, launcher: Sequence[str] = (), more: Sequence[str] = ()) -> Any:
+    def train(
+        self, name: str, gpus: str, launcher: Sequence[str] = (), more: Sequence[str] = ()
+    ) -> Any:
         port = ["--main_process_port", str(free_port())] if launcher else []
         command = [
-            *(launcher or TRAIN[:1]), *port, *TRAIN[1:], "--run-dir", str(self.folder / name), "--engine", ENGINE,
-            "--save-every", "2", "--schedule", str(self.folder / "schedule.json"), "--tau", "0.9",
-            "--optimizer.token-budget", "65536", "--steps", "10", *more,
-        ]  # fmt: skip
+            *(launcher or TRAIN[:1]),
+            *port,
+            *TRAIN[1:],
+            "--run-dir",
+            str(self.folder / name),
+            "--engine",
+            ENGINE,
+            "--save-every",
+            "2",
+            "--schedule",
+            str(self.folder / "schedule.json"),
+            "--tau",
+            "0.9",
+            "--optimizer.token-budget",
+            "65536",
+            "--steps",
+            "10",
+            *more,
+        ]
         return self.start(name, gpus, command)
 
     def ended(self, name: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
@@ -91,7 +112,9 @@ class Bench:
     def killed_fsdp2(self) -> dict[str, Any]:
         return self.loses_a_process("killed_fsdp2", RUNS["fsdp2"][1], "0,1", RUNS["fsdp2"][1])
 
-    def loses_a_process(self, name: str, first: list[str], gpus: str, then: list[str]) -> dict[str, Any]:
+    def loses_a_process(
+        self, name: str, first: list[str], gpus: str, then: list[str]
+    ) -> dict[str, Any]:
         launcher = self.train(name, "0,1", first)
         self.until_step(name, 3, launcher)
         children = psutil.Process(launcher.pid).children(recursive=True)
@@ -105,18 +128,34 @@ class Bench:
     def server(self) -> dict[str, Any]:
         port = free_port()
         engine = [
-            flag for option in re.split(r",(?=\w+=)", ENGINE.removeprefix("vllm:"))
+            flag
+            for option in re.split(r",(?=\w+=)", ENGINE.removeprefix("vllm:"))
             for flag in ("--" + option.split("=", 1)[0].replace("_", "-"), option.split("=", 1)[1])
-        ]  # fmt: skip
+        ]
         command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port), *engine,
-            "--model", str(REASONER), "--attention-backend", "CUSTOM",
-            "--additional-config", json.dumps({"sparrow": SPARSE}), "--logprobs-mode", "processed_logprobs",
-            "--max-logprobs", "-1", "--enable-sleep-mode",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--port",
+            str(port),
+            *engine,
+            "--model",
+            str(REASONER),
+            "--attention-backend",
+            "CUSTOM",
+            "--additional-config",
+            json.dumps({"sparrow": SPARSE}),
+            "--logprobs-mode",
+            "processed_logprobs",
+            "--max-logprobs",
+            "-1",
+            "--enable-sleep-mode",
+        ]
         server = self.start("serve", "1", command)
         try:
-            wait_for(lambda: server.poll() is not None or answers(f"http://localhost:{port}/health"))
+            wait_for(
+                lambda: server.poll() is not None or answers(f"http://localhost:{port}/health")
+            )
             process = self.train("server", "0", more=["--engine", f"http://localhost:{port}"])
             self.until_step("server", 2, process)
         finally:
@@ -147,9 +186,13 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def main() -> None:
     options = parser(__doc__, "same_run")
     runs = [*RUNS, "killed", "killed_fsdp2", "server"]
-    options.add_argument("--runs", nargs="+", choices=runs, default=runs, help="what the file has of others is kept")
+    options.add_argument(
+        "--runs", nargs="+", choices=runs, default=runs, help="what the file has of others is kept"
+    )
     arguments = options.parse_args()
-    results: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    results: dict[str, Any] = (
+        json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    )
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(arguments.runs)) as pool:
         bench = Bench(Path(name))
         futures = {}

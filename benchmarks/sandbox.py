@@ -1,14 +1,17 @@
-"""Soak the code sandbox with thousands of mixed programs: verdicts, throughput, and what is left behind.
+"""Soak the code sandbox with thousands of mixed programs: verdicts, throughput, and what is left
+behind.
 
     python benchmarks/sandbox.py          # 2,000 programs, two at a time; writes JSON to benchmarks/results/
     python benchmarks/sandbox.py --programs 200 --workers 8
 
-Most programs are honest: right or wrong, of every kind of test, and their verdicts are known beforehand. One in eight
-attacks: half of these are drawn from a few with known verdicts, which loop, fork, fill memory, flood their output or
-exit early, and half from the attacks of tests/rewards/sandbox, which must not pass. This process's memory, file
-descriptors, threads and children, and all processes of the machine that carry this run's mark, are counted before and
-after, its memory also in between. Throughput is also measured for honest programs alone, with ten tests each, which
-alternately read and are called. The exit status is 0 if every verdict is as expected, nothing is left and memory is
+Most programs are honest: right or wrong, of every kind of test, and their verdicts are known
+beforehand. One in eight
+attacks: half of these are drawn from a few with known verdicts, which loop, fork, fill memory,
+flood their output or exit early, and half from the attacks of tests/rewards/sandbox, which must not
+pass. This process's memory, file descriptors, threads and children, and all processes of the
+machine that carry this run's mark, are counted before and after, its memory also in between.
+Throughput is also measured for honest programs alone, with ten tests each, which alternately read
+and are called. The exit status is 0 if every verdict is as expected, nothing is left and memory is
 flat.
 """
 
@@ -46,8 +49,15 @@ HELD = "anything but pass"
 FLAT_MB = 8.0
 """How far this process's memory in the second half of a soak may exceed that in the first."""
 
-STDIO = {"inputs": [f"{n} {n * n}\n" for n in range(10)], "outputs": [f"{n + n * n}\n" for n in range(10)]}
-CALL = {"fn_name": "add", "inputs": [[n, n * n] for n in range(10)], "outputs": [n + n * n for n in range(10)]}
+STDIO = {
+    "inputs": [f"{n} {n * n}\n" for n in range(10)],
+    "outputs": [f"{n + n * n}\n" for n in range(10)],
+}
+CALL = {
+    "fn_name": "add",
+    "inputs": [[n, n * n] for n in range(10)],
+    "outputs": [n + n * n for n in range(10)],
+}
 CHECK = {
     "test": "def check(f):\n" + "".join(f" assert f({n}, 1) == {n + 1}\n" for n in range(10)),
     "entry_point": "add",
@@ -90,14 +100,22 @@ HOSTILE: list[tuple[str, dict[str, Any], str]] = [
 def mixture(count: int, seed: int = 0) -> list[tuple[str, dict[str, Any], str]]:
     """Programs in random order, an eighth of them hostile, with their tests and verdicts."""
     rng = random.Random(seed)
-    missing = {"OUTSIDE": "/nonexistent", "SEGMENT": "0", "ABSTRACT": "sparrow-soak", "PARENT": str(os.getpid())}
+    missing = {
+        "OUTSIDE": "/nonexistent",
+        "SEGMENT": "0",
+        "ABSTRACT": "sparrow-soak",
+        "PARENT": str(os.getpid()),
+    }
     held = []
     for attack in ATTACKS:
         program = attack.program
         for name, value in missing.items():
             program = program.replace(name, value)
         held.append((program, TESTS[attack.kind], HELD))
-    return [rng.choice(rng.choice((HOSTILE, held)) if rng.random() < 1 / 8 else HONEST) for _ in range(count)]
+    return [
+        rng.choice(rng.choice((HOSTILE, held)) if rng.random() < 1 / 8 else HONEST)
+        for _ in range(count)
+    ]
 
 
 def left_behind() -> dict[str, Any]:
@@ -119,7 +137,9 @@ def left_behind() -> dict[str, Any]:
     }
 
 
-def soak(verifier: CodeVerifier, programs: Sequence[tuple[str, dict[str, Any], str]]) -> dict[str, Any]:
+def soak(
+    verifier: CodeVerifier, programs: Sequence[tuple[str, dict[str, Any], str]]
+) -> dict[str, Any]:
     """Judge all programs; return verdicts, times and disagreements."""
     began = time.monotonic()
     rss_mb, me = [], psutil.Process()
@@ -161,7 +181,11 @@ def soak(verifier: CodeVerifier, programs: Sequence[tuple[str, dict[str, Any], s
 def machine() -> dict[str, Any]:
     """The machine that this ran on."""
     bwrap = shutil.which("bwrap")
-    version = subprocess.run([bwrap, "--version"], capture_output=True, text=True).stdout.strip() if bwrap else None
+    version = (
+        subprocess.run([bwrap, "--version"], capture_output=True, text=True).stdout.strip()
+        if bwrap
+        else None
+    )
     return {
         "processor": platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -186,13 +210,18 @@ def main() -> int:
     result["before"] = left_behind()
     result["mixed"] = soak(verifier, mixture(options.programs))
     result["after"] = left_behind()
-    result["honest"] = soak(verifier, [HONEST[:6:5][number % 2] for number in range(options.programs // 10)])
+    result["honest"] = soak(
+        verifier, [HONEST[:6:5][number % 2] for number in range(options.programs // 10)]
+    )
     shutil.rmtree(tempfile.tempdir)
     options.out.parent.mkdir(exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1))
     kept = ("file_descriptors", "threads", "children", "sandboxed_processes", "temporary_files")
-    clean = all(result["after"][name] <= result["before"][name] for name in kept) and not result["mixed"]["unexpected"]
+    clean = (
+        all(result["after"][name] <= result["before"][name] for name in kept)
+        and not result["mixed"]["unexpected"]
+    )
     return 0 if clean and result["mixed"]["grew_mb"] <= FLAT_MB else 1
 
 

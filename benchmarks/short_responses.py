@@ -1,12 +1,14 @@
-"""A rollout of many short responses with lists of the most likely tokens, where every step waits for the host.
+"""A rollout of many short responses with lists of the most likely tokens, where every step waits
+for the host.
 
     git archive a553f48 | tar -x -C old/ && python benchmarks/short_responses.py --before old/
 
-256 prompts of 64 tokens, 1,024 tokens each, top-20 lists, on random weights: stock vLLM and Sparrow's engine with the
-same lists, each in processes of its own, by turns; a variant's time is its best. ``--before`` adds the engine of an
-earlier source tree, here one whose lists were Python objects. Sparrow decodes sparsely under the published 0.86
-schedule, which keeps nearly everything at this length. *host* is the time per token of vLLM's scheduler, its output
-processor and the reading of the lists, from a separate rollout whose clock is read at every step. On a CPU the model
+256 prompts of 64 tokens, 1,024 tokens each, top-20 lists, on random weights: stock vLLM and
+Sparrow's engine with the same lists, each in processes of its own, by turns; a variant's time is
+its best. ``--before`` adds the engine of an earlier source tree, here one whose lists were Python
+objects. Sparrow decodes sparsely under the published 0.86 schedule, which keeps nearly everything
+at this length. *host* is the time per token of vLLM's scheduler, its output processor and the
+reading of the lists, from a separate rollout whose clock is read at every step. On a CPU the model
 and responses are smaller; there only *host* says something about a GPU.
 """
 
@@ -29,26 +31,51 @@ SCHEDULER, OUTPUT, READING = "scheduler", "output processor", "reading lists"
 
 
 def measure(variant: str, tree: Path) -> dict[str, float]:
-    """Tokens per second, and host microseconds per token, of one variant in this process, with a tree's package."""
+    """Tokens per second, and host microseconds per token, of one variant in this process, with a
+    tree's package.
+    """
     sys.path.insert(0, str(tree))
     # Sparrow's engine registers the plugin itself; stock vLLM is to load none.
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_PLUGINS="")
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_PLUGINS="",
+    )
     import numpy as np
     import torch
 
     on_gpu = torch.cuda.is_available()
     tokens, dtype = (1024, "bfloat16") if on_gpu else (96, "float32")
-    smaller, options = dict[str, Any](), dict[str, Any](
-        load_format="dummy", dtype=dtype, skip_tokenizer_init=True, max_model_len=PROMPT + tokens,
-        max_num_seqs=REQUESTS, enable_prefix_caching=False, max_logprobs=-1, logprobs_mode="processed_logprobs",
-    )  # fmt: skip
+    smaller, options = (
+        dict[str, Any](),
+        dict[str, Any](
+            load_format="dummy",
+            dtype=dtype,
+            skip_tokenizer_init=True,
+            max_model_len=PROMPT + tokens,
+            max_num_seqs=REQUESTS,
+            enable_prefix_caching=False,
+            max_logprobs=-1,
+            logprobs_mode="processed_logprobs",
+        ),
+    )
     if not on_gpu:
         smaller = dict(
-            vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=32, max_position_embeddings=4096,
-        )  # fmt: skip
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=4096,
+        )
         options |= dict(
-            enforce_eager=True, kv_cache_memory_bytes=2**28, block_size=32, max_num_batched_tokens=REQUESTS * PROMPT
+            enforce_eager=True,
+            kv_cache_memory_bytes=2**28,
+            block_size=32,
+            max_num_batched_tokens=REQUESTS * PROMPT,
         )
     shape = qwen3("qwen3-1.7b", dtype=dtype, **smaller)
     prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (REQUESTS, PROMPT)).tolist()
@@ -62,7 +89,10 @@ def measure(variant: str, tree: Path) -> dict[str, float]:
         host = watch_host()
         run()
     total = REQUESTS * tokens
-    return {"tokens/s": total / took, **{f"{name}, us": 1e6 * spent / total for name, spent in host.items()}}
+    return {
+        "tokens/s": total / took,
+        **{f"{name}, us": 1e6 * spent / total for name, spent in host.items()},
+    }
 
 
 def stock(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens: int) -> Any:
@@ -71,12 +101,19 @@ def stock(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens
 
     llm = LLM(folder, **options)
     parameters = SamplingParams(
-        max_tokens=tokens, temperature=1.0, logprobs=TOP_N, seed=0, detokenize=False, flat_logprobs=True,
+        max_tokens=tokens,
+        temperature=1.0,
+        logprobs=TOP_N,
+        seed=0,
+        detokenize=False,
+        flat_logprobs=True,
         ignore_eos=True,
-    )  # fmt: skip
+    )
 
     def run() -> None:
-        for output in llm.generate([{"prompt_token_ids": each} for each in prompts], parameters, use_tqdm=False):
+        for output in llm.generate(
+            [{"prompt_token_ids": each} for each in prompts], parameters, use_tqdm=False
+        ):
             Lists.read(output.outputs[0].logprobs)
 
     return run
@@ -90,16 +127,23 @@ class Lists:
         """Ids and log-probs of a response's lists."""
         import numpy as np
 
-        return np.asarray(lists.token_ids, dtype=np.int32), np.asarray(lists.logprobs, dtype=np.float32)
+        return np.asarray(lists.token_ids, dtype=np.int32), np.asarray(
+            lists.logprobs, dtype=np.float32
+        )
 
 
 def ours(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens: int) -> Any:
     """Sparrow's engine."""
     from sparrow import SparsitySchedule
-    from sparrow.engines.vllm.engine import Sampling, VLLMEngine  # earlier trees have both here, too
+    from sparrow.engines.vllm.engine import (
+        Sampling,
+        VLLMEngine,
+    )  # earlier trees have both here, too
 
     engine = VLLMEngine(
-        folder, SparsitySchedule.preset("qwen3-1.7b", target=0.86).replace(dense_layers=(0,)), **options
+        folder,
+        SparsitySchedule.preset("qwen3-1.7b", target=0.86).replace(dense_layers=(0,)),
+        **options,
     )
     sampling = Sampling(max_new_tokens=tokens, temperature=1.0, top_n=TOP_N, seed=0)
     return lambda: engine.generate(prompts, sampling)
@@ -132,14 +176,18 @@ def watch_host() -> dict[str, float]:
     watched(Scheduler, "update_from_output", SCHEDULER)
     assert "schedule" not in vars(AsyncScheduler), "it would be counted twice"
     watched(OutputProcessor, "process_outputs", OUTPUT)
-    watched(engine, "rollout_of" if hasattr(engine, "rollout_of") else "_rollout", READING)  # its earlier name
+    watched(
+        engine, "rollout_of" if hasattr(engine, "rollout_of") else "_rollout", READING
+    )  # its earlier name
     watched(Lists, "read", READING)
     return spent
 
 
 def main() -> None:
     options = parser(__doc__, "short_responses")
-    options.add_argument("--before", type=Path, metavar="TREE", help="an unpacked source tree, measured as well")
+    options.add_argument(
+        "--before", type=Path, metavar="TREE", help="an unpacked source tree, measured as well"
+    )
     options.add_argument("--rounds", type=int, default=2, help="turns of each variant")
     arguments = options.parse_args()
     trees = {"stock": ROOT, "now": ROOT}
@@ -151,7 +199,11 @@ def main() -> None:
             metrics = alone.submit(measure, variant, tree).result()
         if variant not in best or metrics["tokens/s"] > best[variant]["tokens/s"]:
             best[variant] = metrics
-        print(f"{variant:8}", ", ".join(f"{name} {value:,.1f}" for name, value in metrics.items()), flush=True)
+        print(
+            f"{variant:8}",
+            ", ".join(f"{name} {value:,.1f}" for name, value in metrics.items()),
+            flush=True,
+        )
     save(arguments.out, {"rounds": arguments.rounds, "variants": best})
 
 

@@ -1,12 +1,14 @@
-"""The shipped decode kernels of two source trees on one GPU, in turns: what a change costs, row by row.
+"""The shipped decode kernels of two source trees on one GPU, in turns: what a change costs, row by
+row.
 
     git archive a553f48 | tar -x -C old/ && python benchmarks/side_by_side.py old/
 
-Each tree times the rows of ``decode_kernels.py`` with its own package and its own benchmark, in processes of their
-own, old and new by turns; a row's time is its best median, of all processes and of ``BATCHES`` batches in each. One
-batch is not enough: with few sequences the same kernel may take longer for one batch than for the next of the same
-shape over the same caches. Rows that only one tree has are named and left out. Exits with 1 if a row is more than
-2 % slower than before, or more than 25 % if only Triton serves its shape.
+Each tree times the rows of ``decode_kernels.py`` with its own package and its own benchmark, in
+processes of their own, old and new by turns; a row's time is its best median, of all processes and
+of ``BATCHES`` batches in each. One batch is not enough: with few sequences the same kernel may take
+longer for one batch than for the next of the same shape over the same caches. Rows that only one
+tree has are named and left out. Exits with 1 if a row is more than 2 % slower than before, or more
+than 25 % if only Triton serves its shape.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def measure() -> dict[str, float]:
     """Microseconds per layer of every row, by the tree that is first on the path."""
     import torch
 
-    # Older trees call it ``kernels``, which is also the name of a package that transformers looks for.
+    # Older trees call it ``kernels``, which is also the name of a package that transformers looks
+    # for.
     kernels = import_module("decode_kernels" if find_spec("decode_kernels") else "kernels")
     torch.manual_seed(0)
     times: dict[str, float] = {}
@@ -39,10 +42,17 @@ def measure() -> dict[str, float]:
     def note(row: str, us: float) -> None:
         times[row] = min(us, times.get(row, us))
 
-    def time_row(row: str, pool: Any, B: int, L: int, G: int, k: int, every_page: bool = False) -> None:
+    def time_row(
+        row: str, pool: Any, B: int, L: int, G: int, k: int, every_page: bool = False
+    ) -> None:
         for _ in range(BATCHES):
             case = kernels.Case(pool, B, L, G, k)
-            note(row, case.time(None, "step", torch.full_like(case.top_k, 2**30) if every_page else None)["us"])
+            note(
+                row,
+                case.time(None, "step", torch.full_like(case.top_k, 2**30) if every_page else None)[
+                    "us"
+                ],
+            )
 
     pool = kernels.Pool(kernels.TOKENS, kernels.LAYERS)
     for B, L, G, k in kernels.CASES:
@@ -65,7 +75,11 @@ def measure() -> dict[str, float]:
 def slower(old: dict[str, float], new: dict[str, float]) -> list[str]:
     """The rows of both trees that take longer than allowed."""
     both = [row for row in old if row in new]
-    return [row for row in both if new[row] > old[row] * (MOST_TRITON if row.startswith("Triton") else MOST)]
+    return [
+        row
+        for row in both
+        if new[row] > old[row] * (MOST_TRITON if row.startswith("Triton") else MOST)
+    ]
 
 
 def main() -> None:
@@ -84,7 +98,9 @@ def main() -> None:
             output = Path(folder) / "times.json"
             path = os.pathsep.join(map(str, (tree, tree / "benchmarks")))
             command = [sys.executable, __file__, str(args.old), "--measure", str(output)]
-            subprocess.run(command, env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}, check=True)
+            subprocess.run(
+                command, env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}, check=True
+            )
             times = json.loads(output.read_text())
             best[tree] = {row: min(us, best.get(tree, times)[row]) for row, us in times.items()}
     old, new = best[args.old.resolve()], best[HERE]
@@ -96,7 +112,9 @@ def main() -> None:
 
         save(args.out, {"rounds": args.rounds, "left_out": left_out, "us": rows})
     for row, (before, now) in rows.items():
-        print(f"{row:60} {before:8.1f} {now:8.1f} us  {now / before:.3f}{'  SLOWER' * (row in failed)}")
+        print(
+            f"{row:60} {before:8.1f} {now:8.1f} us  {now / before:.3f}{'  SLOWER' * (row in failed)}"
+        )
     for row in left_out:
         print(f"{row:60} left out: only one tree has it")
     sys.exit(bool(failed))

@@ -27,14 +27,36 @@ import tables_text as text
 import tables_text_training as text_training
 
 MODULES = (
-    speed, runs, cost, calibration, calibration_cost, relative_tau, sampled_tail, distill, lossless, text,
-    text_training, fp8,
-)  # fmt: skip
-TABLES: dict[str, Callable[[], str]] = {name: write for module in MODULES for name, write in module.TABLES.items()}
+    speed,
+    runs,
+    cost,
+    calibration,
+    calibration_cost,
+    relative_tau,
+    sampled_tail,
+    distill,
+    lossless,
+    text,
+    text_training,
+    fp8,
+)
+TABLES: dict[str, Callable[[], str]] = {
+    name: write for module in MODULES for name, write in module.TABLES.items()
+}
 NAMES = (
-    "performance", "cost", "vllm", "scaling", "integrations", "calibration", "method", "distill", "lossless", "paper",
-    "selectors", "stability-text",
-)  # fmt: skip
+    "performance",
+    "cost",
+    "vllm",
+    "scaling",
+    "integrations",
+    "calibration",
+    "method",
+    "distill",
+    "lossless",
+    "paper",
+    "selectors",
+    "stability-text",
+)
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 
 if __name__ == "__main__":

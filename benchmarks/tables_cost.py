@@ -16,9 +16,23 @@ from rollout_trace import PROMPT, responses, simulate, states
 from tables_speed import PHASES, PUBLISHED, measured, trace_seconds
 
 from sparrow.cluster import Cluster, plan
-from sparrow.cost import MACHINES, VLLM_H200, Overheads, Prediction, decode_step, predict, response_lengths
+from sparrow.cost import (
+    MACHINES,
+    VLLM_H200,
+    Overheads,
+    Prediction,
+    decode_step,
+    predict,
+    response_lengths,
+)
 from sparrow.cost import SHAPES as SHAPES_OF
-from sparrow.cost_lossless import REFERENCE_TOKENS, LosslessPrediction, choices, lossless_step, predict_lossless
+from sparrow.cost_lossless import (
+    REFERENCE_TOKENS,
+    LosslessPrediction,
+    choices,
+    lossless_step,
+    predict_lossless,
+)
 from sparrow.cost_lossless import rows as cost_rows
 from sparrow.schedule import SparsitySchedule
 
@@ -26,7 +40,9 @@ ACCEPTANCE = 0.94  # of drafts that read 1,024 tokens
 
 
 def limits(requests: str = "240") -> str:
-    """The speed-up that bytes allow: the cost model over the whole trace, with its overheads removed by stages."""
+    """The speed-up that bytes allow: the cost model over the whole trace, with its overheads
+    removed by stages.
+    """
     overheads = replace(fit_roofline.errors(fit_roofline.measured())[0], lists_s=0.0, host_s=0.0)
     rows = []
     for shape, (stock, sparse) in measured().items():
@@ -35,7 +51,10 @@ def limits(requests: str = "240") -> str:
         cells = []
         for mine in (overheads, replace(overheads, sparse_layer_s=0.0), Overheads()):
             dense, ours = (
-                sum(decode_step(SHAPES_OF[shape], MACHINES["h200"], n, schedule, mine).seconds for n in some)
+                sum(
+                    decode_step(SHAPES_OF[shape], MACHINES["h200"], n, schedule, mine).seconds
+                    for n in some
+                )
                 for schedule in (None, SparsitySchedule.preset(shape))
             )
             cells.append(f"{dense / ours:.2f}x")
@@ -50,21 +69,46 @@ def roofline() -> str:
     _, points = fit_roofline.errors(fit_roofline.measured())
     rows = []
     for shape, kind in itertools.product(SHAPES, ("dense", "sparse")):
-        some = [row for row in points if row[0].shape == shape and row[0].name.endswith("sparse") == (kind == "sparse")]
+        some = [
+            row
+            for row in points
+            if row[0].shape == shape and row[0].name.endswith("sparse") == (kind == "sparse")
+        ]
         _, _, errors, left_out = zip(*some, strict=True)
         worst = (f"{max(off, key=abs):+.1%}" for off in (errors, left_out))
         rows.append([f"{SHAPES[shape]} {kind}", len(some), f"{np.abs(errors).mean():.1%}", *worst])
     largest = [
-        [p.name.removeprefix("qwen3-"), f"{p.seconds * 1e3:.2f}", f"{s * 1e3:.2f}", f"{error:+.1%}", f"{out:+.1%}"]
+        [
+            p.name.removeprefix("qwen3-"),
+            f"{p.seconds * 1e3:.2f}",
+            f"{s * 1e3:.2f}",
+            f"{error:+.1%}",
+            f"{out:+.1%}",
+        ]
         for p, s, error, out in sorted(points, key=lambda row: -abs(row[2]))[:5]
     ]
-    summary = table(["", "steps", "mean size of the error", "largest", "largest, shape left out of the fit"], rows)
-    head = ["largest: shape, batch x length", "measured ms", "predicted", "error", "error, shape left out of the fit"]
+    summary = table(
+        ["", "steps", "mean size of the error", "largest", "largest, shape left out of the fit"],
+        rows,
+    )
+    head = [
+        "largest: shape, batch x length",
+        "measured ms",
+        "predicted",
+        "error",
+        "error, shape left out of the fit",
+    ]
     return f"{summary}\n{table(head, largest)}"
 
 
 def overheads() -> str:
-    names = ["a layer", "a sparse layer, further", "a sequence", "its top-20 lists, further", "share of the read limit"]
+    names = [
+        "a layer",
+        "a sparse layer, further",
+        "a sequence",
+        "its top-20 lists, further",
+        "share of the read limit",
+    ]
     cells = (f"{1e6 * x:.2f}" if x < 0.1 else f"{x:.3f}" for x in astuple(VLLM_H200))
     return table([*names, "a sequence, on the host"], [list(cells)])
 
@@ -83,21 +127,29 @@ def ragged() -> str:
 def planned() -> str:
     """What ``sparrow.cluster`` predicts for the measured steps."""
     names = {
-        "stock": "dense, stock vLLM", "sparse": "sparse", "one": "sparse, earlier",
+        "stock": "dense, stock vLLM",
+        "sparse": "sparse",
+        "one": "sparse, earlier",
         "ddp": "sparse, two GPUs, DDP, earlier",
-        "ddp2": "sparse, two GPUs, DDP", "fsdp2": "sparse, two GPUs, FSDP2", "ddp4": "sparse, four GPUs, DDP",
+        "ddp2": "sparse, two GPUs, DDP",
+        "fsdp2": "sparse, two GPUs, FSDP2",
+        "ddp4": "sparse, four GPUs, DDP",
         "fsdp2_4": "sparse, four GPUs, FSDP2",
-    }  # fmt: skip
+    }
     rows = []
     for variant, name in names.items():
         run = load(f"grpo_step_{variant}")
         lengths, schedule = fit_roofline.scaled(run)
         cluster = Cluster(MACHINES["h200"], run.get("gpus", 1))
-        prediction = plan(SHAPES_OF[run["shape"]], cluster, lengths, schedule, 64, len(lengths), 65536)
+        prediction = plan(
+            SHAPES_OF[run["shape"]], cluster, lengths, schedule, 64, len(lengths), 65536
+        )
         step = prediction.sparse if run["schedule"] else prediction.dense
         cells = [f"{run['seconds'][key]:.1f} / {getattr(step, key):.1f}" for key in PHASES]
         rows.append([name, *cells, f"{sum(run['seconds'].values()):.1f} / {step.seconds:.1f}"])
-    return table(["measured / predicted, s", "rollout", "log-probs", "update", "sync", "step"], rows)
+    return table(
+        ["measured / predicted, s", "rollout", "log-probs", "update", "sync", "step"], rows
+    )
 
 
 def cost_example() -> str:
@@ -106,8 +158,14 @@ def cost_example() -> str:
 
 
 def priced(shape: str, median: int, count: int) -> tuple[Prediction, LosslessPrediction]:
-    """Rollouts on an H200: dense and lossy, then lossless with drafts accepted with probability ``ACCEPTANCE``."""
-    known, machine, lengths = SHAPES_OF[shape], MACHINES["h200"], response_lengths(median, 32_768, count)
+    """Rollouts on an H200: dense and lossy, then lossless with drafts accepted with probability
+    ``ACCEPTANCE``.
+    """
+    known, machine, lengths = (
+        SHAPES_OF[shape],
+        MACHINES["h200"],
+        response_lengths(median, 32_768, count),
+    )
     lossy = predict(known, machine, lengths, SparsitySchedule.preset(shape))
     return lossy, predict_lossless(known, machine, lengths, lossy.dense, ACCEPTANCE)
 
@@ -119,7 +177,9 @@ STEPS = {"qwen3-1.7b": 1.97, "qwen3-4b": 2.11, "qwen3-8b": 1.81, "qwen3-14b": 1.
 def predicted() -> str:
     """The published setting as the cost model predicts it."""
     predictions = {
-        shape: predict(SHAPES_OF[shape], MACHINES["h200"], response_lengths(14_000, 32_768, 240), schedule)
+        shape: predict(
+            SHAPES_OF[shape], MACHINES["h200"], response_lengths(14_000, 32_768, 240), schedule
+        )
         for shape, schedule in ((shape, SparsitySchedule.preset(shape)) for shape in SHAPES)
     }
     shares = [(1 - 1 / STEPS[shape]) / (1 - 1 / PUBLISHED[shape][2]) for shape in SHAPES]
@@ -129,7 +189,10 @@ def predicted() -> str:
         ["rollout, predicted", *(f"{p.speedup:.2f}" for p in predictions.values())],
         ["step, published", *(f"{x:.2f}" for x in STEPS.values())],
         ["step, predicted", *(f"{p.step_speedup:.2f}" for p in predictions.values())],
-        ["rollout's share of a dense step: the published pairs imply", *(f"{x:.2f}" for x in shares)],
+        [
+            "rollout's share of a dense step: the published pairs imply",
+            *(f"{x:.2f}" for x in shares),
+        ],
         ["the same, predicted", *(f"{x:.2f}" for x in mine)],
     ]
     return table(["", *SHAPES.values()], rows)
@@ -145,13 +208,20 @@ def short_responses() -> str:
 
 
 STATES = (
-    ("qwen3-1.7b", 64, 4096), ("qwen3-1.7b", 64, 15000), ("qwen3-1.7b", 32, 30000), ("qwen3-1.7b", 8, 30000),
-    ("qwen3-8b", 48, 4096), ("qwen3-8b", 48, 15000), ("qwen3-8b", 24, 30000),
-)  # fmt: skip
+    ("qwen3-1.7b", 64, 4096),
+    ("qwen3-1.7b", 64, 15000),
+    ("qwen3-1.7b", 32, 30000),
+    ("qwen3-1.7b", 8, 30000),
+    ("qwen3-8b", 48, 4096),
+    ("qwen3-8b", 48, 15000),
+    ("qwen3-8b", 24, 30000),
+)
 
 
 def draft_budgets() -> str:
-    """What drafts should read, with as many drafts as pay, and what that gains over ``REFERENCE_TOKENS``."""
+    """What drafts should read, with as many drafts as pay, and what that gains over
+    ``REFERENCE_TOKENS``.
+    """
     plain = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
     acceptances, rows = (0.9, 0.945, 0.97, 0.99), []
     for shape, batch, length in STATES:
@@ -160,7 +230,9 @@ def draft_budgets() -> str:
             fastest = dict[int, float]()
             for drafting in choices(acceptance):
                 [budget] = drafting.schedule.tokens_read([length])
-                step = lossless_step(SHAPES_OF[shape], MACHINES["h200"], [length] * batch, drafting, plain)
+                step = lossless_step(
+                    SHAPES_OF[shape], MACHINES["h200"], [length] * batch, drafting, plain
+                )
                 fastest[budget] = min(step.seconds, fastest.get(budget, math.inf))
             best = min(fastest, key=fastest.__getitem__)
             cells.append(f"{best:,} ({fastest[REFERENCE_TOKENS] / fastest[best]:.2f}x)")
@@ -176,7 +248,12 @@ def published_run() -> str:
         for prompts in (16, 32, 64, 128):
             lengths = response_lengths(median, 32_768, 8 * prompts)
             steps = plan(SHAPES_OF["qwen3-14b"], Cluster(MACHINES["h200"], 32), lengths, schedule)
-            cells.append(" / ".join(f"{x.seconds * 53_000 / prompts / 3600:.0f}" for x in (steps.dense, steps.sparse)))
+            cells.append(
+                " / ".join(
+                    f"{x.seconds * 53_000 / prompts / 3600:.0f}"
+                    for x in (steps.dense, steps.sparse)
+                )
+            )
         rows.append([f"median {median:,} tokens", *cells])
     return table(["predicted hours, dense / sparse", "16 prompts a step", "32", "64", "128"], rows)
 
@@ -186,10 +263,29 @@ def paper_runs() -> str:
     rows = []
     for run in load("paper_runs"):
         seconds, hours = run["step_s"], run["hours"]
-        modes = [f"{hours[mode]:.0f} h ({seconds['dense'] / seconds[mode]:.2f}x)" for mode in ("lossy", "lossless")]
+        modes = [
+            f"{hours[mode]:.0f} h ({seconds['dense'] / seconds[mode]:.2f}x)"
+            for mode in ("lossy", "lossless")
+        ]
         memory = [f"{run['training_gib']:.0f}", run["full_responses"]]
-        rows.append([f"{run['run']}, {SHAPES[run['model']]}", run["gpus"], *memory, f"{hours['dense']:.0f} h", *modes])
-    head = ["run", "H200s", "training, GiB a GPU", "full responses an engine holds", "dense", "lossy", "lossless"]
+        rows.append(
+            [
+                f"{run['run']}, {SHAPES[run['model']]}",
+                run["gpus"],
+                *memory,
+                f"{hours['dense']:.0f} h",
+                *modes,
+            ]
+        )
+    head = [
+        "run",
+        "H200s",
+        "training, GiB a GPU",
+        "full responses an engine holds",
+        "dense",
+        "lossy",
+        "lossless",
+    ]
     return table(head, rows)
 
 

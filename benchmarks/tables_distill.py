@@ -19,12 +19,20 @@ ARMS = {
 
 
 def distilled() -> tuple[dict[str, list[Row]], list[int]]:
-    """Runs of the study by how they trained, and the first positions of the bins that most responses reach."""
+    """Runs of the study by how they trained, and the first positions of the bins that most
+    responses reach.
+    """
     runs = load("distill")["runs"].items()
-    arms = {label: [run for name, run in runs if name.startswith(arm)] for arm, label in ARMS.items()}
-    start = [{"without": run["start"], "dense": run["dense at the start"]} for run in arms[ARMS["none"]]]
+    arms = {
+        label: [run for name, run in runs if name.startswith(arm)] for arm, label in ARMS.items()
+    }
+    start = [
+        {"without": run["start"], "dense": run["dense at the start"]} for run in arms[ARMS["none"]]
+    ]
     bins = start[0]["without"]["bins"]
-    return {"before training": start, **arms}, [b[0] for b in bins if 2 * b[5] >= max(b[5] for b in bins)]
+    return {"before training": start, **arms}, [
+        b[0] for b in bins if 2 * b[5] >= max(b[5] for b in bins)
+    ]
 
 
 def with_adapter(run: Row) -> Row:
@@ -45,11 +53,15 @@ def distill_tail() -> str:
         cells = np.mean([by_bin(with_adapter(run), reached) for run in runs], axis=0)
         mean = f"{statistics.mean(with_adapter(run)['mean'] for run in runs):.3f}"
         rows.append([name, *("{:.3f} [{:.3f}, {:.3f}]".format(*cell) for cell in cells), mean])
-    return table(["trained with", *(f"tokens {b}-{b + 63}" for b in reached), "mean acceptance"], rows)
+    return table(
+        ["trained with", *(f"tokens {b}-{b + 63}" for b in reached), "mean acceptance"], rows
+    )
 
 
 def distill_runs() -> str:
-    """The lowest p5 of every run, what the adapter did for it, and from which step on it held 0.86 in training."""
+    """The lowest p5 of every run, what the adapter did for it, and from which step on it held 0.86
+    in training.
+    """
     arms, reached = distilled()
     rows = []
     for name, runs in arms.items():
@@ -62,8 +74,21 @@ def distill_runs() -> str:
         trained = [run for run in runs if "steps" in run]
         last = [np.mean(run["lowest_p5"][-10:]) for run in trained]
         steps = [first_holding(run["lowest_p5_low"]) for run in trained]
-        rows.append([name, each(lowest), each(lifts, "+"), each(last), ", ".join(str(s or "never") for s in steps)])
-    head = ["lowest p5, held out", "by the adapter, mean of bins", "lowest p5, last 10 steps", "holds 0.86 from step"]
+        rows.append(
+            [
+                name,
+                each(lowest),
+                each(lifts, "+"),
+                each(last),
+                ", ".join(str(s or "never") for s in steps),
+            ]
+        )
+    head = [
+        "lowest p5, held out",
+        "by the adapter, mean of bins",
+        "lowest p5, last 10 steps",
+        "holds 0.86 from step",
+    ]
     return table(["trained with", *head], rows)
 
 
@@ -72,14 +97,21 @@ def distill_rewards() -> str:
     rows = []
     for name, runs in distilled()[0].items():
         last = [np.mean(run["reward"][-10:]) for run in runs if "steps" in run]
-        held_out = [with_adapter(run)["reward"] for run in runs], [run["dense"]["reward"] for run in runs]
+        held_out = (
+            [with_adapter(run)["reward"] for run in runs],
+            [run["dense"]["reward"] for run in runs],
+        )
         rows.append([name, *map(each, (last, *held_out))])
     return table(["trained with", "last 10 steps", "actor, held out", "policy, held out"], rows)
 
 
 def each(values: Sequence[float], sign: str = "") -> str:
     """The mean and the value of each run; empty if there are no runs."""
-    return f"{np.mean(values):{sign}.3f} ({', '.join(f'{x:{sign}.3f}' for x in values)})" if values else ""
+    return (
+        f"{np.mean(values):{sign}.3f} ({', '.join(f'{x:{sign}.3f}' for x in values)})"
+        if values
+        else ""
+    )
 
 
 def first_holding(low: Sequence[float]) -> int | None:
@@ -103,10 +135,19 @@ def distill_overhead() -> str:
             run = result[text][key]
             row.append(f"{statistics.median(run['seconds']):.2f}")
             low, high = run["added_range"]
-            row.append("" if key == "dense_update" else f"{run['added']:.0%} ({low:.0%}-{high:.0%})")
+            row.append(
+                "" if key == "dense_update" else f"{run['added']:.0%} ({low:.0%}-{high:.0%})"
+            )
         rows.append([*row, f"{result['runs'][key]['peak_gib']:.0f}"])
     reads = [f"tiles read {result[text]['read']:.1f}" for text in ("runs", "random")]
-    head = ["update", f"seconds, {reads[0]}", "added", f"seconds, {reads[1]}", "added", "GiB at most"]
+    head = [
+        "update",
+        f"seconds, {reads[0]}",
+        "added",
+        f"seconds, {reads[1]}",
+        "added",
+        "GiB at most",
+    ]
     return table(head, rows)
 
 

@@ -8,43 +8,71 @@ from common import SHAPES, Column, Row, declared, interval, load, table
 from rollout_trace import SLOTS
 
 NAMES = {
-    "stock": "stock, bfloat16", "stock fp8": "stock, fp8 cache and weights", "sparse": "Sparrow, bfloat16",
-    "sparse fp8 cache": "Sparrow, fp8 cache", "sparse fp8": "Sparrow, fp8 cache and weights",
-    "sparse int8 cache": "Sparrow, int8 cache", "sparse int8 cache, fp8 weights": "Sparrow, int8 cache, fp8 weights",
-}  # fmt: skip
+    "stock": "stock, bfloat16",
+    "stock fp8": "stock, fp8 cache and weights",
+    "sparse": "Sparrow, bfloat16",
+    "sparse fp8 cache": "Sparrow, fp8 cache",
+    "sparse fp8": "Sparrow, fp8 cache and weights",
+    "sparse int8 cache": "Sparrow, int8 cache",
+    "sparse int8 cache, fp8 weights": "Sparrow, int8 cache, fp8 weights",
+}
 
 
 def rollouts() -> str:
     """Every variant at the rows that the bfloat16 cache holds, and at those that its own holds."""
     rows = []
     for shape in SLOTS:
-        traces = {name: variant["traces"] for name, variant in load(f"fp8_{shape}")["variants"].items()}
+        traces = {
+            name: variant["traces"] for name, variant in load(f"fp8_{shape}")["variants"].items()
+        }
         stock = traces["stock"]
         for name, own in traces.items():
             for trace in own:
-                speed, same = trace["tokens_per_second"], [t for t in stock if t["slots"] == trace["slots"]]
+                speed, same = (
+                    trace["tokens_per_second"],
+                    [t for t in stock if t["slots"] == trace["slots"]],
+                )
                 others = (stock, same, traces["stock fp8"])
-                over = (f"{speed / other[-1]['tokens_per_second']:.2f}x" if other else "-" for other in others)
+                over = (
+                    f"{speed / other[-1]['tokens_per_second']:.2f}x" if other else "-"
+                    for other in others
+                )
                 rows.append([SHAPES[shape], NAMES[name], trace["slots"], f"{speed:,.0f}", *over])
-    head = ["shape", "", "at a time", "tokens/s", "over stock in bfloat16, its most", "the same at a time"]
+    head = [
+        "shape",
+        "",
+        "at a time",
+        "tokens/s",
+        "over stock in bfloat16, its most",
+        "the same at a time",
+    ]
     return table([*head, "over stock in fp8, its most"], rows)
 
 
 def attention() -> str:
     """The decode kernels alone, with keys and values in 16 and in 8 bits and landmarks in 16."""
     cases = [row for row in load("fp8_cache")["cases"] if row["landmark_dtype"] == "auto"]
-    wide, narrow, int8 = ([row for row in cases if row["cache"] == name] for name in ("auto", "fp8", "int8"))
+    wide, narrow, int8 = (
+        [row for row in cases if row["cache"] == name] for name in ("auto", "fp8", "int8")
+    )
     cells: dict[str, Column] = {
-        "sequences x tokens": "{B} x {L:,}", "heads per kv head": "{G}", "pages kept": "{k}",
-        "16 bits, us": "{step[us]:.0f}", "of limit": lambda row: f"{row['limit_us'] / row['step']['us']:.0%}",
-    }  # fmt: skip
+        "sequences x tokens": "{B} x {L:,}",
+        "heads per kv head": "{G}",
+        "pages kept": "{k}",
+        "16 bits, us": "{step[us]:.0f}",
+        "of limit": lambda row: f"{row['limit_us'] / row['step']['us']:.0%}",
+    }
     for name in ("fp8", "int8"):
         cells |= {
             f"{name}, us": f"{{{name}[step][us]:.0f}}",
-            f"{name}, of its limit": lambda row, name=name: f"{row[name]['limit_us'] / row[name]['step']['us']:.0%}",
+            f"{name}, of its limit": lambda row, name=name: (
+                f"{row[name]['limit_us'] / row[name]['step']['us']:.0%}"
+            ),
             f"{name}, every page, us": f"{{{name}[dense][us]:.0f}}",
         }
-    rows = [{**row, "fp8": fp8, "int8": its} for row, fp8, its in zip(wide, narrow, int8, strict=True)]
+    rows = [
+        {**row, "fp8": fp8, "int8": its} for row, fp8, its in zip(wide, narrow, int8, strict=True)
+    ]
     return declared(rows, cells)
 
 
@@ -53,7 +81,9 @@ def equalities() -> str:
     rows: dict[str, tuple[Any, Any, Any]] = {}
     for stored in ("fp8", "int8"):
         result = load(f"{stored}_equal")
-        unbounded, sparse = (result[f"{name} {stored} from rounded"] for name in ("unbounded", "sparse"))
+        unbounded, sparse = (
+            result[f"{name} {stored} from rounded"] for name in ("unbounded", "sparse")
+        )
         truth, prefill = (
             {name.removesuffix(end): found for name, found in result.items() if name.endswith(end)}
             for end in (" from the truth", " prefill from decode")
@@ -63,29 +93,49 @@ def equalities() -> str:
             "stock, bfloat16": (truth["stock"], "", prefill["stock"]),
             f"stock, {stored} cache": (truth[f"stock {stored}"], "", prefill[f"stock {stored}"]),
             f"Sparrow, {stored} cache, every page": (
-                truth[f"unbounded {stored}"], unbounded["missed"], prefill[f"unbounded {stored}"]
+                truth[f"unbounded {stored}"],
+                unbounded["missed"],
+                prefill[f"unbounded {stored}"],
             ),
             f"transformers, float32, rounded{to}": (truth["unbounded rounded"], 0, ""),
             f"transformers, bfloat16, rounded{to} (yardstick)": ("", unbounded["yardstick"], ""),
-            f"Sparrow, {stored} cache, 4 to 16 pages": (truth[f"sparse {stored}"], sparse["missed"], ""),
-            f"transformers, bfloat16, rounded{to}, 4 to 16 pages (yardstick)": ("", sparse["yardstick"], ""),
-            f"Sparrow, {stored} cache and {weights}, 4 to 16 pages": (
-                truth[f"sparse {stored} with fp8 weights"], "", ""
+            f"Sparrow, {stored} cache, 4 to 16 pages": (
+                truth[f"sparse {stored}"],
+                sparse["missed"],
+                "",
             ),
-        }  # fmt: skip
+            f"transformers, bfloat16, rounded{to}, 4 to 16 pages (yardstick)": (
+                "",
+                sparse["yardstick"],
+                "",
+            ),
+            f"Sparrow, {stored} cache and {weights}, 4 to 16 pages": (
+                truth[f"sparse {stored} with fp8 weights"],
+                "",
+                "",
+            ),
+        }
     lines = [
         [name, *("{mean:.4f} / {p99:.3f}".format(**x) if isinstance(x, dict) else x for x in row)]
         for name, row in rows.items()
     ]
-    head = ["mean / p99 of the difference", "from float32", "from float32 with rounded keys and values"]
+    head = [
+        "mean / p99 of the difference",
+        "from float32",
+        "from float32 with rounded keys and values",
+    ]
     return table([*head, "prefill from decode"], lines)
 
 
 ROUNDED = {
-    "all to bfloat16": "everything, to bfloat16", "nothing": "nothing", "cache": "keys and values, to fp8",
-    "matrices": "matrices and their inputs, to fp8", "both": "both, to fp8",
-    "int8 cache": "keys and values, to int8", "int8 cache, matrices": "keys and values to int8, matrices to fp8",
-}  # fmt: skip
+    "all to bfloat16": "everything, to bfloat16",
+    "nothing": "nothing",
+    "cache": "keys and values, to fp8",
+    "matrices": "matrices and their inputs, to fp8",
+    "both": "both, to fp8",
+    "int8 cache": "keys and values, to int8",
+    "int8 cache, matrices": "keys and values to int8, matrices to fp8",
+}
 
 
 def _rounded(row: Row) -> list[str]:
@@ -100,9 +150,14 @@ def acceptance() -> str:
 
 
 def acceptance_bf16() -> str:
-    """The same where actors run in bfloat16, with what rounding changes in p5 under the same budget."""
+    """The same where actors run in bfloat16, with what rounding changes in p5 under the same
+    budget.
+    """
     rows = (
-        [*_rounded(row), "{:+.3f} [{:+.3f}, {:+.3f}]".format(*row["p5_change"]) if "p5_change" in row else ""]
+        [
+            *_rounded(row),
+            "{:+.3f} [{:+.3f}, {:+.3f}]".format(*row["p5_change"]) if "p5_change" in row else "",
+        ]
         for row in load("text_bits_bf16")["rows"]
     )
     return table(["tokens read", "rounded, besides bfloat16", "mean", "p5", "change of p5"], rows)

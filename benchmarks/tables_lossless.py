@@ -1,4 +1,6 @@
-"""Tables of lossless decoding in vLLM, from what ``benchmarks/lossless*.py`` and ``vllm_train.py`` measured."""
+"""Tables of lossless decoding in vLLM, from what ``benchmarks/lossless*.py`` and ``vllm_train.py``
+measured.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,35 @@ def landmarks(result: Row) -> str:
 
 
 def text_model() -> dict[int, float]:
-    """The acceptance that the text model measured, by the pages that drafts read; states were timed at it."""
+    """The acceptance that the text model measured, by the pages that drafts read; states were timed
+    at it.
+    """
     rows = load("text_acceptance")["rows"]
-    drafts = next(row for row in rows if (row["mode"], row["top_k"], row["dense_layers"]) == ("lossless", 61, []))
-    return {61: round(drafts["mean"][0], 3), 157: round(load("text_vllm_2560_own")["mean_acceptance"], 3)}
+    drafts = next(
+        row
+        for row in rows
+        if (row["mode"], row["top_k"], row["dense_layers"]) == ("lossless", 61, [])
+    )
+    return {
+        61: round(drafts["mean"][0], 3),
+        157: round(load("text_vllm_2560_own")["mean_acceptance"], 3),
+    }
 
 
 def lossless_speed() -> str:
-    """Speeds by what drafts read; the number of drafts is chosen from knowing nothing, and at 0.95 held as well."""
+    """Speeds by what drafts read; the number of drafts is chosen from knowing nothing, and at 0.95
+    held as well.
+    """
     rows, measured = [], text_model()
     pairs = {f"lossless_{shape}": f"lossless_{shape}_stock" for shape in SHAPES}
     pairs["lossless_qwen3-1.7b_landmarks16"] = "lossless_qwen3-1.7b_landmarks16_stock"
     for name, stock_name in pairs.items():
         ours = load(name)
         for stock in load(stock_name)["points"]:
-            base, point = stock["tokens_per_s"], [row for row in ours["points"] if at(row) == at(stock)]
+            base, point = (
+                stock["tokens_per_s"],
+                [row for row in ours["points"] if at(row) == at(stock)],
+            )
             for pages in sorted({row["pages"] for row in point}):
                 drafted = [row for row in point if row["pages"] == pages]
                 fixed = [row for row in drafted if row["drafts"] != "adapt"]
@@ -42,13 +58,32 @@ def lossless_speed() -> str:
                 chosen = {row["rate"]: row for row in drafted if row["drafts"] == "adapt"}
                 cells = []
                 for rate in (measured[pages], 0.95, 0.9, 0.968):
-                    runs = [chosen[rate], *filter(None, [chosen[rate].get("settled")])] if rate in chosen else []
+                    runs = (
+                        [chosen[rate], *filter(None, [chosen[rate].get("settled")])]
+                        if rate in chosen
+                        else []
+                    )
                     cells.append(", ".join(f"{run['tokens_per_s'] / base:.2f}x" for run in runs))
-                rows.append([
-                    SHAPES[ours["shape"]], f"{stock['batch']} x {stock['length']:,}", f"{16 * (pages + 3):,}",
-                    landmarks(ours), f"{base:,.0f}", none, ", ".join(f"{k}: {x}" for k, x in held.items()), *cells,
-                ])  # fmt: skip
-    head = ["shape", "sequences x tokens", "drafts read", "landmarks", "stock tokens/s", "no drafts"]
+                rows.append(
+                    [
+                        SHAPES[ours["shape"]],
+                        f"{stock['batch']} x {stock['length']:,}",
+                        f"{16 * (pages + 3):,}",
+                        landmarks(ours),
+                        f"{base:,.0f}",
+                        none,
+                        ", ".join(f"{k}: {x}" for k, x in held.items()),
+                        *cells,
+                    ]
+                )
+    head = [
+        "shape",
+        "sequences x tokens",
+        "drafts read",
+        "landmarks",
+        "stock tokens/s",
+        "no drafts",
+    ]
     head += ["fixed number of drafts", "chosen, text model's acceptance", "0.95", "0.90", "0.968"]
     return table(head, rows)
 
@@ -56,7 +91,9 @@ def lossless_speed() -> str:
 def lossless_fp8_cache() -> str:
     """Speed with a KV cache in fp8 against stock vLLM with the same cache, then log-probs of both."""
     [stock], ours = (load(f"lossless_qwen3-1.7b_fp8{end}")["points"] for end in ("_stock", ""))
-    wide = {at(row): row["tokens_per_s"] for row in load("lossless_qwen3-1.7b_again_stock")["points"]}
+    wide = {
+        at(row): row["tokens_per_s"] for row in load("lossless_qwen3-1.7b_again_stock")["points"]
+    }
     point, speed = at(stock), stock["tokens_per_s"]
     chosen = next(row for row in ours if row["drafts"] == "adapt")
     gains = [x["tokens_per_s"] / speed for x in (chosen, chosen["settled"])]
@@ -74,7 +111,11 @@ def beside_stock(result: Row) -> str:
     """What ``lossless_check.py equal`` found of greedy tokens and of a seed."""
     gaps = [row["gap"] for row in result["partings from stock"]]
     agreed, repeated = (
-        result[name] for name in ("greedy tokens before the first that is not stock's", "responses that a seed repeats")
+        result[name]
+        for name in (
+            "greedy tokens before the first that is not stock's",
+            "responses that a seed repeats",
+        )
     )
     return (
         f"Greedy: {agreed} tokens come before the first that differs from stock's; where {len(gaps)} of 8 responses "
@@ -93,15 +134,31 @@ def lossless_draft_weights() -> str:
         ours, stock = load(name), load(stock_name)
         cache = [f"{run['kv_tokens']:,}" for run in (stock, ours)]
         for point in stock["points"]:
-            found = {row["drafts"]: row for row in ours["points"] if at(row) == at(point) and row["pages"] == 61}
+            found = {
+                row["drafts"]: row
+                for row in ours["points"]
+                if at(row) == at(point) and row["pages"] == 61
+            }
             if found:
                 base = point["tokens_per_s"]
                 gain = {k: f"{row['tokens_per_s'] / base:.2f}x" for k, row in found.items()}
                 fixed = ", ".join(f"{k}: {x}" for k, x in gain.items() if k not in (0, "adapt"))
-                where = [SHAPES[ours["shape"]], f"{point['batch']} x {point['length']:,}", *cache, f"{base:,.0f}"]
+                where = [
+                    SHAPES[ours["shape"]],
+                    f"{point['batch']} x {point['length']:,}",
+                    *cache,
+                    f"{base:,.0f}",
+                ]
                 settled = found["adapt"]["settled"]["tokens_per_s"] / base
                 rows.append([*where, gain[0], fixed, gain["adapt"], f"{settled:.2f}x"])
-    head = ["shape", "sequences x tokens", "KV cache, stock (tokens)", "lossless", "stock tokens/s", "no drafts"]
+    head = [
+        "shape",
+        "sequences x tokens",
+        "KV cache, stock (tokens)",
+        "lossless",
+        "stock tokens/s",
+        "no drafts",
+    ]
     return table([*head, "fixed number of drafts", "first 4 s", "after"], rows)
 
 
@@ -121,17 +178,30 @@ def lossless_exact_draft_weights() -> str:
 def rollout_seconds(name: str) -> tuple[Row, float]:
     """A description of the trace, and its seconds."""
     result = load(name)
-    return result["rollout"], result["rollout"]["steps"] * mean(row["ms_per_token"] for row in result["trace"]) / 1e3
+    return result["rollout"], result["rollout"]["steps"] * mean(
+        row["ms_per_token"] for row in result["trace"]
+    ) / 1e3
 
 
 def lossless_rollout() -> str:
     rows = []
     for shape, label in SHAPES.items():
-        (trace, stock), (_, ours) = rollout_seconds(f"lossless_{shape}_stock"), rollout_seconds(f"lossless_{shape}")
+        (trace, stock), (_, ours) = (
+            rollout_seconds(f"lossless_{shape}_stock"),
+            rollout_seconds(f"lossless_{shape}"),
+        )
         drafts = sorted({row["drafts"] for row in load(f"lossless_{shape}")["trace"]})
-        cells = [f"{stock:,.0f} s", f"{ours:,.0f} s", f"**{stock / ours:.2f}x**", ", ".join(map(str, drafts))]
+        cells = [
+            f"{stock:,.0f} s",
+            f"{ours:,.0f} s",
+            f"**{stock / ours:.2f}x**",
+            ", ".join(map(str, drafts)),
+        ]
         rows.append([label, trace["slots"], landmarks(load(f"lossless_{shape}")), *cells])
-    return table(["shape", "sequences at a time", "landmarks", "stock", "lossless", "", "drafts settled on"], rows)
+    return table(
+        ["shape", "sequences at a time", "landmarks", "stock", "lossless", "", "drafts settled on"],
+        rows,
+    )
 
 
 def lossless_whole() -> str:
@@ -144,7 +214,9 @@ def lossless_whole() -> str:
 
 
 def short_contexts() -> str:
-    """Ratios of speeds by acceptance, and of stock vLLM to itself, means of runs of ``lossless_short.py``."""
+    """Ratios of speeds by acceptance, and of stock vLLM to itself, means of runs of
+    ``lossless_short.py``.
+    """
     rows, columns = [], {"no drafts": None, "0.95": 0.95, "0.9": 0.9, "0.5": 0.5}
     for shape in ("qwen3-1.7b", "qwen3-8b"):
         cases = dict[tuple[int, int], list[Row]]()
@@ -155,16 +227,26 @@ def short_contexts() -> str:
             steps = [1e3 * batch / row["tokens_per_s"]["stock"] for row in each]
             stock = [row["control"][0] for row in each]
             end = length + round(max(row["grown"]["stock"] for row in each))
-            rows.append([
-                SHAPES[shape], batch, f"{length:,} to {end:,}", len(runs[None]),
-                f"{min(steps):.2f} to {max(steps):.2f}", f"{min(stock):.3f} to {max(stock):.3f}",
-                *(_mean_of_runs(runs[rate]) for rate in columns.values()),
-            ])  # fmt: skip
-    return table(["shape", "sequences", "tokens", "runs", "stock step, ms", "stock twice", *columns], rows)
+            rows.append(
+                [
+                    SHAPES[shape],
+                    batch,
+                    f"{length:,} to {end:,}",
+                    len(runs[None]),
+                    f"{min(steps):.2f} to {max(steps):.2f}",
+                    f"{min(stock):.3f} to {max(stock):.3f}",
+                    *(_mean_of_runs(runs[rate]) for rate in columns.values()),
+                ]
+            )
+    return table(
+        ["shape", "sequences", "tokens", "runs", "stock step, ms", "stock twice", *columns], rows
+    )
 
 
 def _mean_of_runs(runs: Sequence[Row]) -> str:
-    """The mean ratio and a 95 % interval: from Student's t over the runs, or of one run from resampling its turns."""
+    """The mean ratio and a 95 % interval: from Student's t over the runs, or of one run from
+    resampling its turns.
+    """
     ratios = [run["ratio"][0] for run in runs]
     if len(runs) == 1:
         return interval(runs[0]["ratio"], 3)
@@ -178,7 +260,9 @@ def _rows(name: str) -> Iterator[Row]:
 
 
 def lossless_budgets() -> str:
-    """The speed of each budget, held or chosen, over that of 1,024 tokens held, and the budget chosen."""
+    """The speed of each budget, held or chosen, over that of 1,024 tokens held, and the budget
+    chosen.
+    """
     rows, usual = [], 1024
     for shape in ("qwen3-1.7b", "qwen3-8b"):
         groups = dict[tuple[int, int, float], dict[float | None, Row]]()
@@ -186,13 +270,24 @@ def lossless_budgets() -> str:
             groups.setdefault((row["batch"], row["length"], row["rate"]), {})[row["held"]] = row
         for (batch, length, rate), runs in groups.items():
             speed = runs[1.0]["tokens_per_s"]
-            ratios = [f"{runs[of]['tokens_per_s'] / speed:.2f}x" if of in runs else "" for of in (0.5, 2.0, None)]
+            ratios = [
+                f"{runs[of]['tokens_per_s'] / speed:.2f}x" if of in runs else ""
+                for of in (0.5, 2.0, None)
+            ]
             budgets = set[int]()
             if None in runs:
                 budgets = {int(usual * of) for of in runs[None]["budgets"].values()} or {usual}
             chosen = ", ".join(f"{tokens:,}" for tokens in sorted(budgets))
-            rows.append([SHAPES[shape], f"{batch} x {length:,}", rate, f"{speed:,.0f}", *ratios, chosen])
-    labels = [f"{usual:,} tokens: tokens/s", f"{usual // 2:,}", f"{2 * usual:,}", "chosen", "budget chosen"]
+            rows.append(
+                [SHAPES[shape], f"{batch} x {length:,}", rate, f"{speed:,.0f}", *ratios, chosen]
+            )
+    labels = [
+        f"{usual:,} tokens: tokens/s",
+        f"{usual // 2:,}",
+        f"{2 * usual:,}",
+        "chosen",
+        "budget chosen",
+    ]
     return table(["shape", "sequences x tokens", "acceptance", *labels], rows)
 
 
@@ -202,8 +297,12 @@ def lossless_memory() -> str:
         stock, ours = load(f"lossless_{shape}_stock"), load(f"lossless_{shape}")
         tokens = [run["kv_tokens"] for run in (stock, ours)]
         starts = [f"{run['start_s']:.0f} s" for run in (stock, ours)]
-        rows.append([label, *(f"{n:,}" for n in tokens), f"{tokens[1] / tokens[0] - 1:+.1%}", *starts])
-    return table(["shape", "KV cache, stock (tokens)", "lossless", "", "start, stock", "lossless"], rows)
+        rows.append(
+            [label, *(f"{n:,}" for n in tokens), f"{tokens[1] / tokens[0] - 1:+.1%}", *starts]
+        )
+    return table(
+        ["shape", "KV cache, stock (tokens)", "lossless", "", "start, stock", "lossless"], rows
+    )
 
 
 def lossless_exact() -> str:
@@ -212,7 +311,11 @@ def lossless_exact() -> str:
     two = load("lossless_equal_bf16_tp2")
     for name, row in [*result.items(), ("sampled, tensor parallel 2", two["sampled"])]:
         if name.startswith("sampled"):
-            far = [f"{row[of][which]:.4f}" for of in ("missed", "yardstick") for which in ("mean", "p99")]
+            far = [
+                f"{row[of][which]:.4f}"
+                for of in ("missed", "yardstick")
+                for which in ("mean", "p99")
+            ]
             rows.append([name.removeprefix("sampled").strip(", ") or "sampled", *far])
     text = (
         f"\n{beside_stock(result)} {samples['samples']:,} continuations of 3 tokens over 6 words: "
@@ -227,9 +330,14 @@ def lossless_invariant() -> str:
     rows = []
     for name, row in load("lossless_invariant").items():
         if isinstance(row, dict) and "common" in row:
-            common = [f"{row['common']:,} of {row['tokens']:,}", f"{row['common'] / row['tokens']:.0%}"]
+            common = [
+                f"{row['common']:,} of {row['tokens']:,}",
+                f"{row['common'] / row['tokens']:.0%}",
+            ]
             rows.append([name, f"{row['same']} of {row['responses']}", *common])
-    return table(["", "responses that are the same", "tokens before the first that is not", ""], rows)
+    return table(
+        ["", "responses that are the same", "tokens before the first that is not", ""], rows
+    )
 
 
 def lossless_training() -> str:
@@ -238,16 +346,37 @@ def lossless_training() -> str:
     for mode in ("dense", "lossless"):
         runs = [run["steps"] for name, run in results.items() if name.startswith(mode)]
         rewards = [mean(step["reward"] for step in steps[-5:]) for steps in runs]
-        cells = [", ".join(f"{x:.3f}" for x in rewards), f"{mean(rewards):.3f} +- {stdev(rewards):.3f}"]
+        cells = [
+            ", ".join(f"{x:.3f}" for x in rewards),
+            f"{mean(rewards):.3f} +- {stdev(rewards):.3f}",
+        ]
         p5 = [mean(s["p5_mean"] for s in steps[3:]) for steps in runs]
         low, high = ttest_1samp(p5, 0).confidence_interval()
-        kl, seconds = (mean(value(s) for steps in runs for s in steps[3:]) for value in (
-            lambda s: s["kl"], lambda s: s["seconds"]["rollout"]
-        ))  # fmt: skip
-        drafts = [step["drafts"]["tokens_per_cycle"] for steps in runs for step in steps if step["drafts"]]
+        kl, seconds = (
+            mean(value(s) for steps in runs for s in steps[3:])
+            for value in (lambda s: s["kl"], lambda s: s["seconds"]["rollout"])
+        )
+        drafts = [
+            step["drafts"]["tokens_per_cycle"] for steps in runs for step in steps if step["drafts"]
+        ]
         tokens = f"{mean(drafts):.1f}" if drafts else ""
-        rows.append([mode, *cells, f"{mean(p5):.4f} [{low:.4f}, {high:.4f}]", f"{kl:.2e}", tokens, f"{seconds:.2f} s"])
-    head = ["rollouts", "reward, last 5 of 30 steps, seeds 0 to 2", "mean", "p5, actor and trainer", "KL"]
+        rows.append(
+            [
+                mode,
+                *cells,
+                f"{mean(p5):.4f} [{low:.4f}, {high:.4f}]",
+                f"{kl:.2e}",
+                tokens,
+                f"{seconds:.2f} s",
+            ]
+        )
+    head = [
+        "rollouts",
+        "reward, last 5 of 30 steps, seeds 0 to 2",
+        "mean",
+        "p5, actor and trainer",
+        "KL",
+    ]
     return table([*head, "tokens a cycle", "rollout of a step"], rows)
 
 

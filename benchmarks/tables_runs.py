@@ -8,7 +8,9 @@ from tables_speed import PHASES
 
 
 def equalities() -> str:
-    """How far vLLM's log-probs are from the float32 truth, and how far transformers is in the same 16 bits."""
+    """How far vLLM's log-probs are from the float32 truth, and how far transformers is in the same
+    16 bits.
+    """
     files = {
         "bfloat16": "vllm_equal_bf16",
         "bfloat16, tensor parallel 2": "vllm_equal_bf16_tp2",
@@ -25,44 +27,82 @@ def equalities() -> str:
         result = load(file)
         for name in (n for n in names if n in result):
             pairs = (result[name][side] for side in ("missed", "yardstick"))
-            rows.append([f"{kind}, {names[name]}", *(f"{pair['mean']:.4f} / {pair['p99']:.3f}" for pair in pairs)])
+            rows.append(
+                [
+                    f"{kind}, {names[name]}",
+                    *(f"{pair['mean']:.4f} / {pair['p99']:.3f}" for pair in pairs),
+                ]
+            )
     return table(["mean / p99 of the difference", "Sparrow in vLLM", "yardstick"], rows)
 
 
 def scaling() -> str:
-    """The scaled sparse step on one GPU, on two and on four, and the step that each is compared with."""
+    """The scaled sparse step on one GPU, on two and on four, and the step that each is compared
+    with.
+    """
     names = {
-        "one": ("earlier, one GPU", "one"), "ddp": ("earlier, two, DDP", "one"), "sparse": ("one GPU", "sparse"),
-        "ddp2": ("two, DDP", "sparse"), "fsdp2": ("two, FSDP2", "sparse"), "ddp4": ("four, DDP", "sparse"),
+        "one": ("earlier, one GPU", "one"),
+        "ddp": ("earlier, two, DDP", "one"),
+        "sparse": ("one GPU", "sparse"),
+        "ddp2": ("two, DDP", "sparse"),
+        "fsdp2": ("two, FSDP2", "sparse"),
+        "ddp4": ("four, DDP", "sparse"),
         "fsdp2_4": ("four, FSDP2", "sparse"),
-    }  # fmt: skip
+    }
     rows = []
     for name, (title, reference) in names.items():
         result, baseline = load(f"grpo_step_{name}"), load(f"grpo_step_{reference}")["seconds"]
         run, n = result["seconds"], result["gpus"]
-        pairs = [*((baseline[phase], run[phase]) for phase in PHASES), (sum(baseline.values()), sum(run.values()))]
+        pairs = [
+            *((baseline[phase], run[phase]) for phase in PHASES),
+            (sum(baseline.values()), sum(run.values())),
+        ]
         rows.append([title, *(f"{b:.1f}" + f" ({a / n / b:.0%})" * (n > 1) for a, b in pairs)])
-    return table(["seconds (efficiency)", "rollout", "log-probs", "update", "sync", "whole step"], rows)
+    return table(
+        ["seconds (efficiency)", "rollout", "log-probs", "update", "sync", "whole step"], rows
+    )
 
 
 def training() -> str:
     rows = []
-    names = {"sparse": "sparse, 8 to 28 pages of 8", "unbounded": "unbounded", "distilled": "sparse, DistillSparse"}
+    names = {
+        "sparse": "sparse, 8 to 28 pages of 8",
+        "unbounded": "unbounded",
+        "distilled": "sparse, DistillSparse",
+    }
     for run, result in load("vllm_train").items():
         cells, of = [], result["summary"]
-        for key, form in (("reward", ".2f"), ("p5_mean", ".4f"), ("acceptance", ".5f"), ("kl", ".1e")):
+        for key, form in (
+            ("reward", ".2f"),
+            ("p5_mean", ".4f"),
+            ("acceptance", ".5f"),
+            ("kl", ".1e"),
+        ):
             change = f"{of[f'{key} change']:+{form}} ± {of[f'{key} change error']:{form}}"
             cells.append(f"{of[f'{key} first']:{form}} → {of[f'{key} last']:{form}} ({change})")
         rows.append([names[run], len(result["steps"]), *cells, f"{of['read_fraction last']:.0%}"])
-    return table(["actor", "steps", "reward", "p5, mean of bins", "mean acceptance", "KL", "KV read"], rows)
+    return table(
+        ["actor", "steps", "reward", "p5, mean of bins", "mean acceptance", "KL", "KV read"], rows
+    )
 
 
 def same_run() -> str:
     names = {
-        "one": "one GPU", "again": "one GPU, other batches", "seed": "one GPU, other seed",
-        "ddp": "two GPUs, DDP", "fsdp2": "two GPUs, FSDP2", "ddp4": "four GPUs, DDP", "fsdp2_4": "four GPUs, FSDP2",
-    }  # fmt: skip
-    formats = {"reward": ".3f", "entropy": ".4f", "p5_mean": ".4f", "acceptance": ".5f", "kl": ".1e"}
+        "one": "one GPU",
+        "again": "one GPU, other batches",
+        "seed": "one GPU, other seed",
+        "ddp": "two GPUs, DDP",
+        "fsdp2": "two GPUs, FSDP2",
+        "ddp4": "four GPUs, DDP",
+        "fsdp2_4": "four GPUs, FSDP2",
+    }
+    formats = {
+        "reward": ".3f",
+        "entropy": ".4f",
+        "p5_mean": ".4f",
+        "acceptance": ".5f",
+        "kl": ".1e",
+    }
     runs = {run: result["steps"] for run, result in load("same_run").items() if run in names}
     rows = []
     for run, name in names.items():
@@ -72,17 +112,31 @@ def same_run() -> str:
             off = "" if run == "one" else f" ({np.sqrt(((values - one_gpu) ** 2).mean()):.1e})"
             cells.append(f"{values.mean():{form}}{off}")
         rows.append([name, len(runs[run]), *cells])
-    return table(["run", "steps", "reward", "entropy", "p5, mean of bins", "mean acceptance", "KL"], rows)
+    return table(
+        ["run", "steps", "reward", "entropy", "p5, mean of bins", "mean acceptance", "KL"], rows
+    )
 
 
 def failures() -> str:
     """Runs that lost a process or their server."""
     results = load("same_run")
     lost = {"a process under DDP": "killed", "a process under FSDP2": "killed_fsdp2"}
-    runs = [(name, results[run]["stopped"], len(results[run]["resumed"]["steps"])) for name, run in lost.items()]
+    runs = [
+        (name, results[run]["stopped"], len(results[run]["resumed"]["steps"]))
+        for name, run in lost.items()
+    ]
     runs.append(("the vLLM server", results["server"], ""))
-    rows = [[name, len(run["steps"]), f"{run['seconds']:.1f}", run["exit"], after] for name, run, after in runs]
-    head = ["killed", "after so many steps", "the run ended within, s", "exit code", "steps after `--resume`"]
+    rows = [
+        [name, len(run["steps"]), f"{run['seconds']:.1f}", run["exit"], after]
+        for name, run, after in runs
+    ]
+    head = [
+        "killed",
+        "after so many steps",
+        "the run ended within, s",
+        "exit code",
+        "steps after `--resume`",
+    ]
     return table(head, rows)
 
 
@@ -103,12 +157,22 @@ def trainers() -> str:
         acceptance, floor = values("sparrow/acceptance_mean"), values("sparrow/sampled/p5_floor")
         rows.append(
             [
-                name, len(reward), f"{np.mean(reward[:5]):.2f} → {np.mean(reward[-5:]):.2f}",
-                f"{p5[0]:.3f} → {p5[-1]:.3f} ({len(p5)})", f"{np.mean(acceptance):.4f}",
-                f"{np.mean(floor):.2f}" if floor else "", f"{np.median(values('step_time', 'timing_s/step')):.1f}",
+                name,
+                len(reward),
+                f"{np.mean(reward[:5]):.2f} → {np.mean(reward[-5:]):.2f}",
+                f"{p5[0]:.3f} → {p5[-1]:.3f} ({len(p5)})",
+                f"{np.mean(acceptance):.4f}",
+                f"{np.mean(floor):.2f}" if floor else "",
+                f"{np.median(values('step_time', 'timing_s/step')):.1f}",
             ]
-        )  # fmt: skip
-    head = ["trainer", "steps", "reward, first and last five", "p5, first and last (times measured)", "mean acceptance"]
+        )
+    head = [
+        "trainer",
+        "steps",
+        "reward, first and last five",
+        "p5, first and last (times measured)",
+        "mean acceptance",
+    ]
     return table([*head, "p5's floor, mean", "s a step, median"], rows)
 
 

@@ -22,12 +22,16 @@ PUBLISHED = {
     "qwen3-8b": (1300, 2682, 2.06),
     "qwen3-14b": (1544, 2289, 1.49),
 }
-"""Tokens per second, dense and sparse, and the speed-up (arXiv 2606.08446: AIME24 x 8, 32K cut-off, one H200)."""
+"""Tokens per second, dense and sparse, and the speed-up (arXiv 2606.08446: AIME24 x 8, 32K cut-off,
+one H200).
+"""
 
 
 def measured() -> dict[str, tuple[Row, Row]]:
     """The measurements of stock vLLM and of Sparrow, by shape."""
-    return {shape: (load(f"rollout_{shape}_stock"), load(f"rollout_{shape}_sparse")) for shape in SHAPES}
+    return {
+        shape: (load(f"rollout_{shape}_stock"), load(f"rollout_{shape}_sparse")) for shape in SHAPES
+    }
 
 
 def point(run: Row, batch: int, length: int, schedule: str, logprobs: str) -> float | None:
@@ -39,30 +43,41 @@ def point(run: Row, batch: int, length: int, schedule: str, logprobs: str) -> fl
 def points() -> Iterator[tuple[str, int, int, Row, Row]]:
     """Every shape's name, batch, length, and the two runs."""
     for shape, (stock, sparse) in measured().items():
-        for batch, length in dict.fromkeys((row["batch"], row["length"]) for row in stock["points"]):
+        for batch, length in dict.fromkeys(
+            (row["batch"], row["length"]) for row in stock["points"]
+        ):
             yield SHAPES[shape], batch, length, stock, sparse
 
 
 def trace_seconds(run: Row, requests: str, logprobs: str) -> float:
-    """Seconds of a whole trace: steps at the mean of the strata, and what prefilling the requests cost the others."""
+    """Seconds of a whole trace: steps at the mean of the strata, and what prefilling the requests
+    cost the others.
+    """
     trace = run["traces"][requests]
     step = statistics.mean(state[logprobs]["ms"] for state in trace["states"])
     return (trace["steps"] * step + trace["requests"] * statistics.median(run["join_ms"])) / 1e3
 
 
 def speedup(stock: Row, ours: Row, requests: str, logprobs: str, more: float = 0.0) -> str:
-    """How many times as fast ours is over a trace, both with ``more`` seconds besides, and a 95 % interval.
+    """How many times as fast ours is over a trace, both with ``more`` seconds besides, and a 95 %
+    interval.
 
-    The interval is that of a ratio of two systematic samples (Wolter, "Introduction to Variance Estimation", 2007,
-    chapter 8): its variance comes from neighbouring states, which differ by the scatter of the timing and by what a
-    stratum's middle may miss of its stratum. Joins and ``more`` count as known; another machine is not in it.
+    The interval is that of a ratio of two systematic samples (Wolter, "Introduction to Variance
+    Estimation", 2007, chapter 8): its variance comes from neighbouring states, which differ by the
+    scatter of the timing and by what a stratum's middle may miss of its stratum. Joins and ``more``
+    count as known; another machine is not in it.
     """
     theirs_s, ours_s = (trace_seconds(run, requests, logprobs) + more for run in (stock, ours))
     ratio, steps = theirs_s / ours_s, ours["traces"][requests]["steps"]
-    dense, sparse = (np.array([s[logprobs]["ms"] for s in run["traces"][requests]["states"]]) for run in (stock, ours))
+    dense, sparse = (
+        np.array([s[logprobs]["ms"] for s in run["traces"][requests]["states"]])
+        for run in (stock, ours)
+    )
     apart, n = np.diff(dense - ratio * sparse), len(dense)
     error = np.sqrt((apart**2).mean() / 2 / n) * steps / 1e3 / ours_s
-    half = t.ppf(0.975, 2 * (n - 1) ** 2 / (3 * n - 4)) * error  # the degrees of freedom of such a variance
+    half = (
+        t.ppf(0.975, 2 * (n - 1) ** 2 / (3 * n - 4)) * error
+    )  # the degrees of freedom of such a variance
     return f"{ratio:.2f}x [{ratio - half:.2f}, {ratio + half:.2f}]"
 
 
@@ -73,7 +88,10 @@ def decode_steps() -> str:
         unbounded, ours = (point(sparse, batch, length, s, "none") for s in ("dense", "published"))
         cells = [f"{dense:.2f}", f"{unbounded:.2f}", f"{ours:.2f}", f"{dense / ours:.2f}x"]
         rows.append([shape, f"{batch} x {length:,}", *cells])
-    return table(["shape", "sequences x tokens", "stock, ms", "unbounded, ms", "0.86 table, ms", "speed-up"], rows)
+    return table(
+        ["shape", "sequences x tokens", "stock, ms", "unbounded, ms", "0.86 table, ms", "speed-up"],
+        rows,
+    )
 
 
 def rollouts(logprobs: str, requests: str = "240") -> str:
@@ -94,30 +112,49 @@ def logprob_cost() -> str:
     for shape, batch, length, stock, sparse in points():
         cells = []
         for run, schedule in ((stock, "stock"), (sparse, "published")):
-            without, *ms = (point(run, batch, length, schedule, label) for label in ("none", "sampled", "top 20"))
+            without, *ms = (
+                point(run, batch, length, schedule, label)
+                for label in ("none", "sampled", "top 20")
+            )
             cells += ["" if x is None else f"{(x / without - 1) * 100:+.1f} %" for x in ms]
         if any(cells):
             rows.append([shape, f"{batch} x {length:,}", *cells])
-    head = ["shape", "sequences x tokens", "stock: sampled", "stock: top 20", "Sparrow: sampled", "Sparrow: top 20"]
+    head = [
+        "shape",
+        "sequences x tokens",
+        "stock: sampled",
+        "stock: top 20",
+        "Sparrow: sampled",
+        "Sparrow: top 20",
+    ]
     return table(head, rows)
 
 
 def landmarks() -> str:
     """The decode kernels alone: draft steps by the dtype of landmarks."""
-    stored = {x: [row for row in load("landmarks")["landmarks"] if row["landmark_dtype"] == x] for x in LANDMARKS}
+    stored = {
+        x: [row for row in load("landmarks")["landmarks"] if row["landmark_dtype"] == x]
+        for x in LANDMARKS
+    }
     rows = [{**row, "fp8": fp8} for row, fp8 in zip(*stored.values(), strict=True)]
     cells: dict[str, Column] = {
-        "sequences x tokens": "{B} x {L:,}", "heads per kv head": "{G}", "pages kept": "{k}",
-        "16 bits, us": "{us:.0f}", "of limit": lambda row: f"{row['limit_us'] / row['us']:.0%}",
-        "8 bits, us": "{fp8[us]:.0f}", "of its limit": lambda row: f"{row['fp8']['limit_us'] / row['fp8']['us']:.0%}",
+        "sequences x tokens": "{B} x {L:,}",
+        "heads per kv head": "{G}",
+        "pages kept": "{k}",
+        "16 bits, us": "{us:.0f}",
+        "of limit": lambda row: f"{row['limit_us'] / row['us']:.0%}",
+        "8 bits, us": "{fp8[us]:.0f}",
+        "of its limit": lambda row: f"{row['fp8']['limit_us'] / row['fp8']['us']:.0%}",
         "bytes": lambda row: f"{row['fp8']['limit_us'] / row['limit_us']:.2f}",
         "time": lambda row: f"{row['fp8']['us'] / row['us']:.2f}",
-    }  # fmt: skip
+    }
     return declared(rows, cells)
 
 
 def capacity() -> str:
-    tokens = {SHAPES[shape]: [run["kv_tokens"] for run in runs] for shape, runs in measured().items()}
+    tokens = {
+        SHAPES[shape]: [run["kv_tokens"] for run in runs] for shape, runs in measured().items()
+    }
     rows = [[shape, f"{a:,}", f"{b:,}", f"{b / a - 1:+.1%}"] for shape, (a, b) in tokens.items()]
     return table(["shape", "stock, tokens", "Sparrow, tokens", "difference"], rows)
 
@@ -130,53 +167,72 @@ def validation() -> str:
         if "validation" in run
     ]
     cells: dict[str, Column] = {
-        "shape": "{shape}", "": "{name}", "steps": "{steps:,}", "run, s": "{seconds:.2f}",
-        "estimated, s": "{estimate:.2f}", "difference": lambda row: f"{row['estimate'] / row['seconds'] - 1:+.1%}",
-    }  # fmt: skip
+        "shape": "{shape}",
+        "": "{name}",
+        "steps": "{steps:,}",
+        "run, s": "{seconds:.2f}",
+        "estimated, s": "{estimate:.2f}",
+        "difference": lambda row: f"{row['estimate'] / row['seconds'] - 1:+.1%}",
+    }
     return declared(rows, cells)
 
 
 def attention() -> str:
     """The decode kernels alone: a layer of uniform batches."""
     cells: dict[str, Column] = {
-        "sequences x tokens": "{B} x {L:,}", "heads per kv head": "{G}", "pages kept": "{k}",
-        "read limit, us": "{limit_us:.0f}", "sparse, us": "{step[us]:.0f}",
+        "sequences x tokens": "{B} x {L:,}",
+        "heads per kv head": "{G}",
+        "pages kept": "{k}",
+        "read limit, us": "{limit_us:.0f}",
+        "sparse, us": "{step[us]:.0f}",
         "of limit": lambda case: f"{case['limit_us'] / case['step']['us']:.0%}",
-        "dense, us": "{dense[us]:.0f}", "speed-up": "{speedup:.2f}x",
-    }  # fmt: skip
+        "dense, us": "{dense[us]:.0f}",
+        "speed-up": "{speedup:.2f}x",
+    }
     return declared(load("kernels")["cases"], cells)
 
 
 def uneven_attention() -> str:
     """The decode kernels alone: a layer of the rollout trace's batches."""
     cells: dict[str, Column] = {
-        "shape": lambda batch: SHAPES[batch["shape"]], "sequences": "{B}", "tokens in all": "{tokens:,}",
-        "read limit, us": "{limit_us:.0f}", "sparse, us": "{us:.0f}",
+        "shape": lambda batch: SHAPES[batch["shape"]],
+        "sequences": "{B}",
+        "tokens in all": "{tokens:,}",
+        "read limit, us": "{limit_us:.0f}",
+        "sparse, us": "{us:.0f}",
         "of limit": lambda batch: f"{batch['limit_us'] / batch['us']:.0%}",
-    }  # fmt: skip
+    }
     return declared(load("kernels")["ragged"], cells)
 
 
 def head_budgets() -> str:
     """The decode kernels alone: kv heads with budgets of their own, beside as many pages for all."""
     cells: dict[str, Column] = {
-        "sequences x tokens": "{B} x {L:,}", "heads per kv head": "{G}", "pages kept": "{k}", "kernel": "{kernel}",
-        "alike, us": "{even[us]:.0f}", "budgets of their own, us": "{uneven[us]:.0f}",
+        "sequences x tokens": "{B} x {L:,}",
+        "heads per kv head": "{G}",
+        "pages kept": "{k}",
+        "kernel": "{kernel}",
+        "alike, us": "{even[us]:.0f}",
+        "budgets of their own, us": "{uneven[us]:.0f}",
         "time": lambda case: f"{case['uneven']['us'] / case['even']['us']:.2f}",
-    }  # fmt: skip
+    }
     cases = load("head_budgets")["cases"]
-    return declared({(c["B"], c["L"], c["G"], c["k"]): c for c in cases}.values(), cells)  # one case is timed twice
+    return declared(
+        {(c["B"], c["L"], c["G"], c["k"]): c for c in cases}.values(), cells
+    )  # one case is timed twice
 
 
 def shapes() -> str:
     """The decode kernels alone: other head dims, dtypes and page sizes."""
     cells: dict[str, Column] = {
-        "head dim": "{D}", "tokens a page": "{P}",
-        "read limit, us": "{limit_us:.0f}", "sparse, us": "{step[us]:.0f}",
+        "head dim": "{D}",
+        "tokens a page": "{P}",
+        "read limit, us": "{limit_us:.0f}",
+        "sparse, us": "{step[us]:.0f}",
         "of limit": lambda case: f"{case['limit_us'] / case['step']['us']:.0%}",
         "dense, of its limit": lambda case: f"{case['dense_limit_us'] / case['dense']['us']:.0%}",
         "speed-up": lambda case: f"{case['dense']['us'] / case['step']['us']:.2f}x",
-    }  # fmt: skip
+    }
     return declared(load("kernels")["shapes"], cells)
 
 
@@ -194,11 +250,18 @@ KERNELS = {
 def profile() -> str:
     rows = []
     for shape, (stock, sparse) in measured().items():
-        for name, run in (("stock", stock.get("profile stock")), ("0.86 table", sparse.get("profile published"))):
+        for name, run in (
+            ("stock", stock.get("profile stock")),
+            ("0.86 table", sparse.get("profile published")),
+        ):
             if run:
                 us = dict.fromkeys([*KERNELS, "other"], 0.0)
                 for kernel in run["top"]:
-                    kinds = (kind for kind, names in KERNELS.items() if re.search(names, kernel["kernel"]))
+                    kinds = (
+                        kind
+                        for kind, names in KERNELS.items()
+                        if re.search(names, kernel["kernel"])
+                    )
                     us[next(kinds, "other")] += kernel["us"]
                 us["other"] += run["kernels_us"] - sum(us.values())
                 what = f"{SHAPES[shape]} {run['batch']} x {run['length']:,}, {name}"
@@ -215,37 +278,69 @@ PHASES = {
 
 
 def grpo_step() -> str:
-    """The scaled steps as measured, and one at full length: the trace's rollout, training by its FLOPs."""
+    """The scaled steps as measured, and one at full length: the trace's rollout, training by its
+    FLOPs.
+    """
     stock, ours = load("grpo_step_stock"), load("grpo_step_sparse")
-    shape, run, full = SHAPES_OF[stock["shape"]], stock["seconds"], np.array(responses(stock["responses"]))
+    shape, run, full = (
+        SHAPES_OF[stock["shape"]],
+        stock["seconds"],
+        np.array(responses(stock["responses"])),
+    )
     scaled = train_seconds(shape, MACHINES["h200"], 64 + full // stock["scale"])
     flops = train_seconds(shape, MACHINES["h200"], PROMPT + full)[0] / scaled[0]
     train = {"score": run["score"] * flops, "update": run["update"] * flops, "sync": run["sync"]}
     traces, what = measured()[stock["shape"]], (str(stock["responses"]), "top 20")
-    steps = [run, ours["seconds"], *({"rollout": trace_seconds(trace, *what), **train} for trace in traces)]
+    steps = [
+        run,
+        ours["seconds"],
+        *({"rollout": trace_seconds(trace, *what), **train} for trace in traces),
+    ]
     rows = [[name, *(f"{step[key]:,.1f}" for step in steps)] for key, name in PHASES.items()]
     whole = [sum(step.values()) for step in steps]
     rows.append(["whole step", *(f"{seconds:,.1f}" for seconds in whole)])
     parts = (step["rollout"] / seconds for step, seconds in zip(steps, whole, strict=True))
     rows.append(["rollout's part", *(f"{part:.0%}" for part in parts)])
-    rows.append(["speed-up", "", f"{whole[0] / whole[1]:.2f}x", "", speedup(*traces, *what, sum(train.values()))])
-    return table(["seconds", "lengths / 8: stock", "Sparrow", "full length: stock", "Sparrow"], rows)
+    rows.append(
+        [
+            "speed-up",
+            "",
+            f"{whole[0] / whole[1]:.2f}x",
+            "",
+            speedup(*traces, *what, sum(train.values())),
+        ]
+    )
+    return table(
+        ["seconds", "lengths / 8: stock", "Sparrow", "full length: stock", "Sparrow"], rows
+    )
 
 
 def grpo_steps() -> str:
-    """Whole steps at a quarter of the lengths, each measured several times; 95 % t-intervals are over these steps."""
+    """Whole steps at a quarter of the lengths, each measured several times; 95 % t-intervals are
+    over these steps.
+    """
     runs = {name: load(f"grpo_steps_{name}") for name in ("stock", "sparse", "lossless")}
     steps = {name: [sum(step.values()) for step in run["steps"]] for name, run in runs.items()}
     rows = []
     for key, phase in PHASES.items():
-        rows.append([phase, *(f"{statistics.mean(step[key] for step in run['steps']):.1f}" for run in runs.values())])
+        rows.append(
+            [
+                phase,
+                *(
+                    f"{statistics.mean(step[key] for step in run['steps']):.1f}"
+                    for run in runs.values()
+                ),
+            ]
+        )
     rows.append(["whole step", *(f"{statistics.mean(seconds):.1f}" for seconds in steps.values())])
     rows.append(["steps measured", *map(len, steps.values())])
     parts = [
         [step["rollout"] / total for step, total in zip(run["steps"], steps[name], strict=True)]
         for name, run in runs.items()
     ]
-    rows.append(["rollout's part", *(with_limits(part, ttest_1samp(part, 0), ".1%") for part in parts)])
+    rows.append(
+        ["rollout's part", *(with_limits(part, ttest_1samp(part, 0), ".1%") for part in parts)]
+    )
     gains = []
     for name in ("sparse", "lossless"):
         logs = [np.log(steps[which]) for which in ("stock", name)]
@@ -263,14 +358,25 @@ def with_limits(values: list[float], found: Any, form: str) -> str:
 
 
 def host_time() -> str:
-    """Many short responses with lists: tokens per second, and host microseconds per sequence and step, by part."""
+    """Many short responses with lists: tokens per second, and host microseconds per sequence and
+    step, by part.
+    """
     parts = ("scheduler", "output processor", "reading lists")
     rows, variants = [], load("short_responses")["variants"]
-    for variant, name in {"stock": "stock vLLM", "before": "Sparrow at `a553f48`", "now": "Sparrow"}.items():
-        speed, us = variants[variant]["tokens/s"], [variants[variant][f"{part}, us"] for part in parts]
+    for variant, name in {
+        "stock": "stock vLLM",
+        "before": "Sparrow at `a553f48`",
+        "now": "Sparrow",
+    }.items():
+        speed, us = (
+            variants[variant]["tokens/s"],
+            [variants[variant][f"{part}, us"] for part in parts],
+        )
         gain = f"{speed / variants['stock']['tokens/s']:.2f}x"
         rows.append([name, f"{speed:,.0f}", gain, *(f"{x:.1f}" for x in us), f"{sum(us):.1f}"])
-    return table(["", "tokens/s", "over stock", *(f"{part}, us" for part in parts), "together, us"], rows)
+    return table(
+        ["", "tokens/s", "over stock", *(f"{part}, us" for part in parts), "together, us"], rows
+    )
 
 
 def teacher_forced() -> str:

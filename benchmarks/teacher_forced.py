@@ -1,14 +1,17 @@
-"""The teacher-forced sparse kernel against dense causal attention, forward and backward, on one GPU.
+"""The teacher-forced sparse kernel against dense causal attention, forward and backward, on one
+GPU.
 
     python benchmarks/teacher_forced.py                 # writes benchmarks/results/teacher_forced.json
 
-One sequence, 8 kv heads, D 128, bfloat16, pages of 16. What the sparse kernel costs depends on how much the pages kept
-by neighbouring positions differ, because a tile of positions reads every page that any of them keeps. Random data does
-not tell how real queries differ, so three kinds are timed, and ``read`` says how many pages a tile reads per page that
-a position keeps: "same" (one query for all positions: the best case), "drifting" (queries of which a share changes
-slowly along the sequence) and "independent" (every query and key drawn anew: the worst case).
+One sequence, 8 kv heads, D 128, bfloat16, pages of 16. What the sparse kernel costs depends on how
+much the pages kept by neighbouring positions differ, because a tile of positions reads every page
+that any of them keeps. Random data does not tell how real queries differ, so three kinds are timed,
+and ``read`` says how many pages a tile reads per page that a position keeps: "same" (one query for
+all positions: the best case), "drifting" (queries of which a share changes slowly along the
+sequence) and "independent" (every query and key drawn anew: the worst case).
 
-Dense: torch's scaled_dot_product_attention with its flash and its cuDNN kernel. Medians of CUDA event times.
+Dense: torch's scaled_dot_product_attention with its flash and its cuDNN kernel. Medians of CUDA
+event times.
 
 Shapes: T tokens, G query heads per kv head, k pages kept by score.
 """
@@ -56,7 +59,9 @@ def inputs(kind: str, T: int, G: int) -> list[Tensor]:
     return [x.bfloat16().contiguous() for x in (q, k, v, d_out)]
 
 
-def forward_backward(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> dict:
+def forward_backward(
+    attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor
+) -> dict:
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attention(*leaves)
     with torch.no_grad():
@@ -79,7 +84,9 @@ def sparse(T: int, k: int, tensors: list[Tensor]) -> dict[str, Any]:
     top_k = torch.full((1, T), k, device="cuda")
     call = Call(q, key, v, start, length, LAYOUT, D**-0.5)
     selection = call.select(prompt, top_k)
-    kept = sum(int(((selection.masks >> bit) & 1).sum()) for bit in range(32))  # over positions and kv heads
+    kept = sum(
+        int(((selection.masks >> bit) & 1).sum()) for bit in range(32)
+    )  # over positions and kv heads
     out, lse = call.attend(selection)
     parts = {
         "select_ms": milliseconds(lambda: call.select(prompt, top_k)),
@@ -90,12 +97,18 @@ def sparse(T: int, k: int, tensors: list[Tensor]) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     whole = forward_backward(
-        lambda q, k, v: teacher_forced(q, k, v, start, length, prompt, top_k, layout=LAYOUT, implementation="triton"),
+        lambda q, k, v: teacher_forced(
+            q, k, v, start, length, prompt, top_k, layout=LAYOUT, implementation="triton"
+        ),
         *tensors,
     )
     peak = torch.cuda.max_memory_allocated() - before
     read = int(selection.counts.sum()) * call.BT / kept
-    return whole | parts | {"read": read, "kept_share": kept * 16 / (T * T / 2 * K), "peak_mib": peak / 2**20}
+    return (
+        whole
+        | parts
+        | {"read": read, "kept_share": kept * 16 / (T * T / 2 * K), "peak_mib": peak / 2**20}
+    )
 
 
 def main() -> None:

@@ -4,10 +4,11 @@
 
 Models are random, written to a temporary folder: nothing is downloaded.
 
-How far a correct run may be from the truth is measured, not assumed. The truth is transformers in float32, dense or
-with the same pages selected position by position. In 16 bits every kernel rounds, so even transformers in the same 16
-bits misses the truth: the mean and the 99th percentile of its errors in log-probs are the yardstick, and Sparrow in
-vLLM, whose kernels round at other places, may miss the truth by at most twice as much.
+How far a correct run may be from the truth is measured, not assumed. The truth is transformers in
+float32, dense or with the same pages selected position by position. In 16 bits every kernel rounds,
+so even transformers in the same 16 bits misses the truth: the mean and the 99th percentile of its
+errors in log-probs are the yardstick, and Sparrow in vLLM, whose kernels round at other places, may
+miss the truth by at most twice as much.
 """
 
 from __future__ import annotations
@@ -39,11 +40,17 @@ SMALL = SparsitySchedule(top_k=(4, 6, 8, 12, 16), bin_tokens=256, dense_layers=(
 UNBOUNDED = SparsitySchedule.dense(dense_layers=(0,))
 LENGTHS = (3000, 17, 700, 1601, 33, 512, 64, 1024)
 SAMPLED = Sampling(max_new_tokens=192, temperature=1.0, top_n=8, seed=1)
-GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+GRAPHS = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "eager": dict(enforce_eager=True, compilation_config=None),
     "chunked prefill": dict(max_num_batched_tokens=256, enable_prefix_caching=False),
-    "preemption": dict(num_gpu_blocks_override=420, max_model_len=3328, enable_prefix_caching=False),
+    "preemption": dict(
+        num_gpu_blocks_override=420, max_model_len=3328, enable_prefix_caching=False
+    ),
 }
 """Other ways to run an engine, by what vLLM is told."""
 
@@ -63,19 +70,35 @@ def notes(out: Path, **results: Any) -> Callable[[str, Any], None]:
 def options(dtype: str, **more: Any) -> dict[str, Any]:
     """What every engine of the checks is started with."""
     return {
-        "dtype": dtype, "max_model_len": 4096, "kv_cache_memory_bytes": 2 * 2**30, "max_num_seqs": 16,
-        "compilation_config": GRAPHS, "gpu_memory_utilization": 0.1, "enable_sleep_mode": False, **more,
-    }  # fmt: skip
+        "dtype": dtype,
+        "max_model_len": 4096,
+        "kv_cache_memory_bytes": 2 * 2**30,
+        "max_num_seqs": 16,
+        "compilation_config": GRAPHS,
+        "gpu_memory_utilization": 0.1,
+        "enable_sleep_mode": False,
+        **more,
+    }
 
 
 def random_model(folder: Path, dtype: str, seed: int = 0) -> Qwen3ForCausalLM:
     """Six layers of Qwen3's shape, with attention sharp enough that leaving pages out shows."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=1024, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=8192, tie_word_embeddings=False,
-        initializer_range=0.03, eos_token_id=None, bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        initializer_range=0.03,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -87,7 +110,8 @@ def random_model(folder: Path, dtype: str, seed: int = 0) -> Qwen3ForCausalLM:
 
 
 def load(folder: Path, dtype: str) -> Qwen3ForCausalLM:
-    # Never model.to(dtype): that rounds the rotary frequencies too, which makes another model at 3,000 tokens.
+    # Never model.to(dtype): that rounds the rotary frequencies too, which makes another model at
+    # 3,000 tokens.
     return Qwen3ForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
 
@@ -98,12 +122,20 @@ def prompts() -> list[list[int]]:
 
 def summary(differences: Sequence[np.ndarray]) -> dict[str, float]:
     every = np.concatenate(list(differences))
-    return {"mean": float(every.mean()), "p99": float(np.quantile(every, 0.99)), "max": float(every.max())}
+    return {
+        "mean": float(every.mean()),
+        "p99": float(np.quantile(every, 0.99)),
+        "max": float(every.max()),
+    }
 
 
 def gap(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
-    """Differences of two runs' log-probs up to the first token that differs, and the share of tokens before it."""
-    same = [np.cumprod(x.response_ids == y.response_ids).astype(bool) for x, y in zip(a, b, strict=True)]
+    """Differences of two runs' log-probs up to the first token that differs, and the share of
+    tokens before it.
+    """
+    same = [
+        np.cumprod(x.response_ids == y.response_ids).astype(bool) for x, y in zip(a, b, strict=True)
+    ]
     differences = [np.abs(x.logprobs - y.logprobs)[s] for x, y, s in zip(a, b, same, strict=True)]
     return {**summary(differences), "tokens_agreed": float(np.concatenate(same).mean())}
 
@@ -113,7 +145,9 @@ def miss(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
     return summary([np.abs(x.logprobs - y.logprobs) for x, y in zip(a, b, strict=True)])
 
 
-def judged(rollouts: Sequence[Any], true: Sequence[Any], yardstick: Sequence[Any]) -> dict[str, Any]:
+def judged(
+    rollouts: Sequence[Any], true: Sequence[Any], yardstick: Sequence[Any]
+) -> dict[str, Any]:
     """How far log-probs are from the truth, beside what misses it in the same 16 bits."""
     missed, allowed = miss(rollouts, true), miss(true, yardstick)
     within = all(missed[k] <= 2 * allowed[k] for k in ("mean", "p99"))
@@ -132,7 +166,9 @@ def main() -> None:
     command = parser(__doc__, "vllm_equal_bf16")
     command.add_argument("--dtype", default="bfloat16")
     command.add_argument("--tensor-parallel", type=int, default=1)
-    command.add_argument("--against", type=Path, help="compare with the .npz that another run left beside its --out")
+    command.add_argument(
+        "--against", type=Path, help="compare with the .npz that another run left beside its --out"
+    )
     arguments = command.parse_args()
     note = notes(arguments.out, dtype=arguments.dtype)
     shared = options(arguments.dtype, tensor_parallel_size=arguments.tensor_parallel)
@@ -145,25 +181,40 @@ def main() -> None:
         rounded = HFEngine(model.cuda(), SMALL, eos_ids=[])
 
         def judge(label: str, rollouts: Sequence[Any], schedule: SparsitySchedule) -> None:
-            scores = (engine.score(rollouts, schedule, SAMPLED.temperature) for engine in (truth, rounded))
+            scores = (
+                engine.score(rollouts, schedule, SAMPLED.temperature) for engine in (truth, rounded)
+            )
             note(label, judged(rollouts, *scores))
 
-        llm = LLM(str(folder), skip_tokenizer_init=True, **shared)  # kept to the end: its graphs hold their pool
-        parameters = SamplingParams(temperature=0.0, max_tokens=192, logprobs=0, detokenize=False, flat_logprobs=True)
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], parameters, use_tqdm=False)
-        stock = [(np.asarray(o.outputs[0].token_ids), np.asarray(o.outputs[0].logprobs.logprobs)) for o in outputs]
+        llm = LLM(
+            str(folder), skip_tokenizer_init=True, **shared
+        )  # kept to the end: its graphs hold their pool
+        parameters = SamplingParams(
+            temperature=0.0, max_tokens=192, logprobs=0, detokenize=False, flat_logprobs=True
+        )
+        outputs = llm.generate(
+            [{"prompt_token_ids": p} for p in prompts()], parameters, use_tqdm=False
+        )
+        stock = [
+            (np.asarray(o.outputs[0].token_ids), np.asarray(o.outputs[0].logprobs.logprobs))
+            for o in outputs
+        ]
 
         sleeps = arguments.tensor_parallel == 1
         engine = VLLMEngine(str(folder), UNBOUNDED, **{**shared, "enable_sleep_mode": sleeps})
         note("engine", engine.describe())
         greedy = engine.generate(prompts(), Sampling(max_new_tokens=192, temperature=0.0, top_n=0))
-        agreed = [np.cumprod(r.response_ids == ids).astype(bool) for r, (ids, _) in zip(greedy, stock, strict=True)]
+        agreed = [
+            np.cumprod(r.response_ids == ids).astype(bool)
+            for r, (ids, _) in zip(greedy, stock, strict=True)
+        ]
         apart = [
             np.abs(r.logprobs - lps.reshape(len(r), -1)[:, 0])[same]
             for r, (_, lps), same in zip(greedy, stock, agreed, strict=True)
         ]
         note(
-            "unbounded from stock, greedy, same tokens", {**summary(apart), "tokens": int(np.concatenate(agreed).sum())}
+            "unbounded from stock, greedy, same tokens",
+            {**summary(apart), "tokens": int(np.concatenate(agreed).sum())},
         )
         unbounded = engine.generate(prompts(), SAMPLED)
         judge("unbounded", unbounded, UNBOUNDED)
@@ -172,12 +223,17 @@ def main() -> None:
         first = engine.generate(prompts(), SAMPLED)
         note("counters, sparse", str(engine.counters()))
         judge("sparse", first, SMALL)
-        responses = {"ids": [r.response_ids for r in first], "logprobs": [r.logprobs for r in first]}
+        responses = {
+            "ids": [r.response_ids for r in first],
+            "logprobs": [r.logprobs for r in first],
+        }
         np.savez(arguments.out.with_suffix(".npz"), **responses)
         if arguments.against:
             with np.load(arguments.against) as saved:
                 pairs = zip(first, saved["ids"], saved["logprobs"], strict=True)
-                other_run = [replace(r, response_ids=ids, logprobs=logprobs) for r, ids, logprobs in pairs]
+                other_run = [
+                    replace(r, response_ids=ids, logprobs=logprobs) for r, ids, logprobs in pairs
+                ]
             note(f"sparse from the run in {arguments.against.name}", gap(first, other_run))
         note("sparse from the dense truth", miss(first, truth.score(first, UNBOUNDED, 1.0)))
         note("sparse again, from the prefix cache", gap(first, engine.generate(prompts(), SAMPLED)))
@@ -188,13 +244,20 @@ def main() -> None:
         engine.update_weights(new_weights.named_parameters())
         updated = engine.generate(prompts(), SAMPLED)
         engine.update_weights(model.named_parameters())
-        note("sparse again after weights went and came", gap(first, engine.generate(prompts(), SAMPLED)))
+        note(
+            "sparse again after weights went and came",
+            gap(first, engine.generate(prompts(), SAMPLED)),
+        )
         engine.close()
 
         engine = VLLMEngine(str(other), SMALL, **shared)
-        note("updated weights from a fresh engine", gap(updated, engine.generate(prompts(), SAMPLED)))
+        note(
+            "updated weights from a fresh engine", gap(updated, engine.generate(prompts(), SAMPLED))
+        )
         engine.close()
-        variants = VARIANTS | {"compiled": dict(compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]})}
+        variants = VARIANTS | {
+            "compiled": dict(compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]})
+        }
         for label, more in variants.items():
             if arguments.tensor_parallel > 1 and label != "eager":
                 continue
@@ -202,11 +265,14 @@ def main() -> None:
             rollouts = engine.generate(prompts(), SAMPLED)
             note(f"sparse from {label}", gap(first, rollouts))
             note(f"counters, {label}", str(engine.counters()))
-            if label != "preemption":  # after one, generated tokens are prefilled, which has no truth to compare with
+            if (
+                label != "preemption"
+            ):  # after one, generated tokens are prefilled, which has no truth to compare with
                 judge(label, rollouts, SMALL)
             engine.close()
         if arguments.tensor_parallel > 1:
-            llm.llm_engine.engine_core.shutdown()  # otherwise the process would wait for its workers
+            # otherwise the process would wait for its workers
+            llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

@@ -1,19 +1,22 @@
-"""GRPO on the bundled reasoner with vLLM's rollouts on a GPU: lossy, unbounded, distilled, lossless and dense.
+"""GRPO on the bundled reasoner with vLLM's rollouts on a GPU: lossy, unbounded, distilled, lossless
+and dense.
 
-    python benchmarks/vllm_train.py --out benchmarks/results/vllm_train.json
-    python benchmarks/vllm_train.py --runs dense-0 dense-1 dense-2 lossless-0 lossless-1 lossless-2 \\
+    python benchmarks/vllm_train.py --out benchmarks/results/vllm_train.json python
+    benchmarks/vllm_train.py --runs dense-0 dense-1 dense-2 lossless-0 lossless-1 lossless-2 \\
         --out benchmarks/results/vllm_train_lossless.json
 
-Runs of ``sparrow train --engine vllm``, side by side on one GPU. The sparse one must learn while p5 holds. At an
-unbounded budget actor and policy are the same model, and all that keeps p5 from 1 is that vLLM and transformers round
-bfloat16 at different places: if p5 were to fall over the steps, weights would be going astray on their way to vLLM.
-The KL divergence of actor and policy, which no change of entropy hides, is recorded too. With DistillSparse the weights
-sent are the policy's with the actor's LoRA merged in. Lossless runs draft under a schedule that reads a third of a long
+Runs of ``sparrow train --engine vllm``, side by side on one GPU. The sparse one must learn while p5
+holds. At an unbounded budget actor and policy are the same model, and all that keeps p5 from 1 is
+that vLLM and transformers round bfloat16 at different places: if p5 were to fall over the steps,
+weights would be going astray on their way to vLLM. The KL divergence of actor and policy, which no
+change of entropy hides, is recorded too. With DistillSparse the weights sent are the policy's with
+the actor's LoRA merged in. Lossless runs draft under a schedule that reads a third of a long
 sequence; they are compared with runs of stock dense vLLM with the same seeds.
 
-The schedule was calibrated on a CPU to a p5 of 0.95 (``sparrow calibrate --task trace:lines=24 --count 24
---max-new-tokens 300 --layout LAYOUT --target 0.95 --budgets 8 12 16 20 24 28 32 --refine 0 --on-policy 0``). LAYOUT
-has pages of 8 tokens (the decode kernels' smallest), bins of 64 and the first layer dense.
+The schedule was calibrated on a CPU to a p5 of 0.95 (``sparrow calibrate --task trace:lines=24
+--count 24 --max-new-tokens 300 --layout LAYOUT --target 0.95 --budgets 8 12 16 20 24 28 32 --refine
+0 --on-policy 0``). LAYOUT has pages of 8 tokens (the decode kernels' smallest), bins of 64 and the
+first layer dense.
 """
 
 from __future__ import annotations
@@ -37,18 +40,45 @@ ENGINE = (
     "gpu_memory_utilization=0.05,kv_cache_memory_bytes=4294967296,max_model_len=1024,max_num_seqs=256"
 )
 TRAIN = [
-    sys.executable, "-m", "sparrow.cli", "train", "--model", "reasoner", "--task", "trace:lines=24",
-    "--rollout.prompts", "24", "--rollout.samples", "8", "--rollout.max-new-tokens", "300",
-    "--optimizer.learning-rate", "5e-4", "--optimizer.precision", "bf16", "--loss.normalization", "dapo",
-]  # fmt: skip
+    sys.executable,
+    "-m",
+    "sparrow.cli",
+    "train",
+    "--model",
+    "reasoner",
+    "--task",
+    "trace:lines=24",
+    "--rollout.prompts",
+    "24",
+    "--rollout.samples",
+    "8",
+    "--rollout.max-new-tokens",
+    "300",
+    "--optimizer.learning-rate",
+    "5e-4",
+    "--optimizer.precision",
+    "bf16",
+    "--loss.normalization",
+    "dapo",
+]
 """What the runs of this script and of ``same_run.py`` have in common."""
 DRAFTS = {"top_k": [8], **LAYOUT, "dense_layers": []}
 RUNS: dict[str, tuple[dict[str, Any] | None, int, list[str]]] = {
     "sparse": (SPARSE, 30, ["--tau", "0.9"]),
     "unbounded": (UNBOUNDED, 30, ["--tau", "0.9"]),
-    "distilled": (SPARSE, 6, ["--tau", "0.9", "--distill.enabled", "--distill.learning-rate", "1e-3"]),
-    **{f"dense-{seed}": (None, 30, ["--rollout.mode", "dense", "--seed", f"{seed}"]) for seed in range(3)},
-    **{f"lossless-{seed}": (DRAFTS, 30, ["--rollout.mode", "lossless", "--seed", f"{seed}"]) for seed in range(3)},
+    "distilled": (
+        SPARSE,
+        6,
+        ["--tau", "0.9", "--distill.enabled", "--distill.learning-rate", "1e-3"],
+    ),
+    **{
+        f"dense-{seed}": (None, 30, ["--rollout.mode", "dense", "--seed", f"{seed}"])
+        for seed in range(3)
+    },
+    **{
+        f"lossless-{seed}": (DRAFTS, 30, ["--rollout.mode", "lossless", "--seed", f"{seed}"])
+        for seed in range(3)
+    },
 }
 """Name: schedule, steps, more options."""
 
@@ -58,17 +88,33 @@ def start(name: str, folder: Path) -> subprocess.Popen[bytes]:
     if schedule is not None:
         path = folder / f"{name}.schedule.json"
         path.write_text(json.dumps(schedule))
-        more = [*more, "--rollout.draft-schedule" if "lossless" in more else "--schedule", str(path)]
+        more = [
+            *more,
+            "--rollout.draft-schedule" if "lossless" in more else "--schedule",
+            str(path),
+        ]
     command = [
-        *TRAIN, "--engine", ENGINE, "--run-dir", str(folder / name), "--steps", str(steps),
-        "--save-every", "1000", "--optimizer.token-budget", "131072", *more,
-    ]  # fmt: skip
+        *TRAIN,
+        "--engine",
+        ENGINE,
+        "--run-dir",
+        str(folder / name),
+        "--steps",
+        str(steps),
+        "--save-every",
+        "1000",
+        "--optimizer.token-budget",
+        "131072",
+        *more,
+    ]
     with open(folder / f"{name}.log", "wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """Main metrics of every step: reward, entropy, the share of KV read, p5 overall and in the worst bin, seconds."""
+    """Main metrics of every step: reward, entropy, the share of KV read, p5 overall and in the
+    worst bin, seconds.
+    """
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     rows = []
@@ -98,7 +144,9 @@ QUANTITIES = ("reward", "entropy", "acceptance", "p5_mean", "kl", "read_fraction
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Means of the first and last sixth of the steps; the change of a fitted line over the run, and its error."""
+    """Means of the first and last sixth of the steps; the change of a fitted line over the run, and
+    its error.
+    """
     n, metrics = len(rows) // 6 or 1, {}
     for name in QUANTITIES:
         y = np.array([row[name] for row in rows])
@@ -140,7 +188,9 @@ def main() -> None:
             time.sleep(5)
         for run, process in running.items():
             if process.returncode:
-                sys.exit(f"{run} failed:\n{(folder / f'{run}.log').read_text(errors='replace')[-5000:]}")
+                sys.exit(
+                    f"{run} failed:\n{(folder / f'{run}.log').read_text(errors='replace')[-5000:]}"
+                )
 
 
 if __name__ == "__main__":

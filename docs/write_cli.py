@@ -1,8 +1,10 @@
-"""Write the tables of options in docs/cli.md from what ``sparrow COMMAND --help`` says; ``--check`` only compares.
+"""Write the tables of options in docs/cli.md from what ``sparrow COMMAND --help`` says; ``--check``
+only compares.
 
     python docs/write_cli.py
 
-A table stands between ``<!-- options: COMMAND -->`` and ``<!-- end -->``; the text around it is written by hand.
+A table stands between ``<!-- options: COMMAND -->`` and ``<!-- end -->``; the text around it is
+written by hand.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Code RL from end to end on a CPU: a tiny model writes programs, a sandbox runs them, and GRPO raises the reward.
+"""Code RL from end to end on a CPU: a tiny model writes programs, a sandbox runs them, and GRPO
+raises the reward.
 
-A prompt asks for a chain of sums, differences and products; the response is a Python program that reads a number and
-prints the result. The model, made here in a minute, learns from demonstrations with mistakes in them, so sampled
-programs fail their tests about as often. Then `sparrow train` trains it with sparse rollouts.
+A prompt asks for a chain of sums, differences and products; the response is a Python program that
+reads a number and prints the result. The model, made here in a minute, learns from demonstrations
+with mistakes in them, so sampled programs fail their tests about as often. Then `sparrow train`
+trains it with sparse rollouts.
 
     python recipes/code_rl.py                    # 20 steps, minutes; writes benchmarks/results/code_rl.json
     python recipes/code_rl.py --steps 2 --pretraining 50 --folder runs/try --out try.json
@@ -35,7 +37,15 @@ from sparrow.tasks import load_dataset_task
 SIGNS = {" add": " +", " subtract": " -", " multiply by": " *"}
 HEAD, TAIL = "```python\nx = int(input())", "\nprint(x)\n```"
 PAD, EOS, UNK = SPECIAL = ("<pad>", "<eos>", "<unk>")
-PIECES = (HEAD, TAIL, "\nx = x", "take a number", *SIGNS, *SIGNS.values(), *(f" {n}" for n in range(1, 10)))
+PIECES = (
+    HEAD,
+    TAIL,
+    "\nx = x",
+    "take a number",
+    *SIGNS,
+    *SIGNS.values(),
+    *(f" {n}" for n in range(1, 10)),
+)
 INPUTS = (0, 7, -12)
 
 
@@ -57,13 +67,19 @@ class Options:
 
 
 def question(rng: random.Random, options: Options) -> tuple[str, str, list[str]]:
-    """A question, a demonstration in which some operations are wrong, and the right output for each input."""
+    """A question, a demonstration in which some operations are wrong, and the right output for each
+    input.
+    """
     asked, program, values = "take a number", HEAD, list(INPUTS)
     for _ in range(rng.randint(*options.lengths)):
         word, n = rng.choice(list(SIGNS)), rng.randint(1, 9)
-        values = [v + n if word == " add" else v - n if word == " subtract" else v * n for v in values]
+        values = [
+            v + n if word == " add" else v - n if word == " subtract" else v * n for v in values
+        ]
         wrong = rng.random() < options.mistakes
-        written = (rng.choice(list(SIGNS.values())), rng.randint(1, 9)) if wrong else (SIGNS[word], n)
+        written = (
+            (rng.choice(list(SIGNS.values())), rng.randint(1, 9)) if wrong else (SIGNS[word], n)
+        )
         asked += f"{word} {n}"
         program += "\nx = x{} {}".format(*written)
     return asked, program + TAIL, [str(v) for v in values]
@@ -71,17 +87,29 @@ def question(rng: random.Random, options: Options) -> tuple[str, str, list[str]]
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each piece of a question or a program; any other text is one unknown token."""
-    tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate((*SPECIAL, *PIECES))}, unk_token=UNK))
+    tokenizer = Tokenizer(
+        models.WordLevel({piece: i for i, piece in enumerate((*SPECIAL, *PIECES))}, unk_token=UNK)
+    )
     longest_first = sorted(PIECES, key=len, reverse=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, longest_first))), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(
+        Regex("|".join(map(re.escape, longest_first))), "isolated"
+    )
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        clean_up_tokenization_spaces=False,
     )
 
 
-def pretrain(tokenizer: PreTrainedTokenizerFast, prompts: dict[str, str], options: Options) -> Qwen3ForCausalLM:
-    """A model that has seen ``pretraining`` batches of demonstrations, each of a rendered prompt and its response."""
+def pretrain(
+    tokenizer: PreTrainedTokenizerFast, prompts: dict[str, str], options: Options
+) -> Qwen3ForCausalLM:
+    """A model that has seen ``pretraining`` batches of demonstrations, each of a rendered prompt
+    and its response.
+    """
     torch.manual_seed(options.seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -99,7 +127,10 @@ def pretrain(tokenizer: PreTrainedTokenizerFast, prompts: dict[str, str], option
             bos_token_id=None,
         )
     )
-    examples = [(tokenizer(p).input_ids, [*tokenizer(r).input_ids, tokenizer.eos_token_id]) for p, r in prompts.items()]
+    examples = [
+        (tokenizer(p).input_ids, [*tokenizer(r).input_ids, tokenizer.eos_token_id])
+        for p, r in prompts.items()
+    ]
     width = max(len(p) + len(r) for p, r in examples)
     ids_BT = torch.full((len(examples), width), tokenizer.pad_token_id)
     labels_BT = torch.full((len(examples), width), -100)
@@ -113,7 +144,9 @@ def pretrain(tokenizer: PreTrainedTokenizerFast, prompts: dict[str, str], option
         loss = F.cross_entropy(logits.flatten(0, 1), labels_BT[rows, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (batch + 1) / 50, 2 * (1 - batch / options.pretraining))
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(
+            1.0, (batch + 1) / 50, 2 * (1 - batch / options.pretraining)
+        )
         optimizer.step()
         optimizer.zero_grad()
     print(f"pretraining: loss {loss.item():.3f}", flush=True)
@@ -125,7 +158,10 @@ def write_rows(path: Path, seed: int, count: int, options: Options) -> list[str]
     rng = random.Random(f"{path.stem}/{seed}")
     problems = {asked: rest for asked, *rest in (question(rng, options) for _ in range(count))}
     rows = [
-        {"question": asked, "input_output": json.dumps({"inputs": [f"{i}\n" for i in INPUTS], "outputs": outputs})}
+        {
+            "question": asked,
+            "input_output": json.dumps({"inputs": [f"{i}\n" for i in INPUTS], "outputs": outputs}),
+        }
         for asked, (_, outputs) in problems.items()
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -136,7 +172,9 @@ def main(options: Options) -> None:
     """Make the model and the problems, train, and save the rewards."""
     began = time.perf_counter()
     options.folder.mkdir(parents=True)
-    shown, train, held_out = (options.folder / f"{name}.jsonl" for name in ("shown", "train", "held_out"))
+    shown, train, held_out = (
+        options.folder / f"{name}.jsonl" for name in ("shown", "train", "held_out")
+    )
     programs = write_rows(shown, options.seed, 20_000, options)
     write_rows(train, options.seed, options.steps * options.prompts + 100, options)
     write_rows(held_out, options.seed, 100, options)
@@ -155,35 +193,81 @@ def main(options: Options) -> None:
     common = ["--schedule", str(schedule), "--seed", str(options.seed)]
     data = "taco:path={},template={{question}}"
     sparrow(
-        ["train", "--model", str(start), "--dataset", data.format(train), "--run-dir", str(run), *common,
-         "--steps", str(options.steps), "--save-every", str(options.steps), "--reward.format", "0.1",
-         "--rollout.prompts", str(options.prompts), "--rollout.samples", str(options.samples),
-         "--rollout.max-new-tokens", limit, "--optimizer.learning-rate", str(options.learning_rate),
-         "--loss.normalization", "dapo"]
-    )  # fmt: skip
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        [
+            "train",
+            "--model",
+            str(start),
+            "--dataset",
+            data.format(train),
+            "--run-dir",
+            str(run),
+            *common,
+            "--steps",
+            str(options.steps),
+            "--save-every",
+            str(options.steps),
+            "--reward.format",
+            "0.1",
+            "--rollout.prompts",
+            str(options.prompts),
+            "--rollout.samples",
+            str(options.samples),
+            "--rollout.max-new-tokens",
+            limit,
+            "--optimizer.learning-rate",
+            str(options.learning_rate),
+            "--loss.normalization",
+            "dapo",
+        ]
+    )
+    rows = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     scores = {}
     for name, folder in (("before", start), ("after", run / "model")):
         out = options.folder / f"eval-{name}"
         sparrow(
-            ["eval", "--benchmark", data.format(held_out), "--model", str(folder), "--out", str(out), *common,
-             "--k", "4", "--limit", str(options.held_out), "--max-new-tokens", limit]
-        )  # fmt: skip
+            [
+                "eval",
+                "--benchmark",
+                data.format(held_out),
+                "--model",
+                str(folder),
+                "--out",
+                str(out),
+                *common,
+                "--k",
+                "4",
+                "--limit",
+                str(options.held_out),
+                "--max-new-tokens",
+                limit,
+            ]
+        )
         for path in sorted(out.glob("*.jsonl")):
-            rewards = [json.loads(line)["reward"] for line in path.read_text(encoding="utf-8").splitlines()]
+            rewards = [
+                json.loads(line)["reward"] for line in path.read_text(encoding="utf-8").splitlines()
+            ]
             scores[f"{name}, {'dense' if path.name.startswith('dense-') else 'sparse'}"] = round(
                 float(np.mean(rewards)), 4
             )
     settings = {**asdict(options), "folder": options.folder.name, "out": options.out.name}
     result = {
-        "machine": {"processor": platform.processor() or platform.machine(), "python": platform.python_version()},
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "python": platform.python_version(),
+        },
         "isolation": choose_isolation(),
         "options": settings,
         "parameters": sum(p.numel() for p in model.parameters()),
         "passed": [round(row["reward"]["parts"]["correct"], 4) for row in rows],
         "kv_read_fraction": [round(row["kv"]["read_fraction"], 4) for row in rows],
         "held_out": scores,
-        "seconds": {"model": round(made_s), "training": round(sum(sum(row["seconds"].values()) for row in rows))},
+        "seconds": {
+            "model": round(made_s),
+            "training": round(sum(sum(row["seconds"].values()) for row in rows)),
+        },
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -1,10 +1,12 @@
-"""GRPO with stock TRL on the bundled reasoner, rollouts by stock vLLM under a schedule, p5 in TRL's logs.
+"""GRPO with stock TRL on the bundled reasoner, rollouts by stock vLLM under a schedule, p5 in TRL's
+logs.
 
     python recipes/trl_grpo.py --out run.json                                 # vLLM in the trainer's process
     python recipes/trl_grpo.py --schedule lossless --out run.json             # drafts that the dense policy verifies
     python recipes/trl_grpo.py --server http://localhost:8000 --out run.json  # a `vllm serve` on another GPU
 
-Written for TRL 1.16 (pip install -e '.[trl]' in a clone). docs/integrations.md has the server's flags.
+Written for TRL 1.16 (pip install -e '.[trl]' in a clone). docs/integrations.md has the server's
+flags.
 """
 
 from __future__ import annotations
@@ -29,17 +31,29 @@ from sparrow.tasks import load_task
 
 MODEL = Path(sparrow.__file__).parent / "reasoner"
 SCHEDULE = SparsitySchedule(
-    top_k=(8, 8, 8, 16, 20, 24, 28), bin_tokens=64, page_size=8, sink_pages=1, recent_pages=2, dense_layers=(0,)
+    top_k=(8, 8, 8, 16, 20, 24, 28),
+    bin_tokens=64,
+    page_size=8,
+    sink_pages=1,
+    recent_pages=2,
+    dense_layers=(0,),
 )
-"""For ``trace`` at 24 lines and a p5 of 0.95; pages of 8 tokens are the decode kernels' smallest."""
+"""For ``trace`` at 24 lines and a p5 of 0.95; pages of 8 tokens are the decode kernels' smallest.
+"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--schedule", help="a schedule file, or lossless; by default a schedule for 24 lines")
-    parser.add_argument("--server", help="URL of a vLLM server; by default vLLM runs in this process")
+    parser.add_argument(
+        "--schedule", help="a schedule file, or lossless; by default a schedule for 24 lines"
+    )
+    parser.add_argument(
+        "--server", help="URL of a vLLM server; by default vLLM runs in this process"
+    )
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--lines", type=int, default=24, help="length of the programs that are traced")
+    parser.add_argument(
+        "--lines", type=int, default=24, help="length of the programs that are traced"
+    )
     parser.add_argument("--batch", type=int, default=64, help="responses a step, 8 to a prompt")
     parser.add_argument("--measure-every", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
@@ -80,7 +94,9 @@ def main() -> None:
                 use_cpu=not on_gpu,
                 model_init_kwargs={"dtype": "float32"},
             ),
-            train_dataset=Dataset.from_list([{"prompt": p.prompt, "index": i} for i, p in enumerate(problems)]),
+            train_dataset=Dataset.from_list(
+                [{"prompt": p.prompt, "index": i} for i, p in enumerate(problems)]
+            ),
             schedule=arguments.schedule or SCHEDULE,
             measure_every=arguments.measure_every,
         )

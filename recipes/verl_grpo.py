@@ -1,9 +1,11 @@
-"""GRPO with stock verl on the bundled reasoner, rollouts by stock vLLM under a schedule, acceptance in verl's metrics.
+"""GRPO with stock verl on the bundled reasoner, rollouts by stock vLLM under a schedule, acceptance
+in verl's metrics.
 
     python recipes/verl_grpo.py --out run.json
 
-Needs one GPU. Written for verl 0.9.1 (pip install 'sparrow-rl[verl]'). It prepares a data set and a model
-folder, runs ``python -m verl.trainer.main_ppo`` with the settings below, and collects what verl logged.
+Needs one GPU. Written for verl 0.9.1 (pip install 'sparrow-rl[verl]'). It prepares a data set and a
+model folder, runs ``python -m verl.trainer.main_ppo`` with the settings below, and collects what
+verl logged.
 """
 
 from __future__ import annotations
@@ -28,10 +30,15 @@ from sparrow.tasks.vocabulary import check_answer
 
 MODEL = Path(sparrow.__file__).parent / "reasoner"
 SCHEDULE: dict[str, Any] = {
-    "top_k": [8, 8, 8, 16, 20, 24, 28], "bin_tokens": 64, "page_size": 8, "sink_pages": 1, "recent_pages": 2,
+    "top_k": [8, 8, 8, 16, 20, 24, 28],
+    "bin_tokens": 64,
+    "page_size": 8,
+    "sink_pages": 1,
+    "recent_pages": 2,
     "dense_layers": [0],
-}  # fmt: skip
-"""For ``trace`` at 24 lines and a p5 of 0.95; pages of 8 tokens are the decode kernels' smallest."""
+}
+"""For ``trace`` at 24 lines and a p5 of 0.95; pages of 8 tokens are the decode kernels' smallest.
+"""
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
@@ -99,8 +106,12 @@ def overrides(folder: Path, steps: int, lines: int, prompts: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--lines", type=int, default=24, help="length of the programs that are traced")
-    parser.add_argument("--prompts", type=int, default=8, help="prompts a step, with 8 responses each")
+    parser.add_argument(
+        "--lines", type=int, default=24, help="length of the programs that are traced"
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=8, help="prompts a step, with 8 responses each"
+    )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
 
@@ -123,11 +134,16 @@ def main() -> None:
         command = [sys.executable, "-m", "verl.trainer.main_ppo"]
         command += overrides(folder, arguments.steps, arguments.lines, arguments.prompts)
         log = arguments.out.absolute().with_suffix(".jsonl")
-        modules = {"VERL_USE_EXTERNAL_MODULES": "sparrow.integrations.verl", "VERL_FILE_LOGGER_PATH": str(log)}
+        modules = {
+            "VERL_USE_EXTERNAL_MODULES": "sparrow.integrations.verl",
+            "VERL_FILE_LOGGER_PATH": str(log),
+        }
         done = subprocess.run(command, env=os.environ | modules)
         steps = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     result = {
-        "versions": {name: importlib.metadata.version(name) for name in ("verl", "vllm", "torch", "ray")},
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("verl", "vllm", "torch", "ray")
+        },
         "schedule": SCHEDULE,
         "exit": done.returncode,
         "seconds": time.perf_counter() - started,

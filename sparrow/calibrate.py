@@ -1,7 +1,8 @@
 """Finds the cheapest schedule whose tail holds a target, for any model.
 
-This module only searches: it is given ``measure`` and knows no engine. Source: Sparrow, arXiv 2606.08446, section 4;
-the error bars, the borrowing and the search, where each bin has a budget of its own, are ours (docs/calibration.md).
+This module only searches: it is given ``measure`` and knows no engine. Source: Sparrow, arXiv
+2606.08446, section 4; the error bars, the borrowing and the search, where each bin has a budget of
+its own, are ours (docs/calibration.md).
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PERCENTILE = 5
 MIN_SEQUENCES = 20  # fewer give no interval of p5
-WIDE = 1.5  # budgets further apart than this factor are bisected before p5 is interpolated between them
+# budgets further apart than this factor are bisected before p5 is interpolated between them
+WIDE = 1.5
 STEP = 4 / 3  # factor of the first step away from a budget that fails, or that is more than needed
 
 
 class Acceptance(NamedTuple):
-    """Acceptance of all measured tokens: rate (float64), position and sequence id (int64), each ``[T]``."""
+    """Acceptance of all measured tokens: rate (float64), position and sequence id (int64), each
+    ``[T]``.
+    """
 
     alpha: np.ndarray
     position: np.ndarray
@@ -32,9 +36,13 @@ class Acceptance(NamedTuple):
 
 
 Measure = Callable[[SparsitySchedule], Acceptance]
-"""Gives the actor's acceptance under a schedule, on trajectories that the caller chose; the same at every call."""
+"""Gives the actor's acceptance under a schedule, on trajectories that the caller chose; the same at
+every call.
+"""
 
-Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]  # for every pass: top-k by bin -> tail by bin
+Curves = dict[
+    tuple[int, ...], tuple[PercentileInterval, ...]
+]  # for every pass: top-k by bin -> tail by bin
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,8 @@ class BinChoice:
     # what p5 and its interval were computed from
     n_tokens: int
     n_sequences: int
-    # the bin alone had too few tokens: shorter lengths were pooled in, and 1.5 times as many pages were taken
+    # the bin alone had too few tokens: shorter lengths were pooled in, and 1.5 times as many pages
+    # were taken
     borrowed: bool
     # p5 of dense rollouts in this bin, and its interval; NaN where it was not measured
     ceiling: float = math.nan
@@ -80,33 +89,35 @@ def calibrate(
     ceiling: Acceptance | None = None,
     relative: bool = False,
 ) -> Calibration:
-    """The cheapest schedule, monotone in length, whose p5 has a lower confidence limit of ``target`` in every bin.
+    """The cheapest schedule, monotone in length, whose p5 has a lower confidence limit of
+    ``target`` in every bin.
 
-    Between two measured budgets the limit is assumed to rise linearly with the budget's logarithm. In measurements it
-    rises ever more slowly even on that scale, so the assumption errs towards more pages. Brackets wider than ``WIDE``
-    are bisected first.
+    Between two measured budgets the limit is assumed to rise linearly with the budget's logarithm.
+    In measurements it rises ever more slowly even on that scale, so the assumption errs towards
+    more pages. Brackets wider than ``WIDE`` are bisected first.
 
-    A bin has too few tokens if fewer than ``MIN_SEQUENCES`` sequences reach it, or if fewer than ``MIN_SEQUENCES``
-    of its tokens would lie below p5. The first bins are joined until together they have enough; a later bin borrows
-    from shorter lengths.
+    A bin has too few tokens if fewer than ``MIN_SEQUENCES`` sequences reach it, or if fewer than
+    ``MIN_SEQUENCES`` of its tokens would lie below p5. The first bins are joined until together
+    they have enough; a later bin borrows from shorter lengths.
 
-    Args:
-        measure: gives acceptance under a schedule; called once per pass.
-        trials: schedules to measure first, all of one layout.
-        target: what the lower end of the 95 % interval of p5 must reach.
-        fewest: the fewest pages to try in any bin.
-        refine: the most passes after the trials. In every bin that is not settled, each pass tries more pages if no
-            budget holds the target yet, fewer if all do, and otherwise the middle between those that fail and those
-            that hold it.
+    Args: measure: gives acceptance under a schedule; called once per pass. trials: schedules to
+        measure first, all of one layout. target: what the lower end of the 95 % interval of p5 must
+        reach. fewest: the fewest pages to try in any bin. refine: the most passes after the trials.
+        In every bin that is not settled, each pass tries more pages if no
+            budget holds the target yet, fewer if all do, and otherwise the middle between those
+            that fail and those that hold it.
         seed: of the bootstrap.
         provenance: recorded in the schedule, with the evidence.
         ceiling: acceptance of the same tokens, had they been sampled densely.
-        relative: p5 relative to that ceiling must reach the target (see ``mismatch.tau``), in place of p5 itself.
+        relative: p5 relative to that ceiling must reach the target (see ``mismatch.tau``), in place
+        of p5 itself.
 
     Raises ConfigError: no trials, a target outside (0, 1), or too few tokens in total.
     """
     if not trials or not 0 < target < 1:
-        raise ConfigError(f"need at least one budget and a target between 0 and 1, got {len(trials)} and {target}")
+        raise ConfigError(
+            f"need at least one budget and a target between 0 and 1, got {len(trials)} and {target}"
+        )
     layout = trials[0].replace(provenance={})
     curves: Curves = {}
     judged: Curves = {}  # the same on the target's scale
@@ -123,7 +134,9 @@ def calibrate(
         curve = tails(measure(trial))
         pages = tuple(trial.top_k[min(b, len(trial.top_k) - 1)] for b in thin)
         curves[pages] = curve
-        judged[pages] = tuple(_relative(*pair) for pair in zip(curve, best, strict=True)) if relative else curve
+        judged[pages] = (
+            tuple(_relative(*pair) for pair in zip(curve, best, strict=True)) if relative else curve
+        )
 
     for trial in trials:
         add(trial)
@@ -132,10 +145,17 @@ def calibrate(
             break
         add(layout.replace(top_k=_table(thin, wanted)))
     bins: list[BinChoice] = []
-    for i, (tried, absolute, borrowed) in enumerate(zip(_by_bin(judged), _by_bin(curves), thin.values(), strict=True)):
+    for i, (tried, absolute, borrowed) in enumerate(
+        zip(_by_bin(judged), _by_bin(curves), thin.values(), strict=True)
+    ):
         choice = _bin_choice(tried, absolute, target, borrowed, bins[-1].top_k if bins else 0)
         if best:
-            choice = replace(choice, ceiling=best[i].estimate, ceiling_lower=best[i].lower, ceiling_upper=best[i].upper)
+            choice = replace(
+                choice,
+                ceiling=best[i].estimate,
+                ceiling_lower=best[i].lower,
+                ceiling_upper=best[i].upper,
+            )
         bins.append(choice)
     evidence = {
         "curves": {
@@ -154,8 +174,9 @@ def calibrate(
 
 
 def _table(bins: Iterable[int], pages: Iterable[int]) -> tuple[int, ...]:
-    """A schedule's table, which never shrinks, from the budgets of these rising ``bins``. Any other bin (of prompts,
-    joined to the first, or between short and long prompts) gets the budget of the next longer one."""
+    """A schedule's table, which never shrinks, from the budgets of these rising ``bins``. Any other
+    bin (of prompts, joined to the first, or between short and long prompts) gets the budget of the
+    next longer one."""
     measured, rising = list(bins), np.maximum.accumulate(list(pages)).tolist()
     return tuple(rising[i] for i in np.searchsorted(measured, range(measured[-1] + 1)))
 
@@ -169,20 +190,28 @@ def _by_bin(curves: Curves) -> list[Tried]:
 
 
 def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
-    """The largest failing budget below the smallest one whose lower limit meets the target, and that smallest one."""
+    """The largest failing budget below the smallest one whose lower limit meets the target, and
+    that smallest one.
+    """
     enough = next((k for k, tail in tried.items() if tail.lower >= target), ALL_PAGES)
     return max((k for k in tried if k < enough), default=None), enough
 
 
-def _wanted(by_bin: Sequence[Tried], target: float, fewest: int, page_size: int) -> list[int] | None:
-    """The budget to measure next in every bin, an already measured one where a bin is settled; None if all are."""
+def _wanted(
+    by_bin: Sequence[Tried], target: float, fewest: int, page_size: int
+) -> list[int] | None:
+    """The budget to measure next in every bin, an already measured one where a bin is settled; None
+    if all are.
+    """
     wanted: list[int] = []
     settled, needed = True, -1
     for tried in by_bin:
         fails, enough = _enough(tried, target)
         pages = enough
         if enough == ALL_PAGES:
-            if fails is None:  # only dense was tried, as happens at lengths that no earlier search reached
+            if (
+                fails is None
+            ):  # only dense was tried, as happens at lengths that no earlier search reached
                 pages = wanted[-1] if wanted else ALL_PAGES
             elif fails * page_size < tried[fails].end:
                 pages = 2 * fails + 1 if len(tried) > 1 else max(fails + 1, math.ceil(fails * STEP))
@@ -206,37 +235,55 @@ def _relative(tail: PercentileInterval, ceiling: PercentileInterval) -> Percenti
     return replace(tail, estimate=estimate, lower=lower, upper=upper)
 
 
-def _bin_choice(tried: Tried, absolute: Tried, target: float, borrowed: bool, at_least: int) -> BinChoice:
-    """The cheapest budget of a bin whose lower limit meets the target, but at least that of the bin before.
+def _bin_choice(
+    tried: Tried, absolute: Tried, target: float, borrowed: bool, at_least: int
+) -> BinChoice:
+    """The cheapest budget of a bin whose lower limit meets the target, but at least that of the bin
+    before.
 
-    ``absolute`` holds the tails as they were measured, ``tried`` the same tails on the target's scale.
+    ``absolute`` holds the tails as they were measured, ``tried`` the same tails on the target's
+    scale.
     """
     fails, top_k = _enough(tried, target)
     if fails is not None and top_k < ALL_PAGES:
         low, high = tried[fails].lower, tried[top_k].lower
-        top_k = math.ceil((1 + fails) * ((1 + top_k) / (1 + fails)) ** ((target - low) / (high - low)) - 1)
+        top_k = math.ceil(
+            (1 + fails) * ((1 + top_k) / (1 + fails)) ** ((target - low) / (high - low)) - 1
+        )
     if borrowed:
         # The pooled shorter lengths raise the measured tail above the bin's own.
         top_k = min(ALL_PAGES, math.ceil(WIDE * top_k))
     top_k = max(top_k, at_least)
     p5, lower, upper = (
-        float(np.interp(np.log1p(top_k), np.log1p(list(absolute)), [getattr(x, name) for x in absolute.values()]))
+        float(
+            np.interp(
+                np.log1p(top_k),
+                np.log1p(list(absolute)),
+                [getattr(x, name) for x in absolute.values()],
+            )
+        )
         if top_k < ALL_PAGES
         else math.nan
         for name in ("estimate", "lower", "upper")
     )
     tail = next(iter(tried.values()))
-    return BinChoice(tail.start, tail.end, top_k, p5, lower, upper, tail.n_tokens, tail.n_sequences, borrowed)
+    return BinChoice(
+        tail.start, tail.end, top_k, p5, lower, upper, tail.n_tokens, tail.n_sequences, borrowed
+    )
 
 
 def _is_thin(acceptance: Acceptance, inside: np.ndarray) -> bool:
-    """Whether too few of the tokens ``inside`` (bool ``[T]``) lie below p5, or they come from too few sequences."""
+    """Whether too few of the tokens ``inside`` (bool ``[T]``) lie below p5, or they come from too
+    few sequences.
+    """
     tokens, sequences = int(inside.sum()), len(np.unique(acceptance.sequence[inside]))
     return tokens * PERCENTILE < 100 * MIN_SEQUENCES or sequences < MIN_SEQUENCES
 
 
 def _joined(acceptance: Acceptance, bin_tokens: int) -> np.ndarray:
-    """The bin of every token, int64 ``[T]``; the first bins are joined until together they have enough tokens."""
+    """The bin of every token, int64 ``[T]``; the first bins are joined until together they have
+    enough tokens.
+    """
     bins = acceptance.position // bin_tokens
     for b in np.unique(bins):
         if not _is_thin(acceptance, bins <= b):
@@ -247,7 +294,9 @@ def _joined(acceptance: Acceptance, bin_tokens: int) -> np.ndarray:
     )
 
 
-def _tail(acceptance: Acceptance, bins: np.ndarray, bin_tokens: int, seed: int) -> list[PercentileInterval]:
+def _tail(
+    acceptance: Acceptance, bins: np.ndarray, bin_tokens: int, seed: int
+) -> list[PercentileInterval]:
     """p5 by bin; shorter lengths are pooled in where a bin has too few tokens."""
     tail: list[PercentileInterval] = []
     for b in np.unique(bins):
@@ -255,8 +304,16 @@ def _tail(acceptance: Acceptance, bins: np.ndarray, bin_tokens: int, seed: int) 
         while _is_thin(acceptance, inside := (bins >= first) & (bins <= b)) and first > bins.min():
             first -= 1
         alpha, sequence = acceptance.alpha[inside], acceptance.sequence[inside]
-        position = np.zeros(len(alpha), np.int64)  # puts everything that was pooled into a single bin
-        (interval,) = percentile_by_bin_interval(alpha, position, sequence, 1, PERCENTILE, seed=seed)
+        position = np.zeros(
+            len(alpha), np.int64
+        )  # puts everything that was pooled into a single bin
+        (interval,) = percentile_by_bin_interval(
+            alpha, position, sequence, 1, PERCENTILE, seed=seed
+        )
         start = b if tail else acceptance.position.min() // bin_tokens
-        tail.append(replace(interval, bin=int(b), start=int(start * bin_tokens), end=int((b + 1) * bin_tokens)))
+        tail.append(
+            replace(
+                interval, bin=int(b), start=int(start * bin_tokens), end=int((b + 1) * bin_tokens)
+            )
+        )
     return tail

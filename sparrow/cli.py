@@ -1,4 +1,6 @@
-"""The command line ``sparrow``: turns arguments into one of the commands in ``sparrow.commands`` and runs it."""
+"""The command line ``sparrow``: turns arguments into one of the commands in ``sparrow.commands``
+and runs it.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,11 @@ COMMANDS: Any = Demo | Train | Measure | Calibrate | Eval | Cost | Report
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of ``sparrow``; exits with 1 and one sentence on a SparrowError or OSError, with 130 on Ctrl-C."""
-    # Idle OpenMP threads must not spin: on a shared CPU, spinning costs several times as much as the work itself.
+    """Entry point of ``sparrow``; exits with 1 and one sentence on a SparrowError or OSError, with
+    130 on Ctrl-C.
+    """
+    # Idle OpenMP threads must not spin: on a shared CPU, spinning costs several times as much as
+    # the work itself.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     command: Command | None = None
     try:
@@ -36,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         command.run()
     except SparrowError as error:
         _stop(error, code=1)
-    except BrokenPipeError:  # the reader of the output has closed it; Python would complain again at exit
+    except (
+        BrokenPipeError
+    ):  # the reader of the output has closed it; Python would complain again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
@@ -52,11 +59,17 @@ def _stop(reason: object, code: int) -> NoReturn:
 
 
 def parse(argv: list[str]) -> Command:
-    """Turn arguments into a command; each ``--config FILE`` is replaced by the options in that TOML file."""
+    """Turn arguments into a command; each ``--config FILE`` is replaced by the options in that TOML
+    file.
+    """
     if argv[:1] == ["--version"]:
         print(f"sparrow {__version__}")
         sys.exit(0)
-    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    argv = [
+        part
+        for arg in argv
+        for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])
+    ]
     configured: list[str] = []
     while "--config" in argv:
         at = argv.index("--config")
@@ -64,13 +77,21 @@ def parse(argv: list[str]) -> Command:
             raise ConfigError("--config needs a TOML file with the settings of 'sparrow train'")
         configured += from_toml(Path(argv[at + 1]))
         del argv[at : at + 2]
-    # These come first, so that options on the command line win; of several files, the later one wins.
+    # These come first, so that options on the command line win; of several files, the later one
+    # wins.
     argv = [*argv[:1], *configured, *argv[1:]]
-    if argv[:1] == ["train"] and [a for a in argv if a in ("--resume", "--no-resume")][-1:] == ["--resume"]:
-        # Settings that the command line leaves out keep their recorded values; one kind of tau replaces the other.
+    if argv[:1] == ["train"] and [a for a in argv if a in ("--resume", "--no-resume")][-1:] == [
+        "--resume"
+    ]:
+        # Settings that the command line leaves out keep their recorded values; one kind of tau
+        # replaces the other.
         given = {argument.partition("=")[0].replace("_", "-") for argument in argv}
         other = {"--tau": "--relative-tau", "--relative-tau": "--tau"}
-        before = [a for a in recorded(_run_dir(argv), Train) if other.get(a.partition("=")[0]) not in given]
+        before = [
+            a
+            for a in recorded(_run_dir(argv), Train)
+            if other.get(a.partition("=")[0]) not in given
+        ]
         argv = ["train", *before, *argv[1:]]
     _check_model(argv)
     try:
@@ -89,7 +110,11 @@ def parse(argv: list[str]) -> Command:
 def _check_model(argv: Sequence[str]) -> None:
     """Raises ConfigError: a command that needs a model does not name one."""
     flags = {argument.partition("=")[0] for argument in argv[1:]}
-    if argv[:1] and argv[0] in ("train", "measure", "calibrate", "eval") and not flags & {"--model", "-h", "--help"}:
+    if (
+        argv[:1]
+        and argv[0] in ("train", "measure", "calibrate", "eval")
+        and not flags & {"--model", "-h", "--help"}
+    ):
         raise ConfigError(
             f"sparrow {argv[0]} needs --model NAME or PATH; --model reasoner is the small one that comes along"
         )

@@ -1,7 +1,9 @@
-"""What a whole run costs on several GPUs: whether it fits, and where a step's time goes in each mode of decoding.
+"""What a whole run costs on several GPUs: whether it fits, and where a step's time goes in each
+mode of decoding.
 
-``sparrow.cost`` prices one engine; here the GPUs hold several engines (of one or more GPUs each) and shards of the
-training state. ``docs/cost.md`` lists the assumptions. This is arithmetic only; nothing is measured here.
+``sparrow.cost`` prices one engine; here the GPUs hold several engines (of one or more GPUs each)
+and shards of the training state. ``docs/cost.md`` lists the assumptions. This is arithmetic only;
+nothing is measured here.
 """
 
 from __future__ import annotations
@@ -20,15 +22,24 @@ from sparrow.schedule import SparsitySchedule
 
 STATE_BYTES = 12  # per parameter between steps: float32 weight and AdamW's two moments
 GRADIENT_BYTES = 4
-HEAD_BYTES = 7.5e9  # for one chunk of logits of the log-probs: 4096 tokens by 152K words, float32, three times
-LAYER_BYTES = 34  # per token and unit of width while a layer is computed; 2 more for every layer that is kept
+# for one chunk of logits of the log-probs: 4096 tokens by 152K words, float32, three times
+HEAD_BYTES = 7.5e9
+LAYER_BYTES = (
+    34  # per token and unit of width while a layer is computed; 2 more for every layer that is kept
+)
 LINK_BYTES_S = 350e9  # between GPUs of one host
 NETWORK_BYTES_S = 40e9  # from one GPU to another host
 HOST_BYTES_S = 13e9  # between a GPU and its host's memory, as measured in vLLM's sleep and wake
-GATHER_S = 1.4e-6  # measured, per response token: sent to all processes after the rollout, and again with its log-probs
-VLLM_SHARE = 0.9  # of a GPU's memory that vLLM takes by default; weights and KV get MEMORY_FRACTION of the memory
-MOST_SHARE = 0.97  # of a GPU's memory that an engine and training state may fill; the driver and NCCL need the rest
-ALL_REDUCE_S = 15e-6  # for one all-reduce; in a tensor-parallel engine, a layer needs two in every decode step
+# measured, per response token: sent to all processes after the rollout, and again with its log-
+# probs
+GATHER_S = 1.4e-6
+# of a GPU's memory that vLLM takes by default; weights and KV get MEMORY_FRACTION of the memory
+VLLM_SHARE = 0.9
+# of a GPU's memory that an engine and training state may fill; the driver and NCCL need the rest
+MOST_SHARE = 0.97
+ALL_REDUCE_S = (
+    15e-6  # for one all-reduce; in a tensor-parallel engine, a layer needs two in every decode step
+)
 
 
 @dataclass(frozen=True)
@@ -52,13 +63,17 @@ class Cluster:
 
     @property
     def exchange_bytes_s(self) -> float:
-        """Bytes per second at which a GPU receives the others' shards, within one host or across hosts."""
+        """Bytes per second at which a GPU receives the others' shards, within one host or across
+        hosts.
+        """
         return LINK_BYTES_S if self.gpus <= self.host else NETWORK_BYTES_S
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU in training and in a rollout, and how many full-length responses an engine holds at a time."""
+    """Bytes on one GPU in training and in a rollout, and how many full-length responses an engine
+    holds at a time.
+    """
 
     state: float
     gradients: float
@@ -70,7 +85,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one RL step by phase; ``imbalance`` is the slowest engine's rollout time over the mean of all."""
+    """Seconds of one RL step by phase; ``imbalance`` is the slowest engine's rollout time over the
+    mean of all.
+    """
 
     rollout: float
     score: float
@@ -92,24 +109,34 @@ class Plan:
 
 
 def fit(
-    shape: ModelShape, cluster: Cluster, longest: int, token_budget: int = 32768, colocated: bool = True,
-    recompute: bool = True, engine_share: float | None = None,
-) -> Memory:  # fmt: skip
-    """Bytes per GPU; weights, moments and gradients are sharded over all GPUs (FSDP2), and vLLM sleeps in training.
+    shape: ModelShape,
+    cluster: Cluster,
+    longest: int,
+    token_budget: int = 32768,
+    colocated: bool = True,
+    recompute: bool = True,
+    engine_share: float | None = None,
+) -> Memory:
+    """Bytes per GPU; weights, moments and gradients are sharded over all GPUs (FSDP2), and vLLM
+    sleeps in training.
 
-    Args:
-        longest: tokens of the longest prompt and response together.
-        token_budget: padded tokens of one training pass.
-        colocated: engines share the training GPUs, and the sharded training state stays on them during rollouts.
-        recompute: activations are recomputed layer by layer in the backward pass (gradient checkpointing).
-        engine_share: share of a GPU's memory that vLLM may take (``gpu_memory_utilization``); None: all that is free.
+    Args: longest: tokens of the longest prompt and response together. token_budget: padded tokens
+        of one training pass. colocated: engines share the training GPUs, and the sharded training
+        state stays on them during rollouts. recompute: activations are recomputed layer by layer in
+        the backward pass (gradient checkpointing). engine_share: share of a GPU's memory that vLLM
+        may take (``gpu_memory_utilization``); None: all that is free.
 
     Raises ConfigError: training, or a single response, does not fit.
     """
     parameters = shape.weights + shape.embedding
     width = shape.heads * shape.head_dim
-    state, gradients = STATE_BYTES * parameters / cluster.gpus, GRADIENT_BYTES * parameters / cluster.gpus
-    gathered = 3 * 2 * parameters / shape.layers  # bf16, three layers: the current, the next, the gradient of the last
+    state, gradients = (
+        STATE_BYTES * parameters / cluster.gpus,
+        GRADIENT_BYTES * parameters / cluster.gpus,
+    )
+    gathered = (
+        3 * 2 * parameters / shape.layers
+    )  # bf16, three layers: the current, the next, the gradient of the last
     kept = 2 * shape.layers + LAYER_BYTES if recompute else LAYER_BYTES * shape.layers
     activations = max(token_budget, longest) * width * kept + HEAD_BYTES + gathered
     memory = cluster.machine.memory_bytes
@@ -118,7 +145,11 @@ def fit(
             f"training {shape.name} on {cluster.gpus} {cluster.machine.name} needs "
             f"{(state + gradients + activations) / 2**30:.0f} GiB on each, of which {activations / 2**30:.0f} for "
             f"activations, but {MEMORY_FRACTION * memory / 2**30:.0f} are there; "
-            + ("take more GPUs or fewer tokens" if recompute else "recompute them (optimizer.gradient_checkpointing)")
+            + (
+                "take more GPUs or fewer tokens"
+                if recompute
+                else "recompute them (optimizer.gradient_checkpointing)"
+            )
         )
     reserved = _reserved(cluster, state, colocated, engine_share)
     if colocated and engine_share and state + engine_share * memory > MOST_SHARE * memory:
@@ -139,8 +170,12 @@ def fit(
 
 
 def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: float | None) -> float:
-    """Bytes of a GPU that its engine does not get: those of training, or those that vLLM is told to leave free."""
-    left = 0.0 if engine_share is None else (VLLM_SHARE - engine_share) * cluster.machine.memory_bytes
+    """Bytes of a GPU that its engine does not get: those of training, or those that vLLM is told to
+    leave free.
+    """
+    left = (
+        0.0 if engine_share is None else (VLLM_SHARE - engine_share) * cluster.machine.memory_bytes
+    )
     return max(state if colocated else 0.0, left)
 
 
@@ -148,24 +183,42 @@ def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
     """The GPUs of one engine as one machine; ``reserved`` bytes of each GPU are not available."""
     m, n = cluster.machine, cluster.tensor_parallel
     return Machine(
-        m.name, n * m.hbm_bytes_s, n * m.read_bytes_s, n * m.flops, n * (m.memory_bytes - reserved / MEMORY_FRACTION)
+        m.name,
+        n * m.hbm_bytes_s,
+        n * m.read_bytes_s,
+        n * m.flops,
+        n * (m.memory_bytes - reserved / MEMORY_FRACTION),
     )
 
 
 def plan(
-    shape: ModelShape, cluster: Cluster, responses: ArrayLike, schedule: SparsitySchedule | None, prompt: int = 256,
-    max_batch: int = 256, token_budget: int = 32768, colocated: bool = True, overheads: Overheads = VLLM_H200,
-    recompute: bool = True, engine_share: float | None = None, acceptance: float | None = None,
-) -> Plan:  # fmt: skip
-    """Predict one RL step over ``responses`` (tokens each), dealt to the engines in turn as the trainer does.
+    shape: ModelShape,
+    cluster: Cluster,
+    responses: ArrayLike,
+    schedule: SparsitySchedule | None,
+    prompt: int = 256,
+    max_batch: int = 256,
+    token_budget: int = 32768,
+    colocated: bool = True,
+    overheads: Overheads = VLLM_H200,
+    recompute: bool = True,
+    engine_share: float | None = None,
+    acceptance: float | None = None,
+) -> Plan:
+    """Predict one RL step over ``responses`` (tokens each), dealt to the engines in turn as the
+    trainer does.
 
-    ``recompute`` and ``engine_share`` are as in ``fit``; ``acceptance``, that of drafts, is as in ``predict_lossless``.
+    ``recompute`` and ``engine_share`` are as in ``fit``; ``acceptance``, that of drafts, is as in
+    ``predict_lossless``.
 
-    Raises ConfigError: the run does not fit (see ``fit``), or there are fewer responses than engines.
+    Raises ConfigError: the run does not fit (see ``fit``), or there are fewer responses than
+    engines.
     """
     lengths = np.atleast_1d(np.asarray(responses, dtype=np.int64))
     if lengths.size < cluster.engines:
-        raise ConfigError(f"{lengths.size} responses leave some of {cluster.engines} engines idle; sample more")
+        raise ConfigError(
+            f"{lengths.size} responses leave some of {cluster.engines} engines idle; sample more"
+        )
     longest = prompt + int(lengths.max())
     memory = fit(shape, cluster, longest, token_budget, colocated, recompute, engine_share)
     machine = engine_machine(cluster, _reserved(cluster, memory.state, colocated, engine_share))
@@ -179,7 +232,9 @@ def plan(
     batching = (prompt, max_batch, overheads)
 
     def step(runs: Sequence[RolloutEstimate]) -> Step:
-        return Step(max(r.seconds for r in runs) + gather, score + gather, update, sync, _imbalance(runs))
+        return Step(
+            max(r.seconds for r in runs) + gather, score + gather, update, sync, _imbalance(runs)
+        )
 
     def simulated(kind: SparsitySchedule | None) -> list[RolloutEstimate]:
         return [cost.simulate_rollout(shape, machine, share, kind, *batching) for share in shares]
@@ -191,7 +246,9 @@ def plan(
     pairs = zip(shares, dense, strict=True)
     stored = "auto" if schedule is None else schedule.landmark_dtype
     lossless = [
-        predict_lossless(shape, machine, share, run, acceptance, *batching, landmark_dtype=stored).rollout
+        predict_lossless(
+            shape, machine, share, run, acceptance, *batching, landmark_dtype=stored
+        ).rollout
         for share, run in pairs
     ]
     return Plan(memory, step(dense), sparse, step(lossless))
@@ -200,21 +257,33 @@ def plan(
 def train_seconds(
     shape: ModelShape, cluster: Cluster, totals: ArrayLike, token_budget: int = 32768
 ) -> tuple[float, float]:
-    """Seconds of the log-probs and of the update over sequences of ``totals`` tokens (``cost.train_seconds``); each is
-    the time to gather the shards where that is longer."""
-    score, update = (seconds / cluster.gpus for seconds in cost.train_seconds(shape, cluster.machine, totals))
+    """Seconds of the log-probs and of the update over sequences of ``totals`` tokens
+    (``cost.train_seconds``); each is the time to gather the shards where that is longer."""
+    score, update = (
+        seconds / cluster.gpus for seconds in cost.train_seconds(shape, cluster.machine, totals)
+    )
     passes = max(1.0, np.sum(totals) / token_budget / cluster.gpus)
-    away = (cluster.gpus - 1) / cluster.gpus * (shape.weights + shape.embedding) / cluster.exchange_bytes_s
-    # bf16 weights are gathered once for the log-probs and twice for the update, whose gradients are reduced in float32.
+    away = (
+        (cluster.gpus - 1)
+        / cluster.gpus
+        * (shape.weights + shape.embedding)
+        / cluster.exchange_bytes_s
+    )
+    # bf16 weights are gathered once for the log-probs and twice for the update, whose gradients are
+    # reduced in float32.
     return max(score, passes * 2 * away), max(update, passes * (2 + 2 + GRADIENT_BYTES) * away)
 
 
 def sync_seconds(shape: ModelShape, cluster: Cluster, colocated: bool = True) -> float:
-    """Seconds to give every engine new weights: the float32 shards are gathered and, if colocated, the engine's weights
-    are moved to the host and back, as vLLM's sleep does."""
+    """Seconds to give every engine new weights: the float32 shards are gathered and, if colocated,
+    the engine's weights are moved to the host and back, as vLLM's sleep does."""
     parameters = shape.weights + shape.embedding
     gathered = 4 * parameters * (cluster.gpus - 1) / cluster.gpus / cluster.exchange_bytes_s
-    moved = 2 * shape.weight_bytes * parameters / cluster.tensor_parallel / HOST_BYTES_S if colocated else 0.0
+    moved = (
+        2 * shape.weight_bytes * parameters / cluster.tensor_parallel / HOST_BYTES_S
+        if colocated
+        else 0.0
+    )
     return gathered + moved
 
 
@@ -235,9 +304,15 @@ def rows(planned: Plan, steps: int | None = None) -> list[tuple[str, str]]:
     for name, step in steps_of.items():
         if step is not None:
             phases = ", ".join(
-                f"{phase} {getattr(step, phase):.0f}" for phase in ("rollout", "score", "update", "sync")
+                f"{phase} {getattr(step, phase):.0f}"
+                for phase in ("rollout", "score", "update", "sync")
             )
             hours = f", {steps * step.seconds / 3600:.0f} h a run" if steps else ""
-            lines.append((f"{name} step", f"{step.seconds:.0f} s: {phases}; imbalance {step.imbalance:.2f}{hours}"))
+            lines.append(
+                (
+                    f"{name} step",
+                    f"{step.seconds:.0f} s: {phases}; imbalance {step.imbalance:.2f}{hours}",
+                )
+            )
             speedups.append(f"{planned.dense.seconds / step.seconds:.2f}x {name}")
     return [*lines, ("step speed-up", ", ".join(speedups[1:]) or "none asked for")]

@@ -1,8 +1,9 @@
 """What lossless decoding gains: dense, lossy and lossless rollouts side by side, and how to draft.
 
-A cycle is k draft steps and one verification, which reads weights and cache as a dense step does and computes k more
-tokens per sequence. It gives (1 - a^(k+1)) / (1 - a) tokens if drafts are accepted independently with probability a
-(Leviathan et al., arXiv 2211.17192, equation 1). ``docs/cost.md`` says what is fitted and what is assumed.
+A cycle is k draft steps and one verification, which reads weights and cache as a dense step does
+and computes k more tokens per sequence. It gives (1 - a^(k+1)) / (1 - a) tokens if drafts are
+accepted independently with probability a (Leviathan et al., arXiv 2211.17192, equation 1).
+``docs/cost.md`` says what is fitted and what is assumed.
 
 Shapes: B sequences, k drafts of a cycle.
 """
@@ -31,16 +32,26 @@ from sparrow.schedule import LandmarkDtype, SparsitySchedule
 REFERENCE_TOKENS = 1024  # the draft budget at which an acceptance is given
 WORTHWHILE = 1.15  # a smaller rollout speed-up is within the error of these predictions
 DRAFT_TOKENS = (2, 4, 8, 16)
-DRAFT_PAGES = (29, 61, 125, 253)  # of 16 tokens, besides the sink page and the two recent ones, in every layer
+DRAFT_PAGES = (
+    29,
+    61,
+    125,
+    253,
+)  # of 16 tokens, besides the sink page and the two recent ones, in every layer
 
 
 @dataclass(frozen=True)
 class Cycle:
     """What a cycle costs beyond the bytes of its steps and a dense step's overheads."""
 
-    draft_layer_s: float  # seconds per layer of a draft step, in place of all ``Overheads``: a draft is one CUDA graph
-    peak_share: float  # of the machine's peak FLOP/s, reached by the further tokens of a verification
-    fp8_layer_s: float = 0.0  # on top, per layer of a draft step in fp8, whose tokens have to be rounded
+    # seconds per layer of a draft step, in place of all ``Overheads``: a draft is one CUDA graph
+    draft_layer_s: float
+    peak_share: (
+        float  # of the machine's peak FLOP/s, reached by the further tokens of a verification
+    )
+    fp8_layer_s: float = (
+        0.0  # on top, per layer of a draft step in fp8, whose tokens have to be rounded
+    )
     fp8_share: float = 1.0  # of the bandwidth of other steps, at which such a step reads weights
 
 
@@ -69,11 +80,15 @@ class Drafting:
 
 
 def lossless_step(
-    shape: ModelShape, machine: Machine, lengths: ArrayLike, drafting: Drafting,
-    overheads: Overheads = VLLM_H200, cycle: Cycle = CYCLE_H200,
-) -> StepCost:  # fmt: skip
-    """The cost of a cycle over sequences of ``lengths`` ``[B]``, divided by the tokens that it gives each sequence, so
-    that it compares to a dense step. Without drafts it is a dense step.
+    shape: ModelShape,
+    machine: Machine,
+    lengths: ArrayLike,
+    drafting: Drafting,
+    overheads: Overheads = VLLM_H200,
+    cycle: Cycle = CYCLE_H200,
+) -> StepCost:
+    """The cost of a cycle over sequences of ``lengths`` ``[B]``, divided by the tokens that it
+    gives each sequence, so that it compares to a dense step. Without drafts it is a dense step.
 
     Raises ValueError, ConfigError: see ``decode_step``.
     """
@@ -86,7 +101,8 @@ def lossless_step(
         copy_s = copied / (machine.read_bytes_s * overheads.read_fraction)
         layer_s += cycle.fp8_layer_s + copy_s * (1 / cycle.fp8_share - 1) / shape.layers
     graph = replace(plain, layer_s=layer_s, sparse_layer_s=0.0, row_s=0.0)
-    # Read bytes alone shrink: products in fp8 are priced like those in 16 bits, and the scales are left out.
+    # Read bytes alone shrink: products in fp8 are priced like those in 16 bits, and the scales are
+    # left out.
     read = shape.weight_bytes - copied / shape.weights
     drafts = replace(shape, weight_bytes=read)
     parts = [decode_step(drafts, machine, length, drafting.schedule, graph)] * drafting.tokens
@@ -98,16 +114,30 @@ def lossless_step(
     overhead_s = sum(p.overhead_s for p in parts)
     overhead_s += overheads.lists_s * length.size * given  # for each token that is output
     # The host is priced per token, as in dense steps: its work per cycle was not measured.
-    overhead_s += max(0.0, overheads.host_s * length.size * given - overhead_s - weight_s - attention_s)
-    costs = np.array(
-        [sum(p.weight_bytes for p in parts), sum(p.kv_bytes for p in parts), sum(p.landmark_bytes for p in parts),
-         overhead_s, weight_s, attention_s, overhead_s + weight_s + attention_s]
-    ) / given  # fmt: skip
+    overhead_s += max(
+        0.0, overheads.host_s * length.size * given - overhead_s - weight_s - attention_s
+    )
+    costs = (
+        np.array(
+            [
+                sum(p.weight_bytes for p in parts),
+                sum(p.kv_bytes for p in parts),
+                sum(p.landmark_bytes for p in parts),
+                overhead_s,
+                weight_s,
+                attention_s,
+                overhead_s + weight_s + attention_s,
+            ]
+        )
+        / given
+    )
     return StepCost(*costs.tolist())
 
 
 def _copied(shape: ModelShape, draft_weights: DraftWeights) -> int:
-    """Bytes of the fp8 copy that drafts multiply with: one for each weight that is not in the output layer."""
+    """Bytes of the fp8 copy that drafts multiply with: one for each weight that is not in the
+    output layer.
+    """
     return 0 if draft_weights == "auto" else shape.weights - shape.output
 
 
@@ -129,7 +159,9 @@ def choices(
 
 @dataclass(frozen=True)
 class LosslessPrediction:
-    """A lossless rollout; each cycle drafts ``drafting.tokens`` tokens, half as many, or none, whichever is fastest."""
+    """A lossless rollout; each cycle drafts ``drafting.tokens`` tokens, half as many, or none,
+    whichever is fastest.
+    """
 
     drafting: Drafting
     rollout: RolloutEstimate
@@ -137,22 +169,33 @@ class LosslessPrediction:
 
 
 def predict_lossless(
-    shape: ModelShape, machine: Machine, responses: ArrayLike, dense: RolloutEstimate, acceptance: float,
-    prompt: int = 256, max_batch: int = 256, overheads: Overheads = VLLM_H200, cycle: Cycle = CYCLE_H200,
-    landmark_dtype: LandmarkDtype = "auto", draft_weights: DraftWeights = "auto",
-) -> LosslessPrediction:  # fmt: skip
+    shape: ModelShape,
+    machine: Machine,
+    responses: ArrayLike,
+    dense: RolloutEstimate,
+    acceptance: float,
+    prompt: int = 256,
+    max_batch: int = 256,
+    overheads: Overheads = VLLM_H200,
+    cycle: Cycle = CYCLE_H200,
+    landmark_dtype: LandmarkDtype = "auto",
+    draft_weights: DraftWeights = "auto",
+) -> LosslessPrediction:
     """The best of ``choices`` for a rollout of these responses, and the rollout under it.
 
-    ``acceptance`` is the mean acceptance of drafts that read ``REFERENCE_TOKENS`` and multiply with ``draft_weights``,
-    whose copy of the weights takes room from the cache. A choice is judged with the mean
-    batch size, at 0.5, 1 and 1.5 times the mean length at which a token is sampled.
+    ``acceptance`` is the mean acceptance of drafts that read ``REFERENCE_TOKENS`` and multiply with
+    ``draft_weights``, whose copy of the weights takes room from the cache. A choice is judged with
+    the mean batch size, at 0.5, 1 and 1.5 times the mean length at which a token is sampled.
 
     Raises ValueError: acceptance outside [0, 1]; otherwise as ``simulate_rollout``.
     """
     if not 0 <= acceptance <= 1:
         raise ValueError(f"acceptance is {acceptance}, expected a probability in [0, 1]")
     final = np.atleast_1d(np.asarray(responses, dtype=np.int64))
-    batch, mean = max(1, round(dense.mean_batch)), prompt + float(np.average(final, weights=final)) / 2
+    batch, mean = (
+        max(1, round(dense.mean_batch)),
+        prompt + float(np.average(final, weights=final)) / 2,
+    )
     typical = [np.full(batch, max(1, int(mean * share))) for share in (0.5, 1.0, 1.5)]
 
     def cost(lengths: NDArray[np.int64], drafting: Drafting) -> StepCost:
@@ -166,24 +209,38 @@ def predict_lossless(
         return min((cost(lengths, drafting) for drafting in tunable), key=lambda step: step.seconds)
 
     # Held, but not read by a dense step, as an embedding is.
-    held = replace(shape, embedding=shape.embedding + round(_copied(shape, draft_weights) / shape.weight_bytes))
-    rollout = simulate_rollout(held, machine, final, None, prompt, max_batch, overheads, price=fastest)
+    held = replace(
+        shape, embedding=shape.embedding + round(_copied(shape, draft_weights) / shape.weight_bytes)
+    )
+    rollout = simulate_rollout(
+        held, machine, final, None, prompt, max_batch, overheads, price=fastest
+    )
     return LosslessPrediction(best, rollout, dense.seconds / rollout.seconds)
 
 
 def rows(lossy: Prediction, lossless: LosslessPrediction) -> list[tuple[str, str]]:
-    """Dense, lossy and lossless side by side as (name, value) pairs for printing, with a verdict on which to use."""
+    """Dense, lossy and lossless side by side as (name, value) pairs for printing, with a verdict on
+    which to use.
+    """
     drafting = lossless.drafting
-    kept = drafting.schedule.top_k[0] + drafting.schedule.sink_pages + drafting.schedule.recent_pages
+    kept = (
+        drafting.schedule.top_k[0] + drafting.schedule.sink_pages + drafting.schedule.recent_pages
+    )
     budget = f"{kept * drafting.schedule.page_size:,} tokens each"
     step = (lossy.dense.seconds + lossy.train_s) / (lossless.rollout.seconds + lossy.train_s)
     return [
         ("dense rollout", str(lossy.dense)),
         ("lossy rollout", str(lossy.sparse)),
         ("lossless rollout", str(lossless.rollout)),
-        ("lossy speed-up", f"{lossy.speedup:.2f}x on the rollout, {lossy.step_speedup:.2f}x on the step"),
+        (
+            "lossy speed-up",
+            f"{lossy.speedup:.2f}x on the rollout, {lossy.step_speedup:.2f}x on the step",
+        ),
         ("lossless speed-up", f"{lossless.speedup:.2f}x on the rollout, {step:.2f}x on the step"),
-        ("drafts", f"{drafting.tokens} that read {budget}; {drafting.tokens_per_cycle:.2f} tokens a cycle"),
+        (
+            "drafts",
+            f"{drafting.tokens} that read {budget}; {drafting.tokens_per_cycle:.2f} tokens a cycle",
+        ),
         ("verdict", verdict(lossy, lossless)),
     ]
 

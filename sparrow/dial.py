@@ -1,7 +1,8 @@
-"""One dial from lossless to lossy: verification is skipped where the tail allows it and it saves time.
+"""One dial from lossless to lossy: verification is skipped where the tail allows it and it saves
+time.
 
-A lossless bin turns lossy by its drafts' p5, a lossy one goes back by that of its own unverified tokens; lossy bins are
-always all from one length on. docs/dial.md gives the rule and its reasons.
+A lossless bin turns lossy by its drafts' p5, a lossy one goes back by that of its own unverified
+tokens; lossy bins are always all from one length on. docs/dial.md gives the rule and its reasons.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from sparrow.mismatch.bootstrap import plain
 from sparrow.schedule import SparsitySchedule
 
 MIN_SEQUENCES = 8
-"""A bin that fewer responses reach cannot turn lossy; a lossy one still turns back if it is certain to fail."""
-FASTER = 1.01  # a bin turns lossy at this predicted speed-up over lossless or more, and back below 1
+"""A bin that fewer responses reach cannot turn lossy; a lossy one still turns back if it is certain
+to fail.
+"""
+FASTER = (
+    1.01  # a bin turns lossy at this predicted speed-up over lossless or more, and back below 1
+)
 WAIT = 8  # steps before a bin that failed is tried again; doubled by each further failure
 
 Price = Callable[[int, float], tuple[float, float]]
@@ -33,7 +38,8 @@ class DialBin:
     start: int
     end: int
     mode: Literal["lossless", "lossy"]  # in the step that was measured
-    p5: float  # of drafts if the bin is lossless, of its unverified tokens if it is lossy; on tau's scale
+    # of drafts if the bin is lossless, of its unverified tokens if it is lossy; on tau's scale
+    p5: float
     low: float  # lower limit of its 95 % interval
     tokens: int  # that p5 is computed from
     lossless_s: float  # predicted seconds per lossless token
@@ -59,9 +65,13 @@ class Dial:
         self._waits: dict[int, int] = {}  # by bin, the steps before the next try
         self._failures: dict[int, int] = {}
         self.verified_up_to = inf
-        """Tokens of a sequence, the prompt included, up to which it is verified: the start of the first lossy bin."""
+        """Tokens of a sequence, the prompt included, up to which it is verified: the start of the
+        first lossy bin.
+        """
 
-    def turn(self, drafts: Sequence[BinMismatch], own: Sequence[BinMismatch]) -> tuple[DialBin, ...]:
+    def turn(
+        self, drafts: Sequence[BinMismatch], own: Sequence[BinMismatch]
+    ) -> tuple[DialBin, ...]:
         """Decide where verification ends from now on, from the measurements on the last rollouts.
 
         Args:
@@ -78,7 +88,11 @@ class Dial:
             for b in failed:
                 self._failures[b.bin] = self._failures.get(b.bin, 0) + 1
                 self._waits[b.bin] = WAIT * 2 ** (self._failures[b.bin] - 1)
-            left = [b.start for b, judged in lossy if b.start >= failed[-1].end and judged.verdict == "holds"]
+            left = [
+                b.start
+                for b, judged in lossy
+                if b.start >= failed[-1].end and judged.verdict == "holds"
+            ]
             self.verified_up_to = min(left, default=inf)
         else:
             for b, judged in reversed(lossless):
@@ -98,13 +112,21 @@ class Dial:
         elif not low >= self._tau.value:
             verdict, why = "waits", f"{measured} does not surely hold {self._tau}"
         elif b.bin in self._waits:
-            verdict, why = "waits", f"it failed before, and is tried again in {self._waits[b.bin]} steps"
+            verdict, why = (
+                "waits",
+                f"it failed before, and is tried again in {self._waits[b.bin]} steps",
+            )
         elif speedup < FASTER:
             verdict = "even" if speedup >= 1 else "waits"
             why = f"lossy would be {speedup:.2f}x as fast as lossless"
         else:
-            verdict, why = "ready", f"{measured} holds {self._tau}, and lossy is {speedup:.2f}x as fast"
-        return DialBin(b.start, b.end, "lossless", p5, low, b.n_tokens, lossless_s, speedup, verdict, why)
+            verdict, why = (
+                "ready",
+                f"{measured} holds {self._tau}, and lossy is {speedup:.2f}x as fast",
+            )
+        return DialBin(
+            b.start, b.end, "lossless", p5, low, b.n_tokens, lossless_s, speedup, verdict, why
+        )
 
     def _own_bin(self, b: BinMismatch) -> DialBin:
         (scaled,), (lossless_s, speedup) = self._tau.scale([b]), self._priced(b)
@@ -116,14 +138,19 @@ class Dial:
         elif enough and speedup < 1:
             verdict, why = "fails", f"lossy is {speedup:.2f}x as fast as lossless"
         elif enough:
-            verdict, why = "holds", f"{measured} holds {self._tau}, and lossy is {speedup:.2f}x as fast"
+            verdict, why = (
+                "holds",
+                f"{measured} holds {self._tau}, and lossy is {speedup:.2f}x as fast",
+            )
         else:
             verdict, why = "unknown", f"{b.n_sequences} responses are too few to tell"
-        return DialBin(b.start, b.end, "lossy", p5, low, b.n_tokens, lossless_s, speedup, verdict, why)
+        return DialBin(
+            b.start, b.end, "lossy", p5, low, b.n_tokens, lossless_s, speedup, verdict, why
+        )
 
     def _as_scored(self, drafts: float, ceiling: float) -> float:
-        """The p5 that the trainer would measure where verification finds a p5 of ``drafts``. Verification compares a
-        program with itself, so its ceiling is 1."""
+        """The p5 that the trainer would measure where verification finds a p5 of ``drafts``.
+        Verification compares a program with itself, so its ceiling is 1."""
         if self._tau.relative or isnan(ceiling):
             return drafts
         return Tau(drafts, relative=True).level(ceiling)
@@ -136,7 +163,11 @@ class Dial:
     def state(self) -> dict[str, Any]:
         """The state that ``load`` takes; it may go through JSON in between."""
         up_to = None if isinf(self.verified_up_to) else self.verified_up_to
-        return {"verified_up_to": up_to, "waits": list(self._waits.items()), "failures": list(self._failures.items())}
+        return {
+            "verified_up_to": up_to,
+            "waits": list(self._waits.items()),
+            "failures": list(self._failures.items()),
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         up_to = state["verified_up_to"]
@@ -145,18 +176,25 @@ class Dial:
 
 
 def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
-    """Predicted speed-up of a rollout over a lossless one; ``tokens`` are those sampled, by the start of their bin."""
-    lossless_s = [(tokens.get(b.start, 0) * b.lossless_s, b.speedup if b.mode == "lossy" else 1.0) for b in bins]
+    """Predicted speed-up of a rollout over a lossless one; ``tokens`` are those sampled, by the
+    start of their bin.
+    """
+    lossless_s = [
+        (tokens.get(b.start, 0) * b.lossless_s, b.speedup if b.mode == "lossy" else 1.0)
+        for b in bins
+    ]
     spent = sum(seconds / speedup for seconds, speedup in lossless_s)
     return sum(seconds for seconds, _ in lossless_s) / spent if spent else 1.0
 
 
-def price(shape: ModelShape, machine: Machine, schedule: SparsitySchedule, draft_tokens: int, batch: int) -> Price:
-    """The cost model's price of lossy decoding under ``schedule``, and of lossless decoding that drafts under it.
+def price(
+    shape: ModelShape, machine: Machine, schedule: SparsitySchedule, draft_tokens: int, batch: int
+) -> Price:
+    """The cost model's price of lossy decoding under ``schedule``, and of lossless decoding that
+    drafts under it.
 
-    Args:
-        draft_tokens: the most tokens drafted at a time; the fastest number up to that is used, 0 included.
-        batch: sequences decoded together; fewer where their cache would not fit.
+    Args: draft_tokens: the most tokens drafted at a time; the fastest number up to that is used, 0
+        included. batch: sequences decoded together; fewer where their cache would not fit.
     """
 
     def of(length: int, acceptance: float) -> tuple[float, float]:

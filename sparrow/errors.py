@@ -5,9 +5,15 @@ from collections.abc import Iterable
 
 
 def place(error: BaseException) -> str:
-    """What code outside Sparrow raised and where, for a message: ``KeyError: 'x' (tasks.py, line 7, in verify)``."""
+    """What code outside Sparrow raised and where, for a message: ``KeyError: 'x' (tasks.py, line 7,
+    in verify)``.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    where = (
+        f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})"
+        if frames
+        else ""
+    )
     return f"{type(error).__name__}: {error}{where}"
 
 
@@ -20,7 +26,9 @@ class ConfigError(SparrowError):
 
 
 class PromptError(ConfigError):
-    """A prompt that an engine cannot take; ``index`` is its place among those given, ``reason`` says why."""
+    """A prompt that an engine cannot take; ``index`` is its place among those given, ``reason``
+    says why.
+    """
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(f"prompt {index} {reason}")
@@ -55,7 +63,9 @@ class CheckpointError(SparrowError):
     """A checkpoint that could not be written or read."""
 
 
-def refuse(error: type[SparrowError], cases: Iterable[tuple[bool, str]], before: str, after: str = "") -> None:
+def refuse(
+    error: type[SparrowError], cases: Iterable[tuple[bool, str]], before: str, after: str = ""
+) -> None:
     """Raises ``error``: the first case that holds, named between ``before`` and ``after``."""
     for holds, name in cases:
         if holds:

@@ -32,9 +32,11 @@ def mean_at_k(rewards_Nk: ArrayLike) -> Score:
 
 
 def pass_at_k(rewards_Nk: ArrayLike, k: int) -> Score:
-    """Chance that at least one of ``k`` responses is right, estimated without bias from n >= k responses.
+    """Chance that at least one of ``k`` responses is right, estimated without bias from n >= k
+    responses.
 
-    1 - C(n - c, k) / C(n, k), with c of n right (a reward of at least 1): Chen et al., arXiv 2107.03374, equation 1.
+    1 - C(n - c, k) / C(n, k), with c of n right (a reward of at least 1): Chen et al., arXiv
+    2107.03374, equation 1.
 
     Raises ValueError: fewer responses than k.
     """
@@ -43,24 +45,33 @@ def pass_at_k(rewards_Nk: ArrayLike, k: int) -> Score:
     if not 1 <= k <= n:
         raise ValueError(f"pass@k needs 1 <= k <= {n} responses per problem, got k={k}")
     right = (rewards >= 1).sum(1)
-    return _over_problems(np.array([1 - math.comb(n - c, k) / math.comb(n, k) for c in right.tolist()]))
+    return _over_problems(
+        np.array([1 - math.comb(n - c, k) / math.comb(n, k) for c in right.tolist()])
+    )
 
 
 def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]) -> Score:
-    """Reward of the most frequent answer; None never wins, and a tie takes the mean over the winners.
+    """Reward of the most frequent answer; None never wins, and a tie takes the mean over the
+    winners.
 
     Raises ValueError: answers that do not match the rewards in number.
     """
     rewards = _rewards(rewards_Nk)
     if [len(a) for a in answers] != [rewards.shape[1]] * len(rewards):
-        raise ValueError(f"majority needs one answer per reward, {rewards.shape}, got {[len(a) for a in answers]}")
+        raise ValueError(
+            f"majority needs one answer per reward, {rewards.shape}, got {[len(a) for a in answers]}"
+        )
     won = []
     for reward, given in zip(rewards, answers, strict=True):
         votes = Counter(answer for answer in given if answer is not None)
         most = max(votes.values(), default=0)
         winners = [answer for answer, count in votes.items() if count == most]
-        # Equal answers may get different rewards (a wrong format): take the mean reward of the responses that gave one.
-        means = [np.mean([r for r, a in zip(reward, given, strict=True) if a == winner]) for winner in winners]
+        # Equal answers may get different rewards (a wrong format): take the mean reward of the
+        # responses that gave one.
+        means = [
+            np.mean([r for r, a in zip(reward, given, strict=True) if a == winner])
+            for winner in winners
+        ]
         won.append(float(np.mean(means)) if means else 0.0)
     return _over_problems(np.array(won))
 
@@ -68,7 +79,9 @@ def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]
 def _rewards(rewards_Nk: ArrayLike) -> np.ndarray:
     rewards = np.asarray(rewards_Nk, np.float64)
     if rewards.ndim != 2 or not rewards.size or not np.isfinite(rewards).all():
-        raise ValueError(f"rewards must be a finite table [problems, responses], got shape {rewards.shape}")
+        raise ValueError(
+            f"rewards must be a finite table [problems, responses], got shape {rewards.shape}"
+        )
     return rewards
 
 

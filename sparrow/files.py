@@ -1,4 +1,6 @@
-"""Output files of a command: tried before the work, so that no work is lost for lack of a folder or of disk space."""
+"""Output files of a command: tried before the work, so that no work is lost for lack of a folder or
+of disk space.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def check_folder(path: str | Path) -> Path:
     path = Path(path)
     with _writing(path):
         if path.exists() and not path.is_dir():
-            raise ConfigError(f"{path} is a file, expected a folder to write to; choose another path")
+            raise ConfigError(
+                f"{path} is a file, expected a folder to write to; choose another path"
+            )
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(bytes(ROOM))
@@ -29,14 +33,17 @@ def check_folder(path: str | Path) -> Path:
 
 
 def check_file(path: str | Path) -> Path:
-    """Check that a file, or a device such as /dev/stdout, can be written; its folder is made if it is missing.
+    """Check that a file, or a device such as /dev/stdout, can be written; its folder is made if it
+    is missing.
 
     Raises ConfigError: a folder is there, or nothing can be written.
     """
     path = Path(path)
     with _writing(path):
         if path.is_dir():
-            raise ConfigError(f"{path} is a folder, expected a file to write to; choose another path")
+            raise ConfigError(
+                f"{path} is a folder, expected a file to write to; choose another path"
+            )
     check_folder(path.parent)
     return path
 
@@ -69,4 +76,6 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot write to {path}: {reason}; choose another path or make room") from error
+        raise ConfigError(
+            f"cannot write to {path}: {reason}; choose another path or make room"
+        ) from error

@@ -70,7 +70,9 @@ def _parse_options(text: str, spec: str) -> dict[str, Any]:
     for option in filter(None, re.split(r",(?=\w+=)", text)):
         key, equals, value = option.partition("=")
         if not equals:
-            raise ConfigError(f"the option {option!r} in {spec!r} should read name=value, as in trace:lines=24")
+            raise ConfigError(
+                f"the option {option!r} in {spec!r} should read name=value, as in trace:lines=24"
+            )
         if key in options:
             raise ConfigError(f"the option {key!r} stands twice in {spec!r}; remove one of them")
         try:
@@ -81,7 +83,8 @@ def _parse_options(text: str, spec: str) -> dict[str, Any]:
 
 
 def load_object(spec: str, what: str) -> Any:
-    """The object that ``module:name`` names; modules are also searched for in the working directory.
+    """The object that ``module:name`` names; modules are also searched for in the working
+    directory.
 
     Raises ConfigError: no such module or name, or a module that raises.
     """
@@ -94,18 +97,30 @@ def load_object(spec: str, what: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
-            raise ConfigError(f"{what} {spec!r}: {module} raised {place(error)}; install what it needs") from error
-        raise ConfigError(f"{what} {spec!r}: no module {error.name!r} here or on PYTHONPATH; check the name") from error
+            raise ConfigError(
+                f"{what} {spec!r}: {module} raised {place(error)}; install what it needs"
+            ) from error
+        raise ConfigError(
+            f"{what} {spec!r}: no module {error.name!r} here or on PYTHONPATH; check the name"
+        ) from error
     except AttributeError as error:
         raise ConfigError(f"{what} {spec!r}: {place(error)}; check the name") from error
     except Exception as error:
-        raise ConfigError(f"{what} {spec!r}: importing {module} raised {place(error)}; fix it") from error
+        raise ConfigError(
+            f"{what} {spec!r}: importing {module} raised {place(error)}; fix it"
+        ) from error
 
 
-def load_model(name: str, precision: Precision = "fp32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model by name or path, or the bundled ``reasoner``, on this process's device; errors as ``hf.load_model``."""
+def load_model(
+    name: str, precision: Precision = "fp32"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model by name or path, or the bundled ``reasoner``, on this process's device; errors as
+    ``hf.load_model``.
+    """
     disable_progress_bar()  # Sparrow shows its own
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are saved once, as intended
+    logging.getLogger("accelerate.utils.other").setLevel(
+        logging.ERROR
+    )  # tied weights are saved once, as intended
     place = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     return hf.load_model(model_path(name), precision, place.device)
 
@@ -121,7 +136,8 @@ def context_of(model: PreTrainedModel) -> int | None:
 
 
 def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
-    """The most tokens in a prompt that leave room for a response in the model's context, or in vLLM's if it is smaller.
+    """The most tokens in a prompt that leave room for a response in the model's context, or in
+    vLLM's if it is smaller.
 
     Raises ConfigError: none are left.
     """
@@ -130,7 +146,9 @@ def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
         limit = parse_spec(engine)[1].get("max_model_len")
         context = min(context, limit) if isinstance(limit, int) else context
     if max_new_tokens >= context:
-        raise ConfigError(f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the context of {context}")
+        raise ConfigError(
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the context of {context}"
+        )
     return context - max_new_tokens
 
 
@@ -143,34 +161,47 @@ def load_problems(
 ) -> Task:
     """A task by name or as ``module:Class``, or a mixture of datasets: whichever is given.
 
-    Rows of a dataset whose prompt has no tokens, or more than ``room``, are dropped and counted. Without a
-    tokenizer, no row is dropped for its tokens, and prompts are not put into a chat template. If given, the function
-    ``reward`` (``module:function``) judges in place of the datasets' verifiers.
+    Rows of a dataset whose prompt has no tokens, or more than ``room``, are dropped and counted.
+    Without a tokenizer, no row is dropped for its tokens, and prompts are not put into a chat
+    template. If given, the function ``reward`` (``module:function``) judges in place of the
+    datasets' verifiers.
 
-    Raises ConfigError: both or neither are given, unknown names or options, rows that cannot be used.
+    Raises ConfigError: both or neither are given, unknown names or options, rows that cannot be
+    used.
     """
     if (task is None) == (not datasets):
         raise ConfigError("say what to train on: either --task NAME or --dataset NAME or FILE")
     if task is not None:
         if reward is not None:
-            raise ConfigError(f"--reward {reward} goes with --dataset; the task {task} brings its own verifier")
+            raise ConfigError(
+                f"--reward {reward} goes with --dataset; the task {task} brings its own verifier"
+            )
         return load_task_spec(task)
     judge = None if reward is None else load_object(reward, "reward")
     if judge is not None and not callable(judge):
-        raise ConfigError(f"reward {reward!r} is a {type(judge).__name__}, expected a function of response and answer")
+        raise ConfigError(
+            f"reward {reward!r} is a {type(judge).__name__}, expected a function of response and answer"
+        )
     parts = [_load_dataset(spec, tokenizer, room, judge) for spec in datasets]
     tasks, weights = [task for task, _ in parts], [weight for _, weight in parts]
     return tasks[0] if len(tasks) == 1 else Mixture(tasks, weights)
 
 
 def load_benchmarks(
-    specs: Sequence[str], limit: int | None, tokenizer: PreTrainedTokenizerBase | None, room: int,
+    specs: Sequence[str],
+    limit: int | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    room: int,
     reward: str | None = None,
-) -> dict[str, list[Problem]]:  # fmt: skip
-    """``load_benchmark`` for each spec, by name without options or by file stem; by the whole spec if names repeat."""
+) -> dict[str, list[Problem]]:
+    """``load_benchmark`` for each spec, by name without options or by file stem; by the whole spec
+    if names repeat.
+    """
     short = [Path(spec).stem if os.path.isfile(spec) else spec.partition(":")[0] for spec in specs]
     return {
-        spec if short.count(name) > 1 else name: load_benchmark(spec, limit, tokenizer, room, reward)
+        spec if short.count(name) > 1 else name: load_benchmark(
+            spec, limit, tokenizer, room, reward
+        )
         for name, spec in zip(short, specs, strict=True)
     }
 
@@ -182,14 +213,17 @@ def load_benchmark(
     room: int | None = None,
     reward: str | None = None,
 ) -> list[Problem]:
-    """The first ``limit`` problems (None: all) of a task's held-out stream, or of a dataset in the order of its rows.
+    """The first ``limit`` problems (None: all) of a task's held-out stream, or of a dataset in the
+    order of its rows.
 
     Raises ConfigError: a task without a limit, and as ``load_problems``.
     """
     if is_task(spec):
         task = load_task_spec(spec)
         if limit is None:
-            raise ConfigError(f"the task {spec} has no end; say how many problems to take, as in --limit 64")
+            raise ConfigError(
+                f"the task {spec} has no end; say how many problems to take, as in --limit 64"
+            )
         return [draw(task, i, HELD_OUT) for i in range(limit)]
     dataset: Any = load_problems(None, (spec,), tokenizer, room, reward)
     return list(islice(dataset, limit))
@@ -201,13 +235,17 @@ _OWN = re.compile(r"([\w.]+:\w+)(?::(.*))?", re.DOTALL)  # module:Class, optiona
 def is_task(spec: str) -> bool:
     """Whether a benchmark is a task and no dataset."""
     name = spec.partition(":")[0]
-    return name in TASKS or bool(name not in FORMATS and _OWN.fullmatch(spec) and not os.path.isfile(spec))
+    return name in TASKS or bool(
+        name not in FORMATS and _OWN.fullmatch(spec) and not os.path.isfile(spec)
+    )
 
 
 def load_task_spec(spec: str) -> Task:
-    """A task as a user writes it: ``trace:lines=24``, or the user's own as ``module:Class``, with or without options.
+    """A task as a user writes it: ``trace:lines=24``, or the user's own as ``module:Class``, with
+    or without options.
 
-    Raises ConfigError: no such task, or options that it does not take. TaskError: the task itself raised.
+    Raises ConfigError: no such task, or options that it does not take. TaskError: the task itself
+    raised.
     """
     own = _OWN.fullmatch(spec)
     if own is None or spec.partition(":")[0] in TASKS:
@@ -217,7 +255,10 @@ def load_task_spec(spec: str) -> Task:
 
 
 def _load_dataset(
-    spec: str, tokenizer: PreTrainedTokenizerBase | None, room: int | None, judge: Callable[..., float] | None
+    spec: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    room: int | None,
+    judge: Callable[..., float] | None,
 ) -> tuple[Task, int]:
     """A dataset as a user writes it, and its weight in a mixture."""
     dressing: dict[str, Any] = {}
@@ -230,12 +271,16 @@ def _load_dataset(
     name, options = ("qa", {"path": spec}) if os.path.isfile(spec) else parse_spec(spec)
     taken = {field.name for field in fields(DatasetOptions)}
     if unknown := sorted(set(options) - taken):
-        raise ConfigError(f"dataset {spec!r} has the option {unknown[0]!r}; it takes {', '.join(sorted(taken))}")
+        raise ConfigError(
+            f"dataset {spec!r} has the option {unknown[0]!r}; it takes {', '.join(sorted(taken))}"
+        )
     try:
         chosen = DatasetOptions(**options)
     except ConfigError as error:
         raise ConfigError(f"dataset {spec!r}: {error}") from error
-    verify_programs = partial(verify_code, limits=Limits(output_bytes=chosen.output_bytes), isolation=chosen.isolation)
+    verify_programs = partial(
+        verify_code, limits=Limits(output_bytes=chosen.output_bytes), isolation=chosen.isolation
+    )
     task = load_dataset_task(
         name,
         verifiers={"math": judge or verify_math, "code": judge or verify_programs},
@@ -256,7 +301,8 @@ def _chat(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
 
 
 def draw_prompts(task: Task, count: int, seed: int) -> list[tuple[str, str]]:
-    """The first ``count`` prompts that training with this seed draws from the task, as (name for messages, prompt).
+    """The first ``count`` prompts that training with this seed draws from the task, as (name for
+    messages, prompt).
 
     Raises TaskError: the task raised.
     """
@@ -273,7 +319,9 @@ def encode_prompts(
 
     Raises ConfigError: no prompt is left.
     """
-    encoded = [(name, list(tokenizer(text, add_special_tokens=False).input_ids)) for name, text in named]
+    encoded = [
+        (name, list(tokenizer(text, add_special_tokens=False).input_ids)) for name, text in named
+    ]
     kept = [ids for _, ids in encoded if 0 < len(ids) <= room]
     if len(kept) < len(encoded):
         name, ids = next((name, ids) for name, ids in encoded if not 0 < len(ids) <= room)
@@ -311,7 +359,9 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
             expected = "expected text with one prompt a line, or a .jsonl, .json or .parquet file"
             raise ConfigError(f"cannot read the prompts {path}: {reason}; {expected}") from error
         if any("\0" in line for line in lines):
-            raise ConfigError(f"{path} is not text: it holds zero bytes; give prompts one a line, or a .jsonl file")
+            raise ConfigError(
+                f"{path} is not text: it holds zero bytes; give prompts one a line, or a .jsonl file"
+            )
         named = [(f"line {i} of {path}", line) for i, line in enumerate(lines, 1) if line.strip()]
     if not named:
         raise ConfigError(f"{path} holds no prompts")
@@ -326,8 +376,8 @@ def load_engine(
     decoding: Decoding,
     precision: Precision,
 ) -> Engine:
-    """The engine that ``spec`` names: ``hf``, which runs ``model``; ``vllm`` with options of ``vllm.LLM``, which loads
-    the model by ``name``; or the addresses of vLLM servers.
+    """The engine that ``spec`` names: ``hf``, which runs ``model``; ``vllm`` with options of
+    ``vllm.LLM``, which loads the model by ``name``; or the addresses of vLLM servers.
 
     Raises ConfigError: none of these, more servers than processes, or a dtype beside the precision.
     """
@@ -336,7 +386,9 @@ def load_engine(
 
         rank, urls = PartialState().process_index, spec.split(",")
         if len(urls) > PartialState().num_processes:
-            raise ConfigError(f"{len(urls)} vLLM servers for {PartialState().num_processes} processes; give one each")
+            raise ConfigError(
+                f"{len(urls)} vLLM servers for {PartialState().num_processes} processes; give one each"
+            )
         return VLLMServer(urls[rank % len(urls)], decoding, controls=rank < len(urls))
     kind, options = parse_spec(spec)
     if kind == "vllm":
@@ -349,13 +401,20 @@ def load_engine(
             )
         return VLLMEngine(model_path(name), decoding, dtype=dtype, **options)
     if kind != "hf" or options:
-        raise ConfigError(f"no engine {spec!r}; expected hf, vllm, vllm:option=value,... or http://host:port")
+        raise ConfigError(
+            f"no engine {spec!r}; expected hf, vllm, vllm:option=value,... or http://host:port"
+        )
     return load_scorer(model, tokenizer, decoding, precision)
 
 
 def load_scorer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, decoding: Decoding, precision: Precision
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    decoding: Decoding,
+    precision: Precision,
 ) -> hf.HFEngine:
-    """The transformers engine on ``model``: it scores under any schedule and samples as ``decoding`` says."""
+    """The transformers engine on ``model``: it scores under any schedule and samples as
+    ``decoding`` says.
+    """
     autocast = torch.bfloat16 if precision == "bf16" else None
     return hf.HFEngine(model, decoding, hf.eos_ids(model, tokenizer), autocast=autocast)

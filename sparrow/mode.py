@@ -1,4 +1,6 @@
-"""How responses are decoded: ``dense``, ``lossless``, ``lossy`` or ``auto``, and the settings of each mode."""
+"""How responses are decoded: ``dense``, ``lossless``, ``lossy`` or ``auto``, and the settings of
+each mode.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +13,42 @@ from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule, without_duplicates
 
 Mode = Literal["dense", "lossless", "lossy", "auto"]
-"""``dense``: every step reads the whole cache. ``lossless``: sparse steps draft, a dense step verifies, samples are the
-dense policy's. ``lossy``: decode steps read what a schedule says, samples are the sparse actor's. ``auto``: lossless up
-to a length, which training moves, and lossy beyond it (``sparrow.dial``)."""
+"""``dense``: every step reads the whole cache. ``lossless``: sparse steps draft, a dense step
+verifies, samples are the dense policy's. ``lossy``: decode steps read what a schedule says, samples
+are the sparse actor's. ``auto``: lossless up to a length, which training moves, and lossy beyond it
+(``sparrow.dial``)."""
 
 DraftWeights = Literal["auto", "fp8"]
-"""``auto``: drafts multiply with the model's weights. ``fp8``: with a copy of the linear layers' in 8 bits, in vLLM."""
+"""``auto``: drafts multiply with the model's weights. ``fp8``: with a copy of the linear layers' in
+8 bits, in vLLM.
+"""
 
 DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
 """What drafts read by default: 64 pages of 16 tokens in every layer, at any length."""
 DRAFT_BUDGETS = (0.5, 1.0, 2.0)
 """What drafts may read where that adapts, in multiples of the draft schedule."""
 BUDGET_POWER = 0.7
-"""The rejected share of drafts falls with what they read to the power of minus this, as published for p5."""
+"""The rejected share of drafts falls with what they read to the power of minus this, as published
+for p5.
+"""
 DRAFT_TOKENS = 12
-"""The most tokens drafted at a time; the default is the fastest at long context and 95 % acceptance."""
+"""The most tokens drafted at a time; the default is the fastest at long context and 95 %
+acceptance.
+"""
 METER_EVERY = 16
-"""One in this many cycles measures another schedule; one sparse step in that many cycles costs about half a percent."""
+"""One in this many cycles measures another schedule; one sparse step in that many cycles costs
+about half a percent.
+"""
 LOSSLESS_SETTINGS = (
-    "draft_schedule", "adapt_draft_budget", "draft_tokens", "adapt_draft_tokens", "drafter_invariant", "draft_weights",
-    "meter_schedule", "meter_every",
-)  # fmt: skip
+    "draft_schedule",
+    "adapt_draft_budget",
+    "draft_tokens",
+    "adapt_draft_tokens",
+    "drafter_invariant",
+    "draft_weights",
+    "meter_schedule",
+    "meter_every",
+)
 """What lossless mode has settings for, as ``Decoding.load`` and the command line name them."""
 
 AUTO_ELSEWHERE = (
@@ -45,19 +62,24 @@ class Decoding:
     """A mode and its settings; anything that takes one takes what ``load`` takes."""
 
     mode: Mode
-    schedule: SparsitySchedule  # lossy: what a step reads; lossless: what a draft reads; auto: both; dense: everything
+    # lossy: what a step reads; lossless: what a draft reads; auto: both; dense: everything
+    schedule: SparsitySchedule
     draft_tokens: int = DRAFT_TOKENS  # lossless: the most tokens drafted before each verification
-    # lossless in vLLM: choose the number of drafts, 0 included, by measured speed and acceptance; else always as many
+    # lossless in vLLM: choose the number of drafts, 0 included, by measured speed and acceptance;
+    # else always as many
     adapt_draft_tokens: bool = True
-    # lossless in vLLM: choose by the same whether drafts read half of their schedule, all of it, or twice as much;
-    # None: if their number adapts and the schedule is the default
+    # lossless in vLLM: choose by the same whether drafts read half of their schedule, all of it, or
+    # twice as much; None: if their number adapts and the schedule is the default
     adapt_draft_budget: bool | None = None
-    # lossless: draw drafts with the random numbers that draw the tokens, so that a seed gives the tokens that dense
-    # decoding gives, whatever was drafted; else with numbers of their own, so that more drafts are accepted
+    # lossless: draw drafts with the random numbers that draw the tokens, so that a seed gives the
+    # tokens that dense decoding gives, whatever was drafted; else with numbers of their own, so
+    # that more drafts are accepted
     drafter_invariant: bool = False
-    # lossless in vLLM: what drafts multiply with; verification and all that is in the cache is the model's own anyway
+    # lossless in vLLM: what drafts multiply with; verification and all that is in the cache is the
+    # model's own anyway
     draft_weights: DraftWeights = "auto"
-    # lossless in vLLM: also measure what decoding under this schedule would have in acceptance, at every so many cycles
+    # lossless in vLLM: also measure what decoding under this schedule would have in acceptance, at
+    # every so many cycles
     meter_schedule: SparsitySchedule | None = None
     meter_every: int = METER_EVERY
 
@@ -73,14 +95,20 @@ class Decoding:
             if not (isinstance(value, bool) or (value is None and name == "adapt_draft_budget")):
                 raise ConfigError(f"{name} must be true or false, got {value!r}")
         if self.adapt_draft_budget and not self.adapt_draft_tokens:
-            raise ConfigError("adapt_draft_budget is true, but adapt_draft_tokens false; switch both on, or both off")
+            raise ConfigError(
+                "adapt_draft_budget is true, but adapt_draft_tokens false; switch both on, or both off"
+            )
         if self.draft_weights not in get_args(DraftWeights):
-            raise ConfigError(f"draft_weights must be one of {get_args(DraftWeights)}, got {self.draft_weights!r}")
+            raise ConfigError(
+                f"draft_weights must be one of {get_args(DraftWeights)}, got {self.draft_weights!r}"
+            )
 
     @classmethod
-    def lossless(cls, draft_schedule: Any = None, meter_schedule: Any = None, **options: Any) -> Decoding:
-        """Lossless with this draft schedule; schedules are given as ``SparsitySchedule.load`` takes them, and None
-        means ``DRAFT_SCHEDULE``."""
+    def lossless(
+        cls, draft_schedule: Any = None, meter_schedule: Any = None, **options: Any
+    ) -> Decoding:
+        """Lossless with this draft schedule; schedules are given as ``SparsitySchedule.load`` takes
+        them, and None means ``DRAFT_SCHEDULE``."""
         schedule = DRAFT_SCHEDULE if draft_schedule is None else _schedule(draft_schedule)
         metered = None if meter_schedule is None else _schedule(meter_schedule)
         return cls("lossless", schedule, meter_schedule=metered, **options)
@@ -95,12 +123,14 @@ class Decoding:
     def load(cls, value: Any) -> Decoding:
         """Read a setting.
 
-        Args:
-            value: ``"lossless"``; or anything that names a schedule (this means lossy; ``"dense"`` reads everything);
-                or a mapping, or its JSON, with ``mode`` and the settings of that mode: ``schedule`` for lossy,
-                those in ``LOSSLESS_SETTINGS`` for lossless; or a schedule or ``Decoding`` itself.
+        Args: value: ``"lossless"``; or anything that names a schedule (this means lossy;
+            ``"dense"`` reads everything);
+                or a mapping, or its JSON, with ``mode`` and the settings of that mode: ``schedule``
+                for lossy, those in ``LOSSLESS_SETTINGS`` for lossless; or a schedule or
+                ``Decoding`` itself.
 
-        Raises ConfigError: an unknown mode or setting, mode auto, or a schedule that cannot be read.
+        Raises ConfigError: an unknown mode or setting, mode auto, or a schedule that cannot be
+        read.
         """
         if isinstance(value, cls):
             if value.mode == "auto":
@@ -125,11 +155,15 @@ class Decoding:
         if not isinstance(mode, str) or mode not in known:
             raise ConfigError(f"unknown mode {mode!r}, expected one of {get_args(Mode)}")
         if unknown := sorted(settings.keys() - set(known[mode])):
-            raise ConfigError(f"mode {mode!r} has no setting {unknown[0]!r}, expected {known[mode] or 'none'}")
+            raise ConfigError(
+                f"mode {mode!r} has no setting {unknown[0]!r}, expected {known[mode] or 'none'}"
+            )
         if mode == "lossless":
             return cls.lossless(**settings)
         if mode == "lossy" and "schedule" not in settings:
-            raise ConfigError("mode 'lossy' needs a schedule, such as 'qwen3-4b-0.86'; or use mode 'lossless'")
+            raise ConfigError(
+                "mode 'lossy' needs a schedule, such as 'qwen3-4b-0.86'; or use mode 'lossless'"
+            )
         return cls.lossy(settings.get("schedule", "dense"))
 
     @property
@@ -160,11 +194,17 @@ class Decoding:
 
     def with_schedule(self, schedule: SparsitySchedule) -> Decoding:
         """The same mode under another schedule; the schedule decides between dense and lossy."""
-        return replace(self, schedule=schedule) if self.mode in ("lossless", "auto") else Decoding.lossy(schedule)
+        return (
+            replace(self, schedule=schedule)
+            if self.mode in ("lossless", "auto")
+            else Decoding.lossy(schedule)
+        )
 
 
 def acceptance_at(acceptance: float, multiple: float) -> float:
-    """The acceptance to expect of drafts that read ``multiple`` times what those with this acceptance read."""
+    """The acceptance to expect of drafts that read ``multiple`` times what those with this
+    acceptance read.
+    """
     return 1 - min(1.0, (1 - acceptance) * multiple**-BUDGET_POWER)
 
 

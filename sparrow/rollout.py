@@ -1,4 +1,5 @@
-"""What is sampled and how: sampling parameters, rollouts, and log-probs of their tokens. Plain data, without torch.
+"""What is sampled and how: sampling parameters, rollouts, and log-probs of their tokens. Plain
+data, without torch.
 
 Shapes: T response tokens, n entries of a top-n list.
 """
@@ -24,11 +25,12 @@ class Sampling:
     temperature: float = 1.0
     top_n: int = 20  # length of the recorded lists of most likely tokens; 0 records none
     seed: int = 0  # makes the samples reproducible on the same engine and hardware
-    # one for each prompt, so that its samples do not depend on which others are sampled in the same call; by default
-    # derived from ``seed`` and the prompt's index
+    # one for each prompt, so that its samples do not depend on which others are sampled in the same
+    # call; by default derived from ``seed`` and the prompt's index
     seeds: Sequence[int] | None = None
-    # actor and policy alike sample only from the ``top_k`` likeliest tokens, and of them from the fewest that hold
-    # ``top_p`` of the mass; for evaluation: truncation changes the support that corrections need
+    # actor and policy alike sample only from the ``top_k`` likeliest tokens, and of them from the
+    # fewest that hold ``top_p`` of the mass; for evaluation: truncation changes the support that
+    # corrections need
     top_k: int | None = None
     top_p: float = 1.0
 
@@ -44,13 +46,16 @@ class Sampling:
         return self.top_k is not None or self.top_p < 1
 
     def check(self, prompts: Sequence[Sequence[int]], context: int) -> None:
-        """Refuse empty prompts and those that leave no room for a response in a context of ``context`` tokens.
+        """Refuse empty prompts and those that leave no room for a response in a context of
+        ``context`` tokens.
 
         Raises PromptError: the first such prompt.
         """
         for i, prompt in enumerate(prompts):
             if not len(prompt):
-                raise PromptError(i, "has no tokens; remove it, or check that this is the model's tokenizer")
+                raise PromptError(
+                    i, "has no tokens; remove it, or check that this is the model's tokenizer"
+                )
             if len(prompt) > context - self.max_new_tokens:
                 raise PromptError(
                     i,
@@ -69,12 +74,15 @@ def derived_seed(*entropy: int) -> int:
 class Verification:
     """The verified part of a response, for an engine that stops verifying partway.
 
-    The first ``tokens`` tokens are samples of the dense policy. The later ones are samples of the sparse actor over a
-    cache that holds what sparse steps wrote, so no later token of the response could be exact again.
+    The first ``tokens`` tokens are samples of the dense policy. The later ones are samples of the
+    sparse actor over a cache that holds what sparse steps wrote, so no later token of the response
+    could be exact again.
     """
 
     tokens: int
-    acceptance: NDArray[np.float32]  # [tokens], the chance that each token's draft is kept; nan where none was verified
+    acceptance: NDArray[
+        np.float32
+    ]  # [tokens], the chance that each token's draft is kept; nan where none was verified
 
 
 @dataclass(frozen=True)
@@ -83,11 +91,17 @@ class Rollout:
 
     prompt_ids: Sequence[int]  # token ids of the prompt
     response_ids: NDArray[np.int64]  # [T], the end-of-sequence token included if it was sampled
-    logprobs: NDArray[np.float32]  # [T], the actor's log-prob of each sampled token at the sampling temperature
+    logprobs: NDArray[
+        np.float32
+    ]  # [T], the actor's log-prob of each sampled token at the sampling temperature
     top_ids: NDArray[np.int32]  # [T, n], the actor's most likely tokens, best first
     top_logprobs: NDArray[np.float32]  # [T, n], their log-probs
-    finish_reason: Literal["stop", "length"]  # ``"stop"`` at an end-of-sequence token, ``"length"`` at the limit
-    verification: Verification | None = None  # only with ``mode=auto``; in other modes all tokens are sampled alike
+    finish_reason: Literal[
+        "stop", "length"
+    ]  # ``"stop"`` at an end-of-sequence token, ``"length"`` at the limit
+    verification: Verification | None = (
+        None  # only with ``mode=auto``; in other modes all tokens are sampled alike
+    )
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -103,5 +117,7 @@ class Scores:
 
 
 def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    """Split an array of all responses end to end, ``[sum of lengths, ...]``, into one array for each response."""
+    """Split an array of all responses end to end, ``[sum of lengths, ...]``, into one array for
+    each response.
+    """
     return np.split(flat, np.cumsum(lengths)[:-1])

@@ -1,9 +1,9 @@
 """Sparsity schedules: how many pages the sparse actor may read at each sequence length.
 
-A schedule is a table from length bin to ``top_k``, the number of pages kept by score in addition to the
-sink and recent pages, which are always kept; each layer and kv head may have a budget of its own, relative to that
-number. Lengths are in tokens and count everything in the KV cache, the current token included. Source: Sparrow, arXiv
-2606.08446, sections 2 and 4.
+A schedule is a table from length bin to ``top_k``, the number of pages kept by score in addition to
+the sink and recent pages, which are always kept; each layer and kv head may have a budget of its
+own, relative to that number. Lengths are in tokens and count everything in the KV cache, the
+current token included. Source: Sparrow, arXiv 2606.08446, sections 2 and 4.
 """
 
 from __future__ import annotations
@@ -23,13 +23,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow.errors import ConfigError
 
-ALL_PAGES = 2**30  # A ``top_k`` that covers any sequence: the bin is dense. JSON spells it ``"all"``.
+ALL_PAGES = (
+    2**30
+)  # A ``top_k`` that covers any sequence: the bin is dense. JSON spells it ``"all"``.
 LARGEST_PAGE = 2**16
 LandmarkDtype = Literal["auto", "fp8_e4m3"]
-BUDGET_UNIT = 256  # relative budgets are whole numbers of 1 / 256, so that all implementations compute the same
+# relative budgets are whole numbers of 1 / 256, so that all implementations compute the same
+BUDGET_UNIT = 256
 LARGEST_BUDGET = 64
 PAGE_LAYOUT = ("page_size", "sink_pages", "recent_pages", "landmark_dtype")
-"""The fields of a schedule that describe pages, apart from their number: those of ``attention.PageLayout``."""
+"""The fields of a schedule that describe pages, apart from their number: those of
+``attention.PageLayout``.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,17 +44,23 @@ class SparsitySchedule:
     Raises ConfigError: an empty or shrinking table, or a field out of range.
     """
 
-    top_k: tuple[int, ...]  # pages kept by score in each length bin; the last entry also holds for all longer lengths
-    # width of a length bin in tokens; a length belongs to bin ``ceil(length / page_size) * page_size // bin_tokens``,
-    # which for 16 and 2,000 gives exactly the published edges (lengths are rounded up to whole pages)
+    top_k: tuple[
+        int, ...
+    ]  # pages kept by score in each length bin; the last entry also holds for all longer lengths
+    # width of a length bin in tokens; a length belongs to bin ``ceil(length / page_size) *
+    # page_size // bin_tokens``, which for 16 and 2,000 gives exactly the published edges (lengths
+    # are rounded up to whole pages)
     bin_tokens: int = 2000
     page_size: int = 16  # tokens in a page
     sink_pages: int = 1  # pages always kept at the start of the sequence
     recent_pages: int = 2  # pages always kept at its end, including the partly filled one
     dense_layers: tuple[int, ...] = (0, 1)  # layers that always attend to everything
-    landmark_dtype: LandmarkDtype = "auto"  # pages' mean keys are stored in the cache's dtype or in 8 bits
-    # what multiplies ``top_k``: one row for each layer of the model, dense ones too, with a number for each kv head.
-    # Its mean over the sparse layers is 1, so that ``top_k`` is the mean number of pages. Empty: the same everywhere
+    landmark_dtype: LandmarkDtype = (
+        "auto"  # pages' mean keys are stored in the cache's dtype or in 8 bits
+    )
+    # what multiplies ``top_k``: one row for each layer of the model, dense ones too, with a number
+    # for each kv head. Its mean over the sparse layers is 1, so that ``top_k`` is the mean number
+    # of pages. Empty: the same everywhere
     head_budgets: tuple[tuple[float, ...], ...] = ()
     # where the table comes from (preset name, or model, data and intervals of a calibration)
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -57,11 +68,15 @@ class SparsitySchedule:
     def __post_init__(self) -> None:
         for name in ("top_k", "dense_layers"):
             numbers = _listed(name, getattr(self, name), "whole numbers")
-            object.__setattr__(self, name, tuple(_whole_number(f"{name}[{i}]", k) for i, k in enumerate(numbers)))
+            object.__setattr__(
+                self, name, tuple(_whole_number(f"{name}[{i}]", k) for i, k in enumerate(numbers))
+            )
         for name in ("bin_tokens", "page_size", "sink_pages", "recent_pages"):
             object.__setattr__(self, name, _whole_number(name, getattr(self, name)))
         if self.landmark_dtype not in (known := get_args(LandmarkDtype)):
-            raise ConfigError(f"a schedule's landmark_dtype is one of {known}, got {self.landmark_dtype!r}")
+            raise ConfigError(
+                f"a schedule's landmark_dtype is one of {known}, got {self.landmark_dtype!r}"
+            )
         if not self.top_k:
             raise ConfigError("a schedule needs at least one length bin, got an empty top_k table")
         object.__setattr__(self, "head_budgets", _head_budgets(self.head_budgets))
@@ -72,9 +87,13 @@ class SparsitySchedule:
                     f"to {k} in bin {i}; raise it to at least {self.top_k[i - 1]}"
                 )
         if self.page_size < 1 or self.bin_tokens < self.page_size:
-            raise ConfigError(f"need 1 <= page_size <= bin_tokens, got {self.page_size} and {self.bin_tokens}")
+            raise ConfigError(
+                f"need 1 <= page_size <= bin_tokens, got {self.page_size} and {self.bin_tokens}"
+            )
         if self.page_size > LARGEST_PAGE:  # so that no count of tokens overflows 64 bits
-            raise ConfigError(f"page_size must be at most {LARGEST_PAGE} tokens, got {self.page_size}")
+            raise ConfigError(
+                f"page_size must be at most {LARGEST_PAGE} tokens, got {self.page_size}"
+            )
         if self.recent_pages < 1:
             raise ConfigError(
                 f"recent_pages must be at least 1, since the page being written is always read, got {self.recent_pages}"
@@ -87,31 +106,42 @@ class SparsitySchedule:
             )
 
     def pages(self, length: ArrayLike) -> NDArray[np.int64]:
-        """Top-k pages at ``length`` tokens (any shape), not counting the sink and recent pages; the mean over heads."""
+        """Top-k pages at ``length`` tokens (any shape), not counting the sink and recent pages; the
+        mean over heads.
+        """
         bins = self.page_end(length) // self.bin_tokens
         return np.asarray(self.top_k, dtype=np.int64)[np.minimum(bins, len(self.top_k) - 1)]
 
     def page_end(self, length: ArrayLike) -> NDArray[np.int64]:
-        """Tokens up to the end of the page being written at ``length``; they decide the length's bin."""
+        """Tokens up to the end of the page being written at ``length``; they decide the length's
+        bin.
+        """
         return -(-np.asarray(length, dtype=np.int64) // self.page_size) * self.page_size
 
     def tokens_read(self, length: ArrayLike) -> NDArray[Any]:
-        """Cached tokens that a sparse layer reads at ``length``: its KV budget, or all of them if they are fewer.
+        """Cached tokens that a sparse layer reads at ``length``: its KV budget, or all of them if
+        they are fewer.
 
         Whole numbers; with budgets by head, the mean over layers and heads, a float.
         """
         return self._mean_over_heads(lambda tokens: tokens, length)
 
     def pages_read(self, length: ArrayLike) -> NDArray[Any]:
-        """Pages that hold these tokens, the partly filled one included; with budgets by head, the mean, a float."""
+        """Pages that hold these tokens, the partly filled one included; with budgets by head, the
+        mean, a float.
+        """
         return self._mean_over_heads(lambda tokens: -(-tokens // self.page_size), length)
 
-    def _mean_over_heads(self, of: Callable[[NDArray[np.int64]], NDArray[np.int64]], length: ArrayLike) -> NDArray[Any]:
+    def _mean_over_heads(
+        self, of: Callable[[NDArray[np.int64]], NDArray[np.int64]], length: ArrayLike
+    ) -> NDArray[Any]:
         """``of`` the tokens that a head reads."""
         held, top_k = np.asarray(length, dtype=np.int64), self.pages(length)
 
         def read(pages: NDArray[np.int64]) -> NDArray[np.int64]:
-            return of(np.minimum(held, (pages + self.sink_pages + self.recent_pages) * self.page_size))
+            return of(
+                np.minimum(held, (pages + self.sink_pages + self.recent_pages) * self.page_size)
+            )
 
         if not self.head_budgets:
             return read(top_k)
@@ -127,7 +157,9 @@ class SparsitySchedule:
 
     @property
     def sparse_budget_units(self) -> NDArray[np.int32]:
-        """The rows of ``budget_units`` that are not of dense layers; a single 1 (256 units) if there are none."""
+        """The rows of ``budget_units`` that are not of dense layers; a single 1 (256 units) if
+        there are none.
+        """
         rows = [row for i, row in enumerate(self.budget_units) if i not in self.dense_layers]
         return np.array(rows or [[BUDGET_UNIT]], dtype=np.int32)
 
@@ -143,18 +175,27 @@ class SparsitySchedule:
 
     @property
     def dense_up_to(self) -> float:
-        """The length in tokens up to which decoding reads everything, in whole length bins; infinity if always."""
+        """The length in tokens up to which decoding reads everything, in whole length bins;
+        infinity if always.
+        """
         last, least = len(self.top_k) - 1, self.sparse_budget_units.min()
         for i, k in enumerate(self.top_k):
-            held = (int(_budget_of(np.int64(k), least)) + self.sink_pages + self.recent_pages) * self.page_size
+            held = (
+                int(_budget_of(np.int64(k), least)) + self.sink_pages + self.recent_pages
+            ) * self.page_size
             if k < ALL_PAGES and (i == last or held < (i + 1) * self.bin_tokens):
-                return max(i, held // self.bin_tokens) * self.bin_tokens if i == last else i * self.bin_tokens
+                return (
+                    max(i, held // self.bin_tokens) * self.bin_tokens
+                    if i == last
+                    else i * self.bin_tokens
+                )
         return math.inf
 
     def check_model(self, num_layers: int, kv_heads: int) -> None:
         """Refuse a model that this schedule was not made for.
 
-        Raises ConfigError: a dense layer beyond the model's ``num_layers``, or budgets of other layers or heads.
+        Raises ConfigError: a dense layer beyond the model's ``num_layers``, or budgets of other
+        layers or heads.
         """
         if beyond := [i for i in self.dense_layers if i >= num_layers]:
             raise ConfigError(
@@ -174,7 +215,10 @@ class SparsitySchedule:
         A page by score is left where there was one, and a bin that reads everything still does.
         """
         always = self.sink_pages + self.recent_pages
-        pages = [k if k >= ALL_PAGES else max(min(k, 1), round((k + always) * multiple) - always) for k in self.top_k]
+        pages = [
+            k if k >= ALL_PAGES else max(min(k, 1), round((k + always) * multiple) - always)
+            for k in self.top_k
+        ]
         return self.replace(top_k=tuple(pages))
 
     def replace(self, **changes: Any) -> SparsitySchedule:
@@ -201,13 +245,18 @@ class SparsitySchedule:
         name = f"{model.lower()}-{target:.2f}"
         if name not in published["top_k"] or float(f"{target:.2f}") != target:
             known = ", ".join(sorted(published["top_k"]))
-            raise ConfigError(f"no published schedule for {model!r} and {target}; known ones: {known}")
+            raise ConfigError(
+                f"no published schedule for {model!r} and {target}; known ones: {known}"
+            )
         provenance = {"preset": name, "source": published["source"], "target": target}
-        return cls.from_dict({**published["layout"], "top_k": published["top_k"][name], "provenance": provenance})
+        return cls.from_dict(
+            {**published["layout"], "top_k": published["top_k"][name], "provenance": provenance}
+        )
 
     @classmethod
     def load(cls, spec: str | Path | Mapping[str, Any]) -> SparsitySchedule:
-        """A schedule as a user writes it: ``dense``, ``fixed:PAGES``, ``MODEL-TARGET``, a JSON file or its contents.
+        """A schedule as a user writes it: ``dense``, ``fixed:PAGES``, ``MODEL-TARGET``, a JSON file
+        or its contents.
 
         Raises ConfigError: none of these, or contents that are not a valid schedule.
         """
@@ -226,19 +275,25 @@ class SparsitySchedule:
         try:
             return cls.from_json(Path(text).read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{text} is not a schedule: it is not UTF-8 text ({error})") from error
+            raise ConfigError(
+                f"{text} is not a schedule: it is not UTF-8 text ({error})"
+            ) from error
         except ConfigError as error:
             raise ConfigError(f"{text}: {error}") from error
         except (OSError, ValueError) as error:
             if text.endswith(".json") or Path(text).name != text:
                 reason = getattr(error, "strerror", None) or error
-                raise ConfigError(f"cannot read the schedule file {text}: {reason}; check the path") from error
+                raise ConfigError(
+                    f"cannot read the schedule file {text}: {reason}; check the path"
+                ) from error
             known = ", ".join(sorted(_published()["top_k"]))
             expected = f"expected 'dense', 'fixed:PAGES', a JSON file, or one of {known}"
             raise ConfigError(f"no schedule {text!r}: {expected}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; ``from_dict`` gives the schedule back. ``head_budgets`` is left out if it is empty."""
+        """Plain JSON types; ``from_dict`` gives the schedule back. ``head_budgets`` is left out if
+        it is empty.
+        """
         top_k = ["all" if k >= ALL_PAGES else k for k in self.top_k]
         plain = asdict(self) | {"top_k": top_k, "dense_layers": list(self.dense_layers)}
         rows = plain.pop("head_budgets")
@@ -253,7 +308,9 @@ class SparsitySchedule:
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(plain) - known)
         if unknown or "top_k" not in plain:
-            raise ConfigError(f"a schedule has the fields {sorted(known)}; got unknown {unknown}, top_k is required")
+            raise ConfigError(
+                f"a schedule has the fields {sorted(known)}; got unknown {unknown}, top_k is required"
+            )
         top_k = plain["top_k"]
         if isinstance(top_k, list | tuple):
             top_k = tuple(ALL_PAGES if isinstance(k, str) and k == "all" else k for k in top_k)
@@ -273,21 +330,33 @@ class SparsitySchedule:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"the schedule is not valid JSON: {error}") from error
         if not isinstance(plain, dict):
-            raise ConfigError(f"a schedule is a JSON object with a top_k table, got {type(plain).__name__}")
+            raise ConfigError(
+                f"a schedule is a JSON object with a top_k table, got {type(plain).__name__}"
+            )
         return cls.from_dict(plain)
 
 
-def _budget_of(top_k: NDArray[np.int64] | np.int64, relative: int | np.integer[Any]) -> NDArray[np.int64]:
-    """A head's pages by score, from its relative budget in units of 1 / 256; what covers any sequence still does."""
-    return np.where(top_k >= ALL_PAGES, top_k, (top_k * np.int64(relative) + BUDGET_UNIT // 2) // BUDGET_UNIT)
+def _budget_of(
+    top_k: NDArray[np.int64] | np.int64, relative: int | np.integer[Any]
+) -> NDArray[np.int64]:
+    """A head's pages by score, from its relative budget in units of 1 / 256; what covers any
+    sequence still does.
+    """
+    return np.where(
+        top_k >= ALL_PAGES, top_k, (top_k * np.int64(relative) + BUDGET_UNIT // 2) // BUDGET_UNIT
+    )
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object without duplicate keys, of which the standard library would silently keep the last."""
+    """A JSON object without duplicate keys, of which the standard library would silently keep the
+    last.
+    """
     plain = dict(pairs)
     if len(plain) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+        raise ValueError(
+            f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice"
+        )
     return plain
 
 
@@ -296,9 +365,15 @@ def _head_budgets(rows: Any) -> tuple[tuple[float, ...], ...]:
     table: list[tuple[float, ...]] = []
     for i, row in enumerate(_listed("head_budgets", rows)):
         for j, number in enumerate(_listed(f"head_budgets[{i}]", row)):
-            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= LARGEST_BUDGET:
+            if (
+                isinstance(number, bool)
+                or not isinstance(number, int | float)
+                or not 0 <= number <= LARGEST_BUDGET
+            ):
                 expected = f"a number in 0..{LARGEST_BUDGET} that multiplies top_k"
-                raise ConfigError(f"a schedule's head_budgets[{i}][{j}] is {expected}, got {number!r}")
+                raise ConfigError(
+                    f"a schedule's head_budgets[{i}][{j}] is {expected}, got {number!r}"
+                )
         table.append(tuple(round(number * BUDGET_UNIT) / BUDGET_UNIT for number in row))
     lengths = [len(row) for row in table]
     if len(set(lengths)) > 1 or 0 in lengths:
@@ -327,4 +402,6 @@ def _whole_number(name: str, value: Any) -> int:
 
 @cache
 def _published() -> dict[str, Any]:
-    return json.loads(resources.files("sparrow").joinpath("presets.json").read_text(encoding="utf-8"))
+    return json.loads(
+        resources.files("sparrow").joinpath("presets.json").read_text(encoding="utf-8")
+    )

@@ -26,9 +26,11 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy's global generator ta
 
 
 class Settings:
-    """A base of dataclasses: every field holds a value of its type, within the range that the type is annotated with.
+    """A base of dataclasses: every field holds a value of its type, within the range that the type
+    is annotated with.
 
-    A module may spell its annotations as it likes, as strings too. Raises ConfigError: the first field that does not.
+    A module may spell its annotations as it likes, as strings too. Raises ConfigError: the first
+    field that does not.
     """
 
     def __post_init__(self) -> None:
@@ -44,7 +46,10 @@ class Settings:
 
 @cache
 def _adapters(settings: type) -> dict[str, TypeAdapter[Any]]:
-    return {name: TypeAdapter(hint) for name, hint in get_type_hints(settings, include_extras=True).items()}
+    return {
+        name: TypeAdapter(hint)
+        for name, hint in get_type_hints(settings, include_extras=True).items()
+    }
 
 
 def flat(nested: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
@@ -52,7 +57,11 @@ def flat(nested: Mapping[str, Any], separator: str, prefix: str = "") -> dict[st
     values: dict[str, Any] = {}
     for name, value in nested.items():
         inner = isinstance(value, Mapping)
-        values |= flat(value, separator, f"{prefix}{name}{separator}") if inner else {prefix + name: value}
+        values |= (
+            flat(value, separator, f"{prefix}{name}{separator}")
+            if inner
+            else {prefix + name: value}
+        )
     return values
 
 
@@ -69,7 +78,12 @@ def choose(settings: Settings, name: str, other: str, default: Any) -> None:
     """
     if getattr(settings, other) is None and getattr(settings, name) is None:
         object.__setattr__(settings, name, default)
-    require(settings, other, None in (getattr(settings, name), getattr(settings, other)), f"left out beside {name}")
+    require(
+        settings,
+        other,
+        None in (getattr(settings, name), getattr(settings, other)),
+        f"left out beside {name}",
+    )
 
 
 def _refused(settings: Settings, name: str, reason: str) -> ConfigError:

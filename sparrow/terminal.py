@@ -24,7 +24,9 @@ QUIET_S = 30.0  # when a step takes longer, its phases are told too
 
 
 class Progress:
-    """A ``trainer.Listener`` that tells the progress of training: a line for each step and each phase of a long one."""
+    """A ``trainer.Listener`` that tells the progress of training: a line for each step and each
+    phase of a long one.
+    """
 
     def __init__(self, steps: int) -> None:
         self._steps, self._done, self._seconds, self._began = steps, 0, 0.0, time.monotonic()
@@ -34,14 +36,20 @@ class Progress:
             self._done, self._seconds = metrics["step"], sum(metrics["seconds"].values())
             note(f"step {self._done}/{self._steps}  {step_line(metrics)}")
         elif event == "evaluated":
-            means = ", ".join(f"{name} {scores['mean']['value']:.3f}" for name, scores in metrics.items())
+            means = ", ".join(
+                f"{name} {scores['mean']['value']:.3f}" for name, scores in metrics.items()
+            )
             note(f"step {self._done}/{self._steps}  evaluation {means}")
         elif self._seconds > QUIET_S or not self._done:
-            note(f"step {self._done + 1}/{self._steps}  {event}  {time.monotonic() - self._began:.0f} s")
+            note(
+                f"step {self._done + 1}/{self._steps}  {event}  {time.monotonic() - self._began:.0f} s"
+            )
 
 
 def step_line(metrics: dict[str, Any]) -> str:
-    """A step in a few numbers: reward, tail of acceptance, response length, speed, share of the KV cache read."""
+    """A step in a few numbers: reward, tail of acceptance, response length, speed, share of the KV
+    cache read.
+    """
     bins, seconds, response = metrics["mismatch"]["bins"], metrics["seconds"], metrics["response"]
     # Bins that few responses reach are left out: their p5 is noisy.
     tail = min(b["lower_bound"] for b in bins if 2 * b["n_sequences"] >= bins[0]["n_sequences"])
@@ -65,9 +73,13 @@ def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def _print_columns(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False)
+    table = Table(
+        title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False
+    )
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=heading == headings[0])  # first cells stay on one line
+        table.add_column(
+            heading, justify="right", no_wrap=heading == headings[0]
+        )  # first cells stay on one line
     for row in rows:
         table.add_row(*row)
     Console().print(table)
@@ -80,21 +92,34 @@ def print_mismatch(report: MismatchReport, tau: Tau, read_fraction: float) -> No
         ("length", "tokens", "responses", "mean", "p5", "95 % interval", "at most", str(tau)),
         [
             (
-                f"{b.start}-{b.end}", str(b.n_tokens), str(b.n_sequences), f"{b.mean:.3f}", f"{b.lower_bound:.3f}",
-                f"{b.interval_low:.3f}-{b.interval_high:.3f}", f"{b.upper_bound:.3f}", tau.verdict(b),
+                f"{b.start}-{b.end}",
+                str(b.n_tokens),
+                str(b.n_sequences),
+                f"{b.mean:.3f}",
+                f"{b.lower_bound:.3f}",
+                f"{b.interval_low:.3f}-{b.interval_high:.3f}",
+                f"{b.upper_bound:.3f}",
+                tau.verdict(b),
             )
             for b in report.bins
         ],
-    )  # fmt: skip
+    )
     _print_ceiling(
-        (b.start, b.end, (b.lower_bound, b.interval_low, b.interval_high), (b.ceiling, b.ceiling_low, b.ceiling_high))
+        (
+            b.start,
+            b.end,
+            (b.lower_bound, b.interval_low, b.interval_high),
+            (b.ceiling, b.ceiling_low, b.ceiling_high),
+        )
         for b in report.bins
     )
     Console().print(f"mean {report.mean:.4f}, share of the KV cache read {read_fraction:.1%}")
 
 
 def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
-    """Print p5, its ceiling and the relative p5 by bin; ``bins`` has start, end, p5 and ceiling of each."""
+    """Print p5, its ceiling and the relative p5 by bin; ``bins`` has start, end, p5 and ceiling of
+    each.
+    """
     from sparrow.mismatch import relative_span
 
     def columns(span: Span) -> tuple[str, str]:
@@ -105,11 +130,15 @@ def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
         (f"{start}-{end}", f"{p5[0]:.3f}", *columns(ceiling), *columns(relative_span(p5, ceiling)))
         for start, end, p5, ceiling in bins
     ]
-    _print_columns("p5 beside its ceiling, that of dense rollouts, and relative to it", headings, rows)
+    _print_columns(
+        "p5 beside its ceiling, that of dense rollouts, and relative to it", headings, rows
+    )
 
 
 def print_drafts(counts: Mapping[str, Any]) -> None:
-    """Print the acceptance of lossless drafts; ``counts`` is the ``drafts`` part of ``Counters.to_dict``."""
+    """Print the acceptance of lossless drafts; ``counts`` is the ``drafts`` part of
+    ``Counters.to_dict``.
+    """
     for title, measured in (
         (f"drafts by exact acceptance, {counts['drafted']} drafted", counts),
         ("meter_schedule by exact acceptance", counts.get("metered")),
@@ -127,17 +156,23 @@ def print_drafts(counts: Mapping[str, Any]) -> None:
 
 
 def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]) -> None:
-    """Print the modes side by side. Each row is the mode, the mean distance of a token's log-prob from the dense
-    policy's, and counts in the form of ``Counters.to_dict``."""
+    """Print the modes side by side. Each row is the mode, the mean distance of a token's log-prob
+    from the dense policy's, and counts in the form of ``Counters.to_dict``."""
 
     def cells(counts: Mapping[str, Any]) -> tuple[str, str, str]:
         read, drafts = f"{counts['kv']['read_fraction']:.0%}", counts.get("drafts")
         if not drafts:
             return read, "", ""
-        return read, f"{drafts['tokens_per_cycle']:.2f}", f"{drafts['accepted'] / max(drafts['drafted'], 1):.0%}"
+        return (
+            read,
+            f"{drafts['tokens_per_cycle']:.2f}",
+            f"{drafts['accepted'] / max(drafts['drafted'], 1):.0%}",
+        )
 
     headings = ("mode", "log p off by", "KV read", "tokens a cycle", "kept")
-    _print_columns(title, headings, [(mode, f"{off:.1g}", *cells(counts)) for mode, off, counts in rows])
+    _print_columns(
+        title, headings, [(mode, f"{off:.1g}", *cells(counts)) for mode, off, counts in rows]
+    )
     Console().print(
         "log p off by: how far tokens' log-probs are from the dense policy's, on average; where that is rounding only, "
         "samples are exactly the policy's; kept: drafts that verification kept",
@@ -152,13 +187,17 @@ def print_calibration(calibration: Calibration, target: Tau, out: Path) -> None:
         ("length", "top-k pages", "p5", "95 % interval", "tokens", "responses", ""),
         [
             (
-                f"{b.start}-{b.end}", "all" if b.top_k >= ALL_PAGES else str(b.top_k), f"{b.p5:.3f}",
-                f"{b.lower:.3f}-{b.upper:.3f}", str(b.n_tokens), str(b.n_sequences),
+                f"{b.start}-{b.end}",
+                "all" if b.top_k >= ALL_PAGES else str(b.top_k),
+                f"{b.p5:.3f}",
+                f"{b.lower:.3f}-{b.upper:.3f}",
+                str(b.n_tokens),
+                str(b.n_sequences),
                 "borrowed from shorter lengths" if b.borrowed else "",
             )
             for b in calibration.bins
         ],
-    )  # fmt: skip
+    )
     _print_ceiling(
         (b.start, b.end, (b.p5, b.lower, b.upper), (b.ceiling, b.ceiling_lower, b.ceiling_upper))
         for b in calibration.bins

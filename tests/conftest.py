@@ -1,4 +1,6 @@
-"""Tiny random models that the whole suite shares, and ``--fast``: the tests that one runs at every save."""
+"""Tiny random models that the whole suite shares, and ``--fast``: the tests that one runs at every
+save.
+"""
 
 import os
 from pathlib import Path
@@ -18,28 +20,48 @@ from transformers import (
 )
 
 FAST_S = 10.0
-"""Seconds of processor time that a test without the mark ``slow`` may take under ``--fast``; the slow take over two."""
+"""Seconds of processor time that a test without the mark ``slow`` may take under ``--fast``; the
+slow take over two.
+"""
 
 ROOT = Path(__file__).parents[1]
 VOCAB = 97
 SMALL = dict(
-    vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-    max_position_embeddings=1024, initializer_range=0.3, attn_implementation="sdpa",
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    max_position_embeddings=1024,
+    initializer_range=0.3,
+    attn_implementation="sdpa",
+)
 ARCHITECTURES = {
-    "qwen3-gqa": (Qwen3ForCausalLM, Qwen3Config, dict(num_key_value_heads=2, head_dim=32, tie_word_embeddings=True)),
+    "qwen3-gqa": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        dict(num_key_value_heads=2, head_dim=32, tie_word_embeddings=True),
+    ),
     "llama-mha": (LlamaForCausalLM, LlamaConfig, dict(num_key_value_heads=4)),
     "qwen2-gqa": (Qwen2ForCausalLM, Qwen2Config, dict(num_key_value_heads=2)),
-    "mistral-mqa": (MistralForCausalLM, MistralConfig, dict(num_key_value_heads=1, sliding_window=None)),
+    "mistral-mqa": (
+        MistralForCausalLM,
+        MistralConfig,
+        dict(num_key_value_heads=1, sliding_window=None),
+    ),
 }
 
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # the processes of ``-n`` share the machine: threads of each would only wait
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # the processes of ``-n`` share the machine: threads of each would only wait
     torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fast", action="store_true", help=f"no slow tests; fail others over {FAST_S:.0f} s")
+    parser.addoption(
+        "--fast", action="store_true", help=f"no slow tests; fail others over {FAST_S:.0f} s"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -56,12 +78,16 @@ def pytest_runtest_call(item):
     result = yield
     used = sum(os.times()[:4]) - before
     if item.config.getoption("fast") and used > FAST_S:
-        pytest.fail(f"took {used:.0f} s of processor time: make it faster, or mark it slow", pytrace=False)
+        pytest.fail(
+            f"took {used:.0f} s of processor time: make it faster, or mark it slow", pytrace=False
+        )
     return result
 
 
 def tiny_model(name: str = "qwen3-gqa", seed: int = 0, **changes) -> PreTrainedModel:
-    """A random float32 model whose attention is sharp enough that leaving pages out changes its output."""
+    """A random float32 model whose attention is sharp enough that leaving pages out changes its
+    output.
+    """
     model_class, config_class, own = ARCHITECTURES[name]
     torch.manual_seed(seed)
     return model_class(config_class(**{**SMALL, **own, **changes})).eval()

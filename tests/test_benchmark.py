@@ -1,4 +1,6 @@
-"""``sparrow eval``: the same table however often it is interrupted, and never that of another model."""
+"""``sparrow eval``: the same table however often it is interrupted, and never that of another
+model.
+"""
 
 import json
 from pathlib import Path
@@ -55,7 +57,10 @@ def test_interrupted_evaluation_ends_with_the_same_table(tmp_path, capsys, monke
     assert [line.rsplit("|", 2)[0] for line in again.splitlines()] == [
         line.rsplit("|", 2)[0] for line in table.splitlines()
     ]
-    rows = [json.loads(line) for line in next(Path(whole).glob("*dense*.jsonl")).read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in next(Path(whole).glob("*dense*.jsonl")).read_text().splitlines()
+    ]
     assert len(rows) == 10 and len({row["problem"] for row in rows}) == 5
     assert {row["reward"] for row in rows} <= {0.0, 1.0} and all(row["tokens"] > 5 for row in rows)
     speed = sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows)
@@ -98,7 +103,9 @@ ARGUMENTS = [
 
 
 @pytest.mark.slow
-def test_samples_belong_to_model_weights_temperature_length_seed_schedule_and_precision(tmp_path, engine_calls, capsys):
+def test_samples_belong_to_model_weights_temperature_length_seed_schedule_and_precision(
+    tmp_path, engine_calls, capsys
+):
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
     tokenizer = build_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer))
@@ -110,7 +117,12 @@ def test_samples_belong_to_model_weights_temperature_length_seed_schedule_and_pr
     main(arguments)
     main(arguments)
     assert engine_calls == [6]  # the second call found all it needed
-    others = [["--temperature", "0.5"], ["--max-new-tokens", "10"], ["--seed", "1"], ["--precision", "bf16"]]
+    others = [
+        ["--temperature", "0.5"],
+        ["--max-new-tokens", "10"],
+        ["--seed", "1"],
+        ["--precision", "bf16"],
+    ]
     for other in [*others, ["--top-p", "0.7"], ["--top-k", "5"]]:
         main([*arguments, *other])
     assert engine_calls == [6] * 7
@@ -127,7 +139,9 @@ def test_samples_belong_to_model_weights_temperature_length_seed_schedule_and_pr
     capsys.readouterr()
 
 
-def test_a_smaller_limit_or_k_takes_of_what_is_there_and_a_larger_one_adds(tmp_path, engine_calls, capsys):
+def test_a_smaller_limit_or_k_takes_of_what_is_there_and_a_larger_one_adds(
+    tmp_path, engine_calls, capsys
+):
     arguments = [*ARGUMENTS, "--out", str(tmp_path)]
     main(arguments)
     (samples,) = tmp_path.glob("*.jsonl")
@@ -143,8 +157,20 @@ def test_a_smaller_limit_or_k_takes_of_what_is_there_and_a_larger_one_adds(tmp_p
 
 def test_without_a_limit_all_rows_are_sampled_and_a_task_is_refused(tmp_path, engine_calls, capsys):
     data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"question": f"{i} =", "answer": "7"}) + "\n" for i in range(70)))
-    arguments = ["eval", "--model", "reasoner", "--k", "1", "--max-new-tokens", "1", "--out", str(tmp_path / "out")]
+    data.write_text(
+        "".join(json.dumps({"question": f"{i} =", "answer": "7"}) + "\n" for i in range(70))
+    )
+    arguments = [
+        "eval",
+        "--model",
+        "reasoner",
+        "--k",
+        "1",
+        "--max-new-tokens",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     main([*arguments, "--benchmark", str(data)])
     assert sum(engine_calls) == 70 and "| 70 |" in (tmp_path / "out" / "results.md").read_text()
     capsys.readouterr()
@@ -153,7 +179,9 @@ def test_without_a_limit_all_rows_are_sampled_and_a_task_is_refused(tmp_path, en
     )
 
 
-def test_a_benchmark_whose_rows_moved_is_sampled_again_where_they_did(tmp_path, engine_calls, capsys):
+def test_a_benchmark_whose_rows_moved_is_sampled_again_where_they_did(
+    tmp_path, engine_calls, capsys
+):
     data = tmp_path / "rows.jsonl"
     rows = [{"question": f"{i} + {i} =", "answer": str(2 * i)} for i in range(3)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -180,7 +208,11 @@ def test_a_benchmark_whose_rows_moved_is_sampled_again_where_they_did(tmp_path, 
 def test_the_digest_of_weights_sees_a_single_bit():
     model = tiny_model()
     before = benchmark.weights_digest(model)
-    assert before == benchmark.weights_digest(tiny_model()) != benchmark.weights_digest(tiny_model(seed=1))
+    assert (
+        before
+        == benchmark.weights_digest(tiny_model())
+        != benchmark.weights_digest(tiny_model(seed=1))
+    )
     with torch.no_grad():
         weight = model.model.layers[2].mlp.up_proj.weight
         weight[5, 7] = torch.nextafter(weight[5, 7], torch.tensor(9.0))

@@ -49,18 +49,26 @@ def test_tokens_per_cycle_by_hand():
 
 
 def test_a_cycle_by_hand():
-    # One layer, one head of 4: a cached token is 16 bytes, a landmark 8. Weights are 500 parameters, 1,000 bytes.
+    # One layer, one head of 4: a cached token is 16 bytes, a landmark 8. Weights are 500
+    # parameters, 1,000 bytes.
     shape, machine = ModelShape("tiny", 1, 1, 1, 4, 500), Machine("toy", 1e3, 1e3, 1e6, 1e12)
-    schedule = SparsitySchedule.fixed(1, page_size=10, bin_tokens=10, sink_pages=1, recent_pages=1, dense_layers=())
+    schedule = SparsitySchedule.fixed(
+        1, page_size=10, bin_tokens=10, sink_pages=1, recent_pages=1, dense_layers=()
+    )
     overheads = Overheads(0.5, 0.25, 0.125, 1.0, 1.0, 0.0)
-    found = lossless_step(shape, machine, [100, 200], Drafting(2, schedule, 0.5), overheads, Cycle(0.375, 0.5))
-    # A draft: 1 s of weights, 2 x 30 tokens and 10 + 20 landmarks, and 0.375 s. Verification: 1 s of weights, 300
-    # tokens, 4 further ones at half the peak, 0.5 + 2 x 0.125 s. Lists: 1.75 tokens each.
+    found = lossless_step(
+        shape, machine, [100, 200], Drafting(2, schedule, 0.5), overheads, Cycle(0.375, 0.5)
+    )
+    # A draft: 1 s of weights, 2 x 30 tokens and 10 + 20 landmarks, and 0.375 s. Verification: 1 s
+    # of weights, 300 tokens, 4 further ones at half the peak, 0.5 + 2 x 0.125 s. Lists: 1.75 tokens
+    # each.
     draft = (1.0, (60 * 16 + 30 * 8) / 1e3, 0.375)
     verify = (1.0 + 4 * 2 * 500 / (0.5 * 1e6), 300 * 16 / 1e3, 0.75)
     weight, attention, overhead = (2 * d + v for d, v in zip(draft, verify, strict=True))
     overhead += 2 * 1.75
-    assert found.weight_s == pytest.approx(weight / 1.75) and found.attention_s == pytest.approx(attention / 1.75)
+    assert found.weight_s == pytest.approx(weight / 1.75) and found.attention_s == pytest.approx(
+        attention / 1.75
+    )
     assert found.overhead_s == pytest.approx(overhead / 1.75)
     assert found.seconds == pytest.approx((weight + attention + overhead) / 1.75)
     assert found.kv_bytes == pytest.approx((2 * 60 + 300) * 16 / 1.75)
@@ -74,14 +82,18 @@ def test_without_drafts_a_cycle_is_a_dense_step():
 
 
 def test_what_the_host_does_for_a_token_is_not_shortened_by_drafts():
-    found = lossless_step(SHAPES["qwen3-4b"], H200, [3000, 9000], drafts(4, 0.9), Overheads(host_s=1.0))
+    found = lossless_step(
+        SHAPES["qwen3-4b"], H200, [3000, 9000], drafts(4, 0.9), Overheads(host_s=1.0)
+    )
     assert found.seconds == pytest.approx(2.0), "a second for each of two sequences"
 
 
 def test_acceptance_is_given_at_1024_tokens_and_rejection_falls_with_the_budget():
     by_pages = {c.schedule.top_k[0]: c.acceptance for c in choices(0.9)}
     assert by_pages[61] == pytest.approx(0.9)
-    assert 1 - by_pages[253] == pytest.approx(0.1 * 4**-0.7) and 1 - by_pages[29] == pytest.approx(0.1 * 2**0.7)
+    assert 1 - by_pages[253] == pytest.approx(0.1 * 4**-0.7) and 1 - by_pages[29] == pytest.approx(
+        0.1 * 2**0.7
+    )
 
 
 def test_landmarks_in_8_bits_shorten_draft_steps_by_their_bytes():
@@ -99,7 +111,10 @@ def test_landmarks_in_8_bits_shorten_draft_steps_by_their_bytes():
 
 def test_drafts_with_weights_in_8_bits_read_half_of_their_bytes_and_take_room_from_the_cache():
     shape = SHAPES["qwen3-14b"]
-    whole, halved = (cycle_seconds("qwen3-14b", 32, replace(drafts(5, 1.0), weights=kind)) for kind in ("auto", "fp8"))
+    whole, halved = (
+        cycle_seconds("qwen3-14b", 32, replace(drafts(5, 1.0), weights=kind))
+        for kind in ("auto", "fp8")
+    )
     linear_layers = 40 * (5120 * 128 * (40 + 8 + 8) + 40 * 128 * 5120 + 3 * 5120 * 17408)
     half_s = linear_layers / (H200.read_bytes_s * VLLM_H200.read_fraction)
     saved = 5 * (half_s * (2 - 1 / CYCLE_H200.fp8_share) - 40 * CYCLE_H200.fp8_layer_s)
@@ -107,7 +122,8 @@ def test_drafts_with_weights_in_8_bits_read_half_of_their_bytes_and_take_room_fr
     responses = np.full(200, 30_000)
     dense = predict(shape, H200, responses, SparsitySchedule.preset("qwen3-8b")).dense
     plain, copied = (
-        predict_lossless(shape, H200, responses, dense, 0.95, draft_weights=kind) for kind in ("auto", "fp8")
+        predict_lossless(shape, H200, responses, dense, 0.95, draft_weights=kind)
+        for kind in ("auto", "fp8")
     )
     assert copied.drafting.weights == "fp8" and copied.speedup > plain.speedup
     assert copied.rollout.mean_batch < plain.rollout.mean_batch
@@ -115,7 +131,9 @@ def test_drafts_with_weights_in_8_bits_read_half_of_their_bytes_and_take_room_fr
 
 def predicted(shape, responses, acceptance=0.94, **options):
     lossy = predict(SHAPES[shape], H200, responses, SparsitySchedule.preset(shape), **options)
-    return lossy, predict_lossless(SHAPES[shape], H200, responses, lossy.dense, acceptance, **options)
+    return lossy, predict_lossless(
+        SHAPES[shape], H200, responses, lossy.dense, acceptance, **options
+    )
 
 
 def test_more_is_drafted_where_drafts_are_right_and_nothing_is_lost_where_they_are_not():
@@ -151,15 +169,22 @@ def test_rows_advise_by_what_pays():
     table = dict(rows(lossy, lossless))
     spent = {"dense": lossy.dense, "lossy": lossy.sparse, "lossless": lossless.rollout}
     for name, run in spent.items():
-        attention, draining = (round(100 * part / run.seconds) for part in (run.attention_s, run.drain_s))
+        attention, draining = (
+            round(100 * part / run.seconds) for part in (run.attention_s, run.drain_s)
+        )
         assert table[f"{name} rollout"].endswith(f"{attention}% attention, {draining}% draining")
     whole = [run.seconds + lossy.train_s for run in spent.values()]
     for name, seconds in zip(("lossy", "lossless"), whole[1:], strict=True):
         assert table[f"{name} speed-up"].endswith(f"{whole[0] / seconds:.2f}x on the step")
     assert list(table) == [
-        "dense rollout", "lossy rollout", "lossless rollout", "lossy speed-up", "lossless speed-up", "drafts",
+        "dense rollout",
+        "lossy rollout",
+        "lossless rollout",
+        "lossy speed-up",
+        "lossless speed-up",
+        "drafts",
         "verdict",
-    ]  # fmt: skip
+    ]
     assert table["drafts"].startswith("8 that read 1,024 tokens each; 6.1")
     assert table["verdict"].startswith("Both pay (") and "lossy gains more" in table["verdict"]
     surer = dict(rows(*predicted("qwen3-1.7b", LONG, 0.99)))["verdict"]

@@ -18,7 +18,9 @@ TAU = Tau(0.95)
 def tail(index, p5, low=None, sequences=100, ceiling=nan):
     """A bin of 100 tokens' width."""
     low, start = p5 - 0.005 if low is None else low, 100 * index
-    return BinMismatch(index, start, start + 100, 1000, sequences, 0.99, p5, low, p5 + 0.005, p5, ceiling=ceiling)
+    return BinMismatch(
+        index, start, start + 100, 1000, sequences, 0.99, p5, low, p5 + 0.005, p5, ceiling=ceiling
+    )
 
 
 def twice_as_fast(length, acceptance):
@@ -35,9 +37,14 @@ def test_bins_turn_lossy_one_by_one_from_the_longest():
     assert dial.verified_up_to == inf
     assert words(dial.turn(drafts, [])) == [(i, "lossless", "ready") for i in (1, 2, 3)]
     assert dial.verified_up_to == 300
-    # Bin 3 has unverified tokens of its own now, and they decide; what drafts there are in it does not count.
+    # Bin 3 has unverified tokens of its own now, and they decide; what drafts there are in it does
+    # not count.
     found = dial.turn([*drafts[:2], tail(3, 0.5)], [tail(3, 0.96)])
-    assert words(found) == [(1, "lossless", "ready"), (2, "lossless", "ready"), (3, "lossy", "holds")]
+    assert words(found) == [
+        (1, "lossless", "ready"),
+        (2, "lossless", "ready"),
+        (3, "lossy", "holds"),
+    ]
     assert dial.verified_up_to == 200
     dial.turn(drafts[:1], [tail(2, 0.96), tail(3, 0.96)])
     assert dial.verified_up_to == 100
@@ -47,7 +54,10 @@ def test_bins_turn_lossy_one_by_one_from_the_longest():
     "longest, reason",
     [
         (tail(3, 0.953, low=0.949), "does not surely hold tau 0.95"),
-        (tail(3, 0.97, low=0.96, ceiling=0.96), "does not surely hold tau 0.95"),  # 0.04 and 0.04 make 0.057
+        (
+            tail(3, 0.97, low=0.96, ceiling=0.96),
+            "does not surely hold tau 0.95",
+        ),  # 0.04 and 0.04 make 0.057
         (tail(3, nan, low=nan), "does not surely hold tau 0.95"),
     ],
 )
@@ -60,7 +70,9 @@ def test_a_tail_that_does_not_surely_hold_keeps_all_shorter_bins_lossless_too(lo
 def test_drafts_are_put_on_the_trainer_s_scale_and_a_relative_tau_takes_them_as_they_are():
     absolute, relative = Dial(TAU, twice_as_fast), Dial(Tau(0.95, relative=True), twice_as_fast)
     drafts = tail(3, 0.97, low=0.96, ceiling=0.97)
-    assert absolute.turn([drafts], [])[0].low == pytest.approx(0.95)  # losses of 0.04 and 0.03 make 0.05
+    assert absolute.turn([drafts], [])[0].low == pytest.approx(
+        0.95
+    )  # losses of 0.04 and 0.03 make 0.05
     assert relative.turn([drafts], [])[0].low == 0.96
     assert absolute.verified_up_to == relative.verified_up_to == 300
     # 0.945 is 0.055 below 1, of which 0.03 are the ceiling's: 0.0461 are sparsity's.
@@ -78,7 +90,9 @@ def test_a_bin_of_few_responses_follows_and_still_brings_verification_back():
     dial.turn([tail(1, 0.5)], [tail(2, 0.97), tail(3, 0.949, sequences=7)])
     assert dial.verified_up_to == 200, "its interval reaches tau"
     dial.turn([tail(1, 0.5)], [tail(2, 0.97), tail(3, 0.9, sequences=7)])
-    assert dial.verified_up_to == inf, "nothing longer is lossy, and what is shorter would reach into it"
+    assert dial.verified_up_to == inf, (
+        "nothing longer is lossy, and what is shorter would reach into it"
+    )
 
 
 def test_a_bin_that_fails_takes_the_shorter_ones_back_and_leaves_the_longer_ones():
@@ -89,7 +103,9 @@ def test_a_bin_that_fails_takes_the_shorter_ones_back_and_leaves_the_longer_ones
     assert dial.verified_up_to == 300
     dial.load({"verified_up_to": 100, "waits": [], "failures": []})
     dial.turn([], [tail(1, 0.94), tail(2, 0.96, sequences=8), tail(3, 0.96)])
-    assert dial.verified_up_to == 200, "the longer ones begin with the second; eight responses are enough"
+    assert dial.verified_up_to == 200, (
+        "the longer ones begin with the second; eight responses are enough"
+    )
 
 
 def test_lossy_only_where_it_is_faster():
@@ -161,7 +177,10 @@ def test_the_price_is_the_cost_model_s():
     shape, machine, schedule = SHAPES["qwen3-1.7b"], MACHINES["h200"], SparsitySchedule.fixed(61)
     lossless, lossy = price(shape, machine, schedule, 4, 32)(12_000, 0.97)
     assert lossy == decode_step(shape, machine, [12_000] * 32, schedule).seconds
-    cycles = [lossless_step(shape, machine, [12_000] * 32, Drafting(k, schedule, 0.97)).seconds for k in range(5)]
+    cycles = [
+        lossless_step(shape, machine, [12_000] * 32, Drafting(k, schedule, 0.97)).seconds
+        for k in range(5)
+    ]
     assert lossless == min(cycles) == cycles[4] and 1.1 < lossless / lossy < 3
     # Where everything is read there is nothing to gain.
     lossless, lossy = price(shape, machine, schedule, 4, 32)(512, 0.97)

@@ -26,8 +26,15 @@ def test_pass_at_k_is_unbiased():
 
 def test_majority_by_hand():
     rewards = [[1, 0, 1, 0], [1, 0, 1, 1], [0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
-    answers = [["7", "3", "7", None], ["8", "9", "8", "8"], ["2", "2", "5", None], ["4", "6", None, None], [None] * 4]
-    # 7 and 8 win and are right; 2 wins and is wrong; a tie of one right and one wrong; nobody answered.
+    answers = [
+        ["7", "3", "7", None],
+        ["8", "9", "8", "8"],
+        ["2", "2", "5", None],
+        ["4", "6", None, None],
+        [None] * 4,
+    ]
+    # 7 and 8 win and are right; 2 wins and is wrong; a tie of one right and one wrong; nobody
+    # answered.
     assert majority_at_k(rewards, answers).value == pytest.approx((1 + 1 + 0 + 0.5 + 0) / 5)
     with pytest.raises(ValueError, match="one answer per reward"):
         majority_at_k(rewards, answers[:2])
@@ -36,7 +43,9 @@ def test_majority_by_hand():
 def test_interval_covers_and_narrows():
     rng = np.random.default_rng(1)
     wide, narrow = (mean_at_k((rng.random((n, 4)) < 0.5).astype(float)) for n in (20, 2000))
-    assert wide.low < wide.value < wide.high and wide.high - wide.low > 3 * (narrow.high - narrow.low)
+    assert wide.low < wide.value < wide.high and wide.high - wide.low > 3 * (
+        narrow.high - narrow.low
+    )
     half = mean_at_k([[0.0], [1.0]] * 800)  # 1.96 standard errors of 0.5 / sqrt(1600) to each side
     assert (half.low, half.high) == pytest.approx((0.5 - 0.0245, 0.5 + 0.0245), abs=0.0012)
     with pytest.raises(ValueError, match="finite table"):

@@ -1,6 +1,7 @@
 """Seeded nonsense for every command: settings, schedules, damaged files and faults while writing.
 
-Each case ends in one sentence and an exit code, without a traceback, or in the command's usual output.
+Each case ends in one sentence and an exit code, without a traceback, or in the command's usual
+output.
 """
 
 import contextlib
@@ -38,8 +39,45 @@ SMALL = {
     "cost": "--schedule fixed:9 --responses 8 --median 200 --cutoff 400",
     "report": "run",
 }
-ODD = ["", " ", "-1", "0", "1", "2", "1.5", "-0.5", "nan", "inf", "x", "true", "None", "{}", "[]", "a:b", "a:b=c", "é"]
-ODD_JSON = [None, True, False, -1, 0, 2, 1.5, "", "x", "all", [], {}, [[]], [1, "all"], [2, 1], 2**60, -(2**70)]
+ODD = [
+    "",
+    " ",
+    "-1",
+    "0",
+    "1",
+    "2",
+    "1.5",
+    "-0.5",
+    "nan",
+    "inf",
+    "x",
+    "true",
+    "None",
+    "{}",
+    "[]",
+    "a:b",
+    "a:b=c",
+    "é",
+]
+ODD_JSON = [
+    None,
+    True,
+    False,
+    -1,
+    0,
+    2,
+    1.5,
+    "",
+    "x",
+    "all",
+    [],
+    {},
+    [[]],
+    [1, "all"],
+    [2, 1],
+    2**60,
+    -(2**70),
+]
 
 
 @pytest.fixture
@@ -61,7 +99,14 @@ def place(checkpoint, tmp_path_factory) -> Callable[[], Path]:
 def finished(checkpoint, tmp_path_factory) -> Path:
     """A finished run of two steps with its checkpoints."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    outcome("train", *SMALL["train"].replace("--run-dir run", "").split(), "--run-dir", str(run), "--model", checkpoint)
+    outcome(
+        "train",
+        *SMALL["train"].replace("--run-dir run", "").split(),
+        "--run-dir",
+        str(run),
+        "--model",
+        checkpoint,
+    )
     assert (run / "checkpoints" / "step-1").is_dir()
     return run
 
@@ -80,7 +125,9 @@ def outcome(*argv: str) -> tuple[int, str]:
     else:
         said = [line for line in err.getvalue().splitlines() if line.startswith("sparrow: ")]
         boxed = code == 2 and "For full helptext" in err.getvalue()  # tyro's, on a few lines
-        assert code in (1, 2) and (len(said) == 1 or boxed), f"exit code {code}, stderr {err.getvalue()!r}"
+        assert code in (1, 2) and (len(said) == 1 or boxed), (
+            f"exit code {code}, stderr {err.getvalue()!r}"
+        )
         assert "Traceback" not in err.getvalue()
     return code, err.getvalue()
 
@@ -94,7 +141,9 @@ def judge(cases: Iterator[tuple[str, list[str]]], expected: int) -> None:
         except Exception as error:
             wrong.append(f"{name}: {' '.join(argv)}\n    {type(error).__name__}: {error}")
     assert not wrong, "\n".join([f"{len(wrong)} of {expected} cases", *wrong])
-    assert len(codes) == expected and 0 in codes and 1 in codes, f"cases that can tell nothing apart: {codes}"
+    assert len(codes) == expected and 0 in codes and 1 in codes, (
+        f"cases that can tell nothing apart: {codes}"
+    )
 
 
 def options(command: type, section: str = "") -> Iterator[str]:
@@ -115,9 +164,13 @@ def test_settings(place):
     def cases() -> Iterator[tuple[str, list[str]]]:
         rng = random.Random(f"{SEED}/settings")
         commands = {kind.__name__.lower(): [*options(kind)] for kind in get_args(cli.COMMANDS)}
-        # Runs of any length are no nonsense, and the hub, which takes a minute to give up, is not to be asked.
+        # Runs of any length are no nonsense, and the hub, which takes a minute to give up, is not
+        # to be asked.
         left_out = ("--steps", "--prompts", "--model", "--engine")
-        commands = {kind: [name for name in names if name not in left_out] for kind, names in commands.items()}
+        commands = {
+            kind: [name for name in names if name not in left_out]
+            for kind, names in commands.items()
+        }
         for i in range(COUNTS["settings"]):
             place()
             command = rng.choice(["demo", "train", "measure", "calibrate", "eval", *["cost"] * 8])
@@ -131,9 +184,14 @@ def test_schedules(place):
     def cases() -> Iterator[tuple[str, list[str]]]:
         rng = random.Random(f"{SEED}/schedules")
         whole = {
-            "top_k": [1, 2, "all"], "bin_tokens": 64, "page_size": 16, "sink_pages": 1, "recent_pages": 2,
-            "dense_layers": [0], "provenance": {"by": "hand"},
-        }  # fmt: skip
+            "top_k": [1, 2, "all"],
+            "bin_tokens": 64,
+            "page_size": 16,
+            "sink_pages": 1,
+            "recent_pages": 2,
+            "dense_layers": [0],
+            "provenance": {"by": "hand"},
+        }
         for i in range(COUNTS["schedules"]):
             folder = place()
             odd = {rng.choice([*whole, "other"]): rng.choice(ODD_JSON)} if i else {}
@@ -153,9 +211,12 @@ def damage(rng: random.Random, data: bytes) -> bytes:
     kind = rng.choice(["cut", "hole", "bytes", "twice", "empty"])
     noise = bytes(rng.randrange(256) for _ in range(4))
     return {
-        "cut": data[:at], "hole": data[:at] + data[end:], "bytes": data[:at] + noise + data[at + 4 :],
-        "twice": data + data, "empty": b"",
-    }[kind]  # fmt: skip
+        "cut": data[:at],
+        "hole": data[:at] + data[end:],
+        "bytes": data[:at] + noise + data[at + 4 :],
+        "twice": data + data,
+        "empty": b"",
+    }[kind]
 
 
 def test_files(place, finished):
@@ -169,18 +230,36 @@ def test_files(place, finished):
             (folder / "options.toml").write_text("steps = 1\n[rollout]\nprompts = 2\nsamples = 2\n")
             resume = ["train", "--resume", "--run-dir", "run", "--steps", "2"]
             new = [*base("train"), "--run-dir", "another"]
-            reader, name = rng.choice([
-                (base("measure"), "model/config.json"), (base("cost"), "model/config.json"),
-                (base("eval"), "model/tokenizer.json"), (base("measure"), "model/tokenizer_config.json"),
-                (base("report"), "run/config.json"), (base("report"), "run/metrics.jsonl"),
-                (base("report"), "run/rollouts.jsonl"), (resume, "run/config.json"), (resume, "run/metrics.jsonl"),
-                (resume, "run/checkpoints/step-1/state.json"), (["report", "run/config.json"], "run/config.json"),
-                ([part for part in base("measure") if part not in ("--task", "trace:lines=4")]
-                 + ["--prompts", "rows.jsonl"], "rows.jsonl"),
-                ([part for part in new if part not in ("--task", "trace:lines=4")] + ["--dataset", "rows.jsonl"],
-                 "rows.jsonl"),
-                ([*new, "--config", "options.toml"], "options.toml"),
-            ])  # fmt: skip
+            reader, name = rng.choice(
+                [
+                    (base("measure"), "model/config.json"),
+                    (base("cost"), "model/config.json"),
+                    (base("eval"), "model/tokenizer.json"),
+                    (base("measure"), "model/tokenizer_config.json"),
+                    (base("report"), "run/config.json"),
+                    (base("report"), "run/metrics.jsonl"),
+                    (base("report"), "run/rollouts.jsonl"),
+                    (resume, "run/config.json"),
+                    (resume, "run/metrics.jsonl"),
+                    (resume, "run/checkpoints/step-1/state.json"),
+                    (["report", "run/config.json"], "run/config.json"),
+                    (
+                        [
+                            part
+                            for part in base("measure")
+                            if part not in ("--task", "trace:lines=4")
+                        ]
+                        + ["--prompts", "rows.jsonl"],
+                        "rows.jsonl",
+                    ),
+                    (
+                        [part for part in new if part not in ("--task", "trace:lines=4")]
+                        + ["--dataset", "rows.jsonl"],
+                        "rows.jsonl",
+                    ),
+                    ([*new, "--config", "options.toml"], "options.toml"),
+                ]
+            )
             path = folder / name
             path.write_bytes(damage(rng, path.read_bytes()))
             yield f"file {i} {name}", reader

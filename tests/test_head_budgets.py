@@ -1,4 +1,6 @@
-"""Shares of layers and kv heads: who gets the next pages, by hand, and what a command finds on a small model."""
+"""Shares of layers and kv heads: who gets the next pages, by hand, and what a command finds on a
+small model.
+"""
 
 import numpy as np
 import pytest
@@ -26,11 +28,17 @@ def test_a_layers_mass_counts_by_what_it_loses():
     half = 0.5 ** np.arange(8)
     missed = np.array([[0.3, 0.2], [0.1, 0.1], [0.2, 0.9], [0.02, 0.01]])[..., None] * half
     weights = head_budgets.weights(missed, np.array([0.01, 0.01, 0.01, 0.2]), at=2)
-    assert weights == pytest.approx(np.array([0.01, 0.01, 0.01, 0.2]) / (np.array([0.25, 0.1, 0.55, 0.015]) / 2))
+    assert weights == pytest.approx(
+        np.array([0.01, 0.01, 0.01, 0.2]) / (np.array([0.25, 0.1, 0.55, 0.015]) / 2)
+    )
     by_head = head_budgets.divided(missed, weights, "heads", 3)
     by_layer = head_budgets.divided(missed, weights, "layers", 3)
     assert by_head.sum() == by_layer.sum() == 24 and by_head.min() >= 1
-    assert by_head.argmax() == 6 and by_layer[:, 0].argmax() == 3 and (by_layer[:, 0] == by_layer[:, 1]).all()
+    assert (
+        by_head.argmax() == 6
+        and by_layer[:, 0].argmax() == 3
+        and (by_layer[:, 0] == by_layer[:, 1]).all()
+    )
     alike = head_budgets.divided(missed, np.ones(4), "heads", 3)
     assert alike.argmax() == 5  # by mass alone
 
@@ -46,9 +54,15 @@ def test_the_layer_that_loses_most_gets_most(by, tmp_path):
     engine = HFEngine(tiny_model(), LAYOUT, eos_ids=[])
     said = []
     found = head_budgets.find(
-        engine, some_prompts(), Sampling(20, top_n=VOCAB, seed=1), tmp_path, LAYOUT, by, 16,
+        engine,
+        some_prompts(),
+        Sampling(20, top_n=VOCAB, seed=1),
+        tmp_path,
+        LAYOUT,
+        by,
+        16,
         listener=said.append,
-    )  # fmt: skip
+    )
     assert found.replace(head_budgets=()) == LAYOUT and found.sparse_budget_units.mean() == 256
     lost, layers = found.provenance["head_budgets"]["lost"], np.array(found.head_budgets)
     assert len(lost) == 3 and (layers[1] == 1).all() and len(said) == 6
@@ -61,30 +75,55 @@ def test_budgets_that_lower_p5_are_not_handed_out(tmp_path, monkeypatch):
     engine = HFEngine(tiny_model(), LAYOUT, eos_ids=[])
     monkeypatch.setattr(head_budgets, "divided", lambda *_: np.array([[1, 31], [31, 1], [31, 1]]))
     with pytest.raises(
-        ConfigError, match=r"at 16 pages by score p5 is 0\.\d+ without head_budgets and 0\.\d+ with those"
+        ConfigError,
+        match=r"at 16 pages by score p5 is 0\.\d+ without head_budgets and 0\.\d+ with those",
     ):
-        head_budgets.find(engine, some_prompts(), Sampling(20, top_n=VOCAB, seed=1), tmp_path, LAYOUT, "heads", 16)
+        head_budgets.find(
+            engine, some_prompts(), Sampling(20, top_n=VOCAB, seed=1), tmp_path, LAYOUT, "heads", 16
+        )
 
 
 def test_what_has_no_budgets_to_find_is_refused(tmp_path):
     engine = HFEngine(tiny_model(), LAYOUT, eos_ids=[])
 
     def find(layout, top_k=16, tokens=2):
-        head_budgets.find(engine, some_prompts(1), Sampling(tokens), tmp_path, layout, "heads", top_k)
+        head_budgets.find(
+            engine, some_prompts(1), Sampling(tokens), tmp_path, layout, "heads", top_k
+        )
 
-    with pytest.raises(ConfigError, match="at 16 pages or more; got no head_budgets, 3 sparse layers and 15 pages"):
+    with pytest.raises(
+        ConfigError, match="at 16 pages or more; got no head_budgets, 3 sparse layers and 15 pages"
+    ):
         find(LAYOUT, 15)
     with pytest.raises(ConfigError, match="got head_budgets, 3 sparse layers"):
         find(LAYOUT.replace(head_budgets=((1, 1),) * 4))
     with pytest.raises(ConfigError, match="0 sparse layers"):
         find(LAYOUT.replace(dense_layers=(0, 1, 2, 3)))
-    with pytest.raises(ConfigError, match="no layer loses acceptance where it alone keeps 512 pages by score"):
+    with pytest.raises(
+        ConfigError, match="no layer loses acceptance where it alone keeps 512 pages by score"
+    ):
         find(LAYOUT, 512)
 
 
 def test_the_command_finds_budgets_with_transformers_only(checkpoint, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main(["calibrate", "--model", checkpoint, "--task", "trace:lines=2", "--out", str(tmp_path / "out.json"),
-              "--head-budgets", "heads", "--engine", "vllm"])  # fmt: skip
+        main(
+            [
+                "calibrate",
+                "--model",
+                checkpoint,
+                "--task",
+                "trace:lines=2",
+                "--out",
+                str(tmp_path / "out.json"),
+                "--head-budgets",
+                "heads",
+                "--engine",
+                "vllm",
+            ]
+        )
     said = " ".join(capsys.readouterr().err.split())
-    assert "budgets of heads are found with engine hf, got 'vllm', which cannot change them while it runs" in said
+    assert (
+        "budgets of heads are found with engine hf, got 'vllm', which cannot change them while it runs"
+        in said
+    )

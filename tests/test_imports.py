@@ -1,4 +1,6 @@
-"""Who may import whom: written down once, held by reading the sources and by looking into fresh interpreters."""
+"""Who may import whom: written down once, held by reading the sources and by looking into fresh
+interpreters.
+"""
 
 import ast
 import json
@@ -14,8 +16,8 @@ import sparrow
 PACKAGE = Path(sparrow.__file__).parent
 EVERYTHING = "everything"
 
-# What each part may import of the others, ``errors`` and the package itself apart; a module belongs to the longest
-# name that fits, and may import its own part.
+# What each part may import of the others, ``errors`` and the package itself apart; a module belongs
+# to the longest name that fits, and may import its own part.
 ALLOWED = {
     "errors": [],
     "schedule": [],
@@ -33,7 +35,11 @@ ALLOWED = {
     "tasks": ["settings"],
     "attention": ["attention.api", "attention.decode", "attention.pages"],
     "attention.api": [
-        "attention.cuda", "attention.decode", "attention.pages", "attention.reference", "attention.triton",
+        "attention.cuda",
+        "attention.decode",
+        "attention.pages",
+        "attention.reference",
+        "attention.triton",
     ],
     "attention.pages": [],
     "attention.decode": ["attention.pages"],
@@ -41,19 +47,38 @@ ALLOWED = {
     "attention.int8": [],
     "attention.reference": ["attention.decode", "attention.int8", "attention.pages"],
     "attention.cuda": ["attention.decode", "attention.division", "attention.pages"],
-    "attention.triton": ["attention.decode", "attention.division", "attention.int8", "attention.pages"],
+    "attention.triton": [
+        "attention.decode",
+        "attention.division",
+        "attention.int8",
+        "attention.pages",
+    ],
     "engines": [],
     "engines.base": ["mismatch", "rollout", "schedule"],
     "model": ["attention", "attention.api", "attention.pages", "model.scoring", "schedule"],
     "model.scoring": ["rollout"],
     "engines.responses": ["model", "rollout"],
     "engines.hf": [
-        "attention", "engines.base", "engines.responses", "mismatch", "mode", "model", "model.scoring", "rollout",
+        "attention",
+        "engines.base",
+        "engines.responses",
+        "mismatch",
+        "mode",
+        "model",
+        "model.scoring",
+        "rollout",
         "schedule",
     ],
     "vllm": [
-        "mismatch", "attention", "attention.decode", "attention.int8", "attention.pages", "attention.reference",
-        "attention.triton", "mode", "schedule",
+        "mismatch",
+        "attention",
+        "attention.decode",
+        "attention.int8",
+        "attention.pages",
+        "attention.reference",
+        "attention.triton",
+        "mode",
+        "schedule",
     ],
     "engines.vllm": ["engines.base", "mismatch", "mode", "rollout", "schedule", "vllm"],
     "head_budgets": ["engines.hf", "measure", "rollout", "schedule"],
@@ -64,18 +89,48 @@ ALLOWED = {
     "report": ["mismatch", "run", "schedule"],
     "terminal": ["calibrate", "mismatch", "schedule"],
     "train": [
-        "benchmark", "dial", "engines.base", "evaluate", "measure", "mismatch", "mode", "model.scoring", "rewards",
-        "rollout", "run", "schedule", "settings", "tasks", "train.distill",
+        "benchmark",
+        "dial",
+        "engines.base",
+        "evaluate",
+        "measure",
+        "mismatch",
+        "mode",
+        "model.scoring",
+        "rewards",
+        "rollout",
+        "run",
+        "schedule",
+        "settings",
+        "tasks",
+        "train.distill",
     ],
     "train.distill": ["measure", "mismatch", "model", "model.scoring", "schedule", "train"],
-    "integrations": ["engines.base", "engines.vllm", "measure", "mismatch", "mode", "rollout", "schedule", "vllm"],
+    "integrations": [
+        "engines.base",
+        "engines.vllm",
+        "measure",
+        "mismatch",
+        "mode",
+        "rollout",
+        "schedule",
+        "vllm",
+    ],
     "loading": [
-        "engines", "engines.base", "engines.hf", "engines.vllm", "mode", "rewards", "schedule", "settings", "tasks",
+        "engines",
+        "engines.base",
+        "engines.hf",
+        "engines.vllm",
+        "mode",
+        "rewards",
+        "schedule",
+        "settings",
+        "tasks",
     ],
     "commands": EVERYTHING,
     "cli": ["commands", "terminal"],
     "__main__": ["cli"],
-}  # fmt: skip
+}
 PURE = [
     "errors",
     "schedule",
@@ -109,7 +164,9 @@ def part_of(module: str) -> str:
 
 
 def imports(source: str, module: str, is_package: bool) -> Iterator[str]:
-    """Full names of what ``source`` imports anywhere; ``module.name`` for a name, which may be a module too."""
+    """Full names of what ``source`` imports anywhere; ``module.name`` for a name, which may be a
+    module too.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -123,7 +180,9 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[str]:
 
 
 def edges(source: str, module: str, is_package: bool, known: dict[str, Path]) -> Iterator[str]:
-    """Sparrow modules that ``source`` imports, as in ``modules``; a name inside a module counts as that module."""
+    """Sparrow modules that ``source`` imports, as in ``modules``; a name inside a module counts as
+    that module.
+    """
     for name in imports(source, module, is_package):
         first, _, inner = name.partition(".")
         if first == "sparrow":
@@ -147,8 +206,14 @@ def test_every_import_between_parts_is_in_the_table():
         if not module:
             continue
         part = part_of(module)
-        for target in edges(path.read_text(encoding="utf-8"), module, path.name == "__init__.py", known):
-            if ALLOWED[part] == EVERYTHING or target in ("", "errors") or part_of(target) in (part, *ALLOWED[part]):
+        for target in edges(
+            path.read_text(encoding="utf-8"), module, path.name == "__init__.py", known
+        ):
+            if (
+                ALLOWED[part] == EVERYTHING
+                or target in ("", "errors")
+                or part_of(target) in (part, *ALLOWED[part])
+            ):
                 continue
             wrong.add(f"sparrow.{module} imports sparrow.{target}")
     assert not wrong, "\n".join(sorted(wrong))
@@ -156,7 +221,10 @@ def test_every_import_between_parts_is_in_the_table():
 
 def test_the_package_itself_offers_the_schedule_and_nothing_heavier():
     known = modules()
-    assert set(edges(known[""].read_text(encoding="utf-8"), "", True, known)) == {"errors", "schedule"}
+    assert set(edges(known[""].read_text(encoding="utf-8"), "", True, known)) == {
+        "errors",
+        "schedule",
+    }
 
 
 def test_claims_need_numpy_only_and_engines_keep_their_libraries_to_themselves():
@@ -166,7 +234,9 @@ def test_claims_need_numpy_only_and_engines_keep_their_libraries_to_themselves()
         for name in imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py"):
             top = name.partition(".")[0]
             foreign = top != "sparrow" and top not in sys.stdlib_module_names
-            if foreign and ((part in PURE and top != "numpy") or part not in ONLY_IN.get(top, (part,))):
+            if foreign and (
+                (part in PURE and top != "numpy") or part not in ONLY_IN.get(top, (part,))
+            ):
                 wrong.add(f"sparrow.{module} imports {name}")
     assert not wrong, "\n".join(sorted(wrong))
 
@@ -185,19 +255,36 @@ class A:
         from .vllm import plugin
         from ..train.losses import policy_loss
 """
-    names = ["", "cost", "attention", "attention.reference", "mismatch.tail", "engines.hf", "engines.vllm.plugin"]
-    found = set(edges(source, "engines.base", False, dict.fromkeys([*names, "train.losses"], PACKAGE)))
+    names = [
+        "",
+        "cost",
+        "attention",
+        "attention.reference",
+        "mismatch.tail",
+        "engines.hf",
+        "engines.vllm.plugin",
+    ]
+    found = set(
+        edges(source, "engines.base", False, dict.fromkeys([*names, "train.losses"], PACKAGE))
+    )
     assert found == {*names, "train.losses"}
     assert "torch.nn" in set(imports(source, "engines.base", False))
     source = "from . import api\nfrom .pages import PageLayout"
-    assert set(edges(source, "attention", True, dict.fromkeys(["attention.api", "attention.pages"], PACKAGE))) == {
+    assert set(
+        edges(
+            source, "attention", True, dict.fromkeys(["attention.api", "attention.pages"], PACKAGE)
+        )
+    ) == {
         "attention.api",
         "attention.pages",
     }
 
 
 def test_a_module_belongs_to_the_longest_name_that_fits():
-    assert part_of("mismatch.tail") == "mismatch" and part_of("attention.triton.launch") == "attention.triton"
+    assert (
+        part_of("mismatch.tail") == "mismatch"
+        and part_of("attention.triton.launch") == "attention.triton"
+    )
     with pytest.raises(AssertionError, match=r"sparrow\.mismatches has no place"):
         part_of("mismatches")
 
@@ -206,7 +293,10 @@ def test_a_module_belongs_to_the_longest_name_that_fits():
 
 
 def test_claims_load_no_torch():
-    names = ["sparrow", *(f"sparrow.{module}" for module in modules() if module and part_of(module) in PURE)]
+    names = [
+        "sparrow",
+        *(f"sparrow.{module}" for module in modules() if module and part_of(module) in PURE),
+    ]
     assert {"sparrow", "sparrow.schedule", "sparrow.mismatch"} <= set(names)
     code = f"""
 import importlib, json, sys
@@ -247,4 +337,10 @@ print(json.dumps([sorted(new & {"httpx", "accelerate", "peft", "datasets", "trl"
     pytest.importorskip("vllm.version")
     foreign, ours = fresh(code)
     assert foreign == []
-    assert set(ours) <= {"sparrow.attention", "sparrow.errors", "sparrow.mode", "sparrow.schedule", "sparrow.vllm"}
+    assert set(ours) <= {
+        "sparrow.attention",
+        "sparrow.errors",
+        "sparrow.mode",
+        "sparrow.schedule",
+        "sparrow.vllm",
+    }

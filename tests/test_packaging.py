@@ -1,4 +1,6 @@
-"""What is built from the sources suffices: a wheel installed in a fresh environment runs away from the clone."""
+"""What is built from the sources suffices: a wheel installed in a fresh environment runs away from
+the clone.
+"""
 
 import os
 import shutil
@@ -22,7 +24,9 @@ def test_the_wheel_is_installed_and_runs_away_from_the_clone(tmp_path):
     built.mkdir()
     away.mkdir()
     # A copy, which a build may write into.
-    shutil.copytree(ROOT / "sparrow", sources / "sparrow", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "sparrow", sources / "sparrow", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, sources)
     code = f"from setuptools import build_meta as b; b.build_sdist({str(built)!r}); b.build_wheel({str(built)!r})"
@@ -30,19 +34,35 @@ def test_the_wheel_is_installed_and_runs_away_from_the_clone(tmp_path):
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"sparrow/py.typed", "sparrow/presets.json", "sparrow/reasoner/model.safetensors"} <= inside
+    assert {
+        "sparrow/py.typed",
+        "sparrow/presets.json",
+        "sparrow/reasoner/model.safetensors",
+    } <= inside
     run(sys.executable, "-m", "venv", "--system-site-packages", env, cwd=away)
-    run(env / "bin" / "pip", "install", "--no-deps", "--no-index", "--force-reinstall", wheel, cwd=away)
+    run(
+        env / "bin" / "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--force-reinstall",
+        wheel,
+        cwd=away,
+    )
     (site,) = (env / "lib").glob("python*/site-packages")
-    # Where the tests themselves run in an environment, its packages are not the system's. Path files in there, an
-    # editable Sparrow's too, are not read.
+    # Where the tests themselves run in an environment, its packages are not the system's. Path
+    # files in there, an editable Sparrow's too, are not read.
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     where = run(env / "bin" / "python", "-c", "import sparrow; print(sparrow.__file__)", cwd=away)
     assert where.startswith(f"{site}/") and (site / "sparrow" / "py.typed").exists()
     sparrow = env / "bin" / "sparrow"
     assert run(sparrow, "--version", cwd=away) == f"sparrow {__version__}\n"
     printed = run(sparrow, "demo", "--steps", "1", "--prompts", "1", cwd=away)
-    assert "1 of 1" in printed and "tokens a cycle" in printed and (away / "runs" / "demo" / "model").is_dir()
+    assert (
+        "1 of 1" in printed
+        and "tokens a cycle" in printed
+        and (away / "runs" / "demo" / "model").is_dir()
+    )
     run(sparrow, "report", "runs/demo", cwd=away)
     assert list((away / "runs" / "demo").rglob("*.html"))
 
@@ -50,6 +70,8 @@ def test_the_wheel_is_installed_and_runs_away_from_the_clone(tmp_path):
 def run(*command: object, cwd: Path) -> str:
     """What a command prints, away from this checkout; it must end well."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=clean, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=clean, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

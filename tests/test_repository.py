@@ -1,4 +1,6 @@
-"""What outsiders rely on: one version, CI that runs README's own command, tests that are found by their path."""
+"""What outsiders rely on: one version, CI that runs README's own command, tests that are found by
+their path.
+"""
 
 import re
 from pathlib import Path
@@ -44,13 +46,16 @@ ELSEWHERE = {
     "train/experience.py": "train/test_trainer.py",
     "train/lora.py": "train/test_distill.py",
     "train/resume.py": "run/test_run.py",
+    "train/reward.py": "train/test_collect.py",
     "train/saving.py": "train/test_trainer.py",
     "vllm/": "vllm/test_plugin.py",
     "vllm/backend.py": "engines/vllm/test_engine.py",
     "vllm/meter.py": "vllm/test_lossless_parts.py",
     "vllm/speculator.py": "vllm/test_lossless.py",
 }
-"""Where a module is tested that has no test of its path: by module or by folder, from ``sparrow/`` and ``tests/``."""
+"""Where a module is tested that has no test of its path: by module or by folder, from ``sparrow/``
+and ``tests/``.
+"""
 
 
 def read(name: str) -> str:
@@ -58,12 +63,17 @@ def read(name: str) -> str:
 
 
 def untested(package: Path, tests: Path, elsewhere: dict[str, str]) -> list[str]:
-    """Modules over ``LARGE`` lines without a test of their path, where neither they nor a folder is listed."""
+    """Modules over ``LARGE`` lines without a test of their path, where neither they nor a folder is
+    listed.
+    """
     missing = []
     for path in sorted(package.rglob("*.py")):
         module = path.relative_to(package)
         listed = {str(module), *(f"{folder}/" for folder in module.parents)} & set(elsewhere)
-        large = path.name != "__init__.py" and len(path.read_text(encoding="utf-8").splitlines()) > LARGE
+        large = (
+            path.name != "__init__.py"
+            and len(path.read_text(encoding="utf-8").splitlines()) > LARGE
+        )
         if large and not listed and not (tests / module.parent / f"test_{path.name}").exists():
             missing.append(str(module))
     return missing
@@ -75,21 +85,32 @@ def test_a_module_is_tested_where_its_path_says_or_where_it_is_listed():
     for module, test in ELSEWHERE.items():
         assert (package / module).exists() and (tests / test).exists(), f"{module}: {test}"
         mirrored = tests / Path(module).parent / f"test_{Path(module).name}"
-        assert module.endswith("/") or not mirrored.exists(), f"{module} has {mirrored.name} and need not be listed"
+        assert module.endswith("/") or not mirrored.exists(), (
+            f"{module} has {mirrored.name} and need not be listed"
+        )
 
 
 def test_a_large_module_without_a_test_is_named(tmp_path):
-    for name, lines in {"a/new.py": LARGE + 1, "a/small.py": LARGE, "a/b/listed.py": 99, "mirrored.py": 99}.items():
+    for name, lines in {
+        "a/new.py": LARGE + 1,
+        "a/small.py": LARGE,
+        "a/b/listed.py": 99,
+        "mirrored.py": 99,
+    }.items():
         path = tmp_path / "package" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("pass\n" * lines)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_mirrored.py").touch()
-    assert untested(tmp_path / "package", tmp_path / "tests", {"a/b/": "test_mirrored.py"}) == ["a/new.py"]
+    assert untested(tmp_path / "package", tmp_path / "tests", {"a/b/": "test_mirrored.py"}) == [
+        "a/new.py"
+    ]
 
 
 def test_the_changelog_and_the_citation_name_the_version():
-    released = re.findall(r"^## \[(\d[^]]*)\] - (\d{4}-\d\d-\d\d)$", read("CHANGELOG.md"), flags=re.MULTILINE)
+    released = re.findall(
+        r"^## \[(\d[^]]*)\] - (\d{4}-\d\d-\d\d)$", read("CHANGELOG.md"), flags=re.MULTILINE
+    )
     citation = yaml.safe_load(read("CITATION.cff"))
     assert released[0] == (sparrow.__version__, str(citation["date-released"]))
     assert citation["version"] == sparrow.__version__
@@ -99,17 +120,26 @@ def test_the_changelog_and_the_citation_name_the_version():
 def test_ci_runs_the_test_command_of_the_readme(script):
     if not (ROOT / script).exists():
         pytest.skip("not in the source distribution")
-    (line,) = re.findall(r"^\s*\w+=\$\(grep -m1 '(.*)' README.md\)$", read(script), flags=re.MULTILINE)
+    (line,) = re.findall(
+        r"^\s*\w+=\$\(grep -m1 '(.*)' README.md\)$", read(script), flags=re.MULTILINE
+    )
     (command,) = re.findall(f"{line}.*", read("README.md"), flags=re.MULTILINE)
     assert command.endswith(".venv/bin/pytest -n 2 --dist loadfile")
 
 
 def test_workflows_call_what_exists():
-    workflows = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").glob("*.yml")}
+    workflows = {
+        path.stem: yaml.safe_load(path.read_text())
+        for path in (ROOT / ".github/workflows").glob("*.yml")
+    }
     assert set(workflows) == {"test", "gpu", "release"}
-    steps = [step for w in workflows.values() for job in w["jobs"].values() for step in job["steps"]]
+    steps = [
+        step for w in workflows.values() for job in w["jobs"].values() for step in job["steps"]
+    ]
     ran = "\n".join(step.get("run", "") for step in steps)
     for target in re.findall(r"make ([a-z ]+)", ran):
-        assert all(re.search(rf"^{name}:", read("Makefile"), flags=re.MULTILINE) for name in target.split())
+        assert all(
+            re.search(rf"^{name}:", read("Makefile"), flags=re.MULTILINE) for name in target.split()
+        )
     scripts = re.findall(r"\bbenchmarks/\w+\.py", ran)
     assert scripts and all((ROOT / script).exists() for script in scripts)

@@ -1,4 +1,6 @@
-"""Sparsity schedules: published tables and their edges, JSON, refusals, and the table an engine looks pages up in."""
+"""Sparsity schedules: published tables and their edges, JSON, refusals, and the table an engine
+looks pages up in.
+"""
 
 import json
 from dataclasses import fields
@@ -17,10 +19,50 @@ from sparrow.errors import ConfigError
 from sparrow.model.actor import ScheduleTable
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
-# fmt: off
-QWEN3_4B_086 = [29, 45, 61, 77, 93, 125, 157, 221, 253, 253, 317, 317, 317, 317, 381, 381, 381, 381, 509, 509]
-QWEN3_14B_086 = [29, 45, 77, 125, 253, 381, 381, 381, 381, 381, 381, 381, 381, 381, 381, 509, 637, 637, 893, 893]
-# fmt: on
+QWEN3_4B_086 = [
+    29,
+    45,
+    61,
+    77,
+    93,
+    125,
+    157,
+    221,
+    253,
+    253,
+    317,
+    317,
+    317,
+    317,
+    381,
+    381,
+    381,
+    381,
+    509,
+    509,
+]
+QWEN3_14B_086 = [
+    29,
+    45,
+    77,
+    125,
+    253,
+    381,
+    381,
+    381,
+    381,
+    381,
+    381,
+    381,
+    381,
+    381,
+    381,
+    509,
+    637,
+    637,
+    893,
+    893,
+]
 
 # Every published table by its first, tenth and last entry and the sum of its twenty.
 PUBLISHED = {
@@ -52,7 +94,9 @@ lengths = st.lists(st.integers(0, 70_000) | st.integers(0, 2**30), min_size=1, m
 @st.composite
 def schedules(draw, bins: int = 6, **layout):
     page_size = layout.pop("page_size", draw(st.integers(1, 64)))
-    top_k = sorted(draw(st.lists(st.integers(0, 900) | st.just(ALL_PAGES), min_size=1, max_size=bins)))
+    top_k = sorted(
+        draw(st.lists(st.integers(0, 900) | st.just(ALL_PAGES), min_size=1, max_size=bins))
+    )
     values = dict(
         top_k=tuple(top_k),
         page_size=page_size,
@@ -60,7 +104,9 @@ def schedules(draw, bins: int = 6, **layout):
         sink_pages=draw(st.integers(0, 3)),
         recent_pages=draw(st.integers(1, 4)),
         dense_layers=tuple(draw(st.lists(st.integers(0, 40), max_size=3))),
-        provenance=draw(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5), max_size=2)),
+        provenance=draw(
+            st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5), max_size=2)
+        ),
     )
     return SparsitySchedule(**(values | layout))
 
@@ -71,9 +117,23 @@ def schedules(draw, bins: int = 6, **layout):
 def test_published_edges_fall_on_full_pages():
     schedule = SparsitySchedule(top_k=tuple(range(20)))
     for length, expected in {
-        1: 0, 1984: 0, 1985: 1, 2000: 1, 3984: 1, 3985: 2, 4000: 2, 35_984: 17, 35_985: 18, 37_984: 18, 37_985: 19,
-        39_984: 19, 39_985: 19, 40_000: 19, 131_072: 19, 10_000_000: 19,
-    }.items():  # fmt: skip
+        1: 0,
+        1984: 0,
+        1985: 1,
+        2000: 1,
+        3984: 1,
+        3985: 2,
+        4000: 2,
+        35_984: 17,
+        35_985: 18,
+        37_984: 18,
+        37_985: 19,
+        39_984: 19,
+        39_985: 19,
+        40_000: 19,
+        131_072: 19,
+        10_000_000: 19,
+    }.items():
         assert schedule.pages(length) == expected, length
 
 
@@ -112,7 +172,9 @@ def test_pages_never_shrink_with_length(schedule, some):
 
 
 def test_a_multiple_counts_the_pages_that_are_always_read():
-    table = SparsitySchedule(top_k=(0, 1, 61, ALL_PAGES), bin_tokens=64)  # beside a sink page and two recent ones
+    table = SparsitySchedule(
+        top_k=(0, 1, 61, ALL_PAGES), bin_tokens=64
+    )  # beside a sink page and two recent ones
     assert table.times(1) == table
     assert table.times(2).top_k == (3, 5, 125, ALL_PAGES)
     assert table.times(0.5).top_k == (0, 1, 29, ALL_PAGES)
@@ -120,10 +182,14 @@ def test_a_multiple_counts_the_pages_that_are_always_read():
 
 
 def test_tokens_read_is_the_budget_or_everything():
-    schedule = SparsitySchedule(top_k=(2, 29), bin_tokens=160)  # kept: 2 + 3 = 5 pages, then 29 + 3 = 32
+    schedule = SparsitySchedule(
+        top_k=(2, 29), bin_tokens=160
+    )  # kept: 2 + 3 = 5 pages, then 29 + 3 = 32
     assert schedule.tokens_read([1, 80, 81, 144]).tolist() == [1, 80, 80, 80]
     assert schedule.tokens_read([145, 512, 513]).tolist() == [145, 512, 512]
-    assert SparsitySchedule.fixed(2, sink_pages=0, recent_pages=1, page_size=8).tokens_read(1000) == 24
+    assert (
+        SparsitySchedule.fixed(2, sink_pages=0, recent_pages=1, page_size=8).tokens_read(1000) == 24
+    )
     assert SparsitySchedule.dense().tokens_read([1, 40_000, 2**33]).tolist() == [1, 40_000, 2**33]
 
 
@@ -150,7 +216,9 @@ def test_published_tables_in_full():
 
 
 def test_unknown_preset_lists_exactly_the_published_ones():
-    with pytest.raises(ConfigError, match=r"no published schedule for 'Qwen3-32B' and 0\.86; known ones: ") as error:
+    with pytest.raises(
+        ConfigError, match=r"no published schedule for 'Qwen3-32B' and 0\.86; known ones: "
+    ) as error:
         SparsitySchedule.preset("Qwen3-32B")
     assert str(error.value).split("known ones: ")[1].split(", ") == sorted(PUBLISHED)
 
@@ -163,7 +231,9 @@ def test_load_takes_every_form(tmp_path):
     assert SparsitySchedule.load("fixed:29") == SparsitySchedule(top_k=(29,))
     assert not SparsitySchedule.load("fixed:29").is_dense
     assert list(SparsitySchedule.load("Qwen3-4B-0.86").top_k) == QWEN3_4B_086
-    own = SparsitySchedule(top_k=(1, ALL_PAGES), bin_tokens=64, page_size=8, dense_layers=(), provenance={"by": "me"})
+    own = SparsitySchedule(
+        top_k=(1, ALL_PAGES), bin_tokens=64, page_size=8, dense_layers=(), provenance={"by": "me"}
+    )
     path = tmp_path / "own.json"
     path.write_text(own.to_json())
     for spec in (path, str(path)):
@@ -172,13 +242,16 @@ def test_load_takes_every_form(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "spec", ["dens", "fixed:", "fixed:-1", "fixed:2.5", "fixed:²", "qwen3-4b", "fixed:" + "9" * 5000]
+    "spec",
+    ["dens", "fixed:", "fixed:-1", "fixed:2.5", "fixed:²", "qwen3-4b", "fixed:" + "9" * 5000],
 )
 def test_load_refuses_anything_else_and_says_what_it_takes(spec):
     with pytest.raises(ConfigError) as error:
         SparsitySchedule.load(spec)
     message = str(error.value)
-    assert message.startswith(f"no schedule {spec!r}: expected 'dense', 'fixed:PAGES', a JSON file, or one of ")
+    assert message.startswith(
+        f"no schedule {spec!r}: expected 'dense', 'fixed:PAGES', a JSON file, or one of "
+    )
     assert all(name in message for name in PUBLISHED)
 
 
@@ -192,7 +265,9 @@ def test_json_round_trip(schedule):
 
 def test_json_spells_a_dense_bin_all_and_may_leave_defaults_out():
     assert json.loads(SparsitySchedule(top_k=(3, ALL_PAGES)).to_json())["top_k"] == [3, "all"]
-    assert SparsitySchedule.from_json('{"top_k": [3, "all"]}') == SparsitySchedule(top_k=(3, ALL_PAGES))
+    assert SparsitySchedule.from_json('{"top_k": [3, "all"]}') == SparsitySchedule(
+        top_k=(3, ALL_PAGES)
+    )
 
 
 # --- refusals ---
@@ -204,12 +279,18 @@ def test_json_spells_a_dense_bin_all_and_may_leave_defaults_out():
         (dict(top_k=()), r"needs at least one length bin, got an empty top_k table"),
         (dict(top_k=(-1,)), r"top_k\[0\] is a whole number in 0\.\.1073741824, got -1"),
         (dict(top_k=(3, ALL_PAGES + 1)), r"top_k\[1\] is a whole number in .*, got 1073741825"),
-        (dict(top_k=(29, 45, 44)), r"falls from 45 in bin 1 to 44 in bin 2; raise it to at least 45"),
+        (
+            dict(top_k=(29, 45, 44)),
+            r"falls from 45 in bin 1 to 44 in bin 2; raise it to at least 45",
+        ),
         (dict(top_k=(1,), page_size=0), r"page_size <= bin_tokens, got 0 and 2000"),
         (dict(top_k=(1,), bin_tokens=15), r"page_size <= bin_tokens, got 16 and 15"),
         (dict(top_k=(1,), sink_pages=-1), r"sink_pages is a whole number .*, got -1"),
         (dict(top_k=(1,), recent_pages=0), r"recent_pages must be at least 1, .*, got 0"),
-        (dict(top_k=(1,), dense_layers=(0, -1)), r"dense_layers\[1\] is a whole number in .*, got -1"),
+        (
+            dict(top_k=(1,), dense_layers=(0, -1)),
+            r"dense_layers\[1\] is a whole number in .*, got -1",
+        ),
     ],
 )
 def test_values_a_schedule_cannot_have(fields, message):
@@ -232,7 +313,10 @@ def test_a_changed_copy_is_validated_too():
         ("{top_k: 1}", "the schedule is not valid JSON: "),
         ("[1, 2]", "a schedule is a JSON object with a top_k table, got list"),
         ("{}", "top_k is required"),
-        ('{"top_k": [1], "pagesize": 8}', r"a schedule has the fields \[.*'page_size'.*\]; got unknown \['pagesize'\]"),
+        (
+            '{"top_k": [1], "pagesize": 8}',
+            r"a schedule has the fields \[.*'page_size'.*\]; got unknown \['pagesize'\]",
+        ),
         ('{"top_k": 5}', "top_k is a list of whole numbers, got 5"),
         ('{"top_k": "all"}', "top_k is a list of whole numbers, got 'all'"),
         ('{"top_k": ["12"]}', r"top_k\[0\] is a whole number in .*, got '12'"),
@@ -241,7 +325,10 @@ def test_a_changed_copy_is_validated_too():
         ('{"top_k": [1], "bin_tokens": "2000"}', "bin_tokens is a whole number in .*, got '2000'"),
         ('{"top_k": [1], "page_size": 16.5}', r"page_size is a whole number in .*, got 16\.5"),
         ('{"top_k": [1], "dense_layers": 2}', "dense_layers is a list of whole numbers, got 2"),
-        ('{"top_k": [1], "dense_layers": ["a"]}', r"dense_layers\[0\] is a whole number in .*, got 'a'"),
+        (
+            '{"top_k": [1], "dense_layers": ["a"]}',
+            r"dense_layers\[0\] is a whole number in .*, got 'a'",
+        ),
         ('{"top_k": [1], "provenance": 3}', "provenance is a JSON object, got 3"),
         ("[" * 100_000, "the schedule is not valid JSON: "),
     ],
@@ -262,10 +349,13 @@ def test_a_mapping_or_text_is_no_list_of_dense_layers(layers):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"top_k": [True]}, {"dense_layers": [False]}, {"page_size": True}, {"sink_pages": True}]
+    "fields",
+    [{"top_k": [True]}, {"dense_layers": [False]}, {"page_size": True}, {"sink_pages": True}],
 )
 def test_a_boolean_is_no_count_of_a_schedule(fields):
-    with pytest.raises(ConfigError, match=r"is a whole number in 0\.\.1073741824, got (True|False)"):
+    with pytest.raises(
+        ConfigError, match=r"is a whole number in 0\.\.1073741824, got (True|False)"
+    ):
         SparsitySchedule.from_dict({"top_k": [1], **fields})
 
 
@@ -276,21 +366,33 @@ def test_a_schedule_with_duplicate_keys_is_refused():
 
 def test_landmarks_are_stored_as_a_schedule_says():
     schedule = SparsitySchedule.from_dict({"top_k": [1], "landmark_dtype": "fp8_e4m3"})
-    assert SparsitySchedule.from_json(schedule.to_json()) == schedule != schedule.replace(landmark_dtype="auto")
+    assert (
+        SparsitySchedule.from_json(schedule.to_json())
+        == schedule
+        != schedule.replace(landmark_dtype="auto")
+    )
     assert SparsitySchedule.preset("qwen3-4b").landmark_dtype == "auto"
     for wrong in ("fp8", None, ["auto"]):
-        with pytest.raises(ConfigError, match=r"landmark_dtype is one of \('auto', 'fp8_e4m3'\), got"):
+        with pytest.raises(
+            ConfigError, match=r"landmark_dtype is one of \('auto', 'fp8_e4m3'\), got"
+        ):
             SparsitySchedule(top_k=(1,), landmark_dtype=wrong)
 
 
 @pytest.mark.parametrize("name", ["page_size", "sink_pages", "recent_pages", "bin_tokens"])
 def test_a_schedule_of_2_to_the_60_pages_is_refused(name):
-    with pytest.raises(ConfigError, match=rf"{name} is a whole number in 0\.\.1073741824, got {2**60}"):
+    with pytest.raises(
+        ConfigError, match=rf"{name} is a whole number in 0\.\.1073741824, got {2**60}"
+    ):
         SparsitySchedule.from_dict({"top_k": [1], name: 2**60})
     with pytest.raises(ConfigError, match="page_size must be at most 65536 tokens, got 131072"):
         SparsitySchedule(top_k=(1,), page_size=2**17, bin_tokens=2**20)
     largest = SparsitySchedule(
-        top_k=(ALL_PAGES - 1,), page_size=2**16, bin_tokens=2**30, sink_pages=ALL_PAGES, recent_pages=ALL_PAGES
+        top_k=(ALL_PAGES - 1,),
+        page_size=2**16,
+        bin_tokens=2**30,
+        sink_pages=ALL_PAGES,
+        recent_pages=ALL_PAGES,
     )
     assert largest.tokens_read(2**62) == (3 * ALL_PAGES - 1) * 2**16  # in 64 bits
 
@@ -298,7 +400,9 @@ def test_a_schedule_of_2_to_the_60_pages_is_refused(name):
 def test_a_schedule_file_that_is_not_utf_8_is_named(tmp_path):
     path = tmp_path / "schedule.json"
     path.write_bytes(b'{"top_k": [1], "provenance": {"by": "Andr\xe9"}}')
-    with pytest.raises(ConfigError, match=r"schedule\.json is not a schedule: it is not UTF-8 text"):
+    with pytest.raises(
+        ConfigError, match=r"schedule\.json is not a schedule: it is not UTF-8 text"
+    ):
         SparsitySchedule.load(path)
 
 
@@ -312,19 +416,26 @@ def test_a_missing_schedule_file_is_named_and_no_preset_listed(tmp_path):
 def test_dense_layer_beyond_the_model():
     schedule = SparsitySchedule(top_k=(1,), dense_layers=(0, 4))
     schedule.check_model(5, kv_heads=2)
-    with pytest.raises(ConfigError, match=r"keeps layer 4 dense .* 4 layers \(0\.\.3\); set dense_layers"):
+    with pytest.raises(
+        ConfigError, match=r"keeps layer 4 dense .* 4 layers \(0\.\.3\); set dense_layers"
+    ):
         schedule.check_model(4, kv_heads=2)
 
 
 # --- budgets of layers and kv heads ---
 
-UNEVEN = SparsitySchedule((10, 20), bin_tokens=640, dense_layers=(0,), head_budgets=((9, 9), (0, 0.5), (1.5, 2)))
+UNEVEN = SparsitySchedule(
+    (10, 20), bin_tokens=640, dense_layers=(0,), head_budgets=((9, 9), (0, 0.5), (1.5, 2))
+)
 
 
 def test_budgets_are_whole_numbers_of_256ths():
     third = SparsitySchedule((1,), dense_layers=(), head_budgets=((1 / 3, 5 / 3), (1, 1)))
     assert third.head_budgets == ((85 / 256, 427 / 256), (1.0, 1.0))
-    assert third.budget_units.tolist() == [[85, 427], [256, 256]] and third.budget_units.dtype == np.int32
+    assert (
+        third.budget_units.tolist() == [[85, 427], [256, 256]]
+        and third.budget_units.dtype == np.int32
+    )
     assert UNEVEN.sparse_budget_units.tolist() == [[0, 128], [384, 512]]
     assert SparsitySchedule((1,)).sparse_budget_units.tolist() == [[256]]
 
@@ -336,10 +447,15 @@ def test_tokens_read_are_the_mean_over_sparse_layers_and_heads():
     assert UNEVEN.pages_read([600, 300, 41]).tolist() == [13, (3 + 8 + 18 + 19) / 4, 3]
     assert UNEVEN.tokens_read(10_000) == 23 * 16 and UNEVEN.pages(10_000) == 20
     even = UNEVEN.replace(head_budgets=())
-    assert even.pages_read([600, 300, 41]).tolist() == [13, 13, 3] and even.tokens_read(600).dtype == np.int64
+    assert (
+        even.pages_read([600, 300, 41]).tolist() == [13, 13, 3]
+        and even.tokens_read(600).dtype == np.int64
+    )
     dense = UNEVEN.replace(top_k=(ALL_PAGES,))
     assert dense.is_dense and dense.tokens_read(5000) == 5000 and dense.dense_up_to == inf
-    assert SparsitySchedule((0,), head_budgets=((1,), (1,))).tokens_read(5000) == 48  # all layers are dense
+    assert (
+        SparsitySchedule((0,), head_budgets=((1,), (1,))).tokens_read(5000) == 48
+    )  # all layers are dense
 
 
 def test_everything_is_read_as_far_as_the_head_that_reads_least_reads_it():
@@ -354,15 +470,24 @@ def test_everything_is_read_as_far_as_the_head_that_reads_least_reads_it():
     [
         ("even", "head_budgets is a list of numbers, got 'even'"),
         ((1, 1), r"head_budgets\[0\] is a list of numbers, got 1"),
-        (((1, "2"),), r"head_budgets\[0\]\[1\] is a number in 0\.\.64 that multiplies top_k, got '2'"),
+        (
+            ((1, "2"),),
+            r"head_budgets\[0\]\[1\] is a number in 0\.\.64 that multiplies top_k, got '2'",
+        ),
         (((1, True),), r"head_budgets\[0\]\[1\] is a number in 0\.\.64 .* got True"),
         (((1, -0.5),), r"got -0\.5"),
         (((1, 64.5),), r"got 64\.5"),
         (((1, float("nan")),), "got nan"),
         (((1, float("inf")),), "got inf"),
-        (((1, 1), (1,)), "a row for each layer and in it a number for each kv head, got rows of 2, 1 numbers"),
+        (
+            ((1, 1), (1,)),
+            "a row for each layer and in it a number for each kv head, got rows of 2, 1 numbers",
+        ),
         (((), ()), "got rows of 0, 0 numbers"),
-        (((1.02, 1), (1, 1.05)), r"have a mean of 1 over the layers that are not dense, got 1\.018; divide them by it"),
+        (
+            ((1.02, 1), (1, 1.05)),
+            r"have a mean of 1 over the layers that are not dense, got 1\.018; divide them by it",
+        ),
     ],
 )
 def test_budgets_a_schedule_cannot_have(rows, message):
@@ -380,14 +505,18 @@ def test_budgets_are_written_only_where_there_are_any():
 def test_budgets_of_another_model_are_refused():
     UNEVEN.check_model(3, kv_heads=2)
     for layers, heads in ((4, 2), (3, 4)):
-        with pytest.raises(ConfigError, match=rf"for 3 layers of 2 kv heads but the model has {layers} of {heads}"):
+        with pytest.raises(
+            ConfigError, match=rf"for 3 layers of 2 kv heads but the model has {layers} of {heads}"
+        ):
             UNEVEN.check_model(layers, heads)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, ALL_PAGES), st.floats(0, 2), st.integers(0, 2**30))
 def test_budgets_on_the_device_are_those_of_the_schedule(top_k, relative, length):
-    schedule = SparsitySchedule((top_k,), dense_layers=(), head_budgets=((relative, 2 - relative),), sink_pages=0)
+    schedule = SparsitySchedule(
+        (top_k,), dense_layers=(), head_budgets=((relative, 2 - relative),), sink_pages=0
+    )
     budgets = ScheduleTable(schedule).head_budgets(0, torch.device("cpu"))
     assert budgets.dtype == torch.int32 and budgets.tolist() == schedule.budget_units[0].tolist()
     kept = pages.head_top_k(torch.tensor([[top_k]]), budgets).flatten()
@@ -407,7 +536,10 @@ def test_table_equals_schedule(schedule, some):
 
 def test_table_keeps_the_shape_and_takes_int32():
     length = torch.tensor([[1, 48], [49, 500]], dtype=torch.int32)
-    assert ScheduleTable(SparsitySchedule(top_k=(3, 5), bin_tokens=64)).top_k(length).tolist() == [[3, 3], [5, 5]]
+    assert ScheduleTable(SparsitySchedule(top_k=(3, 5), bin_tokens=64)).top_k(length).tolist() == [
+        [3, 3],
+        [5, 5],
+    ]
 
 
 def test_up_to_which_length_everything_is_read():
@@ -415,8 +547,12 @@ def test_up_to_which_length_everything_is_read():
         return SparsitySchedule(top_k, bin_tokens=64, page_size=8, dense_layers=(0,))
 
     assert layout(ALL_PAGES).dense_up_to == inf
-    assert layout(0, ALL_PAGES).dense_up_to == 0  # a whole bin after a sparse one holds keys that sparse reading shaped
-    assert layout(5, 13, 20).dense_up_to == 128  # 8 pages of 8 are bin 0, 16 bin 1, and 23 are short of 24
+    assert (
+        layout(0, ALL_PAGES).dense_up_to == 0
+    )  # a whole bin after a sparse one holds keys that sparse reading shaped
+    assert (
+        layout(5, 13, 20).dense_up_to == 128
+    )  # 8 pages of 8 are bin 0, 16 bin 1, and 23 are short of 24
     assert layout(5, 12, 20).dense_up_to == 64
     assert layout(13).dense_up_to == 128 and layout(4).dense_up_to == 0
     assert layout(13, ALL_PAGES).dense_up_to == inf
@@ -429,5 +565,7 @@ def test_pages_are_described_alike_to_attention_which_knows_no_schedule():
     assert tuple(field.name for field in fields(pages.PageLayout)) == schedule.PAGE_LAYOUT
     assert get_args(schedule.LandmarkDtype) == get_args(pages.LandmarkDtype)
     assert (schedule.ALL_PAGES, schedule.BUDGET_UNIT) == (pages.ALL_PAGES, pages.BUDGET_UNIT)
-    chosen = SparsitySchedule((3,), page_size=8, sink_pages=2, recent_pages=4, landmark_dtype="fp8_e4m3")
+    chosen = SparsitySchedule(
+        (3,), page_size=8, sink_pages=2, recent_pages=4, landmark_dtype="fp8_e4m3"
+    )
     assert pages.PageLayout(**chosen.page_layout) == pages.PageLayout(8, 2, 4, "fp8_e4m3")

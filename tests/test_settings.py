@@ -31,8 +31,15 @@ def test_ranges_hold_however_a_module_spells_its_annotations(spelling, monkeypat
     source = Path(sparrow.train.config.__file__).read_text(encoding="utf-8").replace(FUTURE, "")
     module = types.ModuleType("respelled")
     monkeypatch.setitem(sys.modules, "respelled", module)
-    exec(compile(FUTURE * (spelling == "as strings") + source, "respelled", "exec", dont_inherit=True), vars(module))
-    with pytest.raises(ConfigError, match=r"^rollout\.temperature is -1\.0, but must be greater than 0; change"):
+    exec(
+        compile(
+            FUTURE * (spelling == "as strings") + source, "respelled", "exec", dont_inherit=True
+        ),
+        vars(module),
+    )
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.temperature is -1\.0, but must be greater than 0; change"
+    ):
         module.RolloutConfig(temperature=-1.0)
     with pytest.raises(ConfigError, match=r"^tau is 7\.0, but must be less than 1; change tau\.$"):
         module.TrainConfig(tau=7.0)
@@ -47,21 +54,86 @@ def test_ranges_hold_however_a_module_spells_its_annotations(spelling, monkeypat
             True,
             "rollout.prompts is True, but must be a valid integer; change rollout.prompts.",
         ),
-        (RolloutConfig, "prompts", 2.0, "rollout.prompts is 2.0, but must be a valid integer; change rollout.prompts."),
-        (OptimizerConfig, "learning_rate", math.inf, "optimizer.learning_rate is inf, but must be a finite number; "),
-        (OptimizerConfig, "learning_rate", math.nan, "optimizer.learning_rate is nan, but must be a finite number; "),
-        (OptimizerConfig, "max_grad_norm", math.nan, "optimizer.max_grad_norm is nan, but must be greater than 0; "),
-        (OptimizerConfig, "precision", "fp8", "optimizer.precision is 'fp8', but must be 'fp32' or 'bf16'; "),
-        (CorrectionConfig, "band", (2.0, 3.0), "correction.band is (2.0, 3.0), but must be less than or equal to 1; "),
-        (CorrectionConfig, "band", (0.5, 0.9), "correction.band is (0.5, 0.9), but must be greater than or equal to 1"),
-        (DistillConfig, "target_modules", (), "distill.target_modules is (), but must have at least 1 item"),
+        (
+            RolloutConfig,
+            "prompts",
+            2.0,
+            "rollout.prompts is 2.0, but must be a valid integer; change rollout.prompts.",
+        ),
+        (
+            OptimizerConfig,
+            "learning_rate",
+            math.inf,
+            "optimizer.learning_rate is inf, but must be a finite number; ",
+        ),
+        (
+            OptimizerConfig,
+            "learning_rate",
+            math.nan,
+            "optimizer.learning_rate is nan, but must be a finite number; ",
+        ),
+        (
+            OptimizerConfig,
+            "max_grad_norm",
+            math.nan,
+            "optimizer.max_grad_norm is nan, but must be greater than 0; ",
+        ),
+        (
+            OptimizerConfig,
+            "precision",
+            "fp8",
+            "optimizer.precision is 'fp8', but must be 'fp32' or 'bf16'; ",
+        ),
+        (
+            CorrectionConfig,
+            "band",
+            (2.0, 3.0),
+            "correction.band is (2.0, 3.0), but must be less than or equal to 1; ",
+        ),
+        (
+            CorrectionConfig,
+            "band",
+            (0.5, 0.9),
+            "correction.band is (0.5, 0.9), but must be greater than or equal to 1",
+        ),
+        (
+            DistillConfig,
+            "target_modules",
+            (),
+            "distill.target_modules is (), but must have at least 1 item",
+        ),
         (DistillConfig, "responses", 0.0, "distill.responses is 0.0, but must be greater than 0; "),
         (GuardConfig, "threshold", 1.0, "guard.threshold is 1.0, but must be less than 1; "),
-        (RewardConfig, "overlong_window", 0, "reward.overlong_window is 0, but must be greater than or equal to 1; "),
-        (TrainConfig, "bin_tokens", 0, "bin_tokens is 0, but must be greater than or equal to 1; change bin_tokens."),
-        (TrainConfig, "seed", -1, "seed is -1, but must be greater than or equal to 0; change seed."),
-        (TrainConfig, "seed", 2**32, "seed is 4294967296, but must be less than 4294967296; change seed."),
-        (TrainConfig, "rollout", {"prompts": 2}, "rollout is {'prompts': 2}, but must be an instance of RolloutConfig"),
+        (
+            RewardConfig,
+            "overlong_window",
+            0,
+            "reward.overlong_window is 0, but must be greater than or equal to 1; ",
+        ),
+        (
+            TrainConfig,
+            "bin_tokens",
+            0,
+            "bin_tokens is 0, but must be greater than or equal to 1; change bin_tokens.",
+        ),
+        (
+            TrainConfig,
+            "seed",
+            -1,
+            "seed is -1, but must be greater than or equal to 0; change seed.",
+        ),
+        (
+            TrainConfig,
+            "seed",
+            2**32,
+            "seed is 4294967296, but must be less than 4294967296; change seed.",
+        ),
+        (
+            TrainConfig,
+            "rollout",
+            {"prompts": 2},
+            "rollout is {'prompts': 2}, but must be an instance of RolloutConfig",
+        ),
     ],
 )
 def test_a_value_of_another_type_or_out_of_range_is_refused(settings, name, value, message):
@@ -82,7 +154,9 @@ def test_one_sample_a_prompt_is_refused_where_samples_are_compared(advantage):
 def test_every_command_checks_its_settings():
     commands = [*get_args(cli.COMMANDS)]
     assert len(commands) == 7 and all(issubclass(command, Settings) for command in commands)
-    unchecked = {f.name for c in commands for f in fields(c) if f.type in ("int", "float", int, float)}
+    unchecked = {
+        f.name for c in commands for f in fields(c) if f.type in ("int", "float", int, float)
+    }
     assert not unchecked, f"these numbers have no range: {sorted(unchecked)}"
 
 

@@ -53,7 +53,9 @@ def test_the_version_is_printed(capsys):
 
 @pytest.mark.slow
 def test_python_m_sparrow_and_a_reader_that_leaves_early():
-    done = subprocess.run([sys.executable, "-m", "sparrow", "--version"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "sparrow", "--version"], capture_output=True, text=True
+    )
     assert done.stdout == f"sparrow {__version__}\n" and done.returncode == 0
     code = f"{sys.executable} -m sparrow train --help | head -1"
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True)
@@ -81,4 +83,10 @@ def test_modes_stand_beside_each_other(capsys):
     ]
     terminal.print_modes("held-out problems", rows)
     cells = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["dense", "3e-07", "100%"] in cells and ["lossless", "2e-07", "76%", "4.50", "90%"] in cells
+    assert ["dense", "3e-07", "100%"] in cells and [
+        "lossless",
+        "2e-07",
+        "76%",
+        "4.50",
+        "90%",
+    ] in cells

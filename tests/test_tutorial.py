@@ -13,7 +13,9 @@ def test_the_tutorial_is_kept_without_output():
     nbformat = pytest.importorskip("nbformat")
     cells = nbformat.read(NOTEBOOK, as_version=4).cells
     code = [cell for cell in cells if cell.cell_type == "code"]
-    assert len(code) >= 5 and all(cell.outputs == [] and cell.execution_count is None for cell in code)
+    assert len(code) >= 5 and all(
+        cell.outputs == [] and cell.execution_count is None for cell in code
+    )
 
 
 @pytest.mark.slow
@@ -26,7 +28,9 @@ def test_the_tutorial_runs(tmp_path, monkeypatch):
     nbclient.NotebookClient(
         notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     ).execute()
-    said = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", ()))
+    said = "".join(
+        out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", ())
+    )
     assert said.count("mean acceptance") == 3 and said.count("token ") >= 5
     assert "lossless: p5 between engine and trainer 1.0000" in said and "tokens a cycle" in said
     assert list(tmp_path.rglob("against-lossy.html"))

@@ -1,8 +1,10 @@
-"""Predicted memory and hours of the runs in docs/paper.md, by the model of ``sparrow cost``; nothing is run.
+"""Predicted memory and hours of the runs in docs/paper.md, by the model of ``sparrow cost``;
+nothing is run.
 
     python recipes/paper/predicted.py --out benchmarks/results/paper_runs.json
 
-Lengths are assumed, log-normal: a median of 14,000 tokens for math and 6,000 for code, cut at the recipe's limit.
+Lengths are assumed, log-normal: a median of 14,000 tokens for math and 6,000 for code, cut at the
+recipe's limit.
 """
 
 from __future__ import annotations
@@ -33,25 +35,41 @@ ACCEPTANCE = 0.94  # of lossless drafts that read 1,024 tokens, as measured on a
 def predicted(kind: str, model: str, gpus: int) -> dict[str, Any]:
     """One run: GiB a GPU, and for each mode the seconds of a step and the hours of the run."""
     files = [FOLDER / "math.toml", *([FOLDER / "code.toml"] if kind == "code" else [])]
-    run = cast(Train, parse(["train", "--model", model, *(part for f in files for part in ("--config", str(f)))]))
+    run = cast(
+        Train,
+        parse(["train", "--model", model, *(part for f in files for part in ("--config", str(f)))]),
+    )
     engine = parse_spec(run.engine)[1]
-    lengths = response_lengths(MEDIAN[kind], run.rollout.max_new_tokens, run.rollout.prompts * run.rollout.samples)
+    lengths = response_lengths(
+        MEDIAN[kind], run.rollout.max_new_tokens, run.rollout.prompts * run.rollout.samples
+    )
     estimate = plan(
-        SHAPES[model], Cluster(MACHINES["h200"], gpus), lengths, SparsitySchedule.preset(model), PROMPT,
-        engine["max_num_seqs"], run.optimizer.token_budget, engine_share=engine["gpu_memory_utilization"],
+        SHAPES[model],
+        Cluster(MACHINES["h200"], gpus),
+        lengths,
+        SparsitySchedule.preset(model),
+        PROMPT,
+        engine["max_num_seqs"],
+        run.optimizer.token_budget,
+        engine_share=engine["gpu_memory_utilization"],
         acceptance=ACCEPTANCE,
-    )  # fmt: skip
+    )
     gib = 2**30
     memory = estimate.memory
     steps = {"dense": estimate.dense, "lossy": estimate.sparse, "lossless": estimate.lossless}
     return {
-        "run": kind, "model": model, "gpus": gpus, "steps": run.steps, "mean_length": float(lengths.mean()),
+        "run": kind,
+        "model": model,
+        "gpus": gpus,
+        "steps": run.steps,
+        "mean_length": float(lengths.mean()),
         "training_gib": (memory.state + memory.gradients + memory.activations) / gib,
-        "engine_gib": (memory.engine_weights + memory.kv) / gib, "full_responses": memory.full_responses,
+        "engine_gib": (memory.engine_weights + memory.kv) / gib,
+        "full_responses": memory.full_responses,
         "step_s": {mode: step.seconds for mode, step in steps.items() if step},
         "rollout_s": {mode: step.rollout for mode, step in steps.items() if step},
         "hours": {mode: run.steps * step.seconds / 3600 for mode, step in steps.items() if step},
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

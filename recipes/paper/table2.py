@@ -1,10 +1,12 @@
-"""Table 2 of the paper: tokens per second of whole rollouts on AIME24 x 8, dense, lossy and lossless.
+"""Table 2 of the paper: tokens per second of whole rollouts on AIME24 x 8, dense, lossy and
+lossless.
 
-    python recipes/paper/table2.py --model Qwen/Qwen3-4B --schedule qwen3-4b-0.86 --out table2-4b.json
-    python recipes/paper/table2.py --table table2-*.json
+    python recipes/paper/table2.py --model Qwen/Qwen3-4B --schedule qwen3-4b-0.86 --out
+    table2-4b.json python recipes/paper/table2.py --table table2-*.json
 
-Each mode has an engine of its own, on one GPU unless ``--engine`` says otherwise (the paper's figures are of four),
-with the same 240 prompts, the same seeds, and a short rollout beforehand that warms it up. The model decides the
+Each mode has an engine of its own, on one GPU unless ``--engine`` says otherwise (the paper's
+figures are of four), with the same 240 prompts, the same seeds, and a short rollout beforehand that
+warms it up. The model decides the
 lengths: lossy responses differ from dense ones, so tokens per second are compared and not seconds.
 """
 
@@ -30,20 +32,30 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = load_model(arguments.model, arguments.precision)
     room = prompt_room(context_of(model), arguments.engine, arguments.max_new_tokens)
     problems = load_benchmark(arguments.benchmark, PROBLEMS, tokenizer, room)
-    prompts = [tokenizer(problem.prompt, add_special_tokens=False).input_ids for problem in problems]
+    prompts = [
+        tokenizer(problem.prompt, add_special_tokens=False).input_ids for problem in problems
+    ]
     prompts = [prompt for prompt in prompts for _ in range(arguments.samples)]
     sampling = Sampling(arguments.max_new_tokens, 1.0, top_n=0, seed=0)
     modes = {"dense": Decoding.lossy("dense"), "lossy": Decoding.lossy(arguments.schedule)}
     results = {}
     for name, decoding in (modes | {"lossless": Decoding.lossless()}).items():
-        engine = load_engine(arguments.engine, arguments.model, model, tokenizer, decoding, arguments.precision)
-        engine.generate(prompts, replace(sampling, max_new_tokens=min(SHORT, sampling.max_new_tokens)))
+        engine = load_engine(
+            arguments.engine, arguments.model, model, tokenizer, decoding, arguments.precision
+        )
+        engine.generate(
+            prompts, replace(sampling, max_new_tokens=min(SHORT, sampling.max_new_tokens))
+        )
         started = time.perf_counter()
         rollouts = engine.generate(prompts, sampling)
         seconds = time.perf_counter() - started
         engine.close()
         tokens = sum(map(len, rollouts))
-        results[name] = {"tokens": tokens, "seconds": seconds, "mean_length": tokens / len(rollouts)}
+        results[name] = {
+            "tokens": tokens,
+            "seconds": seconds,
+            "mean_length": tokens / len(rollouts),
+        }
     settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "table")}
     return {**settings, "responses": len(prompts), "modes": results}
 
@@ -59,7 +71,13 @@ def table(results: list[dict[str, Any]]) -> str:
             result["modes"][name]["tokens"] / result["modes"][name]["seconds"]
             for name in ("dense", "lossy", "lossless")
         )
-        cells = [f"{dense:.0f}", f"{lossy:.0f}", f"{lossy / dense:.2f}x", f"{lossless:.0f}", f"{lossless / dense:.2f}x"]
+        cells = [
+            f"{dense:.0f}",
+            f"{lossy:.0f}",
+            f"{lossy / dense:.2f}x",
+            f"{lossless:.0f}",
+            f"{lossless / dense:.2f}x",
+        ]
         lines.append(f"| {result['model']} ({result['schedule']}) | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -69,12 +87,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model")
     parser.add_argument("--schedule")
     parser.add_argument("--engine", default="vllm")
-    parser.add_argument("--benchmark", default="aime24", help="as in sparrow eval: perhaps aime24:path=aime24.jsonl")
+    parser.add_argument(
+        "--benchmark", default="aime24", help="as in sparrow eval: perhaps aime24:path=aime24.jsonl"
+    )
     parser.add_argument("--samples", type=int, default=8, help="responses to each")
     parser.add_argument("--max-new-tokens", type=int, default=32768)
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path, nargs="+", help="print these results and measure nothing")
+    parser.add_argument(
+        "--table", type=Path, nargs="+", help="print these results and measure nothing"
+    )
     arguments = parser.parse_args(argv)
     if arguments.table:
         return print(table([json.loads(path.read_text()) for path in arguments.table]))

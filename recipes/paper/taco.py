@@ -3,9 +3,10 @@
     python recipes/paper/taco.py --out data/taco.parquet
     ... --config recipes/paper/code.toml --dataset taco:path=data/taco.parquet
 
-The authors' file is named after code-r1 (github.com/ganler/code-r1), whose published preparation drops what this drops:
-two badly formatted sources, short texts, texts with images, and problems whose reference solutions fail their tests.
-How they came to 21,000 rows, with problems of CodeContests, is not published.
+The authors' file is named after code-r1 (github.com/ganler/code-r1), whose published preparation
+drops what this drops: two badly formatted sources, short texts, texts with images, and problems
+whose reference solutions fail their tests. How they came to 21,000 rows, with problems of
+CodeContests, is not published.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def unfit(row: dict[str, Any], verify: Callable[..., float]) -> str | None:
         return "with an image"
     solutions = row.get("solutions") or "[]"
     programs = islice(json.loads(solutions) if isinstance(solutions, str) else solutions, SOLUTIONS)
-    if not any(verify(f"```python\n{program}\n```", answer=question.answer) == 1 for program in programs):
+    if not any(
+        verify(f"```python\n{program}\n```", answer=question.answer) == 1 for program in programs
+    ):
         return f"where none of the first {SOLUTIONS} solutions passes"
     return None
 
@@ -54,7 +57,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--path", help="a local copy of TACO in place of the hub's")
     parser.add_argument(
-        "--workers", type=int, default=64, help="rows looked at at a time; the sandbox has its own limit"
+        "--workers",
+        type=int,
+        default=64,
+        help="rows looked at at a time; the sandbox has its own limit",
     )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(argv)

@@ -3,7 +3,8 @@
     python recipes/paper/verl_math.py --dataset polaris --out data/polaris.parquet
     python recipes/paper/verl_math.py --dataset aime24 --out data/aime24.parquet
 
-``--dataset`` is as in ``sparrow train``: a known dataset, perhaps with path=FILE. verl applies the chat template.
+``--dataset`` is as in ``sparrow train``: a known dataset, perhaps with path=FILE. verl applies the
+chat template.
 """
 
 from __future__ import annotations

@@ -1,6 +1,14 @@
 """Page attention: what the sparse actor attends to."""
 
-from sparrow.attention.api import Choice, Implementation, choose, decode, paged_decode, teacher_forced, update_landmarks
+from sparrow.attention.api import (
+    Choice,
+    Implementation,
+    choose,
+    decode,
+    paged_decode,
+    teacher_forced,
+    update_landmarks,
+)
 from sparrow.attention.decode import CachedLayers, CacheScales, DecodeWorkspace
 from sparrow.attention.pages import PageLayout
 

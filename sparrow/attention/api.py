@@ -1,7 +1,8 @@
-"""Page-sparse attention: the public operations. They validate, then run exactly the implementation asked for.
+"""Page-sparse attention: the public operations. They validate, then run exactly the implementation
+asked for.
 
-Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head dim,
-P page size, N pages.
+Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
+dim, P page size, N pages.
 """
 
 from __future__ import annotations
@@ -47,23 +48,23 @@ def decode(
 
     Under autocast q, k and v are cast as in dense attention.
 
-    Args:
-        q_BHD: queries of the newest tokens.
-        k_BKSD, v_BKSD: the cache, the newest tokens' keys and values included.
-        start_B, length_B: each row's first column (``None``: 0 everywhere) and number of tokens, int64.
-        top_k_B: pages kept by score, int64.
-        layout: page size and always-kept pages.
-        scale: softmax scale, ``D ** -0.5`` by default.
-        head_budgets_K: as in ``paged_decode``.
+    Args: q_BHD: queries of the newest tokens. k_BKSD, v_BKSD: the cache, the newest tokens' keys
+        and values included. start_B, length_B: each row's first column (``None``: 0 everywhere) and
+        number of tokens, int64. top_k_B: pages kept by score, int64. layout: page size and
+        always-kept pages. scale: softmax scale, ``D ** -0.5`` by default. head_budgets_K: as in
+        ``paged_decode``.
 
     Returns:
         ``[B, H, D]`` in the dtype of ``q_BHD``.
 
-    Raises ValueError: query heads that are no multiple of the kv heads, or shapes that do not belong together.
+    Raises ValueError: query heads that are no multiple of the kv heads, or shapes that do not
+    belong together.
     """
     q_BHD, k_BKSD, v_BKSD, scale = _prepared(q_BHD, k_BKSD, v_BKSD, scale, head_budgets_K)
     with torch.autocast(q_BHD.device.type, enabled=False):  # which would round page scores
-        return reference.decode(q_BHD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale, head_budgets_K)
+        return reference.decode(
+            q_BHD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale, head_budgets_K
+        )
 
 
 def paged_decode(
@@ -86,36 +87,41 @@ def paged_decode(
 ) -> Tensor:
     """One sparse decode step over a paged cache (Sparrow, arXiv 2606.08446, section 2).
 
-    Row b attends to its sink pages, its recent pages and the ``top_k_B[b]`` best of the others; if that keeps every
-    page, the row is dense. Nothing beyond its length has any effect; a row of length 0 returns zeros. If the newest
-    token fills a page, the page's landmark is written; ``update_landmarks`` is for tokens that are not decoded. The
-    kernels give the same bits every time, never wait for the device and, given ``out``, allocate nothing, so the call
-    can be captured in a CUDA graph and replayed with other lengths and budgets.
+    Row b attends to its sink pages, its recent pages and the ``top_k_B[b]`` best of the others; if
+    that keeps every page, the row is dense. Nothing beyond its length has any effect; a row of
+    length 0 returns zeros. If the newest token fills a page, the page's landmark is written;
+    ``update_landmarks`` is for tokens that are not decoded. The kernels give the same bits every
+    time, never wait for the device and, given ``out``, allocate nothing, so the call can be
+    captured in a CUDA graph and replayed with other lengths and budgets.
 
-    Args:
-        q_BHD: queries of the newest tokens, whose keys and values the cache holds already; strided, D contiguous.
-        k_cache, v_cache: strided views ``[blocks, K, block tokens, D]``; a block holds a whole number of pages.
-        landmark_cache: mean keys of full pages, ``[blocks, block tokens / P, K, D]``, in the dtype of the queries, or
-            in float8_e4m3fn if the layout says so; updated in place. Those of keys in float8_e4m3fn leave their scale
-            out.
-        block_table_BM: blocks of each sequence in order, int32; entries beyond its length are not read.
+    Args: q_BHD: queries of the newest tokens, whose keys and values the cache holds already;
+        strided, D contiguous. k_cache, v_cache: strided views ``[blocks, K, block tokens, D]``; a
+        block holds a whole number of pages. landmark_cache: mean keys of full pages, ``[blocks,
+        block tokens / P, K, D]``, in the dtype of the queries, or
+            in float8_e4m3fn if the layout says so; updated in place. Those of keys in float8_e4m3fn
+            leave their scale out.
+        block_table_BM: blocks of each sequence in order, int32; entries beyond its length are not
+        read.
         length_B: tokens in each sequence, the newest included, int32.
         top_k_B: pages kept by score, int32; ``ALL_PAGES`` keeps every page.
         layout: page size, always-kept pages, dtype of landmarks.
-        implementation: ``reference`` (eager torch, any device) or ``triton`` (float16 or bfloat16 queries, the
-            cache in the same dtype, float8_e4m3fn or int8; needs ``workspace``, and for float8 compute capability 8.9)
-            or ``cuda`` (on Hopper, pages of 16, head dims 64 and 128, groups up to 8, dtypes as Triton's; needs
-            ``workspace``, and is compiled at its first call). There is no fallback; ``choose`` says which is fastest.
+        implementation: ``reference`` (eager torch, any device) or ``triton`` (float16 or bfloat16
+            queries, the cache in the same dtype, float8_e4m3fn or int8; needs ``workspace``, and
+            for float8 compute capability 8.9) or ``cuda`` (on Hopper, pages of 16, head dims 64 and
+            128, groups up to 8, dtypes as Triton's; needs ``workspace``, and is compiled at its
+            first call). There is no fallback; ``choose`` says which is fastest.
         scale: softmax scale, ``D ** -0.5`` by default.
-        cache_scales: of a cache in float8_e4m3fn or int8, which needs them; read on the device, so that a graph
-            follows changes.
-        head_budgets_K: what multiplies ``top_k_B`` in each kv head, int32 in units of 1 / 256, rounded half up (the
-            pages that are always kept and ``ALL_PAGES`` stay); ``None`` if all keep ``top_k_B``.
+        cache_scales: of a cache in float8_e4m3fn or int8, which needs them; read on the device, so
+            that a graph follows changes.
+        head_budgets_K: what multiplies ``top_k_B`` in each kv head, int32 in units of 1 / 256,
+            rounded half up (the pages that are always kept and ``ALL_PAGES`` stay); ``None`` if all
+            keep ``top_k_B``.
         out: where the result goes, ``[B, H, D]``; allocated if not given.
         workspace: scratch memory for the kernels, shared by all layers.
-        reuse_plan: whether the workspace's last call had the same lengths, ``top_k_B`` and implementation, as when it
-            was for an earlier layer of the same step, whatever its ``head_budgets_K``. If so, the kernels divide the
-            work as they did then, and may rank pages while the launch before this one stores the newest tokens.
+        reuse_plan: whether the workspace's last call had the same lengths, ``top_k_B`` and
+            implementation, as when it was for an earlier layer of the same step, whatever its
+            ``head_budgets_K``. If so, the kernels divide the work as they did then, and may rank
+            pages while the launch before this one stores the newest tokens.
 
     Returns:
         ``out``, ``[B, H, D]`` in the dtype of ``q_BHD``.
@@ -123,10 +129,19 @@ def paged_decode(
     Raises ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
     """
     batch = DecodeBatch(
-        q_BHD, k_cache, v_cache, landmark_cache, block_table_BM, length_B, top_k_B,
-        torch.empty_like(q_BHD) if out is None else out, layout, q_BHD.shape[-1] ** -0.5 if scale is None else scale,
-        cache_scales, head_budgets_K,
-    )  # fmt: skip
+        q_BHD,
+        k_cache,
+        v_cache,
+        landmark_cache,
+        block_table_BM,
+        length_B,
+        top_k_B,
+        torch.empty_like(q_BHD) if out is None else out,
+        layout,
+        q_BHD.shape[-1] ** -0.5 if scale is None else scale,
+        cache_scales,
+        head_budgets_K,
+    )
     decoder = _decoder(implementation)
     decoder.check(batch, workspace)
     return decoder.run(batch, workspace, reuse_plan)
@@ -143,7 +158,9 @@ def _decoder(implementation: Implementation) -> DecodeImplementation:
         from sparrow.attention import cuda
 
         return cuda
-    raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
+    raise ValueError(
+        f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -173,20 +190,26 @@ def choose(
     device: torch.device,
     landmark_dtype: LandmarkDtype = "auto",
 ) -> Choice:
-    """Which implementation decodes such a model on ``device``: exactly what is asked for, or else the fastest.
+    """Which implementation decodes such a model on ``device``: exactly what is asked for, or else
+    the fastest.
 
-    The fastest is the CUDA kernel where it can serve. The exception is batches of so few rows that it would leave most
-    multiprocessors idle: Triton's kernels are faster there, because several programs rank one row.
+    The fastest is the CUDA kernel where it can serve. The exception is batches of so few rows that
+    it would leave most multiprocessors idle: Triton's kernels are faster there, because several
+    programs rank one row.
 
     Raises ConfigError: an implementation that was asked for cannot serve.
     """
     if asked not in (None, *get_args(Implementation)):
-        raise ConfigError(f"unknown implementation {asked!r}, expected one of {get_args(Implementation)}")
+        raise ConfigError(
+            f"unknown implementation {asked!r}, expected one of {get_args(Implementation)}"
+        )
     if lacking := fp8_lacking(device, dtype, landmark_dtype):
         raise ConfigError(lacking)
     if device.type == "cpu":
         if asked not in (None, "reference"):
-            raise ConfigError(f"there are no {asked} kernels on a CPU; ask for none (leave sparrow_kernels out)")
+            raise ConfigError(
+                f"there are no {asked} kernels on a CPU; ask for none (leave sparrow_kernels out)"
+            )
         return Choice("reference")
     from sparrow.attention import cuda
 
@@ -207,8 +230,9 @@ def update_landmarks(
 ) -> None:
     """Recomputes, in place, the mean key of every page that a write to these slots completed.
 
-    Slot s is token ``s % block tokens`` of block ``s // block tokens``; negative slots are padding. The mean is
-    taken over the page as the cache holds it, so that repeated, chunked or shared prefill gives the same landmark.
+    Slot s is token ``s % block tokens`` of block ``s // block tokens``; negative slots are padding.
+    The mean is taken over the page as the cache holds it, so that repeated, chunked or shared
+    prefill gives the same landmark.
 
     Args:
         layers: the caches of one layer or more, the keys written already.
@@ -221,7 +245,9 @@ def update_landmarks(
     if implementation == "reference":
         return reference.update_landmarks(layers, slot_mapping_T, layout)
     if implementation not in get_args(Implementation):
-        raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
+        raise ValueError(
+            f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}"
+        )
     from sparrow.attention import triton
 
     return triton.update_landmarks(layers, slot_mapping_T, layout)
@@ -242,25 +268,26 @@ def teacher_forced(
     head_budgets_K: Tensor | None = None,
     kept: list[Kept] | None = None,
 ) -> Tensor:
-    """Whole sequences at once, every position reading what decoding would have read (arXiv 2606.08446, section 7).
+    """Whole sequences at once, every position reading what decoding would have read (arXiv
+    2606.08446, section 7).
 
-    Row b's sequence is columns ``start_B[b] .. start_B[b] + length_B[b] - 1``; nothing outside has any effect with
-    ``triton``, and nothing finite with ``reference``. Under autocast q, k and v are cast as in dense attention.
-    ``triton`` gives the same bits every time, also in gradients; its memory grows with the length plus a few bits per
-    (position, page, kv head).
+    Row b's sequence is columns ``start_B[b] .. start_B[b] + length_B[b] - 1``; nothing outside has
+    any effect with ``triton``, and nothing finite with ``reference``. Under autocast q, k and v are
+    cast as in dense attention. ``triton`` gives the same bits every time, also in gradients; its
+    memory grows with the length plus a few bits per (position, page, kv head).
 
-    Args:
-        q_BHTD, k_BKTD, v_BKTD: queries, keys and values after the rotary embedding.
-        start_B, length_B: each row's first column and number of tokens, int64.
-        prompt_B: leading tokens that attend densely, as in prefill, int64.
-        top_k_BT: pages kept by score at each column, int64.
-        layout: page size and always-kept pages.
-        implementation: ``reference`` (eager torch, any device; time and memory of dense attention with a mask) or
-            ``triton`` (time grows with the budget; D up to 256, groups up to 16). There is no fallback.
+    Args: q_BHTD, k_BKTD, v_BKTD: queries, keys and values after the rotary embedding. start_B,
+        length_B: each row's first column and number of tokens, int64. prompt_B: leading tokens that
+        attend densely, as in prefill, int64. top_k_BT: pages kept by score at each column, int64.
+        layout: page size and always-kept pages. implementation: ``reference`` (eager torch, any
+        device; time and memory of dense attention with a mask) or
+            ``triton`` (time grows with the budget; D up to 256, groups up to 16). There is no
+            fallback.
         scale: softmax scale, ``D ** -0.5`` by default.
         head_budgets_K: as in ``paged_decode``.
-        kept: for a call that will be repeated (gradient checkpointing): ``triton`` puts its result and the pages into
-            an empty list, and takes them out of a filled one instead of computing them again.
+        kept: for a call that will be repeated (gradient checkpointing): ``triton`` puts its result
+            and the pages into an empty list, and takes them out of a filled one instead of
+            computing them again.
 
     Returns:
         ``[B, H, T, D]``, differentiable in q, k and v; zeros in padded columns.
@@ -269,13 +296,17 @@ def teacher_forced(
     """
     q_BHTD, k_BKTD, v_BKTD, scale = _prepared(q_BHTD, k_BKTD, v_BKTD, scale, head_budgets_K)
     if q_BHTD.shape[2] != k_BKTD.shape[2]:
-        raise ValueError(f"teacher forcing runs without a cache: {q_BHTD.shape[2]} queries, {k_BKTD.shape[2]} keys")
+        raise ValueError(
+            f"teacher forcing runs without a cache: {q_BHTD.shape[2]} queries, {k_BKTD.shape[2]} keys"
+        )
     arguments = (q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout, scale)
     with torch.autocast(q_BHTD.device.type, enabled=False):
         if implementation == "reference":
             return reference.teacher_forced(*arguments, head_budgets_K=head_budgets_K)
         if implementation != "triton":
-            raise ValueError(f"unknown implementation {implementation!r}, expected 'reference' or 'triton'")
+            raise ValueError(
+                f"unknown implementation {implementation!r}, expected 'reference' or 'triton'"
+            )
         from sparrow.attention import triton
 
         return triton.teacher_forced(*arguments, head_budgets_K, kept)
@@ -284,7 +315,9 @@ def teacher_forced(
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, head_budgets_K: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Queries, keys and values, checked and in the dtype of autocast if it is on, and the softmax scale."""
+    """Queries, keys and values, checked and in the dtype of autocast if it is on, and the softmax
+    scale.
+    """
     H, K, device = q.shape[1], k.shape[1], q.device.type
     if H % K or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         raise ValueError(

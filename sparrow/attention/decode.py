@@ -1,9 +1,11 @@
-"""One decode step over a paged cache, as every implementation takes it: its batch, its scratch memory, its limits.
+"""One decode step over a paged cache, as every implementation takes it: its batch, its scratch
+memory, its limits.
 
-``reference``, ``triton`` and ``cuda`` each ``check`` and ``run`` a ``DecodeBatch``: see ``DecodeImplementation``.
+``reference``, ``triton`` and ``cuda`` each ``check`` and ``run`` a ``DecodeBatch``: see
+``DecodeImplementation``.
 
-Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, M blocks in a row of the
-block table. An item is one sequence and kv head.
+Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, M
+blocks in a row of the block table. An item is one sequence and kv head.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ PLAN_ENTRY = 8  # numbers in an entry of the plan; ``division`` says which
 
 @dataclass(frozen=True)
 class CacheScales:
-    """Scales of a cache in 8 bits, on its device: a key or value is what is stored, times its scale.
+    """Scales of a cache in 8 bits, on its device: a key or value is what is stored, times its
+    scale.
 
-    Of float8_e4m3fn, those of kv heads, float32 ``[K]``; powers of 2 lose nothing when a stored key or value is turned
-    into 16 bits. Of int8, those of tokens and kv heads, powers of 2 as exponent bytes (see ``attention/int8.py``):
-    uint8 ``[blocks, K, block tokens]``, views strided alike, the tokens contiguous.
+    Of float8_e4m3fn, those of kv heads, float32 ``[K]``; powers of 2 lose nothing when a stored key
+    or value is turned into 16 bits. Of int8, those of tokens and kv heads, powers of 2 as exponent
+    bytes (see ``attention/int8.py``): uint8 ``[blocks, K, block tokens]``, views strided alike, the
+    tokens contiguous.
     """
 
     k: Tensor
@@ -42,13 +46,17 @@ class CacheScales:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """From block to block and from head to head of scales of tokens; 0 of scales of heads, which have no blocks."""
+        """From block to block and from head to head of scales of tokens; 0 of scales of heads,
+        which have no blocks.
+        """
         return (0, 0) if self.k.ndim == 1 else (self.k.stride(0), self.k.stride(1))
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """The newest token of every sequence and the cache it attends to; ``paged_decode`` says what each field holds."""
+    """The newest token of every sequence and the cache it attends to; ``paged_decode`` says what
+    each field holds.
+    """
 
     q_BHD: Tensor
     k_cache: Tensor  # [blocks, K, block tokens, D]
@@ -61,7 +69,9 @@ class DecodeBatch:
     layout: PageLayout
     scale: float
     cache_scales: CacheScales | None = None  # of a cache in 8 bits; None for any other
-    head_budgets_K: Tensor | None = None  # int32, in units of 1 / 256; None if all heads keep ``top_k_B``
+    head_budgets_K: Tensor | None = (
+        None  # int32, in units of 1 / 256; None if all heads keep ``top_k_B``
+    )
 
     @property
     def kv_heads(self) -> int:
@@ -91,7 +101,9 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What launch configurations depend on: multiprocessors, and bytes of shared memory a program may use."""
+    """What launch configurations depend on: multiprocessors, and bytes of shared memory a program
+    may use.
+    """
 
     multiprocessors: int
     shared_memory: int
@@ -110,8 +122,12 @@ def device_limits(device: torch.device) -> DeviceLimits:
     return DeviceLimits(properties.multi_processor_count, shared_memory)
 
 
-def fp8_lacking(device: torch.device, keys: torch.dtype, landmark_dtype: LandmarkDtype) -> str | None:
-    """Why the kernels cannot serve such keys and landmarks on ``device``, in a sentence; None if they can."""
+def fp8_lacking(
+    device: torch.device, keys: torch.dtype, landmark_dtype: LandmarkDtype
+) -> str | None:
+    """Why the kernels cannot serve such keys and landmarks on ``device``, in a sentence; None if
+    they can.
+    """
     if landmark_dtype == "fp8_e4m3":
         what, option = "landmarks", "landmark_dtype"
     elif keys == FP8:
@@ -120,14 +136,17 @@ def fp8_lacking(device: torch.device, keys: torch.dtype, landmark_dtype: Landmar
         return None
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
         return None
-    needed, name = ".".join(map(str, FP8_CAPABILITY)), torch.cuda.get_device_name(device)
+    needed = ".".join(map(str, FP8_CAPABILITY))
+    name = torch.cuda.get_device_name(device)
     return (
-        f"{what} in fp8_e4m3 need a GPU of compute capability {needed} or more, {name} has less; set {option} to 'auto'"
+        f"{what} in fp8_e4m3 need a GPU of compute capability {needed} or more, {name} has less; "
+        f"set {option} to 'auto'"
     )
 
 
 class DecodeWorkspace:
-    """Scratch memory of decode steps, allocated once and shared by all layers; one stream at a time may use it.
+    """Scratch memory of decode steps, allocated once and shared by all layers; one stream at a time
+    may use it.
 
     Args:
         max_batch: most sequences in a call (B).
@@ -141,7 +160,13 @@ class DecodeWorkspace:
     """
 
     def __init__(
-        self, max_batch: int, kv_heads: int, group: int, head_dim: int, max_pages: int, device: torch.device | str
+        self,
+        max_batch: int,
+        kv_heads: int,
+        group: int,
+        head_dim: int,
+        max_pages: int,
+        device: torch.device | str,
     ) -> None:
         if not 1 <= max_pages <= MAX_PAGES:
             raise ValueError(
@@ -149,22 +174,33 @@ class DecodeWorkspace:
                 "shorter maximum length"
             )
         device = torch.empty(0, device=device).device
-        self.max_batch, self.kv_heads, self.group, self.head_dim = max_batch, kv_heads, group, head_dim
+        self.max_batch, self.kv_heads, self.group, self.head_dim = (
+            max_batch,
+            kv_heads,
+            group,
+            head_dim,
+        )
         self.max_pages = max_pages
         items = max_batch * kv_heads
-        parts = items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads  # more than any launch makes
-        # Scores, later overwritten by the ids of the kept pages; row lengths are multiples of 16 to keep loads aligned.
+        parts = (
+            items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads
+        )  # more than any launch makes
+        # Scores, later overwritten by the ids of the kept pages; row lengths are multiples of 16 to
+        # keep loads aligned.
         self.rows = torch.empty(items, -(-max_pages // 16) * 16, dtype=torch.float32, device=device)
         self.partial = torch.empty(parts, group, head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(parts, 2, group, dtype=torch.float32, device=device)
         self.plan = torch.empty(parts // kv_heads, PLAN_ENTRY, dtype=torch.int32, device=device)
-        # How many programs have arrived at an item, for ranking and for attention; every launch leaves zeros.
+        # How many programs have arrived at an item, for ranking and for attention; every launch
+        # leaves zeros.
         self.counters = torch.zeros(2, items, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
         """Device memory held, in bytes."""
-        return sum(x.nbytes for x in (self.rows, self.partial, self.stats, self.plan, self.counters))
+        return sum(
+            x.nbytes for x in (self.rows, self.partial, self.stats, self.plan, self.counters)
+        )
 
 
 class DecodeImplementation(Protocol):
@@ -173,14 +209,21 @@ class DecodeImplementation(Protocol):
     def check(self, batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
         """Raises ValueError: what the implementation cannot serve. Looks at no tensor's values."""
 
-    def run(self, batch: DecodeBatch, workspace: DecodeWorkspace | None, reuse_plan: bool = False) -> Tensor:
+    def run(
+        self, batch: DecodeBatch, workspace: DecodeWorkspace | None, reuse_plan: bool = False
+    ) -> Tensor:
         """Decodes a batch that ``check`` let pass; returns ``batch.out_BHD``."""
 
 
 def check_shapes(batch: DecodeBatch) -> None:
     """Raises ValueError: shapes that do not belong together, whatever the implementation."""
     q, k, v, out = batch.q_BHD, batch.k_cache, batch.v_cache, batch.out_BHD
-    if q.shape[1] % k.shape[1] or k.shape != v.shape or q.shape[2] != k.shape[3] or q.shape != out.shape:
+    if (
+        q.shape[1] % k.shape[1]
+        or k.shape != v.shape
+        or q.shape[2] != k.shape[3]
+        or q.shape != out.shape
+    ):
         raise ValueError(
             f"query heads must be a multiple of kv heads and shapes must agree, got q {tuple(q.shape)}, "
             f"k {tuple(k.shape)}, v {tuple(v.shape)}, out {tuple(out.shape)}"
@@ -196,21 +239,31 @@ def check_shapes(batch: DecodeBatch) -> None:
         check_scales(scales.k, k)
         check_scales(scales.v, k)
         if strides[0] != strides[1]:
-            raise ValueError(f"scales of keys and values must be strided alike, got {strides[0]}, {strides[1]}")
+            raise ValueError(
+                f"scales of keys and values must be strided alike, got {strides[0]}, {strides[1]}"
+            )
     check_head_budgets(batch.head_budgets_K, k)
 
 
 def check_scales(scales: Tensor, cache: Tensor) -> None:
     """Raises ValueError: scales of other keys or values than those of ``cache``."""
-    shape, dtype = (cache.shape[1:2], torch.float32) if cache.dtype == FP8 else (cache.shape[:3], torch.uint8)
+    shape, dtype = (
+        (cache.shape[1:2], torch.float32) if cache.dtype == FP8 else (cache.shape[:3], torch.uint8)
+    )
     if scales.shape != shape or scales.dtype != dtype or scales.stride(-1) != 1:
-        raise ValueError(f"scales must be contiguous {dtype} {list(shape)}, got {scales.dtype} {tuple(scales.shape)}")
+        raise ValueError(
+            f"scales must be contiguous {dtype} {list(shape)}, got {scales.dtype} {tuple(scales.shape)}"
+        )
 
 
 def check_head_budgets(head_budgets_K: Tensor | None, k: Tensor) -> None:
-    """Raises ValueError: budgets of other heads than those of the keys ``[B, K, ...]``, or on another device."""
+    """Raises ValueError: budgets of other heads than those of the keys ``[B, K, ...]``, or on
+    another device.
+    """
     x, K = head_budgets_K, k.shape[1]
-    if x is not None and (x.shape != (K,) or x.dtype != torch.int32 or x.stride(0) != 1 or x.device != k.device):
+    if x is not None and (
+        x.shape != (K,) or x.dtype != torch.int32 or x.stride(0) != 1 or x.device != k.device
+    ):
         got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
         raise ValueError(f"head_budgets_K must be contiguous int32 [{K}] on {k.device}, got {got}")
 
@@ -221,9 +274,16 @@ def check_landmarks(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout)
     Those of keys in 8 bits may have any dtype of 16 or 32 bits.
     """
     blocks, K, block_tokens, D = k_cache.shape
-    shape, dtype = (blocks, block_tokens // layout.page_size, K, D), layout.landmark_type(k_cache.dtype)
+    shape, dtype = (
+        (blocks, block_tokens // layout.page_size, K, D),
+        layout.landmark_type(k_cache.dtype),
+    )
     if k_cache.dtype in CACHES_IN_8_BITS and layout.landmark_dtype == "auto":
-        dtype = landmark_cache.dtype if landmark_cache.dtype in (*QUERY_DTYPES, torch.float32) else torch.bfloat16
+        dtype = (
+            landmark_cache.dtype
+            if landmark_cache.dtype in (*QUERY_DTYPES, torch.float32)
+            else torch.bfloat16
+        )
     if landmark_cache.shape != shape or landmark_cache.dtype != dtype:
         raise ValueError(
             f"landmarks must be {shape} in {dtype}, got {tuple(landmark_cache.shape)} in {landmark_cache.dtype}"
@@ -233,33 +293,43 @@ def check_landmarks(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout)
 class CachedLayers:
     """Layers whose caches hold the same tokens in the same slots.
 
-    Args:
-        caches: keys, a strided view ``[blocks, K, block tokens, D]``, landmarks, as in ``DecodeBatch``, and of keys in
-            int8 their scales, as in ``CacheScales``, of each layer; shapes, strides and dtypes are the same in all.
+    Args: caches: keys, a strided view ``[blocks, K, block tokens, D]``, landmarks, as in
+        ``DecodeBatch``, and of keys in
+            int8 their scales, as in ``CacheScales``, of each layer; shapes, strides and dtypes are
+            the same in all.
 
-    Raises ValueError: no layers, layers that differ, caches at such distances that loads would not be aligned, or keys
-    in int8 without scales.
+    Raises ValueError: no layers, layers that differ, caches at such distances that loads would not
+    be aligned, or keys in int8 without scales.
     """
 
     def __init__(self, caches: Sequence[tuple[Tensor, ...]]) -> None:
         kinds = {tuple((x.shape, x.stride(), x.dtype, x.device) for x in layer) for layer in caches}
         if len(kinds) != 1:
-            raise ValueError(f"{len(caches)} layers with {len(kinds)} kinds of caches, expected one kind")
+            raise ValueError(
+                f"{len(caches)} layers with {len(kinds)} kinds of caches, expected one kind"
+            )
         self.caches = tuple(caches)
         self.keys, self.landmarks, *scales = caches[0]
         if len(scales) != (self.keys.dtype == torch.int8):
-            raise ValueError(f"keys in int8 come with one tensor of scales, and no others; got {len(scales)}")
+            raise ValueError(
+                f"keys in int8 come with one tensor of scales, and no others; got {len(scales)}"
+            )
         self.scales = scales[0] if scales else None
         if self.scales is not None:
             check_scales(self.scales, self.keys)
         # How far each layer's keys, landmarks and scales lie from the first layer's, in elements.
         distances = [
-            [(x.data_ptr() - first.data_ptr()) // x.itemsize for x, first in zip(layer, caches[0], strict=True)]
+            [
+                (x.data_ptr() - first.data_ptr()) // x.itemsize
+                for x, first in zip(layer, caches[0], strict=True)
+            ]
             for layer in caches
         ]
         if any(distance % 16 for layer in distances for distance in layer):
             raise ValueError(f"caches lie {distances} elements apart, expected multiples of 16")
-        self.distance_L3 = torch.tensor([[*layer, 0][:3] for layer in distances], device=self.keys.device)
+        self.distance_L3 = torch.tensor(
+            [[*layer, 0][:3] for layer in distances], device=self.keys.device
+        )
 
 
 def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> None:
@@ -267,18 +337,26 @@ def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> 
     block_tokens, D = k_cache.shape[2:]
     P = layout.page_size
     if P not in PAGE_SIZES or block_tokens % P:
-        raise ValueError(f"pages of {P} tokens in blocks of {block_tokens}: expected a divisor among {PAGE_SIZES}")
+        raise ValueError(
+            f"pages of {P} tokens in blocks of {block_tokens}: expected a divisor among {PAGE_SIZES}"
+        )
     if D not in HEAD_DIMS:
-        raise ValueError(f"head dim {D} has no kernel, expected one of {HEAD_DIMS}; use implementation='reference'")
+        raise ValueError(
+            f"head dim {D} has no kernel, expected one of {HEAD_DIMS}; use implementation='reference'"
+        )
     if k_cache.dtype not in (*QUERY_DTYPES, *CACHES_IN_8_BITS):
-        raise ValueError(f"caches must be float16, bfloat16, float8_e4m3fn or int8, got {k_cache.dtype}")
+        raise ValueError(
+            f"caches must be float16, bfloat16, float8_e4m3fn or int8, got {k_cache.dtype}"
+        )
     check_landmarks(k_cache, landmark_cache, layout)
     if k_cache.stride(3) != 1 or landmark_cache.stride(3) != 1:
         raise ValueError("keys and landmarks must be contiguous along the head dim")
 
 
 def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raises ValueError: what no kernel can serve; ``check_shapes`` and ``check_cache`` are part of it."""
+    """Raises ValueError: what no kernel can serve; ``check_shapes`` and ``check_cache`` are part of
+    it.
+    """
     check_shapes(batch)
     check_cache(batch.k_cache, batch.landmark_cache, batch.layout)
     B, K, G, D = len(batch.q_BHD), batch.kv_heads, batch.group, batch.head_dim
@@ -289,15 +367,21 @@ def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> 
             f"{q.dtype} and keys in {k.dtype}"
         )
     if batch.landmark_cache.dtype not in (q.dtype, FP8):
-        raise ValueError(f"landmarks must be in {q.dtype}, as the queries, got {batch.landmark_cache.dtype}")
+        raise ValueError(
+            f"landmarks must be in {q.dtype}, as the queries, got {batch.landmark_cache.dtype}"
+        )
     if v.stride() != k.stride():
-        raise ValueError(f"keys and values must be strided alike, got {k.stride()} and {v.stride()}")
+        raise ValueError(
+            f"keys and values must be strided alike, got {k.stride()} and {v.stride()}"
+        )
     if not q.stride(2) == v.stride(3) == out.stride(2) == 1:
         raise ValueError("q, v and out must be contiguous along the head dim")
     rows = dict(block_table_BM=batch.block_table_BM, length_B=batch.length_B, top_k_B=batch.top_k_B)
     for name, x in rows.items():
         if x.dtype != torch.int32 or x.shape[0] != B or x.stride(-1) != 1:
-            raise ValueError(f"{name} must be contiguous int32 with {B} rows, got {x.dtype} {tuple(x.shape)}")
+            raise ValueError(
+                f"{name} must be contiguous int32 with {B} rows, got {x.dtype} {tuple(x.shape)}"
+            )
     if workspace is None:
         raise ValueError("a kernel needs a workspace; make one DecodeWorkspace for all layers")
     if (workspace.kv_heads, workspace.group, workspace.head_dim) != (K, G, D) or G > MAX_GROUP:

@@ -1,10 +1,12 @@
-"""How a batch is divided among programs: once per step, on the device, for every kernel that attends.
+"""How a batch is divided among programs: once per step, on the device, for every kernel that
+attends.
 
-In a rollout rows differ in length, and a step waits for its slowest program. Triton's kernels and the CUDA kernel read
-the same plan. Each entry holds ``PLAN_ENTRY`` int32 numbers for the K programs (one per kv head) of a part of a row:
-the row, the part, the row's number of parts, the slot of its first part, its length and its top_k; two are for
-alignment. Where heads have budgets of their own, the plan knows the mean alone, so that it is good for every layer:
-each program cuts its own head's pages into the row's number of parts.
+In a rollout rows differ in length, and a step waits for its slowest program. Triton's kernels and
+the CUDA kernel read the same plan. Each entry holds ``PLAN_ENTRY`` int32 numbers for the K programs
+(one per kv head) of a part of a row: the row, the part, the row's number of parts, the slot of its
+first part, its length and its top_k; two are for alignment. Where heads have budgets of their own,
+the plan knows the mean alone, so that it is good for every layer: each program cuts its own head's
+pages into the row's number of parts.
 
 Shapes: R rows (sequences), S rows or sizes tried at a time.
 """
@@ -28,7 +30,8 @@ SIZES = tl.constexpr(16)  # sizes that are tried for the parts of a batch
 class Division:
     """What a launch asks of the plan."""
 
-    extra_programs: int  # for further parts of rows, besides one program for each item; a multiple of the kv heads
+    # for further parts of rows, besides one program for each item; a multiple of the kv heads
+    extra_programs: int
     resident_programs: int  # programs that run at once
     part_tokens: int  # kept tokens worth a program of their own
     ranks: bool  # whether a row's first program ranks its pages first, while the others wait for it
@@ -37,21 +40,36 @@ class Division:
 def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -> None:
     """Writes the workspace's plan, which is good for every layer with these lengths and budgets.
 
-    Raises ValueError: extra programs that are no multiple of the kv heads; some of them would find no plan.
+    Raises ValueError: extra programs that are no multiple of the kv heads; some of them would find
+    no plan.
     """
     B, K, layout = len(batch.length_B), batch.kv_heads, batch.layout
     if division.extra_programs % K:
-        raise ValueError(f"extra programs must be a multiple of the {K} kv heads, got {division.extra_programs}")
+        raise ValueError(
+            f"extra programs must be a multiple of the {K} kv heads, got {division.extra_programs}"
+        )
     plan_kernel[(1,)](
-        batch.length_B, batch.top_k_B, workspace.plan, B, division.extra_programs // K,
-        division.resident_programs // K, P=layout.page_size, SINK=layout.sink_pages, RECENT=layout.recent_pages,
-        MIN_PART=division.part_tokens, ROWS=max(128, triton.next_power_of_2(B)), RANKS=division.ranks, num_warps=4,
-    )  # fmt: skip
+        batch.length_B,
+        batch.top_k_B,
+        workspace.plan,
+        B,
+        division.extra_programs // K,
+        division.resident_programs // K,
+        P=layout.page_size,
+        SINK=layout.sink_pages,
+        RECENT=layout.recent_pages,
+        MIN_PART=division.part_tokens,
+        ROWS=max(128, triton.next_power_of_2(B)),
+        RANKS=division.ranks,
+        num_warps=4,
+    )
 
 
 @triton.jit
 def page_counts(length, top_k, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr):
-    """Pages of a row, pages ranked by score, how many of those are kept, and tokens in all kept pages."""
+    """Pages of a row, pages ranked by score, how many of those are kept, and tokens in all kept
+    pages.
+    """
     pages = (length + P - 1) // P
     ranked = tl.maximum(pages - SINK - RECENT, 0)
     budget = tl.minimum(ranked, tl.maximum(top_k, 0))
@@ -60,7 +78,9 @@ def page_counts(length, top_k, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.c
 
 @triton.jit
 def of_head(top_k, head_budgets, head):
-    """A head's pages by score: ``top_k`` times its budget, in units of 1 / 256; None if all heads are alike."""
+    """A head's pages by score: ``top_k`` times its budget, in units of 1 / 256; None if all heads
+    are alike.
+    """
     if head_budgets is not None:
         relative = tl.load(head_budgets + head).to(tl.int64)
         own = tl.minimum((top_k.to(tl.int64) * relative + 128) >> 8, EVERY_PAGE)
@@ -70,15 +90,25 @@ def of_head(top_k, head_budgets, head):
 
 @triton.jit(do_not_specialize=["count", "extra", "resident"])
 def plan_kernel(
-    length, top_k, plan, count, extra, resident,
-    P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, MIN_PART: tl.constexpr, ROWS: tl.constexpr,
+    length,
+    top_k,
+    plan,
+    count,
+    extra,
+    resident,
+    P: tl.constexpr,
+    SINK: tl.constexpr,
+    RECENT: tl.constexpr,
+    MIN_PART: tl.constexpr,
+    ROWS: tl.constexpr,
     RANKS: tl.constexpr,
-):  # fmt: skip
-    """Divides a batch: every row has at least one part, with at most ``extra`` more in all, as small as that allows.
+):
+    """Divides a batch: every row has at least one part, with at most ``extra`` more in all, as
+    small as that allows.
 
-    A row stays whole if it is not longer than what each of ``resident`` entries would get or, unless there is room for
-    twice the rows, not much longer than the mean. The most work comes first, and a row's first part before its others;
-    entries left over get row ``count``.
+    A row stays whole if it is not longer than what each of ``resident`` entries would get or,
+    unless there is room for twice the rows, not much longer than the mean. The most work comes
+    first, and a row's first part before its others; entries left over get row ``count``.
     """
     r = tl.arange(0, ROWS)
     length_R = tl.load(length + r, mask=r < count, other=0)
@@ -86,8 +116,12 @@ def plan_kernel(
     tokens_R, ranking_R = _work(length_R, top_k_R, P, SINK, RECENT, RANKS)
     total = tl.sum(tokens_R)
     whole = tl.where(2 * count <= resident, 0, total // count * 17 // 16)
-    low = tl.maximum(tl.maximum(MIN_PART, total // (count + extra)), tl.maximum(whole, total // resident))
-    high = tl.maximum(low, total // extra + 1)  # needs at most ``extra`` further parts, whatever the lengths
+    low = tl.maximum(
+        tl.maximum(MIN_PART, total // (count + extra)), tl.maximum(whole, total // resident)
+    )
+    high = tl.maximum(
+        low, total // extra + 1
+    )  # needs at most ``extra`` further parts, whatever the lengths
     size_S = high - (high - low) // (SIZES - 1) * tl.arange(0, SIZES)
     needed_S = tl.sum(tl.maximum(tokens_R - 1, 0)[:, None] // size_S[None, :], 0)
     size = tl.min(tl.where(needed_S <= extra, size_S, high))
@@ -121,15 +155,26 @@ def plan_kernel(
 
 
 @triton.jit
-def _work(length_R, top_k_R, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, RANKS: tl.constexpr):
-    """A row's kept tokens, and how many tokens take as long to read as the landmarks that its first part ranks."""
+def _work(
+    length_R,
+    top_k_R,
+    P: tl.constexpr,
+    SINK: tl.constexpr,
+    RECENT: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """A row's kept tokens, and how many tokens take as long to read as the landmarks that its first
+    part ranks.
+    """
     _pages, ranked, budget, tokens_R = page_counts(length_R, top_k_R, P, SINK, RECENT)
     return tokens_R, tl.where((budget > 0) & (budget < ranked) & RANKS, ranked // 2, 0)
 
 
 @triton.jit
 def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.constexpr):
-    """Distinct numbers that sort the first and the further parts of rows by their work, in whole pages."""
+    """Distinct numbers that sort the first and the further parts of rows by their work, in whole
+    pages.
+    """
     part_R = tokens_R // (more_R + 1)
     last_R = ROWS - 1 - r
     return ((part_R + ranking_R) // P * 2 + 1) * ROWS + last_R, part_R // P * 2 * ROWS + last_R

@@ -1,8 +1,10 @@
-"""Keys and values in int8, each vector of a token and kv head with a scale of its own: the one definition of it.
+"""Keys and values in int8, each vector of a token and kv head with a scale of its own: the one
+definition of it.
 
-A vector is codes from -127 to 127 and one exponent byte e (E8M0): it stands for ``code * 2^(e - 127)``. The scale is
-the least power of 2 that lets no code exceed 127, so that nothing has to be calibrated, and nothing is clipped. Within
-``exponent_limits``, that is: what is beyond the greatest scale is clipped, and what is below the least loses digits.
+A vector is codes from -127 to 127 and one exponent byte e (E8M0): it stands for ``code * 2^(e -
+127)``. The scale is the least power of 2 that lets no code exceed 127, so that nothing has to be
+calibrated, and nothing is clipped. Within ``exponent_limits``, that is: what is beyond the greatest
+scale is clipped, and what is below the least loses digits.
 
 Shapes: D elements of a vector.
 """
@@ -18,20 +20,24 @@ NOT_FINITE = 255  # the byte of a vector with an infinite element or NaN: all of
 
 
 def exponent_limits(dtype: torch.dtype) -> tuple[int, int]:
-    """The least and the greatest exponent of a scale for vectors in ``dtype``, which holds ``code * scale`` exactly.
+    """The least and the greatest exponent of a scale for vectors in ``dtype``, which holds ``code *
+    scale`` exactly.
 
-    Those of wider dtypes than float16 are 100 apart at the most: relative to the greatest, the least is still a normal
-    float32, in which the kernels add weights.
+    Those of wider dtypes than float16 are 100 apart at the most: relative to the greatest, the
+    least is still a normal float32, in which the kernels add weights.
     """
     return (-24, 9) if dtype == torch.float16 else (-50, 50)
 
 
 def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` ``[..., D]`` as codes, int8, rounded to nearest even, and exponent bytes ``[...]``, uint8."""
+    """``x`` ``[..., D]`` as codes, int8, rounded to nearest even, and exponent bytes ``[...]``,
+    uint8.
+    """
     least, most = exponent_limits(x.dtype)
     x = x.float()
     bits = x.abs().amax(-1).contiguous().view(torch.int32)
-    # 127 * 2^e is 1.984375 * 2^(e + 6), of which the mantissa's bits are 0x7E0000: what exceeds it carries over.
+    # 127 * 2^e is 1.984375 * 2^(e + 6), of which the mantissa's bits are 0x7E0000: what exceeds it
+    # carries over.
     exponent = ((bits + 0x1FFFF) >> 23) - 6
     exponent = exponent.clamp(least + BIAS, most + BIAS).masked_fill(bits >= 0x7F800000, NOT_FINITE)
     codes = (x / scale_of(exponent)[..., None]).round().clamp(-INT8_MAX, INT8_MAX).nan_to_num(0.0)

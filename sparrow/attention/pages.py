@@ -16,13 +16,17 @@ import torch
 from torch import Tensor
 
 LandmarkDtype = Literal["auto", "fp8_e4m3"]
-"""How landmarks are stored: in the keys' dtype, or in 8 bits (1 sign, 4 exponent, 3 mantissa) clamped to 448."""
+"""How landmarks are stored: in the keys' dtype, or in 8 bits (1 sign, 4 exponent, 3 mantissa)
+clamped to 448.
+"""
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 ALL_PAGES = 2**30
 """A number of pages that covers any sequence, whatever a head's budget relative to it."""
 BUDGET_UNIT = 256
-"""Relative budgets are whole numbers of 1 / 256, and products are rounded half up: all implementations agree."""
+"""Relative budgets are whole numbers of 1 / 256, and products are rounded half up: all
+implementations agree.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,16 @@ class PageLayout:
 
     page_size: int = 16  # P, tokens in a page
     sink_pages: int = 1  # pages always kept at the start
-    recent_pages: int = 2  # pages always kept at the end, the partly filled one included; at least 1
+    recent_pages: int = (
+        2  # pages always kept at the end, the partly filled one included; at least 1
+    )
     landmark_dtype: LandmarkDtype = "auto"
 
     def __post_init__(self) -> None:
         if self.landmark_dtype not in get_args(LandmarkDtype):
-            raise ValueError(f"landmark_dtype is {self.landmark_dtype!r}, expected one of {get_args(LandmarkDtype)}")
+            raise ValueError(
+                f"landmark_dtype is {self.landmark_dtype!r}, expected one of {get_args(LandmarkDtype)}"
+            )
         if self.page_size < 1 or self.sink_pages < 0 or self.recent_pages < 1:
             raise ValueError(f"need page_size >= 1, sink_pages >= 0, recent_pages >= 1, got {self}")
 
@@ -51,25 +59,31 @@ def page_count(length: Tensor, page_size: int) -> Tensor:
 
 
 def tokens_at(x_BKSD: Tensor, column_BKT: Tensor) -> Tensor:
-    """Keys or values ``[B, K, T, D]`` in these columns (int64) of a cache: ``gather``, but of whole vectors.
+    """Keys or values ``[B, K, T, D]`` in these columns (int64) of a cache: ``gather``, but of whole
+    vectors.
 
     On a CPU this takes a quarter of the time of ``gather``.
     """
     B, K, S, D = x_BKSD.shape
     first_BK1 = torch.arange(0, B * K * S, S, device=x_BKSD.device).view(B, K, 1)
-    return x_BKSD.reshape(-1, D).index_select(0, (first_BK1 + column_BKT).flatten()).view(B, K, -1, D)
+    return (
+        x_BKSD.reshape(-1, D).index_select(0, (first_BK1 + column_BKT).flatten()).view(B, K, -1, D)
+    )
 
 
 def to_fp8(x: Tensor) -> Tensor:
-    """``x`` in float8_e4m3fn, clamped to 448; without the clamp, some devices would turn larger values into NaN."""
+    """``x`` in float8_e4m3fn, clamped to 448; without the clamp, some devices would turn larger
+    values into NaN.
+    """
     return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def landmarks(k_BKNPD: Tensor, dtype: LandmarkDtype = "auto") -> Tensor:
     """What a page is ranked by: mean keys ``[B, K, N, D]``.
 
-    The mean is taken in float32 and rounded once to what is stored, as a KV cache holds it. A page that is not yet full
-    has no meaningful landmark and is never ranked: it is among the recent pages.
+    The mean is taken in float32 and rounded once to what is stored, as a KV cache holds it. A page
+    that is not yet full has no meaningful landmark and is never ranked: it is among the recent
+    pages.
     """
     mean = k_BKNPD.float().mean(-2)
     return mean.to(k_BKNPD.dtype) if dtype == "auto" else to_fp8(mean)
@@ -82,22 +96,30 @@ def page_scores(q_BHTD: Tensor, landmarks_BKND: Tensor) -> Tensor:
 
 
 def head_top_k(top_k_BT: Tensor, head_budgets_K: Tensor) -> Tensor:
-    """Pages that each kv head keeps by score, int64 ``[B, K, T]``; budgets are relative, in units of 1 / 256."""
+    """Pages that each kv head keeps by score, int64 ``[B, K, T]``; budgets are relative, in units
+    of 1 / 256.
+    """
     top_k_B1T = top_k_BT[:, None].long()
     return torch.where(
-        top_k_B1T >= ALL_PAGES, top_k_B1T, (top_k_B1T * head_budgets_K[:, None] + BUDGET_UNIT // 2) // BUDGET_UNIT
+        top_k_B1T >= ALL_PAGES,
+        top_k_B1T,
+        (top_k_B1T * head_budgets_K[:, None] + BUDGET_UNIT // 2) // BUDGET_UNIT,
     )
 
 
 def select_pages(
-    scores_BKTN: Tensor, length_BT: Tensor, top_k_BT: Tensor, layout: PageLayout, head_budgets_K: Tensor | None = None
+    scores_BKTN: Tensor,
+    length_BT: Tensor,
+    top_k_BT: Tensor,
+    layout: PageLayout,
+    head_budgets_K: Tensor | None = None,
 ) -> Tensor:
     """The pages each query token reads: bool ``[B, K, T, N]``.
 
-    ``length_BT`` counts the tokens a query sees, itself included; ``top_k_BT`` the pages kept by score, which
-    ``head_budgets_K`` multiplies (see ``head_top_k``). Kept are the sink pages, the recent pages, and the ``top_k``
-    best of the rest; equal scores go to the earlier page. A sequence with no more pages than would be kept has all of
-    them selected.
+    ``length_BT`` counts the tokens a query sees, itself included; ``top_k_BT`` the pages kept by
+    score, which ``head_budgets_K`` multiplies (see ``head_top_k``). Kept are the sink pages, the
+    recent pages, and the ``top_k`` best of the rest; equal scores go to the earlier page. A
+    sequence with no more pages than would be kept has all of them selected.
     """
     N = scores_BKTN.shape[-1]
     n = torch.arange(N, device=scores_BKTN.device)
@@ -106,7 +128,9 @@ def select_pages(
     always = inside & ((n < layout.sink_pages) | (n >= pages_BT1 - layout.recent_pages))
     ranked = (inside & ~always)[:, None]
     scores = scores_BKTN.masked_fill(~ranked, float("-inf"))
-    top_k_BKT = top_k_BT[:, None] if head_budgets_K is None else head_top_k(top_k_BT, head_budgets_K)
+    top_k_BKT = (
+        top_k_BT[:, None] if head_budgets_K is None else head_top_k(top_k_BT, head_budgets_K)
+    )
     k_BKT1 = torch.minimum(top_k_BKT, ranked.sum(-1))[..., None]
     most = int(k_BKT1.max()) if k_BKT1.numel() else 0
     if most == 0:
@@ -122,7 +146,8 @@ def select_pages(
 def reading_order(scores_BKTN: Tensor, length_BT: Tensor, layout: PageLayout) -> Tensor:
     """Pages in the order in which a growing ``top_k`` takes them up, ``[B, K, T, N]``.
 
-    Arguments as in ``select_pages``. The pages that are always kept come first, those beyond the sequence last.
+    Arguments as in ``select_pages``. The pages that are always kept come first, those beyond the
+    sequence last.
     """
     page = torch.arange(scores_BKTN.shape[-1], device=scores_BKTN.device)
     pages_BT1 = page_count(length_BT, layout.page_size)[..., None]

@@ -46,32 +46,46 @@ def decode(
     scale: float,
     head_budgets_K: Tensor | None = None,
 ) -> Tensor:
-    """One decode step: attend from the newest token of every row to its kept pages; returns ``[B, H, D]``.
+    """One decode step: attend from the newest token of every row to its kept pages; returns ``[B,
+    H, D]``.
 
-    Row b's sequence lies in columns ``start_B[b] .. start_B[b] + length_B[b] - 1`` (left padding before,
-    unused cache after; ``None`` means column 0 everywhere); its pages are counted from its own first token.
+    Row b's sequence lies in columns ``start_B[b] .. start_B[b] + length_B[b] - 1`` (left padding
+    before, unused cache after; ``None`` means column 0 everywhere); its pages are counted from its
+    own first token.
     """
     S, P = k_BKSD.shape[2], layout.page_size
     with torch.no_grad():
         marks = _page_landmarks(k_BKSD, start_B, layout)
         scores = page_scores(q_BHD[:, :, None], marks)
-        keep_BKN = select_pages(scores, length_B[:, None], top_k_B[:, None], layout, head_budgets_K)[:, :, 0]
+        keep_BKN = select_pages(
+            scores, length_B[:, None], top_k_B[:, None], layout, head_budgets_K
+        )[:, :, 0]
         token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
-        column_BKT = (token_BKT if start_B is None else token_BKT + start_B[:, None, None]).clamp(max=S - 1)
-    return _attend(q_BHD, tokens_at(k_BKSD, column_BKT), tokens_at(v_BKSD, column_BKT), seen_BKT, scale)
+        column_BKT = (token_BKT if start_B is None else token_BKT + start_B[:, None, None]).clamp(
+            max=S - 1
+        )
+    return _attend(
+        q_BHD, tokens_at(k_BKSD, column_BKT), tokens_at(v_BKSD, column_BKT), seen_BKT, scale
+    )
 
 
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raises ValueError: shapes that do not belong together, or landmarks in another dtype than the layout says."""
+    """Raises ValueError: shapes that do not belong together, or landmarks in another dtype than the
+    layout says.
+    """
     check_shapes(batch)
     check_landmarks(batch.k_cache, batch.landmark_cache, batch.layout)
 
 
-def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan: bool = False) -> Tensor:
-    """One decode step over a paged cache: like ``decode``, but with the landmarks that the cache holds.
+def run(
+    batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan: bool = False
+) -> Tensor:
+    """One decode step over a paged cache: like ``decode``, but with the landmarks that the cache
+    holds.
 
-    Nothing beyond a row's ``length_B`` tokens has any effect, not even NaN; a row of length 0 returns zeros. The
-    landmark of a page that a row's newest token filled is written. There is no plan, and the workspace stays untouched.
+    Nothing beyond a row's ``length_B`` tokens has any effect, not even NaN; a row of length 0
+    returns zeros. The landmark of a page that a row's newest token filled is written. There is no
+    plan, and the workspace stays untouched.
     """
     q_BHD, k_cache, layout = batch.q_BHD, batch.k_cache, batch.layout
     K, block_tokens, P = batch.kv_heads, k_cache.shape[2], layout.page_size
@@ -81,14 +95,18 @@ def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan
         block_B = table_BM.gather(1, newest_B[:, None] // block_tokens)[:, 0]
         slot_B = torch.where(length_B > 0, block_B * block_tokens + newest_B % block_tokens, -1)
         scales = batch.cache_scales
-        _update_landmarks(k_cache, batch.landmark_cache, slot_B, layout, None if scales is None else scales.k)
+        _update_landmarks(
+            k_cache, batch.landmark_cache, slot_B, layout, None if scales is None else scales.k
+        )
         pages_B = page_count(length_B, P)
         n = torch.arange(max(1, int(pages_B.max())), device=q_BHD.device)
         block_BN = table_BM[:, n * P // block_tokens].where(n < pages_B[:, None], 0)
         marks_BKND = batch.landmark_cache[block_BN, n % (block_tokens // P)].transpose(1, 2)
         scores = page_scores(q_BHD[:, :, None], marks_BKND)
         top_k_B1 = batch.top_k_B.long()[:, None]
-        keep_BKN = select_pages(scores, length_B[:, None], top_k_B1, layout, batch.head_budgets_K)[:, :, 0]
+        keep_BKN = select_pages(scores, length_B[:, None], top_k_B1, layout, batch.head_budgets_K)[
+            :, :, 0
+        ]
         token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
         block_BKT = block_BN[:, None].expand(-1, K, -1).gather(-1, token_BKT // P)
         at = (block_BKT, torch.arange(K, device=q_BHD.device)[:, None], token_BKT % block_tokens)
@@ -102,10 +120,16 @@ def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan
     return batch.out_BHD.copy_(out_BHD.masked_fill((length_B == 0)[:, None, None], 0.0))
 
 
-def _attend(q_BHD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, seen_BKT: Tensor, scale: float) -> Tensor:
-    """Attention of one query in each row to the tokens gathered for its kv heads, of which those count in ``seen``."""
+def _attend(
+    q_BHD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, seen_BKT: Tensor, scale: float
+) -> Tensor:
+    """Attention of one query in each row to the tokens gathered for its kv heads, of which those
+    count in ``seen``.
+    """
     q_BKGD = q_BHD.unflatten(1, (k_BKTD.shape[1], -1))
-    return F.scaled_dot_product_attention(q_BKGD, k_BKTD, v_BKTD, seen_BKT[:, :, None], scale=scale).flatten(1, 2)
+    return F.scaled_dot_product_attention(
+        q_BKGD, k_BKTD, v_BKTD, seen_BKT[:, :, None], scale=scale
+    ).flatten(1, 2)
 
 
 def _entries(cache: Tensor, at: tuple[Tensor | slice, ...]) -> Tensor:
@@ -113,7 +137,9 @@ def _entries(cache: Tensor, at: tuple[Tensor | slice, ...]) -> Tensor:
     return cache.view(torch.uint8)[at].view(FP8) if cache.dtype == FP8 else cache[at]
 
 
-def _dequantised(cache: Tensor, scales: Tensor, at: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+def _dequantised(
+    cache: Tensor, scales: Tensor, at: tuple[Tensor, ...], dtype: torch.dtype
+) -> Tensor:
     """Keys or values ``[B, K, T, D]`` of a cache in 8 bits."""
     if cache.dtype == torch.int8:
         return from_int8(cache[at], scales[at], dtype)
@@ -121,10 +147,17 @@ def _dequantised(cache: Tensor, scales: Tensor, at: tuple[Tensor, ...], dtype: t
 
 
 def store_tokens(
-    key_TKD: Tensor, value_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor, scales: CacheScales,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping_T: Tensor,
+    scales: CacheScales,
     clipped: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Stores each token's keys and values in its slot (-1: none) of a cache in 8 bits; see ``triton.store_tokens``."""
+) -> None:
+    """Stores each token's keys and values in its slot (-1: none) of a cache in 8 bits; see
+    ``triton.store_tokens``.
+    """
     has_slot_T = slot_mapping_T >= 0
     slot, block_tokens = slot_mapping_T[has_slot_T].long(), k_cache.shape[2]
     if k_cache.dtype == torch.int8:
@@ -137,20 +170,30 @@ def store_tokens(
     for new_TKD, cache, scale_K in ((key_TKD, k_cache, scales.k), (value_TKD, v_cache, scales.v)):
         scaled = new_TKD[: len(slot_mapping_T)][has_slot_T].float() / scale_K[:, None]
         beyond |= (scaled.abs() > FP8_MAX).flatten(1).any(1)
-        cache.view(torch.uint8)[slot // block_tokens, :, slot % block_tokens] = to_fp8(scaled).view(torch.uint8)
+        cache.view(torch.uint8)[slot // block_tokens, :, slot % block_tokens] = to_fp8(scaled).view(
+            torch.uint8
+        )
     clipped += beyond.sum()
 
 
 def update_landmarks(layers: CachedLayers, slot_mapping_T: Tensor, layout: PageLayout) -> None:
     """Recomputes, in place, the landmark of every page whose last slot is in ``slot_mapping_T``."""
     for k_cache, landmark_cache, *scales in layers.caches:
-        _update_landmarks(k_cache, landmark_cache, slot_mapping_T, layout, scales[0] if scales else None)
+        _update_landmarks(
+            k_cache, landmark_cache, slot_mapping_T, layout, scales[0] if scales else None
+        )
 
 
 def _update_landmarks(
-    k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Tensor, layout: PageLayout, scales: Tensor | None
+    k_cache: Tensor,
+    landmark_cache: Tensor,
+    slot_mapping_T: Tensor,
+    layout: PageLayout,
+    scales: Tensor | None,
 ) -> None:
-    """One layer of ``update_landmarks``; ``scales`` are those of keys in int8, and others are not looked at."""
+    """One layer of ``update_landmarks``; ``scales`` are those of keys in int8, and others are not
+    looked at.
+    """
     check_landmarks(k_cache, landmark_cache, layout)
     block_tokens, P = k_cache.shape[2], layout.page_size
     last = slot_mapping_T[(slot_mapping_T >= 0) & (slot_mapping_T % P == P - 1)].long()
@@ -161,7 +204,9 @@ def _update_landmarks(
     if k_cache.dtype == torch.int8:
         assert scales is not None
         keys_TPKD = from_int8(keys_TPKD, scales[at], dtype)
-    elif k_cache.dtype == FP8:  # of what is stored: a head's scale does not change the order of a row's scores
+    elif (
+        k_cache.dtype == FP8
+    ):  # of what is stored: a head's scale does not change the order of a row's scores
         keys_TPKD = keys_TPKD.to(dtype)
     landmark_cache[block, token // P] = landmarks(keys_TPKD.transpose(1, 2), layout.landmark_dtype)
 
@@ -181,8 +226,8 @@ def teacher_forced(
 ) -> Tensor:
     """All query positions at once; see ``sparrow.attention.teacher_forced``.
 
-    The token at position t after the prompt reads the pages selected among its t + 1 tokens. Memory grows with
-    ``query_chunk * T``; use the kernel for real lengths.
+    The token at position t after the prompt reads the pages selected among its t + 1 tokens. Memory
+    grows with ``query_chunk * T``; use the kernel for real lengths.
     """
     H, T = q_BHTD.shape[1:3]
     K, P = k_BKTD.shape[1], layout.page_size
@@ -201,12 +246,15 @@ def teacher_forced(
         with torch.no_grad():
             causal = (column_T <= column_T[now, None]) & real_BT[:, None] & real_BT[:, now, None]
             scores = page_scores(q_BHTD[:, :, now], marks)
-            keep = select_pages(scores, (position + 1).clamp(min=1), top_k_BT[:, now], layout, head_budgets_K)
+            keep = select_pages(
+                scores, (position + 1).clamp(min=1), top_k_BT[:, now], layout, head_budgets_K
+            )
             keep = keep | (position < prompt_B[:, None])[:, None, :, None]
             token_keep = keep.gather(-1, page_BT[:, None, None].expand(-1, K, keep.shape[2], -1))
             mask = (token_keep & causal[:, None]).repeat_interleave(H // K, dim=1)
             padded = ~real_BT[:, now]
-            # A padded query attends to itself: softmax over nothing is NaN, and NaN times zero poisons gradients.
+            # A padded query attends to itself: softmax over nothing is NaN, and NaN times zero
+            # poisons gradients.
             mask = mask | (padded[:, None, :, None] & (column_T == column_T[now, None]))
         out = F.scaled_dot_product_attention(
             q_BHTD[:, :, now], k_BKTD, v_BKTD, attn_mask=mask, scale=scale, enable_gqa=K != H
@@ -216,15 +264,23 @@ def teacher_forced(
 
 
 def _kept_tokens(keep_BKN: Tensor, length_B: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Token numbers of the kept pages, in order, as many as the fullest row needs, and a mask of those that count."""
-    page_BKM = keep_BKN.int().argsort(dim=-1, descending=True, stable=True)[..., : int(keep_BKN.sum(-1).max())]
+    """Token numbers of the kept pages, in order, as many as the fullest row needs, and a mask of
+    those that count.
+    """
+    page_BKM = keep_BKN.int().argsort(dim=-1, descending=True, stable=True)[
+        ..., : int(keep_BKN.sum(-1).max())
+    ]
     token_BKMP = page_BKM[..., None] * page_size + torch.arange(page_size, device=keep_BKN.device)
-    seen_BKMP = keep_BKN.gather(-1, page_BKM)[..., None] & (token_BKMP < length_B[:, None, None, None])
+    seen_BKMP = keep_BKN.gather(-1, page_BKM)[..., None] & (
+        token_BKMP < length_B[:, None, None, None]
+    )
     return token_BKMP.flatten(2), seen_BKMP.flatten(2)
 
 
 def _page_landmarks(k_BKSD: Tensor, start_B: Tensor | None, layout: PageLayout) -> Tensor:
-    """Landmarks of ``ceil(S / P)`` pages, counted from each row's first token; zeros where no whole page fits."""
+    """Landmarks of ``ceil(S / P)`` pages, counted from each row's first token; zeros where no whole
+    page fits.
+    """
     (K, S), P = k_BKSD.shape[1:3], layout.page_size
     whole = S // P
     k = k_BKSD[:, :, : whole * P]

@@ -13,7 +13,9 @@ from sparrow.settings import flat
 
 
 def from_toml(path: Path) -> list[str]:
-    """The file's options in command-line form. Raises ConfigError: a file that cannot be read, or is not TOML."""
+    """The file's options in command-line form. Raises ConfigError: a file that cannot be read, or
+    is not TOML.
+    """
     try:
         return list(_options(tomllib.loads(path.read_text(encoding="utf-8"))))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -24,7 +26,9 @@ def from_toml(path: Path) -> list[str]:
 
 
 def recorded(run_dir: Path, settings: type) -> list[str]:
-    """A run's recorded ``settings`` in command-line form. Raises ConfigError: no run, or a damaged record."""
+    """A run's recorded ``settings`` in command-line form. Raises ConfigError: no run, or a damaged
+    record.
+    """
     from sparrow.run import RunConfig
 
     return list(_options(_known(RunConfig.load(run_dir).train, settings)))
@@ -44,7 +48,9 @@ def _options(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _known(record: Mapping[str, Any], settings: type) -> dict[str, Any]:
-    """The recorded settings that were set and still exist; an older Sparrow may have recorded others."""
+    """The recorded settings that were set and still exist; an older Sparrow may have recorded
+    others.
+    """
     known = {}
     for setting in fields(settings):
         value = record.get(setting.name)

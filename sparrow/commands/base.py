@@ -9,7 +9,9 @@ class Command(Settings):
     """A subcommand of ``sparrow``: a dataclass of its options."""
 
     def run(self) -> None:
-        """Run the command and print its result on stdout. Raises SparrowError: one sentence on why it cannot run."""
+        """Run the command and print its result on stdout. Raises SparrowError: one sentence on why
+        it cannot run.
+        """
         raise NotImplementedError
 
     def interrupted(self) -> str:

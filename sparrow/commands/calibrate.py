@@ -18,23 +18,36 @@ from sparrow.settings import CountOrZero, Probability, choose
 class Calibrate(FromPrompts):
     """Find the cheapest schedule whose p5 holds a target with confidence, in every length bin."""
 
-    # The schedule, a JSON file; OUT.work/ beside it keeps what was measured, so that a second call goes on from it.
+    # The schedule, a JSON file; OUT.work/ beside it keeps what was measured, so that a second call
+    # goes on from it.
     out: str
-    # What the lower end of p5's 95 % interval must reach; unset: 0.86, if relative-target is unset too.
+    # What the lower end of p5's 95 % interval must reach; unset: 0.86, if relative-target is unset
+    # too.
     target: Probability | None = None
-    # Instead of target: what p5 must reach so relative to its ceiling, that of dense rollouts (docs/calibration.md).
+    # Instead of target: what p5 must reach so relative to its ceiling, that of dense rollouts
+    # (docs/calibration.md).
     relative_target: Probability | None = None
     # Top-k pages to try first, at every length; no bin gets fewer than the smallest.
-    budgets: Annotated[tuple[CountOrZero, ...], Field(min_length=1)] = (5, 13, 29, 61, 125, 253, 509)
-    # Passes after those, at most: each tries the next budget of every length bin that is not settled.
+    budgets: Annotated[tuple[CountOrZero, ...], Field(min_length=1)] = (
+        5,
+        13,
+        29,
+        61,
+        125,
+        253,
+        509,
+    )
+    # Passes after those, at most: each tries the next budget of every length bin that is not
+    # settled.
     refine: CountOrZero = 3
-    # Rounds that sample under the schedule found so far and search again; only the last takes all prompts.
+    # Rounds that sample under the schedule found so far and search again; only the last takes all
+    # prompts.
     on_policy: CountOrZero = 2
-    # A schedule to take page size, bin width, dense layers and budgets of heads from; if it is sparse, the first
-    # responses' too.
+    # A schedule to take page size, bin width, dense layers and budgets of heads from; if it is
+    # sparse, the first responses' too.
     layout: str = "dense"
-    # Find relative budgets of layers or kv heads first, with engine hf (docs/calibration.md); unset: leave those of the
-    # layout.
+    # Find relative budgets of layers or kv heads first, with engine hf (docs/calibration.md);
+    # unset: leave those of the layout.
     head_budgets: Literal["layers", "heads"] | None = None
 
     def __post_init__(self) -> None:
@@ -57,21 +70,40 @@ class Calibrate(FromPrompts):
         from sparrow.rollout import Sampling
         from sparrow.terminal import note, print_calibration
 
-        layout, tau = SparsitySchedule.load(self.layout), Tau.chosen(self.target, self.relative_target)
+        layout, tau = (
+            SparsitySchedule.load(self.layout),
+            Tau.chosen(self.target, self.relative_target),
+        )
         out = files.check_file(self.out)
         work = files.check_folder(out.with_name(out.name + ".work"))
         engine, scorer, prompts = self.load_sampler(Decoding.lossy(layout))
         made_by = {
-            "model": self.model, "weights": weights_digest(scorer.model), "engine": self.engine,
+            "model": self.model,
+            "weights": weights_digest(scorer.model),
+            "engine": self.engine,
             "precision": self.precision,
-        }  # fmt: skip
+        }
         prompts_of = self.prompts or self.task or " ".join(self.dataset)
-        source: dict[str, Any] = {"model": self.model, "prompts": prompts_of, "temperature": self.temperature}
-        sampling = Sampling(self.max_new_tokens, self.temperature, self.top_n or SHORTEST_LISTS, seed=self.seed)
+        source: dict[str, Any] = {
+            "model": self.model,
+            "prompts": prompts_of,
+            "temperature": self.temperature,
+        }
+        sampling = Sampling(
+            self.max_new_tokens, self.temperature, self.top_n or SHORTEST_LISTS, seed=self.seed
+        )
         if self.head_budgets:
             middle = sorted(self.budgets)[len(self.budgets) // 2]
             layout = head_budgets.find(
-                scorer, prompts[:PILOT], sampling, work, layout, self.head_budgets, middle, made_by, note
+                scorer,
+                prompts[:PILOT],
+                sampling,
+                work,
+                layout,
+                self.head_budgets,
+                middle,
+                made_by,
+                note,
             )
             source["head_budgets"] = layout.provenance["head_budgets"]
         calibration = calibrate_engine(

@@ -17,12 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cost(Command):
-    """Predict what each mode buys on a named GPU: rollout and step time, dense, lossy under a schedule, lossless."""
+    """Predict what each mode buys on a named GPU: rollout and step time, dense, lossy under a
+    schedule, lossless.
+    """
 
-    model: str  # qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, reasoner; or a model by hub name, or its config.json.
+    # qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, reasoner; or a model by hub name, or its
+    # config.json.
+    model: str
     schedule: str  # fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file.
     gpu: Literal["a100", "h100", "h200", "b200"] = "h200"  # The machine.
-    gpus: Count = 1  # How many of them; more than one are planned as a whole: memory, and a step split into its phases.
+    # How many of them; more than one are planned as a whole: memory, and a step split into its
+    # phases.
+    gpus: Count = 1
     tensor_parallel: Count = 1  # GPUs of one engine.
     responses: Count = 240  # Responses of a rollout, over all GPUs.
     samples: Count = 8  # Responses to one prompt.
@@ -31,26 +37,42 @@ class Cost(Command):
     cutoff: Count = 32768  # Longest response in tokens.
     prompt: Count = 256  # Prompt length in tokens.
     max_batch: Count = 256  # Sequences decoded together at most.
-    # Lossless: mean acceptance of drafts that read 1,024 tokens, as sparrow measure --mode lossless finds it; for other
-    # budgets the rejected share is taken to fall as their power -0.7.
+    # Lossless: mean acceptance of drafts that read 1,024 tokens, as sparrow measure --mode lossless
+    # finds it; for other budgets the rejected share is taken to fall as their power -0.7.
     acceptance: Probability = 0.94
-    # How landmarks are stored, in every mode; unset: as the schedule says, which of the published ones is auto.
+    # How landmarks are stored, in every mode; unset: as the schedule says, which of the published
+    # ones is auto.
     landmark_dtype: LandmarkDtype | None = None
-    # Lossless, on one GPU: what drafts multiply with; fp8 halves the bytes of weights that they read, beside a copy in
-    # memory. Their acceptance is for you to give.
+    # Lossless, on one GPU: what drafts multiply with; fp8 halves the bytes of weights that they
+    # read, beside a copy in memory. Their acceptance is for you to give.
     draft_weights: DraftWeights = "auto"
-    # On one GPU: share of a dense step's time that is rollout, where it is known; unset: training is priced by its
-    # FLOPs.
+    # On one GPU: share of a dense step's time that is rollout, where it is known; unset: training
+    # is priced by its FLOPs.
     rollout_share: Share | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         several, share = self.gpus > 1, self.rollout_share
         require(self, "tensor_parallel", several or self.tensor_parallel == 1, "1 on one GPU")
-        require(self, "examples", several or self.examples is None, "left out on one GPU, as hours are of a cluster")
-        require(self, "rollout_share", share is None or not several, "left out beside gpus: every phase is predicted")
+        require(
+            self,
+            "examples",
+            several or self.examples is None,
+            "left out on one GPU, as hours are of a cluster",
+        )
+        require(
+            self,
+            "rollout_share",
+            share is None or not several,
+            "left out beside gpus: every phase is predicted",
+        )
 
-        require(self, "draft_weights", self.draft_weights == "auto" or not several, "auto on several GPUs")
+        require(
+            self,
+            "draft_weights",
+            self.draft_weights == "auto" or not several,
+            "auto on several GPUs",
+        )
 
     def run(self) -> None:
         from sparrow import cluster
@@ -68,16 +90,28 @@ class Cost(Command):
         batching = (self.prompt, self.max_batch)
         if self.gpus > 1:
             gpus = cluster.Cluster(machine, self.gpus, self.tensor_parallel)
-            whole = cluster.plan(shape, gpus, lengths, schedule, *batching, acceptance=self.acceptance)
-            steps = None if self.examples is None else self.examples * self.samples // self.responses
+            whole = cluster.plan(
+                shape, gpus, lengths, schedule, *batching, acceptance=self.acceptance
+            )
+            steps = (
+                None if self.examples is None else self.examples * self.samples // self.responses
+            )
             rows = cluster.rows(whole, steps)
         else:
-            lossy = one_gpu.predict(shape, machine, lengths, schedule, *batching, rollout_share=self.rollout_share)
+            lossy = one_gpu.predict(
+                shape, machine, lengths, schedule, *batching, rollout_share=self.rollout_share
+            )
             stored = schedule.landmark_dtype
             lossless = predict_lossless(
-                shape, machine, lengths, lossy.dense, self.acceptance, *batching, landmark_dtype=stored,
+                shape,
+                machine,
+                lengths,
+                lossy.dense,
+                self.acceptance,
+                *batching,
+                landmark_dtype=stored,
                 draft_weights=self.draft_weights,
-            )  # fmt: skip
+            )
             rows = lossless_rows(lossy, lossless)
         machines = f"{self.gpus} {self.gpu.upper()}"
         responses = f"{self.responses} responses of {lengths.mean():,.0f} tokens"
@@ -85,10 +119,11 @@ class Cost(Command):
 
 
 def find_shape(model: str) -> ModelShape:
-    """The shape of a model as a user names it: a folder or its ``config.json``, one of ``SHAPES``, the bundled
-    ``reasoner``, or a hub name.
+    """The shape of a model as a user names it: a folder or its ``config.json``, one of ``SHAPES``,
+    the bundled ``reasoner``, or a hub name.
 
-    Raises ConfigError, UnsupportedModel: see ``ModelShape.from_config``; or the hub cannot be reached.
+    Raises ConfigError, UnsupportedModel: see ``ModelShape.from_config``; or the hub cannot be
+    reached.
     """
     from sparrow.cost import SHAPES, ModelShape
 

@@ -25,14 +25,15 @@ COMPARED = 8  # problems sampled in each mode after training
 
 @dataclass(frozen=True)
 class Demo(Command):
-    """Train the bundled reasoner on a CPU in some minutes: sparse rollouts, dense policy, rising reward. Then sample
-    held-out problems dense, lossy and lossless."""
+    """Train the bundled reasoner on a CPU in some minutes: sparse rollouts, dense policy, rising
+    reward. Then sample held-out problems dense, lossy and lossless."""
 
     run_dir: str = "runs/demo"  # Where the run goes; must not exist yet.
     seed: Seed = 0  # Seeds the problems and the samples.
     steps: Count = 7  # Training steps.
     prompts: Count = 24  # Problems a step, with 8 responses each.
-    # Of the training. lossy: under the schedule that comes with the reasoner. lossless: drafts read what that says.
+    # Of the training. lossy: under the schedule that comes with the reasoner. lossless: drafts read
+    # what that says.
     mode: Literal["dense", "lossy", "lossless"] = "lossy"
 
     def run(self) -> None:
@@ -46,11 +47,27 @@ class Demo(Command):
         how = {
             "dense": [],
             "lossy": ["--schedule", str(SCHEDULE)],
-            "lossless": ["--rollout.draft-schedule", str(SCHEDULE), "--rollout.draft-tokens", str(DRAFT_TOKENS)],
+            "lossless": [
+                "--rollout.draft-schedule",
+                str(SCHEDULE),
+                "--rollout.draft-tokens",
+                str(DRAFT_TOKENS),
+            ],
         }
-        sizes = {"seed": self.seed, "steps": self.steps, "save-every": self.steps, "rollout.prompts": self.prompts}
+        sizes = {
+            "seed": self.seed,
+            "steps": self.steps,
+            "save-every": self.steps,
+            "rollout.prompts": self.prompts,
+        }
         own = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-        arguments = [*from_toml(REASONER / "demo.toml"), "--rollout.mode", self.mode, *how[self.mode], *own]
+        arguments = [
+            *from_toml(REASONER / "demo.toml"),
+            "--rollout.mode",
+            self.mode,
+            *how[self.mode],
+            *own,
+        ]
         return tyro.cli(Train, args=[*arguments, "--model", "reasoner", "--run-dir", self.run_dir])
 
     def compare(self) -> None:

@@ -49,7 +49,9 @@ def dry_run(command: Train) -> None:
     try:
         target = Target(name, **options)  # type: ignore[arg-type]
     except TypeError as error:
-        raise ConfigError(f"dry_run is {command.dry_run!r}; expected such as h200:gpus=8,median=9000") from error
+        raise ConfigError(
+            f"dry_run is {command.dry_run!r}; expected such as h200:gpus=8,median=9000"
+        ) from error
     problems: list[str] = []
     rows: Rows = []
 
@@ -69,23 +71,45 @@ def dry_run(command: Train) -> None:
         RunDir(command.run_dir, command.resume)
     with noting():
         shape = find_shape(model_path(command.model))
-        rows.append(("model", f"{shape.name}, {(shape.weights + shape.embedding) / 1e9:.2f}B parameters"))
+        rows.append(
+            ("model", f"{shape.name}, {(shape.weights + shape.embedding) / 1e9:.2f}B parameters")
+        )
         decoding.schedule.check_model(shape.layers, shape.kv_heads)
         room = prompt_room(shape.context, command.engine, command.rollout.max_new_tokens)
-        rows.append(("context", f"{command.rollout.max_new_tokens:,} tokens of response, {room:,} left for the prompt"))
+        rows.append(
+            (
+                "context",
+                f"{command.rollout.max_new_tokens:,} tokens of response, {room:,} left for the prompt",
+            )
+        )
     with noting():
-        task: Any = load_problems(command.task, command.dataset, None, room, command.reward.function)
-        size = f"{len(task):,} problems" if hasattr(task, "__len__") else "problems as they are drawn"
-        rows.append(("data", f"{command.task or ' '.join(command.dataset)}: {size}; prompts were not tokenized"))
+        task: Any = load_problems(
+            command.task, command.dataset, None, room, command.reward.function
+        )
+        size = (
+            f"{len(task):,} problems" if hasattr(task, "__len__") else "problems as they are drawn"
+        )
+        rows.append(
+            (
+                "data",
+                f"{command.task or ' '.join(command.dataset)}: {size}; prompts were not tokenized",
+            )
+        )
     with noting():
         if shape is not None:
             limit = command.eval.max_new_tokens or command.rollout.max_new_tokens
             held = load_benchmarks(
-                command.eval.benchmark, command.eval.limit, None, prompt_room(shape.context, command.engine, limit),
+                command.eval.benchmark,
+                command.eval.limit,
+                None,
+                prompt_room(shape.context, command.engine, limit),
                 command.reward.function,
-            )  # fmt: skip
+            )
             rows += [
-                ("evaluation", f"{name}: {len(asked):,} problems x {command.eval.k}; its hours are not predicted")
+                (
+                    "evaluation",
+                    f"{name}: {len(asked):,} problems x {command.eval.k}; its hours are not predicted",
+                )
                 for name, asked in held.items()
             ]
     with noting():
@@ -100,7 +124,9 @@ def dry_run(command: Train) -> None:
 
 
 def _check_launch(command: Train, cluster: Cluster) -> None:
-    """Raises ConfigError: machines that this trainer does not run on, or an engine or precision without predictions."""
+    """Raises ConfigError: machines that this trainer does not run on, or an engine or precision
+    without predictions.
+    """
     if cluster.gpus > cluster.host:
         raise ConfigError(
             f"{cluster.gpus} GPUs are several machines, and this trainer runs on the {cluster.host} of one; take verl "
@@ -112,10 +138,14 @@ def _check_launch(command: Train, cluster: Cluster) -> None:
             "engine='vllm:gpu_memory_utilization=0.8'"
         )
     if command.optimizer.precision == "fp32":
-        raise ConfigError("optimizer.precision is 'fp32', for which nothing is predicted; take bf16 on a GPU")
+        raise ConfigError(
+            "optimizer.precision is 'fp32', for which nothing is predicted; take bf16 on a GPU"
+        )
 
 
-def _predicted(command: Train, target: Target, decoding: Decoding, shape: ModelShape, cluster: Cluster) -> Rows:
+def _predicted(
+    command: Train, target: Target, decoding: Decoding, shape: ModelShape, cluster: Cluster
+) -> Rows:
     """Memory, the seconds of a step and the hours of the run. Raises ConfigError: it does not fit."""
     from sparrow import cluster as planning
     from sparrow.cost import response_lengths
@@ -126,12 +156,22 @@ def _predicted(command: Train, target: Target, decoding: Decoding, shape: ModelS
     colocated = not command.engine.startswith("http")
     share = engine.get("gpu_memory_utilization", planning.VLLM_SHARE)
     cutoff = rollout.max_new_tokens
-    lengths = response_lengths(target.median or TYPICAL * cutoff, cutoff, rollout.prompts * rollout.samples)
+    lengths = response_lengths(
+        target.median or TYPICAL * cutoff, cutoff, rollout.prompts * rollout.samples
+    )
     plan = planning.plan(
-        shape, cluster, lengths, decoding.schedule if decoding.mode == "lossy" else None, PROMPT,
-        engine.get("max_num_seqs", 256), optimizer.token_budget, colocated, recompute=optimizer.gradient_checkpointing,
-        engine_share=share, acceptance=target.acceptance if decoding.mode == "lossless" else None,
-    )  # fmt: skip
+        shape,
+        cluster,
+        lengths,
+        decoding.schedule if decoding.mode == "lossy" else None,
+        PROMPT,
+        engine.get("max_num_seqs", 256),
+        optimizer.token_budget,
+        colocated,
+        recompute=optimizer.gradient_checkpointing,
+        engine_share=share,
+        acceptance=target.acceptance if decoding.mode == "lossless" else None,
+    )
     batch = f"{rollout.prompts} prompts x {rollout.samples} responses of {lengths.mean():,.0f} tokens in the mean"
     run = f"{command.steps:,} steps, {command.steps * rollout.prompts:,} prompts"
     return [("a step has", batch), *planning.rows(plan, command.steps), ("the run has", run)]

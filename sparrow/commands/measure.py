@@ -15,13 +15,17 @@ from sparrow.train.config import DecodingOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Measure(DecodingOptions, FromPrompts):
-    """Measure how far a model's sparse actor is from its dense policy, with error bars; or how lossless drafts fare."""
+    """Measure how far a model's sparse actor is from its dense policy, with error bars; or how
+    lossless drafts fare.
+    """
 
-    # dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file; none with --mode lossless.
+    # dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file; none with --mode
+    # lossless.
     schedule: str | None = None
     # The 5th percentile (p5) to compare with; unset: 0.86, if relative-tau is unset too.
     tau: Probability | None = None
-    # Instead of tau: what to compare p5 with relative to its ceiling, that of dense rollouts (docs/calibration.md).
+    # Instead of tau: what to compare p5 with relative to its ceiling, that of dense rollouts
+    # (docs/calibration.md).
     relative_tau: Probability | None = None
     out: str | None = None  # Write the whole report to this JSON file.
 
@@ -30,7 +34,14 @@ class Measure(DecodingOptions, FromPrompts):
         choose(self, "tau", "relative_tau", 0.86)
 
     def run(self) -> None:
-        from sparrow.measure import SHORTEST_LISTS, left_open, lengthened, measure, measure_ceiling, pool
+        from sparrow.measure import (
+            SHORTEST_LISTS,
+            left_open,
+            lengthened,
+            measure,
+            measure_ceiling,
+            pool,
+        )
         from sparrow.mismatch import Ceiling, Tau
         from sparrow.rollout import Sampling
         from sparrow.terminal import note, print_drafts, print_mismatch
@@ -41,17 +52,23 @@ class Measure(DecodingOptions, FromPrompts):
             )
         decoding = self.decoding(self.schedule)
         if decoding.mode == "lossless" and decoding.adapt_draft_budget is None:
-            decoding = replace(decoding, adapt_draft_budget=False)  # acceptance is measured for one schedule
+            decoding = replace(
+                decoding, adapt_draft_budget=False
+            )  # acceptance is measured for one schedule
         schedule, tau = decoding.schedule, Tau.chosen(self.tau, self.relative_tau)
         if self.out:
             files.check_file(self.out)
         engine, scorer, prompts = self.load_sampler(decoding)
-        sampling = Sampling(self.max_new_tokens, self.temperature, self.top_n or SHORTEST_LISTS, seed=self.seed)
+        sampling = Sampling(
+            self.max_new_tokens, self.temperature, self.top_n or SHORTEST_LISTS, seed=self.seed
+        )
         longer: Sampling | None = sampling
         note(f"sampling and scoring {len(prompts)} responses")
         while longer:
             sampling = longer
-            mismatch = pool(measure(engine, scorer, prompts, sampling, schedule), schedule.bin_tokens, self.seed)
+            mismatch = pool(
+                measure(engine, scorer, prompts, sampling, schedule), schedule.bin_tokens, self.seed
+            )
             longer = None if self.top_n else lengthened(sampling, mismatch.bins, tau.value)
         counters = engine.counters()
         ceiling = Ceiling()
@@ -66,7 +83,9 @@ class Measure(DecodingOptions, FromPrompts):
         print_mismatch(mismatch, tau, counters.read_fraction)
         if drafts:
             print_drafts(drafts)
-        if open_question := left_open(mismatch.bins, tau, sampling.top_n, "--top-n") or tau.out_of_reach(mismatch.bins):
+        if open_question := left_open(
+            mismatch.bins, tau, sampling.top_n, "--top-n"
+        ) or tau.out_of_reach(mismatch.bins):
             print(open_question)
         if self.out:
             report = mismatch.to_dict() | ({"drafts": drafts} if drafts else {})

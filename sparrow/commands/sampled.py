@@ -18,13 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Command):
-    """What measuring, calibrating and evaluating have in common: a model and responses sampled from it."""
+    """What measuring, calibrating and evaluating have in common: a model and responses sampled from
+    it.
+    """
 
-    # A Hugging Face causal language model, by name or path; reasoner is the small one that comes with Sparrow.
+    # A Hugging Face causal language model, by name or path; reasoner is the small one that comes
+    # with Sparrow.
     model: str
     max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
-    precision: Literal["fp32", "bf16"] = "fp32"  # Weights are loaded, and forward passes run, in this precision.
-    # What samples: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or http://host:port.
+    precision: Literal["fp32", "bf16"] = (
+        "fp32"  # Weights are loaded, and forward passes run, in this precision.
+    )
+    # What samples: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or
+    # http://host:port.
     engine: str = "hf"
     seed: Seed = 0  # Seeds the samples.
 
@@ -33,26 +39,33 @@ class Sampled(Command):
 class FromPrompts(Sampled):
     """What measuring and calibrating have in common."""
 
-    # Prompts to sample from, as they are: a .jsonl file with a "prompt" field, or a text file with one prompt a line.
+    # Prompts to sample from, as they are: a .jsonl file with a "prompt" field, or a text file with
+    # one prompt a line.
     prompts: str | None = None
-    task: str | None = None  # Take the prompts from a synthetic task instead, such as trace:lines=24.
-    # Take them from files of questions or known datasets, as sparrow train does: the same prompts in the same order for
-    # the same seed, in the model's chat template.
+    task: str | None = (
+        None  # Take the prompts from a synthetic task instead, such as trace:lines=24.
+    )
+    # Take them from files of questions or known datasets, as sparrow train does: the same prompts
+    # in the same order for the same seed, in the model's chat template.
     dataset: tuple[str, ...] = ()
     # Softmax temperature of actor and policy alike; a greedy actor (0) has no acceptance rate.
     temperature: Positive = 1.0
     count: Count = 64  # Responses to sample; prompts are repeated as needed.
-    # Length of the actor's lists of most likely tokens, which bound the acceptance rate; unset: 20, and more where they
-    # do not tell whether p5 is high enough, as with flat distributions.
+    # Length of the actor's lists of most likely tokens, which bound the acceptance rate; unset: 20,
+    # and more where they do not tell whether p5 is high enough, as with flat distributions.
     top_n: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.prompts is not None) + (self.task is not None) + bool(self.dataset) != 1:
-            raise ConfigError("say where prompts come from: one of --prompts FILE, --task NAME and --dataset NAME")
+            raise ConfigError(
+                "say where prompts come from: one of --prompts FILE, --task NAME and --dataset NAME"
+            )
 
     def load_sampler(self, decoding: Decoding) -> tuple[Engine, HFEngine, list[list[int]]]:
-        """An engine that samples as the command says, a transformers scorer, and the prompts as token ids."""
+        """An engine that samples as the command says, a transformers scorer, and the prompts as
+        token ids.
+        """
         from sparrow import loading
         from sparrow.terminal import note
 
@@ -67,5 +80,7 @@ class FromPrompts(Sampled):
         loaded = model, tokenizer, decoding, self.precision
         scorer = loading.load_scorer(*loaded)
         note(f"starting the engine {self.engine}")
-        engine = scorer if self.engine == "hf" else loading.load_engine(self.engine, self.model, *loaded)
+        engine = (
+            scorer if self.engine == "hf" else loading.load_engine(self.engine, self.model, *loaded)
+        )
         return engine, scorer, prompts

@@ -1,4 +1,6 @@
-"""Protocols: engines sample, scorers score. The trainer knows them only through this file and ``sparrow.rollout``."""
+"""Protocols: engines sample, scorers score. The trainer knows them only through this file and
+``sparrow.rollout``.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,27 @@ from sparrow.schedule import SparsitySchedule
 class Counters:
     """What an engine has done since it was started or ``counters`` was last called.
 
-    The fields from ``drafted`` on are about lossless decoding only; a cycle is one verification of one sequence.
+    The fields from ``drafted`` on are about lossless decoding only; a cycle is one verification of
+    one sequence.
     """
 
-    tokens_read: int  # cached tokens read by decode steps, summed over sequences and layers; drafts count too
+    # cached tokens read by decode steps, summed over sequences and layers; drafts count too
+    tokens_read: int
     tokens_held: int  # cached tokens a dense actor would have read for the same response tokens
     preemptions: int = 0  # sequences whose cache was dropped and prefilled anew
     drafted: int = 0  # tokens drafted
-    accepted: int = 0  # drafts that verification kept, whether or not the response had ended before them
+    accepted: int = (
+        0  # drafts that verification kept, whether or not the response had ended before them
+    )
     cycles: int = 0
-    # acceptance of every draft that verification looked at: those up to the first rejected one of a cycle
+    # acceptance of every draft that verification looked at: those up to the first rejected one of a
+    # cycle
     acceptance: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
-    # acceptance of what ``meter_schedule`` would have sampled in place of first drafts, on a sample of cycles
+    # acceptance of what ``meter_schedule`` would have sampled in place of first drafts, on a sample
+    # of cycles
     metered: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
-    # what an engine chose that adapts its drafts, in the order of its steps: how many tokens to draft, what drafts read
-    # in multiples of their schedule, and for how many steps
+    # what an engine chose that adapts its drafts, in the order of its steps: how many tokens to
+    # draft, what drafts read in multiples of their schedule, and for how many steps
     choices: tuple[tuple[int, float, int], ...] = field(default=(), compare=False)
 
     def __add__(self, other: Counters) -> Counters:
@@ -44,7 +52,9 @@ class Counters:
 
     @property
     def tokens_per_cycle(self) -> float:
-        """Accepted drafts and one token more; 0 before the first cycle. The end of a response cuts its last cycle."""
+        """Accepted drafts and one token more; 0 before the first cycle. The end of a response cuts
+        its last cycle.
+        """
         return (self.accepted + self.cycles) / max(self.cycles, 1)
 
     @property
@@ -56,11 +66,16 @@ class Counters:
         """Plain JSON types: ``kv``, and ``drafts`` if there were cycles."""
         names: tuple[str, ...] = ("tokens_read", "tokens_held", "preemptions")
         metrics: dict[str, Any] = {
-            "kv": {"read_fraction": self.read_fraction, **{name: getattr(self, name) for name in names}}
+            "kv": {
+                "read_fraction": self.read_fraction,
+                **{name: getattr(self, name) for name in names},
+            }
         }
         if self.cycles:
             names = ("drafted", "accepted", "cycles", "tokens_per_cycle", "drafts_per_token")
-            metrics["drafts"] = {name: getattr(self, name) for name in names} | _plain(self.acceptance)
+            metrics["drafts"] = {name: getattr(self, name) for name in names} | _plain(
+                self.acceptance
+            )
             if self.metered.drafts:
                 metrics["drafts"]["metered"] = _plain(self.metered)
             if self.choices:
@@ -71,7 +86,11 @@ class Counters:
 def _plain(alpha: DraftAcceptance) -> dict[str, Any]:
     if not alpha.drafts:
         return {}
-    return {"acceptance": alpha.mean, "p5": alpha.percentile(5), "bins": [asdict(b) for b in alpha.bins()]}
+    return {
+        "acceptance": alpha.mean,
+        "p5": alpha.percentile(5),
+        "bins": [asdict(b) for b in alpha.bins()],
+    }
 
 
 def total(parts: Sequence[Counters]) -> Counters:
@@ -80,7 +99,9 @@ def total(parts: Sequence[Counters]) -> Counters:
 
 
 class Engine(Protocol):
-    """Samples with the actor. Implementations: ``hf.HFEngine``, ``vllm.VLLMEngine``, ``vllm.VLLMServer``."""
+    """Samples with the actor. Implementations: ``hf.HFEngine``, ``vllm.VLLMEngine``,
+    ``vllm.VLLMServer``.
+    """
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """One response per prompt, in order; repeat a prompt to sample it more often.
@@ -98,7 +119,9 @@ class Engine(Protocol):
         """What the engine has done since the last call."""
 
     def sleep(self) -> None:
-        """Give up the accelerator's memory until ``wake``; does nothing where the engine has none of its own."""
+        """Give up the accelerator's memory until ``wake``; does nothing where the engine has none
+        of its own.
+        """
         return
 
     def wake(self) -> None:
@@ -115,8 +138,9 @@ class PartVerifier(Protocol):
     """An engine in ``mode=auto``. Implementation: ``hf.HFEngine``."""
 
     def verify_up_to(self, length: float) -> None:
-        """From the next ``generate`` on, verify the tokens that are sampled while ``page_end`` of the number of cached
-        tokens, the prompt's included, is below ``length``, and none after them. ``Rollout.verification`` says how many.
+        """From the next ``generate`` on, verify the tokens that are sampled while ``page_end`` of
+        the number of cached tokens, the prompt's included, is below ``length``, and none after
+        them. ``Rollout.verification`` says how many.
 
         Raises ConfigError: the engine was started in another mode.
         """
@@ -124,17 +148,24 @@ class PartVerifier(Protocol):
 
 @runtime_checkable
 class DraftReplayer(Protocol):
-    """An engine that can repeat the drafts that another one chose by its speed. Implementation: ``vllm.VLLMEngine``."""
+    """An engine that can repeat the drafts that another one chose by its speed. Implementation:
+    ``vllm.VLLMEngine``.
+    """
 
     def replay(self, choices: Sequence[tuple[int, float, int]]) -> None:
-        """Repeat these ``Counters.choices`` until ``counters`` is called; with the same seeds, samples are the same.
+        """Repeat these ``Counters.choices`` until ``counters`` is called; with the same seeds,
+        samples are the same.
 
         Raises ConfigError: drafts that this engine does not choose among.
         """
 
 
 class Scorer(Protocol):
-    """Scores what was sampled, under any schedule. Implementation: ``hf.HFEngine``; vLLM cannot do this."""
+    """Scores what was sampled, under any schedule. Implementation: ``hf.HFEngine``; vLLM cannot do
+    this.
+    """
 
-    def score(self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float) -> list[Scores]:
+    def score(
+        self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float
+    ) -> list[Scores]:
         """Teacher-forced log-probs of the rollouts under ``schedule`` (``dense()`` for the policy)."""

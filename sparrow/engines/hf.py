@@ -1,6 +1,8 @@
-"""Rollouts by transformers, in this process: correct everywhere, and the reference for other engines.
+"""Rollouts by transformers, in this process: correct everywhere, and the reference for other
+engines.
 
-Shapes: B sequences, T response tokens, k drafts of a cycle, n entries of a top-n list, V vocabulary.
+Shapes: B sequences, T response tokens, k drafts of a cycle, n entries of a top-n list, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from sparrow.attention import PageLayout
 from sparrow.engines.base import Counters, Engine, Scorer
@@ -38,18 +46,22 @@ DECODE_TOKENS = 2**19
 
 
 class HFEngine(Engine, Scorer):
-    """Rollouts by transformers, in this process, on the model it is given: no copy of the weights is made.
+    """Rollouts by transformers, in this process, on the model it is given: no copy of the weights
+    is made.
 
-    Correct everywhere, fast nowhere: use it on a CPU, on small models and as the reference for other engines.
+    Correct everywhere, fast nowhere: use it on a CPU, on small models and as the reference for
+    other engines.
 
-    A ``schedule`` alone means lossy decoding (dense if it reads everything); a ``Decoding`` names the mode too.
-    Lossless decoding always drafts ``draft_tokens``, because fewer would gain nothing here. In mode auto, responses are
-    lossless up to the length last given to ``verify_up_to`` (to their end if it was never called) and lossy from there
-    on. ``batch_size`` sequences are decoded together; the default is as many as hold ``DECODE_TOKENS`` tokens at the
-    greatest length allowed. ``token_budget`` padded tokens are scored together, under autocast to the dtype
+    A ``schedule`` alone means lossy decoding (dense if it reads everything); a ``Decoding`` names
+    the mode too. Lossless decoding always drafts ``draft_tokens``, because fewer would gain nothing
+    here. In mode auto, responses are lossless up to the length last given to ``verify_up_to`` (to
+    their end if it was never called) and lossy from there on. ``batch_size`` sequences are decoded
+    together; the default is as many as hold ``DECODE_TOKENS`` tokens at the greatest length
+    allowed. ``token_budget`` padded tokens are scored together, under autocast to the dtype
     ``autocast`` if one is given.
 
-    Raises UnsupportedModel, ConfigError: see ``set_schedule``; or drafts are to have weights of their own.
+    Raises UnsupportedModel, ConfigError: see ``set_schedule``; or drafts are to have weights of
+    their own.
     """
 
     def __init__(
@@ -67,7 +79,10 @@ class HFEngine(Engine, Scorer):
         self.token_budget = token_budget
         config = model.config.get_text_config()
         self._attention_layers = attention_layers(config)
-        if self.decoding.mode in ("lossless", "auto") and len(self._attention_layers) < config.num_hidden_layers:
+        if (
+            self.decoding.mode in ("lossless", "auto")
+            and len(self._attention_layers) < config.num_hidden_layers
+        ):
             raise UnsupportedModel(
                 f"{type(model).__name__} has linear layers, whose state cannot forget a rejected draft; take mode "
                 "dense or lossy, or a model with attention in every layer"
@@ -81,7 +96,9 @@ class HFEngine(Engine, Scorer):
         self._autocast = autocast
         self._counters = Counters(0, 0)
         self._verified_up_to = math.inf
-        self._scorer = TokenScorer(model)  # before routing: a model that it refuses is left as it was
+        self._scorer = TokenScorer(
+            model
+        )  # before routing: a model that it refuses is left as it was
         set_schedule(model, self.schedule)
 
     @property
@@ -95,7 +112,9 @@ class HFEngine(Engine, Scorer):
         Raises ConfigError: also if there is a ``meter_schedule``, which only vLLM can measure.
         """
         if self.decoding.meter_schedule is not None:
-            raise ConfigError("meter_schedule is measured by vLLM alone; leave it out, or sample with --engine vllm")
+            raise ConfigError(
+                "meter_schedule is measured by vLLM alone; leave it out, or sample with --engine vllm"
+            )
         sampling.check(prompts, self.model.config.get_text_config().max_position_embeddings)
         order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
         seeds = sampling.request_seeds(len(prompts))
@@ -105,15 +124,21 @@ class HFEngine(Engine, Scorer):
         with self._inference():
             for begin in range(0, len(order), batch_size):
                 rows = order[begin : begin + batch_size]
-                decoded = self._decode([prompts[i] for i in rows], sampling, [seeds[i] for i in rows])
+                decoded = self._decode(
+                    [prompts[i] for i in rows], sampling, [seeds[i] for i in rows]
+                )
                 rollouts.update(zip(rows, decoded, strict=True))
         return [rollouts[i] for i in range(len(prompts))]
 
-    def _decode(self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int]) -> list[Rollout]:
+    def _decode(
+        self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int]
+    ) -> list[Rollout]:
         B, steps = len(prompts), sampling.max_new_tokens
         shape = Shape(sampling.temperature, sampling.top_k, sampling.top_p)
         uniform = self._uniform(seeds, sampling).to(self.model.device)
-        responses = Responses(B, sampling, self.model.config.get_text_config().vocab_size, self._eos.cpu())
+        responses = Responses(
+            B, sampling, self.model.config.get_text_config().vocab_size, self._eos.cpu()
+        )
         calls, sparse_steps = sparse_calls(self.model), 0
         max_tokens_B = torch.full((B,), steps)
         if self.decoding.mode == "auto":
@@ -123,37 +148,58 @@ class HFEngine(Engine, Scorer):
             parts = [(max_tokens_B, self.decoding.mode == "lossless")]
         for limit_B, drafting in parts:
             if len(rows := responses.open(limit_B)):
-                sparse_steps += self._go_on(prompts, rows, responses, shape, uniform, limit_B, drafting)
+                sparse_steps += self._go_on(
+                    prompts, rows, responses, shape, uniform, limit_B, drafting
+                )
         self._check_sparse(calls, sparse_steps)
         return responses.rollouts(prompts)
 
     def _go_on(
-        self, prompts: list[Sequence[int]], rows: Tensor, responses: Responses, shape: Shape, uniform: Tensor,
-        limit_B: Tensor, drafting: bool,
-    ) -> int:  # fmt: skip
-        """Continue the responses ``rows`` up to their limits; returns the number of sparse steps taken.
+        self,
+        prompts: list[Sequence[int]],
+        rows: Tensor,
+        responses: Responses,
+        shape: Shape,
+        uniform: Tensor,
+        limit_B: Tensor,
+        drafting: bool,
+    ) -> int:
+        """Continue the responses ``rows`` up to their limits; returns the number of sparse steps
+        taken.
 
         Their tokens so far are prefilled densely, which also gives the next token.
         """
         device = self.model.device
-        contexts = [[*prompts[b], *responses.tokens[b, : responses.length[b]].tolist()] for b in rows.tolist()]
+        contexts = [
+            [*prompts[b], *responses.tokens[b, : responses.length[b]].tolist()]
+            for b in rows.tolist()
+        ]
         longest, sparse_steps = max(map(len, contexts)), 0
         ids = torch.tensor([[0] * (longest - len(t)) + t for t in contexts], device=device)
-        sequences = CachedSequences(self.model, torch.tensor([longest - len(t) for t in contexts], device=device))
+        sequences = CachedSequences(
+            self.model, torch.tensor([longest - len(t) for t in contexts], device=device)
+        )
         logits = sequences.read(ids, logits_to_keep=1)
-        cycle = _sampled(logits, shape, uniform[2, rows.to(device), responses.length[rows].to(device)][:, None])
+        cycle = _sampled(
+            logits, shape, uniform[2, rows.to(device), responses.length[rows].to(device)][:, None]
+        )
         while len(active := responses.append(rows, cycle, limit_B)):
             last_token = cycle.tokens.gather(1, cycle.count[:, None] - 1)[:, 0][active]
             if len(active) < len(rows):
                 sequences.select(active)
                 rows = rows[active.cpu()]
-            length, remaining = responses.length[rows].to(device), (limit_B - responses.length)[rows].to(device)
+            length, remaining = (
+                responses.length[rows].to(device),
+                (limit_B - responses.length)[rows].to(device),
+            )
             cached = sequences.lengths
             drafts = (remaining - 1).clamp(max=self.decoding.draft_tokens if drafting else 0)
             position = length[:, None] + torch.arange(int(drafts.max()) + 1, device=device)
             numbers = uniform[:, rows.to(device)[:, None], position.clamp(max=uniform.shape[2] - 1)]
             if drafting:
-                cycle = speculate(sequences, last_token, drafts, shape, numbers, self.decoding.drafter_invariant)
+                cycle = speculate(
+                    sequences, last_token, drafts, shape, numbers, self.decoding.drafter_invariant
+                )
                 sparse_steps += int(drafts.max())
             else:
                 cycle = _sampled(sequences.read(last_token[:, None]), shape, numbers[2])
@@ -167,46 +213,63 @@ class HFEngine(Engine, Scorer):
         return torch.from_numpy((self.schedule.page_end(lengths) < self._verified_up_to).sum(1))
 
     def _uniform(self, seeds: list[int], sampling: Sampling) -> Tensor:
-        """float64 ``[3, B, T]``: random numbers that depend on the response and the place in it, not on the batch.
+        """float64 ``[3, B, T]``: random numbers that depend on the response and the place in it,
+        not on the batch.
 
-        They draw drafts, accept them, and draw all other tokens. A place may be drafted more than once with the same
-        number, but the tokens before it never depend on that number, so it is as good as a new one.
+        They draw drafts, accept them, and draw all other tokens. A place may be drafted more than
+        once with the same number, but the tokens before it never depend on that number, so it is as
+        good as a new one.
         """
         if sampling.temperature == 0 or self.decoding.mode not in ("lossless", "auto"):
             drawn = torch.stack([_uniform(sampling.max_new_tokens, seed) for seed in seeds])
             return drawn.expand(3, -1, -1)
         streams = [[derived_seed(seed, 0), derived_seed(seed, 1), seed] for seed in seeds]
-        numbers = [torch.stack([_uniform(sampling.max_new_tokens, stream) for stream in row]) for row in streams]
+        numbers = [
+            torch.stack([_uniform(sampling.max_new_tokens, stream) for stream in row])
+            for row in streams
+        ]
         return torch.stack(numbers, 1)
 
     def unread(
         self, rollouts: Sequence[Rollout], layout: SparsitySchedule, pages: Sequence[int]
     ) -> NDArray[np.float64]:
-        """Attention mass of the dense policy outside the pages that an actor keeps, by layer and kv head.
+        """Attention mass of the dense policy outside the pages that an actor keeps, by layer and kv
+        head.
 
-        Averaged over at most ``LOOKED_AT`` tokens of each response; ``[layers, kv heads, len(pages)]`` for so many
-        ``pages`` by score in the page layout of ``layout``.
+        Averaged over at most ``LOOKED_AT`` tokens of each response; ``[layers, kv heads,
+        len(pages)]`` for so many ``pages`` by score in the page layout of ``layout``.
         """
         of_each = []
         for rollout in rollouts:
-            ids = torch.tensor([*rollout.prompt_ids, *rollout.response_ids.tolist()], device=self.model.device)
+            ids = torch.tensor(
+                [*rollout.prompt_ids, *rollout.response_ids.tolist()], device=self.model.device
+            )
             first = len(rollout.prompt_ids)
-            position = torch.linspace(first, len(ids) - 1, min(LOOKED_AT, len(rollout))).round().long().to(ids.device)
+            position = (
+                torch.linspace(first, len(ids) - 1, min(LOOKED_AT, len(rollout)))
+                .round()
+                .long()
+                .to(ids.device)
+            )
             with self._inference():
                 found = unread(self.model, ids, position, PageLayout(**layout.page_layout), pages)
             of_each.append(found.double().cpu().numpy())
         return np.asarray(np.mean(of_each, axis=0))
 
-    def score(self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float) -> list[Scores]:
+    def score(
+        self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float
+    ) -> list[Scores]:
         """See ``Scorer.score``."""
         scores: dict[int, Scores] = {}
         lengths = [len(r.prompt_ids) + len(r) for r in rollouts]
         for rows in micro_batches(lengths, self.token_budget):
             batch_rollouts = [rollouts[i] for i in rows]
             batch = Batch.of(batch_rollouts, self.model.device, with_top=True)
-            sparse = contextlib.nullcontext() if schedule.is_dense else teacher_forced(
-                self.model, batch.prompt_lengths, schedule
-            )  # fmt: skip
+            sparse = (
+                contextlib.nullcontext()
+                if schedule.is_dense
+                else teacher_forced(self.model, batch.prompt_lengths, schedule)
+            )
             with self._inference(), sparse:
                 result = self._scorer(batch, temperature)
             parts = (split(x.cpu().numpy(), [len(r) for r in batch_rollouts]) for x in result)
@@ -221,8 +284,12 @@ class HFEngine(Engine, Scorer):
         parameters = dict(self.model.named_parameters())
         for name, tensor in weights:
             if name not in parameters or parameters[name].shape != tensor.shape:
-                expected = tuple(parameters[name].shape) if name in parameters else "no such parameter"
-                raise ConfigError(f"cannot update {name!r} with shape {tuple(tensor.shape)}: the engine has {expected}")
+                expected = (
+                    tuple(parameters[name].shape) if name in parameters else "no such parameter"
+                )
+                raise ConfigError(
+                    f"cannot update {name!r} with shape {tuple(tensor.shape)}: the engine has {expected}"
+                )
             if parameters[name].data_ptr() != tensor.data_ptr():
                 parameters[name].data.copy_(tensor)
 
@@ -234,8 +301,8 @@ class HFEngine(Engine, Scorer):
     def verify_up_to(self, length: float) -> None:
         """See ``PartVerifier.verify_up_to``.
 
-        Where verification ends, the verified tokens are prefilled again. No cache outlives its response here, so a
-        cache that holds unverified tokens is never used for another response.
+        Where verification ends, the verified tokens are prefilled again. No cache outlives its
+        response here, so a cache that holds unverified tokens is never used for another response.
         """
         if self.decoding.mode != "auto":
             raise ConfigError(
@@ -249,7 +316,9 @@ class HFEngine(Engine, Scorer):
 
     @contextlib.contextmanager
     def _inference(self) -> Iterator[None]:
-        autocast = torch.autocast(self.model.device.type, self._autocast, enabled=self._autocast is not None)
+        autocast = torch.autocast(
+            self.model.device.type, self._autocast, enabled=self._autocast is not None
+        )
         with evaluating(self.model), autocast:
             yield
 
@@ -264,31 +333,43 @@ class HFEngine(Engine, Scorer):
             )
 
     def _count(self, length: Tensor, drafts: Tensor, cycle: Cycle, lossless: bool) -> None:
-        """Count a step over sequences that hold ``length`` ``[B]`` tokens, including the first one that it reads."""
+        """Count a step over sequences that hold ``length`` ``[B]`` tokens, including the first one
+        that it reads.
+        """
         num_layers = len(self._attention_layers)
         dense = len(self._attention_layers & set(self.schedule.dense_layers))
         length_B, drafts_B, count_B = (x.cpu().numpy() for x in (length, drafts, cycle.count))
         offset = np.arange(cycle.tokens.shape[1])
         at_BT = length_B[:, None] + offset
         sparse_at = at_BT[offset < drafts_B[:, None]] if lossless else length_B
-        tokens_read = dense * sparse_at.sum() + (num_layers - dense) * self.schedule.tokens_read(sparse_at).sum()
-        self._counters += Counters(round(float(tokens_read)), num_layers * int(at_BT[offset < count_B[:, None]].sum()))
+        tokens_read = (
+            dense * sparse_at.sum()
+            + (num_layers - dense) * self.schedule.tokens_read(sparse_at).sum()
+        )
+        self._counters += Counters(
+            round(float(tokens_read)), num_layers * int(at_BT[offset < count_B[:, None]].sum())
+        )
         if lossless:
             alpha_Bk = cycle.acceptance.cpu().numpy()
             looked_at = ~np.isnan(alpha_Bk)
             position = self.schedule.page_end(at_BT[:, :-1][looked_at])
             self._counters += Counters(
-                tokens_read=num_layers * int((length_B + drafts_B).sum()),  # once for all verified tokens
+                tokens_read=num_layers
+                * int((length_B + drafts_B).sum()),  # once for all verified tokens
                 tokens_held=0,
                 drafted=int(drafts_B.sum()),
                 accepted=int((count_B - 1).sum()),
                 cycles=len(count_B),
-                acceptance=DraftAcceptance.of(alpha_Bk[looked_at], position, self.schedule.bin_tokens),
+                acceptance=DraftAcceptance.of(
+                    alpha_Bk[looked_at], position, self.schedule.bin_tokens
+                ),
             )
 
 
 def _sampled(logits: Tensor, shape: Shape, uniform: Tensor) -> Cycle:
-    """Sample one token for each row from logits ``[B, 1, V]`` with random numbers ``[B, 1]``; no drafts."""
+    """Sample one token for each row from logits ``[B, 1, V]`` with random numbers ``[B, 1]``; no
+    drafts.
+    """
     log_q = shape.log_probs(logits)
     token = draw(shape.distribution(logits[:, 0].float()), uniform[:, 0])
     return Cycle(token[:, None], torch.ones_like(token), log_q, log_q[:, :0, 0])
@@ -304,18 +385,26 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A Hugging Face causal language model and its tokenizer, by hub name or local path.
 
-    Raises ConfigError: there is no such model; its files are damaged, lack weights or a tokenizer, or do not fit the
-    config; or the hub cannot be reached.
+    Raises ConfigError: there is no such model; its files are damaged, lack weights or a tokenizer,
+    or do not fit the config; or the hub cannot be reached.
     """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     path = _find(name, "model")
-    load: Any = AutoModelForCausalLM.from_pretrained  # its declared type lacks the second value that it returns here
+    load: Any = (
+        AutoModelForCausalLM.from_pretrained
+    )  # its declared type lacks the second value that it returns here
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model, loading_info = load(
-            path, dtype=dtype, attn_implementation="sdpa", ignore_mismatched_sizes=True, output_loading_info=True
+            path,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    except Exception as error:  # transformers, safetensors, tokenizers and the hub raise many unrelated types
+    except (
+        Exception
+    ) as error:  # transformers, safetensors, tokenizers and the hub raise many unrelated types
         raise ConfigError(
             f"cannot load model {name!r} ({_reason(error)}); give the path of a whole local checkpoint folder, or "
             "a hub name with the hub in reach"
@@ -328,22 +417,31 @@ def load_model(
             f"config.json ({len(mismatched)} weights differ); give weights and config of the same model"
         )
     if missing := sorted(loading_info["missing_keys"]):
-        raise ConfigError(f"cannot load model {name!r}: {missing[0]} and {len(missing) - 1} more weights are missing")
+        raise ConfigError(
+            f"cannot load model {name!r}: {missing[0]} and {len(missing) - 1} more weights are missing"
+        )
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ConfigError(f"cannot load model {name!r}: its tokenizer is empty; add the tokenizer's files")
+        raise ConfigError(
+            f"cannot load model {name!r}: its tokenizer is empty; add the tokenizer's files"
+        )
     torch.nn.Module.to(model, device)
     return model, tokenizer
 
 
 def _find(name: str, what: str) -> str:
-    """Check that ``name`` is a local path or may be a hub name; the hub, which takes minutes to give up, is not asked.
+    """Check that ``name`` is a local path or may be a hub name; the hub, which takes minutes to
+    give up, is not asked.
 
     Raises ConfigError: it can only be a path, and nothing is there.
     """
     if os.path.exists(name):
         return name
     first, _, rest = name.partition("/")
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or first in (".", "..") or (rest and os.path.isdir(first)):
+    if (
+        not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
+        or first in (".", "..")
+        or (rest and os.path.isdir(first))
+    ):
         raise ConfigError(
             f"cannot load {what} {name!r}: there is no such file or folder; check the path, or give a hub name"
         )
@@ -364,7 +462,9 @@ def load_config(name: str) -> dict[str, Any]:
     try:
         return AutoConfig.from_pretrained(_find(name, "the config of")).to_dict()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load the config of {name!r} ({_reason(error)}); give its config.json") from error
+        raise ConfigError(
+            f"cannot load the config of {name!r} ({_reason(error)}); give its config.json"
+        ) from error
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

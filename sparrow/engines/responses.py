@@ -21,18 +21,25 @@ class Responses:
         T, n = sampling.max_new_tokens, min(sampling.top_n, vocabulary)
         self.eos = eos
         self.tokens, self.logprobs = torch.zeros(B, T, dtype=torch.long), torch.zeros(B, T)
-        self.top_ids, self.top_logprobs = torch.zeros(B, T, n, dtype=torch.int32), torch.zeros(B, T, n)
+        self.top_ids, self.top_logprobs = (
+            torch.zeros(B, T, n, dtype=torch.int32),
+            torch.zeros(B, T, n),
+        )
         self.acceptance = torch.full((B, T), torch.nan)
         self.length = torch.zeros(B, dtype=torch.long)
         self.stopped = torch.zeros(B, dtype=torch.bool)
-        self.verified: Tensor | None = None  # int64 [B], how many leading tokens are verified; None outside mode auto
+        self.verified: Tensor | None = (
+            None  # int64 [B], how many leading tokens are verified; None outside mode auto
+        )
 
     def open(self, limit_B: Tensor) -> Tensor:
         """The responses that have neither ended nor reached their limit."""
         return (~self.stopped & (self.length < limit_B)).nonzero()[:, 0]
 
     def append(self, rows: Tensor, cycle: Cycle, limit_B: Tensor) -> Tensor:
-        """Add a cycle's tokens to the responses ``rows``, up to their ends; returns the indices into it that go on."""
+        """Add a cycle's tokens to the responses ``rows``, up to their ends; returns the indices
+        into it that go on.
+        """
         n = self.top_logprobs.shape[2]
         tokens, count = cycle.tokens.cpu(), cycle.count.cpu()
         position = torch.arange(tokens.shape[1])
@@ -45,7 +52,10 @@ class Responses:
         best = log_p.topk(n, dim=-1)
         self.tokens[target] = tokens[b, i]
         self.logprobs[target] = log_p.cpu().gather(-1, tokens[b, i][:, None])[:, 0]
-        self.top_ids[target], self.top_logprobs[target] = best.indices.int().cpu(), best.values.cpu()
+        self.top_ids[target], self.top_logprobs[target] = (
+            best.indices.int().cpu(),
+            best.values.cpu(),
+        )
         alpha = torch.cat([cycle.acceptance.cpu(), torch.full((len(rows), 1), torch.nan)], 1)
         self.acceptance[target] = alpha[b, i]
         self.length[rows] += count
@@ -69,5 +79,7 @@ class Responses:
     def _verification(self, b: int, length: int) -> Verification | None:
         if self.verified is None:
             return None
-        tokens = min(length, int(self.verified[b]) + 1)  # the first token after a prefill is the policy's too
+        tokens = min(
+            length, int(self.verified[b]) + 1
+        )  # the first token after a prefill is the policy's too
         return Verification(tokens, self.acceptance[b, :tokens].numpy())

@@ -1,4 +1,5 @@
-"""What the adapters log beside ``sparrow.mismatch.mismatch_metrics``, under the same names in every trainer.
+"""What the adapters log beside ``sparrow.mismatch.mismatch_metrics``, under the same names in every
+trainer.
 
 All values cover the time since the last log; ``sparrow/drafts/*`` is there in lossless mode only:
 
@@ -23,5 +24,7 @@ def counter_metrics(counters: Counters) -> dict[str, float]:
     if counters.acceptance.drafts:
         metrics["sparrow/drafts/acceptance"] = counters.acceptance.mean
         metrics["sparrow/drafts/p5"] = counters.acceptance.percentile(5)
-        metrics |= {f"sparrow/drafts/p5/{b.start}-{b.end}": b.p5 for b in counters.acceptance.bins()}
+        metrics |= {
+            f"sparrow/drafts/p5/{b.start}-{b.end}": b.p5 for b in counters.acceptance.bins()
+        }
     return metrics

@@ -1,12 +1,15 @@
-"""Measures the acceptance of a sparse actor in somebody else's vLLM, over its OpenAI-compatible HTTP alone.
+"""Measures the acceptance of a sparse actor in somebody else's vLLM, over its OpenAI-compatible
+HTTP alone.
 
-This is for trainers that ask vLLM for the sampled tokens' log-probs only, but leave its server reachable. Responses are
-sampled under the server's schedule with the actor's top-n lists. Then prompt and response go back as one prompt, whose
-log-probs are asked for, so vLLM prefills it densely and without its prefix cache: this gives the policy's top-n lists,
-with the same weights in the same precision. The two lists give bounds on the acceptance rate (``acceptance_bounds``).
-vLLM gives a prompt's log-probs at temperature 1 only, so responses are sampled at that temperature.
+This is for trainers that ask vLLM for the sampled tokens' log-probs only, but leave its server
+reachable. Responses are sampled under the server's schedule with the actor's top-n lists. Then
+prompt and response go back as one prompt, whose log-probs are asked for, so vLLM prefills it
+densely and without its prefix cache: this gives the policy's top-n lists, with the same weights in
+the same precision. The two lists give bounds on the acceptance rate (``acceptance_bounds``). vLLM
+gives a prompt's log-probs at temperature 1 only, so responses are sampled at that temperature.
 
-``Probe`` gives the same as scalars for any trainer's logger, together with the servers' own counters.
+``Probe`` gives the same as scalars for any trainer's logger, together with the servers' own
+counters.
 
 Shapes: T response tokens, n entries of a top-n list.
 """
@@ -32,26 +35,33 @@ from sparrow.mismatch import Ceiling, MismatchReport, acceptance_bounds, mismatc
 from sparrow.schedule import SparsitySchedule
 
 CONNECTIONS = 64
-DRAFTS = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "spec_decode_num_drafts")
+DRAFTS = (
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+    "spec_decode_num_drafts",
+)
 """vLLM's own counters: drafted tokens, accepted tokens, and verifications that had drafts."""
 
 
 class Probe:
-    """Measurements of vLLM servers that decode with Sparrow, as scalars under stable names, for any trainer's logger.
+    """Measurements of vLLM servers that decode with Sparrow, as scalars under stable names, for any
+    trainer's logger.
 
         probe = Probe(["http://10.0.0.1:8000"])
         logger.log(probe.counted(), step)  # at every step: costs a request or two
         logger.log(probe.measured(prompts, max_new_tokens=16384), step)  # now and then: as long as a rollout, or two
 
-    The names are those of ``sparrow.integrations.metrics``. Servers started with ``VLLM_SERVER_DEV_MODE=1`` report all
-    of them. Others report neither Sparrow's counters nor the ceiling, and need ``schedule``; of drafts they report only
-    the tokens that vLLM counts for Prometheus, and not even those if started with ``--disable-log-stats``.
+    The names are those of ``sparrow.integrations.metrics``. Servers started with
+    ``VLLM_SERVER_DEV_MODE=1`` report all of them. Others report neither Sparrow's counters nor the
+    ceiling, and need ``schedule``; of drafts they report only the tokens that vLLM counts for
+    Prometheus, and not even those if started with ``--disable-log-stats``.
 
     Args:
         urls: addresses of servers that have the same weights and were all started alike.
         schedule: what they decode or draft under; used only if they cannot be asked.
 
-    Raises ConfigError: a server does not answer or decodes densely, or it cannot be asked and ``schedule`` is missing.
+    Raises ConfigError: a server does not answer or decodes densely, or it cannot be asked and
+    ``schedule`` is missing.
     """
 
     report: MismatchReport | None = None  # what was measured last
@@ -60,7 +70,11 @@ class Probe:
         self._urls = [url.rstrip("/") for url in urls]
         self._ceiling = Ceiling()
         self._drafts = self._counted_by_vllm()
-        self._described = {url: workers for url in self._urls if (workers := _rpc(url, "sparrow_describe")) is not None}
+        self._described = {
+            url: workers
+            for url in self._urls
+            if (workers := _rpc(url, "sparrow_describe")) is not None
+        }
         self._is_open = len(self._described) == len(set(self._urls))
         if self._is_open:
             (first, *_) = next(iter(self._described.values()))
@@ -75,23 +89,30 @@ class Probe:
             self.schedule, self.mode = schedule, "unknown"
 
     def counted(self) -> dict[str, float]:
-        """What decode steps did since the last call: the share of tokens read and, in lossless mode, the drafts.
+        """What decode steps did since the last call: the share of tokens read and, in lossless
+        mode, the drafts.
 
         Servers that can be asked count since the last time that anybody asked them.
         """
         if not self._is_open:
             before, self._drafts = self._drafts, self._counted_by_vllm()
             drafted, accepted, cycles = (self._drafts[name] - before[name] for name in DRAFTS)
-            return counter_metrics(Counters(0, 0, drafted=drafted, accepted=accepted, cycles=cycles))
+            return counter_metrics(
+                Counters(0, 0, drafted=drafted, accepted=accepted, cycles=cycles)
+            )
         parts = (tally(described, partial(_rpc, url)) for url, described in self._described.items())
         return counter_metrics(total(list(parts)))
 
-    def measured(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, top_n: int = 20) -> dict[str, float]:
-        """p5 of acceptance on one response to each prompt, by length, beside the ceiling: the p5 of dense rollouts.
+    def measured(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, top_n: int = 20
+    ) -> dict[str, float]:
+        """p5 of acceptance on one response to each prompt, by length, beside the ceiling: the p5 of
+        dense rollouts.
 
-        Call it while nothing else runs on the servers. If they let the schedule be changed, the first call also samples
-        densely, for the ceiling; in lossless mode, where samples are dense, p5 is its own ceiling. Where servers can be
-        asked, the next ``counted`` leaves out what was read for the measurement.
+        Call it while nothing else runs on the servers. If they let the schedule be changed, the
+        first call also samples densely, for the ceiling; in lossless mode, where samples are dense,
+        p5 is its own ceiling. Where servers can be asked, the next ``counted`` leaves out what was
+        read for the measurement.
         """
         if self.mode == "lossy" and not self._ceiling:
             self._set(SparsitySchedule.dense(dense_layers=self.schedule.dense_layers))
@@ -107,8 +128,13 @@ class Probe:
             self.counted()
         return mismatch_metrics(self.report)
 
-    def _pooled(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, top_n: int) -> MismatchReport:
-        return pool(probe(self._urls, prompts, self.schedule, max_new_tokens, top_n), self.schedule.bin_tokens)
+    def _pooled(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, top_n: int
+    ) -> MismatchReport:
+        return pool(
+            probe(self._urls, prompts, self.schedule, max_new_tokens, top_n),
+            self.schedule.bin_tokens,
+        )
 
     def _set(self, schedule: SparsitySchedule) -> None:
         for url in self._described:
@@ -133,14 +159,13 @@ def probe(
     max_new_tokens: int,
     top_n: int = 20,
 ) -> list[TokenAcceptance]:
-    """Sample one response per prompt (token ids), spread over the servers, and bound every token's acceptance.
+    """Sample one response per prompt (token ids), spread over the servers, and bound every token's
+    acceptance.
 
-    Args:
-        urls: addresses of vLLM servers that have the same weights, such as ``http://10.0.0.1:8000``.
-        prompts: token ids.
-        schedule: what the servers decode under; it places the tokens in its bins.
-        max_new_tokens: responses are cut here.
-        top_n: length of both lists; vLLM allows 20 unless told otherwise.
+    Args: urls: addresses of vLLM servers that have the same weights, such as
+        ``http://10.0.0.1:8000``. prompts: token ids. schedule: what the servers decode under; it
+        places the tokens in its bins. max_new_tokens: responses are cut here. top_n: length of both
+        lists; vLLM allows 20 unless told otherwise.
 
     Raises ConfigError: a server does not answer, or refuses what it is asked for.
     """
@@ -149,11 +174,18 @@ def probe(
     def measure(i: int) -> TokenAcceptance:
         url, prompt = urls[i % len(urls)], [int(token) for token in prompts[i]]
         common = {"model": served[url], "temperature": 1.0, "return_tokens_as_token_ids": True}
-        sampled = _choice(url, common | {"prompt": prompt, "max_tokens": max_new_tokens, "logprobs": top_n})
+        sampled = _choice(
+            url, common | {"prompt": prompt, "max_tokens": max_new_tokens, "logprobs": top_n}
+        )
         logprobs = sampled["logprobs"]
         response = [_token(text) for text in logprobs["tokens"]]
-        actor = [{_token(text): value for text, value in entry.items()} for entry in logprobs["top_logprobs"]]
-        scored = _choice(url, common | {"prompt": prompt + response, "max_tokens": 1, "prompt_logprobs": top_n})
+        actor = [
+            {_token(text): value for text, value in entry.items()}
+            for entry in logprobs["top_logprobs"]
+        ]
+        scored = _choice(
+            url, common | {"prompt": prompt + response, "max_tokens": 1, "prompt_logprobs": top_n}
+        )
         policy = [
             {int(token): entry["logprob"] for token, entry in position.items()}
             for position in scored["prompt_logprobs"][len(prompt) :]
@@ -161,14 +193,18 @@ def probe(
         p_ids, p = _lists(policy, top_n)
         q_ids, q = _lists(actor, top_n)
         bounds = acceptance_bounds(q_ids, q, p, p_ids)
-        return TokenAcceptance(bounds.lower, bounds.upper, schedule.page_end(len(prompt) + np.arange(len(response))))
+        return TokenAcceptance(
+            bounds.lower, bounds.upper, schedule.page_end(len(prompt) + np.arange(len(response)))
+        )
 
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         return list(pool.map(measure, range(len(prompts))))
 
 
 def _lists(positions: Sequence[dict[int, float]], top_n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and log-probs ``[T, n]``, best first; the token at that position is left out if not among the n best."""
+    """Ids and log-probs ``[T, n]``, best first; the token at that position is left out if not among
+    the n best.
+    """
     best = [sorted(entries.items(), key=lambda item: -item[1])[:top_n] for entries in positions]
     pairs = np.array(best, dtype=np.float64)
     return pairs[..., 0].astype(np.int64), pairs[..., 1]
@@ -183,7 +219,9 @@ def _choice(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rpc(url: str, method: str, *args: Any) -> Any:
-    """What every worker of a server returns; None from a server that does not let its workers be called."""
+    """What every worker of a server returns; None from a server that does not let its workers be
+    called.
+    """
     answer = _answer(f"{url}/collective_rpc", {"method": method, "args": args}, allowed=(404,))
     return None if answer.status_code == 404 else answer.json()["results"]
 
@@ -192,12 +230,16 @@ def _request(url: str, body: dict[str, Any] | None = None) -> Any:
     return _answer(url, body).json()
 
 
-def _answer(url: str, body: dict[str, Any] | None = None, allowed: Sequence[int] = ()) -> httpx.Response:
+def _answer(
+    url: str, body: dict[str, Any] | None = None, allowed: Sequence[int] = ()
+) -> httpx.Response:
     verb = "GET" if body is None else "POST"
     try:
         answer = httpx.request(verb, url, json=body, timeout=None, trust_env=False)
     except httpx.HTTPError as error:
         raise ConfigError(f"no vLLM server answers at {url}: {error}") from error
     if answer.is_error and answer.status_code not in allowed:
-        raise ConfigError(f"the vLLM server refused {url}: {answer.status_code} {answer.text[:300]}")
+        raise ConfigError(
+            f"the vLLM server refused {url}: {answer.status_code} {answer.text[:300]}"
+        )
     return answer

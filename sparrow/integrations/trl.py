@@ -1,10 +1,12 @@
 """Sparse rollouts in TRL's ``GRPOTrainer``, with the tail of the acceptance rate in its logs.
 
-    trainer = SparseGRPOTrainer(model, reward_funcs, args=GRPOConfig(use_vllm=True, ...), train_dataset=dataset,
+    trainer = SparseGRPOTrainer(model, reward_funcs, args=GRPOConfig(use_vllm=True, ...),
+    train_dataset=dataset,
                                 schedule="qwen3-4b-0.86")  # or "lossless"
 
-Written for TRL 1.16. The only part of TRL that is replaced is the trainer's ``vllm_generation``, by a wrapper that
-passes every call on; the overridden methods, ``compute_loss`` and ``log``, are those that transformers offers for it.
+Written for TRL 1.16. The only part of TRL that is replaced is the trainer's ``vllm_generation``, by
+a wrapper that passes every call on; the overridden methods, ``compute_loss`` and ``log``, are those
+that transformers offers for it.
 
 Shapes: T response tokens, n entries of the actor's top-n list, V vocabulary.
 """
@@ -42,21 +44,22 @@ CHUNK_TOKENS = 1024  # response tokens whose log-softmax over the vocabulary is 
 
 
 class SparseGRPOTrainer(Trainer):
-    """A ``GRPOTrainer`` whose vLLM decodes sparsely, and which logs how far that takes the actor from the policy.
+    """A ``GRPOTrainer`` whose vLLM decodes sparsely, and which logs how far that takes the actor
+    from the policy.
 
-    In colocate mode the schedule reaches vLLM through the environment; a server must have been started with one.
-    In lossless mode samples are the dense policy's. What is measured then is how close vLLM's numbers are to the
-    trainer's, which is the most that any schedule could score; the acceptance of drafts is logged beside it.
-    Every ``measure_every`` optimizer steps vLLM is asked for top-n lists, and some of the responses, at least one per
-    process, get another dense forward pass, which gives bounds on every token's acceptance rate. They are logged as
-    ``sparrow/*``, named as in ``sparrow.integrations.metrics`` and pooled over processes. Every log also has the share
-    of cached tokens that was read and the metrics of drafts. The last measurement is kept as ``report``, for a
-    controller that calls ``set_schedule``. Before the first batch, its prompts are sampled densely, for the ceiling of
-    p5.
+    In colocate mode the schedule reaches vLLM through the environment; a server must have been
+    started with one. In lossless mode samples are the dense policy's. What is measured then is how
+    close vLLM's numbers are to the trainer's, which is the most that any schedule could score; the
+    acceptance of drafts is logged beside it. Every ``measure_every`` optimizer steps vLLM is asked
+    for top-n lists, and some of the responses, at least one per process, get another dense forward
+    pass, which gives bounds on every token's acceptance rate. They are logged as ``sparrow/*``,
+    named as in ``sparrow.integrations.metrics`` and pooled over processes. Every log also has the
+    share of cached tokens that was read and the metrics of drafts. The last measurement is kept as
+    ``report``, for a controller that calls ``set_schedule``. Before the first batch, its prompts
+    are sampled densely, for the ceiling of p5.
 
-    Args:
-        args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set.
-        schedule: what the actor may read, or how to decode, as ``Decoding.load`` takes it: a schedule, ``"lossless"``,
+    Args: args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set. schedule: what the actor
+        may read, or how to decode, as ``Decoding.load`` takes it: a schedule, ``"lossless"``,
             or a mapping with its settings. The default is what vLLM was started with.
         measure_every: optimizer steps from one measurement to the next, the first step included.
         sequences: responses measured per process and measurement, spread over the batch.
@@ -85,7 +88,9 @@ class SparseGRPOTrainer(Trainer):
             raise ConfigError("sparse rollouts need vLLM; set use_vllm=True in GRPOConfig")
         self.measure_every = measure_every
         stock: Any = self.vllm_generation
-        self.vllm_generation: Any = Recording(stock, top_n, sequences, self._is_measured, self._densely)
+        self.vllm_generation: Any = Recording(
+            stock, top_n, sequences, self._is_measured, self._densely
+        )
         self._measured: list[TokenAcceptance] = []
         self._of_dense: list[TokenAcceptance] = []
         self._ceiling = Ceiling()
@@ -115,9 +120,14 @@ class SparseGRPOTrainer(Trainer):
         self.schedule = schedule
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """See ``transformers.Trainer``. At the first call after a rollout, ``model`` still has the actor's weights."""
+        """See ``transformers.Trainer``. At the first call after a rollout, ``model`` still has the
+        actor's weights.
+        """
         generation = self.vllm_generation
-        for recorded, measured in ((generation.recorded, self._measured), (generation.dense, self._of_dense)):
+        for recorded, measured in (
+            (generation.recorded, self._measured),
+            (generation.dense, self._of_dense),
+        ):
             for rollout in recorded:
                 top = policy_top_logprobs(model, rollout, self.temperature, self.accelerator.device)
                 measured.append(token_acceptance(rollout, top, self.schedule))
@@ -131,7 +141,9 @@ class SparseGRPOTrainer(Trainer):
             if self._measured:
                 report = pool(gather_object(self._measured), self.schedule.bin_tokens)
                 if self._of_dense:
-                    self._ceiling.measure(pool(gather_object(self._of_dense), self.schedule.bin_tokens))
+                    self._ceiling.measure(
+                        pool(gather_object(self._of_dense), self.schedule.bin_tokens)
+                    )
                 elif self._reads_all:
                     self._ceiling.measure(report)
                 self.report = self._ceiling.on(report)
@@ -140,7 +152,9 @@ class SparseGRPOTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _counted(self) -> dict[str, float]:
-        """What vLLM's workers did since the last call, as shares; each process adds its own workers or the server's."""
+        """What vLLM's workers did since the last call, as shares; each process adds its own workers
+        or the server's.
+        """
         return counter_metrics(total(gather_object([tally(self._described, self._rpc)])))
 
     @property
@@ -149,7 +163,9 @@ class SparseGRPOTrainer(Trainer):
 
     @contextmanager
     def _densely(self) -> Iterator[bool]:
-        """Inside, vLLM decodes densely, unless its responses are dense anyway or dense ones were sampled before."""
+        """Inside, vLLM decodes densely, unless its responses are dense anyway or dense ones were
+        sampled before.
+        """
         schedule = self.schedule
         if self._reads_all or self._ceiling or self._of_dense:
             yield False
@@ -165,14 +181,18 @@ class SparseGRPOTrainer(Trainer):
         return self.model.training and self.state.global_step % self.measure_every == 0
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the vLLM workers: this process's own, or the server's, whose answer every process gets."""
+        """Call a method of the vLLM workers: this process's own, or the server's, whose answer
+        every process gets.
+        """
         if self.vllm_mode == "colocate":
             return self.vllm_generation.llm.collective_rpc(method, args=args)
         results = []
         if self.accelerator.is_main_process:
             client = self.vllm_generation.vllm_client
             url = client.base_url
-            answer = client.session.post(f"{url}/collective_rpc", json={"method": method, "args": args})
+            answer = client.session.post(
+                f"{url}/collective_rpc", json={"method": method, "args": args}
+            )
             if answer.status_code != 200:
                 raise ConfigError(
                     f"the vLLM server at {url} refused {method} ({answer.status_code} {answer.text[:300]}); "
@@ -183,7 +203,8 @@ class SparseGRPOTrainer(Trainer):
 
 
 class Recording:
-    """A wrapper of TRL's ``VLLMGeneration`` that asks for the actor's top-n lists when wanted, and keeps some.
+    """A wrapper of TRL's ``VLLMGeneration`` that asks for the actor's top-n lists when wanted, and
+    keeps some.
 
     TRL itself is given what it asked for: the sampled token's log-prob alone.
     """
@@ -199,13 +220,22 @@ class Recording:
         self.recorded: list[Rollout] = []
         self.dense: list[Rollout] = []  # responses to the same prompts, sampled densely
         self._densely = densely
-        self._generation, self._top_n, self._sequences, self._wanted = generation, top_n, sequences, wanted
+        self._generation, self._top_n, self._sequences, self._wanted = (
+            generation,
+            top_n,
+            sequences,
+            wanted,
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generation, name)
 
-    def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
-        """See ``VLLMGeneration.generate``. Raises ConfigError: images, which the policy's pass would not see."""
+    def generate(
+        self, prompts: Any, images: Any, num_generations: int, profiler: Any = None
+    ) -> tuple[Any, ...]:
+        """See ``VLLMGeneration.generate``. Raises ConfigError: images, which the policy's pass
+        would not see.
+        """
         generation = self._generation
         if not self._wanted():
             return generation.generate(prompts, images, num_generations, profiler)
@@ -219,8 +249,14 @@ class Recording:
         outputs = self._listed(prompts, num_generations, profiler)
         self.recorded += self._some(outputs)
         prompts, responses, logprobs, ids = outputs
-        at = [[row.index(t) for row, t in zip(rows, ts, strict=True)] for rows, ts in zip(ids, responses, strict=True)]
-        sampled = [[[row[j]] for row, j in zip(rows, js, strict=True)] for rows, js in zip(logprobs, at, strict=True)]
+        at = [
+            [row.index(t) for row, t in zip(rows, ts, strict=True)]
+            for rows, ts in zip(ids, responses, strict=True)
+        ]
+        sampled = [
+            [[row[j]] for row, j in zip(rows, js, strict=True)]
+            for rows, js in zip(logprobs, at, strict=True)
+        ]
         return prompts, responses, sampled, [[[t] for t in ts] for ts in responses]
 
     def _listed(self, prompts: Any, num_generations: int, profiler: Any) -> tuple[Any, ...]:
@@ -234,9 +270,16 @@ class Recording:
     def _some(self, outputs: tuple[Any, ...]) -> list[Rollout]:
         """Responses to measure, spread over the batch."""
         prompts, responses, logprobs, ids = outputs
-        spread = np.linspace(0, len(responses) - 1, min(self._sequences, len(responses))).round().astype(int)
+        spread = (
+            np.linspace(0, len(responses) - 1, min(self._sequences, len(responses)))
+            .round()
+            .astype(int)
+        )
         longest = self._generation.max_completion_length
-        return [rollout(prompts[i], responses[i], logprobs[i], ids[i], self._top_n, longest) for i in spread.tolist()]
+        return [
+            rollout(prompts[i], responses[i], logprobs[i], ids[i], self._top_n, longest)
+            for i in spread.tolist()
+        ]
 
 
 def rollout(
@@ -247,12 +290,14 @@ def rollout(
     top_n: int,
     max_tokens: int,
 ) -> Rollout:
-    """A ``Rollout`` of one of TRL's responses, whose lists are sorted, best first, and have n + 1 entries if the
-    sampled token is not among the n most likely."""
+    """A ``Rollout`` of one of TRL's responses, whose lists are sorted, best first, and have n + 1
+    entries if the sampled token is not among the n most likely."""
     return Rollout(
         prompt_ids=prompt,
         response_ids=np.asarray(response, np.int64),
-        logprobs=np.asarray([row[i.index(t)] for row, i, t in zip(logprobs, ids, response, strict=True)], np.float32),
+        logprobs=np.asarray(
+            [row[i.index(t)] for row, i, t in zip(logprobs, ids, response, strict=True)], np.float32
+        ),
         top_ids=np.asarray([row[:top_n] for row in ids], np.int32),
         top_logprobs=np.asarray([row[:top_n] for row in logprobs], np.float32),
         finish_reason="length" if len(response) >= max_tokens else "stop",
@@ -260,10 +305,18 @@ def rollout(
 
 
 @torch.no_grad()
-def policy_top_logprobs(model: Any, rollout: Rollout, temperature: float, device: torch.device) -> np.ndarray:
+def policy_top_logprobs(
+    model: Any, rollout: Rollout, temperature: float, device: torch.device
+) -> np.ndarray:
     """The dense policy's log-probs, float32 ``[T, n]``, of the tokens in the actor's lists."""
     input_ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids.tolist()]], device=device)
     top_Tn = torch.from_numpy(rollout.top_ids).long().to(device)
-    logits_TV = model(input_ids=input_ids, logits_to_keep=len(rollout) + 1, use_cache=False).logits[0, :-1]
+    logits_TV = model(input_ids=input_ids, logits_to_keep=len(rollout) + 1, use_cache=False).logits[
+        0, :-1
+    ]
     chunks = zip(logits_TV.split(CHUNK_TOKENS), top_Tn.split(CHUNK_TOKENS), strict=True)
-    return torch.cat([(x.float() / temperature).log_softmax(-1).gather(-1, top) for x, top in chunks]).cpu().numpy()
+    return (
+        torch.cat([(x.float() / temperature).log_softmax(-1).gather(-1, top) for x, top in chunks])
+        .cpu()
+        .numpy()
+    )

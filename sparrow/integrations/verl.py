@@ -1,20 +1,23 @@
-"""verl's synchronous PPO trainer with sparse rollouts, and the tail of the acceptance rate beside ``rollout_corr/*``.
+"""verl's synchronous PPO trainer with sparse rollouts, and the tail of the acceptance rate beside
+``rollout_corr/*``.
 
     VERL_USE_EXTERNAL_MODULES=sparrow.integrations.verl python -m verl.trainer.main_ppo \
         trainer.v1.trainer_mode=sparrow ...
 
-Written for verl 0.9.1, whose registry of trainers this extends. verl asks vLLM for the sampled tokens' log-probs only,
-so every step logs what these alone can show (``sparrow.mismatch.sampled``):
+Written for verl 0.9.1, whose registry of trainers this extends. verl asks vLLM for the sampled
+tokens' log-probs only, so every step logs what these alone can show (``sparrow.mismatch.sampled``):
 
 sparrow/sampled/acceptance_mean    mean acceptance
 sparrow/sampled/p5_floor           the lowest of the length bins' floors under the 5th percentile of acceptance
 sparrow/sampled/p5_floor/START-END the floor of one bin; /low and /high are its 95 % interval, resampled by sequence,
                                    where at least two sequences reach the bin
 
-p5 itself is measured by a probe: responses of its own, sampled with top-20 lists over HTTP from verl's vLLM servers
-(``probe``) once they have the step's weights. There is a probe of ``+trainer.v1.sparrow.sequences`` responses (32 by
-default) every ``+trainer.v1.sparrow.probe_every`` steps (none if that is unset); the metrics are named as in
-``sparrow.integrations.metrics``. Before the first probe, as many responses are sampled densely, for the ceiling of p5.
+p5 itself is measured by a probe: responses of its own, sampled with top-20 lists over HTTP from
+verl's vLLM servers (``probe``) once they have the step's weights. There is a probe of
+``+trainer.v1.sparrow.sequences`` responses (32 by default) every
+``+trainer.v1.sparrow.probe_every`` steps (none if that is unset); the metrics are named as in
+``sparrow.integrations.metrics``. Before the first probe, as many responses are sampled densely, for
+the ceiling of p5.
 
 Shapes: B responses, T tokens.
 """
@@ -36,7 +39,13 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from sparrow.errors import ConfigError
 from sparrow.integrations.probe import probe
 from sparrow.measure import pool
-from sparrow.mismatch import Ceiling, MismatchReport, mismatch_metrics, sampled_acceptance, tail_floor_by_bin
+from sparrow.mismatch import (
+    Ceiling,
+    MismatchReport,
+    mismatch_metrics,
+    sampled_acceptance,
+    tail_floor_by_bin,
+)
 from sparrow.mode import Decoding
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.vllm import config as vllm_config
@@ -51,15 +60,17 @@ FIELDS = ["prompts", "response_mask", "rollout_log_probs", "old_log_probs"]
 
 @register_trainer("sparrow")
 class SparsePPOTrainer(Trainer):
-    """A ``PPOTrainerSync`` whose replicas decode under a schedule; the module's docstring lists its metrics.
+    """A ``PPOTrainerSync`` whose replicas decode under a schedule; the module's docstring lists its
+    metrics.
 
     The last probe is kept as ``report``, for a controller that calls ``set_schedule``.
 
-    The schedule is the one given to vLLM: ``actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.sparrow``,
-    or ``SPARROW_SCHEDULE`` in the environment of verl's workers and of its driver.
+    The schedule is the one given to vLLM:
+    ``actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.sparrow``, or
+    ``SPARROW_SCHEDULE`` in the environment of verl's workers and of its driver.
 
-    Raises ConfigError: there is no schedule, vLLM decodes densely, or verl is configured not to compute the log-probs
-    that are compared.
+    Raises ConfigError: there is no schedule, vLLM decodes densely, or verl is configured not to
+    compute the log-probs that are compared.
     """
 
     schedule: SparsitySchedule
@@ -68,10 +79,15 @@ class SparsePPOTrainer(Trainer):
 
     def __init__(self, config: Any) -> None:
         options = config.trainer.v1.get("sparrow", {})
-        self._probe_every, self._sequences = options.get("probe_every", 0), options.get("sequences", 32)
+        self._probe_every, self._sequences = (
+            options.get("probe_every", 0),
+            options.get("sequences", 32),
+        )
         self._prompts: list[list[int]] = []
         self._ceiling = Ceiling()
-        config.trainer.v1.trainer_mode = "sync"  # the rest of verl goes by this name, and this is a sync trainer
+        config.trainer.v1.trainer_mode = (
+            "sync"  # the rest of verl goes by this name, and this is a sync trainer
+        )
         super().__init__(config)
 
     def on_init_end(self) -> None:
@@ -97,7 +113,9 @@ class SparsePPOTrainer(Trainer):
     def _probed(self) -> MismatchReport:
         urls = [f"http://{address}" for address in self.llm_server_manager.get_addresses()]
         response_tokens = self.config.actor_rollout_ref.rollout.response_length
-        return pool(probe(urls, self._prompts, self.schedule, response_tokens), self.schedule.bin_tokens)
+        return pool(
+            probe(urls, self._prompts, self.schedule, response_tokens), self.schedule.bin_tokens
+        )
 
     def _measure_ceiling(self) -> None:
         """Probe the replicas while they decode densely."""
@@ -109,35 +127,47 @@ class SparsePPOTrainer(Trainer):
             push_schedule(replicas, self.schedule)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Make every replica decode under other page counts from now on; call it while they are awake and idle.
+        """Make every replica decode under other page counts from now on; call it while they are
+        awake and idle.
 
-        Raises ConfigError: a replica decodes densely, or was started with another page layout or other dense layers.
+        Raises ConfigError: a replica decodes densely, or was started with another page layout or
+        other dense layers.
         """
         push_schedule(self.llm_server_manager.get_replicas(), schedule)
         self.schedule = schedule
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        # Measured here, as in verl's own subclasses, before a rejection of tokens (rollout_rs) hides them.
+        # Measured here, as in verl's own subclasses, before a rejection of tokens (rollout_rs)
+        # hides them.
         batch = super()._compute_old_log_prob(batch, metrics)
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=FIELDS)
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=FIELDS
+        )
         rows = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
         columns = [list(data[field].unbind()) for field in FIELDS]
         spread = np.linspace(0, len(rows) - 1, min(self._sequences, len(rows))).round().astype(int)
         self._prompts = [columns[0][rows[i]].tolist() for i in spread]
-        metrics |= sampled_metrics(self.schedule, *([column[i] for i in rows] for column in columns))
+        metrics |= sampled_metrics(
+            self.schedule, *([column[i] for i in rows] for column in columns)
+        )
         return batch
 
 
 def requested(config: Mapping[str, Any]) -> Decoding:
     """How vLLM is to decode, by verl's configuration or else by the environment.
 
-    Raises ConfigError: neither has a schedule, the policy's or the actor's log-probs will not be there to compare, or a
-    probe is asked for at a temperature other than 1.
+    Raises ConfigError: neither has a schedule, the policy's or the actor's log-probs will not be
+    there to compare, or a probe is asked for at a temperature other than 1.
     """
     rollout = config["actor_rollout_ref"]["rollout"]
     if not rollout["calculate_log_probs"]:
-        raise ConfigError("the actor's log-probs are wanted; set actor_rollout_ref.rollout.calculate_log_probs=True")
-    if config["trainer"]["v1"].get("sparrow", {}).get("probe_every") and rollout["temperature"] != 1:
+        raise ConfigError(
+            "the actor's log-probs are wanted; set actor_rollout_ref.rollout.calculate_log_probs=True"
+        )
+    if (
+        config["trainer"]["v1"].get("sparrow", {}).get("probe_every")
+        and rollout["temperature"] != 1
+    ):
         raise ConfigError(
             f"the probe measures at temperature 1, but actor_rollout_ref.rollout.temperature={rollout['temperature']}; "
             "leave out trainer.v1.sparrow.probe_every"
@@ -147,7 +177,9 @@ def requested(config: Mapping[str, Any]) -> Decoding:
             "bypass_mode takes the actor's log-probs for the policy's, so nothing is left to compare; "
             "set algorithm.rollout_correction.bypass_mode=False"
         )
-    additional = ((rollout.get("engine_kwargs") or {}).get("vllm") or {}).get("additional_config") or {}
+    additional = ((rollout.get("engine_kwargs") or {}).get("vllm") or {}).get(
+        "additional_config"
+    ) or {}
     setting = additional.get(vllm_config.KEY)
     decoding = vllm_config.from_environment() if setting is None else Decoding.load(setting)
     if decoding is None:
@@ -159,9 +191,11 @@ def requested(config: Mapping[str, Any]) -> Decoding:
 
 
 def push_schedule(replicas: Sequence[Any], schedule: SparsitySchedule) -> None:
-    """Set the schedule of verl's vLLM replicas and drop their prefix caches, computed under other budgets.
+    """Set the schedule of verl's vLLM replicas and drop their prefix caches, computed under other
+    budgets.
 
-    Raises ConfigError: a replica decodes densely, or was started with another page layout or other dense layers.
+    Raises ConfigError: a replica decodes densely, or was started with another page layout or other
+    dense layers.
     """
     arguments: dict[str, Any] = {"method": "sparrow_set_schedule", "args": (schedule.to_json(),)}
     try:
@@ -180,19 +214,28 @@ def sampled_metrics(
     actor_B: Sequence[Tensor],
     policy_B: Sequence[Tensor],
 ) -> dict[str, float]:
-    """Metrics of responses ``[T]``, given their prompts, which tokens were sampled, and both sides' log-probs.
+    """Metrics of responses ``[T]``, given their prompts, which tokens were sampled, and both sides'
+    log-probs.
 
-    A token's position is the length that the schedule was looked up at when the token was sampled; see
-    ``sparrow.measure.token_acceptance``.
+    A token's position is the length that the schedule was looked up at when the token was sampled;
+    see ``sparrow.measure.token_acceptance``.
     """
     sampled, position, sequence = [], [], []
-    for i, (prompt, mask, q, p) in enumerate(zip(prompts_B, mask_B, actor_B, policy_B, strict=True)):
+    for i, (prompt, mask, q, p) in enumerate(
+        zip(prompts_B, mask_B, actor_B, policy_B, strict=True)
+    ):
         is_sampled = mask.bool().cpu().numpy()
-        sampled.append(sampled_acceptance(p.float().cpu().numpy()[is_sampled], q.float().cpu().numpy()[is_sampled]))
+        sampled.append(
+            sampled_acceptance(
+                p.float().cpu().numpy()[is_sampled], q.float().cpu().numpy()[is_sampled]
+            )
+        )
         position.append(schedule.page_end(len(prompt) + np.flatnonzero(is_sampled)))
         sequence.append(np.full(len(sampled[-1]), i))
     acceptance = np.concatenate(sampled)
-    bins = tail_floor_by_bin(acceptance, np.concatenate(position), np.concatenate(sequence), schedule.bin_tokens)
+    bins = tail_floor_by_bin(
+        acceptance, np.concatenate(position), np.concatenate(sequence), schedule.bin_tokens
+    )
     metrics = {
         "sparrow/sampled/acceptance_mean": float(acceptance.mean()),
         "sparrow/sampled/p5_floor": min(b.estimate for b in bins),

@@ -1,4 +1,6 @@
-"""How far the sparse actor is from the dense policy: acceptance per token, its tail by length, intervals, a report."""
+"""How far the sparse actor is from the dense policy: acceptance per token, its tail by length,
+intervals, a report.
+"""
 
 from sparrow.mismatch.acceptance import AcceptanceBounds, acceptance, acceptance_bounds
 from sparrow.mismatch.bootstrap import (

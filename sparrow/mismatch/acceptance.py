@@ -1,10 +1,13 @@
-"""Per-token acceptance rate of the actor's distribution under the policy's, exact or bounded from top-n lists.
+"""Per-token acceptance rate of the actor's distribution under the policy's, exact or bounded from
+top-n lists.
 
-alpha_t = sum_v min(p_t(v), q_t(v)) = 1 - total variation distance, with p the dense policy and q the sparse actor after
-the same prefix and at the same sampling temperature. It is the chance that speculative sampling would keep the actor's
-token (Leviathan et al., arXiv 2211.17192; Sparrow, arXiv 2606.08446, section 3).
+alpha_t = sum_v min(p_t(v), q_t(v)) = 1 - total variation distance, with p the dense policy and q
+the sparse actor after the same prefix and at the same sampling temperature. It is the chance that
+speculative sampling would keep the actor's token (Leviathan et al., arXiv 2211.17192; Sparrow,
+arXiv 2606.08446, section 3).
 
-Shapes: T tokens (or any leading shape), V vocabulary, n entries in the actor's list, m entries in the policy's.
+Shapes: T tokens (or any leading shape), V vocabulary, n entries in the actor's list, m entries in
+the policy's.
 """
 
 from typing import NamedTuple
@@ -14,8 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow.mismatch.tail import FloatArray, IntArray
 
-# How far a probability, or the mass of a list, may exceed 1 and still be explained by rounding: the probabilities of a
-# broad distribution with bfloat16 log-probs sum to 1 within this.
+# How far a probability, or the mass of a list, may exceed 1 and still be explained by rounding: the
+# probabilities of a broad distribution with bfloat16 log-probs sum to 1 within this.
 ROUNDING = 5e-3
 
 
@@ -27,13 +30,16 @@ class AcceptanceBounds(NamedTuple):
 
 
 def acceptance(p_TV: ArrayLike, q_TV: ArrayLike) -> FloatArray:
-    """Exact acceptance rate, float64 [...] in [0, 1], from two full distributions [..., V]; symmetric in them.
+    """Exact acceptance rate, float64 [...] in [0, 1], from two full distributions [..., V];
+    symmetric in them.
 
     Raises ValueError: shapes differ, or a row is not a probability distribution.
     """
     p, q = np.asarray(p_TV, np.float64), np.asarray(q_TV, np.float64)
     if p.shape != q.shape or p.ndim == 0:
-        raise ValueError(f"p_TV has shape {p.shape} and q_TV {q.shape}; pass two arrays of one shape [..., V].")
+        raise ValueError(
+            f"p_TV has shape {p.shape} and q_TV {q.shape}; pass two arrays of one shape [..., V]."
+        )
     for name, rows in (("p_TV", p), ("q_TV", q)):
         total = rows.sum(axis=-1)
         if not (np.all(rows >= 0) and np.all(np.abs(total - 1) <= ROUNDING)):
@@ -51,24 +57,27 @@ def acceptance_bounds(
     policy_logprobs: ArrayLike,
     policy_ids: ArrayLike | None = None,
 ) -> AcceptanceBounds:
-    """Bound the acceptance rate when only the most probable tokens are known (Sparrow, arXiv 2606.08446, section 3).
+    """Bound the acceptance rate when only the most probable tokens are known (Sparrow, arXiv
+    2606.08446, section 3).
 
-    Where a token's probability is known on both sides, min(p, q) is exact. All other tokens together can add at most
-    the smaller of the two left-over masses.
+    Where a token's probability is known on both sides, min(p, q) is exact. All other tokens
+    together can add at most the smaller of the two left-over masses.
 
-    Args:
-        actor_ids: vocabulary ids of the actor's n most probable tokens, integer [..., n], in any order.
-        actor_logprobs: their natural log-probs under the actor, [..., n]. -inf marks padding (fewer than n tokens in
+    Args: actor_ids: vocabulary ids of the actor's n most probable tokens, integer [..., n], in any
+        order. actor_logprobs: their natural log-probs under the actor, [..., n]. -inf marks padding
+        (fewer than n tokens in
             the vocabulary): such an entry's id and policy log-prob are ignored.
-        policy_logprobs: natural log-probs under the policy, [..., n] at `actor_ids`, or [..., m] at `policy_ids`.
-        policy_ids: ids of a separate list for the policy, integer [..., m]; -inf in `policy_logprobs` marks padding.
-            The tokens known on both sides are then the intersection of the lists.
+        policy_logprobs: natural log-probs under the policy, [..., n] at `actor_ids`, or [..., m] at
+        `policy_ids`.
+        policy_ids: ids of a separate list for the policy, integer [..., m]; -inf in
+            `policy_logprobs` marks padding. The tokens known on both sides are then the
+            intersection of the lists.
 
-    The bounds, float64 [...], are equal where the lists cover the vocabulary. Their resolution is that of the given
-    log-probs: about 1e-6 for float32.
+    The bounds, float64 [...], are equal where the lists cover the vocabulary. Their resolution is
+    that of the given log-probs: about 1e-6 for float32.
 
-    Raises ValueError: shapes do not match; ids are not integers, negative or repeated within a row; a log-prob is NaN
-    or positive beyond rounding; or a row's probabilities sum to more than 1.
+    Raises ValueError: shapes do not match; ids are not integers, negative or repeated within a row;
+    a log-prob is NaN or positive beyond rounding; or a row's probabilities sum to more than 1.
     """
     q, q_ids, known = _read_list("actor", actor_ids, actor_logprobs)
     if policy_ids is None:
@@ -76,39 +85,59 @@ def acceptance_bounds(
     else:
         listed, p_ids, p_known = _read_list("policy", policy_ids, policy_logprobs)
         if listed.shape[:-1] != q.shape[:-1]:
-            raise ValueError(f"The lists have shapes {q.shape} and {listed.shape}; all axes but the last must agree.")
+            raise ValueError(
+                f"The lists have shapes {q.shape} and {listed.shape}; all axes but the last must agree."
+            )
         p, matched = np.zeros_like(q), np.zeros_like(known)
-        for entry in range(listed.shape[-1]):  # not all pairs at once: [T, n, m] would not fit in memory
+        for entry in range(
+            listed.shape[-1]
+        ):  # not all pairs at once: [T, n, m] would not fit in memory
             match = (q_ids == p_ids[..., entry, None]) & known & p_known[..., entry, None]
             np.copyto(p, listed[..., entry, None], where=match)
             matched |= match
         known = matched
     lower = np.minimum(p, q).sum(axis=-1)
     left_over = np.minimum(1 - p.sum(axis=-1, where=known), 1 - q.sum(axis=-1, where=known))
-    return AcceptanceBounds(np.clip(lower, 0.0, 1.0), np.clip(lower + np.maximum(left_over, 0.0), 0.0, 1.0))
+    return AcceptanceBounds(
+        np.clip(lower, 0.0, 1.0), np.clip(lower + np.maximum(left_over, 0.0), 0.0, 1.0)
+    )
 
 
-def _read_list(side: str, ids: ArrayLike, logprobs: ArrayLike) -> tuple[FloatArray, IntArray, NDArray[np.bool_]]:
-    """Probabilities, ids and mask of true entries of one top-n list, all [..., n]; padding has probability 0."""
+def _read_list(
+    side: str, ids: ArrayLike, logprobs: ArrayLike
+) -> tuple[FloatArray, IntArray, NDArray[np.bool_]]:
+    """Probabilities, ids and mask of true entries of one top-n list, all [..., n]; padding has
+    probability 0.
+    """
     ids = np.asarray(ids)
     if not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"The {side}'s ids have dtype {ids.dtype}; pass integer vocabulary ids.")
     if ids.ndim == 0 or ids.shape != np.shape(logprobs):
-        raise ValueError(f"The {side}'s ids have shape {ids.shape}, but its log-probs {np.shape(logprobs)}.")
+        raise ValueError(
+            f"The {side}'s ids have shape {ids.shape}, but its log-probs {np.shape(logprobs)}."
+        )
     probabilities = _probabilities(side, logprobs)
     listed = np.asarray(logprobs) > -np.inf
     if np.any(ids < 0, where=listed):
-        raise ValueError(f"The {side}'s ids hold {ids[listed].min()}; ids start at 0, and -inf log-probs mark padding.")
+        raise ValueError(
+            f"The {side}'s ids hold {ids[listed].min()}; ids start at 0, and -inf log-probs mark padding."
+        )
     # Padding gets distinct negative ids, so that the ids it came with never count as repeated.
     ordered = np.sort(np.where(listed, ids, -1 - np.arange(ids.shape[-1])), axis=-1)
     repeated = ordered[..., 1:] == ordered[..., :-1]
     if repeated.any():
-        raise ValueError(f"The {side}'s list holds id {ordered[..., 1:][repeated][0]} twice for one token.")
+        raise ValueError(
+            f"The {side}'s list holds id {ordered[..., 1:][repeated][0]} twice for one token."
+        )
     return probabilities, ids.astype(np.int64, copy=False), listed
 
 
-def _probabilities(side: str, logprobs: ArrayLike, where: NDArray[np.bool_] | None = None) -> FloatArray:
-    """exp(logprobs), 0 outside `where`; refuses values that cannot be log-probs of part of one distribution."""
+def _probabilities(
+    side: str, logprobs: ArrayLike, where: NDArray[np.bool_] | None = None
+) -> FloatArray:
+    """exp(logprobs), 0 outside `where`; refuses values that cannot be log-probs of part of one
+    distribution.
+    """
     values = np.asarray(logprobs, np.float64)
     if where is not None and values.shape != where.shape:
         raise ValueError(
@@ -118,11 +147,15 @@ def _probabilities(side: str, logprobs: ArrayLike, where: NDArray[np.bool_] | No
     if np.isnan(values).any():
         raise ValueError(f"The {side}'s log-probs hold NaN; mark missing entries with -inf.")
     if np.any(values > ROUNDING):
-        raise ValueError(f"The {side}'s log-probs reach {values.max():g}, above 0; pass log-softmax, not logits.")
+        raise ValueError(
+            f"The {side}'s log-probs reach {values.max():g}, above 0; pass log-softmax, not logits."
+        )
     probabilities = np.exp(values)
     if where is not None:
         probabilities = np.where(where, probabilities, 0.0)
     mass = probabilities.sum(axis=-1)
     if np.any(mass > 1 + ROUNDING):
-        raise ValueError(f"The {side}'s probabilities sum to {mass.max():g} for one token; pass log-softmax of all.")
+        raise ValueError(
+            f"The {side}'s probabilities sum to {mass.max():g} for one token; pass log-softmax of all."
+        )
     return probabilities

@@ -1,12 +1,14 @@
-"""Confidence intervals for statistics of tokens, resampled by sequence, and the mismatch report built from them.
+"""Confidence intervals for statistics of tokens, resampled by sequence, and the mismatch report
+built from them.
 
-Tokens of one sequence are alike, so resampling tokens one by one would give intervals that are far too narrow. The
-cluster bootstrap (Davison and Hinkley, "Bootstrap Methods and their Application", 1997, section 3.8) draws whole
-sequences with replacement. A resample is never built: it is represented by a weight per sequence, the number of times
-the sequence was drawn, and a statistic takes the weights of all resamples at once.
+Tokens of one sequence are alike, so resampling tokens one by one would give intervals that are far
+too narrow. The cluster bootstrap (Davison and Hinkley, "Bootstrap Methods and their Application",
+1997, section 3.8) draws whole sequences with replacement. A resample is never built: it is
+represented by a weight per sequence, the number of times the sequence was drawn, and a statistic
+takes the weights of all resamples at once.
 
-Percentiles interpolate linearly between order statistics, as numpy's do, on the sample in which each token occurs as
-often as its sequence was drawn.
+Percentiles interpolate linearly between order statistics, as numpy's do, on the sample in which
+each token occurs as often as its sequence was drawn.
 
 Shapes: T tokens, B sequences, R resamples.
 """
@@ -30,11 +32,15 @@ from sparrow.mismatch.tail import (
 )
 
 Statistic = Callable[[FloatArray, IntArray, FloatArray], FloatArray]
-"""(values [T], sequence of each token as 0..B-1 [T], weights [R, B]) -> the statistic in each resample [R]."""
+"""(values [T], sequence of each token as 0..B-1 [T], weights [R, B]) -> the statistic in each
+resample [R].
+"""
 
 
 class Interval(NamedTuple):
-    """An estimate and its 95 % interval; lower and upper are nan when one sequence leaves nothing to resample."""
+    """An estimate and its 95 % interval; lower and upper are nan when one sequence leaves nothing
+    to resample.
+    """
 
     estimate: float
     lower: float
@@ -44,7 +50,9 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class PercentileInterval:
-    """A statistic of the tokens at start <= position < end, with its 95 % interval as in `Interval`."""
+    """A statistic of the tokens at start <= position < end, with its 95 % interval as in
+    `Interval`.
+    """
 
     bin: int
     start: int
@@ -58,7 +66,9 @@ class PercentileInterval:
 
 @dataclass(frozen=True)
 class BinMismatch:
-    """Mismatch at start <= position < end; the true percentile lies between those of the two bounds."""
+    """Mismatch at start <= position < end; the true percentile lies between those of the two
+    bounds.
+    """
 
     bin: int
     start: int
@@ -66,23 +76,31 @@ class BinMismatch:
     n_tokens: int
     n_sequences: int
     mean: float  # of the lower bound
-    lower_bound: float  # the percentile of the lower bound on acceptance, and its 95 % confidence interval
+    lower_bound: (
+        float  # the percentile of the lower bound on acceptance, and its 95 % confidence interval
+    )
     interval_low: float
     interval_high: float
     upper_bound: float  # the same percentile of the upper bound on acceptance
-    # the percentile of the lower bound for dense rollouts at these lengths and its interval, see ``ceiling.Ceiling``;
-    # nan where it was not measured
+    # the percentile of the lower bound for dense rollouts at these lengths and its interval, see
+    # ``ceiling.Ceiling``; nan where it was not measured
     ceiling: float = nan
     ceiling_low: float = nan
     ceiling_high: float = nan
 
     def verdict(self, tau: float) -> Literal["holds", "below", "undecided"]:
-        """Whether the tail holds ``tau``, judged by its interval and by the upper bound on acceptance."""
+        """Whether the tail holds ``tau``, judged by its interval and by the upper bound on
+        acceptance.
+        """
         if isnan(self.interval_low):
             return "undecided"  # a single sequence decides nothing
         if min(self.lower_bound, self.interval_low) >= tau:
             return "holds"
-        return "below" if max(self.lower_bound, self.interval_high, self.upper_bound) < tau else "undecided"
+        return (
+            "below"
+            if max(self.lower_bound, self.interval_high, self.upper_bound) < tau
+            else "undecided"
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +113,9 @@ class Histogram:
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """Mismatch of one set of rollouts. All but `upper_bound` and `p1_upper` describe the lower bound on acceptance."""
+    """Mismatch of one set of rollouts. All but `upper_bound` and `p1_upper` describe the lower
+    bound on acceptance.
+    """
 
     n_tokens: int
     n_sequences: int
@@ -125,10 +145,10 @@ def weighted_percentile(
 ) -> FloatArray:
     """Exact percentile of each resample, float64 [R]; with `percentile` bound, a Statistic.
 
-    Equals np.percentile of the values, each repeated as often as its sequence's weight (a whole number) says. The
-    values are sorted once. An order statistic of a resample is then found in two steps: first the block of sorted
-    tokens that holds it, from the sequences' weights times their token counts per block, then the token within that
-    block. Memory: O(T + R (B + sqrt T)).
+    Equals np.percentile of the values, each repeated as often as its sequence's weight (a whole
+    number) says. The values are sorted once. An order statistic of a resample is then found in two
+    steps: first the block of sorted tokens that holds it, from the sequences' weights times their
+    token counts per block, then the token within that block. Memory: O(T + R (B + sqrt T)).
 
     Raises ValueError: the percentile is out of range, or a resample holds no token.
     """
@@ -143,19 +163,31 @@ def weighted_percentile(
     owner = np.append(owner, np.full(n_blocks * block_tokens - n_tokens, nobody))
     owner_blocks = owner.reshape(n_blocks, block_tokens)
     cells = owner_blocks + np.arange(n_blocks)[:, None] * (n_sequences + 1)
-    tokens_of = np.bincount(cells.ravel(), minlength=n_blocks * (n_sequences + 1)).reshape(n_blocks, n_sequences + 1)
+    tokens_of = np.bincount(cells.ravel(), minlength=n_blocks * (n_sequences + 1)).reshape(
+        n_blocks, n_sequences + 1
+    )
     weights = np.append(weights_RB, np.zeros((len(weights_RB), 1)), axis=1)
-    through_block = np.cumsum(weights @ tokens_of.T.astype(np.float64), axis=1)  # whole numbers, so exact in float64
+    through_block = np.cumsum(
+        weights @ tokens_of.T.astype(np.float64), axis=1
+    )  # whole numbers, so exact in float64
 
     def order_statistic(rank: FloatArray) -> FloatArray:
         block = np.sum(through_block <= rank[:, None], axis=1)
-        before = np.where(block > 0, np.take_along_axis(through_block, np.maximum(block - 1, 0)[:, None], 1)[:, 0], 0)
+        before = np.where(
+            block > 0,
+            np.take_along_axis(through_block, np.maximum(block - 1, 0)[:, None], 1)[:, 0],
+            0,
+        )
         within = np.cumsum(np.take_along_axis(weights, owner_blocks[block], axis=1), axis=1)
-        return ordered[block * block_tokens + np.sum(before[:, None] + within <= rank[:, None], axis=1)]
+        return ordered[
+            block * block_tokens + np.sum(before[:, None] + within <= rank[:, None], axis=1)
+        ]
 
     total = through_block[:, -1]
     if np.any(total < 1):
-        raise ValueError("A resample holds no token; give each row of weights at least one sequence that has tokens.")
+        raise ValueError(
+            "A resample holds no token; give each row of weights at least one sequence that has tokens."
+        )
     rank = (total - 1) * (check_percentile(percentile) / 100)
     below = np.floor(rank)
     low, high = order_statistic(below), order_statistic(np.minimum(below + 1, total - 1))
@@ -170,16 +202,19 @@ def sequence_bootstrap(
     resamples: int = 1000,
     seed: int | np.random.Generator = 0,
 ) -> Interval:
-    """95 % interval of a statistic of tokens [T], T >= 1, from resampling whole sequences (ids [T]) with replacement.
+    """95 % interval of a statistic of tokens [T], T >= 1, from resampling whole sequences (ids [T])
+    with replacement.
 
-    The interval holds the middle 95 % of the resampled statistic (the percentile bootstrap); with fewer than about 20
-    sequences it is too narrow.
+    The interval holds the middle 95 % of the resampled statistic (the percentile bootstrap); with
+    fewer than about 20 sequences it is too narrow.
 
     Raises ValueError: shapes differ, or there are no tokens.
     """
     tokens = np.asarray(values, np.float64)
     if tokens.ndim != 1 or tokens.size == 0 or np.shape(sequence) != tokens.shape:
-        raise ValueError(f"values, sequence: {tokens.shape}, {np.shape(sequence)}; pass two arrays [T] with T >= 1.")
+        raise ValueError(
+            f"values, sequence: {tokens.shape}, {np.shape(sequence)}; pass two arrays [T] with T >= 1."
+        )
     ids, owner = np.unique(np.asarray(sequence), return_inverse=True)
     n_sequences = ids.size
     rng = np.random.default_rng(seed)
@@ -200,14 +235,20 @@ def interval_by_bin(
     statistic: Statistic,
     seed: int | np.random.Generator,
 ) -> list[PercentileInterval]:
-    """A statistic of acceptance per bin of position; arguments and result as in `percentile_by_bin_interval`."""
+    """A statistic of acceptance per bin of position; arguments and result as in
+    `percentile_by_bin_interval`.
+    """
     values = check_acceptance(alpha, position=position, sequence=sequence)
     sequences, rng = np.asarray(sequence), np.random.default_rng(seed)
     bins = []
     for index, tokens in split_by_bin(position, bin_tokens):
-        estimate, lower, upper, count = sequence_bootstrap(values[tokens], sequences[tokens], statistic, seed=rng)
+        estimate, lower, upper, count = sequence_bootstrap(
+            values[tokens], sequences[tokens], statistic, seed=rng
+        )
         start, end = index * bin_tokens, (index + 1) * bin_tokens
-        bins.append(PercentileInterval(index, start, end, tokens.size, count, estimate, lower, upper))
+        bins.append(
+            PercentileInterval(index, start, end, tokens.size, count, estimate, lower, upper)
+        )
     return bins
 
 
@@ -220,14 +261,15 @@ def percentile_by_bin_interval(
     *,
     seed: int | np.random.Generator = 0,
 ) -> list[PercentileInterval]:
-    """A percentile of acceptance per bin of position, by rising position, with a 95 % interval resampled by sequence.
+    """A percentile of acceptance per bin of position, by rising position, with a 95 % interval
+    resampled by sequence.
 
-    Each bin resamples the sequences that reach it, so intervals widen where few responses are that long.
+    Each bin resamples the sequences that reach it, so intervals widen where few responses are that
+    long.
 
-    Args:
-        alpha, position, sequence: rates in [0, 1], 0-based token positions, and ids of the tokens' sequences, [T] each.
-        percentile: in 0..100.
-        seed: an int, or a Generator that the caller owns.
+    Args: alpha, position, sequence: rates in [0, 1], 0-based token positions, and ids of the
+        tokens' sequences, [T] each. percentile: in 0..100. seed: an int, or a Generator that the
+        caller owns.
 
     Raises ValueError: shapes differ, or an argument is out of range.
     """
@@ -246,30 +288,40 @@ def mismatch_report(
 ) -> MismatchReport:
     """The statistics of the mismatch of one set of rollouts (Sparrow, arXiv 2606.08446, section 3).
 
-    Args:
-        lower, upper: bounds on the acceptance rate of each token, [T], T >= 1; pass the same array twice if exact.
-        position, sequence, bin_tokens, percentile, seed: see `percentile_by_bin_interval`.
+    Args: lower, upper: bounds on the acceptance rate of each token, [T], T >= 1; pass the same
+        array twice if exact. position, sequence, bin_tokens, percentile, seed: see
+        `percentile_by_bin_interval`.
 
-    Raises ValueError: there are no tokens, shapes differ, a lower bound exceeds its upper bound, or an argument is out
-    of range.
+    Raises ValueError: there are no tokens, shapes differ, a lower bound exceeds its upper bound, or
+    an argument is out of range.
     """
     low = check_acceptance(lower, upper=upper, position=position, sequence=sequence)
     high = check_acceptance(upper)
     if low.size == 0:
         raise ValueError("There are no tokens to report on; pass at least one acceptance rate.")
     if np.any(low > high):
-        raise ValueError(f"A lower bound exceeds its upper bound by {np.max(low - high):g}; pass them in their order.")
-    intervals = percentile_by_bin_interval(low, position, sequence, bin_tokens, percentile, seed=seed)
+        raise ValueError(
+            f"A lower bound exceeds its upper bound by {np.max(low - high):g}; pass them in their order."
+        )
+    intervals = percentile_by_bin_interval(
+        low, position, sequence, bin_tokens, percentile, seed=seed
+    )
     counts, edges = np.histogram(low, np.linspace(0, 1, 51))
     bins = tuple(
         BinMismatch(
-            interval.bin, interval.start, interval.end, interval.n_tokens, interval.n_sequences,
+            interval.bin,
+            interval.start,
+            interval.end,
+            interval.n_tokens,
+            interval.n_sequences,
             mean=float(low[tokens].mean()),
-            lower_bound=interval.estimate, interval_low=interval.lower, interval_high=interval.upper,
+            lower_bound=interval.estimate,
+            interval_low=interval.lower,
+            interval_high=interval.upper,
             upper_bound=float(np.percentile(high[tokens], percentile)),
         )
         for interval, (_, tokens) in zip(intervals, split_by_bin(position, bin_tokens), strict=True)
-    )  # fmt: skip
+    )
     return MismatchReport(
         n_tokens=low.size,
         n_sequences=np.unique(np.asarray(sequence)).size,

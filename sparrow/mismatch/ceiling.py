@@ -1,7 +1,8 @@
 """The p5 of dense rollouts: the ceiling of p5.
 
-It is below 1, since sampler and trainer round differently and lists of likely tokens leave something out. A p5 shows
-the effect of sparsity only beside that of dense rollouts of the same engines, lists and lengths.
+It is below 1, since sampler and trainer round differently and lists of likely tokens leave
+something out. A p5 shows the effect of sparsity only beside that of dense rollouts of the same
+engines, lists and lengths.
 
 Shapes: T tokens, n entries of the actor's top-n list.
 """
@@ -28,27 +29,37 @@ class Ceiling:
     """The tail of dense rollouts by length, as last measured."""
 
     def __init__(self) -> None:
-        self._bins: dict[tuple[int, int], dict[str, float]] = {}  # by the lengths at which they start and end
+        self._bins: dict[
+            tuple[int, int], dict[str, float]
+        ] = {}  # by the lengths at which they start and end
 
     def measure(self, dense: MismatchReport, up_to: float = float("inf")) -> None:
-        """Take the bins of a report that end at ``up_to`` tokens or before; up to there the actor read everything.
+        """Take the bins of a report that end at ``up_to`` tokens or before; up to there the actor
+        read everything.
 
         A measurement from fewer than ``ENOUGH`` responses does not replace one from more.
         """
         for b in dense.bins:
             key, before = (b.start, b.end), self._bins.get((b.start, b.end))
-            if b.end <= up_to and (before is None or b.n_sequences >= min(before["n_sequences"], ENOUGH)):
+            if b.end <= up_to and (
+                before is None or b.n_sequences >= min(before["n_sequences"], ENOUGH)
+            ):
                 self._bins[key] = {
-                    "ceiling": b.lower_bound, "ceiling_low": b.interval_low, "ceiling_high": b.interval_high,
+                    "ceiling": b.lower_bound,
+                    "ceiling_low": b.interval_low,
+                    "ceiling_high": b.interval_high,
                     "n_sequences": b.n_sequences,
-                }  # fmt: skip
+                }
 
     def beside(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
-        """The bins, each with the ceiling of the measured lengths nearest to its own; unchanged if nothing is measured.
+        """The bins, each with the ceiling of the measured lengths nearest to its own; unchanged if
+        nothing is measured.
 
         Lengths that fewer than ``ENOUGH`` responses reached are used only if there are no others.
         """
-        well = {at: stats for at, stats in self._bins.items() if stats["n_sequences"] >= ENOUGH} or self._bins
+        well = {
+            at: stats for at, stats in self._bins.items() if stats["n_sequences"] >= ENOUGH
+        } or self._bins
         if not well:
             return tuple(bins)
 
@@ -69,37 +80,50 @@ class Ceiling:
     def state(self) -> list[dict[str, Any]]:
         """The state that ``load`` takes; it may go through JSON in between."""
         return [
-            {"start": start, "end": end, **{name: None if isnan(x) else x for name, x in stats.items()}}
+            {
+                "start": start,
+                "end": end,
+                **{name: None if isnan(x) else x for name, x in stats.items()},
+            }
             for (start, end), stats in self._bins.items()
         ]
 
     def load(self, state: Iterable[Mapping[str, Any]]) -> None:
         for row in state:
-            stats = {name: float("nan") if x is None else x for name, x in row.items() if name not in ("start", "end")}
+            stats = {
+                name: float("nan") if x is None else x
+                for name, x in row.items()
+                if name not in ("start", "end")
+            }
             self._bins[row["start"], row["end"]] = stats
 
 
 def engine_noise(sampled_Tn: ArrayLike, scored_Tn: ArrayLike) -> FloatArray:
-    """How a sampler's numerics shift log-probs, float64 ``[T, n + 1]``; the last column is for all other tokens.
+    """How a sampler's numerics shift log-probs, float64 ``[T, n + 1]``; the last column is for all
+    other tokens.
 
-    Args:
-        sampled_Tn: natural log-probs of the listed tokens from the sampler; -inf is padding.
-        scored_Tn: log-probs of the same tokens in the same contexts under the same schedule from the scorer.
+    Args: sampled_Tn: natural log-probs of the listed tokens from the sampler; -inf is padding.
+        scored_Tn: log-probs of the same tokens in the same contexts under the same schedule from
+        the scorer.
     """
     return _with_rest(sampled_Tn) - _with_rest(scored_Tn)
 
 
 def with_noise(scored_Tn: ArrayLike, noise: FloatArray) -> FloatArray:
-    """Scored log-probs, under any schedule, turned into those that the sampler would have had, float64 ``[T, n]``.
+    """Scored log-probs, under any schedule, turned into those that the sampler would have had,
+    float64 ``[T, n]``.
 
-    Noise is assumed to be the same under every schedule. It is noise of logits, so probabilities are normalized again.
+    Noise is assumed to be the same under every schedule. It is noise of logits, so probabilities
+    are normalized again.
     """
     disturbed = _with_rest(scored_Tn) + noise
     return (disturbed - np.logaddexp.reduce(disturbed, axis=-1, keepdims=True))[..., :-1]
 
 
 def _with_rest(logprobs_Tn: ArrayLike) -> FloatArray:
-    """Log-probs and the log of the left-over mass, which is at least what float32 log-probs resolve."""
+    """Log-probs and the log of the left-over mass, which is at least what float32 log-probs
+    resolve.
+    """
     logprobs = np.maximum(np.asarray(logprobs_Tn, np.float64), LEAST)
     rest = 1 - np.exp(logprobs).sum(axis=-1, keepdims=True)
     return np.concatenate([logprobs, np.log(np.maximum(rest, RESOLVED))], axis=-1)

@@ -1,7 +1,10 @@
-"""Acceptance of drafts by length, as counts: small enough to keep on a device and to sum over engines and steps.
+"""Acceptance of drafts by length, as counts: small enough to keep on a device and to sum over
+engines and steps.
 
-A draft's acceptance sum_v min(p(v), q(v)) is exact, since verification has both distributions. It holds for a dense
-history: the actor of a lossy rollout reads what it wrote itself, and its acceptance is slightly lower.
+A draft's acceptance sum_v min(p(v), q(v)) is exact, since verification has both distributions. It
+holds for a dense
+history: the actor of a lossy rollout reads what it wrote itself, and its acceptance is slightly
+lower.
 
 Shapes: T drafts, N length bins, counted from length 0.
 """
@@ -18,7 +21,9 @@ from numpy.typing import ArrayLike
 from sparrow.mismatch.tail import FloatArray, IntArray, check_acceptance, check_percentile
 
 BUCKETS = 1000
-"""Equal parts of [0, 1] in which acceptance is counted; the last includes 1. Percentiles are exact to 1 / BUCKETS."""
+"""Equal parts of [0, 1] in which acceptance is counted; the last includes 1. Percentiles are exact
+to 1 / BUCKETS.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,9 @@ class DraftAcceptance:
         if not len(self.sums) or not len(other.sums):
             return self if len(self.sums) else other
         if self.bin_tokens != other.bin_tokens:
-            raise ValueError(f"cannot add acceptance in bins of {self.bin_tokens} and of {other.bin_tokens} tokens")
+            raise ValueError(
+                f"cannot add acceptance in bins of {self.bin_tokens} and of {other.bin_tokens} tokens"
+            )
         counts = np.zeros((max(len(self.sums), len(other.sums)), BUCKETS), np.int64)
         sums = np.zeros(len(counts))
         for part in (self, other):
@@ -95,13 +102,21 @@ class DraftAcceptance:
         return float(self.sums.sum() / self.drafts) if self.drafts else float("nan")
 
     def percentile(self, percentile: float = 5) -> float:
-        """Percentile of all drafts' acceptance, assuming an even spread within each bucket; nan without drafts."""
+        """Percentile of all drafts' acceptance, assuming an even spread within each bucket; nan
+        without drafts.
+        """
         return _percentile(self.counts.sum(0), percentile)
 
     def bins(self) -> list[DraftBin]:
         """The length bins that hold a draft, by rising length."""
         return [
-            DraftBin(i * self.bin_tokens, (i + 1) * self.bin_tokens, int(n), total / n, _percentile(counts, 5))
+            DraftBin(
+                i * self.bin_tokens,
+                (i + 1) * self.bin_tokens,
+                int(n),
+                total / n,
+                _percentile(counts, 5),
+            )
             for i, (counts, n, total) in enumerate(
                 zip(self.counts, self.counts.sum(1).tolist(), self.sums.tolist(), strict=True)
             )

@@ -1,15 +1,18 @@
-"""What the log-probs of the sampled tokens alone say about acceptance: its mean, and a floor under its tail.
+"""What the log-probs of the sampled tokens alone say about acceptance: its mean, and a floor under
+its tail.
 
-A token y drawn from the actor q gives s = min(1, p(y) / q(y)). Its expectation over y is sum_v min(p(v), q(v)), the
-acceptance rate alpha of that position, so the mean of s estimates the mean of alpha. A percentile of s does not
-estimate that of alpha, because s also scatters around alpha; but scatter can only deepen a tail. For any level z and
-c = percentile / 100, Jensen's inequality for the convex (z - x)+ gives
+A token y drawn from the actor q gives s = min(1, p(y) / q(y)). Its expectation over y is sum_v
+min(p(v), q(v)), the acceptance rate alpha of that position, so the mean of s estimates the mean of
+alpha. A percentile of s does not estimate that of alpha, because s also scatters around alpha; but
+scatter can only deepen a tail. For any level z and c = percentile / 100, Jensen's inequality for
+the convex (z - x)+ gives
 
     z - E (z - s)+ / c  <=  z - E (z - alpha)+ / c  <=  mean of the lowest c of alpha  <=  percentile of alpha
 
-(the middle step is Rockafellar and Uryasev, "Optimization of conditional value-at-risk", 2000). The left side is
-largest where z is that percentile of s, and is then the mean of the lowest c of s. So sampled tokens alone can show
-that the tail holds; to show that it does not hold takes top-n lists (`acceptance.py`).
+(the middle step is Rockafellar and Uryasev, "Optimization of conditional value-at-risk", 2000). The
+left side is largest where z is that percentile of s, and is then the mean of the lowest c of s. So
+sampled tokens alone can show that the tail holds; to show that it does not hold takes top-n lists
+(`acceptance.py`).
 
 Shapes: T tokens.
 """
@@ -22,15 +25,20 @@ from sparrow.mismatch.tail import DEFAULT_BIN_TOKENS, FloatArray, IntArray, chec
 
 
 def sampled_acceptance(policy_logprobs: ArrayLike, actor_logprobs: ArrayLike) -> FloatArray:
-    """min(1, p/q) of sampled tokens, float64 in [0, 1], from their natural log-probs at one temperature.
+    """min(1, p/q) of sampled tokens, float64 in [0, 1], from their natural log-probs at one
+    temperature.
 
     Raises ValueError: shapes differ, a log-prob is NaN, or a log-prob of the actor is infinite.
     """
     p, q = np.asarray(policy_logprobs, np.float64), np.asarray(actor_logprobs, np.float64)
     if p.shape != q.shape:
-        raise ValueError(f"The policy's log-probs have shape {p.shape}, the actor's {q.shape}; pass the same tokens.")
+        raise ValueError(
+            f"The policy's log-probs have shape {p.shape}, the actor's {q.shape}; pass the same tokens."
+        )
     if np.isnan(p).any() or not np.isfinite(q).all():
-        raise ValueError("A sampled token has a log-prob that is NaN, or infinite under the actor; leave such out.")
+        raise ValueError(
+            "A sampled token has a log-prob that is NaN, or infinite under the actor; leave such out."
+        )
     return np.exp(np.minimum(p - q, 0.0))
 
 
@@ -43,11 +51,12 @@ def tail_floor_by_bin(
     *,
     seed: int | np.random.Generator = 0,
 ) -> list[PercentileInterval]:
-    """A floor under a percentile of acceptance per bin of position, with a 95 % interval resampled by sequence.
+    """A floor under a percentile of acceptance per bin of position, with a 95 % interval resampled
+    by sequence.
 
-    Arguments, result and errors as in `percentile_by_bin_interval`, except that `sampled` [T] comes from
-    `sampled_acceptance`, the percentile is above 0, and the estimate is the mean of the lowest `percentile` % of
-    `sampled`.
+    Arguments, result and errors as in `percentile_by_bin_interval`, except that `sampled` [T] comes
+    from `sampled_acceptance`, the percentile is above 0, and the estimate is the mean of the lowest
+    `percentile` % of `sampled`.
     """
     share = check_percentile(percentile) / 100
     if not share:

@@ -1,8 +1,10 @@
-"""The bins of position by which the tail of the acceptance rate is measured, and checks of rates and percentiles.
+"""The bins of position by which the tail of the acceptance rate is measured, and checks of rates
+and percentiles.
 
-The mean acceptance hardly differs between a stable and a collapsing run, but its 5th percentile per 2,000-token bin
-does (Sparrow, arXiv 2606.08446, section 3). Positions are 0-based indices of the scored tokens. The caller chooses
-whether they count from the start of the response or of the sequence, and must do so consistently.
+The mean acceptance hardly differs between a stable and a collapsing run, but its 5th percentile per
+2,000-token bin does (Sparrow, arXiv 2606.08446, section 3). Positions are 0-based indices of the
+scored tokens. The caller chooses whether they count from the start of the response or of the
+sequence, and must do so consistently.
 
 Shapes: T tokens.
 """
@@ -17,35 +19,52 @@ DEFAULT_BIN_TOKENS = 2000
 
 
 def check_acceptance(alpha: ArrayLike, **aligned: ArrayLike | None) -> FloatArray:
-    """Acceptance rates as float64 [T]; ValueError unless all lie in [0, 1] and `aligned` arrays have the same shape."""
+    """Acceptance rates as float64 [T]; ValueError unless all lie in [0, 1] and `aligned` arrays
+    have the same shape.
+    """
     values = np.asarray(alpha, np.float64)
     if values.ndim != 1:
-        raise ValueError(f"Acceptance rates have shape {values.shape}; pass a flat array [T] without masked tokens.")
+        raise ValueError(
+            f"Acceptance rates have shape {values.shape}; pass a flat array [T] without masked tokens."
+        )
     if not np.all((values >= 0) & (values <= 1)):
-        raise ValueError(f"Acceptance rates reach from {values.min():g} to {values.max():g}, outside [0, 1].")
+        raise ValueError(
+            f"Acceptance rates reach from {values.min():g} to {values.max():g}, outside [0, 1]."
+        )
     for name, array in aligned.items():
         if array is not None and np.shape(array) != values.shape:
-            raise ValueError(f"{name} has shape {np.shape(array)} for {values.size} acceptance rates.")
+            raise ValueError(
+                f"{name} has shape {np.shape(array)} for {values.size} acceptance rates."
+            )
     return values
 
 
 def check_percentile(percentile: float) -> float:
     """The percentile itself; ValueError unless it is in 0..100."""
     if not 0 <= percentile <= 100:
-        raise ValueError(f"Percentile {percentile} is outside 0..100; the published statistic is the 5th.")
+        raise ValueError(
+            f"Percentile {percentile} is outside 0..100; the published statistic is the 5th."
+        )
     return percentile
 
 
-def split_by_bin(position: ArrayLike, bin_tokens: int = DEFAULT_BIN_TOKENS) -> list[tuple[int, IntArray]]:
-    """(bin, indices of its tokens) for each bin that holds a token, by rising bin; a bin is position // bin_tokens.
+def split_by_bin(
+    position: ArrayLike, bin_tokens: int = DEFAULT_BIN_TOKENS
+) -> list[tuple[int, IntArray]]:
+    """(bin, indices of its tokens) for each bin that holds a token, by rising bin; a bin is
+    position // bin_tokens.
 
     Raises ValueError: positions are not integers or are negative, or bin_tokens is below 1.
     """
     positions = np.asarray(position)
     if bin_tokens < 1:
-        raise ValueError(f"bin_tokens is {bin_tokens}; a bin needs at least 1 token (the published width is 2000).")
+        raise ValueError(
+            f"bin_tokens is {bin_tokens}; a bin needs at least 1 token (the published width is 2000)."
+        )
     if positions.size and not np.issubdtype(positions.dtype, np.integer):
-        raise ValueError(f"Positions have dtype {positions.dtype}; pass 0-based integer token indices.")
+        raise ValueError(
+            f"Positions have dtype {positions.dtype}; pass 0-based integer token indices."
+        )
     if np.any(positions < 0):
         raise ValueError(f"Positions reach down to {positions.min()}; pass 0-based token indices.")
     bins = positions.astype(np.int64) // bin_tokens

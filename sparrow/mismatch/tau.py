@@ -1,12 +1,14 @@
-"""The p5 to hold, absolute or relative to the ceiling, and how to separate the ceiling from a measured p5.
+"""The p5 to hold, absolute or relative to the ceiling, and how to separate the ceiling from a
+measured p5.
 
-The errors of numerics and of sparsity are independent, so their effects on the rejected share add in squares. With c
-the ceiling, the p5 of dense rollouts, the **relative p5** is what sparsity alone leaves:
+The errors of numerics and of sparsity are independent, so their effects on the rejected share add
+in squares. With c the ceiling, the p5 of dense rollouts, the **relative p5** is what sparsity alone
+leaves:
 
     1 - relative = sqrt((1 - p5)^2 - (1 - c)^2)
 
-With short top-n lists, which leave out mass on both sides, it is too low and asks for more pages, never fewer.
-docs/calibration.md derives the formula and measures it beside others.
+With short top-n lists, which leave out mass on both sides, it is too low and asks for more pages,
+never fewer. docs/calibration.md derives the formula and measures it beside others.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class Tau(NamedTuple):
         return "relative p5" if self.relative else "p5"
 
     def scale(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
-        """The bins with p5, its interval and its upper bound on the scale of ``value``; nan where no ceiling is known.
+        """The bins with p5, its interval and its upper bound on the scale of ``value``; nan where
+        no ceiling is known.
 
         Their ceilings are left as they are.
         """
@@ -63,10 +66,11 @@ class Tau(NamedTuple):
         return scaled.verdict(self.value)
 
     def out_of_reach(self, bins: Iterable[BinMismatch]) -> str | None:
-        """A sentence on lengths where not even dense rollouts hold tau, or can be shown to; None if there are none.
+        """A sentence on lengths where not even dense rollouts hold tau, or can be shown to; None if
+        there are none.
 
-        The relative p5 of dense rollouts is 1, which holds any relative tau; but how near an actor is to the ceiling
-        cannot be known more precisely than the ceiling itself.
+        The relative p5 of dense rollouts is 1, which holds any relative tau; but how near an actor
+        is to the ceiling cannot be known more precisely than the ceiling itself.
         """
 
         def best(b: BinMismatch) -> float:
@@ -96,20 +100,24 @@ def relative_p5(p5: float, ceiling: float) -> float:
 def relative_span(p5: Span, ceiling: Span) -> Span:
     """The relative p5 and its interval, from both intervals as if they were independent.
 
-    The interval of a difference, here of squares, is computed from those of its two parts (Zou and Donner,
-    "Construction of confidence limits about effect measures: a general approach", Statistics in Medicine 2008). It is
-    too wide where both parts come from the same tokens.
+    The interval of a difference, here of squares, is computed from those of its two parts (Zou and
+    Donner, "Construction of confidence limits about effect measures: a general approach",
+    Statistics in Medicine 2008). It is too wide where both parts come from the same tokens.
     """
     (x, x_high, x_low), (c, c_high, c_low) = (1 - np.array([p5, ceiling])) ** 2
     # A bootstrap interval need not hold its estimate.
     more = np.hypot(np.maximum(x_high - x, 0), np.maximum(c - c_low, 0))
     less = np.hypot(np.maximum(x - x_low, 0), np.maximum(c_high - c, 0))
-    estimate, lower, upper = (1 - np.sqrt(np.maximum(x - c + np.array([0, more, -less]), 0))).tolist()
+    estimate, lower, upper = (
+        1 - np.sqrt(np.maximum(x - c + np.array([0, more, -less]), 0))
+    ).tolist()
     return estimate, lower, upper
 
 
 def relative(b: BinMismatch) -> BinMismatch:
-    """A bin with p5, its interval and its upper bound relative to its ceiling; nan where no ceiling was measured."""
+    """A bin with p5, its interval and its upper bound relative to its ceiling; nan where no ceiling
+    was measured.
+    """
     p5, low, high = relative_span((b.lower_bound, b.interval_low, b.interval_high), _ceiling(b))
     upper = nan if isnan(b.ceiling) else relative_p5(b.upper_bound, b.ceiling)
     return replace(b, lower_bound=p5, interval_low=low, interval_high=high, upper_bound=upper)

@@ -1,1 +1,3 @@
-"""The sparse actor of a Hugging Face model (``actor``), and log-probs of given tokens under it (``scoring``)."""
+"""The sparse actor of a Hugging Face model (``actor``), and log-probs of given tokens under it
+(``scoring``).
+"""

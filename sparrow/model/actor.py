@@ -1,9 +1,12 @@
-"""A Hugging Face causal language model as a sparse actor: an attention implementation named "sparrow".
+"""A Hugging Face causal language model as a sparse actor: an attention implementation named
+"sparrow".
 
-With it, a model's decode steps are sparse under a schedule, while prefill, scoring and training stay dense without a
-switch: one query token with a cache is a decode step, anything else is not. ``generate`` knows its prompt, so it treats
-a last chunk of one token as prefill too; in a loop of your own, use ``dense_steps`` for that. The ``teacher_forced``
-context makes a whole-sequence forward pass compute what decoding would have computed.
+With it, a model's decode steps are sparse under a schedule, while prefill, scoring and training
+stay dense without a
+switch: one query token with a cache is a decode step, anything else is not. ``generate`` knows its
+prompt, so it treats a last chunk of one token as prefill too; in a loop of your own, use
+``dense_steps`` for that. The ``teacher_forced`` context makes a whole-sequence forward pass compute
+what decoding would have computed.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, D head dim.
 """
@@ -45,18 +48,23 @@ _KEPT: ContextVar[list[Any] | None] = ContextVar("kept", default=None)
 
 @dataclass
 class _TeacherForcing:
-    """Passed as a keyword argument of the forward pass, so that recomputation for gradients sees it too."""
+    """Passed as a keyword argument of the forward pass, so that recomputation for gradients sees it
+    too.
+    """
 
     actor: Actor
     prompt_lengths: Tensor
     # which of the implementations in ``sparrow.attention.teacher_forced`` computes the attention
     implementation: attention.Implementation
-    layers: Counter[int] = field(default_factory=Counter)  # the layers that called the attention, and how often
+    layers: Counter[int] = field(
+        default_factory=Counter
+    )  # the layers that called the attention, and how often
     modules: list[nn.Module] = field(default_factory=list)
     windows: routing.Windows | None = None  # set only while the model is tried out
     # called with each layer's number, queries, keys and scale, as they came
     watch: Callable[[int, Tensor, Tensor, float | None], None] | None = None
-    # the last mask seen, which all layers of a pass share, with the shape of that pass; then the rows of that mask
+    # the last mask seen, which all layers of a pass share, with the shape of that pass; then the
+    # rows of that mask
     _mask: tuple[Tensor | None, tuple[int, ...]] | None = None
     _rows: masks.Rows | None = None
 
@@ -66,7 +74,12 @@ class _TeacherForcing:
         Raises ConfigError: see ``masks.forced``; or the prompt lengths do not fit these sequences.
         """
         shape = (key.shape[0], query.shape[2], key.shape[2])
-        if self._rows is None or self._mask is None or self._mask[0] is not mask or self._mask[1] != shape:
+        if (
+            self._rows is None
+            or self._mask is None
+            or self._mask[0] is not mask
+            or self._mask[1] != shape
+        ):
             self._rows, self._mask = masks.forced(mask, query, key), (mask, shape)
             self._check_prompts(self._rows.length_B)
         return self._rows
@@ -86,13 +99,21 @@ class _TeacherForcing:
 
 
 def sparrow_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, teacher_forcing: _TeacherForcing | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention function of the transformers attention interface; ``[B, H, T, D]`` in, ``[B, T, H, D]`` out.
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    teacher_forcing: _TeacherForcing | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function of the transformers attention interface; ``[B, H, T, D]`` in, ``[B, T, H,
+    D]`` out.
 
-    Raises ConfigError: a model without a schedule is at a decode step, pages cannot follow the mask, or ``generate``
-    reads several tokens after its prompt. UnsupportedModel: the attention is more than a softmax over keys.
+    Raises ConfigError: a model without a schedule is at a decode step, pages cannot follow the
+    mask, or ``generate`` reads several tokens after its prompt. UnsupportedModel: the attention is
+    more than a softmax over keys.
     """
     routing.check_extras(module, kwargs)
     if teacher_forcing is not None:
@@ -103,14 +124,22 @@ def sparrow_attention(
         _check_prefill(module, query)
         out = None
     if out is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
     return out.transpose(1, 2).contiguous(), None
 
 
 def _forced(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
-    forcing: _TeacherForcing, kwargs: dict[str, Any],
-) -> Tensor | None:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    forcing: _TeacherForcing,
+    kwargs: dict[str, Any],
+) -> Tensor | None:
     """``[B, H, T, D]``, or None where the layer is dense."""
     forcing.layers[module.layer_idx] += 1
     forcing.modules.append(module)
@@ -128,11 +157,19 @@ def _forced(
         )
     position = torch.arange(key.shape[2], device=key.device) - rows.start_B[:, None]
     out = attention.teacher_forced(
-        rows.close(query), rows.close(key), rows.close(value), rows.start_B, rows.length_B,
-        forcing.prompt_lengths.to(key.device), actor.table.top_k((position + 1).clamp(min=1)), layout=actor.layout,
-        scale=scaling, head_budgets_K=actor.table.head_budgets(module.layer_idx, key.device),
-        implementation=forcing.implementation, kept=_KEPT.get(),
-    )  # fmt: skip
+        rows.close(query),
+        rows.close(key),
+        rows.close(value),
+        rows.start_B,
+        rows.length_B,
+        forcing.prompt_lengths.to(key.device),
+        actor.table.top_k((position + 1).clamp(min=1)),
+        layout=actor.layout,
+        scale=scaling,
+        head_budgets_K=actor.table.head_budgets(module.layer_idx, key.device),
+        implementation=forcing.implementation,
+        kept=_KEPT.get(),
+    )
     return rows.reopen(out)
 
 
@@ -146,9 +183,15 @@ def _check_prefill(module: Any, query: Tensor) -> None:
         )
 
 
-@torch.compiler.disable  # a compiler would take for constant what changes here: count, schedule and phase
+# a compiler would take for constant what changes here: count, schedule and phase
+@torch.compiler.disable
 def _decoded(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
 ) -> Tensor | None:
     """``[B, H, 1, D]``, or None where the step is dense."""
     actor: Actor | None = getattr(module, NAME, None)
@@ -163,23 +206,34 @@ def _decoded(
     rows = masks.decoding(mask, key)
     start = rows.start_B if mask is not None and rows.order_BS is None else None
     return attention.decode(
-        query[:, :, 0], rows.close(key), rows.close(value), start, rows.length_B, actor.table.top_k(rows.length_B),
-        layout=actor.layout, scale=scaling, head_budgets_K=actor.table.head_budgets(module.layer_idx, key.device),
-    )[:, :, None]  # fmt: skip
+        query[:, :, 0],
+        rows.close(key),
+        rows.close(value),
+        start,
+        rows.length_B,
+        actor.table.top_k(rows.length_B),
+        layout=actor.layout,
+        scale=scaling,
+        head_budgets_K=actor.table.head_budgets(module.layer_idx, key.device),
+    )[:, :, None]
 
 
 AttentionInterface.register(NAME, sparrow_attention)
-AttentionMaskInterface.register(NAME, routing.sparrow_mask)  # without it, padding would be attended to
+AttentionMaskInterface.register(
+    NAME, routing.sparrow_mask
+)  # without it, padding would be attended to
 
 
 def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
-    """Make ``model`` decode under ``schedule``; the first call also routes its attention and checks that this worked.
+    """Make ``model`` decode under ``schedule``; the first call also routes its attention and checks
+    that this worked.
 
-    Routing gives the model copies of its configs, since it may share the originals with another model. A model that is
-    refused is left as it was.
+    Routing gives the model copies of its configs, since it may share the originals with another
+    model. A model that is refused is left as it was.
 
-    Raises UnsupportedModel: the attention cannot be routed, or is not full causal self-attention in every layer (the
-    linear layers of the hybrids in ``routing.HYBRIDS`` are allowed, and left as they are).
+    Raises UnsupportedModel: the attention cannot be routed, or is not full causal self-attention in
+    every layer (the linear layers of the hybrids in ``routing.HYBRIDS`` are allowed, and left as
+    they are).
     ConfigError: the schedule does not match the model.
     """
     _check_schedule(schedule, model)
@@ -223,11 +277,14 @@ def _wear(model: PreTrainedModel, actor: Actor) -> None:
             setattr(module, NAME, actor)
 
 
-def _route(model: PreTrainedModel, schedule: SparsitySchedule, windowed: UnsupportedModel | None) -> None:
-    """Route the attention, then push a few tokens through the model's own attention and through Sparrow's.
+def _route(
+    model: PreTrainedModel, schedule: SparsitySchedule, windowed: UnsupportedModel | None
+) -> None:
+    """Route the attention, then push a few tokens through the model's own attention and through
+    Sparrow's.
 
-    Raises UnsupportedModel: the two differ; a layer does not call Sparrow's attention exactly once; or layers look back
-    through a window, unless ``windowed`` is that refusal already.
+    Raises UnsupportedModel: the two differ; a layer does not call Sparrow's attention exactly once;
+    or layers look back through a window, unless ``windowed`` is that refusal already.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     ids = torch.arange(8, device=model.device)[None] % config.vocab_size
@@ -244,7 +301,10 @@ def _route(model: PreTrainedModel, schedule: SparsitySchedule, windowed: Unsuppo
         _wear(model, Actor(schedule, config))
         if layers and config._attn_implementation == NAME:
             try:
-                with covering.watch(layers, like=own), routing.trying(windows=windowed is None) as windows:
+                with (
+                    covering.watch(layers, like=own),
+                    routing.trying(windows=windowed is None) as windows,
+                ):
                     every_page = SparsitySchedule.dense(dense_layers=())
                     with _forcing(model, [1], every_page, "reference") as forcing:
                         forcing.windows = windows
@@ -254,7 +314,9 @@ def _route(model: PreTrainedModel, schedule: SparsitySchedule, windowed: Unsuppo
             except (UnsupportedModel, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # the model's own pass over the same tokens raised nothing
-                if windowed is not None and isinstance(error, ConfigError):  # the window is shorter than ``ids``
+                if windowed is not None and isinstance(
+                    error, ConfigError
+                ):  # the window is shorter than ``ids``
                     raise windowed from None
                 cause, _, _ = str(error).partition("; ")  # what follows is advice on inputs
                 raise UnsupportedModel(
@@ -289,27 +351,30 @@ def teacher_forced(
     schedule: SparsitySchedule | None = None,
     implementation: attention.Implementation | None = None,
 ) -> Iterator[_TeacherForcing]:
-    """Inside the context, forward passes of ``model`` compute what step-by-step sparse decoding would have computed.
+    """Inside the context, forward passes of ``model`` compute what step-by-step sparse decoding
+    would have computed.
 
-    Every position from ``prompt_lengths[b]`` on reads exactly the pages that a decode step there selects;
-    the prompt attends densely. Gradients flow, and may be taken after the context has ended. A compiled model runs
-    uncompiled inside, because a compiler would reuse one context's pass in the next.
+    Every position from ``prompt_lengths[b]`` on reads exactly the pages that a decode step there
+    selects; the prompt attends densely. Gradients flow, and may be taken after the context has
+    ended. A compiled model runs uncompiled inside, because a compiler would reuse one context's
+    pass in the next.
 
-    Args:
-        model: a model that ``set_schedule`` was called on.
-        prompt_lengths: ``[B]`` prompt tokens of each row, without padding but with virtual tokens of prompt tuning.
-        schedule: used instead of the schedule that the model decodes under.
-        implementation: what computes the attention (see ``sparrow.attention.teacher_forced``); if unset,
-            ``triton`` for a model on a CUDA device and ``reference`` elsewhere. The context's value has the choice as
-            ``.implementation``.
+    Args: model: a model that ``set_schedule`` was called on. prompt_lengths: ``[B]`` prompt tokens
+        of each row, without padding but with virtual tokens of prompt tuning. schedule: used
+        instead of the schedule that the model decodes under. implementation: what computes the
+        attention (see ``sparrow.attention.teacher_forced``); if unset,
+            ``triton`` for a model on a CUDA device and ``reference`` elsewhere. The context's value
+            has the choice as ``.implementation``.
 
-    Raises ConfigError: the model has no schedule; the prompt lengths are not one whole number for each row, or exceed
-    its tokens; sequences are packed, or a mask is not causal for another reason; at the end, if no pass went through
-    some of the layers.
+    Raises ConfigError: the model has no schedule; the prompt lengths are not one whole number for
+    each row, or exceed its tokens; sequences are packed, or a mask is not causal for another
+    reason; at the end, if no pass went through some of the layers.
     """
     actor = actor_of(model)
     if actor is None or not actor.routed:
-        raise ConfigError("teacher_forced needs a model prepared with set_schedule(model, schedule)")
+        raise ConfigError(
+            "teacher_forced needs a model prepared with set_schedule(model, schedule)"
+        )
     with _forcing(model, prompt_lengths, schedule, implementation) as forcing:
         yield forcing
     if missing := attention_layers(actor.config) - set(forcing.layers):
@@ -336,7 +401,8 @@ def _forcing(
     forcing = _TeacherForcing(actor, _whole(prompt_lengths), implementation)
     decoder = model.get_decoder()
     handle = decoder.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, {**kwargs, "teacher_forcing": forcing}), with_kwargs=True
+        lambda module, args, kwargs: (args, {**kwargs, "teacher_forcing": forcing}),
+        with_kwargs=True,
     )
     try:
         with torch.compiler.set_stance("force_eager"):  # compiled code does not look for new hooks
@@ -357,11 +423,14 @@ def _whole(prompt_lengths: Sequence[int] | Tensor) -> Tensor:
     return lengths
 
 
-def keep_attention() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """A ``context_fn`` for gradient checkpointing that keeps teacher-forced attention from being computed twice.
+def keep_attention() -> tuple[
+    contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]
+]:
+    """A ``context_fn`` for gradient checkpointing that keeps teacher-forced attention from being
+    computed twice.
 
-    Attention is the most expensive part of a sparse layer, and its result and pages are little of what the layer would
-    store.
+    Attention is the most expensive part of a sparse layer, and its result and pages are little of
+    what the layer would store.
     """
     kept: list[Any] = []
     return _sharing(kept), _sharing(kept)

@@ -1,4 +1,6 @@
-"""Generation by transformers under a schedule: tells prefill from decoding, and refuses what would be dense."""
+"""Generation by transformers under a schedule: tells prefill from decoding, and refuses what would
+be dense.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,19 @@ SEVERAL = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"
 
 @contextlib.contextmanager
 def dense_steps(model: nn.Module) -> Iterator[None]:
-    """Inside the context, decode steps of ``model`` attend to everything, whatever its schedule says.
+    """Inside the context, decode steps of ``model`` attend to everything, whatever its schedule
+    says.
 
-    A loop of your own that reads a prompt in chunks needs this: a last chunk of one token looks like a decode step.
+    A loop of your own that reads a prompt in chunks needs this: a last chunk of one token looks
+    like a decode step.
 
     Raises ConfigError: the model has no schedule.
     """
     actor = actor_of(model)
     if actor is None:
-        raise ConfigError("dense_steps needs a model prepared with sparrow.model.actor.set_schedule(model, schedule)")
+        raise ConfigError(
+            "dense_steps needs a model prepared with sparrow.model.actor.set_schedule(model, schedule)"
+        )
     before, actor.dense = actor.dense, True
     try:
         yield
@@ -37,15 +43,19 @@ def dense_steps(model: nn.Module) -> Iterator[None]:
 
 
 def watch_generate(model: nn.Module) -> None:
-    """Make the ``generate`` of ``model`` tell prefill from decoding, and refuse options that make decoding dense."""
+    """Make the ``generate`` of ``model`` tell prefill from decoding, and refuse options that make
+    decoding dense.
+    """
     for module in model.modules():
         if isinstance(module, GenerationMixin):
-            # A partial, so that a copy of the model gets one of its own; pickle cannot read bound methods back.
+            # A partial, so that a copy of the model gets one of its own; pickle cannot read bound
+            # methods back.
             vars(module)["generate"] = partial(_generate, module)
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The ``generate`` of a routed model: calls its own, after a check that decode steps read one token with a cache.
+    """The ``generate`` of a routed model: calls its own, after a check that decode steps read one
+    token with a cache.
 
     Raises ConfigError: an option with which they would not.
     """
@@ -59,7 +69,10 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         _check_options(self, given)
 
     def first_token(ids: Tensor, scores: Tensor) -> Tensor:
-        actor.dense, actor.is_generating = False, True  # a token is sampled, so the prompt has been read
+        actor.dense, actor.is_generating = (
+            False,
+            True,
+        )  # a token is sampled, so the prompt has been read
         return scores
 
     processors = LogitsProcessorList([*(given.get("logits_processor") or []), first_token])
@@ -75,7 +88,11 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_options(model: Any, given: dict[str, Any]) -> None:
-    configs = [config for config in (given.get("generation_config"), model.generation_config) if config is not None]
+    configs = [
+        config
+        for config in (given.get("generation_config"), model.generation_config)
+        if config is not None
+    ]
 
     def option(name: str) -> Any:
         candidates = (given.get(name), *(getattr(config, name, None) for config in configs))

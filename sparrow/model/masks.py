@@ -1,7 +1,9 @@
-"""Which columns hold a row's tokens, read from the attention mask that transformers hands to every layer.
+"""Which columns hold a row's tokens, read from the attention mask that transformers hands to every
+layer.
 
-Tokens need not lie side by side: turns of a chat that were padded one by one leave holes, as does padding to the right
-of a prompt. Pages are counted in tokens, so holes are closed before selection and opened again after it.
+Tokens need not lie side by side: turns of a chat that were padded one by one leave holes, as does
+padding to the right of a prompt. Pages are counted in tokens, so holes are closed before selection
+and opened again after it.
 
 Shapes: B sequences, T query tokens, S cached tokens, X heads or another dimension, D head dim.
 """
@@ -23,7 +25,8 @@ class Rows:
 
     start_B: Tensor  # first column, int64
     length_B: Tensor  # tokens, int64
-    # the columns of the row's tokens in order, then all others, int64; None if the tokens lie side by side already
+    # the columns of the row's tokens in order, then all others, int64; None if the tokens lie side
+    # by side already
     order_BS: Tensor | None = None
 
     def close(self, x_BXSD: Tensor) -> Tensor:
@@ -36,7 +39,8 @@ class Rows:
 
 
 def decoding(mask: Tensor | None, key: Tensor) -> Rows:
-    """For a decode step: the tokens that the newest token of each row sees, among the columns of ``key``.
+    """For a decode step: the tokens that the newest token of each row sees, among the columns of
+    ``key``.
 
     Raises ConfigError: the mask differs by head, or adds to scores.
     """
@@ -48,7 +52,8 @@ def decoding(mask: Tensor | None, key: Tensor) -> Rows:
 def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
     """For teacher forcing: the tokens of whole sequences.
 
-    Raises ConfigError: queries and keys differ in number, or the mask is not causal attention to a row's own tokens.
+    Raises ConfigError: queries and keys differ in number, or the mask is not causal attention to a
+    row's own tokens.
     """
     if query.shape[2] != key.shape[2]:
         raise ConfigError(
@@ -59,7 +64,9 @@ def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
         return _all_columns(key)
     seen_BTS = _seen(mask, key)
     real_BS = seen_BTS.diagonal(dim1=-2, dim2=-1)
-    other = (seen_BTS != (real_BS[:, None] & torch.ones_like(seen_BTS[0]).tril())) & real_BS[:, :, None]
+    other = (seen_BTS != (real_BS[:, None] & torch.ones_like(seen_BTS[0]).tril())) & real_BS[
+        :, :, None
+    ]
     if bool(other.any()):
         b, t = other.any(-1).nonzero()[0].tolist()
         raise ConfigError(
@@ -90,7 +97,9 @@ def _seen(mask: Tensor, key: Tensor) -> Tensor:
 
 def _all_columns(key: Tensor) -> Rows:
     B, S = key.shape[0], key.shape[2]
-    return Rows(torch.zeros(B, dtype=torch.long, device=key.device), torch.full((B,), S, device=key.device))
+    return Rows(
+        torch.zeros(B, dtype=torch.long, device=key.device), torch.full((B,), S, device=key.device)
+    )
 
 
 def _rows(real_BS: Tensor) -> Rows:

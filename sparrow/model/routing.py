@@ -1,6 +1,8 @@
-"""Checks whether a model's attention can go through Sparrow: by its config, and by comparing a pass with its own.
+"""Checks whether a model's attention can go through Sparrow: by its config, and by comparing a pass
+with its own.
 
-A refusal leaves nothing behind: only copies of configs are changed, and a refused model gets its own configs back.
+A refusal leaves nothing behind: only copies of configs are changed, and a refused model gets its
+own configs back.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from transformers.masking_utils import sdpa_mask
 
 from sparrow.errors import UnsupportedModel
 
-# What some models pass to their attention besides queries, keys, values and a mask, and what each argument means.
+# What some models pass to their attention besides queries, keys, values and a mask, and what each
+# argument means.
 EXTRAS = {
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -28,20 +31,22 @@ EXTRAS = {
     "block_indices": "a selection of its own",
     "cache": "a paged cache",
 }
-# Largest difference allowed between the model's own attention and Sparrow's with every page, as a share of the
-# former's largest entry: the two compute the same sums in different orders.
+# Largest difference allowed between the model's own attention and Sparrow's with every page, as a
+# share of the former's largest entry: the two compute the same sums in different orders.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # float32 may be TF32 on a GPU
 HALF_TOLERANCE = 3e-2
 
 
-# Supported hybrid models: beside full attention they have gated delta nets, which need only a prompt's mask.
+# Supported hybrid models: beside full attention they have gated delta nets, which need only a
+# prompt's mask.
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def check_extras(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Refuse attention that is more than a softmax over keys.
 
-    Raises UnsupportedModel: ``kwargs`` of an attention call hold something that Sparrow's attention would drop.
+    Raises UnsupportedModel: ``kwargs`` of an attention call hold something that Sparrow's attention
+    would drop.
     """
     extra = [name for name in EXTRAS if kwargs.get(name) is not None]
     if extra:
@@ -52,19 +57,23 @@ def check_extras(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
-    """Refuse, by its config, a model without full causal self-attention in every layer (every attention layer of a
-    hybrid).
+    """Refuse, by its config, a model without full causal self-attention in every layer (every
+    attention layer of a hybrid).
 
-    Returns None, or a refusal that names a remedy. The caller raises it only if nothing else is wrong with the model:
-    otherwise the remedy would not help. Raises UnsupportedModel: the model is an encoder-decoder, or has layers of
-    other kinds and no change of its config would help.
+    Returns None, or a refusal that names a remedy. The caller raises it only if nothing else is
+    wrong with the model: otherwise the remedy would not help. Raises UnsupportedModel: the model is
+    an encoder-decoder, or has layers of other kinds and no change of its config would help.
     """
     config = model.config.get_text_config()
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{name} is an encoder-decoder; Sparrow decodes causal language models only")
+        raise UnsupportedModel(
+            f"{name} is an encoder-decoder; Sparrow decodes causal language models only"
+        )
     kinds = set(getattr(config, "layer_types", None) or [])
-    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    window = getattr(config, "sliding_window", None) or getattr(
+        config, "attention_chunk_size", None
+    )
     change: dict[str, Any] = {"layer_types": ["full_attention"] * config.num_hidden_layers}
     if not kinds and window and getattr(config, "use_sliding_window", True):
         kinds, change = {"sliding_attention"}, {"sliding_window": None}
@@ -79,7 +88,9 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
     )
     if not windowed or not _takes(config, change):
         raise UnsupportedModel(sentence)
-    setting = "sliding_window=None" if "sliding_window" in change else "layer_types all 'full_attention'"
+    setting = (
+        "sliding_window=None" if "sliding_window" in change else "layer_types all 'full_attention'"
+    )
     return UnsupportedModel(
         f"{sentence}, or load it with {setting} in its config if sequences stay shorter than the window"
     )
@@ -95,7 +106,9 @@ def _takes(config: PreTrainedConfig, change: dict[str, Any]) -> bool:
 
 
 class Windows:
-    """While a model is tried out: the masks made for layers that look back through a window, each with its window."""
+    """While a model is tried out: the masks made for layers that look back through a window, each
+    with its window.
+    """
 
     def __init__(self) -> None:
         self.made: list[tuple[Tensor, int]] = []
@@ -116,7 +129,9 @@ _WINDOWS: ContextVar[Windows | None] = ContextVar("windows", default=None)
 
 @contextlib.contextmanager
 def trying(windows: bool) -> Iterator[Windows | None]:
-    """Inside, with ``windows``, masks of a window leave out all but two tokens, so it shows on the shortest input."""
+    """Inside, with ``windows``, masks of a window leave out all but two tokens, so it shows on the
+    shortest input.
+    """
     record = Windows() if windows else None
     token = _WINDOWS.set(record)
     try:
@@ -126,7 +141,9 @@ def trying(windows: bool) -> Iterator[Windows | None]:
 
 
 def sparrow_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Mask function of the transformers mask interface: makes the mask of ``sdpa``, which Sparrow needs too."""
+    """Mask function of the transformers mask interface: makes the mask of ``sdpa``, which Sparrow
+    needs too.
+    """
     windows, size = _WINDOWS.get(), kwargs.get("local_size")
     if windows is None or size is None:
         return sdpa_mask(*args, **kwargs)
@@ -137,7 +154,9 @@ def sparrow_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def own_configs(model: nn.Module) -> Callable[[], None]:
-    """Give ``model`` copies of its configs, which another model may share; the result restores the old ones."""
+    """Give ``model`` copies of its configs, which another model may share; the result restores the
+    old ones.
+    """
     memo: dict[int, Any] = {}
     held = [
         (module, name, value)
@@ -156,7 +175,9 @@ def own_configs(model: nn.Module) -> Callable[[], None]:
 
 
 class LayerPass:
-    """The hidden states that went into each attention layer in a forward pass, and what came out of it."""
+    """The hidden states that went into each attention layer in a forward pass, and what came out of
+    it.
+    """
 
     def __init__(self) -> None:
         self.given: dict[nn.Module, Tensor] = {}
@@ -164,13 +185,19 @@ class LayerPass:
 
     @contextlib.contextmanager
     def watch(self, layers: list[nn.Module], like: LayerPass | None = None) -> Iterator[None]:
-        """Record a pass; with ``like``, every layer gets that pass's hidden states, so differences don't add up."""
+        """Record a pass; with ``like``, every layer gets that pass's hidden states, so differences
+        don't add up.
+        """
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden = args[0] if args else kwargs.get("hidden_states")
             if like is not None and module in like.given:
                 hidden = like.given[module]
-                args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+                args, kwargs = (
+                    ((hidden, *args[1:]), kwargs)
+                    if args
+                    else (args, {**kwargs, "hidden_states": hidden})
+                )
             elif isinstance(hidden, Tensor):
                 self.given[module] = hidden
             return args, kwargs
@@ -186,7 +213,9 @@ class LayerPass:
             for handle in handles:
                 handle.remove()
 
-    def check_same(self, other: LayerPass, layers: Iterable[nn.Module], name: str, what: str) -> None:
+    def check_same(
+        self, other: LayerPass, layers: Iterable[nn.Module], name: str, what: str
+    ) -> None:
         """Compare the outputs of ``layers``.
 
         Raises UnsupportedModel: they differ by more than the order of summation explains.
@@ -194,7 +223,9 @@ class LayerPass:
         for module in layers:
             own, ours = self.found[module].float(), other.found[module].float()
             tolerance = TOLERANCE.get(self.found[module].dtype, HALF_TOLERANCE)
-            if not torch.allclose(own, ours, rtol=0, atol=tolerance * float(own.abs().max()), equal_nan=True):
+            if not torch.allclose(
+                own, ours, rtol=0, atol=tolerance * float(own.abs().max()), equal_nan=True
+            ):
                 raise UnsupportedModel(
                     f"{name} computes something else than causal attention to all tokens in layer {module.layer_idx}: "
                     f"its own result and {what} differ by {float((own - ours).abs().max()):.2g} in "

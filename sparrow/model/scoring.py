@@ -1,4 +1,5 @@
-"""Log-probs of given tokens under a causal language model, without ever holding logits for all of them.
+"""Log-probs of given tokens under a causal language model, without ever holding logits for all of
+them.
 
 Shapes: B sequences, T tokens of the longest, M response tokens of the whole batch laid end to end,
 n entries of a top-n list, V vocabulary, C hidden size.
@@ -24,12 +25,16 @@ from sparrow.rollout import Rollout
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts with their responses, right-padded: a causal model needs no mask for what comes after."""
+    """Prompts with their responses, right-padded: a causal model needs no mask for what comes
+    after.
+    """
 
     input_ids: Tensor  # int64 [B, T]
     prompt_lengths: Tensor  # int64 [B]
     response_lengths: Tensor  # int64 [B], at least 1
-    top_ids: Tensor | None = None  # int64 [M, n], tokens whose log-probs are wanted at every response position, or None
+    top_ids: Tensor | None = (
+        None  # int64 [M, n], tokens whose log-probs are wanted at every response position, or None
+    )
 
     @classmethod
     def build(
@@ -40,8 +45,13 @@ class Batch:
         device: torch.device | str = "cpu",
     ) -> Batch:
         if not all(map(len, prompts)):
-            raise ValueError("a prompt has no tokens, so nothing predicts the first token of its response")
-        rows = [np.concatenate([np.asarray(p, dtype=np.int64), r]) for p, r in zip(prompts, responses, strict=True)]
+            raise ValueError(
+                "a prompt has no tokens, so nothing predicts the first token of its response"
+            )
+        rows = [
+            np.concatenate([np.asarray(p, dtype=np.int64), r])
+            for p, r in zip(prompts, responses, strict=True)
+        ]
         input_ids = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
         for i, row in enumerate(rows):
             input_ids[i, : len(row)] = row
@@ -49,25 +59,35 @@ class Batch:
             torch.from_numpy(input_ids).to(device),
             torch.tensor([len(p) for p in prompts], device=device),
             torch.tensor([len(r) for r in responses], device=device),
-            torch.from_numpy(np.concatenate(top_ids).astype(np.int64)).to(device) if top_ids is not None else None,
+            torch.from_numpy(np.concatenate(top_ids).astype(np.int64)).to(device)
+            if top_ids is not None
+            else None,
         )
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], device: torch.device, with_top: bool = False) -> Batch:
-        """The batch of a pass over ``rollouts``, which scores their top-n tokens too if ``with_top``."""
+        """The batch of a pass over ``rollouts``, which scores their top-n tokens too if
+        ``with_top``.
+        """
         top_ids = [r.top_ids for r in rollouts] if with_top else None
-        return cls.build([r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts], top_ids, device)
+        return cls.build(
+            [r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts], top_ids, device
+        )
 
     def response_index(self) -> tuple[Tensor, Tensor]:
         """Row and column, int64 ``[M]``, of every response token."""
         column = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
         start = self.prompt_lengths[:, None]
-        rows, columns = ((column >= start) & (column < start + self.response_lengths[:, None])).nonzero(as_tuple=True)
+        rows, columns = (
+            (column >= start) & (column < start + self.response_lengths[:, None])
+        ).nonzero(as_tuple=True)
         return rows, columns
 
 
 class TokenScores(NamedTuple):
-    """float32 ``[M]``, ``[M, n]`` (or None) and ``[M]``; the entropy is None where gradients are wanted."""
+    """float32 ``[M]``, ``[M, n]`` (or None) and ``[M]``; the entropy is None where gradients are
+    wanted.
+    """
 
     logprobs: Tensor
     top_logprobs: Tensor | None
@@ -77,9 +97,11 @@ class TokenScores(NamedTuple):
 class TokenScorer(nn.Module):
     """A causal language model whose forward pass returns log-probs of response tokens.
 
-    It is the module to hand to ``accelerator.prepare``, so that data-parallel wrappers see every forward pass.
+    It is the module to hand to ``accelerator.prepare``, so that data-parallel wrappers see every
+    forward pass.
 
-    Raises UnsupportedModel: the model does more to its logits than the output embedding (for example a soft cap).
+    Raises UnsupportedModel: the model does more to its logits than the output embedding (for
+    example a soft cap).
     """
 
     def __init__(self, model: PreTrainedModel, chunk_tokens: int = 4096) -> None:
@@ -90,13 +112,20 @@ class TokenScorer(nn.Module):
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """Score ``batch`` at ``temperature`` (logits are divided by it; 0 counts as 1)."""
-        hidden = self.model.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        hidden = self.model.get_decoder()(
+            input_ids=batch.input_ids, use_cache=False
+        ).last_hidden_state
         rows, columns = batch.response_index()
         top_ids = batch.top_ids
         hidden_MC = hidden[rows, columns - 1]
         target_M = batch.input_ids[rows, columns]
-        # With gradients, a chunk's logits are computed again in the backward pass in place of being kept.
-        score: Any = partial(checkpoint, self._head, use_reentrant=False) if torch.is_grad_enabled() else self._head
+        # With gradients, a chunk's logits are computed again in the backward pass in place of being
+        # kept.
+        score: Any = (
+            partial(checkpoint, self._head, use_reentrant=False)
+            if torch.is_grad_enabled()
+            else self._head
+        )
         pieces = []
         for i in range(0, len(target_M), self.chunk_tokens):
             now = slice(i, i + self.chunk_tokens)
@@ -104,20 +133,29 @@ class TokenScorer(nn.Module):
             pieces.append(score(hidden_MC[now], target_M[now], top, temperature))
         logprobs, tops, entropy = zip(*pieces, strict=True)
         top_logprobs = torch.cat(tops) if top_ids is not None else None
-        return TokenScores(torch.cat(logprobs), top_logprobs, None if torch.is_grad_enabled() else torch.cat(entropy))
+        return TokenScores(
+            torch.cat(logprobs),
+            top_logprobs,
+            None if torch.is_grad_enabled() else torch.cat(entropy),
+        )
 
     def _head(
         self, hidden: Tensor, target: Tensor, top: Tensor | None, temperature: float
     ) -> tuple[Tensor | None, ...]:
         logits = self.model.get_output_embeddings()(hidden).float()
         log_p = (logits / temperature if temperature not in (0, 1) else logits).log_softmax(-1)
-        with torch.autocast(logits.device.type, enabled=False):  # on a CPU, autocast would take the product in bfloat16
+        with torch.autocast(
+            logits.device.type, enabled=False
+        ):  # on a CPU, autocast would take the product in bfloat16
             entropy = None if torch.is_grad_enabled() else -torch.linalg.vecdot(log_p.exp(), log_p)
-        gathered = log_p.gather(-1, torch.cat([target[:, None], top], -1) if top is not None else target[:, None])
+        gathered = log_p.gather(
+            -1, torch.cat([target[:, None], top], -1) if top is not None else target[:, None]
+        )
         return gathered[:, 0], gathered[:, 1:], entropy
 
     def _check_head(self) -> None:
-        # Several tokens: id 0 is often padding, whose zero embedding gives zero logits, capped or not.
+        # Several tokens: id 0 is often padding, whose zero embedding gives zero logits, capped or
+        # not.
         ids = torch.arange(8, device=next(self.model.parameters()).device)[None]
         with evaluating(self.model):  # dropout would make the two differ
             direct = self.model(input_ids=ids, use_cache=False).logits
@@ -131,9 +169,11 @@ class TokenScorer(nn.Module):
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Indices in groups, none of which holds more than ``token_budget`` tokens once padded to its longest sequence.
+    """Indices in groups, none of which holds more than ``token_budget`` tokens once padded to its
+    longest sequence.
 
-    The longest come first, so that memory peaks early; a sequence longer than the budget gets a group of its own.
+    The longest come first, so that memory peaks early; a sequence longer than the budget gets a
+    group of its own.
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -146,7 +186,9 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside there are no gradients and no dropout; afterwards every module is in its former mode again."""
+    """Inside there are no gradients and no dropout; afterwards every module is in its former mode
+    again.
+    """
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

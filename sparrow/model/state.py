@@ -14,17 +14,24 @@ from transformers import PreTrainedConfig
 from sparrow.attention import PageLayout
 from sparrow.schedule import SparsitySchedule
 
-NAME = "sparrow"  # name of the attention implementation, and of the modules' attribute that holds their ``Actor``
+# name of the attention implementation, and of the modules' attribute that holds their ``Actor``
+NAME = "sparrow"
 
 
 def attention_layers(config: PreTrainedConfig) -> set[int]:
-    """Indices of the layers that have a KV cache: all layers, or in a hybrid model those with full attention."""
+    """Indices of the layers that have a KV cache: all layers, or in a hybrid model those with full
+    attention.
+    """
     kinds = getattr(config, "layer_types", None)
-    return {i for i in range(config.num_hidden_layers) if not kinds or kinds[i] != "linear_attention"}
+    return {
+        i for i in range(config.num_hidden_layers) if not kinds or kinds[i] != "linear_attention"
+    }
 
 
 class ScheduleTable:
-    """A schedule's page counts and relative budgets on the device, looked up without a host synchronisation."""
+    """A schedule's page counts and relative budgets on the device, looked up without a host
+    synchronisation.
+    """
 
     def __init__(self, schedule: SparsitySchedule) -> None:
         self._schedule = schedule
@@ -34,13 +41,17 @@ class ScheduleTable:
     def top_k(self, length: Tensor) -> Tensor:
         """``schedule.pages(length)`` as int32, in the shape of ``length``."""
         if length.device not in self._tables:
-            self._tables[length.device] = torch.tensor(self._schedule.top_k, dtype=torch.int32, device=length.device)
+            self._tables[length.device] = torch.tensor(
+                self._schedule.top_k, dtype=torch.int32, device=length.device
+            )
         table, P = self._tables[length.device], self._schedule.page_size
         bins = (length + P - 1) // P * P // self._schedule.bin_tokens
         return table[bins.clamp(max=len(table) - 1)]
 
     def head_budgets(self, layer: int, device: torch.device) -> Tensor | None:
-        """What multiplies a layer's page counts, int32 ``[K]`` in units of 1 / 256; None if all heads are alike."""
+        """What multiplies a layer's page counts, int32 ``[K]`` in units of 1 / 256; None if all
+        heads are alike.
+        """
         if not self._schedule.head_budgets:
             return None
         if device not in self._budgets:
@@ -58,7 +69,8 @@ class Actor:
     table: ScheduleTable = field(init=False)
     sparse_calls: int = 0
     dense: bool = False  # whether decode steps attend to everything at present
-    is_generating: bool = False  # whether ``generate`` has read its prompt, so that a pass reads one token from here on
+    # whether ``generate`` has read its prompt, so that a pass reads one token from here on
+    is_generating: bool = False
 
     def __post_init__(self) -> None:
         self.layout = PageLayout(**self.schedule.page_layout)

@@ -1,7 +1,7 @@
 """Attention mass of a dense model on what a sparse actor would not read, by layer and kv head.
 
-Shapes: T tokens, R of them that are looked at, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages,
-U numbers of pages, L layers.
+Shapes: T tokens, R of them that are looked at, H query heads, K kv heads, G = H / K, D head dim, P
+page size, N pages, U numbers of pages, L layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ ROWS = 16  # positions at a time: their attention over all tokens is in memory
 
 @torch.no_grad()
 def unread(
-    model: PreTrainedModel, ids_T: Tensor, position_R: Tensor, layout: PageLayout, pages_U: Sequence[int]
+    model: PreTrainedModel,
+    ids_T: Tensor,
+    position_R: Tensor,
+    layout: PageLayout,
+    pages_U: Sequence[int],
 ) -> Tensor:
     """What ``unread_mass`` says of each layer, ``[L, K, U]``, in a dense pass over one sequence.
 
@@ -36,16 +40,25 @@ def unread(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         found[layer] = unread_mass(query[0], key[0], position_R, layout, scale, pages_U)
 
-    with teacher_forced(model, [len(ids_T)], SparsitySchedule.dense(dense_layers=tuple(layers))) as forcing:
+    with teacher_forced(
+        model, [len(ids_T)], SparsitySchedule.dense(dense_layers=tuple(layers))
+    ) as forcing:
         forcing.watch = watch
         model.get_decoder()(input_ids=ids_T[None], use_cache=False)
     return torch.stack([found[layer] for layer in layers])
 
 
 def unread_mass(
-    q_HTD: Tensor, k_KTD: Tensor, position_R: Tensor, layout: PageLayout, scale: float, pages_U: Sequence[int]
+    q_HTD: Tensor,
+    k_KTD: Tensor,
+    position_R: Tensor,
+    layout: PageLayout,
+    scale: float,
+    pages_U: Sequence[int],
 ) -> Tensor:
-    """Mass ``[K, U]``, averaged over positions and a group's heads, outside what each number of pages keeps."""
+    """Mass ``[K, U]``, averaged over positions and a group's heads, outside what each number of
+    pages keeps.
+    """
     (H, T, _), K, P = q_HTD.shape, len(k_KTD), layout.page_size
     N, parts = -(-T // P), []
     keys = F.pad(k_KTD, (0, 0, 0, N * P - T))
@@ -53,11 +66,18 @@ def unread_mass(
     token = torch.arange(T, device=keys.device)
     for position in position_R.split(ROWS):
         q_HRD = q_HTD[:, position]
-        logits = torch.einsum("kgrd,ktd->kgrt", q_HRD.unflatten(0, (K, H // K)).float(), k_KTD.float()) * scale
+        logits = (
+            torch.einsum("kgrd,ktd->kgrt", q_HRD.unflatten(0, (K, H // K)).float(), k_KTD.float())
+            * scale
+        )
         weights = logits.masked_fill(token > position[:, None], -torch.inf).softmax(-1).mean(1)
         mass_KRN = F.pad(weights, (0, N * P - T)).unflatten(-1, (N, P)).sum(-1)
-        order_KRN = reading_order(page_scores(q_HRD[None], marks_BKND), position[None] + 1, layout)[0]
+        order_KRN = reading_order(page_scores(q_HRD[None], marks_BKND), position[None] + 1, layout)[
+            0
+        ]
         read_KRN = mass_KRN.gather(-1, order_KRN).cumsum(-1)
-        last = torch.tensor(pages_U, device=keys.device) + layout.sink_pages + layout.recent_pages - 1
+        last = (
+            torch.tensor(pages_U, device=keys.device) + layout.sink_pages + layout.recent_pages - 1
+        )
         parts.append((1 - read_KRN[..., last.clamp(max=N - 1)]).clamp(min=0).sum(1))
     return torch.stack(parts).sum(0) / len(position_R)

@@ -21,14 +21,19 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
     schedule = SparsitySchedule.load(schedule_file)
     evidence = schedule.provenance
     if "curves" not in evidence:
-        raise ConfigError(f"{schedule_file} holds no measurements; only schedules from sparrow calibrate can be drawn")
+        raise ConfigError(
+            f"{schedule_file} holds no measurements; only schedules from sparrow calibrate can be drawn"
+        )
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(theme.MATPLOTLIB):
         figure = Figure(figsize=(7.2, 4.0), layout="constrained")
         axes = figure.subplots()
-        curves = {tuple(map(int, k.split())): np.array(rows, dtype=float) for k, rows in evidence["curves"].items()}
+        curves = {
+            tuple(map(int, k.split())): np.array(rows, dtype=float)
+            for k, rows in evidence["curves"].items()
+        }
         colours = matplotlib.colormaps["Blues"](np.linspace(0.3, 0.95, len(curves)))
         labelled = -1.0
         for (k, rows), colour in zip(sorted(curves.items()), colours, strict=True):
@@ -37,19 +42,31 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
             axes.fill_between(middle, low, high, color=colour, alpha=0.15, linewidth=0)
             if p5[-1] > labelled + 0.05:  # labels that would overlap are left out
                 label = "-".join(str(p) for p in sorted({k[0], k[-1]}) if p < ALL_PAGES)
-                axes.annotate(f" {label}", (middle[-1], p5[-1]), color=colour, fontsize=8, va="center")
+                axes.annotate(
+                    f" {label}", (middle[-1], p5[-1]), color=colour, fontsize=8, va="center"
+                )
                 labelled = p5[-1]
         tau = Tau.chosen(evidence.get("target"), evidence.get("relative_target"))
-        if tau.relative:  # the curves are p5 as measured, of which each bin's ceiling asks for another
+        if (
+            tau.relative
+        ):  # the curves are p5 as measured, of which each bin's ceiling asks for another
             ends = np.array([[b["start"], b["end"]] for b in evidence["bins"]])
             held = _spread([tau.level(b["ceiling"]) for b in evidence["bins"]])
             axes.hlines(held, *ends.T, color=theme.MUTED, linewidth=1, linestyle="--")
         else:
             axes.axhline(_spread(tau.value), color=theme.MUTED, linewidth=1, linestyle="--")
-        path = [((b["start"] + b["end"]) / 2, _spread(b["p5"])) for b in evidence["bins"] if b["top_k"] < ALL_PAGES]
+        path = [
+            ((b["start"] + b["end"]) / 2, _spread(b["p5"]))
+            for b in evidence["bins"]
+            if b["top_k"] < ALL_PAGES
+        ]
         if path:
             axes.plot(
-                *zip(*path, strict=True), color=theme.SERIES[1], linewidth=2.4, marker="o", label="chosen schedule"
+                *zip(*path, strict=True),
+                color=theme.SERIES[1],
+                linewidth=2.4,
+                marker="o",
+                label="chosen schedule",
             )
             axes.legend(loc="lower left")
         axes.set_xlabel("tokens in the cache")
@@ -63,5 +80,7 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
 
 
 def _spread(p5: Any) -> Any:
-    """Acceptance on a scale that keeps values near 1 apart: the negative logarithm of what is rejected."""
+    """Acceptance on a scale that keeps values near 1 apart: the negative logarithm of what is
+    rejected.
+    """
     return -np.log10(1 - np.clip(p5, 0, 0.9995))

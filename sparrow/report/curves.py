@@ -1,4 +1,5 @@
-"""Curves by step: how a series of a run is drawn, and which series there are; docs/run-directory.md explains them.
+"""Curves by step: how a series of a run is drawn, and which series there are; docs/run-directory.md
+explains them.
 
 Shapes: S steps.
 """
@@ -28,7 +29,9 @@ class Panel(NamedTuple):
 
     title: str
     axis: str
-    series: Callable[[RunLog], Mapping[str, FloatArray]]  # label -> [S]; nan where a run did not record it
+    series: Callable[
+        [RunLog], Mapping[str, FloatArray]
+    ]  # label -> [S]; nan where a run did not record it
     floor: float | None = None  # where the axis begins; if None, where the curves do
     at: Callable[[RunLog], NDArray[np.int64]] = attrgetter("steps")  # the steps of its series
 
@@ -49,17 +52,29 @@ class Panel(NamedTuple):
 
     def recorded(self, logs: Sequence[RunLog]) -> list[tuple[int, str]]:
         """Each run's index with the label of each series that it recorded."""
-        return [(i, k) for i, log in enumerate(logs) for k, v in self.series(log).items() if np.isfinite(v).any()]
+        return [
+            (i, k)
+            for i, log in enumerate(logs)
+            for k, v in self.series(log).items()
+            if np.isfinite(v).any()
+        ]
 
 
 def of(scale: float = 1, **keys: str) -> Callable[[RunLog], dict[str, FloatArray]]:
-    """Series by label; each is found by its dotted name in ``metrics.jsonl`` and multiplied by ``scale``."""
-    return lambda log: {label.replace("_", " "): scale * log.series(*at.split(".")) for label, at in keys.items()}
+    """Series by label; each is found by its dotted name in ``metrics.jsonl`` and multiplied by
+    ``scale``.
+    """
+    return lambda log: {
+        label.replace("_", " "): scale * log.series(*at.split(".")) for label, at in keys.items()
+    }
 
 
 def _rewards(log: RunLog) -> dict[str, FloatArray]:
     sources = log.sources()
-    return {"all": log.series("reward", "mean"), **{name: log.series("reward", "sources", name) for name in sources}}
+    return {
+        "all": log.series("reward", "mean"),
+        **{name: log.series("reward", "sources", name) for name in sources},
+    }
 
 
 def _seconds(log: RunLog) -> dict[str, FloatArray]:
@@ -91,23 +106,43 @@ PANELS: dict[str, list[Panel]] = {
         Panel("Reward", "reward", _rewards),
         Panel("Response length", "tokens", of(mean="response.mean", longest="response.max"), 0),
         Panel("Responses that ended by themselves", "%", of(100, ended="response.ended_fraction")),
-        Panel("Prompts whose rewards are all equal", "%", of(100, level="advantage.zero_variance_fraction"), 0),
+        Panel(
+            "Prompts whose rewards are all equal",
+            "%",
+            of(100, level="advantage.zero_variance_fraction"),
+            0,
+        ),
     ],
     "Evaluation": [
-        Panel("Benchmarks, mean@k", "%", _evaluated(100, "mean", "value"), at=attrgetter("evaluated")),
-        Panel("Response length on benchmarks", "tokens", _evaluated(1, "tokens"), 0, attrgetter("evaluated")),
+        Panel(
+            "Benchmarks, mean@k", "%", _evaluated(100, "mean", "value"), at=attrgetter("evaluated")
+        ),
+        Panel(
+            "Response length on benchmarks",
+            "tokens",
+            _evaluated(1, "tokens"),
+            0,
+            attrgetter("evaluated"),
+        ),
     ],
     "Optimisation": [
         Panel("Entropy", "nats per token", of(entropy="entropy"), 0),
         Panel("Loss", "loss", of(loss="loss.loss")),
         Panel("Gradient norm", "norm", of(norm="loss.grad_norm"), 0),
-        Panel("Clipped tokens", "%", of(100, lower="loss.clip_low_fraction", upper="loss.clip_high_fraction"), 0),
+        Panel(
+            "Clipped tokens",
+            "%",
+            of(100, lower="loss.clip_low_fraction", upper="loss.clip_high_fraction"),
+            0,
+        ),
         Panel("KL(dense ‖ sparse) of the adapter", "nats per token", of(kl="distill.kl"), 0),
     ],
     "Importance correction": [
         Panel("Effective sample size", "share", SIZES, 0),
         Panel("Tokens cut and left out, sequences left out", "%", LEFT_OUT, 0),
-        Panel("KL(actor ‖ policy)", "nats per token", of(k1="correction.kl_k1", k3="correction.kl_k3")),
+        Panel(
+            "KL(actor ‖ policy)", "nats per token", of(k1="correction.kl_k1", k3="correction.kl_k3")
+        ),
     ],
     "Speed": [
         Panel("Rollout throughput", "tokens/s", _throughput, 0),
@@ -120,14 +155,30 @@ PANELS: dict[str, list[Panel]] = {
 
 
 def line(
-    ax: Axes, steps: NDArray[np.int64], values: FloatArray, color: str, dash: Any = "-", label: str | None = None
+    ax: Axes,
+    steps: NDArray[np.int64],
+    values: FloatArray,
+    color: str,
+    dash: Any = "-",
+    label: str | None = None,
 ) -> None:
-    """Draw one series ``[S]`` by step; a long one also gets its rolling mean, in bold over the series itself."""
+    """Draw one series ``[S]`` by step; a long one also gets its rolling mean, in bold over the
+    series itself.
+    """
     if len(values) > UNSMOOTHED_STEPS:
         ax.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
         values = _rolling_mean(values, max(3, len(values) // 40))
     marker = "o" if len(values) <= 12 else None
-    ax.plot(steps, values, color=color, linewidth=1.7, linestyle=dash, marker=marker, markersize=3.5, label=label)
+    ax.plot(
+        steps,
+        values,
+        color=color,
+        linewidth=1.7,
+        linestyle=dash,
+        marker=marker,
+        markersize=3.5,
+        label=label,
+    )
 
 
 def step_axis(ax: Axes) -> None:
@@ -136,7 +187,9 @@ def step_axis(ax: Axes) -> None:
 
 
 def _rolling_mean(values: FloatArray, window: int) -> FloatArray:
-    """Centred mean of the finite values among ``window`` values (fewer at the ends); nan where none is finite."""
+    """Centred mean of the finite values among ``window`` values (fewer at the ends); nan where none
+    is finite.
+    """
     finite = np.isfinite(values)
     ones = np.ones(window)
     count = np.convolve(finite, ones, "same")

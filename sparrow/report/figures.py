@@ -1,4 +1,5 @@
-"""The figures of a report: of one run, or of two on the same axes or the same scale. Only drawing loads matplotlib.
+"""The figures of a report: of one run, or of two on the same axes or the same scale. Only drawing
+loads matplotlib.
 
 Shapes: S steps, N length bins.
 """
@@ -39,7 +40,10 @@ class Figure:
         import matplotlib
         from matplotlib import figure
 
-        with matplotlib.rc_context({**theme.MATPLOTLIB, "svg.hashsalt": self.title}), io.BytesIO() as file:
+        with (
+            matplotlib.rc_context({**theme.MATPLOTLIB, "svg.hashsalt": self.title}),
+            io.BytesIO() as file,
+        ):
             canvas = figure.Figure(figsize=(4.9, 2.75), layout="constrained")
             self.draw(canvas.subplots())
             canvas.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
@@ -50,10 +54,17 @@ def figures(logs: Logs) -> dict[str, list[Figure]]:
     """The figures of one run or of two, by heading."""
     first, *others = PANELS
     sections = {
-        heading: [Figure(p.title, partial(p.draw, logs=logs)) for p in PANELS[heading] if p.recorded(logs)]
+        heading: [
+            Figure(p.title, partial(p.draw, logs=logs)) for p in PANELS[heading] if p.recorded(logs)
+        ]
         for heading in (first, *others)
     }
-    found = {first: sections.pop(first), "Acceptance": _acceptance(logs), **sections, "Schedule": _schedule(logs)}
+    found = {
+        first: sections.pop(first),
+        "Acceptance": _acceptance(logs),
+        **sections,
+        "Schedule": _schedule(logs),
+    }
     return {heading: some for heading, some in found.items() if some}
 
 
@@ -64,20 +75,23 @@ def _of_run(logs: Logs, i: int) -> str:
 def _acceptance(logs: Logs) -> list[Figure]:
     by_step = [
         Figure(
-            f"{log.tau.statistic} of acceptance by length{_of_run(logs, i)}", partial(draw_tail, logs=logs, log=log),
+            f"{log.tau.statistic} of acceptance by length{_of_run(logs, i)}",
+            partial(draw_tail, logs=logs, log=log),
             "5th percentile of the acceptance rate over the tokens sampled at a length; dashed, what the run must hold",
         )
         for i, log in enumerate(logs)
-    ]  # fmt: skip
+    ]
     last = Figure(
-        "p5 by length at the last step", partial(draw_last_tail, logs=logs),
+        "p5 by length at the last step",
+        partial(draw_last_tail, logs=logs),
         "dots: lower bounds with their 95 % interval from resampling responses; triangles: upper bounds; grey: the "
         "ceiling, p5 of dense rollouts with the same pair of engines, the noise floor",
-    )  # fmt: skip
+    )
     distribution = Figure(
-        "Distribution of acceptance", partial(draw_acceptance, logs=logs),
+        "Distribution of acceptance",
+        partial(draw_acceptance, logs=logs),
         "share of tokens by acceptance rate, on a log scale, as most are accepted almost surely",
-    )  # fmt: skip
+    )
     return [*by_step, last, distribution]
 
 
@@ -102,11 +116,20 @@ def draw_tail(ax: Axes, logs: Logs, log: RunLog) -> None:
 
 
 def draw_last_tail(ax: Axes, logs: Logs) -> None:
-    """Draw the bounds, interval and ceiling of each bin at the last step; two runs are drawn side by side."""
+    """Draw the bounds, interval and ceiling of each bin at the last step; two runs are drawn side
+    by side.
+    """
     for i, log in enumerate(logs):
         for b in log.bins():
             x, color = b.bin + (0.3 * i - 0.15 if len(logs) > 1 else 0.0), theme.SERIES[i]
-            ax.fill_between([x - 0.13, x + 0.13], b.ceiling_low, b.ceiling_high, color=theme.MUTED, alpha=0.25, lw=0)
+            ax.fill_between(
+                [x - 0.13, x + 0.13],
+                b.ceiling_low,
+                b.ceiling_high,
+                color=theme.MUTED,
+                alpha=0.25,
+                lw=0,
+            )
             ax.hlines(b.ceiling, x - 0.2, x + 0.2, color=theme.MUTED, linewidth=1.5)
             # Not error bars: a bootstrap interval need not contain its estimate.
             ax.vlines(x, b.interval_low, b.interval_high, color=color, linewidth=4, alpha=0.4)
@@ -114,7 +137,9 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
             ax.plot(x, b.upper_bound, "^", color=theme.MUTED, markersize=4.5, fillstyle="none")
             if log.tau.relative:
                 level = log.tau.level(b.ceiling)
-                ax.hlines(level, x - 0.4, x + 0.4, color=theme.INK, linewidth=1, linestyle=(0, (4, 3)))
+                ax.hlines(
+                    level, x - 0.4, x + 0.4, color=theme.INK, linewidth=1, linestyle=(0, (4, 3))
+                )
         if not log.tau.relative:
             _tau_line(ax, log.tau)
     width = logs[0].bin_tokens
@@ -128,8 +153,12 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
 
 
 def draw_acceptance(ax: Axes, logs: Logs) -> None:
-    """Draw the histogram of acceptance at the last step of each run, and at the first if there is one run."""
-    steps = [(log, -1, f"last step{_of_run(logs, i)}", theme.SERIES[i]) for i, log in enumerate(logs)]
+    """Draw the histogram of acceptance at the last step of each run, and at the first if there is
+    one run.
+    """
+    steps = [
+        (log, -1, f"last step{_of_run(logs, i)}", theme.SERIES[i]) for i, log in enumerate(logs)
+    ]
     if len(logs) == 1:
         steps.append((logs[0], 0, "first step", theme.MUTED))
     for log, index, label, color in steps:
@@ -143,31 +172,43 @@ def draw_acceptance(ax: Axes, logs: Logs) -> None:
 
 def _schedule(logs: Logs) -> list[Figure]:
     read = Figure(
-        "What a sparse layer reads", partial(draw_schedule, logs=logs),
+        "What a sparse layer reads",
+        partial(draw_schedule, logs=logs),
         "share of the cached tokens that one decode step reads at each length, always-kept pages included",
-    )  # fmt: skip
+    )
     moved = [
         Figure(
-            f"Schedule by step{_of_run(logs, i)}", partial(draw_pages, logs=logs, log=log),
+            f"Schedule by step{_of_run(logs, i)}",
+            partial(draw_pages, logs=logs, log=log),
             "share of the cache that a sparse layer reads at the end of each length bin",
         )
         for i, log in enumerate(logs)
         if len(set(log.schedules)) > 1
-    ]  # fmt: skip
+    ]
     return [read, *moved]
 
 
 def draw_schedule(ax: Axes, logs: Logs) -> None:
-    """Draw the share of the cache read, by length; for a run whose schedule moved, that at its start as well."""
+    """Draw the share of the cache read, by length; for a run whose schedule moved, that at its
+    start as well.
+    """
     tables = {
         table: f"at the {when}{_of_run(logs, i)}"
         for i, log in enumerate(logs)
         for table, when in ((log.schedules[0], "start"), (log.schedules[-1], "last step"))
     }
-    longest = max([len(s.top_k) * s.bin_tokens for s in tables] + [log.bins()[-1].end for log in logs])
+    longest = max(
+        [len(s.top_k) * s.bin_tokens for s in tables] + [log.bins()[-1].end for log in logs]
+    )
     lengths = np.unique(np.linspace(1, longest, 600).astype(np.int64))
     for (table, label), color in zip(tables.items(), theme.SERIES, strict=False):
-        ax.plot(lengths, 100 * table.tokens_read(lengths) / lengths, color=color, linewidth=1.7, label=label)
+        ax.plot(
+            lengths,
+            100 * table.tokens_read(lengths) / lengths,
+            color=color,
+            linewidth=1.7,
+            label=label,
+        )
     ax.set_ylim(0, 105)
     ax.set_xlabel("tokens in the sequence")
     ax.set_ylabel("share read, %")
@@ -179,7 +220,9 @@ def draw_pages(ax: Axes, logs: Logs, log: RunLog) -> None:
     """Draw the share of the cache read at the end of each bin, by step."""
     tail_SN = log.tail_by_step()
     # The last length in a bin: the next token would begin a page of the bin after it.
-    ends = np.maximum(log.bin_tokens * np.arange(1, tail_SN.shape[1] + 1) - log.schedules[0].page_size, 1)
+    ends = np.maximum(
+        log.bin_tokens * np.arange(1, tail_SN.shape[1] + 1) - log.schedules[0].page_size, 1
+    )
     share_SN = np.stack([100 * s.tokens_read(ends) / ends for s in log.schedules])
     _bin_lines(ax, logs, log, np.where(np.isfinite(tail_SN).any(0), share_SN, np.nan))
     ax.set_ylim(0, 105)
@@ -189,4 +232,13 @@ def draw_pages(ax: Axes, logs: Logs, log: RunLog) -> None:
 def _tau_line(ax: Axes, tau: Tau) -> None:
     ax.axhline(tau.value, color=theme.INK, linewidth=1, linestyle=(0, (4, 3)))
     where = ax.get_yaxis_transform()
-    ax.text(0.995, tau.value, str(tau), transform=where, ha="right", va="bottom", color=theme.INK, fontsize=8)
+    ax.text(
+        0.995,
+        tau.value,
+        str(tau),
+        transform=where,
+        ha="right",
+        va="bottom",
+        color=theme.INK,
+        fontsize=8,
+    )

@@ -1,4 +1,6 @@
-"""The report of a run, or of two side by side: one HTML page that needs no other file, no script and no network."""
+"""The report of a run, or of two side by side: one HTML page that needs no other file, no script
+and no network.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,31 @@ from sparrow.report.summary import bin_name, number, result_rows, setup_rows
 from sparrow.run.log import RunLog
 
 
-def write_report(*run_dirs: str | Path, out: str | Path | None = None, steps: Sequence[int] = ()) -> Path:
+def write_report(
+    *run_dirs: str | Path, out: str | Path | None = None, steps: Sequence[int] = ()
+) -> Path:
     """Write the page of one run, or of two, finished or not.
 
-    Args:
-        run_dirs: directories of the runs.
-        out: folder of the page; ``report`` in the first run's directory if left out.
-        steps: the steps whose responses are shown; if left out, up to 40 from the first to the last.
+    Args: run_dirs: directories of the runs. out: folder of the page; ``report`` in the first run's
+        directory if left out. steps: the steps whose responses are shown; if left out, up to 40
+        from the first to the last.
 
     Returns:
         The page: ``index.html``, or ``against-NAME.html`` with the name of the second run.
 
-    Raises ConfigError: not a run directory, a run without a finished step, a damaged file, two runs whose length bins
-    differ, or a step that is not there.
+    Raises ConfigError: not a run directory, a run without a finished step, a damaged file, two runs
+    whose length bins differ, or a step that is not there.
     """
     logs = [RunLog.load(run_dir) for run_dir in run_dirs]
     widths = {log.bin_tokens: log for log in logs}
     if len(widths) > 1:
         details = " and ".join(f"{log.run_dir} has {width} tokens" for width, log in widths.items())
-        raise ConfigError(f"length bins differ ({details}), so p5 cannot be compared; draw each run alone")
-    responses = show(logs, steps_to_show(logs, steps), list(RUNS[: len(logs)]) if len(logs) > 1 else [""])
+        raise ConfigError(
+            f"length bins differ ({details}), so p5 cannot be compared; draw each run alone"
+        )
+    responses = show(
+        logs, steps_to_show(logs, steps), list(RUNS[: len(logs)]) if len(logs) > 1 else [""]
+    )
     folder = Path(out) if out is not None else logs[0].run_dir / "report"
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / (f"against-{_name(logs[1])}.html" if len(logs) > 1 else "index.html")
@@ -47,15 +54,20 @@ def write_report(*run_dirs: str | Path, out: str | Path | None = None, steps: Se
 
 
 def html_page(
-    logs: Sequence[RunLog], drawn: Mapping[str, Sequence[Figure]], responses: Mapping[int, Sequence[Shown]]
+    logs: Sequence[RunLog],
+    drawn: Mapping[str, Sequence[Figure]],
+    responses: Mapping[int, Sequence[Shown]],
 ) -> str:
     """The whole page, with these figures by heading and these responses by step."""
     rows = [dict([*setup_rows(log), *result_rows(log)]) for log in logs]
     names = dict.fromkeys(name for row in rows for name in row)
     pages = jinja2.Environment(
-        loader=jinja2.PackageLoader("sparrow.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.PackageLoader("sparrow.report", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
+    )
     return pages.get_template("page.html").render(
         theme=theme,
         runs=list(zip(RUNS, map(_name, logs), strict=False)),
@@ -78,7 +90,9 @@ def _tail_row(b: BinMismatch, tau: Tau) -> dict[str, str]:
         "length": bin_name(b.start, b.end),
         "p5": number(b.lower_bound),
         f"against {tau}": tau.verdict(b),
-        "95 % interval": f"[{number(b.interval_low)}, {number(b.interval_high)}]" if known else "one response",
+        "95 % interval": f"[{number(b.interval_low)}, {number(b.interval_high)}]"
+        if known
+        else "one response",
         "upper bound": number(b.upper_bound),
         "ceiling": number(b.ceiling),
         "relative p5": number(relative_p5(b.lower_bound, b.ceiling)),

@@ -15,24 +15,32 @@ NamedValue = tuple[str, str]
 
 
 def summary_rows(run_dir: str | Path) -> list[NamedValue]:
-    """The closing table of a run, as (name, value): steps, reward, tail of acceptance by length bin, tokens, KV read.
+    """The closing table of a run, as (name, value): steps, reward, tail of acceptance by length
+    bin, tokens, KV read.
 
     Raises ConfigError: not a run directory, a run without a finished step, or a damaged file.
     """
     log = RunLog.load(run_dir)
-    tail = [(f"p5 at {bin_name(b.start, b.end)} tokens", describe_tail(b, log.tau)) for b in log.bins()]
+    tail = [
+        (f"p5 at {bin_name(b.start, b.end)} tokens", describe_tail(b, log.tau)) for b in log.bins()
+    ]
     return [*result_rows(log), *tail]
 
 
 def setup_rows(log: RunLog) -> list[NamedValue]:
-    """What was run: model, task or datasets, and engine, as far as the command line named them; then the mode if it
-    is lossless or auto, and the schedule (in lossless mode, what drafts read)."""
+    """What was run: model, task or datasets, and engine, as far as the command line named them;
+    then the mode if it is lossless or auto, and the schedule (in lossless mode, what drafts read).
+    """
     start, now = log.schedules[0], log.schedules[-1]
     schedule = describe_schedule(now)
     if now != start:
         schedule += f"; at the start {describe_schedule(start)}"
     named = {name: log.train.get(name) for name in ("model", "task", "dataset", "engine")}
-    texts = {name: value if isinstance(value, str) else ", ".join(value) for name, value in named.items() if value}
+    texts = {
+        name: value if isinstance(value, str) else ", ".join(value)
+        for name, value in named.items()
+        if value
+    }
     mode = (log.train.get("rollout") or {}).get("mode")
     if mode in ("lossless", "auto"):
         read = "drafts read" if mode == "lossless" else "schedule"
@@ -41,15 +49,23 @@ def setup_rows(log: RunLog) -> list[NamedValue]:
 
 
 def result_rows(log: RunLog) -> list[NamedValue]:
-    """Steps, reward before and after, evaluations, tokens and the share the loss kept, KV read, drafts, dial, guard."""
+    """Steps, reward before and after, evaluations, tokens and the share the loss kept, KV read,
+    drafts, dial, guard.
+    """
     alarms, kept = log.steps[log.series("guard", "alarm") == 1], log.tokens_kept()
     rows = [
         ("steps", f"{log.steps[-1]} of {log.train['steps']}"),
         ("reward", _rise(log, log.series("reward", "mean"))),
-        *((f"reward, {name}", _rise(log, log.series("reward", "sources", name))) for name in log.sources()),
+        *(
+            (f"reward, {name}", _rise(log, log.series("reward", "sources", name)))
+            for name in log.sources()
+        ),
         *((f"evaluation, {name}", _best(log, name)) for name in log.benchmarks()),
         ("response tokens", f"{log.series('response', 'tokens').sum():,.0f}"),
-        ("tokens in the loss", "all" if kept == 1 else f"{percent(kept)}, others masked by the correction"),
+        (
+            "tokens in the loss",
+            "all" if kept == 1 else f"{percent(kept)}, others masked by the correction",
+        ),
         ("KV read", percent(log.kv_read())),
     ]
     if drafting := log.drafting():
@@ -57,8 +73,14 @@ def result_rows(log: RunLog) -> list[NamedValue]:
             ("drafts per token", f"{drafting.drafts_per_token:.2f}"),
             ("tokens per cycle", f"{drafting.tokens_per_cycle:.2f}"),
             *(
-                (f"{what} at {bin_name(b.start, b.end)} tokens", f"{number(b.mean)}, p5 {number(b.p5)}")
-                for what, bins in (("drafts accepted", drafting.bins), ("metered", drafting.metered))
+                (
+                    f"{what} at {bin_name(b.start, b.end)} tokens",
+                    f"{number(b.mean)}, p5 {number(b.p5)}",
+                )
+                for what, bins in (
+                    ("drafts accepted", drafting.bins),
+                    ("metered", drafting.metered),
+                )
                 for b in bins
             ),
         ]
@@ -68,11 +90,16 @@ def result_rows(log: RunLog) -> list[NamedValue]:
         rows += [
             ("unverified", f"{whole}, at the last step {percent(share[-1])}"),
             ("predicted gain", f"{dial['speedup']:.2f}x over lossless"),
-            *((f"dial at {bin_name(b['start'], b['end'])} tokens", f"{b['mode']}; {b['why']}") for b in dial["bins"]),
+            *(
+                (f"dial at {bin_name(b['start'], b['end'])} tokens", f"{b['mode']}; {b['why']}")
+                for b in dial["bins"]
+            ),
         ]
     if alarms.size:
         first = f"first at step {alarms[0]}"
-        rows.append(("guard", f"acceptance too low, at {alarms.size} of {log.steps.size} steps, {first}"))
+        rows.append(
+            ("guard", f"acceptance too low, at {alarms.size} of {log.steps.size} steps, {first}")
+        )
     return rows
 
 
@@ -95,7 +122,11 @@ def _rise(log: RunLog, values: FloatArray) -> str:
 
 def describe_tail(b: BinMismatch, tau: Tau) -> str:
     """The estimate, its interval, and the verdict on both against ``tau``."""
-    interval = f" [{number(b.interval_low)}, {number(b.interval_high)}]" if isfinite(b.interval_low) else ""
+    interval = (
+        f" [{number(b.interval_low)}, {number(b.interval_high)}]"
+        if isfinite(b.interval_low)
+        else ""
+    )
     verdict = tau.verdict(b)
     against = f" against {tau} (upper bound {number(b.upper_bound)})"
     return f"{number(b.lower_bound)}{interval}, {verdict}{against if verdict == 'undecided' else f' {tau}'}"
@@ -110,7 +141,9 @@ def describe_schedule(schedule: SparsitySchedule) -> str:
     always = schedule.sink_pages + schedule.recent_pages
     text = f"{pages} + {always} pages of {schedule.page_size} tokens"
     if layers := schedule.dense_layers:
-        text += f", dense in {'layer' if len(layers) == 1 else 'layers'} {', '.join(map(str, layers))}"
+        text += (
+            f", dense in {'layer' if len(layers) == 1 else 'layers'} {', '.join(map(str, layers))}"
+        )
     if schedule.head_budgets:
         text += ", shared unevenly by layers and kv heads"
     preset = schedule.provenance.get("preset")

@@ -1,4 +1,6 @@
-"""Colours of the report and its figures. Colour-blind readers can tell apart the colours that are drawn together."""
+"""Colours of the report and its figures. Colour-blind readers can tell apart the colours that are
+drawn together.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +11,67 @@ import numpy as np
 INK, MUTED, GRID = "#1f2328", "#5d6670", "#e3e6ea"
 BELOW, ABOVE = "#c2500a", "#1f6fb5"  # where the tail is below tau, above it
 SERIES = ("#1f6fb5", "#d9730d", "#16826b", "#a14690")
-BINS = ("#c28400", "#cf4a5a", "#8f3f97", "#2d2a7a")  # from the shortest length to the longest, ever darker
+BINS = (
+    "#c28400",
+    "#cf4a5a",
+    "#8f3f97",
+    "#2d2a7a",
+)  # from the shortest length to the longest, ever darker
 
-# One hue, ever further from the background; the ranges become narrower towards 1, as acceptance is skewed.
-LEVELS = (0.999, 0.99, 0.97, 0.9, 0.8, 0.6, 0.3, 0.0)  # lower ends of the acceptance ranges that tokens are coloured by
-LEVEL_COLORS = ("#ffffff", "#fff3e4", "#ffe2c2", "#fdc791", "#f7a35c", "#e67a2e", "#b4490a", "#742a02")
+# One hue, ever further from the background; the ranges become narrower towards 1, as acceptance is
+# skewed.
+LEVELS = (
+    0.999,
+    0.99,
+    0.97,
+    0.9,
+    0.8,
+    0.6,
+    0.3,
+    0.0,
+)  # lower ends of the acceptance ranges that tokens are coloured by
+LEVEL_COLORS = (
+    "#ffffff",
+    "#fff3e4",
+    "#ffe2c2",
+    "#fdc791",
+    "#f7a35c",
+    "#e67a2e",
+    "#b4490a",
+    "#742a02",
+)
 LEVEL_INKS = (*[INK] * 6, *["#ffffff"] * 2)
 
 MATPLOTLIB: dict[Any, Any] = {
-    "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GRID,
-    "xtick.color": GRID, "ytick.color": GRID, "xtick.labelcolor": MUTED, "ytick.labelcolor": MUTED,
-    "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.7, "axes.axisbelow": True,
-    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 8,
-    "axes.formatter.useoffset": False, "figure.constrained_layout.wspace": 0.04, "font.size": 9,
-}  # fmt: skip
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GRID,
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "axes.formatter.useoffset": False,
+    "figure.constrained_layout.wspace": 0.04,
+    "font.size": 9,
+}
 """The ``rcParams`` that draw in these colours."""
 
 
 def bin_colors(count: int) -> list[str]:
-    """Colours for ``count`` length bins, from the shortest to the longest: spread evenly between those of ``BINS``."""
+    """Colours for ``count`` length bins, from the shortest to the longest: spread evenly between
+    those of ``BINS``.
+    """
     stops = np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in BINS])
     places = np.linspace(0, len(BINS) - 1, count)
-    channels = np.stack([np.interp(places, range(len(BINS)), channel) for channel in stops.T], axis=1)
+    channels = np.stack(
+        [np.interp(places, range(len(BINS)), channel) for channel in stops.T], axis=1
+    )
     return ["#" + "".join(f"{round(x):02x}" for x in color) for color in channels.tolist()]

@@ -18,11 +18,13 @@ _QUOTES = re.compile(r"\"{3}|'{3}")
 
 
 def extract_code(response: str) -> str | None:
-    """The last fenced block after the reasoning, preferably one marked as Python; None if there is no block.
+    """The last fenced block after the reasoning, preferably one marked as Python; None if there is
+    no block.
 
-    Fences are Markdown's, of backticks or tildes, perhaps in a list; code loses the indent of its fence. A block that
-    is never closed ends with the response, and one that is closed at the end of a line of code ends there. Without a
-    fence, the last block that is indented by four spaces or a tab is taken.
+    Fences are Markdown's, of backticks or tildes, perhaps in a list; code loses the indent of its
+    fence. A block that is never closed ends with the response, and one that is closed at the end of
+    a line of code ends there. Without a fence, the last block that is indented by four spaces or a
+    tab is taken.
     """
     blocks: dict[bool, str] = {}
     opened: re.Match[str] | None = None
@@ -32,7 +34,9 @@ def extract_code(response: str) -> str | None:
 
     def close() -> None:
         assert opened is not None
-        blocks[opened["language"].lower() in ("python", "python3", "py")] = "".join(line + "\n" for line in lines)
+        blocks[opened["language"].lower() in ("python", "python3", "py")] = "".join(
+            line + "\n" for line in lines
+        )
 
     for line in text.split("\n"):
         if opened is None:
@@ -84,7 +88,9 @@ def _indented(text: str) -> str | None:
 
 
 class CodeVerifier(Judge):
-    """A ``Judge`` of responses, which takes the program out of each; its arguments are those of ``Judge``."""
+    """A ``Judge`` of responses, which takes the program out of each; its arguments are those of
+    ``Judge``.
+    """
 
     def __call__(self, response: str, answer: Tests) -> float:
         """1.0 if the response's program passes every test in ``answer``, otherwise 0.0."""
@@ -100,13 +106,16 @@ def _shared(pid: int, limits: Limits, isolation: Isolation) -> CodeVerifier:
     return CodeVerifier(limits, isolation)
 
 
-def verify_code(response: str, answer: Tests, *, limits: Limits | None = None, isolation: Isolation = "auto") -> float:
+def verify_code(
+    response: str, answer: Tests, *, limits: Limits | None = None, isolation: Isolation = "auto"
+) -> float:
     """1.0 if the program in the response passes every test in ``answer``, otherwise 0.0.
 
-    Calls with the same limits and isolation share one bound on programs run at a time: the number of processors.
+    Calls with the same limits and isolation share one bound on programs run at a time: the number
+    of processors.
 
-    Raises RewardError: programs cannot be run here, or not with the isolation asked for. ValueError: the tests are of
-    none of the three kinds.
+    Raises RewardError: programs cannot be run here, or not with the isolation asked for.
+    ValueError: the tests are of none of the three kinds.
     """
     with _lock:
         verifier = _shared(os.getpid(), limits or Limits(), isolation)

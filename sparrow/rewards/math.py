@@ -1,9 +1,10 @@
 r"""Mathematical answers: taken out of a response, and compared with the reference answer.
 
-Equivalence is math-verify's (Hugging Face, Apache-2.0), run in worker processes because sympy can hang on an
-adversarial answer such as ``9^{9^{9^9}}`` and only killing the process stops it. A worker is a script in a fresh
-interpreter: it never imports torch, shares nothing with a CUDA context, and does not run the caller's ``__main__``
-again, as ``multiprocessing`` would.
+Equivalence is math-verify's (Hugging Face, Apache-2.0), run in worker processes because sympy can
+hang on an adversarial answer such as ``9^{9^{9^9}}`` and only killing the process stops it. A
+worker is a script in a fresh
+interpreter: it never imports torch, shares nothing with a CUDA context, and does not run the
+caller's ``__main__`` again, as ``multiprocessing`` would.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ from sparrow.rewards.sandbox import processes
 from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
 
 START_LIMIT_S = 120.0
-"""Seconds a worker may take to import its libraries: generous, because a busy machine is slow at that."""
-RECYCLE = 5000  # comparisons after which a worker is replaced, so that no library's caches grow without end
+"""Seconds a worker may take to import its libraries: generous, because a busy machine is slow at
+that.
+"""
+# comparisons after which a worker is replaced, so that no library's caches grow without end
+RECYCLE = 5000
 WORKER = Path(__file__).with_name("math_worker.py")
 PATIENCE_S = 0.5  # seconds after which a comparison no longer keeps others waiting
 WALL_LIMITS = 3  # a comparison that gets no processor is given up after this many times its limit
 HUNG_PAIRS = 1000  # comparisons remembered as hanging
 MAX_ANSWER_CHARS = 2000
-"""Longer answers are wrong unless identical to the reference; the bound also keeps a request below a pipe's buffer."""
+"""Longer answers are wrong unless identical to the reference; the bound also keeps a request below
+a pipe's buffer.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +55,9 @@ _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
-    """Start, end and content of every box that is in no other box, found in one pass however badly braces nest."""
+    """Start, end and content of every box that is in no other box, found in one pass however badly
+    braces nest.
+    """
     boxes: list[tuple[int, int, int]] = []
     opened: list[tuple[int, int] | None] = []
     for token in _TOKEN.finditer(text):
@@ -63,7 +71,9 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
             while boxes and boxes[-1][0] > box[0]:
                 boxes.pop()
             boxes.append((*box, token.end()))
-    return [(start, end, text[content:end].removesuffix("}").strip()) for start, content, end in boxes]
+    return [
+        (start, end, text[content:end].removesuffix("}").strip()) for start, content, end in boxes
+    ]
 
 
 def _boxed(text: str) -> str | None:
@@ -82,9 +92,9 @@ def _boxed(text: str) -> str | None:
 def extract_answer(response: str, *, last_number: bool = False) -> str | None:
     r"""The final answer a response states, as text, or None.
 
-    In order: the last ``\boxed{...}`` (several boxes joined by commas, "and" or "or" are one answer with
-    several parts); else what follows the last ``####`` on its line, as in GSM8K; else, if ``last_number``,
-    the last number in the response.
+    In order: the last ``\boxed{...}`` (several boxes joined by commas, "and" or "or" are one answer
+    with several parts); else what follows the last ``####`` on its line, as in GSM8K; else, if
+    ``last_number``, the last number in the response.
     """
     if (boxed := _boxed(response)) is not None:
         return boxed or None
@@ -95,12 +105,18 @@ def extract_answer(response: str, *, last_number: bool = False) -> str | None:
 
 
 def _unmarked(answer: str) -> str:
-    """The answer with plain spaces and without marks that mean nothing: dollars, sizes of brackets, a full stop."""
-    return " ".join(_MARKS.sub("", _THIN.sub(" ", answer.replace("{,}", ","))).split()).removesuffix(".")
+    """The answer with plain spaces and without marks that mean nothing: dollars, sizes of brackets,
+    a full stop.
+    """
+    return " ".join(
+        _MARKS.sub("", _THIN.sub(" ", answer.replace("{,}", ","))).split()
+    ).removesuffix(".")
 
 
 def _squeezed(answer: str) -> str:
-    """The unmarked answer without spaces, except those between digits, and with one name for fractions."""
+    """The unmarked answer without spaces, except those between digits, and with one name for
+    fractions.
+    """
     return _SPACE.sub("", answer).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
 
 
@@ -109,7 +125,9 @@ def _number(plain: str) -> Fraction:
 
 
 def _quick(answer: str, reference: str) -> bool | None:
-    """The verdict on identical answers, too long ones, and two plain numbers; None where algebra is needed."""
+    """The verdict on identical answers, too long ones, and two plain numbers; None where algebra is
+    needed.
+    """
     a, b = _unmarked(answer), _unmarked(reference)
     if _squeezed(a) == _squeezed(b):
         return a != ""
@@ -124,31 +142,38 @@ class _Worker(Child):
     asked = 0
 
     def __init__(self, limit_s: float) -> None:
-        # -P: the script's folder must not be searched for modules, as its math.py would hide the standard one.
+        # -P: the script's folder must not be searched for modules, as its math.py would hide the
+        # standard one.
         super().__init__([sys.executable, "-P", str(WORKER), str(WALL_LIMITS * limit_s)])
         try:
             self.receive(time.monotonic() + START_LIMIT_S)
         except (ChildTimeoutError, ChildEndedError) as error:
             self.close()
-            raise RewardError(f"the worker {WORKER.name} did not start: {error}; install what is missing") from error
+            raise RewardError(
+                f"the worker {WORKER.name} did not start: {error}; install what is missing"
+            ) from error
 
 
 class MathVerifier:
-    """Judges responses against reference answers with its own worker processes, started when first needed.
+    """Judges responses against reference answers with its own worker processes, started when first
+    needed.
 
-    Args:
-        workers: how many processes run at a time; each holds about 100 MB. A thread that finds none free waits for one.
-            A comparison that takes longer than half a second makes room for another process, so as many answers as
-            there are workers can hang before any thread waits for one of them.
-        limit_s: processor seconds one comparison may take, or three times as many seconds by the clock. A comparison
-            that is stopped there counts as wrong, is logged and counted in ``lost``, and is not tried again.
+    Args: workers: how many processes run at a time; each holds about 100 MB. A thread that finds
+        none free waits for one.
+            A comparison that takes longer than half a second makes room for another process, so as
+            many answers as there are workers can hang before any thread waits for one of them.
+        limit_s: processor seconds one comparison may take, or three times as many seconds by the
+            clock. A comparison that is stopped there counts as wrong, is logged and counted in
+            ``lost``, and is not tried again.
 
     Thread-safe. Close it, or use it in a ``with`` block, to end its processes at once.
     """
 
     def __init__(self, workers: int = 2, limit_s: float = 5.0) -> None:
         if workers < 1 or limit_s <= 0:
-            raise ValueError(f"need workers >= 1 and limit_s > 0, got workers={workers}, limit_s={limit_s}")
+            raise ValueError(
+                f"need workers >= 1 and limit_s > 0, got workers={workers}, limit_s={limit_s}"
+            )
         self.limit_s, self.lost = limit_s, 0
         self._pid = os.getpid()
         self._hung: dict[tuple[str, str], None] = {}
@@ -160,8 +185,8 @@ class MathVerifier:
     def equal(self, answer: str, reference: str) -> bool:
         r"""Whether two answers are equivalent, e.g. ``\frac12`` and ``0.5``.
 
-        Units and percent signs are ignored in the way that math-verify does: ``12 cm`` equals ``12``, and ``50\%``
-        equals both ``50`` and ``0.5``.
+        Units and percent signs are ignored in the way that math-verify does: ``12 cm`` equals
+        ``12``, and ``50\%`` equals both ``50`` and ``0.5``.
 
         Raises RewardError: math-verify cannot be started.
         """
@@ -172,7 +197,9 @@ class MathVerifier:
         try:
             return self._ask(answer, reference)
         except (ChildTimeoutError, ChildEndedError) as lost:
-            _log.warning("comparing %.80r with %.80r: %s; counted as wrong", answer, reference, lost)
+            _log.warning(
+                "comparing %.80r with %.80r: %s; counted as wrong", answer, reference, lost
+            )
             if len(self._hung) >= HUNG_PAIRS:
                 self._hung.clear()
             if isinstance(lost, ChildTimeoutError):
@@ -205,7 +232,8 @@ class MathVerifier:
             self.lost += 1
             raise
         finally:
-            # This holds after an interrupt too: a late reply must not be read as the answer to the next request.
+            # This holds after an interrupt too: a late reply must not be read as the answer to the
+            # next request.
             if worker is not None and not fresh:
                 worker.close()
             if not slow:
@@ -216,7 +244,9 @@ class MathVerifier:
                     self._return(worker)
 
     def _return(self, worker: _Worker | None) -> None:
-        """Keep a worker whose place another process has taken if some place is free, otherwise end it."""
+        """Keep a worker whose place another process has taken if some place is free, otherwise end
+        it.
+        """
         with suppress(queue.Empty):
             other = self._slots.get_nowait()
             self._slots.put(other or worker)
@@ -255,9 +285,11 @@ def _shared(pid: int) -> MathVerifier:
 
 
 def verify_math(response: str, answer: str, *, last_number: bool = False) -> float:
-    """1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0; all calls share two workers.
+    """1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0; all calls share
+    two workers.
 
-    See ``extract_answer`` for what counts as an answer; the reference is plain text or LaTeX without a box. Raises
+    See ``extract_answer`` for what counts as an answer; the reference is plain text or LaTeX
+    without a box. Raises
     RewardError: math-verify cannot be started.
     """
     with _lock:

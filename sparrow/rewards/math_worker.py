@@ -1,12 +1,14 @@
 # ruff: noqa: RUF001  (the signs that answers are written with)
-r"""The process that compares two mathematical answers with math-verify; started by ``sparrow.rewards.math``.
+r"""The process that compares two mathematical answers with math-verify; started by
+``sparrow.rewards.math``.
 
-It is run by path and imports nothing of this package, so that a worker pays for math-verify's imports alone.
+It is run by path and imports nothing of this package, so that a worker pays for math-verify's
+imports alone.
 
-There are three steps: ``plain`` rewrites typography as LaTeX that the parser knows, ``misread`` rejects an answer that
-math-verify would read as something other than what is written, and ``same`` is math-verify's comparison. What
-math-verify and its parser should do themselves is listed with its cases in ``docs/math-verify/``; once they do it, the
-rule here is removed.
+There are three steps: ``plain`` rewrites typography as LaTeX that the parser knows, ``misread``
+rejects an answer that math-verify would read as something other than what is written, and ``same``
+is math-verify's comparison. What math-verify and its parser should do themselves is listed with its
+cases in ``docs/math-verify/``; once they do it, the rule here is removed.
 """
 
 from __future__ import annotations
@@ -23,16 +25,42 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
-MEMORY_BYTES = 4 << 30  # address space of a worker: sympy can be led to write out numbers of any size
+MEMORY_BYTES = (
+    4 << 30
+)  # address space of a worker: sympy can be led to write out numbers of any size
 
-# Typography -----------------------------------------------------------------------------------------------------------
+# Typography
+# -----------------------------------------------------------------------------------------------------------
 
-_UNICODE = str.maketrans({
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "⁄": "/", "π": r"\pi ", "∞": r"\infty ",
-    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∅": r"\emptyset ", "∪": r"\cup ",
-    "∩": r"\cap ", "∈": r"\in ", "°": r"^\circ ", "º": r"^\circ ", "θ": r"\theta ", "∛": r"\sqrt[3]", "√": r"\sqrt",
-    "’": "'", "\N{NO-BREAK SPACE}": " ", "\N{NARROW NO-BREAK SPACE}": " ",
-})  # fmt: skip
+_UNICODE = str.maketrans(
+    {
+        "−": "-",
+        "–": "-",
+        "×": r"\times ",
+        "·": r"\cdot ",
+        "÷": r"\div ",
+        "⁄": "/",
+        "π": r"\pi ",
+        "∞": r"\infty ",
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "≠": r"\ne ",
+        "≈": r"\approx ",
+        "±": r"\pm ",
+        "∅": r"\emptyset ",
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "∈": r"\in ",
+        "°": r"^\circ ",
+        "º": r"^\circ ",
+        "θ": r"\theta ",
+        "∛": r"\sqrt[3]",
+        "√": r"\sqrt",
+        "’": "'",
+        "\N{NO-BREAK SPACE}": " ",
+        "\N{NARROW NO-BREAK SPACE}": " ",
+    }
+)
 _RAISED, _LOWERED = "⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ", "₀₁₂₃₄₅₆₇₈₉"
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 _DECORATED = re.compile(
@@ -47,11 +75,26 @@ _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
 _TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mbox|operatorname)\s*"
 _COMMAND = re.compile(_TEXT + r"\{([^{}]*)\}")
 _SCALES = {
-    "ten": "10", "dozen": "12", "hundred": "100", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}",
-    "trillion": "10^{12}", "halve": "2^{-1}", "third": "3^{-1}", "quarter": "4^{-1}", "fourth": "4^{-1}",
-    "fifth": "5^{-1}", "tenth": "10^{-1}", "hundredth": "10^{-2}", "thousandth": "10^{-3}", "millionth": "10^{-6}",
-}  # fmt: skip
-_SCALE = re.compile(rf"(?<=[\d}}])(?:\s|~|\\ )*({_TEXT}\{{)?(?:\s|~|\\ )*({'|'.join(_SCALES)})s?(?![a-z])")
+    "ten": "10",
+    "dozen": "12",
+    "hundred": "100",
+    "thousand": "10^{3}",
+    "million": "10^{6}",
+    "billion": "10^{9}",
+    "trillion": "10^{12}",
+    "halve": "2^{-1}",
+    "third": "3^{-1}",
+    "quarter": "4^{-1}",
+    "fourth": "4^{-1}",
+    "fifth": "5^{-1}",
+    "tenth": "10^{-1}",
+    "hundredth": "10^{-2}",
+    "thousandth": "10^{-3}",
+    "millionth": "10^{-6}",
+}
+_SCALE = re.compile(
+    rf"(?<=[\d}}])(?:\s|~|\\ )*({_TEXT}\{{)?(?:\s|~|\\ )*({'|'.join(_SCALES)})s?(?![a-z])"
+)
 _REWRITES = [
     (re.compile(r"\\varnothing"), r"\\emptyset "),
     (re.compile(r"\\mathrm\s*\{\s*([ei])\s*\}"), r"\1"),
@@ -63,25 +106,40 @@ _REWRITES = [
     (re.compile(r"\\sqrt\s*(\[3\])?\s*(\d+|[a-zA-Z])"), r"\\sqrt\1{\2}"),
     (re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?!\w)"), r"\1\\times 10^{\2}"),
     (re.compile(r"(?<![\d./])(\d+)\s+(\d+)/(\d+)(?![\d.])"), r"\1\\frac{\2}{\3}"),  # 3 1/2
-    (re.compile(rf"(?<=\d)\^?\s*\{{?\s*(?:{_TEXT}\{{)?(?:st|nd|rd|th)(?![a-z])[\s}}]*$"), ""),  # 5^{th}
+    (
+        re.compile(rf"(?<=\d)\^?\s*\{{?\s*(?:{_TEXT}\{{)?(?:st|nd|rd|th)(?![a-z])[\s}}]*$"),
+        "",
+    ),  # 5^{th}
 ]
 _PERCENT = re.compile(r"\s*(?:\\?%|\b(?:percent|percentage|pct)\b)\s*$")
 _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?: \d{3})+(?!\d| \d)")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _OPEN_END = re.compile(r"(?:[-+*/=<>^_,(]|\\(?:cdot|times|div|pm|frac|le|ge|ne|to|cup|cap))\s*$")
 _VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
-_COUNT = re.compile(r"(-?(?:\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\}))\s*([a-z]{3,}(?: [a-z]+)*|[ckm]?m\^?\{?[23]\}?)")
+_COUNT = re.compile(
+    r"(-?(?:\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\}))\s*([a-z]{3,}(?: [a-z]+)*|[ckm]?m\^?\{?[23]\}?)"
+)
 
 
 def plain(answer: str) -> str:
-    """The answer in LaTeX without typography: colours, Unicode's signs, spaces, ``3 1/2``, ``1e-3``, ``5 million``."""
+    """The answer in LaTeX without typography: colours, Unicode's signs, spaces, ``3 1/2``,
+    ``1e-3``, ``5 million``.
+    """
     text = re.sub(f"[{_RAISED}]+", lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", answer)
-    text = re.sub(f"[{_LOWERED}]+", lambda m: f"_{{{unicodedata.normalize('NFKC', m[0])}}}", text.replace("−", "-"))
-    text = _VULGAR.sub(lambda m: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", m[0]).split("⁄")), text)
+    text = re.sub(
+        f"[{_LOWERED}]+",
+        lambda m: f"_{{{unicodedata.normalize('NFKC', m[0])}}}",
+        text.replace("−", "-"),
+    )
+    text = _VULGAR.sub(
+        lambda m: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", m[0]).split("⁄")), text
+    )
     text = _INVISIBLE.sub("", text.translate(_UNICODE))
     while match := _DECORATED.search(text):
         text = text[: match.start()] + _without_brace(text[match.end() :])
-    text = _COMMAND.sub(lambda m: m[1] if re.search(r"(?<![a-zA-Z])\d|^\s*(?:percent|pct)", m[1]) else m[0], text)
+    text = _COMMAND.sub(
+        lambda m: m[1] if re.search(r"(?<![a-zA-Z])\d|^\s*(?:percent|pct)", m[1]) else m[0], text
+    )
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = _GROUPED.sub(lambda m: m[0].replace(" ", ""), text)
@@ -107,47 +165,109 @@ def _fraction(decimal: re.Match[str]) -> str:
     return rf"\frac{{{int(whole + fixed + repeated) - int(whole + fixed or 0)}}}{{{below}}}"
 
 
-# What would be misread ------------------------------------------------------------------------------------------------
+# What would be misread
+# ------------------------------------------------------------------------------------------------
 
 _WORD = re.compile(r"\(?[A-Za-z][\w' -]*\)?")
 _WORDS = re.compile(r"[a-z]{4,}|[a-z]{2,}(?: [a-z]+)+")
-_SHORT_WORDS = {"no", "yes", "odd", "all", "any", "one", "two", "six", "ten", "none", "even", "true"}
+_SHORT_WORDS = {
+    "no",
+    "yes",
+    "odd",
+    "all",
+    "any",
+    "one",
+    "two",
+    "six",
+    "ten",
+    "none",
+    "even",
+    "true",
+}
 _CAPITALS = re.compile(r"(\\[a-zA-Z]+)?\s*\{?[A-Z]{2,}\}?")
-_HEDGES = frozenset((
-    "not", "isn't", "doesn't", "don't", "can't", "cannot", "never", "wrong", "incorrect", "false", "maybe", "perhaps",
-    "possibly", "probably", "likely", "either", "neither", "nor", "but", "except", "unless", "if", "instead", "rather",
-    "guess", "unsure", "unknown", "uncertain", "than", "squared", "cubed", "factorial", "plus", "minus", "times",
-    "divided",
-))  # fmt: skip
+_HEDGES = frozenset(
+    (
+        "not",
+        "isn't",
+        "doesn't",
+        "don't",
+        "can't",
+        "cannot",
+        "never",
+        "wrong",
+        "incorrect",
+        "false",
+        "maybe",
+        "perhaps",
+        "possibly",
+        "probably",
+        "likely",
+        "either",
+        "neither",
+        "nor",
+        "but",
+        "except",
+        "unless",
+        "if",
+        "instead",
+        "rather",
+        "guess",
+        "unsure",
+        "unknown",
+        "uncertain",
+        "than",
+        "squared",
+        "cubed",
+        "factorial",
+        "plus",
+        "minus",
+        "times",
+        "divided",
+    )
+)
 _LETTERS = re.compile(r"(?<![\\a-z])[a-z']+")
 _ALTERNATIVE, _JOINT = re.compile(r"\b(?:or|and)\b"), re.compile(r"[\s,]*(?:or|and)\s*")
 _APART = re.compile(r"(?<![_^\d.])(?<!frac)(?<!frac )\d[\d.]*\s+\d")
-_SECOND = re.compile(r"\d[^=]*\\text\s*\{(?!\s*(?:or|and|,)\s*\})[^{}]*\}(?!\s*\^)[^=<>\\]*\d")  # 5 ft 6 in
+_SECOND = re.compile(
+    r"\d[^=]*\\text\s*\{(?!\s*(?:or|and|,)\s*\})[^{}]*\}(?!\s*\^)[^=<>\\]*\d"
+)  # 5 ft 6 in
 _NAME = r"[a-zA-Z]|\\[a-z]+"
 _FLIPPED = re.compile(rf"([^=<>]*\d[^=<>]*)=\s*({_NAME})\s*")
 _EQUALS = re.compile(r"(?<![\\<>!:])=")
 
 
 def words(answer: str) -> str:
-    """An answer that is text, without LaTeX commands and parentheses around it; empty for other answers."""
+    """An answer that is text, without LaTeX commands and parentheses around it; empty for other
+    answers.
+    """
     text = " ".join(_COMMAND.sub(r" \1 ", answer).strip(" $.").split())
     return text.strip("()") if _WORD.fullmatch(text) else ""
 
 
 def same_words(answer: str, reference: str) -> bool:
-    """Whether two texts are the same; the case of letters counts in symbols such as ``AB``, not in whole words."""
-    pairs = list(zip_longest(*(re.split("[ -]", side) for side in (answer, reference)), fillvalue=""))
+    """Whether two texts are the same; the case of letters counts in symbols such as ``AB``, not in
+    whole words.
+    """
+    pairs = list(
+        zip_longest(*(re.split("[ -]", side) for side in (answer, reference)), fillvalue="")
+    )
     return all(a == r or (a.casefold() == r.casefold() and _is_word(a, r)) for a, r in pairs)
 
 
 def _is_word(*spellings: str) -> bool:
     word = spellings[0]
-    return word.casefold() in _SHORT_WORDS or len(word) > 4 or (len(word) > 2 and any(s.istitle() for s in spellings))
+    return (
+        word.casefold() in _SHORT_WORDS
+        or len(word) > 4
+        or (len(word) > 2 and any(s.istitle() for s in spellings))
+    )
 
 
 def misread(answer: str, reference: str) -> bool:
     """Whether the answer says something that the comparison would not see."""
-    said, expected = (set(_LETTERS.findall(_COMMAND.sub(r" \1 ", side).lower())) for side in (answer, reference))
+    said, expected = (
+        set(_LETTERS.findall(_COMMAND.sub(r" \1 ", side).lower())) for side in (answer, reference)
+    )
     if (said - expected) & _HEDGES:
         return True
     texts = [command[1] for command in _COMMAND.finditer(answer)]
@@ -160,11 +280,13 @@ def misread(answer: str, reference: str) -> bool:
     return bool(_APART.search(answer))
 
 
-# Comparison -----------------------------------------------------------------------------------------------------------
+# Comparison
+# -----------------------------------------------------------------------------------------------------------
 
 
 def chain(answer: str) -> str | None:
-    """``x = 40 + 2 = 42`` as ``x = 42``, and ``5 = x`` as ``x = 5``; None if the last number differs from the first.
+    """``x = 40 + 2 = 42`` as ``x = 42``, and ``5 = x`` as ``x = 5``; None if the last number
+    differs from the first.
 
     A slip between these two numbers is pardoned, as in math-verify's own tests.
     """
@@ -174,7 +296,11 @@ def chain(answer: str) -> str | None:
     if len(parts) < 2 or re.search(r"[,;<>]|\\(?:le|ge|ne|text|approx)", answer):
         return answer
     numbers = [part for part in parts if _is_number(part)]
-    if len(numbers) > 1 and not same(numbers[0], numbers[-1]) and not _rounded(numbers[0], numbers[-1]):
+    if (
+        len(numbers) > 1
+        and not same(numbers[0], numbers[-1])
+        and not _rounded(numbers[0], numbers[-1])
+    ):
         return None
     if len(numbers) == len(parts):
         return parts[-1]
@@ -189,12 +315,16 @@ def _is_number(text: str) -> bool:
 def _rounded(exact: str, decimal: str) -> bool:
     """Whether ``decimal`` is ``exact`` rounded to as many places as ``decimal`` has."""
     match = re.fullmatch(r"-?\d*\.(\d+)", decimal)
-    return match is not None and bool(abs(parse(exact)[0].evalf() - float(decimal)) <= 0.51 * 10.0 ** -len(match[1]))
+    return match is not None and bool(
+        abs(parse(exact)[0].evalf() - float(decimal)) <= 0.51 * 10.0 ** -len(match[1])
+    )
 
 
 @lru_cache(maxsize=256)
 def parse(answer: str) -> list[Any]:
-    """The readings of an answer: an expression if there is one, and the text. Cached: a group shares one reference."""
+    """The readings of an answer: an expression if there is one, and the text. Cached: a group
+    shares one reference.
+    """
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
     from math_verify.grader import should_treat_as_complex
@@ -219,13 +349,19 @@ def parse(answer: str) -> list[Any]:
 
 
 def same(answer: str, reference: str) -> bool:
-    """math-verify's comparison; it is by name for assignments, and exact for decimals against irrational numbers."""
+    """math-verify's comparison; it is by name for assignments, and exact for decimals against
+    irrational numbers.
+    """
     expected, given = parse(reference), parse(answer)
     ours, theirs = (assignments(side[0]) for side in (given, expected))
     if ours and theirs:
-        return ours.keys() == theirs.keys() and all(_verify(theirs[name], ours[name]) for name in ours)
+        return ours.keys() == theirs.keys() and all(
+            _verify(theirs[name], ours[name]) for name in ours
+        )
     if ours and len(ours) > 1 and (values := coordinates(expected[0])):
-        return len(values) == len(ours) and all(_verify(v, ours[n]) for v, n in zip(values, sorted(ours), strict=True))
+        return len(values) == len(ours) and all(
+            _verify(v, ours[n]) for v, n in zip(values, sorted(ours), strict=True)
+        )
     if irrational(expected[0]):
         given = [exact(reading) for reading in given]
         value = given[0].rhs if getattr(given[0], "is_Equality", False) else given[0]
@@ -241,7 +377,9 @@ def _verify(reference: Any, answer: Any) -> bool:
 
 
 def coordinates(expression: Any) -> list[Any]:
-    """The values of a tuple; a tuple of two numbers may have been read as an open interval. Otherwise empty."""
+    """The values of a tuple; a tuple of two numbers may have been read as an open interval.
+    Otherwise empty.
+    """
     from sympy import Interval, Tuple
 
     if isinstance(expression, Interval) and expression.is_open:
@@ -263,7 +401,11 @@ def assignments(expression: Any) -> dict[str, Any]:
     else:
         return {}
     known = dict(zip(map(str, names), values, strict=True))
-    return known if len(known) == len(names) and all(isinstance(name, Symbol) for name in names) else {}
+    return (
+        known
+        if len(known) == len(names) and all(isinstance(name, Symbol) for name in names)
+        else {}
+    )
 
 
 def irrational(expression: Any) -> bool:
@@ -283,13 +425,16 @@ def exact(expression: Any) -> Any:
 
     if not isinstance(expression, Basic):
         return expression
-    return expression.xreplace({number: Rational(str(number)) for number in expression.atoms(Float)})
+    return expression.xreplace(
+        {number: Rational(str(number)) for number in expression.atoms(Float)}
+    )
 
 
 def equal(answer: str, reference: str) -> bool:
     """Whether two answers are the same mathematical object, or the same words.
 
-    A reference in words is compared as words: read as algebra, *Evelyn* is a product of letters in any order.
+    A reference in words is compared as words: read as algebra, *Evelyn* is a product of letters in
+    any order.
     """
     answer, reference = plain(answer), plain(reference)
     expected = words(reference)
@@ -326,7 +471,8 @@ def main(wall_s: float) -> None:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     for line in sys.stdin:
-        # The verifier kills this process at the limit; if the verifier is gone, the kernel does a little later.
+        # The verifier kills this process at the limit; if the verifier is gone, the kernel does a
+        # little later.
         signal.setitimer(signal.ITIMER_REAL, wall_s + 1)
         try:
             verdict = equal(**json.loads(line))

@@ -1,4 +1,5 @@
-"""The run directory: its files and their contents, written so that a kill loses nothing, and read back.
+"""The run directory: its files and their contents, written so that a kill loses nothing, and read
+back.
 
 config.json             ``RunConfig``
 lock                    held by the process that trains; names that process
@@ -28,12 +29,29 @@ from sparrow.errors import CheckpointError, ConfigError
 from sparrow.files import write_text
 from sparrow.schedule import SparsitySchedule
 
-CONFIG, METRICS, ROLLOUTS, STATE, LOCK = "config.json", "metrics.jsonl", "rollouts.jsonl", "state.json", "lock"
+CONFIG, METRICS, ROLLOUTS, STATE, LOCK = (
+    "config.json",
+    "metrics.jsonl",
+    "rollouts.jsonl",
+    "state.json",
+    "lock",
+)
 EVALUATIONS = "evaluations.jsonl"
-RECORDED = {"step", "reward", "response", "mismatch", "correction", "kv", "seconds", "schedule"}  # keys of every step
+RECORDED = {
+    "step",
+    "reward",
+    "response",
+    "mismatch",
+    "correction",
+    "kv",
+    "seconds",
+    "schedule",
+}  # keys of every step
 
 Row = Mapping[str, Any]
-Kind = Literal["checkpoints", "exports"]  # a run directory keeps a few of each, in a folder of this name
+Kind = Literal[
+    "checkpoints", "exports"
+]  # a run directory keeps a few of each, in a folder of this name
 
 
 @dataclass(frozen=True)
@@ -42,11 +60,16 @@ class RunConfig:
 
     train: Row  # the resolved settings
     schedule: SparsitySchedule  # what the run was last started with
-    # one per resumption with other settings: the "step" it went on from, and what "changed", name -> [before, after]
+    # one per resumption with other settings: the "step" it went on from, and what "changed", name
+    # -> [before, after]
     resumed: Sequence[Row] = ()
 
     def save(self, run_dir: Path) -> None:
-        record = {"train": self.train, "schedule": self.schedule.to_dict(), "resumed": list(self.resumed)}
+        record = {
+            "train": self.train,
+            "schedule": self.schedule.to_dict(),
+            "resumed": list(self.resumed),
+        }
         write_text(run_dir / CONFIG, json.dumps(record, indent=1))
 
     @classmethod
@@ -54,11 +77,17 @@ class RunConfig:
         """Raises ConfigError: it is not a run directory, or the file is damaged."""
         path = run_dir / CONFIG
         if not path.is_file():
-            raise ConfigError(f"{run_dir} holds no {CONFIG}, so it is no run directory; give the run_dir of a run")
+            raise ConfigError(
+                f"{run_dir} holds no {CONFIG}, so it is no run directory; give the run_dir of a run"
+            )
         record = parse(path.read_bytes(), str(path))
         if missing := {"train", "schedule"} - set(record):
             raise ConfigError(f"{path} has no {min(missing)!r}, so sparrow train did not write it")
-        return cls(record["train"], SparsitySchedule.from_dict(record["schedule"]), record.get("resumed", ()))
+        return cls(
+            record["train"],
+            SparsitySchedule.from_dict(record["schedule"]),
+            record.get("resumed", ()),
+        )
 
 
 @dataclass(frozen=True)
@@ -78,8 +107,12 @@ class LoggedResponse:
     def from_row(cls, row: Row, where: str) -> LoggedResponse:
         """Raises ConfigError: a field is missing."""
         names = [field.name for field in fields(cls)]
-        if missing := [name for name in names if name not in row and name != "answer"]:  # older runs did not record it
-            raise ConfigError(f"{where} has no {missing[0]!r}; restore the line from a copy or remove it")
+        if missing := [
+            name for name in names if name not in row and name != "answer"
+        ]:  # older runs did not record it
+            raise ConfigError(
+                f"{where} has no {missing[0]!r}; restore the line from a copy or remove it"
+            )
         return cls(**{name: row[name] for name in names if name in row})
 
 
@@ -94,18 +127,26 @@ class TrainerState:
 
     def save(self, folder: Path) -> None:
         record = {"step": self.step, "cursor": self.cursor, "schedule": self.schedule.to_dict()}
-        (folder / STATE).write_text(json.dumps({**record, "steering": self.steering}), encoding="utf-8")
+        (folder / STATE).write_text(
+            json.dumps({**record, "steering": self.steering}), encoding="utf-8"
+        )
 
     @classmethod
     def load(cls, folder: Path) -> TrainerState:
         record = parse((folder / STATE).read_bytes(), str(folder / STATE))
-        return cls(record["step"], record["cursor"], SparsitySchedule.from_dict(record["schedule"]), record["steering"])
+        return cls(
+            record["step"],
+            record["cursor"],
+            SparsitySchedule.from_dict(record["schedule"]),
+            record["steering"],
+        )
 
 
 class RunDir:
     """One run's files.
 
-    Raises ConfigError: the directory already holds a run (without ``resume``), or has no checkpoint (with it).
+    Raises ConfigError: the directory already holds a run (without ``resume``), or has no checkpoint
+    (with it).
     """
 
     def __init__(self, path: str | Path, resume: bool) -> None:
@@ -119,14 +160,20 @@ class RunDir:
         resume = self._resume
         exists = (self.path / METRICS).exists() or self.last_checkpoint() is not None
         if exists and not resume:
-            raise ConfigError(f"{self.path} already holds a run; resume it (--resume) or choose another run_dir")
+            raise ConfigError(
+                f"{self.path} already holds a run; resume it (--resume) or choose another run_dir"
+            )
         if resume and self.last_checkpoint() is None:
-            raise ConfigError(f"{self.path} has no checkpoint to resume from; start it without --resume")
+            raise ConfigError(
+                f"{self.path} has no checkpoint to resume from; start it without --resume"
+            )
 
     def lock(self) -> None:
-        """Keep other runs out of the directory until ``release``, or until this process ends in any way.
+        """Keep other runs out of the directory until ``release``, or until this process ends in any
+        way.
 
-        Raises ConfigError: another run is using the directory, or has used it since this object was made.
+        Raises ConfigError: another run is using the directory, or has used it since this object was
+        made.
         """
         if self._lock is not None:
             return
@@ -149,7 +196,9 @@ class RunDir:
             raise
         self._entered = True
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
+        file.write(
+            f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n"
+        )
         file.flush()
         self._lock = file
 
@@ -160,16 +209,21 @@ class RunDir:
             self._lock = None
 
     def append_step(self, metrics: Row, responses: Sequence[LoggedResponse]) -> None:
-        """Log a step: its line of ``metrics.jsonl`` and its lines of ``rollouts.jsonl``; on disk before this returns.
+        """Log a step: its line of ``metrics.jsonl`` and its lines of ``rollouts.jsonl``; on disk
+        before this returns.
 
         Raises CheckpointError: they could not be written.
         """
-        assert set(metrics) >= RECORDED, f"step {metrics.get('step')} lacks {RECORDED - set(metrics)}"
+        assert set(metrics) >= RECORDED, (
+            f"step {metrics.get('step')} lacks {RECORDED - set(metrics)}"
+        )
         self._append(METRICS, [metrics])
         self._append(ROLLOUTS, [asdict(response) for response in responses])
 
     def append_evaluation(self, row: Row) -> None:
-        """Log an evaluation; on disk before this returns. Raises CheckpointError: it could not be written."""
+        """Log an evaluation; on disk before this returns. Raises CheckpointError: it could not be
+        written.
+        """
         self._append(EVALUATIONS, [row])
 
     def evaluations(self) -> list[Row]:
@@ -183,16 +237,22 @@ class RunDir:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise CheckpointError(f"could not write to {self.path / name} ({error}); {self._remedy()}") from error
+            raise CheckpointError(
+                f"could not write to {self.path / name} ({error}); {self._remedy()}"
+            ) from error
 
     def logged_after(self, step: int) -> list[dict[str, Any]]:
-        """The metrics of the steps that were logged after ``step``; a half-written line is left out."""
+        """The metrics of the steps that were logged after ``step``; a half-written line is left
+        out.
+        """
         path = self.path / METRICS
         lines = path.read_bytes().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if step < _step_of(line) < float("inf")]
 
     def truncate(self, step: int) -> None:
-        """Drop what was logged after ``step``, including a half-written last line, and delete later exports."""
+        """Drop what was logged after ``step``, including a half-written last line, and delete later
+        exports.
+        """
         self.remove("exports", [later for later in self.steps("exports") if later > step])
         for name in (METRICS, EVALUATIONS, ROLLOUTS):
             path = self.path / name
@@ -207,7 +267,9 @@ class RunDir:
         return (steps[-1], self._folder("checkpoints", steps[-1])) if steps else None
 
     def steps(self, kind: Kind) -> list[int]:
-        """The steps of all complete checkpoints or exports, rising. Other names, as of copies, are not the run's."""
+        """The steps of all complete checkpoints or exports, rising. Other names, as of copies, are
+        not the run's.
+        """
         names = (path.name[5:] for path in (self.path / kind).glob("step-*"))
         return sorted(int(name) for name in names if name.isdecimal())
 
@@ -216,7 +278,9 @@ class RunDir:
             shutil.rmtree(self._folder(kind, step), ignore_errors=True)
 
     def begin(self, kind: Kind, step: int) -> Path:
-        """An empty folder for the files of ``step``; ``finish`` gives the folder its final name once it is filled."""
+        """An empty folder for the files of ``step``; ``finish`` gives the folder its final name
+        once it is filled.
+        """
         partial = self._partial(kind, step)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -233,7 +297,9 @@ class RunDir:
         os.replace(partial, target)
 
     def mark_best(self, step: int | None) -> None:
-        """Link ``exports/best`` to the export of ``step``, or remove the link if there is no such export."""
+        """Link ``exports/best`` to the export of ``step``, or remove the link if there is no such
+        export.
+        """
         link, fresh = self.path / "exports" / "best", self.path / "exports" / "partial-best"
         if step is None or not self._folder("exports", step).is_dir():
             link.unlink(missing_ok=True)
@@ -264,11 +330,16 @@ class RunDir:
 
     def _remedy(self) -> str:
         last = self.last_checkpoint()
-        return f"the run can be resumed from step {last[0]}" if last else "no earlier checkpoint exists"
+        return (
+            f"the run can be resumed from step {last[0]}"
+            if last
+            else "no earlier checkpoint exists"
+        )
 
 
 def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
-    """The objects in a file of JSON lines, each of which names a step, and each one's place in the file, for messages.
+    """The objects in a file of JSON lines, each of which names a step, and each one's place in the
+    file, for messages.
 
     A last line that is still being written, or was cut off by a kill, is left out.
 
@@ -286,7 +357,9 @@ def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
                     raise
                 return
             if not isinstance(row.get("step"), int):
-                raise ConfigError(f"{where} names no step; every line needs one, so remove the line")
+                raise ConfigError(
+                    f"{where} names no step; every line needs one, so remove the line"
+                )
             yield row, where
 
 
@@ -295,9 +368,13 @@ def parse(text: bytes, where: str) -> Row:
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{where} is not valid JSON ({error}); restore it from a copy or remove it") from error
+        raise ConfigError(
+            f"{where} is not valid JSON ({error}); restore it from a copy or remove it"
+        ) from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{where} holds a {type(content).__name__}, expected a JSON object; restore it or remove it")
+        raise ConfigError(
+            f"{where} holds a {type(content).__name__}, expected a JSON object; restore it or remove it"
+        )
     return content
 
 

@@ -1,10 +1,10 @@
 """Reads a run directory back from its files, while the run goes on or after it has ended.
 
-A file that is being written may end in half a line; that line is left out. Numbers that a step recorded as null, or
-did not record, are nan.
+A file that is being written may end in half a line; that line is left out. Numbers that a step
+recorded as null, or did not record, are nan.
 
-Shapes: S steps, E evaluations, N length bins, counted from length 0 (at a step, a bin that no response reached is
-nan).
+Shapes: S steps, E evaluations, N length bins, counted from length 0 (at a step, a bin that no
+response reached is nan).
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from sparrow.errors import ConfigError
 from sparrow.mismatch import BinMismatch, Tau
 from sparrow.mismatch.drafts import DraftBin
 from sparrow.mismatch.tail import FloatArray
-from sparrow.run.directory import EVALUATIONS, METRICS, RECORDED, ROLLOUTS, LoggedResponse, Row, RunConfig, read_rows
+from sparrow.run.directory import (
+    EVALUATIONS,
+    METRICS,
+    RECORDED,
+    ROLLOUTS,
+    LoggedResponse,
+    Row,
+    RunConfig,
+    read_rows,
+)
 from sparrow.schedule import SparsitySchedule
 
 
@@ -32,7 +41,9 @@ class Drafting:
 
     drafts_per_token: float
     tokens_per_cycle: float
-    bins: tuple[DraftBin, ...]  # exact acceptance of drafts by length, at the last step that drafted
+    bins: tuple[
+        DraftBin, ...
+    ]  # exact acceptance of drafts by length, at the last step that drafted
     metered: tuple[DraftBin, ...]  # the same under meter_schedule
 
 
@@ -43,7 +54,9 @@ class RunLog:
     run_dir: Path  # where it was read from
     train: Row  # the resolved options of the command line, from ``config.json``
     metrics: tuple[Row, ...]  # one row per finished step, at least one
-    schedules: tuple[SparsitySchedule, ...]  # [S], the schedule that the rollouts of each step were decoded under
+    schedules: tuple[
+        SparsitySchedule, ...
+    ]  # [S], the schedule that the rollouts of each step were decoded under
     evaluations: tuple[Row, ...] = ()  # one row per evaluation
 
     @classmethod
@@ -56,14 +69,22 @@ class RunLog:
         config = RunConfig.load(path)
         metrics = tuple(row for row, _ in read_rows(path / METRICS))
         if not metrics:
-            raise ConfigError(f"{path} holds no finished step ({METRICS} is missing or empty); try again after step 1")
+            raise ConfigError(
+                f"{path} holds no finished step ({METRICS} is missing or empty); try again after step 1"
+            )
         for row in metrics:
             if missing := RECORDED - set(row):
-                raise ConfigError(f"step {row['step']} of {path / METRICS} lacks {min(missing)!r}; restore the line")
+                raise ConfigError(
+                    f"step {row['step']} of {path / METRICS} lacks {min(missing)!r}; restore the line"
+                )
         start = config.schedule
-        tables = (SparsitySchedule.from_dict({**start.to_dict(), **row["schedule"]}) for row in metrics)
+        tables = (
+            SparsitySchedule.from_dict({**start.to_dict(), **row["schedule"]}) for row in metrics
+        )
         # A table that did not move keeps the provenance, and so the name, of the start schedule.
-        schedules = tuple(start if table == start else table.replace(provenance={}) for table in tables)
+        schedules = tuple(
+            start if table == start else table.replace(provenance={}) for table in tables
+        )
         evaluations = tuple(row for row, _ in read_rows(path / EVALUATIONS))
         return cls(path, config.train, metrics, schedules, evaluations)
 
@@ -93,7 +114,9 @@ class RunLog:
     def series(self, *keys: str) -> FloatArray:
         """The number under nested ``keys`` at each step, float64 [S]."""
         values = (_get(row, keys) for row in self.metrics)
-        return np.array([value if isinstance(value, int | float) else nan for value in values], dtype=float)
+        return np.array(
+            [value if isinstance(value, int | float) else nan for value in values], dtype=float
+        )
 
     @property
     def evaluated(self) -> NDArray[np.int64]:
@@ -111,10 +134,16 @@ class RunLog:
 
     def sources(self) -> list[str]:
         """The datasets or tasks whose rewards are recorded separately."""
-        return list(dict.fromkeys(name for row in self.metrics for name in _get(row, ("reward", "sources")) or ()))
+        return list(
+            dict.fromkeys(
+                name for row in self.metrics for name in _get(row, ("reward", "sources")) or ()
+            )
+        )
 
     def first_and_last(self, values: FloatArray) -> tuple[float, float, int]:
-        """Means over the first and over the last n of ``values`` [S], and n: a quarter of them, between 1 and 10."""
+        """Means over the first and over the last n of ``values`` [S], and n: a quarter of them,
+        between 1 and 10.
+        """
         count = max(1, min(10, len(values) // 4))
         return nan_mean(values[:count]), nan_mean(values[-count:]), count
 
@@ -122,7 +151,10 @@ class RunLog:
         """Mismatch by length bin, by rising length, at the recorded step with this ``index``."""
         rows = self.metrics[index]["mismatch"]["bins"]
         names = [field.name for field in fields(BinMismatch)]
-        return tuple(BinMismatch(**{name: _number(row[name]) for name in names if name in row}) for row in rows)
+        return tuple(
+            BinMismatch(**{name: _number(row[name]) for name in names if name in row})
+            for row in rows
+        )
 
     def throughput(self) -> FloatArray:
         """Response tokens per second of the rollout phase at each step, float64 [S]."""
@@ -130,7 +162,9 @@ class RunLog:
         return self.series("response", "tokens") / np.where(seconds > 0, seconds, nan)
 
     def tail_by_step(self) -> FloatArray:
-        """p5 of acceptance (lower bound) by step and length bin, on the scale of tau, float64 [S, N]."""
+        """p5 of acceptance (lower bound) by step and length bin, on the scale of tau, float64 [S,
+        N].
+        """
         bins_by_step = [self.tau.scale(self.bins(index)) for index in range(len(self.metrics))]
         count = max((b.bin + 1 for bins in bins_by_step for b in bins), default=0)
         tail_SN = np.full((len(bins_by_step), count), nan)
@@ -145,22 +179,34 @@ class RunLog:
         return np.array(found["counts"], dtype=float), np.array(found["edges"], dtype=float)
 
     def kv_read(self) -> float:
-        """Share of the cached tokens that decoding read, over the whole run; nan if nothing was decoded."""
+        """Share of the cached tokens that decoding read, over the whole run; nan if nothing was
+        decoded.
+        """
         held = float(self.series("kv", "tokens_held").sum())
         return float(self.series("kv", "tokens_read").sum()) / held if held else nan
 
     def drafting(self) -> Drafting | None:
-        """What lossless decoding drafted over the whole run; None if no step was decoded in that way."""
-        drafted, accepted, cycles = (np.nansum(self.series("drafts", key)) for key in ("drafted", "accepted", "cycles"))
+        """What lossless decoding drafted over the whole run; None if no step was decoded in that
+        way.
+        """
+        drafted, accepted, cycles = (
+            np.nansum(self.series("drafts", key)) for key in ("drafted", "accepted", "cycles")
+        )
         if not cycles:
             return None
         last = next(drafts for row in reversed(self.metrics) if (drafts := row.get("drafts")))
-        bins = (tuple(DraftBin(**b) for b in drafts.get("bins", ())) for drafts in (last, last.get("metered", {})))
+        bins = (
+            tuple(DraftBin(**b) for b in drafts.get("bins", ()))
+            for drafts in (last, last.get("metered", {}))
+        )
         return Drafting(drafted / (accepted + cycles), (accepted + cycles) / cycles, *bins)
 
     def tokens_kept(self) -> float:
         """Share of the response tokens that the correction left in the loss, over the whole run."""
-        masked, tokens = self.series("correction", "masked_fraction"), self.series("response", "tokens")
+        masked, tokens = (
+            self.series("correction", "masked_fraction"),
+            self.series("response", "tokens"),
+        )
         return float(1 - np.average(masked, weights=tokens))
 
 

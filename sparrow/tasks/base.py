@@ -1,4 +1,6 @@
-"""What a task is: problems by index, each with a prompt and a verifier; several tasks as one; and tasks by name."""
+"""What a task is: problems by index, each with a prompt and a verifier; several tasks as one; and
+tasks by name.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class Problem:
     prompt: str  # text given to the model
     # response text -> reward in [0, 1]; pure, and picklable so that it can run in another process
     verify: Callable[[str], float]
-    # gives the answer that a response states, right or wrong, or None if it states none; may be left out
+    # gives the answer that a response states, right or wrong, or None if it states none; may be
+    # left out
     extract: Callable[[str], str | None] | None = None
     source: str = ""  # the task or dataset that it comes from; rewards are reported by source
     solution: str | None = None  # a reference response where one is known
@@ -26,7 +29,9 @@ class Problem:
 
 
 class Task(Protocol):
-    """Problems by index. A pure function of its arguments, so a sampler resumes from ``(seed, cursor)`` alone."""
+    """Problems by index. A pure function of its arguments, so a sampler resumes from ``(seed,
+    cursor)`` alone.
+    """
 
     def problem(self, index: int, seed: int = 0) -> Problem:
         """Problem ``index`` of the stream ``seed``; distinct seeds serve as splits."""
@@ -43,7 +48,9 @@ def draw(task: Task, index: int, seed: int) -> Problem:
     except SparrowError:
         raise
     except Exception as error:
-        raise TaskError(f"{name} could not be made, it raised {place(error)}; fix the task or its options") from error
+        raise TaskError(
+            f"{name} could not be made, it raised {place(error)}; fix the task or its options"
+        ) from error
     if not isinstance(problem, Problem):
         raise TaskError(f"{name} is a {type(problem).__name__}, expected a sparrow.tasks.Problem")
     return problem
@@ -53,8 +60,9 @@ def draw(task: Task, index: int, seed: int) -> Problem:
 class Mixture:
     """Problems of several tasks in fixed proportions.
 
-    Of every ``sum(weights)`` problems, ``weights[i]`` are the next ones of ``tasks[i]``, in an order that depends on
-    the seed only. Each dataset therefore goes through its epochs as it would alone.
+    Of every ``sum(weights)`` problems, ``weights[i]`` are the next ones of ``tasks[i]``, in an
+    order that depends on the seed only. Each dataset therefore goes through its epochs as it would
+    alone.
 
     Raises ConfigError: the weights are not whole numbers of at least 1, one for each task.
     """
@@ -83,9 +91,13 @@ TASKS: dict[str, Callable[..., Task]] = {}
 
 
 def register_task(name: str, factory: Callable[..., Task]) -> None:
-    """Make ``load_task(name, **options)`` call ``factory(**options)``. Raises ConfigError: the name is taken."""
+    """Make ``load_task(name, **options)`` call ``factory(**options)``. Raises ConfigError: the name
+    is taken.
+    """
     if name in TASKS:
-        raise ConfigError(f"the task name {name!r} is taken; choose a name other than {', '.join(sorted(TASKS))}")
+        raise ConfigError(
+            f"the task name {name!r} is taken; choose a name other than {', '.join(sorted(TASKS))}"
+        )
     TASKS[name] = factory
 
 
@@ -96,23 +108,32 @@ def load_task(name: str, **options: Any) -> Task:
     """
     if name not in TASKS:
         known = ", ".join(sorted(TASKS))
-        raise ConfigError(f"no task {name!r}; known ones: {known}; one of your own is given as module:Class")
+        raise ConfigError(
+            f"no task {name!r}; known ones: {known}; one of your own is given as module:Class"
+        )
     return make_task(name, TASKS[name], options)
 
 
 def make_task(name: str, factory: Callable[..., Task], options: Mapping[str, Any]) -> Task:
     """The task that ``factory(**options)`` makes.
 
-    Raises ConfigError: it does not take these options. TaskError: it raised an error, or did not return a task.
+    Raises ConfigError: it does not take these options. TaskError: it raised an error, or did not
+    return a task.
     """
     try:
         task = factory(**options)
     except SparrowError:
         raise
     except TypeError as error:
-        raise ConfigError(f"task {name!r} does not take the options {dict(options)}: {error}") from error
+        raise ConfigError(
+            f"task {name!r} does not take the options {dict(options)}: {error}"
+        ) from error
     except Exception as error:
-        raise TaskError(f"task {name!r} could not be made, it raised {place(error)}; fix it or its options") from error
+        raise TaskError(
+            f"task {name!r} could not be made, it raised {place(error)}; fix it or its options"
+        ) from error
     if not callable(getattr(task, "problem", None)):
-        raise TaskError(f"task {name!r} is a {type(task).__name__} without a method problem(index, seed)")
+        raise TaskError(
+            f"task {name!r} is a {type(task).__name__} without a method problem(index, seed)"
+        )
     return task

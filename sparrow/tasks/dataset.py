@@ -4,8 +4,8 @@ Tasks import no rewards, so whoever builds a task hands in the verifiers, by kin
 
     load_dataset_task("gsm8k", path="train.jsonl", verifiers={"math": sparrow.rewards.verify_math})
 
-and, for a chat model, the chat template of its prompts, e.g.
-``lambda prompt: tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
+and, for a chat model, the chat template of its prompts, e.g. ``lambda prompt:
+tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
 add_generation_prompt=True)``.
 """
 
@@ -28,7 +28,9 @@ from sparrow.tasks.formats import FORMATS, Format, Question, Row
 log = logging.getLogger(__name__)
 
 Verifier = Callable[..., float]
-"""Called as ``verifier(response, answer=answer)``; a module-level function or other picklable callable."""
+"""Called as ``verifier(response, answer=answer)``; a module-level function or other picklable
+callable.
+"""
 
 Extractor = Callable[[str], str | None]  # the answer that a response states, None if it states none
 
@@ -41,23 +43,23 @@ def _order(size: int, name: str, seed: int, epoch: int) -> list[int]:
 
 
 class DatasetTask:
-    """Problems from rows; every row once per epoch, in an order that depends on the seed and the epoch only.
+    """Problems from rows; every row once per epoch, in an order that depends on the seed and the
+    epoch only.
 
-    Args:
-        name: start of the problems' ids.
-        rows: the dataset; every row is checked here, and read again when its problem is asked for.
-        format: how to read a row.
-        verifiers: verifier by kind; the one for ``format.kind`` is used.
-        extractors: extractor by kind, for ``Problem.extract``.
+    Args: name: start of the problems' ids. rows: the dataset; every row is checked here, and read
+        again when its problem is asked for. format: how to read a row. verifiers: verifier by kind;
+        the one for ``format.kind`` is used. extractors: extractor by kind, for ``Problem.extract``.
         template: the prompt, with ``{question}`` where the question goes; the format's by default.
-        render: prompt -> text for the tokenizer, e.g. a chat template.
-        max_length: drop rows whose rendered prompt has more characters than this.
-        tokens: counts tokens; with ``max_tokens``, rows whose rendered prompt has none or more than that are dropped.
-        source: where the rows come from, for error messages.
+        render: prompt -> text for the tokenizer, e.g. a chat template. max_length: drop rows whose
+        rendered prompt has more characters than this. tokens: counts tokens; with ``max_tokens``,
+        rows whose rendered prompt has none or more than that are dropped. source: where the rows
+        come from, for error messages.
 
-    Rows that repeat an earlier question, up to spaces and case, are dropped; the number of dropped rows is logged.
+    Rows that repeat an earlier question, up to spaces and case, are dropped; the number of dropped
+    rows is logged.
 
-    Raises ConfigError: a row has no question or no answer, no row is left, or there is no verifier for this kind.
+    Raises ConfigError: a row has no question or no answer, no row is left, or there is no verifier
+    for this kind.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class DatasetTask:
         source: str = "the dataset",
     ) -> None:
         if format.kind not in verifiers:
-            raise ConfigError(f"dataset {name!r} needs a verifier for {format.kind!r}, got {list(verifiers)}")
+            raise ConfigError(
+                f"dataset {name!r} needs a verifier for {format.kind!r}, got {list(verifiers)}"
+            )
         self._template = format.template if template is None else template
         if "{question}" not in self._template:
             raise ConfigError(f"the prompt template has no {{question}}: {self._template!r}")
@@ -101,17 +105,23 @@ class DatasetTask:
                 self._kept.append(i)
             seen.add(key)
         if not self._kept:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "it is empty"
+            reasons = (
+                ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "it is empty"
+            )
             raise ConfigError(
                 f"{source} leaves no problem of {len(rows)} rows ({reasons}); raise max_length, leave prompts more "
                 "room, or check the file"
             )
         if dropped:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-            log.warning("%s: dropped %d of %d rows: %s", source, dropped.total(), len(rows), reasons)
+            log.warning(
+                "%s: dropped %d of %d rows: %s", source, dropped.total(), len(rows), reasons
+            )
 
     @staticmethod
-    def _unfit(prompt: str, max_length: int | None, tokens: Callable[[str], int], max_tokens: int | None) -> str | None:
+    def _unfit(
+        prompt: str, max_length: int | None, tokens: Callable[[str], int], max_tokens: int | None
+    ) -> str | None:
         """Why a prompt cannot be used; None if it can."""
         if max_length is not None and len(prompt) > max_length:
             return "too long"
@@ -121,7 +131,13 @@ class DatasetTask:
         if prompt.strip() and len(prompt.encode(errors="replace")) <= max_tokens:
             return None
         count = tokens(prompt)
-        return "without tokens" if not count else f"of more than {max_tokens} tokens" if count > max_tokens else None
+        return (
+            "without tokens"
+            if not count
+            else f"of more than {max_tokens} tokens"
+            if count > max_tokens
+            else None
+        )
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -131,7 +147,9 @@ class DatasetTask:
         return map(self._problem, self._kept)
 
     def problem(self, index: int, seed: int = 0) -> Problem:
-        """Problem ``index`` of the stream ``seed``; an index beyond the dataset's length is in a later epoch."""
+        """Problem ``index`` of the stream ``seed``; an index beyond the dataset's length is in a
+        later epoch.
+        """
         epoch, position = divmod(index, len(self))
         return self._problem(self._kept[_order(len(self), self.name, seed, epoch)[position]])
 
@@ -162,7 +180,11 @@ class DatasetTask:
                 question = replace(question, answer=answer)
             return question
         except (LookupError, ValueError, TypeError, AttributeError) as error:
-            fault = f"has no {error.args[0]}" if isinstance(error, KeyError) else f"cannot be used: {error}"
+            fault = (
+                f"has no {error.args[0]}"
+                if isinstance(error, KeyError)
+                else f"cannot be used: {error}"
+            )
             raise ConfigError(
                 f"row {row + 1} of {self._source} {fault}; its fields are {', '.join(fields) or 'none'}; "
                 "fix or remove the row, or choose the format that fits"
@@ -182,14 +204,18 @@ def load_rows(path: str | Path) -> Sequence[Row]:
         match path.suffix:
             case ".jsonl":
                 with path.open(encoding="utf-8") as lines:
-                    rows = [_json(line, f"line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+                    rows = [
+                        _json(line, f"line {i}") for i, line in enumerate(lines, 1) if line.strip()
+                    ]
             case ".json":
                 rows = _json(path.read_text(encoding="utf-8"), "the file")
             case ".parquet":
                 import datasets
                 from pyarrow import parquet
 
-                return datasets.Dataset(parquet.read_table(path))  # its rows are made when asked for
+                return datasets.Dataset(
+                    parquet.read_table(path)
+                )  # its rows are made when asked for
             case suffix:
                 raise ValueError(f"files named {suffix or 'without a suffix'!r} are not read")
     except (ValueError, OSError, RecursionError) as error:
@@ -215,7 +241,10 @@ def load_hub_rows(format: Format, split: str) -> Sequence[Row]:
 
     try:
         if format.files:
-            paths = [f"hf://datasets/{format.hub}/{pattern.format(split=split)}" for pattern in format.files]
+            paths = [
+                f"hf://datasets/{format.hub}/{pattern.format(split=split)}"
+                for pattern in format.files
+            ]
             kind = "parquet" if paths[0].endswith(".parquet") else "json"
             return datasets.load_dataset(kind, data_files={split: paths}, split=split)
         return datasets.load_dataset(format.hub, format.config, split=split)
@@ -237,12 +266,11 @@ def load_dataset_task(
 ) -> DatasetTask:
     """The dataset ``name`` as a task.
 
-    Args:
-        name: a registered format; ``qa`` reads any file with a question (or problem, prompt) and an answer.
-        verifiers: verifier by kind, e.g. ``{"math": verify_math}``.
-        path: a local file to read instead of the hub.
-        split: a split of the hub's dataset; the format's usual one by default.
-        options: passed to ``DatasetTask``: extractors, template, render, max_length, tokens, max_tokens.
+    Args: name: a registered format; ``qa`` reads any file with a question (or problem, prompt) and
+        an answer. verifiers: verifier by kind, e.g. ``{"math": verify_math}``. path: a local file
+        to read instead of the hub. split: a split of the hub's dataset; the format's usual one by
+        default. options: passed to ``DatasetTask``: extractors, template, render, max_length,
+        tokens, max_tokens.
 
     Raises ConfigError: no such format, or rows that cannot be loaded or used.
     """

@@ -1,6 +1,7 @@
 r"""What the rows of each public dataset look like, and where the dataset is found.
 
-A format turns one row into a ``Question``; it knows no verifier, only the kind of verifier that its answers are for:
+A format turns one row into a ``Question``; it knows no verifier, only the kind of verifier that its
+answers are for:
 
 - ``math``: the answer is text;
 - ``code``: the answer is a mapping with tests, as ``sparrow.rewards.sandbox.judge`` describes them.
@@ -26,12 +27,29 @@ PYTHON = "{question}\n\nPlease reason step by step, and end with the whole progr
 READS = "The program reads standard input and writes standard output."
 IMPORTS = "".join(
     f"import {name}\nfrom {name} import *\n"
-    for name in ("string", "re", "collections", "heapq", "bisect", "copy", "math", "random", "itertools", "functools",
-                 "operator", "typing", "builtins")
-)  # fmt: skip
-"""What the sites of call-based problems import: solutions use ``List`` or ``deque`` as if they were built in."""
+    for name in (
+        "string",
+        "re",
+        "collections",
+        "heapq",
+        "bisect",
+        "copy",
+        "math",
+        "random",
+        "itertools",
+        "functools",
+        "operator",
+        "typing",
+        "builtins",
+    )
+)
+"""What the sites of call-based problems import: solutions use ``List`` or ``deque`` as if they were
+built in.
+"""
 
-_BUILTIN_DEFINED = re.compile(rf"^def ({'|'.join(name for name in dir(builtins) if name.islower())})\(", re.MULTILINE)
+_BUILTIN_DEFINED = re.compile(
+    rf"^def ({'|'.join(name for name in dir(builtins) if name.islower())})\(", re.MULTILINE
+)
 _DAPO_HEAD = re.compile(r"\ASolve the following math problem step by step\..*?\n\n", re.DOTALL)
 _DAPO_TAIL = re.compile(r'\n\nRemember to put your answer on its own line after "Answer:"\.?\s*\Z')
 
@@ -41,7 +59,8 @@ class Question:
     """The question that a row holds."""
 
     text: str  # the question as it is put to the model
-    # what the verifier compares with: text for mathematics, tests for code; None if only the solution has it
+    # what the verifier compares with: text for mathematics, tests for code; None if only the
+    # solution has it
     answer: Any
     solution: str | None = None  # a reference response, where the dataset has one
 
@@ -51,20 +70,21 @@ class Format:
     """How to find and read a dataset."""
 
     hub: str | None  # name on the Hugging Face hub, None for local files only
-    # row -> question, or None for an unusable row that the dataset is known to hold; raises KeyError or ValueError for
-    # a row that lacks something
+    # row -> question, or None for an unusable row that the dataset is known to hold; raises
+    # KeyError or ValueError for a row that lacks something
     read: Callable[[Row], Question | None]
     kind: str = "math"  # the verifier its answers are for, ``math`` or ``code``
     template: str = BOXED  # the default prompt; ``{question}`` stands for the question
     config: str | None = None  # the hub's configuration name
     split: str = "train"  # the split that is usually meant
-    # patterns of the hub repository's files, for a repository that cannot be loaded by name; ``{split}`` stands for the
-    # split
+    # patterns of the hub repository's files, for a repository that cannot be loaded by name;
+    # ``{split}`` stands for the split
     files: tuple[str, ...] = ()
 
 
 def text_of(row: Row, *names: str) -> str:
-    """The text of the first of these fields that the row has and that is not empty; case in its names is ignored.
+    """The text of the first of these fields that the row has and that is not empty; case in its
+    names is ignored.
 
     Raises KeyError: the row has none of them, or only empty ones.
     """
@@ -77,7 +97,8 @@ def text_of(row: Row, *names: str) -> str:
 
 
 def question_answer(row: Row) -> Question:
-    r"""A question and its final answer in two fields; without one, a solution with it in ``\boxed{...}`` will do.
+    r"""A question and its final answer in two fields; without one, a solution with it in
+    ``\boxed{...}`` will do.
 
     The format of AIME, AMC, MATH, MATH-500, DeepScaleR, Polaris and most others.
     """
@@ -104,7 +125,9 @@ def gsm8k(row: Row) -> Question:
 
 
 def dapo_math(row: Row) -> Question:
-    """DAPO-Math-17k: a chat message that wraps the problem in instructions of its own, which are removed."""
+    """DAPO-Math-17k: a chat message that wraps the problem in instructions of its own, which are
+    removed.
+    """
     messages = row.get("prompt")
     if not messages or not (content := messages[0].get("content")):
         raise KeyError("prompt")
@@ -119,7 +142,9 @@ def _with_starter(question: str, starter: str | None, reads: bool) -> str:
 
 
 def taco(row: Row) -> Question | None:
-    """TACO: ``input_output`` is JSON with inputs, outputs and perhaps ``fn_name``; rows without tests are left out."""
+    """TACO: ``input_output`` is JSON with inputs, outputs and perhaps ``fn_name``; rows without
+    tests are left out.
+    """
     question = text_of(row, "question")
     try:
         tests = json.loads(row.get("input_output") or "{}")
@@ -139,7 +164,9 @@ def taco(row: Row) -> Question | None:
         answer = {"inputs": list(map(_lines, inputs)), "outputs": list(map(_lines, outputs))}
     text = _with_starter(question, row.get("starter_code"), reads=not name)
     solutions = row.get("solutions")
-    solutions = json.loads(solutions) if isinstance(solutions, str) and solutions else solutions or []
+    solutions = (
+        json.loads(solutions) if isinstance(solutions, str) and solutions else solutions or []
+    )
     return Question(text, answer, f"```python\n{solutions[0]}\n```" if solutions else None)
 
 
@@ -151,7 +178,9 @@ class _TextUnpickler(pickle.Unpickler):
     """Reads a pickled string, but nothing that would run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise ValueError(f"its private tests name the Python object {module}.{name}; only text is expected")
+        raise ValueError(
+            f"its private tests name the Python object {module}.{name}; only text is expected"
+        )
 
 
 def _livecodebench_tests(cases: str) -> list[dict[str, str]]:
@@ -161,10 +190,15 @@ def _livecodebench_tests(cases: str) -> list[dict[str, str]]:
 
 
 def livecodebench(row: Row) -> Question:
-    """LiveCodeBench: public tests as JSON, private ones as JSON or as base64 of a compressed pickle of it."""
+    """LiveCodeBench: public tests as JSON, private ones as JSON or as base64 of a compressed pickle
+    of it.
+    """
     question = text_of(row, "question_content")
     try:
-        cases = [*_livecodebench_tests(row["public_test_cases"]), *_livecodebench_tests(row["private_test_cases"])]
+        cases = [
+            *_livecodebench_tests(row["public_test_cases"]),
+            *_livecodebench_tests(row["private_test_cases"]),
+        ]
         name = json.loads(row.get("metadata") or "{}").get("func_name")
     except (zlib.error, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"its private tests cannot be unpacked ({error})") from error
@@ -172,10 +206,16 @@ def livecodebench(row: Row) -> Question:
         raise ValueError("it has no tests")
     answer: dict[str, Any] = {"prelude": IMPORTS}
     if name:
-        answer |= {"fn_name": name, "inputs": [[json.loads(line) for line in c["input"].splitlines()] for c in cases]}
+        answer |= {
+            "fn_name": name,
+            "inputs": [[json.loads(line) for line in c["input"].splitlines()] for c in cases],
+        }
         answer["outputs"] = [json.loads(case["output"]) for case in cases]
     else:
-        answer |= {"inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
+        answer |= {
+            "inputs": [case["input"] for case in cases],
+            "outputs": [case["output"] for case in cases],
+        }
     return Question(_with_starter(question, row.get("starter_code"), reads=not name), answer)
 
 
@@ -185,14 +225,21 @@ def humaneval(row: Row) -> Question:
     if not prompt:
         raise KeyError("prompt")
     # The program and the tests can both use what the prompt defines: imports and helpers.
-    answer = {"prelude": prompt, "setup": prompt, "test": text_of(row, "test"), "entry_point": entry_point}
+    answer = {
+        "prelude": prompt,
+        "setup": prompt,
+        "test": text_of(row, "test"),
+        "entry_point": entry_point,
+    }
     body = row.get("canonical_solution")
     solution = f"```python\n{prompt}{body}\n```" if body else None
     return Question(f"Complete this function:\n```python\n{prompt.strip()}\n```", answer, solution)
 
 
 def mbpp(row: Row) -> Question:
-    """MBPP, its sanitized version and MBPP+: a sentence and assertions; the first few are shown, as is usual."""
+    """MBPP, its sanitized version and MBPP+: a sentence and assertions; the first few are shown, as
+    is usual.
+    """
     question = text_of(row, "text", "prompt")
     assertions = row.get("test_list")
     if not assertions:
@@ -224,10 +271,17 @@ FORMATS: dict[str, Format] = {
     "amc22-24": Format("scottgeng00/amc_22-24", question_answer, split="test"),
     "math500": Format("HuggingFaceH4/MATH-500", question_answer, split="test"),
     "livecodebench": Format(
-        "livecodebench/code_generation_lite", livecodebench, "code", PYTHON, split="test", files=("{split}*.jsonl",)
+        "livecodebench/code_generation_lite",
+        livecodebench,
+        "code",
+        PYTHON,
+        split="test",
+        files=("{split}*.jsonl",),
     ),
     "humaneval": Format("openai/openai_humaneval", humaneval, "code", PYTHON, split="test"),
     "humaneval+": Format("evalplus/humanevalplus", humaneval, "code", PYTHON, split="test"),
-    "mbpp": Format("google-research-datasets/mbpp", mbpp, "code", PYTHON, config="sanitized", split="test"),
+    "mbpp": Format(
+        "google-research-datasets/mbpp", mbpp, "code", PYTHON, config="sanitized", split="test"
+    ),
     "mbpp+": Format("evalplus/mbppplus", mbpp, "code", PYTHON, split="test"),
 }

@@ -1,4 +1,5 @@
-"""Trace a straight-line program: each line needs values from positions that only the content reveals.
+"""Trace a straight-line program: each line needs values from positions that only the content
+reveals.
 
 The prompt is a program over single digits; the response goes through its lines in order, quotes the
 operands' values and writes the result, about ten tokens a line::
@@ -10,13 +11,13 @@ operands' values and writes the result, about ten tokens a line::
      mi + 9 -> go        mi + 9 thus mi 2, then go 1
                         answer: 1
 
-Every value is used exactly once, so the program is an expression tree in random order: a single wrong
-value anywhere makes the answer wrong. Arithmetic is modulo 10.
+Every value is used exactly once, so the program is an expression tree in random order: a single
+wrong value anywhere makes the answer wrong. Arithmetic is modulo 10.
 
-Two kinds of token need the distant past. Quoted values must be found: reading too little makes them wrong.
-The linking words are free, but each of the two places for them has its habits: a word is drawn in proportion
-to how often it was used there before (a Polya urn). Reading less makes their distribution drift gradually
-and does no harm. Natural text has both kinds.
+Two kinds of token need the distant past. Quoted values must be found: reading too little makes them
+wrong. The linking words are free, but each of the two places for them has its habits: a word is
+drawn in proportion to how often it was used there before (a Polya urn). Reading less makes their
+distribution drift gradually and does no harm. Natural text has both kinds.
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ from sparrow.tasks.vocabulary import LINKS, NAMES, check_answer, stated_answer
 
 @dataclass(frozen=True)
 class Trace(Settings):
-    """Random programs of ``lines`` lines, with up to a quarter as many values waiting to be used at any time.
+    """Random programs of ``lines`` lines, with up to a quarter as many values waiting to be used at
+    any time.
 
     Raises ConfigError: fewer than 2 lines, or a slip outside [0, 1).
     """
 
-    lines: Annotated[int, Field(ge=2)] = 24  # program length, the difficulty; a response has about 10 tokens a line
-    # chance that the reference solution miscalculates a line and carries on with the wrong digit. Demonstrations with
-    # slips teach the skill and leave reinforcement learning room to improve
+    lines: Annotated[int, Field(ge=2)] = (
+        24  # program length, the difficulty; a response has about 10 tokens a line
+    )
+    # chance that the reference solution miscalculates a line and carries on with the wrong digit.
+    # Demonstrations with slips teach the skill and leave reinforcement learning room to improve
     slip: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def problem(self, index: int, seed: int = 0) -> Problem:
@@ -58,7 +62,9 @@ class Trace(Settings):
         for lines_left in range(self.lines, 0, -1):
             if not names:
                 # Longer programs than names reuse them, but never one whose value is still waiting.
-                names = rng.sample([name for name in NAMES if name not in waiting], len(NAMES) - len(waiting))
+                names = rng.sample(
+                    [name for name in NAMES if name not in waiting], len(NAMES) - len(waiting)
+                )
             name = names.pop()
             if len(waiting) < min(width, lines_left):
                 true[name] = written[name] = rng.randrange(10)

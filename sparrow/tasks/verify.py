@@ -1,4 +1,6 @@
-"""Judges responses by their problems' verifiers, several at a time; errors name their place in the verifier."""
+"""Judges responses by their problems' verifiers, several at a time; errors name their place in the
+verifier.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,20 @@ from sparrow.tasks.base import Problem
 
 TIME_LIMIT = 300.0  # after this many seconds without any verdict, a verifier is taken to hang
 VERIFYING = 64
-"""Responses verified at a time. Verifiers that need processors wait for their own pools, so a bad program holds up
-only itself."""
+"""Responses verified at a time. Verifiers that need processors wait for their own pools, so a bad
+program holds up only itself."""
 
 
-def verify_all(problems: Sequence[Problem], texts: Sequence[str], time_limit: float = TIME_LIMIT) -> list[float]:
+def verify_all(
+    problems: Sequence[Problem], texts: Sequence[str], time_limit: float = TIME_LIMIT
+) -> list[float]:
     """The reward of each response, given its problem.
 
-    The limit is on the time between two verdicts, not on the time of one, since a verifier may wait for processors.
+    The limit is on the time between two verdicts, not on the time of one, since a verifier may wait
+    for processors.
 
-    Raises RewardError: a verifier raised an error, returned something that is not a finite number, or hangs.
+    Raises RewardError: a verifier raised an error, returned something that is not a finite number,
+    or hangs.
     """
     rewards: dict[int, float] = {}
     failed: dict[int, Exception] = {}
@@ -34,7 +40,8 @@ def verify_all(problems: Sequence[Problem], texts: Sequence[str], time_limit: fl
         except Exception as error:
             failed[i] = error
 
-    # The pool's threads are daemons: one that hangs cannot be ended and must not keep the process from ending.
+    # The pool's threads are daemons: one that hangs cannot be ended and must not keep the process
+    # from ending.
     with ThreadPool(min(VERIFYING, len(texts)) or 1) as pool:
         ended = pool.imap_unordered(work, range(len(texts)))
         try:
@@ -42,7 +49,9 @@ def verify_all(problems: Sequence[Problem], texts: Sequence[str], time_limit: fl
                 ended.next(time_limit)
         except multiprocessing.TimeoutError:
             if not failed:
-                oldest = min(set(range(len(texts))) - rewards.keys(), default=0)  # they begin in order
+                oldest = min(
+                    set(range(len(texts))) - rewards.keys(), default=0
+                )  # they begin in order
                 raise RewardError(
                     f"the verifier of problem {problems[oldest].id!r} has not returned in {time_limit:g} s; fix it, or "
                     "raise the limit (reward.time_limit), and resume the run"
@@ -67,7 +76,9 @@ def verify(problem: Problem, text: str) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise RewardError(f"{verifier} returned {reward!r}, expected a finite number; fix it and resume")
+        raise RewardError(
+            f"{verifier} returned {reward!r}, expected a finite number; fix it and resume"
+        )
     return number
 
 

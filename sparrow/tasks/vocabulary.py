@@ -1,7 +1,8 @@
-"""The words of the synthetic task, its tokenizer (one token per word, fewer than 200), and how answers are read.
+"""The words of the synthetic task, its tokenizer (one token per word, fewer than 200), and how
+answers are read.
 
-A word carries its leading space, as in most subword vocabularies, so decoding token by token and joining
-gives the text back.
+A word carries its leading space, as in most subword vocabularies, so decoding token by token and
+joining gives the text back.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ _SPACED = (*"0123456789", "+", "-", "->", *LINKS, *NAMES)
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The word-level tokenizer of the synthetic task, in Hugging Face format.
 
-    It adds no special tokens of its own. Any text that the task produces survives encoding and decoding
-    unchanged; a word outside the vocabulary becomes ``<unk>``.
+    It adds no special tokens of its own. Any text that the task produces survives encoding and
+    decoding unchanged; a word outside the vocabulary becomes ``<unk>``.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = (*SPECIAL, *_PLAIN, *(" " + word for word in _SPACED))
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNK))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNK)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n|[:,]| ?[^\s:,]+"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(

@@ -1,7 +1,8 @@
-"""Advantages from one scalar reward per response. There is no critic: the prompt's responses give the baseline.
+"""Advantages from one scalar reward per response. There is no critic: the prompt's responses give
+the baseline.
 
-Shapes: B responses. Rows with the same group id are responses to the same prompt; groups may differ in size and their
-rows may be in any order.
+Shapes: B responses. Rows with the same group id are responses to the same prompt; groups may differ
+in size and their rows may be in any order.
 """
 
 from typing import assert_never
@@ -14,9 +15,11 @@ from sparrow.train.config import AdvantageKind
 EPS = 1e-6  # added to standard deviations
 
 
-def compute_advantages(kind: AdvantageKind, rewards_B: Tensor, groups_B: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """Advantages, float32 [B] without a gradient, and the metric zero_variance_fraction: the share of groups in which
-    all rewards are equal.
+def compute_advantages(
+    kind: AdvantageKind, rewards_B: Tensor, groups_B: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    """Advantages, float32 [B] without a gradient, and the metric zero_variance_fraction: the share
+    of groups in which all rewards are equal.
 
     With the mean and the (sample) standard deviation of the group's rewards r:
       grpo     (r - mean) / (std + EPS)                      DeepSeekMath, arXiv 2402.03300, section 4.1.2
@@ -40,13 +43,17 @@ def compute_advantages(kind: AdvantageKind, rewards_B: Tensor, groups_B: Tensor)
     r_B = rewards_B.detach().double()
     if not r_B.isfinite().all():
         row = int((~r_B.isfinite()).nonzero()[0])
-        raise ValueError(f"reward {row} is {r_B[row].item()}; every reward must be a finite number, fix its verifier.")
+        raise ValueError(
+            f"reward {row} is {r_B[row].item()}; every reward must be a finite number, fix its verifier."
+        )
 
     _, group_B, size = groups_B.unique(return_inverse=True, return_counts=True)
     zero = r_B.new_zeros(len(size))
     low = zero.scatter_reduce(0, group_B, r_B, "amin", include_self=False)
     high = zero.scatter_reduce(0, group_B, r_B, "amax", include_self=False)
-    varies = high > low  # exact, whereas the standard deviation of equal rewards need not round to 0
+    varies = (
+        high > low
+    )  # exact, whereas the standard deviation of equal rewards need not round to 0
     metrics = {"zero_variance_fraction": 1.0 - varies.double().mean().item()}
 
     mean = zero.index_add(0, group_B, r_B) / size

@@ -1,4 +1,6 @@
-"""Collects one step's experience: draws problems, samples and judges responses, replaces groups that teach nothing."""
+"""Collects one step's experience: draws problems, samples and judges responses, replaces groups
+that teach nothing.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,12 @@ class Collector:
     def collect(self, cursor: int) -> Experience:
         """The experience of one step, on the problems from index ``cursor`` on.
 
-        Groups whose rewards are all equal have no advantage; in up to ``resample`` rounds they are replaced by groups
-        of further problems (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2).
+        Groups whose rewards are all equal have no advantage; in up to ``resample`` rounds they are
+        replaced by groups of further problems (dynamic sampling: DAPO, arXiv 2503.14476, section
+        3.2).
 
-        Raises RewardError: a verifier failed. TaskError: the task gave no problem. ConfigError: the engine cannot take
-        a prompt.
+        Raises RewardError: a verifier failed. TaskError: the task gave no problem. ConfigError: the
+        engine cannot take a prompt.
         """
         rollout = self.config.rollout
         groups = drawn = self._sample(range(cursor, cursor + rollout.prompts))
@@ -54,12 +57,17 @@ class Collector:
         return Experience.join(groups, drawn, cursor)
 
     def sample(self, count: int) -> list[Rollout]:
-        """``count`` responses to the problems of the first step, not judged, sampled with seeds that no step uses."""
+        """``count`` responses to the problems of the first step, not judged, sampled with seeds
+        that no step uses.
+        """
         config, rollout = self.config, self.config.rollout
         problems = [draw(self.task, i, config.seed) for i in range(min(count, rollout.prompts))]
 
         def sample(rows: Sequence[int]) -> list[Rollout]:
-            seeds = [derived_seed(config.seed, row % len(problems), rollout.samples + row) for row in rows]
+            seeds = [
+                derived_seed(config.seed, row % len(problems), rollout.samples + row)
+                for row in rows
+            ]
             return self._respond([problems[row % len(problems)] for row in rows], seeds)
 
         return self.ranks.spread("ceiling", count, sample)
@@ -70,13 +78,14 @@ class Collector:
         return respond(self.engine, self.tokenizer, problems, sampling)
 
     def _sample(self, indices: range) -> list[Group]:
-        """The groups of the problems with these indices. The responses to one prompt are spread over the processes,
-        because they are often of similar length."""
+        """The groups of the problems with these indices. The responses to one prompt are spread
+        over the processes, because they are often of similar length."""
         config, n = self.config, self.config.rollout.samples
         problems = [draw(self.task, i, config.seed) for i in indices]
 
         def sample(rows: Sequence[int]) -> list[tuple[Rollout, dict[str, float]]]:
-            # A response's seed does not depend on the process that samples it, nor on the rest of the batch.
+            # A response's seed does not depend on the process that samples it, nor on the rest of
+            # the batch.
             seeds = [derived_seed(config.seed, indices[row // n], row % n) for row in rows]
             asked = [problems[row // n] for row in rows]
             rollouts = self._respond(asked, seeds)
@@ -89,9 +98,14 @@ class Collector:
             for rollouts, parts in [zip(*responses[i * n : (i + 1) * n], strict=True)]
         ]
 
-    def _verify(self, problems: Sequence[Problem], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+    def _verify(
+        self, problems: Sequence[Problem], rollouts: Sequence[Rollout]
+    ) -> list[dict[str, float]]:
         """The parts of every response's reward."""
         limit, config = self.config.rollout.max_new_tokens, self.config.reward
         texts, correct = judge(self.tokenizer, problems, rollouts, config.time_limit)
         answered = map(stated, problems, texts)
-        return [reward_parts(c, s, len(r), limit, config) for c, s, r in zip(correct, answered, rollouts, strict=True)]
+        return [
+            reward_parts(c, s, len(r), limit, config)
+            for c, s, r in zip(correct, answered, rollouts, strict=True)
+        ]

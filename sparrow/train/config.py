@@ -1,6 +1,8 @@
-"""Settings of a training run, one frozen dataclass per concern. Imports no torch, so `--help` is instant.
+"""Settings of a training run, one frozen dataclass per concern. Imports no torch, so `--help` is
+instant.
 
-The comment beside or above a field is its help text on the command line. A value out of range raises ConfigError.
+The comment beside or above a field is its help text on the command line. A value out of range
+raises ConfigError.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from sparrow.settings import (
     Share,
     choose,
     require,
-)  # fmt: skip
+)
 
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo"]
-CorrectionKind = Literal["none", "token_tis", "sequence_tis", "geometric_tis", "icepop", "sparse_rl", "obrs", "m2po"]
+CorrectionKind = Literal[
+    "none", "token_tis", "sequence_tis", "geometric_tis", "icepop", "sparse_rl", "obrs", "m2po"
+]
 Normalization = Literal["grpo", "dapo", "dr_grpo"]
 OverlongKind = Literal["keep", "mask", "penalty"]
 
@@ -44,20 +48,26 @@ PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_p
 
 @dataclass(frozen=True)
 class CorrectionConfig(Settings):
-    """How the mismatch between the sparse actor q and the dense policy p is corrected (sparrow.train.corrections)."""
+    """How the mismatch between the sparse actor q and the dense policy p is corrected
+    (sparrow.train.corrections).
+    """
 
-    # token_tis: weight min(p/q, cap) per token. sequence_tis, geometric_tis: one truncated weight per sequence, from
-    # the product or the geometric mean of its ratios. icepop: drop tokens outside the band. sparse_rl: drop outlier
-    # sequences and tokens outside the band. obrs: Jackpot's rejection sampling. m2po: drop the most deviating tokens.
+    # token_tis: weight min(p/q, cap) per token. sequence_tis, geometric_tis: one truncated weight
+    # per sequence, from the product or the geometric mean of its ratios. icepop: drop tokens
+    # outside the band. sparse_rl: drop outlier sequences and tokens outside the band. obrs:
+    # Jackpot's rejection sampling. m2po: drop the most deviating tokens.
     kind: CorrectionKind = "token_tis"
     cap: Positive = 2.0  # Largest weight C (token_tis, sequence_tis, geometric_tis, obrs).
-    # Smallest and largest ratio p/q of a kept token; unset: 0.5 5 for icepop, 0.5 1.5 for sparse_rl.
+    # Smallest and largest ratio p/q of a kept token; unset: 0.5 5 for icepop, 0.5 1.5 for
+    # sparse_rl.
     band: tuple[AtMostOne, AtLeastOne] | None = None
     # A sequence with any ratio p/q below this is dropped (sparse_rl).
     reject_below: BelowOne = 1e-4
     # A token is accepted with probability min(1, p / (lambda q)); larger values reject more (obrs).
     obrs_lambda: Positive = 1.0
-    m2_bound: Positive = 0.04  # Largest mean of (log p/q)^2 over the kept tokens of the batch (m2po).
+    m2_bound: Positive = (
+        0.04  # Largest mean of (log p/q)^2 over the kept tokens of the batch (m2po).
+    )
 
 
 @dataclass(frozen=True)
@@ -66,46 +76,58 @@ class LossConfig(Settings):
 
     clip_low: Share = 0.2  # The ratio pi_theta / p_old is clipped from below at 1 - clip_low.
     clip_high: Positive = 0.28  # The ratio pi_theta / p_old is clipped from above at 1 + clip_high.
-    # grpo: mean over each sequence's tokens, then over sequences. dapo: mean over all tokens of the batch. dr_grpo: sum
-    # over tokens, divided by the number of sequences and the longest response allowed.
+    # grpo: mean over each sequence's tokens, then over sequences. dapo: mean over all tokens of the
+    # batch. dr_grpo: sum over tokens, divided by the number of sequences and the longest response
+    # allowed.
     normalization: Normalization = "dapo"
-    # Dual clip: where the advantage is negative, the ratio counts as at most this, 3 by custom; unset: no such bound.
+    # Dual clip: where the advantage is negative, the ratio counts as at most this, 3 by custom;
+    # unset: no such bound.
     clip_ratio_c: Annotated[Finite, Field(gt=1)] | None = None
     # Weight of KL(pi_theta || reference), the reference being the model at the start of the run.
     beta: NotNegative = 0.0
-    max_log_ratio: Positive = 20.0  # Training stops if |log pi_theta - log p_old| of any token exceeds this.
+    max_log_ratio: Positive = (
+        20.0  # Training stops if |log pi_theta - log p_old| of any token exceeds this.
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions(Settings):
     """How an engine decodes, where a command chooses one."""
 
-    # dense: every step reads the whole cache. lossy: steps read what the schedule says, and samples are the sparse
-    # actor's. lossless: sparse steps draft, a dense step verifies, and samples are the dense policy's; this needs no
-    # schedule. auto (sparrow train with the engine hf): lossless, and lossy from a length on that the run finds, where
-    # the schedule holds tau and gains time; drafts read the schedule too. Unset: lossy under a schedule, else dense.
+    # dense: every step reads the whole cache. lossy: steps read what the schedule says, and samples
+    # are the sparse actor's. lossless: sparse steps draft, a dense step verifies, and samples are
+    # the dense policy's; this needs no schedule. auto (sparrow train with the engine hf): lossless,
+    # and lossy from a length on that the run finds, where the schedule holds tau and gains time;
+    # drafts read the schedule too. Unset: lossy under a schedule, else dense.
     mode: Mode | None = None
-    # Lossless: what drafts read, in any form that a schedule has; unset: 64 pages, in every layer at any length.
+    # Lossless: what drafts read, in any form that a schedule has; unset: 64 pages, in every layer
+    # at any length.
     draft_schedule: str | None = None
-    # Lossless in vLLM: choose by measured speed and acceptance whether drafts read half of that, all of it, or twice as
-    # much; unset: if draft_schedule is unset and adapt_draft_tokens on.
+    # Lossless in vLLM: choose by measured speed and acceptance whether drafts read half of that,
+    # all of it, or twice as much; unset: if draft_schedule is unset and adapt_draft_tokens on.
     adapt_draft_budget: bool | None = None
-    draft_tokens: Count = DRAFT_TOKENS  # Lossless and auto: the most tokens drafted before each verification.
-    # Lossless in vLLM: draft as many as measured speed and acceptance make worth it, 0 included; else always as many.
+    draft_tokens: Count = (
+        DRAFT_TOKENS  # Lossless and auto: the most tokens drafted before each verification.
+    )
+    # Lossless in vLLM: draft as many as measured speed and acceptance make worth it, 0 included;
+    # else always as many.
     adapt_draft_tokens: bool = True
-    # Lossless: draw drafts with the random numbers that draw the tokens. A seed then gives the tokens of dense
-    # decoding, up to rounding, whatever was drafted; fewer drafts are accepted.
+    # Lossless: draw drafts with the random numbers that draw the tokens. A seed then gives the
+    # tokens of dense decoding, up to rounding, whatever was drafted; fewer drafts are accepted.
     drafter_invariant: bool = False
-    # Lossless in vLLM: what drafts multiply with. auto: the model's weights. fp8: a copy of the linear layers' weights
-    # in 8 bits, which takes half as much memory again; samples are those of the weights proper all the same.
+    # Lossless in vLLM: what drafts multiply with. auto: the model's weights. fp8: a copy of the
+    # linear layers' weights in 8 bits, which takes half as much memory again; samples are those of
+    # the weights proper all the same.
     draft_weights: DraftWeights = "auto"
-    # Lossless in vLLM: a schedule whose acceptance is measured too, on the way, at the first draft of every so many
-    # cycles; its samples are never used. It tells what a lossy run under it would begin with.
+    # Lossless in vLLM: a schedule whose acceptance is measured too, on the way, at the first draft
+    # of every so many cycles; its samples are never used. It tells what a lossy run under it would
+    # begin with.
     meter_schedule: str | None = None
     meter_every: Count = METER_EVERY
 
     def decoding(self, schedule: str | None) -> Decoding:
-        """The decoding that these options and ``--schedule`` ask for; None or ``dense`` means no schedule.
+        """The decoding that these options and ``--schedule`` ask for; None or ``dense`` means no
+        schedule.
 
         Raises ConfigError: the options contradict each other, or a schedule cannot be read.
         """
@@ -125,12 +147,30 @@ class DecodingOptions(Settings):
             return Decoding.lossless(**{name: getattr(self, name) for name in LOSSLESS_SETTINGS})
         if self.mode == "auto":
             is_rollout = isinstance(self, RolloutConfig)
-            require(self, "mode", is_rollout, "one of dense, lossless and lossy: only sparrow train moves auto")
             require(
-                self, "draft_schedule", self.draft_schedule is None, "left out with auto, whose drafts read schedule"
+                self,
+                "mode",
+                is_rollout,
+                "one of dense, lossless and lossy: only sparrow train moves auto",
             )
-            require(self, "meter_schedule", self.meter_schedule is None, "left out unless mode is lossless")
-            require(self, "draft_weights", self.draft_weights == "auto", "left out unless mode is lossless")
+            require(
+                self,
+                "draft_schedule",
+                self.draft_schedule is None,
+                "left out with auto, whose drafts read schedule",
+            )
+            require(
+                self,
+                "meter_schedule",
+                self.meter_schedule is None,
+                "left out unless mode is lossless",
+            )
+            require(
+                self,
+                "draft_weights",
+                self.draft_weights == "auto",
+                "left out unless mode is lossless",
+            )
             if not chosen or start:
                 raise ConfigError(
                     f"schedule is {schedule!r}, but mode auto needs one that drafts and unverified steps read, such as "
@@ -143,9 +183,16 @@ class DecodingOptions(Settings):
             )
         defaults = DecodingOptions()
         for name in LOSSLESS_SETTINGS:
-            require(self, name, getattr(self, name) == getattr(defaults, name), "left out unless mode is lossless")
+            require(
+                self,
+                name,
+                getattr(self, name) == getattr(defaults, name),
+                "left out unless mode is lossless",
+            )
         if self.mode == "dense" and chosen:
-            raise ConfigError(f"schedule is {schedule!r}, but mode is 'dense', which reads everything; leave one out")
+            raise ConfigError(
+                f"schedule is {schedule!r}, but mode is 'dense', which reads everything; leave one out"
+            )
         if self.mode == "lossy" and not chosen:
             raise ConfigError(
                 "mode is 'lossy', which needs a schedule, such as qwen3-4b-0.86; give one, or use mode lossless"
@@ -162,8 +209,8 @@ class RolloutConfig(DecodingOptions):
     max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
     temperature: Positive = 1.0  # Softmax temperature of actor and policy alike.
     top_n: Count = 20  # Length of the recorded lists that bound the acceptance rate.
-    # Rounds in which prompts whose responses all got the same reward are replaced by new ones; those that are left
-    # after the last round stay.
+    # Rounds in which prompts whose responses all got the same reward are replaced by new ones;
+    # those that are left after the last round stay.
     resample: CountOrZero = 0
 
 
@@ -171,16 +218,21 @@ class RolloutConfig(DecodingOptions):
 class RewardConfig(Settings):
     """What a response's reward is made of, beside the verifier's verdict (sparrow.train.reward)."""
 
-    # A function of your own that judges in place of the dataset's verifier, module:function, called as
-    # function(response, answer=...); it returns a number, by custom in 0..1.
+    # A function of your own that judges in place of the dataset's verifier, module:function, called
+    # as function(response, answer=...); it returns a number, by custom in 0..1.
     function: Annotated[str | None, tyro.conf.arg(aliases=["--reward"])] = None
-    time_limit: Positive = 300.0  # Seconds without any verdict after which a verifier is taken to hang.
-    format: NotNegative = 0.0  # Added for a response that states an answer in the form asked for, right or wrong.
-    # Responses cut at max_new_tokens. keep: as they are. mask: they count in their group, but have no policy loss (they
-    # have a KL if loss.beta is above 0). penalty: a response loses up to 1, linearly over the last overlong_window
-    # tokens (DAPO).
+    time_limit: Positive = (
+        300.0  # Seconds without any verdict after which a verifier is taken to hang.
+    )
+    format: NotNegative = (
+        0.0  # Added for a response that states an answer in the form asked for, right or wrong.
+    )
+    # Responses cut at max_new_tokens. keep: as they are. mask: they count in their group, but have
+    # no policy loss (they have a KL if loss.beta is above 0). penalty: a response loses up to 1,
+    # linearly over the last overlong_window tokens (DAPO).
     overlong: OverlongKind = "keep"
-    # Tokens before max_new_tokens over which the penalty grows from 0 to 1; unset: a fifth of max_new_tokens.
+    # Tokens before max_new_tokens over which the penalty grows from 0 to 1; unset: a fifth of
+    # max_new_tokens.
     overlong_window: Count | None = None
 
 
@@ -195,9 +247,12 @@ class OptimizerConfig(Settings):
     weight_decay: NotNegative = 0.0  # Decoupled weight decay.
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # Gradients are scaled down to this norm.
     minibatches: Count = 1  # Optimiser steps per rollout batch.
-    # Padded tokens of one forward and backward pass; gradients are accumulated over as many as needed.
+    # Padded tokens of one forward and backward pass; gradients are accumulated over as many as
+    # needed.
     token_budget: Count = 32768
-    gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory.
+    gradient_checkpointing: bool = (
+        False  # Recompute activations in the backward pass to save memory.
+    )
     # bf16 runs forward passes under autocast; weights and optimiser stay float32.
     precision: Literal["fp32", "bf16"] = "fp32"
 
@@ -214,7 +269,9 @@ class LoraConfig(Settings):
 
 @dataclass(frozen=True)
 class DistillConfig(Settings):
-    """DistillSparse: a LoRA that only the sparse actor has, trained towards the dense policy every step."""
+    """DistillSparse: a LoRA that only the sparse actor has, trained towards the dense policy every
+    step.
+    """
 
     enabled: bool = False  # Train the adapter and sample with it.
     rank: Count = 16  # Rank of the LoRA; its scale alpha is twice the rank.
@@ -224,30 +281,41 @@ class DistillConfig(Settings):
     kl_coef: NotNegative = 1.0  # Weight lambda of KL(dense || sparse).
     # Add the policy loss on the sparse log-probs; without it the adapter is distilled by KL alone.
     policy_loss: bool = True
-    # Share of responses trained on, those with the lowest p5 of acceptance first; the cost falls with it.
+    # Share of responses trained on, those with the lowest p5 of acceptance first; the cost falls
+    # with it.
     responses: Share = 0.5
     adapter: str | None = None  # A PEFT adapter folder to start from.
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, "kl_coef", self.policy_loss or self.kl_coef > 0, "above 0 without the policy loss")
+        require(
+            self, "kl_coef", self.policy_loss or self.kl_coef > 0, "above 0 without the policy loss"
+        )
 
 
 @dataclass(frozen=True)
 class EvalConfig(Settings):
-    """Evaluation of the dense policy while it trains, on problems that it does not train on, as sparrow eval does."""
+    """Evaluation of the dense policy while it trains, on problems that it does not train on, as
+    sparrow eval does.
+    """
 
-    every: Count | None = None  # Steps between evaluations, the first before step 1; the last step's too. Unset: none.
+    every: Count | None = (
+        # Steps between evaluations, the first before step 1; the last step's too. Unset: none.
+        None
+    )
     # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
     benchmark: tuple[str, ...] = ()
-    # Problems per benchmark, the first ones; unset: all of a dataset. A task has no end and needs a limit.
+    # Problems per benchmark, the first ones; unset: all of a dataset. A task has no end and needs a
+    # limit.
     limit: Count | None = None
     k: Count = 1  # Responses per problem.
     temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
     # Sample from the fewest of the likeliest tokens that hold this share of the mass.
     top_p: Share = 1.0
     top_k: Count | None = None  # Sample from so many of the likeliest tokens; unset: from all.
-    max_new_tokens: Count | None = None  # Responses are cut at this many tokens; unset: rollout.max_new_tokens.
+    max_new_tokens: Count | None = (
+        None  # Responses are cut at this many tokens; unset: rollout.max_new_tokens.
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -257,21 +325,28 @@ class EvalConfig(Settings):
 
 @dataclass(frozen=True)
 class ExportConfig(Settings):
-    """Copies of the policy in Hugging Face format while it trains, tokenizer included, in exports/ of the run."""
+    """Copies of the policy in Hugging Face format while it trains, tokenizer included, in exports/
+    of the run.
+    """
 
     every: Count | None = None  # Steps between exports; unset: none.
     keep: Count = 2  # Of these, the newest that are kept.
-    best: bool = False  # Keep the one with the best evaluation too, by mean@k, the mean over benchmarks.
+    best: bool = (
+        False  # Keep the one with the best evaluation too, by mean@k, the mean over benchmarks.
+    )
 
 
 @dataclass(frozen=True)
 class GuardConfig(Settings):
-    """An early warning: p5 of acceptance too low in a length bin, or p1 of all tokens fallen to half of its best."""
+    """An early warning: p5 of acceptance too low in a length bin, or p1 of all tokens fallen to
+    half of its best.
+    """
 
-    # warn: say so. raise: read half as many pages again where it is so. stop: save a checkpoint and stop.
+    # warn: say so. raise: read half as many pages again where it is so. stop: save a checkpoint and
+    # stop.
     action: Literal["warn", "raise", "stop"] = "warn"
-    # p5 (relative to its ceiling beside relative-tau) is too low below this, in a length bin that enough responses
-    # reach; unset: 0.02 below tau.
+    # p5 (relative to its ceiling beside relative-tau) is too low below this, in a length bin that
+    # enough responses reach; unset: 0.02 below tau.
     threshold: BelowOne | None = None
     patience: Count = 3  # Steps in a row before it acts.
 
@@ -285,18 +360,24 @@ class TrainConfig(Settings):
     seed: Seed = 0  # Seeds the order of the problems and every sample.
     resume: bool = False  # Go on from the last checkpoint in run_dir.
     save_every: Count = 10  # Steps between checkpoints; the last step is always saved.
-    keep_checkpoints: Count = 2  # Checkpoints kept; older ones are deleted once a newer one is complete.
-    # The 5th percentile of acceptance (p5) that every length bin should hold, as it is measured; unset: 0.86, if
-    # relative-tau is unset too.
+    keep_checkpoints: Count = (
+        2  # Checkpoints kept; older ones are deleted once a newer one is complete.
+    )
+    # The 5th percentile of acceptance (p5) that every length bin should hold, as it is measured;
+    # unset: 0.86, if relative-tau is unset too.
     tau: Probability | None = None
-    # Instead of tau: what p5 should hold relative to its ceiling, that of dense rollouts with the same engines and
-    # lists (docs/calibration.md).
+    # Instead of tau: what p5 should hold relative to its ceiling, that of dense rollouts with the
+    # same engines and lists (docs/calibration.md).
     relative_tau: Probability | None = None
-    bin_tokens: Count | None = None  # Width of the length bins that the tail is reported in; unset: the schedule's.
+    bin_tokens: Count | None = (
+        None  # Width of the length bins that the tail is reported in; unset: the schedule's.
+    )
     logged_rollouts: CountOrZero = 4  # Responses per step kept for the token view of the report.
     # With rollout.mode auto: the GPU whose predicted speed, in vLLM, decides where lossy is faster.
     machine: Literal["a100", "h100", "h200", "b200"] = "h200"
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # Also log to these through accelerate.
+    trackers: tuple[
+        Literal["tensorboard", "wandb", "trackio"], ...
+    ] = ()  # Also log to these through accelerate.
     # grpo: group mean and std. dr_grpo: group mean. rloo: mean of the others.
     advantage: AdvantageKind = "grpo"
 
@@ -313,24 +394,66 @@ class TrainConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        target = self.rollout.mode != "auto" or self.tau is not None or self.relative_tau is not None
-        require(self, "tau", target, "given with rollout.mode auto (or relative_tau): unverified tokens are to hold it")
+        target = (
+            self.rollout.mode != "auto" or self.tau is not None or self.relative_tau is not None
+        )
+        require(
+            self,
+            "tau",
+            target,
+            "given with rollout.mode auto (or relative_tau): unverified tokens are to hold it",
+        )
         choose(self, "tau", "relative_tau", 0.86)
         lossless = self.rollout.mode in ("lossless", "auto")
         compatible = not (lossless and self.distill.enabled)
-        require(self.distill, "enabled", compatible, "off with lossless rollouts: the actor's adapter would verify too")
+        require(
+            self.distill,
+            "enabled",
+            compatible,
+            "off with lossless rollouts: the actor's adapter would verify too",
+        )
         plain = not (self.lora.r and self.distill.enabled)
-        require(self.distill, "enabled", plain, "off with lora.r: the actor's adapter is made for a policy without one")
+        require(
+            self.distill,
+            "enabled",
+            plain,
+            "off with lora.r: the actor's adapter is made for a policy without one",
+        )
         useful = not (lossless and self.guard.action == "raise")
-        require(self.guard, "action", useful, "warn or stop with lossless rollouts, which more pages do not change")
-        require(self.export, "best", not self.export.best or self.eval.every is not None, "off without eval.every")
+        require(
+            self.guard,
+            "action",
+            useful,
+            "warn or stop with lossless rollouts, which more pages do not change",
+        )
+        require(
+            self.export,
+            "best",
+            not self.export.best or self.eval.every is not None,
+            "off without eval.every",
+        )
         truncated = self.eval.top_p < 1 or self.eval.top_k is not None
         valid = not (lossless and truncated)
-        require(self.eval, "top_p", valid, "1, and top_k left out, with lossless rollouts: drafts may not be truncated")
+        require(
+            self.eval,
+            "top_p",
+            valid,
+            "1, and top_k left out, with lossless rollouts: drafts may not be truncated",
+        )
         rollout, window = self.rollout, self.reward.overlong_window
         fits = window is None or window <= rollout.max_new_tokens
-        require(self.reward, "overlong_window", fits, f"at most rollout.max_new_tokens, {rollout.max_new_tokens}")
+        require(
+            self.reward,
+            "overlong_window",
+            fits,
+            f"at most rollout.max_new_tokens, {rollout.max_new_tokens}",
+        )
         batch = rollout.prompts * rollout.samples
-        require(rollout, "samples", rollout.samples > 1, "at least 2: the responses to a prompt are compared")
+        require(
+            rollout,
+            "samples",
+            rollout.samples > 1,
+            "at least 2: the responses to a prompt are compared",
+        )
         enough = self.optimizer.minibatches <= batch
         require(self.optimizer, "minibatches", enough, f"at most the {batch} responses of a step")

@@ -2,15 +2,18 @@
 
 Shapes: B sequences, T response tokens (right-padded), V vocabulary.
 
-Every kind is a pure function of the log ratio log p/q (`log_r_BT`, float64, 0 on padding), the mask of response tokens
-and the settings. `compute_correction` checks its arguments and turns the parts into a `Correction`, whose weights
-multiply the token losses. It carries no gradient (the stop-gradient of the objective in Sparrow, arXiv 2606.08446).
-Arithmetic is float64 and in log space, so the product of 32K ratios neither overflows nor loses its digits.
+Every kind is a pure function of the log ratio log p/q (`log_r_BT`, float64, 0 on padding), the mask
+of response tokens and the settings. `compute_correction` checks its arguments and turns the parts
+into a `Correction`, whose weights multiply the token losses. It carries no gradient (the
+stop-gradient of the objective in Sparrow, arXiv 2606.08446). Arithmetic is float64 and in log
+space, so the product of 32K ratios neither overflows nor loses its digits.
 
-Kept tokens and the loss: masked-out tokens have weight 0, so the loss may keep dividing by all response tokens, as
-IcePop, Sparse-RL and M2PO define it. That leaves each remaining token's share of the gradient unchanged.
+Kept tokens and the loss: masked-out tokens have weight 0, so the loss may keep dividing by all
+response tokens, as IcePop, Sparse-RL and M2PO define it. That leaves each remaining token's share
+of the gradient unchanged.
 
-Metrics, over response tokens (r = p/q raw, w the weight, 0 where masked out) and over sequences with a response:
+Metrics, over response tokens (r = p/q raw, w the weight, 0 where masked out) and over sequences
+with a response:
   ess_token                  (sum w)^2 / (N sum w^2): effective sample size, as a share of the N tokens
   ess_sequence               the same for each sequence's mean weight
   ess_sequence_ratio         the same for each sequence's product of r, before any correction: 1 if q = p; it falls
@@ -47,11 +50,15 @@ def _log_ratio(log_p_BT: Tensor, log_q_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """log p/q in float64, detached, 0 on padding."""
     if log_p_BT.ndim != 2 or not log_p_BT.shape == log_q_BT.shape == mask_BT.shape:
         shapes = tuple(log_p_BT.shape), tuple(log_q_BT.shape), tuple(mask_BT.shape)
-        raise ValueError(f"log p, log q and mask have shapes {shapes}; pass three tensors of one shape [B, T].")
+        raise ValueError(
+            f"log p, log q and mask have shapes {shapes}; pass three tensors of one shape [B, T]."
+        )
     if mask_BT.dtype != torch.bool:
         raise ValueError(f"mask has dtype {mask_BT.dtype}; pass a bool tensor.")
     if not mask_BT.any():
-        raise ValueError(f"mask of shape {tuple(mask_BT.shape)} has no response token; a batch needs at least one.")
+        raise ValueError(
+            f"mask of shape {tuple(mask_BT.shape)} has no response token; a batch needs at least one."
+        )
     difference_BT = log_p_BT.detach().double() - log_q_BT.detach().double()
     bad_BT = mask_BT & ~difference_BT.isfinite()
     if bad_BT.any():
@@ -77,7 +84,9 @@ def _effective_sample_size(log_w: Tensor) -> Tensor:
 
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
-"""Three of [B, T]: weights, which count only where kept; the tokens kept; whether a weight was cut to the cap."""
+"""Three of [B, T]: weights, which count only where kept; the tokens kept; whether a weight was cut
+to the cap.
+"""
 
 
 def _truncated(log_weight_BT: Tensor, mask_BT: Tensor, cap: float) -> Parts:
@@ -93,23 +102,25 @@ def none(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
 def token_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
     """Truncated importance sampling, token by token: weight min(p/q, cap).
 
-    Sparrow, arXiv 2606.08446 (C = 2); Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training".
+    Sparrow, arXiv 2606.08446 (C = 2); Yao et al. 2025, "Your Efficient RL Framework Secretly Brings
+    You Off-Policy RL Training".
     """
     return _truncated(log_r_BT, mask_BT, config.cap)
 
 
 def sequence_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Truncated importance sampling with one weight per sequence: min(product of p/q, cap) on each of its tokens.
+    """Truncated importance sampling with one weight per sequence: min(product of p/q, cap) on each
+    of its tokens.
 
-    The product is unbiased but spreads exponentially with length: at 32K tokens nearly every weight is 0 or the cap.
-    Liu, Li et al. 2025, "When Speed Kills Stability".
+    The product is unbiased but spreads exponentially with length: at 32K tokens nearly every weight
+    is 0 or the cap. Liu, Li et al. 2025, "When Speed Kills Stability".
     """
     return _truncated(log_r_BT.sum(1, keepdim=True).expand_as(log_r_BT), mask_BT, config.cap)
 
 
 def geometric_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Like `sequence_tis`, but with the geometric mean of the sequence's ratios, which stays near 1 at any length.
+    """Like `sequence_tis`, but with the geometric mean of the sequence's ratios, which stays near 1
+    at any length.
 
     GSPO, arXiv 2507.18071, section 4.1.
     """
@@ -118,7 +129,8 @@ def geometric_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -
 
 
 def icepop(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Masked importance sampling: weight p/q inside the band, its ends included; tokens outside are masked out.
+    """Masked importance sampling: weight p/q inside the band, its ends included; tokens outside are
+    masked out.
 
     IcePop, in Ring-1T, "Every Step Evolves", arXiv 2510.18855, with its band of 0.5 to 5.
     """
@@ -126,24 +138,31 @@ def icepop(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts
 
 
 def sparse_rl(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Sequences with any ratio xi = p/q below reject_below are dropped: the actor wrote what the policy never would.
-    In the others, tokens outside the band are masked out, and the rest have weight xi, at most the band's upper end.
+    """Sequences with any ratio xi = p/q below reject_below are dropped: the actor wrote what the
+    policy never would. In the others, tokens outside the band are masked out, and the rest have
+    weight xi, at most the band's upper end.
 
     Sparse-RL, arXiv 2601.10079: sparsity-aware rejection sampling and importance-based reweighting.
     """
-    anomalous_B1 = (log_r_BT < _log(config.reject_below)).any(1, keepdim=True)  # padding has log ratio 0
+    anomalous_B1 = (log_r_BT < _log(config.reject_below)).any(
+        1, keepdim=True
+    )  # padding has log ratio 0
     kept_BT = mask_BT & ~anomalous_B1 & _inside(log_r_BT, config.band or SPARSE_RL_BAND)
     return log_r_BT.exp(), kept_BT, None
 
 
 def m2po(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Masks out the tokens with the largest (log p/q)^2, no more than needed to bring its mean over the kept ones to
-    m2_bound or below; kept tokens have weight p/q. The bound is on the batch's mean, so one extreme weight may stay.
+    """Masks out the tokens with the largest (log p/q)^2, no more than needed to bring its mean over
+    the kept ones to m2_bound or below; kept tokens have weight p/q. The bound is on the batch's
+    mean, so one extreme weight may stay.
 
-    M2PO, arXiv 2510.01161, equation of M2 and its mask, tau_M2 = 0.04; there the ratio is to a stale policy.
+    M2PO, arXiv 2510.01161, equation of M2 and its mask, tau_M2 = 0.04; there the ratio is to a
+    stale policy.
     """
     m2, order = log_r_BT[mask_BT].square().sort(stable=True)
-    mean_of_smallest = m2.cumsum(0) / torch.arange(1, len(m2) + 1, device=m2.device)  # never falls: m2 is sorted
+    mean_of_smallest = m2.cumsum(0) / torch.arange(
+        1, len(m2) + 1, device=m2.device
+    )  # never falls: m2 is sorted
     kept = torch.zeros_like(order, dtype=torch.bool)
     kept[order[: int((mean_of_smallest <= config.m2_bound).sum())]] = True
     kept_BT = mask_BT.clone()
@@ -151,25 +170,36 @@ def m2po(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
     return log_r_BT.exp(), kept_BT, None
 
 
-def obrs(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig, z_BT: Tensor, uniform_BT: Tensor) -> Parts:
-    """Optimal budgeted rejection sampling: accept a token with probability a = min(1, p / (lambda q)); its
-    weight is then min(Z max(lambda, p/q), cap), where Z = sum_v min(q, p / lambda) is the position's acceptance rate.
+def obrs(
+    log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig, z_BT: Tensor, uniform_BT: Tensor
+) -> Parts:
+    """Optimal budgeted rejection sampling: accept a token with probability a = min(1, p / (lambda
+    q)); its weight is then min(Z max(lambda, p/q), cap), where Z = sum_v min(q, p / lambda) is the
+    position's acceptance rate.
 
-    z_BT [B, T] is Z; at lambda = 1 it is the acceptance rate that sparrow.mismatch measures. uniform_BT [B, T] are
-    draws from [0, 1), one per token, which make the result a function of its arguments.
-    Without a cap, sum_v q a w f = Z E_p[f]. So a loss that divides by kept tokens (Correction.mask_BT as its mask)
-    estimates E_p[f], and one that divides by response tokens scales each position by its Z.
-    Jackpot, arXiv 2602.06107; its objective truncates the weight, as cap does.
-    Raises ValueError if z_BT or uniform_BT has another shape or leaves [0, 1].
+    z_BT [B, T] is Z; at lambda = 1 it is the acceptance rate that sparrow.mismatch measures.
+    uniform_BT [B, T] are draws from [0, 1), one per token, which make the result a function of its
+    arguments. Without a cap, sum_v q a w f = Z E_p[f]. So a loss that divides by kept tokens
+    (Correction.mask_BT as its mask) estimates E_p[f], and one that divides by response tokens
+    scales each position by its Z. Jackpot, arXiv 2602.06107; its objective truncates the weight, as
+    cap does. Raises ValueError if z_BT or uniform_BT has another shape or leaves [0, 1].
     """
     for name, value_BT in (("z_BT", z_BT), ("uniform_BT", uniform_BT)):
         if value_BT.shape != mask_BT.shape:
-            raise ValueError(f"{name} has shape {tuple(value_BT.shape)}, but mask has {tuple(mask_BT.shape)}.")
-        if not ((value_BT >= 0) & (value_BT <= 1 + 1e-4))[mask_BT].all():  # a sum over a float32 softmax may pass 1
-            raise ValueError(f"{name} leaves [0, 1] on a response token; pass a probability for each.")
+            raise ValueError(
+                f"{name} has shape {tuple(value_BT.shape)}, but mask has {tuple(mask_BT.shape)}."
+            )
+        if not ((value_BT >= 0) & (value_BT <= 1 + 1e-4))[
+            mask_BT
+        ].all():  # a sum over a float32 softmax may pass 1
+            raise ValueError(
+                f"{name} leaves [0, 1] on a response token; pass a probability for each."
+            )
     log_lambda = math.log(config.obrs_lambda)
     accepted_BT = mask_BT & (uniform_BT.double() < (log_r_BT - log_lambda).exp())
-    weight_BT = torch.where(mask_BT, z_BT.detach().double(), 0.0) * log_r_BT.clamp(min=log_lambda).exp()
+    weight_BT = (
+        torch.where(mask_BT, z_BT.detach().double(), 0.0) * log_r_BT.clamp(min=log_lambda).exp()
+    )
     return weight_BT.clamp(max=config.cap), accepted_BT, weight_BT > config.cap
 
 
@@ -193,20 +223,24 @@ def compute_correction(
     z_BT: Tensor | None = None,
     uniform_BT: Tensor | None = None,
 ) -> Correction:
-    """The correction that the config names. Only `obrs` reads z_BT and uniform_BT, and it needs both.
+    """The correction that the config names. Only `obrs` reads z_BT and uniform_BT, and it needs
+    both.
 
-    Args:
-        log_p_BT: log-probs of the sampled tokens under p as it was at rollout time.
-        log_q_BT: log-probs of the same tokens under q when it sampled them, at the same temperature and over the
+    Args: log_p_BT: log-probs of the sampled tokens under p as it was at rollout time. log_q_BT:
+        log-probs of the same tokens under q when it sampled them, at the same temperature and over
+        the
             full softmax.
         mask_BT: bool, true on response tokens; padding may hold anything.
 
-    Raises ValueError: shapes disagree, there is no response token, or one has a log-prob that is not finite.
+    Raises ValueError: shapes disagree, there is no response token, or one has a log-prob that is
+    not finite.
     """
     log_r_BT = _log_ratio(log_p_BT, log_q_BT, mask_BT)
     if config.kind == "obrs":
         if z_BT is None or uniform_BT is None:
-            raise ValueError("obrs needs the normaliser Z and uniform draws; pass z_BT and uniform_BT.")
+            raise ValueError(
+                "obrs needs the normaliser Z and uniform draws; pass z_BT and uniform_BT."
+            )
         weight_BT, kept_BT, clipped_BT = obrs(log_r_BT, mask_BT, config, z_BT, uniform_BT)
     else:
         weight_BT, kept_BT, clipped_BT = KINDS[config.kind](log_r_BT, mask_BT, config)

@@ -1,4 +1,6 @@
-"""What a step measures for the dial, and what the run log records of it; the rule itself is in ``sparrow.dial``."""
+"""What a step measures for the dial, and what the run log records of it; the rule itself is in
+``sparrow.dial``.
+"""
 
 from __future__ import annotations
 
@@ -15,42 +17,62 @@ from sparrow.rollout import Rollout
 from sparrow.schedule import SparsitySchedule
 
 
-def verified(rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance]) -> list[TokenAcceptance]:
-    """The verified tokens of each response; sparsity does not affect these, only engine and trainer differ there."""
+def verified(
+    rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance]
+) -> list[TokenAcceptance]:
+    """The verified tokens of each response; sparsity does not affect these, only engine and trainer
+    differ there.
+    """
     return [
-        TokenAcceptance(*(x[: _verified(r)] for x in bounds)) for r, bounds in zip(rollouts, acceptances, strict=True)
+        TokenAcceptance(*(x[: _verified(r)] for x in bounds))
+        for r, bounds in zip(rollouts, acceptances, strict=True)
     ]
 
 
-def unverified(rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance]) -> list[TokenAcceptance]:
+def unverified(
+    rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance]
+) -> list[TokenAcceptance]:
     """The unverified tokens of each response."""
     return [
-        TokenAcceptance(*(x[_verified(r) :] for x in bounds)) for r, bounds in zip(rollouts, acceptances, strict=True)
+        TokenAcceptance(*(x[_verified(r) :] for x in bounds))
+        for r, bounds in zip(rollouts, acceptances, strict=True)
     ]
 
 
 def drafted(rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[TokenAcceptance]:
-    """Exact acceptance of the drafts that were verified, at the lengths by which the schedule chose their pages."""
+    """Exact acceptance of the drafts that were verified, at the lengths by which the schedule chose
+    their pages.
+    """
     drafts = []
     for r in rollouts:
         alpha = r.verification.acceptance if r.verification else np.zeros(0, np.float32)
         offset = np.flatnonzero(~np.isnan(alpha))
-        drafts.append(TokenAcceptance(alpha[offset], alpha[offset], schedule.page_end(len(r.prompt_ids) + offset)))
+        drafts.append(
+            TokenAcceptance(
+                alpha[offset], alpha[offset], schedule.page_end(len(r.prompt_ids) + offset)
+            )
+        )
     return drafts
 
 
-def tail(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int) -> tuple[BinMismatch, ...]:
+def tail(
+    responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int
+) -> tuple[BinMismatch, ...]:
     """The tail by length bin; empty if there are no tokens."""
     nonempty = [r for r in responses if r.lower.size]
     return pool(nonempty, bin_tokens, seed).bins if nonempty else ()
 
 
 def turn(
-    dial: Dial, rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance], schedule: SparsitySchedule,
-    ceiling: Ceiling, seed: int,
-) -> dict[str, Any]:  # fmt: skip
-    """Turn the dial by what a step has measured; returns what to log: the length up to which responses were verified,
-    and the mode of each length bin with the reason.
+    dial: Dial,
+    rollouts: Sequence[Rollout],
+    acceptances: Sequence[TokenAcceptance],
+    schedule: SparsitySchedule,
+    ceiling: Ceiling,
+    seed: int,
+) -> dict[str, Any]:
+    """Turn the dial by what a step has measured; returns what to log: the length up to which
+    responses were verified, and the mode of each length bin with the reason.
 
     Args:
         rollouts, acceptances: those of the step, over all processes.

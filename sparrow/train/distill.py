@@ -1,8 +1,10 @@
-"""DistillSparse: a LoRA phi that only the sparse actor has. Source: Sparrow, arXiv 2606.08446, section 7.
+"""DistillSparse: a LoRA phi that only the sparse actor has. Source: Sparrow, arXiv 2606.08446,
+section 7.
 
 The dense policy theta never sees phi; docs/method.md ("DistillSparse") says what phi is trained on.
 
-Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top tokens.
+Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top
+tokens.
 """
 
 from __future__ import annotations
@@ -48,13 +50,17 @@ class Adapter:
         config: the adapter's shape.
         schedule: what the actor decodes under.
 
-    Raises ConfigError: the schedule is dense, so there is nothing to distil; layers do not exist; or the adapter to
-    start from cannot be read or is that of another model.
+    Raises ConfigError: the schedule is dense, so there is nothing to distil; layers do not exist;
+    or the adapter to start from cannot be read or is that of another model.
     """
 
-    def __init__(self, model: PreTrainedModel, config: DistillConfig, schedule: SparsitySchedule) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: DistillConfig, schedule: SparsitySchedule
+    ) -> None:
         if schedule.is_dense:
-            raise ConfigError("the schedule is dense already, so there is nothing to distil; give a sparser one")
+            raise ConfigError(
+                "the schedule is dense already, so there is nothing to distil; give a sparser one"
+            )
         self.model = model
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         set_schedule(model, schedule)
@@ -83,10 +89,15 @@ class Adapter:
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """phi, by PEFT's names."""
-        return {f"base_model.model.{name}": p for name, p in get_peft_model_state_dict(self.model).items()}
+        return {
+            f"base_model.model.{name}": p
+            for name, p in get_peft_model_state_dict(self.model).items()
+        }
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write ``adapter_weights`` as a standard PEFT adapter, with a sample of the base that the run began with."""
+        """Write ``adapter_weights`` as a standard PEFT adapter, with a sample of the base that the
+        run began with.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         contiguous = {name: weight.contiguous() for name, weight in weights.items()}
         metadata = {"format": "pt", BASE: json.dumps(self._base.tolist())}
@@ -98,7 +109,9 @@ class Adapter:
             saved = PeftConfig.from_pretrained(str(folder))
             weights = load_peft_weights(str(folder), device="cpu")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read a PEFT adapter from {folder}: {str(error).splitlines()[0]}") from error
+            raise ConfigError(
+                f"cannot read a PEFT adapter from {folder}: {str(error).splitlines()[0]}"
+            ) from error
         weights = {k.removeprefix("base_model.model."): v for k, v in weights.items()}
         shapes = {k: v.shape for k, v in get_peft_model_state_dict(self.model).items()}
         if {k: v.shape for k, v in weights.items()} != shapes:
@@ -107,7 +120,11 @@ class Adapter:
                 f"{len(weights)} tensors do not match the {len(shapes)} of this model's adapter"
             )
         if (base := _saved_base(folder)) is not None:
-            cosine = torch.cosine_similarity(base, self._base, dim=0).item() if len(base) == len(self._base) else 0.0
+            cosine = (
+                torch.cosine_similarity(base, self._base, dim=0).item()
+                if len(base) == len(self._base)
+                else 0.0
+            )
             if cosine < 0.5:
                 raise ConfigError(
                     f"the adapter in {folder} was trained on other weights ({saved.base_model_name_or_path!r}) than "
@@ -116,11 +133,15 @@ class Adapter:
         set_peft_model_state_dict(self.model, weights)
 
     def _sample(self) -> Tensor:
-        """Some base weights of the layers with the adapter, float32; a saved adapter recognises its base by them.
+        """Some base weights of the layers with the adapter, float32; a saved adapter recognises its
+        base by them.
 
-        Training turns this vector by a few degrees; that of an unrelated model is at a right angle to it.
+        Training turns this vector by a few degrees; that of an unrelated model is at a right angle
+        to it.
         """
-        weights = [cast(Tensor, m.get_base_layer().weight).detach().flatten() for m in layers(self.model)]
+        weights = [
+            cast(Tensor, m.get_base_layer().weight).detach().flatten() for m in layers(self.model)
+        ]
         return torch.cat([w[:: max(1, len(w) // 16)][:16].float().cpu() for w in weights])
 
     def _train_policy(self, trains: bool) -> None:
@@ -142,21 +163,28 @@ def _saved_base(folder: Path) -> Tensor | None:
 def bucket_kl(policy_top: Tensor, actor_top: Tensor) -> Tensor:
     """KL(policy || actor) per token, ``[M]``, over n listed tokens and one bucket for the rest.
 
-    The arguments are log-probs ``[M, n]`` of the same tokens under both. The result is a lower bound on the KL over
-    the vocabulary, exact when the list covers it, and is differentiable in ``actor_top``.
+    The arguments are log-probs ``[M, n]`` of the same tokens under both. The result is a lower
+    bound on the KL over the vocabulary, exact when the list covers it, and is differentiable in
+    ``actor_top``.
     """
     p, q = policy_top.float().exp(), actor_top.float().exp()
     rest_p = (1 - p.sum(-1)).clamp(min=0)
     # The floor keeps the logarithm finite where rounding leaves the actor no mass outside the list.
     rest_q = (1 - q.sum(-1)).clamp(min=1e-7)
     listed_kl = torch.where(p > 0, p * (policy_top.float() - actor_top.float()), 0.0).sum(-1)
-    return listed_kl + torch.where(rest_p > 0, rest_p * (rest_p.clamp(min=1e-7).log() - rest_q.log()), 0.0)
+    return listed_kl + torch.where(
+        rest_p > 0, rest_p * (rest_p.clamp(min=1e-7).log() - rest_q.log()), 0.0
+    )
 
 
 def worst_responses(acceptance: Sequence[np.ndarray], share: float) -> list[int]:
-    """Indices of the ``share`` of responses with the lowest 5th percentile of acceptance, in order, at least one."""
+    """Indices of the ``share`` of responses with the lowest 5th percentile of acceptance, in order,
+    at least one.
+    """
     count = max(1, round(share * len(acceptance)))
-    return sorted(np.argsort([np.percentile(a, 5) for a in acceptance], kind="stable")[:count].tolist())
+    return sorted(
+        np.argsort([np.percentile(a, 5) for a in acceptance], kind="stable")[:count].tolist()
+    )
 
 
 class Distiller:
@@ -170,43 +198,71 @@ class Distiller:
     Raises ConfigError: see ``Adapter``.
     """
 
-    def __init__(self, model: PreTrainedModel, config: TrainConfig, schedule: SparsitySchedule) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: TrainConfig, schedule: SparsitySchedule
+    ) -> None:
         self.config = config
         self._adapter = Adapter(model, config.distill, schedule)
-        self.checkpointing = {"context_fn": keep_attention}  # the backward pass does not recompute sparse attention
+        self.checkpointing = {
+            "context_fn": keep_attention
+        }  # the backward pass does not recompute sparse attention
         self._schedule = schedule
         self.parameter_group = {
-            "params": self._adapter.parameters, "lr": config.distill.learning_rate, "weight_decay": 0.0
-        }  # fmt: skip
-        # A context in which theta and phi are both trainable, as reading an optimiser's sharded state requires.
+            "params": self._adapter.parameters,
+            "lr": config.distill.learning_rate,
+            "weight_decay": 0.0,
+        }
+        # A context in which theta and phi are both trainable, as reading an optimiser's sharded
+        # state requires.
         self.everything_trains = partial(switched, model, True)
-        self.actor_weights, self.policy_weights = partial(merged_weights, model), partial(base_weights, model)
+        self.actor_weights, self.policy_weights = (
+            partial(merged_weights, model),
+            partial(base_weights, model),
+        )
         self.adapter_weights, self.save = self._adapter.adapter_weights, self._adapter.save
 
-    def prepare(self, accelerator: Accelerator, ranks: Ranks, scorer: TokenScorer, optimizer: Any) -> None:
-        """Take the scorer and an optimiser that has the ``parameter_group``, as the accelerator prepared them."""
-        self._accelerator, self._ranks, self._scorer, self._optimizer = accelerator, ranks, scorer, optimizer
+    def prepare(
+        self, accelerator: Accelerator, ranks: Ranks, scorer: TokenScorer, optimizer: Any
+    ) -> None:
+        """Take the scorer and an optimiser that has the ``parameter_group``, as the accelerator
+        prepared them.
+        """
+        self._accelerator, self._ranks, self._scorer, self._optimizer = (
+            accelerator,
+            ranks,
+            scorer,
+            optimizer,
+        )
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Train for another schedule from now on."""
         set_schedule(self._adapter.model, schedule)
         self._schedule = schedule
 
-    def update(self, experience: Experience, assessment: Assessment, advantages_B: Tensor) -> dict[str, float]:
+    def update(
+        self, experience: Experience, assessment: Assessment, advantages_B: Tensor
+    ) -> dict[str, float]:
         """One optimiser step of phi on the step's trajectories; theta is frozen meanwhile.
 
-        The loss is the clipped policy loss on the sparse log-probs, where the old policy is the actor at
-        sampling time, plus ``kl_coef`` times the mean KL(dense || sparse), over the tokens of the worst responses.
+        The loss is the clipped policy loss on the sparse log-probs, where the old policy is the
+        actor at sampling time, plus ``kl_coef`` times the mean KL(dense || sparse), over the tokens
+        of the worst responses.
         """
         distill, accelerator = self.config.distill, self._accelerator
         rows = worst_responses([a.lower for a in assessment.acceptances], distill.responses)
-        normalizers = count_normalizers(assessment.mask_BT[rows], self.config.rollout.max_new_tokens)
+        normalizers = count_normalizers(
+            assessment.mask_BT[rows], self.config.rollout.max_new_tokens
+        )
         tokens, parts = normalizers.tokens, []
         with self._adapter.active():
-            groups = self._ranks.micro_batches(rows, experience.lengths, self.config.optimizer.token_budget)
+            groups = self._ranks.micro_batches(
+                rows, experience.lengths, self.config.optimizer.token_budget
+            )
             for indices, counts in groups:
                 logp, top = self.actor_logprobs(experience, indices)
-                policy_top = torch.cat([torch.from_numpy(assessment.policy_top[i]) for i in indices])
+                policy_top = torch.cat(
+                    [torch.from_numpy(assessment.policy_top[i]) for i in indices]
+                )
                 kl = bucket_kl(policy_top.to(top.device), top).sum()
                 loss = distill.kl_coef * kl / tokens
                 metrics: dict[str, float] = {}
@@ -230,7 +286,9 @@ class Distiller:
                 if counts:
                     parts.append(metrics | {"kl": kl.item() / tokens})
             phi = self._adapter.parameters
-            if self._ranks.count > 1 and not self._ranks.is_sharded:  # shards are averaged in the backward pass
+            if (
+                self._ranks.count > 1 and not self._ranks.is_sharded
+            ):  # shards are averaged in the backward pass
                 for p in phi:
                     p.grad = accelerator.reduce(p.grad, "mean")
             norm = accelerator.clip_grad_norm_(phi, self.config.optimizer.max_grad_norm)
@@ -242,7 +300,9 @@ class Distiller:
         return merged
 
     def actor_logprobs(self, experience: Experience, rows: list[int]) -> tuple[Tensor, Tensor]:
-        """Log-probs under the actor, teacher-forced with its schedule: of the sampled and of the top-n tokens."""
+        """Log-probs under the actor, teacher-forced with its schedule: of the sampled and of the
+        top-n tokens.
+        """
         batch = experience.batch(rows, self._accelerator.device, with_top=True)
         with teacher_forced(self._adapter.model, batch.prompt_lengths):
             scores = self._scorer(batch, self.config.rollout.temperature)

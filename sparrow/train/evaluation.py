@@ -1,4 +1,6 @@
-"""Evaluates the dense policy while it trains, as ``sparrow eval`` would, and says which of its steps was best."""
+"""Evaluates the dense policy while it trains, as ``sparrow eval`` would, and says which of its
+steps was best.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,11 @@ class Evaluator:
         return every is not None and (step % every == 0 or step == self.config.steps)
 
     def scores(self) -> dict[str, dict[str, Any]]:
-        """The scores of each benchmark, sampled from the weights that the engine has now; see docs/run-directory.md.
+        """The scores of each benchmark, sampled from the weights that the engine has now; see
+        docs/run-directory.md.
 
-        A response's seed follows from its problem and number, as in ``sparrow eval`` with the run's seed.
+        A response's seed follows from its problem and number, as in ``sparrow eval`` with the run's
+        seed.
 
         Raises RewardError: a verifier failed. ConfigError: the engine cannot take a prompt.
         """
@@ -48,26 +52,46 @@ class Evaluator:
     def _score(self, problems: Sequence[Problem]) -> dict[str, Any]:
         config, seed = self.config.eval, self.config.seed
         sampling = Sampling(
-            config.max_new_tokens or self.config.rollout.max_new_tokens, config.temperature, top_n=0, seed=seed,
-            top_k=config.top_k, top_p=config.top_p,
-        )  # fmt: skip
+            config.max_new_tokens or self.config.rollout.max_new_tokens,
+            config.temperature,
+            top_n=0,
+            seed=seed,
+            top_k=config.top_k,
+            top_p=config.top_p,
+        )
 
         def respond(rows: Sequence[int]) -> list[tuple[float, int, bool]]:
             asked = [divmod(row, config.k) for row in rows]
             rollouts = sample(self.engine, self.tokenizer, problems, asked, sampling)
             time_limit = self.config.reward.time_limit
-            _, rewards = judge(self.tokenizer, [problems[i] for i, _ in asked], rollouts, time_limit)
-            return [(w, len(r), r.finish_reason == "stop") for w, r in zip(rewards, rollouts, strict=True)]
+            _, rewards = judge(
+                self.tokenizer, [problems[i] for i, _ in asked], rollouts, time_limit
+            )
+            return [
+                (w, len(r), r.finish_reason == "stop")
+                for w, r in zip(rewards, rollouts, strict=True)
+            ]
 
         scored = self.ranks.spread("eval", len(problems) * config.k, respond)
-        rewards, tokens, ended = (np.array(column, float).reshape(-1, config.k) for column in zip(*scored, strict=True))
+        rewards, tokens, ended = (
+            np.array(column, float).reshape(-1, config.k) for column in zip(*scored, strict=True)
+        )
         return {
-            "mean": asdict(mean_at_k(rewards)), "pass": asdict(pass_at_k(rewards, config.k)),
-            "problems": len(problems), "k": config.k, "tokens": tokens.mean(), "ended_fraction": ended.mean(),
-        }  # fmt: skip
+            "mean": asdict(mean_at_k(rewards)),
+            "pass": asdict(pass_at_k(rewards, config.k)),
+            "problems": len(problems),
+            "k": config.k,
+            "tokens": tokens.mean(),
+            "ended_fraction": ended.mean(),
+        }
 
 
 def best_step(evaluations: Sequence[Row]) -> int | None:
-    """The step with the highest mean@k, averaged over benchmarks; the earliest of equals, None if there is none."""
-    means = {row["step"]: np.mean([scores["mean"]["value"] for scores in row["eval"].values()]) for row in evaluations}
+    """The step with the highest mean@k, averaged over benchmarks; the earliest of equals, None if
+    there is none.
+    """
+    means = {
+        row["step"]: np.mean([scores["mean"]["value"] for scores in row["eval"].values()])
+        for row in evaluations
+    }
     return max(means, key=lambda step: (means[step], -step), default=None)

@@ -76,12 +76,19 @@ class Assessment:
     logp_BT: Tensor  # float32 log-probs of the sampled tokens under the policy, zero on padding
     logq_BT: Tensor  # the same under the actor
     mask_BT: Tensor  # bool, true on response tokens
-    policy_top: list[np.ndarray]  # per response, float32 [T, n], the policy's log-probs of the rollout's top-n tokens
+    policy_top: list[
+        np.ndarray
+    ]  # per response, float32 [T, n], the policy's log-probs of the rollout's top-n tokens
     acceptances: list[TokenAcceptance]  # per response, bounds on each token's acceptance rate
-    obrs_z_BT: Tensor  # ``sum_v min(q, p / lambda)`` over the actor's top-n tokens, for Jackpot's correction
-    ref_logp_BT: Tensor | None = None  # float32 log-probs under the reference policy, if ``loss.beta`` is above 0
+    # ``sum_v min(q, p / lambda)`` over the actor's top-n tokens, for Jackpot's correction
+    obrs_z_BT: Tensor
+    ref_logp_BT: Tensor | None = (
+        None  # float32 log-probs under the reference policy, if ``loss.beta`` is above 0
+    )
 
 
 def pad(rows: Sequence[np.ndarray]) -> Tensor:
     """Rows of different lengths as one right-padded tensor; padding is zero or false."""
-    return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(np.asarray(r)) for r in rows], batch_first=True)
+    return torch.nn.utils.rnn.pad_sequence(
+        [torch.from_numpy(np.asarray(r)) for r in rows], batch_first=True
+    )

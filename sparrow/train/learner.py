@@ -1,6 +1,8 @@
-"""The dense policy in training: it scores what the actor sampled, learns from it, and hands out its weights.
+"""The dense policy in training: it scores what the actor sampled, learns from it, and hands out its
+weights.
 
-Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top tokens.
+Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top
+tokens.
 """
 
 from __future__ import annotations
@@ -47,14 +49,18 @@ class Learner:
         schedule: what the actor decodes under.
         accelerator, ranks: those of this process.
 
-    Raises ConfigError: processes start from different weights, ``lora.r`` is set under FSDP, or there is nothing to
-    distil.
+    Raises ConfigError: processes start from different weights, ``lora.r`` is set under FSDP, or
+    there is nothing to distil.
     """
 
     def __init__(
-        self, config: TrainConfig, model: PreTrainedModel, schedule: SparsitySchedule, accelerator: Accelerator,
+        self,
+        config: TrainConfig,
+        model: PreTrainedModel,
+        schedule: SparsitySchedule,
+        accelerator: Accelerator,
         ranks: Ranks,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config, self.model, self.accelerator, self.ranks = config, model, accelerator, ranks
         self.distiller: Distiller | None = None
         self.lora: PolicyLora | None = None
@@ -73,16 +79,30 @@ class Learner:
             self.distiller = Distiller(model, config, schedule)
         if config.optimizer.gradient_checkpointing:
             options = self.distiller.checkpointing if self.distiller else {}
-            # Older versions of transformers have the second name only, and version 6 will have the first only.
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            # Older versions of transformers have the second name only, and version 6 will have the
+            # first only.
+            enable = (
+                getattr(model, "activation_checkpointing_enable", None)
+                or model.gradient_checkpointing_enable
+            )
             enable({"use_reentrant": False, **options})
         ranks.check_equal(model)
-        settings = {"lr": config.optimizer.learning_rate, "weight_decay": config.optimizer.weight_decay}
-        groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad], **settings}]
-        if self.distiller:  # one optimiser for both: a step moves what has gradients, never theta and phi at once
+        settings = {
+            "lr": config.optimizer.learning_rate,
+            "weight_decay": config.optimizer.weight_decay,
+        }
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in model.parameters() if p.requires_grad], **settings}
+        ]
+        if (
+            self.distiller
+        ):  # one optimiser for both: a step moves what has gradients, never theta and phi at once
             groups.append(self.distiller.parameter_group)
-        self.scorer, self.optimizer = accelerator.prepare(TokenScorer(model), torch.optim.AdamW(groups))
-        # Data parallelism hooks into its wrapper's passes; passes that train nothing, or phi, bypass it.
+        self.scorer, self.optimizer = accelerator.prepare(
+            TokenScorer(model), torch.optim.AdamW(groups)
+        )
+        # Data parallelism hooks into its wrapper's passes; passes that train nothing, or phi,
+        # bypass it.
         self.plain_scorer: TokenScorer = accelerator.unwrap_model(self.scorer)
         if self.distiller:
             self.distiller.prepare(accelerator, ranks, self.plain_scorer, self.optimizer)
@@ -93,31 +113,44 @@ class Learner:
             self.distiller.set_schedule(schedule)
 
     def actor_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The engine's weights, by Hugging Face parameter name; every process must take part to the end."""
+        """The engine's weights, by Hugging Face parameter name; every process must take part to the
+        end.
+        """
         reshard(self.model)
         return whole(self.distiller.actor_weights()) if self.distiller else self.policy_weights()
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The dense policy's weights, with its own LoRA merged if it has one; otherwise as ``actor_weights``."""
+        """The dense policy's weights, with its own LoRA merged if it has one; otherwise as
+        ``actor_weights``.
+        """
         reshard(self.model)
         if self.lora:
             return self.lora.weights()
-        return whole(self.distiller.policy_weights().items() if self.distiller else self.model.named_parameters())
+        return whole(
+            self.distiller.policy_weights().items()
+            if self.distiller
+            else self.model.named_parameters()
+        )
 
     def restore_settings(self) -> None:
-        """Put the run's settings back in place of those that the optimiser's state has loaded from a checkpoint."""
+        """Put the run's settings back in place of those that the optimiser's state has loaded from
+        a checkpoint.
+        """
         self.optimizer.param_groups[0]["weight_decay"] = self.config.optimizer.weight_decay
         for group in self.optimizer.param_groups[1:]:
             group["lr"] = self.config.distill.learning_rate
 
     @torch.no_grad()
-    def assess(self, experience: Experience, schedule: SparsitySchedule) -> tuple[Assessment, float]:
-        """The dense log-probs of every rollout, with how far the actor was from them under ``schedule``; and the mean
-        entropy of the policy's distributions in nats."""
+    def assess(
+        self, experience: Experience, schedule: SparsitySchedule
+    ) -> tuple[Assessment, float]:
+        """The dense log-probs of every rollout, with how far the actor was from them under
+        ``schedule``; and the mean entropy of the policy's distributions in nats."""
         rollouts, lam = experience.rollouts, self.config.correction.obrs_lambda
         logps, tops, entropies, acceptances = self._score("score", rollouts, schedule)
         z = [
-            np.minimum(np.exp(r.top_logprobs), np.exp(top) / lam).sum(-1) for r, top in zip(rollouts, tops, strict=True)
+            np.minimum(np.exp(r.top_logprobs), np.exp(top) / lam).sum(-1)
+            for r, top in zip(rollouts, tops, strict=True)
         ]
         assessment = Assessment(
             logp_BT=pad(logps),
@@ -131,12 +164,20 @@ class Learner:
         return assessment, sum(entropies) / sum(map(len, rollouts))
 
     @torch.no_grad()
-    def acceptances(self, rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[TokenAcceptance]:
-        """How far the sampler of each rollout was from the dense policy; ``schedule`` is the one in force."""
+    def acceptances(
+        self, rollouts: Sequence[Rollout], schedule: SparsitySchedule
+    ) -> list[TokenAcceptance]:
+        """How far the sampler of each rollout was from the dense policy; ``schedule`` is the one in
+        force.
+        """
         return list(self._score("ceiling", rollouts, schedule)[-1])
 
-    def _score(self, phase: str, rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> tuple[Any, ...]:
-        """By response: log-probs of its tokens, log-probs of the top tokens, summed entropy, acceptance."""
+    def _score(
+        self, phase: str, rollouts: Sequence[Rollout], schedule: SparsitySchedule
+    ) -> tuple[Any, ...]:
+        """By response: log-probs of its tokens, log-probs of the top tokens, summed entropy,
+        acceptance.
+        """
 
         def score(rows: list[int]) -> list[tuple[np.ndarray, np.ndarray, float, TokenAcceptance]]:
             batch = [rollouts[i] for i in rows]
@@ -144,7 +185,12 @@ class Learner:
             scores = self.plain_scorer(tensors, self.config.rollout.temperature)
             columns = (split(x.cpu().numpy(), [len(r) for r in batch]) for x in scores)
             return [
-                (logp, top, float(entropy.sum(dtype=np.float64)), token_acceptance(r, top, schedule))
+                (
+                    logp,
+                    top,
+                    float(entropy.sum(dtype=np.float64)),
+                    token_acceptance(r, top, schedule),
+                )
                 for r, logp, top, entropy in zip(batch, *columns, strict=True)
             ]
 
@@ -158,13 +204,19 @@ class Learner:
         def score(rows: list[int]) -> list[np.ndarray]:
             batch = experience.batch(rows, self.accelerator.device)
             with self.lora.taken_off() if self.lora else self.accelerator.autocast():
-                scores = (self._reference or self.plain_scorer)(batch, self.config.rollout.temperature)
+                scores = (self._reference or self.plain_scorer)(
+                    batch, self.config.rollout.temperature
+                )
             return split(scores.logprobs.cpu().numpy(), [len(experience.rollouts[i]) for i in rows])
 
-        return self.ranks.batched("reference", experience.lengths, self.config.optimizer.token_budget, score)
+        return self.ranks.batched(
+            "reference", experience.lengths, self.config.optimizer.token_budget, score
+        )
 
     def _learning_rate(self, step: int) -> float:
-        """The learning rate of training step ``step``; the first rate of a warm-up, which would be 0, is skipped."""
+        """The learning rate of training step ``step``; the first rate of a warm-up, which would be
+        0, is skipped.
+        """
         optimizer = self.config.optimizer
         first = int(optimizer.warmup_steps > 0)
         name = optimizer.lr_scheduler_type
@@ -177,15 +229,17 @@ class Learner:
         return optimizer.learning_rate * scheduler.lr_lambdas[0](step + first)
 
     def update(self, experience: Experience, assessment: Assessment, step: int) -> Metrics:
-        """Compute the correction, then take the optimiser steps of training step ``step``, counted from 0, and then the
-        adapter's, if there is one.
+        """Compute the correction, then take the optimiser steps of training step ``step``, counted
+        from 0, and then the adapter's, if there is one.
 
-        Raises TrainingDiverged: a loss or gradient is not finite, or a log ratio exceeds ``loss.max_log_ratio``; the
-        optimiser step in question is not taken.
+        Raises TrainingDiverged: a loss or gradient is not finite, or a log ratio exceeds
+        ``loss.max_log_ratio``; the optimiser step in question is not taken.
         """
         config, device = self.config, self.accelerator.device
         advantages_B, advantage_metrics = compute_advantages(
-            config.advantage, torch.from_numpy(experience.rewards), torch.from_numpy(experience.groups)
+            config.advantage,
+            torch.from_numpy(experience.rewards),
+            torch.from_numpy(experience.groups),
         )
         if config.reward.overlong == "mask":
             advantages_B[torch.from_numpy(experience.truncated)] = 0.0
@@ -193,14 +247,19 @@ class Learner:
         self.optimizer.param_groups[0]["lr"] = self._learning_rate(step)
         steps = []
         for rows in self._minibatches(len(experience.rollouts), step):
-            groups = self.ranks.micro_batches(rows, experience.lengths, config.optimizer.token_budget)
+            groups = self.ranks.micro_batches(
+                rows, experience.lengths, config.optimizer.token_budget
+            )
             normalizers = count_normalizers(assessment.mask_BT[rows], config.rollout.max_new_tokens)
             parts = []
             for i, (indices, counts) in enumerate(groups):
-                # With FSDP, gradients are reduced after every pass: whole gradients of all layers would not fit.
+                # With FSDP, gradients are reduced after every pass: whole gradients of all layers
+                # would not fit.
                 reduces = i == len(groups) - 1 or self.ranks.is_sharded
                 with contextlib.nullcontext() if reduces else self.accelerator.no_sync(self.scorer):
-                    scores = self.scorer(experience.batch(indices, device), config.rollout.temperature)
+                    scores = self.scorer(
+                        experience.batch(indices, device), config.rollout.temperature
+                    )
                     longest = int(assessment.mask_BT[indices].sum(1).max())
                     old_BT, mask_BT, weight_BT = (
                         x[indices, :longest].to(device)
@@ -209,22 +268,34 @@ class Learner:
                     logp_BT = torch.zeros_like(old_BT).masked_scatter(mask_BT, scores.logprobs)
                     ref_BT = assessment.ref_logp_BT
                     loss, metrics = policy_loss(
-                        logp_BT, old_BT, advantages_B[indices].to(device), mask_BT, weight_BT, config.loss, normalizers,
+                        logp_BT,
+                        old_BT,
+                        advantages_B[indices].to(device),
+                        mask_BT,
+                        weight_BT,
+                        config.loss,
+                        normalizers,
                         None if ref_BT is None else ref_BT[indices, :longest].to(device),
-                    )  # fmt: skip
-                    # Data parallelism averages gradients over processes; the normalisers already count all processes.
+                    )
+                    # Data parallelism averages gradients over processes; the normalisers already
+                    # count all processes.
                     self.accelerator.backward(loss * (self.ranks.count * counts))
                 if counts:
                     parts.append(metrics)
-            norm = self.accelerator.clip_grad_norm_(self.scorer.parameters(), config.optimizer.max_grad_norm)
-            merged = merge_metrics(itertools.chain(*self.ranks.gather("update", partial(list, parts))))
+            norm = self.accelerator.clip_grad_norm_(
+                self.scorer.parameters(), config.optimizer.max_grad_norm
+            )
+            merged = merge_metrics(
+                itertools.chain(*self.ranks.gather("update", partial(list, parts)))
+            )
             merged |= {"grad_norm": float(norm)}
             check_finite(merged, config.loss.max_log_ratio)
             self.optimizer.step()
             self.optimizer.zero_grad()
             steps.append(merged)
         loss_metrics = {
-            name: float((np.max if name.endswith("_max") else np.mean)([s[name] for s in steps])) for name in steps[0]
+            name: float((np.max if name.endswith("_max") else np.mean)([s[name] for s in steps]))
+            for name in steps[0]
         }
         step_metrics: Metrics = {
             "advantage": advantage_metrics,
@@ -240,12 +311,18 @@ class Learner:
         generator = torch.Generator().manual_seed(derived_seed(self.config.seed, step))
         uniform_BT = torch.rand(assessment.mask_BT.shape, generator=generator)
         return compute_correction(
-            self.config.correction, assessment.logp_BT, assessment.logq_BT, assessment.mask_BT,
-            z_BT=assessment.obrs_z_BT, uniform_BT=uniform_BT,
-        )  # fmt: skip
+            self.config.correction,
+            assessment.logp_BT,
+            assessment.logq_BT,
+            assessment.mask_BT,
+            z_BT=assessment.obrs_z_BT,
+            uniform_BT=uniform_BT,
+        )
 
     def _minibatches(self, size: int, step: int) -> list[list[int]]:
-        """The responses of each optimiser step; a shuffle spreads every prompt's group over the optimiser steps."""
+        """The responses of each optimiser step; a shuffle spreads every prompt's group over the
+        optimiser steps.
+        """
         count = self.config.optimizer.minibatches
         order = list(range(size))
         if count > 1:
@@ -255,9 +332,11 @@ class Learner:
 
 @contextlib.contextmanager
 def checkpointing(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which layers checkpoint their activations; in transformers they do so in training mode only.
+    """A context in which layers checkpoint their activations; in transformers they do so in
+    training mode only.
 
-    A layer in that mode cannot decode with a cache, and a whole model in that mode would switch its dropout on.
+    A layer in that mode cannot decode with a cache, and a whole model in that mode would switch its
+    dropout on.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     before = [layer.training for layer in layers]

@@ -1,4 +1,6 @@
-"""A LoRA on a model: layers that multiply by the weights the engine gets, and a policy that trains only its LoRA."""
+"""A LoRA on a model: layers that multiply by the weights the engine gets, and a policy that trains
+only its LoRA.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ from sparrow.train.config import LoraConfig
 
 
 class _TimesMerged(torch.autograd.Function):
-    """``x @ weight.T + bias``, where weight is the base plus ``scale * B @ A``; only x, A and B get gradients."""
+    """``x @ weight.T + bias``, where weight is the base plus ``scale * B @ A``; only x, A and B get
+    gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, scale: float
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, A.to(x.dtype), B.to(x.dtype))
         ctx.scale = scale
         return torch.nn.functional.linear(x, weight, bias)
@@ -37,10 +43,12 @@ class _TimesMerged(torch.autograd.Function):
 
 
 class MergedLinear(Linear):
-    """A linear layer with a LoRA; while the LoRA is active, it multiplies once, by the merged weight the engine gets.
+    """A linear layer with a LoRA; while the LoRA is active, it multiplies once, by the merged
+    weight the engine gets.
 
-    PEFT's own forward pass computes and adds the LoRA's part at full width, which takes a tenth of an update's time. It
-    is used where theta is in less than float32, as shards are: a delta below theta's last bit would be lost there.
+    PEFT's own forward pass computes and adds the LoRA's part at full width, which takes a tenth of
+    an update's time. It is used where theta is in less than float32, as shards are: a delta below
+    theta's last bit would be lost there.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,7 +60,9 @@ class MergedLinear(Linear):
         with torch.autocast(device, enabled=False):
             weight = self.merged_weight().to(x.dtype)
             bias = bias if bias is None else bias.to(x.dtype)
-            return cast(Tensor, _TimesMerged.apply(x, weight, bias, *self._phi(), self.scaling["default"]))
+            return cast(
+                Tensor, _TimesMerged.apply(x, weight, bias, *self._phi(), self.scaling["default"])
+            )
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
@@ -65,23 +75,38 @@ class MergedLinear(Linear):
         return torch.addmm(theta.float(), B.float(), A.float(), alpha=self.scaling["default"])
 
     def _phi(self) -> tuple[Tensor, Tensor]:
-        return cast(Tensor, self.lora_A["default"].weight), cast(Tensor, self.lora_B["default"].weight)
+        return cast(Tensor, self.lora_A["default"].weight), cast(
+            Tensor, self.lora_B["default"].weight
+        )
 
 
-def inject(model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str]) -> peft.LoraConfig:
+def inject(
+    model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str]
+) -> peft.LoraConfig:
     """Put a LoRA of ``MergedLinear`` on these linear layers; it is active, and nothing else trains.
 
     Raises ConfigError: a name matches no linear layer.
     """
     head = model.get_output_embeddings()  # may be tied to the embeddings, which have no LoRA
-    linear = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head]
-    if missing := [t for t in target_modules if not any(f".{name}".endswith(f".{t}") for name in linear)]:
+    linear = [
+        n
+        for n, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    ]
+    if missing := [
+        t for t in target_modules if not any(f".{name}".endswith(f".{t}") for name in linear)
+    ]:
         available = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        raise ConfigError(f"cannot put a LoRA on {', '.join(missing)}: the linear layers of this model are {available}")
+        raise ConfigError(
+            f"cannot put a LoRA on {', '.join(missing)}: the linear layers of this model are {available}"
+        )
     config = peft.LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=list(target_modules), task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=list(target_modules),
+        task_type="CAUSAL_LM",
         base_model_name_or_path=model.name_or_path,
-    )  # fmt: skip
+    )
     config._register_custom_module({torch.nn.Linear: MergedLinear})
     peft.inject_adapter_in_model(config, model)
     return config
@@ -95,14 +120,21 @@ def layers(model: PreTrainedModel) -> list[MergedLinear]:
 def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """theta, by the names the model had without the LoRA."""
     parameters = model.named_parameters()
-    return {name.replace(".base_layer", ""): p.detach() for name, p in parameters if "lora_" not in name}
+    return {
+        name.replace(".base_layer", ""): p.detach() for name, p in parameters if "lora_" not in name
+    }
 
 
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """theta + delta(phi) in theta's dtype, one new tensor at a time; theta itself is not touched."""
-    with_lora = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, MergedLinear)}
+    with_lora = {
+        f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, MergedLinear)
+    }
     for name, weight in base_weights(model).items():
-        yield name, with_lora[name].merged_weight().to(weight.dtype) if name in with_lora else weight
+        yield (
+            name,
+            with_lora[name].merged_weight().to(weight.dtype) if name in with_lora else weight,
+        )
 
 
 @contextlib.contextmanager

@@ -2,10 +2,11 @@
 
 Shapes: B sequences, T response tokens (right-padded).
 
-One optimiser step may be split into micro-batches of whole sequences. The denominators of the whole step are counted
-once (`count_normalizers`) and passed to every micro-batch, so the micro-batch losses, their gradients and their metrics
-*add up* to those of the full batch. Across data-parallel ranks, count over all ranks; if the gradients are then
-averaged and not summed, multiply the loss by the number of ranks.
+One optimiser step may be split into micro-batches of whole sequences. The denominators of the whole
+step are counted once (`count_normalizers`) and passed to every micro-batch, so the micro-batch
+losses, their gradients and their metrics *add up* to those of the full batch. Across data-parallel
+ranks, count over all ranks; if the gradients are then averaged and not summed, multiply the loss by
+the number of ranks.
 """
 
 import math
@@ -26,15 +27,21 @@ class Normalizers:
 
     sequences: int  # Sequences with at least one token.
     tokens: int  # Tokens of all sequences.
-    max_length: int  # Longest response allowed, in tokens: the constant of the dr_grpo normalisation.
+    max_length: (
+        int  # Longest response allowed, in tokens: the constant of the dr_grpo normalisation.
+    )
 
     def __post_init__(self) -> None:
         if min(self.sequences, self.tokens, self.max_length) < 1:
-            raise ValueError(f"{self} has a denominator below 1; a step needs at least one response token.")
+            raise ValueError(
+                f"{self} has a denominator below 1; a step needs at least one response token."
+            )
 
 
 def count_normalizers(mask_BT: Tensor, max_length: int) -> Normalizers:
-    """Normalizers of a step whose full batch has this mask. Raises ValueError if the mask is all false."""
+    """Normalizers of a step whose full batch has this mask. Raises ValueError if the mask is all
+    false.
+    """
     return Normalizers(int(mask_BT.any(1).sum()), int(mask_BT.sum()), max_length)
 
 
@@ -50,35 +57,44 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """Loss (scalar, differentiable in logp_BT only) and metrics of one micro-batch.
 
-    Per token, with rho = pi_theta / p_old: weight * -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A): Sparrow,
-    arXiv 2606.08446, training objective; the two clip widths are DAPO's, arXiv 2503.14476, section 3.1. Where
-    A < 0 and clip_ratio_c is set, the loss is at most weight * clip_ratio_c * |A| (dual clip, arXiv 1912.09729,
-    equation 5). Each token then adds beta * KL(pi_theta || reference), estimated as in DeepSeekMath, equation 4, and
-    not weighted, as in TRL. The token losses are summed as config.normalization says:
+    Per token, with rho = pi_theta / p_old: weight * -min(rho A, clip(rho, 1 - clip_low, 1 +
+    clip_high) A): Sparrow, arXiv 2606.08446, training objective; the two clip widths are DAPO's,
+    arXiv 2503.14476, section 3.1. Where A < 0 and clip_ratio_c is set, the loss is at most weight *
+    clip_ratio_c * |A| (dual clip, arXiv 1912.09729, equation 5). Each token then adds beta *
+    KL(pi_theta || reference), estimated as in DeepSeekMath, equation 4, and not weighted, as in
+    TRL. The token losses are summed as config.normalization says:
       grpo     sum_b (1 / length_b) sum_t / sequences            DeepSeekMath, arXiv 2402.03300, section 4.1.1
       dapo     sum_b sum_t / tokens                              DAPO, section 3.3
       dr_grpo  sum_b sum_t / (sequences * max_length)            Dr. GRPO, arXiv 2503.20783, section 3.2
 
-    logp_BT, old_logp_BT [B, T]: log-probs of the sampled tokens under the trained policy and under the dense policy at
-    rollout time. advantages_B [B]. weight_BT [B, T]: Correction.weight_BT. mask_BT bool [B, T]: the tokens that are
-    counted, normally all response tokens, including those that the correction masked out (weight 0). ref_logp_BT
-    [B, T]: log-probs under the reference policy, needed if beta is above 0.
+    logp_BT, old_logp_BT [B, T]: log-probs of the sampled tokens under the trained policy and under
+    the dense policy at rollout time. advantages_B [B]. weight_BT [B, T]: Correction.weight_BT.
+    mask_BT bool [B, T]: the tokens that are counted, normally all response tokens, including those
+    that the correction masked out (weight 0). ref_logp_BT [B, T]: log-probs under the reference
+    policy, needed if beta is above 0.
 
-    Metrics. All but loss and *_max are means over normalizers.tokens; all but *_max add up over micro-batches
-    (`merge_metrics`):
-      loss; clip_low_fraction, clip_high_fraction: tokens at which the lower or upper clip is active; ratio_mean: of
-      rho; approx_kl: KL(p_old || pi_theta) as the mean of rho - 1 - log rho; log_ratio_abs_max. With dual clip also
+    Metrics. All but loss and *_max are means over normalizers.tokens; all but *_max add up over
+    micro-batches (`merge_metrics`):
+      loss; clip_low_fraction, clip_high_fraction: tokens at which the lower or upper clip is
+      active; ratio_mean: of rho; approx_kl: KL(p_old || pi_theta) as the mean of rho - 1 - log rho;
+      log_ratio_abs_max. With dual clip also
       clip_c_fraction: tokens at which it is active; with a reference also kl: the KL to it.
-    Raises ValueError if shapes disagree, or if a reference is given without beta above 0 or the other way round.
+    Raises ValueError if shapes disagree, or if a reference is given without beta above 0 or the
+    other way round.
     """
     one_shape = logp_BT.shape == old_logp_BT.shape == mask_BT.shape == weight_BT.shape
     if not one_shape or advantages_B.shape != logp_BT.shape[:1]:
         shapes = [tuple(x.shape) for x in (logp_BT, old_logp_BT, mask_BT, weight_BT, advantages_B)]
-        raise ValueError(f"logp, old logp, mask, weight, advantages: {shapes}; pass four [B, T] and one [B].")
+        raise ValueError(
+            f"logp, old logp, mask, weight, advantages: {shapes}; pass four [B, T] and one [B]."
+        )
     if (config.beta > 0) != (ref_logp_BT is not None):
-        raise ValueError(f"beta is {config.beta}; pass the reference's log-probs where it is above 0, and only there.")
+        raise ValueError(
+            f"beta is {config.beta}; pass the reference's log-probs where it is above 0, and only there."
+        )
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
-    # Padding is replaced before any exp: an infinity there would turn into NaN gradients even when multiplied by 0.
+    # Padding is replaced before any exp: an infinity there would turn into NaN gradients even when
+    # multiplied by 0.
     log_ratio_BT = torch.where(mask_BT, logp_BT.to(dtype) - old_logp_BT.detach().to(dtype), 0.0)
     weight_BT = torch.where(mask_BT, weight_BT.detach().to(dtype), 0.0)
     advantages_B1 = advantages_B.detach().to(dtype)[:, None]
@@ -87,8 +103,12 @@ def policy_loss(
     clipped_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
     gain_BT = torch.minimum(ratio_BT * advantages_B1, clipped_BT * advantages_B1)
     totals = {
-        "clip_low_fraction": ((ratio_BT < 1 - config.clip_low) & (advantages_B1 < 0) & mask_BT).sum(),
-        "clip_high_fraction": ((ratio_BT > 1 + config.clip_high) & (advantages_B1 > 0) & mask_BT).sum(),
+        "clip_low_fraction": (
+            (ratio_BT < 1 - config.clip_low) & (advantages_B1 < 0) & mask_BT
+        ).sum(),
+        "clip_high_fraction": (
+            (ratio_BT > 1 + config.clip_high) & (advantages_B1 > 0) & mask_BT
+        ).sum(),
         "ratio_mean": ratio_BT.detach()[mask_BT].sum(),
         "approx_kl": (log_ratio_BT.expm1() - log_ratio_BT).detach().sum(),
     }
@@ -114,14 +134,20 @@ def policy_loss(
         case _:
             assert_never(config.normalization)
 
-    metrics = {"loss": loss.detach()} | {name: sums.double() / normalizers.tokens for name, sums in totals.items()}
+    metrics = {"loss": loss.detach()} | {
+        name: sums.double() / normalizers.tokens for name, sums in totals.items()
+    }
     metrics["log_ratio_abs_max"] = log_ratio_BT.detach().abs().amax()
-    values = torch.stack([value.double() for value in metrics.values()]).tolist()  # one transfer from the device
+    values = torch.stack(
+        [value.double() for value in metrics.values()]
+    ).tolist()  # one transfer from the device
     return loss, dict(zip(metrics, values, strict=True))
 
 
 def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of a step from those of its micro-batches: the largest of each `*_max`, the sum of every other."""
+    """Metrics of a step from those of its micro-batches: the largest of each `*_max`, the sum of
+    every other.
+    """
     merged: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -135,8 +161,8 @@ def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def check_finite(metrics: Mapping[str, float], max_log_ratio: float) -> None:
     """Raises TrainingDiverged if a metric is not finite or log_ratio_abs_max exceeds max_log_ratio.
 
-    Call it on the metrics of `policy_loss`, with the gradient norm added, before the optimiser steps: the weights
-    are then still those of the last good step.
+    Call it on the metrics of `policy_loss`, with the gradient norm added, before the optimiser
+    steps: the weights are then still those of the last good step.
     """
     for name, value in metrics.items():
         if not math.isfinite(value):

@@ -1,7 +1,9 @@
-"""The processes of a run. Forward passes, backward passes and sampling are divided among them; results are shared.
+"""The processes of a run. Forward passes, backward passes and sampling are divided among them;
+results are shared.
 
-Rollouts, rewards and log-probs are gathered in one order, so every process has those of the whole step and computes
-statistics, corrections and decisions from the same numbers as a single process would.
+Rollouts, rewards and log-probs are gathered in one order, so every process has those of the whole
+step and computes statistics, corrections and decisions from the same numbers as a single process
+would.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ PATIENCE_S = 1800  # longest wait for the slowest process in a phase
 
 
 class Ranks:
-    """This process's place among those that ``accelerate launch`` started; a run of one process has one rank.
+    """This process's place among those that ``accelerate launch`` started; a run of one process has
+    one rank.
 
     Raises ConfigError: FSDP was asked for, but this run cannot use it.
     """
@@ -40,14 +43,23 @@ class Ranks:
         self.is_main = accelerator.is_main_process
         self.is_sharded = accelerator.is_fsdp2
         if asked_to_shard() and not self.is_sharded:
-            raise ConfigError("FSDP shards over several GPUs, but this run has none; launch it without --use_fsdp")
+            raise ConfigError(
+                "FSDP shards over several GPUs, but this run has none; launch it without --use_fsdp"
+            )
         self.seconds: dict[str, list[float]] = {}
-        """Seconds that each process has spent in each phase, not counting its wait for the others at the end."""
+        """Seconds that each process has spent in each phase, not counting its wait for the others
+        at the end.
+        """
         # Objects are exchanged through host memory, whatever backend the tensors use.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S)) if self.count > 1 else None
+        self._group = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
+            if self.count > 1
+            else None
+        )
 
     def check_equal(self, model: nn.Module) -> None:
-        """Make sure that all processes start from the same weights, even where each then keeps only a shard.
+        """Make sure that all processes start from the same weights, even where each then keeps only
+        a shard.
 
         Raises ConfigError: they do not.
         """
@@ -59,13 +71,14 @@ class Ranks:
             )
 
     def gather(self, phase: str, work: Callable[[], T]) -> list[T]:
-        """What ``work()`` returns in each process, by rank. An error of one process is raised in all of them.
+        """What ``work()`` returns in each process, by rank. An error of one process is raised in
+        all of them.
 
         Args:
             phase: names the work in errors and in ``seconds``.
 
-        Raises SparrowError, OSError: the first, by rank, that ``work`` raised in any process. ProcessLost: a process
-        died, or had not finished ``PATIENCE_S`` seconds after this one.
+        Raises SparrowError, OSError: the first, by rank, that ``work`` raised in any process.
+        ProcessLost: a process died, or had not finished ``PATIENCE_S`` seconds after this one.
         """
         began = time.perf_counter()
         if self._group is None:
@@ -95,13 +108,18 @@ class Ranks:
     def connected(self, phase: str) -> Iterator[None]:
         """A context for what the processes do together.
 
-        Raises ProcessLost: the connection to another process broke, or that process kept the others waiting too long.
+        Raises ProcessLost: the connection to another process broke, or that process kept the others
+        waiting too long.
         """
         try:
             yield
         except RuntimeError as error:
             text = str(error)
-            if not isinstance(error, dist.DistError) and "gloo" not in text and "monitoredBarrier" not in text:
+            if (
+                not isinstance(error, dist.DistError)
+                and "gloo" not in text
+                and "monitoredBarrier" not in text
+            ):
                 raise
             raise ProcessLost(
                 f"a process of this run died, or was {PATIENCE_S} s behind, in the phase {phase!r} "
@@ -109,11 +127,14 @@ class Ranks:
             ) from error
 
     def on_main(self, phase: str, work: Callable[[], T]) -> T:
-        """What ``work()`` returns in the main process, the only one that calls it; errors as in ``gather``."""
+        """What ``work()`` returns in the main process, the only one that calls it; errors as in
+        ``gather``.
+        """
         return self.gather(phase, lambda: work() if self.is_main else None)[0]  # type: ignore[return-value]
 
     def spread(self, phase: str, count: int, work: Callable[[range], list[T]]) -> list[T]:
-        """Results of ``work(indices)`` for all of ``range(count)``, in order; neighbours go to different processes.
+        """Results of ``work(indices)`` for all of ``range(count)``, in order; neighbours go to
+        different processes.
 
         Errors as in ``gather``.
         """
@@ -121,9 +142,14 @@ class Ranks:
         return [parts[i % self.count][i // self.count] for i in range(count)]
 
     def batched(
-        self, phase: str, lengths: Sequence[int], budget: int, work: Callable[[list[int]], Sequence[T]]
+        self,
+        phase: str,
+        lengths: Sequence[int],
+        budget: int,
+        work: Callable[[list[int]], Sequence[T]],
     ) -> list[T]:
-        """Results of ``work(rows)``, one per row, for all rows of ``lengths``, in order; see ``micro_batches``.
+        """Results of ``work(rows)``, one per row, for all rows of ``lengths``, in order; see
+        ``micro_batches``.
 
         Errors as in ``gather``.
         """
@@ -136,36 +162,51 @@ class Ranks:
                     by_row.update(zip(rows, results, strict=True))
             return by_row
 
-        by_row = {i: result for part in self.gather(phase, own_results) for i, result in part.items()}
+        by_row = {
+            i: result for part in self.gather(phase, own_results) for i, result in part.items()
+        }
         return [by_row[i] for i in range(len(lengths))]
 
     def imbalance(self, phase: str) -> float:
-        """The seconds of the slowest process in a phase since the last call, divided by the mean over processes."""
+        """The seconds of the slowest process in a phase since the last call, divided by the mean
+        over processes.
+        """
         seconds = self.seconds.pop(phase)
         return max(seconds) * len(seconds) / sum(seconds)
 
     def _count(self, phase: str, seconds: list[float]) -> None:
-        self.seconds[phase] = [a + b for a, b in zip(self.seconds.get(phase, [0.0] * self.count), seconds, strict=True)]
+        self.seconds[phase] = [
+            a + b for a, b in zip(self.seconds.get(phase, [0.0] * self.count), seconds, strict=True)
+        ]
 
-    def micro_batches(self, rows: Sequence[int], lengths: Sequence[int], budget: int) -> list[tuple[list[int], bool]]:
-        """This process's part of ``rows`` in groups, each within a budget of padded tokens, and whether a group counts.
+    def micro_batches(
+        self, rows: Sequence[int], lengths: Sequence[int], budget: int
+    ) -> list[tuple[list[int], bool]]:
+        """This process's part of ``rows`` in groups, each within a budget of padded tokens, and
+        whether a group counts.
 
-        All processes get the same number of groups, because every forward and backward pass may need all processes.
-        A process with fewer groups adds ones that hold the shortest of ``rows`` and do not count.
+        All processes get the same number of groups, because every forward and backward pass may
+        need all processes. A process with fewer groups adds ones that hold the shortest of ``rows``
+        and do not count.
 
         Args:
             rows: indices into ``lengths``, the same in all processes.
             lengths: tokens of each row.
         """
         parts = [[rows[i] for i in part] for part in divide([lengths[i] for i in rows], self.count)]
-        groups = [[[part[i] for i in g] for g in micro_batches([lengths[i] for i in part], budget)] for part in parts]
+        groups = [
+            [[part[i] for i in g] for g in micro_batches([lengths[i] for i in part], budget)]
+            for part in parts
+        ]
         shortest = min(rows, key=lambda i: lengths[i])
         own_groups = [(group, True) for group in groups[self.rank]]
         return own_groups + [([shortest], False)] * (max(map(len, groups)) - len(own_groups))
 
 
 def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Indices in ``count`` parts of about equal tokens: longest first, each goes to the part with the fewest so far."""
+    """Indices in ``count`` parts of about equal tokens: longest first, each goes to the part with
+    the fewest so far.
+    """
     parts: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -178,7 +219,8 @@ def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
 def mixed_precision(precision: str) -> str:
     """``optimizer.precision`` in accelerate's words.
 
-    Raises ConfigError: this process has trained in another precision, and accelerate would keep that one.
+    Raises ConfigError: this process has trained in another precision, and accelerate would keep
+    that one.
     """
     wanted = "bf16" if precision == "bf16" else "no"
     kept = AcceleratorState().mixed_precision if is_initialized() else wanted
@@ -194,8 +236,8 @@ def mixed_precision(precision: str) -> str:
 def sharding(model: nn.Module, bf16: bool) -> FullyShardedDataParallelPlugin | None:
     """How FSDP2 shards ``model``, layer by layer, if ``accelerate launch --use_fsdp`` asked for it.
 
-    Weights and optimiser stay float32; layers are gathered in bf16 where the run computes in bf16, and gradients are
-    reduced in float32.
+    Weights and optimiser stay float32; layers are gathered in bf16 where the run computes in bf16,
+    and gradients are reduced in float32.
     """
     if not asked_to_shard():
         return None
@@ -206,7 +248,9 @@ def sharding(model: nn.Module, bf16: bool) -> FullyShardedDataParallelPlugin | N
         transformer_cls_names_to_wrap=sorted(getattr(model, "_no_split_modules", None) or ()),
         cpu_ram_efficient_loading=False,
         state_dict_type="SHARDED_STATE_DICT",
-        mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy(),
+        mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if bf16
+        else MixedPrecisionPolicy(),
     )
 
 
@@ -216,7 +260,9 @@ def asked_to_shard() -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Make the parameters of ``model`` the trained shards again, instead of what its last forward pass gathered."""
+    """Make the parameters of ``model`` the trained shards again, instead of what its last forward
+    pass gathered.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

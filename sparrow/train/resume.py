@@ -1,4 +1,6 @@
-"""What ``--resume`` may change: compares settings with those that the run recorded, and names the differences."""
+"""What ``--resume`` may change: compares settings with those that the run recorded, and names the
+differences.
+"""
 
 from __future__ import annotations
 
@@ -14,42 +16,73 @@ from sparrow.train.config import TrainConfig
 
 Changes = dict[str, tuple[Any, Any]]  # setting, by its name on the command line -> before, now
 
-# Checkpoints hold these, or count in their units: another value would be ignored, or would mix two runs.
+# Checkpoints hold these, or count in their units: another value would be ignored, or would mix two
+# runs.
 FIXED = (
-    "model", "task", "dataset", "seed", "bin_tokens", "lora.r", "lora.alpha", "lora.target_modules", "distill.enabled",
-    "distill.rank", "distill.target_modules", "distill.adapter", "eval.benchmark", "eval.limit",
-    "eval.k", "eval.temperature", "eval.top_p", "eval.top_k", "eval.max_new_tokens",
-)  # fmt: skip
+    "model",
+    "task",
+    "dataset",
+    "seed",
+    "bin_tokens",
+    "lora.r",
+    "lora.alpha",
+    "lora.target_modules",
+    "distill.enabled",
+    "distill.rank",
+    "distill.target_modules",
+    "distill.adapter",
+    "eval.benchmark",
+    "eval.limit",
+    "eval.k",
+    "eval.temperature",
+    "eval.top_p",
+    "eval.top_k",
+    "eval.max_new_tokens",
+)
 FREE = ("run_dir", "resume")  # not settings of the run: its directory may have moved
 REMOVED = {"distill.step_down": [], "distill.positions": 1.0}
 """Settings of 0.1.0 that are gone, with the values that asked for nothing."""
 LAYOUT = (*PAGE_LAYOUT, "bin_tokens", "dense_layers", "head_budgets")
 
 
-def resumed(recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule, step: int) -> Changes:
-    """How a run's settings and start schedule differ from those it recorded; it has finished ``step`` steps.
+def resumed(
+    recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule, step: int
+) -> Changes:
+    """How a run's settings and start schedule differ from those it recorded; it has finished
+    ``step`` steps.
 
-    A setting that an older Sparrow did not have, and so did not record, counts as having had its default value.
+    A setting that an older Sparrow did not have, and so did not record, counts as having had its
+    default value.
 
-    Raises ConfigError: a changed setting that is fixed, one that is gone, ``steps`` below ``step``, or any change to a
-    run that is finished and stays so.
+    Raises ConfigError: a changed setting that is fixed, one that is gone, ``steps`` below ``step``,
+    or any change to a run that is finished and stays so.
     """
     recorded_settings = flat(recorded.train, ".")
-    if gone := [name for name, unused in REMOVED.items() if recorded_settings.get(name, unused) != unused]:
+    if gone := [
+        name for name, unused in REMOVED.items() if recorded_settings.get(name, unused) != unused
+    ]:
         raise ConfigError(
             f"the run in {config.run_dir} was started with {gone[0]} {json.dumps(recorded_settings[gone[0]])}, which "
             "this version no longer has; go on with the version that began it, or start another run"
         )
     now = flat(json.loads(json.dumps(asdict(config))), ".")
-    defaults = replace(config, **{f.name: f.default for f in fields(config) if f.default is not MISSING})
+    defaults = replace(
+        config, **{f.name: f.default for f in fields(config) if f.default is not MISSING}
+    )
     before = flat(json.loads(json.dumps(asdict(defaults))), ".") | {
         name: value for name, value in recorded_settings.items() if name in now
     }
     changes: Changes = {
-        name: (before[name], value) for name, value in now.items() if before[name] != value and name not in FREE
+        name: (before[name], value)
+        for name, value in now.items()
+        if before[name] != value and name not in FREE
     }
     old, new = recorded.schedule.to_dict(), schedule.to_dict()
-    changes |= {f"schedule.{k}": (old.get(k), new.get(k)) for k in ("top_k", *LAYOUT) if old.get(k) != new.get(k)}
+    changes |= {
+        f"schedule.{k}": (old.get(k), new.get(k))
+        for k in ("top_k", *LAYOUT)
+        if old.get(k) != new.get(k)
+    }
     description = describe(changes)
     if fixed := [name for name in changes if name in (*FIXED, *(f"schedule.{k}" for k in LAYOUT))]:
         raise ConfigError(
@@ -57,7 +90,9 @@ def resumed(recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule
             f"settings: {description}; leave them out, or choose another run_dir"
         )
     if config.steps < step:
-        raise ConfigError(f"the run in {config.run_dir} has done {step} steps already, but steps is {config.steps}")
+        raise ConfigError(
+            f"the run in {config.run_dir} has done {step} steps already, but steps is {config.steps}"
+        )
     if changes and step >= before["steps"] >= config.steps:
         raise ConfigError(
             f"the run in {config.run_dir} has finished its {step} steps, so its settings stay as they are, but these "
@@ -68,4 +103,7 @@ def resumed(recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule
 
 def describe(changes: Changes) -> str:
     """All changes on one line."""
-    return ", ".join(f"{name} {json.dumps(before)} -> {json.dumps(now)}" for name, (before, now) in changes.items())
+    return ", ".join(
+        f"{name} {json.dumps(before)} -> {json.dumps(now)}"
+        for name, (before, now) in changes.items()
+    )

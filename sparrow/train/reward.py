@@ -1,4 +1,6 @@
-"""The parts of a reward, as pure functions: the verifier's verdict, the form of the answer, and the length."""
+"""The parts of a reward, as pure functions: the verifier's verdict, the form of the answer, and the
+length.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,30 @@ def overlong_penalty(tokens: int, limit: int, window: int) -> float:
     return -max(0.0, min(1.0, (tokens - (limit - window)) / window))
 
 
-def reward_parts(correct: float, stated: bool, tokens: int, limit: int, config: RewardConfig) -> dict[str, float]:
+def reward_parts(
+    correct: float, stated: bool, tokens: int, limit: int, config: RewardConfig
+) -> dict[str, float]:
     """The parts of one response's reward, by name; the reward is their sum.
 
-    They are the verifier's verdict (``correct``) and, where ``config`` asks for it, a bonus for stating an answer,
-    right or wrong, and a penalty for its length in tokens; ``limit`` is the longest allowed.
+    They are the verifier's verdict (``correct``) and, where ``config`` asks for it, a bonus for
+    stating an answer, right or wrong, and a penalty for its length in tokens; ``limit`` is the
+    longest allowed.
     """
     parts = {"correct": correct}
     if config.format:
         parts["format"] = config.format * stated
     if config.overlong == "penalty":
-        parts["overlong"] = overlong_penalty(tokens, limit, config.overlong_window or max(1, limit // 5))
+        parts["overlong"] = overlong_penalty(
+            tokens, limit, config.overlong_window or max(1, limit // 5)
+        )
     return parts
 
 
 def reward_metrics(rewards: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, Any]:
     """Means over responses, each given by its source and the parts of its reward.
 
-    ``mean`` and ``std`` of the reward; if there are several parts, ``parts`` by name; if there are several sources,
-    ``sources`` by name.
+    ``mean`` and ``std`` of the reward; if there are several parts, ``parts`` by name; if there are
+    several sources, ``sources`` by name.
     """
     sources, parts = zip(*rewards, strict=True)
     totals = np.array([sum(p.values()) for p in parts])
@@ -44,5 +51,7 @@ def reward_metrics(rewards: Sequence[tuple[str, Mapping[str, float]]]) -> dict[s
     if len(parts[0]) > 1:
         metrics["parts"] = {name: float(np.mean([p[name] for p in parts])) for name in parts[0]}
     if len(set(sources)) > 1:
-        metrics["sources"] = {name: totals[np.equal(sources, name)].mean() for name in sorted(set(sources))}
+        metrics["sources"] = {
+            name: totals[np.equal(sources, name)].mean() for name in sorted(set(sources))
+        }
     return metrics

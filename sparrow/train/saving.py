@@ -51,12 +51,18 @@ def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
     Raises CheckpointError: the files are damaged, or are those of a model of another size.
     """
     try:
-        with learner.distiller.everything_trains() if learner.distiller else contextlib.nullcontext():
+        with (
+            learner.distiller.everything_trains() if learner.distiller else contextlib.nullcontext()
+        ):
             learner.accelerator.load_state(str(folder))
         state = TrainerState.load(folder)
-    except Exception as error:  # torch, safetensors, pickle and accelerate raise many unrelated types
+    except (
+        Exception
+    ) as error:  # torch, safetensors, pickle and accelerate raise many unrelated types
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = next((line for line in lines if "size mismatch" in line), lines[0] if lines else "")
+        reason = next(
+            (line for line in lines if "size mismatch" in line), lines[0] if lines else ""
+        )
         raise CheckpointError(
             f"cannot go on from {folder} ({type(error).__name__}: {reason}); if sizes differ, give the model that "
             "the run began with; if the files are damaged, remove this folder to go on from the checkpoint before"
@@ -65,10 +71,16 @@ def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
     return state
 
 
-def export(learner: Learner, tokenizer: PreTrainedTokenizerBase, model: Path, adapter: Path) -> None:
-    """Write the trained policy and the tokenizer to ``model``, and the actor's adapter, if there is one."""
+def export(
+    learner: Learner, tokenizer: PreTrainedTokenizerBase, model: Path, adapter: Path
+) -> None:
+    """Write the trained policy and the tokenizer to ``model``, and the actor's adapter, if there is
+    one.
+    """
     distiller, ranks = learner.distiller, learner.ranks
-    tied = learner.model.all_tied_weights_keys  # these are left out: the weights that they are tied to are written
+    tied = (
+        learner.model.all_tied_weights_keys
+    )  # these are left out: the weights that they are tied to are written
     parameters = dict(learner.model.named_parameters(remove_duplicate=False))
     buffers = [item for item in learner.model.state_dict().items() if item[0] not in parameters]
     adapter_weights = whole(distiller.adapter_weights().items()) if distiller else ()
@@ -89,17 +101,22 @@ def export(learner: Learner, tokenizer: PreTrainedTokenizerBase, model: Path, ad
 class Exports:
     """Saves the policy every so many steps, and at its best evaluation, in ``exports/`` of the run.
 
-    Of the periodic exports the newest ``keep`` are kept. Of the others the best is kept, and also the best up to the
-    last checkpoint, because a run may go back to it.
+    Of the periodic exports the newest ``keep`` are kept. Of the others the best is kept, and also
+    the best up to the last checkpoint, because a run may go back to it.
     """
 
     def __init__(self, config: ExportConfig, run_dir: RunDir, ranks: Ranks) -> None:
         self.config, self.run_dir, self.ranks = config, run_dir, ranks
 
     def update(
-        self, learner: Learner, tokenizer: PreTrainedTokenizerBase, step: int, evaluations: Sequence[Row]
+        self,
+        learner: Learner,
+        tokenizer: PreTrainedTokenizerBase,
+        step: int,
+        evaluations: Sequence[Row],
     ) -> None:
-        """Export the policy of ``step`` if that is due and not yet done, and delete the exports no longer kept.
+        """Export the policy of ``step`` if that is due and not yet done, and delete the exports no
+        longer kept.
 
         Raises CheckpointError: it could not be written; earlier exports are untouched.
         """
@@ -130,7 +147,9 @@ class Exports:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back until the block has ended: half an update is worse than a moment's wait."""
+    """Hold Ctrl-C and SIGTERM back until the block has ended: half an update is worse than a
+    moment's wait.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

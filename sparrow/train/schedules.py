@@ -1,14 +1,16 @@
 """What moves the schedule between steps: the closed loop and the guard.
 
-They share one interface: each proposes the schedule of the next rollouts, given the one in force, what was measured
-under it, and what the mover before it proposed. docs/method.md ("Closed loop and guard") says what they do, and why.
+They share one interface: each proposes the schedule of the next rollouts, given the one in force,
+what was measured under it, and what the mover before it proposed. docs/method.md ("Closed loop and
+guard") says what they do, and why.
 
-The closed loop raises budgets in proportion to the rejected share 1 - p5 and lowers them with its cube root. That share
-falls with the pages read, as a power of them between -0.7 (the median of the published tables for p5 0.75 to 0.92) and
--4 (the bundled reasoner near p5 0.97): a raise must suffice where the share falls slowly, and a cut must not go too far
-where it is steep.
+The closed loop raises budgets in proportion to the rejected share 1 - p5 and lowers them with its
+cube root. That share falls with the pages read, as a power of them between -0.7 (the median of the
+published tables for p5 0.75 to 0.92) and -4 (the bundled reasoner near p5 0.97): a raise must
+suffice where the share falls slowly, and a cut must not go too far where it is steep.
 
-A relative tau is held by the relative p5 (``mismatch.tau``), in which the rejected share is due to sparsity alone.
+A relative tau is held by the relative p5 (``mismatch.tau``), in which the rejected share is due to
+sparsity alone.
 """
 
 from __future__ import annotations
@@ -26,12 +28,17 @@ from sparrow.train.config import TrainConfig
 
 STEP_UP = 2.0  # in one step, the pages read in a bin at most double,
 STEP_DOWN = 0.75  # or fall by at most a quarter
-ROOM = 0.9  # A bin has room while the rejected share is at most this part of what tau allows: the gap is the hysteresis
+# A bin has room while the rejected share is at most this part of what tau allows: the gap is the
+# hysteresis
+ROOM = 0.9
 PATIENCE = 2  # consecutive steps in which a bin must have room before it is lowered
 MIN_SEQUENCES = 8
-"""A bin that fewer responses reach is never lowered, and is raised only if its whole interval is below tau."""
+"""A bin that fewer responses reach is never lowered, and is raised only if its whole interval is
+below tau.
+"""
 
-FALLEN = 0.5  # the guard's second sign: p1 of all tokens is below this fraction of its highest value so far
+# the guard's second sign: p1 of all tokens is below this fraction of its highest value so far
+FALLEN = 0.5
 
 
 class Control(NamedTuple):
@@ -45,14 +52,14 @@ class Control(NamedTuple):
 def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> Control:
     """One turn of the closed loop.
 
-    A bin that rejects too much is raised at once, in proportion to the excess. A bin with room is lowered a third of
-    the way, after ``PATIENCE`` steps, but not to a budget that has failed, nor below one that left no room. Bins that
-    hold nothing but prompts follow the first bin that can be judged; lengths not seen yet keep their pages. A raised
-    bin also raises the longer ones that would otherwise read less than it does.
+    A bin that rejects too much is raised at once, in proportion to the excess. A bin with room is
+    lowered a third of the way, after ``PATIENCE`` steps, but not to a budget that has failed, nor
+    below one that left no room. Bins that hold nothing but prompts follow the first bin that can be
+    judged; lengths not seen yet keep their pages. A raised bin also raises the longer ones that
+    would otherwise read less than it does.
 
-    Args:
-        control: the schedule that the rollouts were sampled under, and the loop's memory.
-        bins: the rollouts' tail in the schedule's own bins, over all processes, on the scale of ``tau``.
+    Args: control: the schedule that the rollouts were sampled under, and the loop's memory. bins:
+        the rollouts' tail in the schedule's own bins, over all processes, on the scale of ``tau``.
         tau: what the bins have to hold, in (0, 1).
 
     Returns:
@@ -61,7 +68,9 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
     schedule, always = control.schedule, control.schedule.sink_pages + control.schedule.recent_pages
     # The last entry of the table is for all longer lengths; only those before it are moved.
     count = max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins))
-    room_steps, floor = ([*memory, *[0] * count][:count] for memory in (control.room_steps, control.floor))
+    room_steps, floor = (
+        [*memory, *[0] * count][:count] for memory in (control.room_steps, control.floor)
+    )
     table = [min(k, _whole(schedule, i)) for i, k in enumerate(_extended(schedule, count))]
     judged = set()
     for b in bins:
@@ -71,7 +80,9 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
         room_steps[i] = 0
         if rejected > 1:
             floor[i] = max(floor[i], k + 1)
-            table[i] = min(max(_raised(k + always, rejected) - always, floor[i]), _whole(schedule, i))
+            table[i] = min(
+                max(_raised(k + always, rejected) - always, floor[i]), _whole(schedule, i)
+            )
         elif enough and rejected > ROOM:
             floor[i] = max(floor[i], k)
         elif enough:
@@ -85,7 +96,9 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
     for i in reversed(range(max(judged, default=0))):
         if i not in judged:
             table[i] = min(table[i], table[i + 1])
-    return Control(_monotone(schedule, [*table, schedule.top_k[-1]]), tuple(room_steps), tuple(floor))
+    return Control(
+        _monotone(schedule, [*table, schedule.top_k[-1]]), tuple(room_steps), tuple(floor)
+    )
 
 
 def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> SparsitySchedule:
@@ -100,8 +113,8 @@ def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> Spars
 def below(bins: Sequence[BinMismatch], threshold: float) -> list[BinMismatch]:
     """The bins that enough responses reach and whose p5 is known to be below ``threshold``.
 
-    Only the upper bound on acceptance can show that: with short lists of tokens, the lower bound is low wherever the
-    distribution is flat, however close the actor is.
+    Only the upper bound on acceptance can show that: with short lists of tokens, the lower bound is
+    low wherever the distribution is flat, however close the actor is.
     """
     return [b for b in bins if b.n_sequences >= MIN_SEQUENCES and b.upper_bound < threshold]
 
@@ -109,7 +122,9 @@ def below(bins: Sequence[BinMismatch], threshold: float) -> list[BinMismatch]:
 class Mover(Protocol):
     """Something that moves the schedule."""
 
-    def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, report: MismatchReport) -> SparsitySchedule:
+    def propose(
+        self, now: SparsitySchedule, proposed: SparsitySchedule, report: MismatchReport
+    ) -> SparsitySchedule:
         """The schedule of the next rollouts; ``proposed`` itself if this mover changes nothing.
 
         Args:
@@ -133,7 +148,9 @@ class ClosedLoop:
         self._room_steps: tuple[int, ...] = ()
         self._floor: tuple[int, ...] = ()
 
-    def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, report: MismatchReport) -> SparsitySchedule:
+    def propose(
+        self, now: SparsitySchedule, proposed: SparsitySchedule, report: MismatchReport
+    ) -> SparsitySchedule:
         control = Control(now, self._room_steps, self._floor)
         bins = self._tau.scale(report.bins)
         schedule, self._room_steps, self._floor = next_schedule(control, bins, self._tau.value)
@@ -143,14 +160,18 @@ class ClosedLoop:
         return {"room_steps": self._room_steps, "floor": self._floor}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        room_steps = state["room_steps"] if "room_steps" in state else state["calm"]  # as checkpoints of 0.1.0 have it
+        room_steps = (
+            state["room_steps"] if "room_steps" in state else state["calm"]
+        )  # as checkpoints of 0.1.0 have it
         self._room_steps, self._floor = tuple(room_steps), tuple(state["floor"])
 
 
 class Guard:
-    """Watches for a p5 that is too low in a length bin, and for a fall in p1 of all tokens; see ``GuardConfig``.
+    """Watches for a p5 that is too low in a length bin, and for a fall in p1 of all tokens; see
+    ``GuardConfig``.
 
-    It judges by the upper bound on acceptance, which is certain, and says what the actor's lists of tokens leave open.
+    It judges by the upper bound on acceptance, which is certain, and says what the actor's lists of
+    tokens leave open.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -165,7 +186,9 @@ class Guard:
         self._steps_open = 0
         self.steps_below = 0  # consecutive steps with one of the two signs
 
-    def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, report: MismatchReport) -> SparsitySchedule:
+    def propose(
+        self, now: SparsitySchedule, proposed: SparsitySchedule, report: MismatchReport
+    ) -> SparsitySchedule:
         bins = report.bins
         failing = below(self._threshold.scale(bins), self._threshold.value)
         fallen = report.p1_upper < FALLEN * self._best_p1
@@ -194,7 +217,9 @@ class Guard:
 
     @property
     def warning(self) -> str | None:
-        """The warning to give after this step; once each time a sign has been there for ``patience`` steps in a row."""
+        """The warning to give after this step; once each time a sign has been there for
+        ``patience`` steps in a row.
+        """
         if self.steps_below == self._config.patience:
             return self.reason
         if self._steps_open == self._config.patience:
@@ -204,7 +229,9 @@ class Guard:
     @property
     def reason(self) -> str:
         """Why there is an alarm, and what to do about it."""
-        symptom = f"{self._threshold.statistic} of acceptance has been below {self._threshold.value:g}"
+        symptom = (
+            f"{self._threshold.statistic} of acceptance has been below {self._threshold.value:g}"
+        )
         prefix = f"{symptom}, or p1 below half of its best, for "
         if self._reads_all:
             return (
@@ -241,7 +268,9 @@ class Movers:
         self._tau = Tau.chosen(config.tau, config.relative_tau)
         self._asks = closed_loop or config.rollout.mode == "auto"
         self._said = False
-        self._movers: dict[str, Mover] = {"closed_loop": ClosedLoop(self._tau)} if closed_loop else {}
+        self._movers: dict[str, Mover] = (
+            {"closed_loop": ClosedLoop(self._tau)} if closed_loop else {}
+        )
         self._movers["guard"] = self.guard
 
     def next(self, now: SparsitySchedule, report: MismatchReport) -> SparsitySchedule:
@@ -252,7 +281,9 @@ class Movers:
         return proposed
 
     def complaint(self, report: MismatchReport) -> str | None:
-        """A message, given once, if tau has to be held but even dense rollouts do not, or cannot be shown to."""
+        """A message, given once, if tau has to be held but even dense rollouts do not, or cannot be
+        shown to.
+        """
         if not self._asks or self._said:
             return None
         message = self._tau.out_of_reach(report.bins)
@@ -286,7 +317,9 @@ def _pages(schedule: SparsitySchedule, b: BinMismatch) -> int:
 
 
 def _densest(a: SparsitySchedule, b: SparsitySchedule) -> SparsitySchedule:
-    """A schedule that reads as much as the denser of the two at every length; ``a`` if they differ beyond top-k."""
+    """A schedule that reads as much as the denser of the two at every length; ``a`` if they differ
+    beyond top-k.
+    """
     if a.replace(top_k=b.top_k) != b:
         return a
     count = max(len(a.top_k), len(b.top_k))

@@ -1,4 +1,6 @@
-"""What TensorBoard, W&B and trackio get: every scalar of a step, and the tail by length under stable names."""
+"""What TensorBoard, W&B and trackio get: every scalar of a step, and the tail by length under
+stable names.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from sparrow.settings import flat
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ConfigError: the package of a tracker is not installed; accelerate would leave it out silently."""
+    """Raises ConfigError: the package of a tracker is not installed; accelerate would leave it out
+    silently.
+    """
     installed = {str(tracker) for tracker in get_available_trackers()}
     if missing := [name for name in names if name not in installed]:
         raise ConfigError(
@@ -29,4 +33,8 @@ def tracked(metrics: Mapping[str, Any], report: MismatchReport) -> dict[str, Any
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
     """Scalars of a nested mapping under slash-joined names, as trackers take them."""
-    return {name: value for name, value in flat(nested, "/").items() if isinstance(value, int | float | str)}
+    return {
+        name: value
+        for name, value in flat(nested, "/").items()
+        if isinstance(value, int | float | str)
+    }

@@ -1,8 +1,10 @@
 """The training loop: rollout -> verify -> dense log-probs -> acceptance -> correction -> update.
 
-The trainer knows its engine only by ``engines.base.Engine``. Source: Sparrow, arXiv 2606.08446, sections 3 and 6.
+The trainer knows its engine only by ``engines.base.Engine``. Source: Sparrow, arXiv 2606.08446,
+sections 3 and 6.
 
-Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top tokens.
+Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top
+tokens.
 """
 
 from __future__ import annotations
@@ -43,21 +45,22 @@ from sparrow.train.trackers import check_trackers, flatten, tracked
 log = logging.getLogger(__name__)
 
 Listener = Callable[[str, Metrics], None]
-"""Called with ``("rollout" | "score" | "update", {})`` as a phase begins and ``("step", metrics)`` when a step ends,
-``("eval", {})`` and ``("evaluated", scores)`` around an evaluation."""
+"""Called with ``("rollout" | "score" | "update", {})`` as a phase begins and ``("step", metrics)``
+when a step ends, ``("eval", {})`` and ``("evaluated", scores)`` around an evaluation."""
 
 
 class Trainer:
     """Trains ``model`` with rollouts from ``engine``.
 
-    ``model`` is the dense policy with float32 weights, ``engine`` the sparse actor, and ``schedule`` the one that the
-    actor decodes under; with ``closed_loop`` the schedule follows the measured p5, so that p5 holds the config's tau.
-    With a ``dial``, for an engine in ``mode=auto``, responses are verified up to the length that the dial sets.
-    ``benchmarks`` are evaluated as ``config.eval`` says.
+    ``model`` is the dense policy with float32 weights, ``engine`` the sparse actor, and
+    ``schedule`` the one that the actor decodes under; with ``closed_loop`` the schedule follows the
+    measured p5, so that p5 holds the config's tau. With a ``dial``, for an engine in ``mode=auto``,
+    responses are verified up to the length that the dial sets. ``benchmarks`` are evaluated as
+    ``config.eval`` says.
 
-    Raises ConfigError: a run directory in use, a tracker that is not installed, another precision than this process has
-    trained in before, more processes than responses, processes that start from different weights, or an engine that no
-    dial can turn.
+    Raises ConfigError: a run directory in use, a tracker that is not installed, another precision
+    than this process has trained in before, more processes than responses, processes that start
+    from different weights, or an engine that no dial can turn.
     """
 
     def __init__(
@@ -87,14 +90,17 @@ class Trainer:
                 "take mode lossless or lossy"
             )
         self.ceiling = Ceiling()
-        # Of steps that a stopped run had logged after its last checkpoint; a resumed run drafts as much there.
+        # Of steps that a stopped run had logged after its last checkpoint; a resumed run drafts as
+        # much there.
         self._logged_choices: dict[int, list[tuple[int, float, int]]] = {}
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
             mixed_precision=mixed_precision(config.optimizer.precision),
             log_with=list(config.trackers) or None,
             project_dir=config.run_dir,
-            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+            ],
             fsdp_plugin=sharding(model, config.optimizer.precision == "bf16"),
         )
         self.ranks = Ranks(self.accelerator)
@@ -105,12 +111,16 @@ class Trainer:
             self.run_dir.release()
             raise
 
-    def _start(self, model: PreTrainedModel, task: Task, schedule: SparsitySchedule, benchmarks: Benchmarks) -> None:
+    def _start(
+        self, model: PreTrainedModel, task: Task, schedule: SparsitySchedule, benchmarks: Benchmarks
+    ) -> None:
         """Prepare model and optimiser, and read the checkpoint if the run is resumed."""
         config = self.config
         responses = config.rollout.prompts * config.rollout.samples
         if responses < self.ranks.count:
-            raise ConfigError(f"{self.ranks.count} processes cannot share {responses} responses; start fewer")
+            raise ConfigError(
+                f"{self.ranks.count} processes cannot share {responses} responses; start fewer"
+            )
         set_seed(config.seed)
         self.model = model
         self.learner = Learner(config, model, schedule, self.accelerator, self.ranks)
@@ -127,9 +137,11 @@ class Trainer:
     def train(self) -> None:
         """Run to the last step, then save the model to ``run_dir/model``.
 
-        A KeyboardInterrupt is raised again; a run of one process first saves a checkpoint of the last finished step.
+        A KeyboardInterrupt is raised again; a run of one process first saves a checkpoint of the
+        last finished step.
 
-        Raises SparrowError: a verifier, loss or checkpoint failed; the run can be resumed from its last checkpoint.
+        Raises SparrowError: a verifier, loss or checkpoint failed; the run can be resumed from its
+        last checkpoint.
         """
         try:
             self._train()
@@ -141,7 +153,9 @@ class Trainer:
         saved_step = self.step
         try:
             lossless = self.dial or self.config.rollout.mode == "lossless"
-            if not (self.ceiling or lossless or (self.schedule.is_dense and not self.learner.distiller)):
+            if not (
+                self.ceiling or lossless or (self.schedule.is_dense and not self.learner.distiller)
+            ):
                 self._measure_ceiling()
             self.sync()
             self._evaluate()  # of the policy at the start, or at the step where the run was stopped
@@ -157,15 +171,21 @@ class Trainer:
                         f"{guard.reason}; the checkpoint of step {self.step} is saved, and {guard.remedy}"
                     )
         except (KeyboardInterrupt, RewardError, TaskError, EngineError) as error:
-            # Sampling and scoring change no state, and updates are not interrupted: the state is that of self.step.
-            # An interrupt may catch processes at different places, where they cannot save anything together.
-            if self.step > saved_step and (self.ranks.count == 1 or not isinstance(error, KeyboardInterrupt)):
+            # Sampling and scoring change no state, and updates are not interrupted: the state is
+            # that of self.step. An interrupt may catch processes at different places, where they
+            # cannot save anything together.
+            if self.step > saved_step and (
+                self.ranks.count == 1 or not isinstance(error, KeyboardInterrupt)
+            ):
                 self._save()
             raise
         if self.step > saved_step:
             self._save()
-        export(self.learner, self.tokenizer, self.run_dir.path / "model", self.run_dir.path / "adapter")
-        # end_training is not called: it would end the process group, which an engine in this process may still use.
+        export(
+            self.learner, self.tokenizer, self.run_dir.path / "model", self.run_dir.path / "adapter"
+        )
+        # end_training is not called: it would end the process group, which an engine in this
+        # process may still use.
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
@@ -198,7 +218,9 @@ class Trainer:
                 metrics |= {
                     **counters.to_dict(),
                     "seconds": dict(zip(list(clock)[1:], seconds, strict=True)),
-                    "imbalance": {phase: self.ranks.imbalance(phase) for phase in ("rollout", "score")},
+                    "imbalance": {
+                        phase: self.ranks.imbalance(phase) for phase in ("rollout", "score")
+                    },
                 }
                 metrics = {"step": self.step, **metrics}
                 if self.ranks.is_main:
@@ -211,7 +233,9 @@ class Trainer:
         return counters
 
     def _measure_ceiling(self) -> None:
-        """Sample densely from the policy's own weights, to measure the highest p5 that any schedule could have."""
+        """Sample densely from the policy's own weights, to measure the highest p5 that any schedule
+        could have.
+        """
         self.listener("ceiling", {})
         self._push(self.schedule.replace(top_k=(ALL_PAGES,)), self.learner.policy_weights)
         responses = self.config.rollout.prompts * self.config.rollout.samples
@@ -228,13 +252,18 @@ class Trainer:
         if self._evaluator.due(self.step) and self.step not in (row["step"] for row in rows):
             self.listener("eval", {})
             begun = time.perf_counter()
-            lossless = self.config.rollout.mode == "lossless"  # a lossless engine gives samples of the policy anyway
+            lossless = (
+                self.config.rollout.mode == "lossless"
+            )  # a lossless engine gives samples of the policy anyway
             schedule = self.schedule if lossless else self.schedule.replace(top_k=(ALL_PAGES,))
             self._push(schedule, self.learner.policy_weights)
             scores = self._evaluator.scores()
             self.ranks.gather("sleep", self._rest)
             self.sync()
-            rows = [*rows, {"step": self.step, "eval": scores, "seconds": time.perf_counter() - begun}]
+            rows = [
+                *rows,
+                {"step": self.step, "eval": scores, "seconds": time.perf_counter() - begun},
+            ]
             if self.ranks.is_main:
                 self.run_dir.append_evaluation(rows[-1])
                 self.accelerator.log(flatten({"eval": scores}), step=self.step)
@@ -245,7 +274,9 @@ class Trainer:
         """Wake the engine and give it the actor's weights and schedule."""
         self._push(self.schedule, self.learner.actor_weights)
 
-    def _push(self, schedule: SparsitySchedule, get_weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+    def _push(
+        self, schedule: SparsitySchedule, get_weights: Callable[[], Iterator[tuple[str, Tensor]]]
+    ) -> None:
         def push() -> None:
             weights = get_weights()
             try:
@@ -256,7 +287,9 @@ class Trainer:
                     self.engine.verify_up_to(self.dial.verified_up_to)
                 self.engine.update_weights(weights)
             finally:
-                deque(weights, maxlen=0)  # the other processes wait for this one to take part in gathering the rest
+                deque(
+                    weights, maxlen=0
+                )  # the other processes wait for this one to take part in gathering the rest
 
         self.ranks.gather("sync", push)
 
@@ -269,32 +302,50 @@ class Trainer:
         if self.dial:
             exact = dialing.verified(experience.rollouts, assessment.acceptances)
             if any(a.lower.size for a in exact):
-                self.ceiling.measure(pool([a for a in exact if a.lower.size], bin_tokens, seed=self.step))
+                self.ceiling.measure(
+                    pool([a for a in exact if a.lower.size], bin_tokens, seed=self.step)
+                )
         elif self.config.rollout.mode == "lossless":
             self.ceiling.measure(report)
-        elif not self.learner.distiller:  # with an adapter, the actor is another model even where it reads everything
+        elif (
+            not self.learner.distiller
+        ):  # with an adapter, the actor is another model even where it reads everything
             self.ceiling.measure(report, self.schedule.dense_up_to)
         report = self.ceiling.on(report)
-        tokens, ended = np.array([(len(r), r.finish_reason == "stop") for r in experience.rollouts], dtype=float).T
+        tokens, ended = np.array(
+            [(len(r), r.finish_reason == "stop") for r in experience.rollouts], dtype=float
+        ).T
         rewards = [(g.problem.source, parts) for g in experience.drawn for parts in g.parts]
         metrics = {
             "reward": {**reward_metrics(rewards), "prompts": experience.cursor - self.cursor},
             "response": {
-                "mean": tokens.mean(), "max": tokens.max(), "tokens": tokens.sum(), "ended_fraction": ended.mean(),
+                "mean": tokens.mean(),
+                "max": tokens.max(),
+                "tokens": tokens.sum(),
+                "ended_fraction": ended.mean(),
             },
             "entropy": entropy,
             "mismatch": report.to_dict(),
-        }  # fmt: skip
+        }
         return report, metrics
 
-    def _move_schedule(self, experience: Experience, assessment: Assessment, report: MismatchReport) -> Metrics:
+    def _move_schedule(
+        self, experience: Experience, assessment: Assessment, report: MismatchReport
+    ) -> Metrics:
         """Set the schedule of the next rollouts; returns the metrics of the guard and of the dial."""
         if report.bin_tokens != self.schedule.bin_tokens:
-            report = self.ceiling.on(pool(assessment.acceptances, self.schedule.bin_tokens, seed=self.step))
+            report = self.ceiling.on(
+                pool(assessment.acceptances, self.schedule.bin_tokens, seed=self.step)
+            )
         dial_metrics: Metrics = {}
         if self.dial:
             dial_metrics["dial"] = dialing.turn(
-                self.dial, experience.rollouts, assessment.acceptances, self.schedule, self.ceiling, self.step
+                self.dial,
+                experience.rollouts,
+                assessment.acceptances,
+                self.schedule,
+                self.ceiling,
+                self.step,
             )
         self.set_schedule(self.movers.next(self.schedule, report))
         if (complaint := self.movers.complaint(report)) and self.ranks.is_main:
@@ -309,9 +360,16 @@ class Trainer:
         self.schedule = schedule
         self.learner.set_schedule(schedule)
 
-    def _log(self, metrics: Metrics, report: MismatchReport, experience: Experience, assessment: Assessment) -> None:
+    def _log(
+        self,
+        metrics: Metrics,
+        report: MismatchReport,
+        experience: Experience,
+        assessment: Assessment,
+    ) -> None:
         self.accelerator.log(tracked(metrics, report), step=self.step)
-        # The first response to each prompt, then the second ones, so that the token view shows different problems.
+        # The first response to each prompt, then the second ones, so that the token view shows
+        # different problems.
         per_prompt = self.config.rollout.samples
         order = sorted(range(len(experience.rollouts)), key=lambda i: (i % per_prompt, i))
         responses = [
@@ -319,7 +377,9 @@ class Trainer:
                 self.step,
                 experience.problems[i].id,
                 experience.problems[i].prompt,
-                tokens=[str(self.tokenizer.decode([t])) for t in experience.rollouts[i].response_ids],
+                tokens=[
+                    str(self.tokenizer.decode([t])) for t in experience.rollouts[i].response_ids
+                ],
                 acceptance=np.round(assessment.acceptances[i].lower, 4).tolist(),
                 reward=float(experience.rewards[i]),
                 finish_reason=experience.rollouts[i].finish_reason,
@@ -337,10 +397,11 @@ class Trainer:
         save_checkpoint(self.run_dir, self.learner, state, self.config.keep_checkpoints)
 
     def _load(self, given: RunConfig) -> RunConfig:
-        """Load the last checkpoint; returns the configuration to record for a resumption with the settings ``given``.
+        """Load the last checkpoint; returns the configuration to record for a resumption with the
+        settings ``given``.
 
-        Raises ConfigError: a setting differs that may not, see ``resumed``. CheckpointError: the files are damaged, or
-        are those of a model of another size.
+        Raises ConfigError: a setting differs that may not, see ``resumed``. CheckpointError: the
+        files are damaged, or are those of a model of another size.
         """
         checkpoint = self.run_dir.last_checkpoint()
         assert checkpoint is not None, "RunDir refuses to resume without a checkpoint"
@@ -348,15 +409,23 @@ class Trainer:
         before = RunConfig.load(self.run_dir.path)
         changes = resumed(before, self.config, given.schedule, self.step)
         if changes and self.ranks.is_main:
-            log.warning("resuming %s after step %d with other settings: %s", folder.parent.parent, self.step,
-                        describe(changes))  # fmt: skip
+            log.warning(
+                "resuming %s after step %d with other settings: %s",
+                folder.parent.parent,
+                self.step,
+                describe(changes),
+            )
         state = load_checkpoint(folder, self.learner)
         self.cursor = state.cursor
         moved = "schedule.top_k" in changes
         self.set_schedule(given.schedule if moved else state.schedule)
         # The closed loop's floors mean nothing under another tau.
         other_tau = not changes.keys().isdisjoint(("tau", "relative_tau"))
-        memory = {name: saved for name, saved in state.steering.items() if not (other_tau and name == "closed_loop")}
+        memory = {
+            name: saved
+            for name, saved in state.steering.items()
+            if not (other_tau and name == "closed_loop")
+        }
         self.movers.load(memory)
         self.ceiling.load(state.steering.get("ceiling", ()))
         if self.dial and "dial" in state.steering:
@@ -365,7 +434,9 @@ class Trainer:
         if samples_alike and isinstance(self.engine, DraftReplayer) and self.ranks.count == 1:
             rows = self.run_dir.logged_after(self.step)
             self._logged_choices = {
-                row["step"]: row["drafts"]["choices"] for row in rows if "choices" in row.get("drafts", {})
+                row["step"]: row["drafts"]["choices"]
+                for row in rows
+                if "choices" in row.get("drafts", {})
             }
         self.ranks.on_main("resume", lambda: self.run_dir.truncate(self.step))
         entry = [{"step": self.step, "changed": changes}] if changes else []

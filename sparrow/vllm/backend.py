@@ -1,11 +1,13 @@
-"""The sparse attention backend, written once: two mixins over whatever backend vLLM has for the device.
+"""The sparse attention backend, written once: two mixins over whatever backend vLLM has for the
+device.
 
-Prefill, and the layers a schedule keeps dense, stay vLLM's own. Decode steps of the other layers read the
-pages that ``sparrow.attention`` selects. A page's landmark lies in the padded tail of the KV block the page
-is in, so vLLM accounts for it, and the landmarks are shared, reused or freed with their block. So do the scales of
-keys and values in int8, before the landmarks.
+Prefill, and the layers a schedule keeps dense, stay vLLM's own. Decode steps of the other layers
+read the pages that ``sparrow.attention`` selects. A page's landmark lies in the padded tail of the
+KV block the page is in, so vLLM accounts for it, and the landmarks are shared, reused or freed with
+their block. So do the scales of keys and values in int8, before the landmarks.
 
-Shapes: B decode rows, N block tokens, P page size, K kv heads, D head dim, M blocks of the longest sequence.
+Shapes: B decode rows, N block tokens, P page size, K kv heads, D head dim, M blocks of the longest
+sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from sparrow import attention
 from sparrow.attention.pages import FP8
 from sparrow.errors import ConfigError
 from sparrow.vllm import config, fp8
-from sparrow.vllm.kv_cache import STORED, copied_blocks, copy_blocks, groups, tail_of_blocks, with_tail
+from sparrow.vllm.kv_cache import (
+    STORED,
+    copied_blocks,
+    copy_blocks,
+    groups,
+    tail_of_blocks,
+    with_tail,
+)
 from sparrow.vllm.runtime import Runtime, find
 
 if TYPE_CHECKING:
@@ -39,21 +48,26 @@ class Prefill(NamedTuple):
     """Rows of a batch that vLLM's own attention serves."""
 
     tokens: slice  # of the batch
-    # vLLM's own, of these rows; None: that of the whole batch, which holds the step. A reference to it would leave the
-    # tensors of every step to the garbage collector.
+    # vLLM's own, of these rows; None: that of the whole batch, which holds the step. A reference to
+    # it would leave the tensors of every step to the garbage collector.
     metadata: Any = None
-    blocks: Tensor | None = None  # those of a quantised cache that vLLM reads as a copy; None: it reads the cache
+    blocks: Tensor | None = (
+        None  # those of a quantised cache that vLLM reads as a copy; None: it reads the cache
+    )
 
 
 class LayerGroup:
-    """The layers of one KV cache group, which keep a token in the same slot: their landmarks are updated together.
+    """The layers of one KV cache group, which keep a token in the same slot: their landmarks are
+    updated together.
 
-    One launch for all layers costs the host, and the CUDA graph of a dense step, less than one for each.
+    One launch for all layers costs the host, and the CUDA graph of a dense step, less than one for
+    each.
     """
 
     def __init__(self, layers: Iterable[Any]) -> None:
         self._layers = sorted(
-            (x for x in layers if x.impl.has_landmarks), key=lambda x: extract_layer_index(x.layer_name)
+            (x for x in layers if x.impl.has_landmarks),
+            key=lambda x: extract_layer_index(x.layer_name),
         )
         self._caches: attention.CachedLayers | None = None
 
@@ -67,12 +81,21 @@ class LayerGroup:
             layer.impl.dense_step = step
 
     def update_landmarks(self, slot_mapping_T: Tensor) -> None:
-        """Write the landmarks of the pages that these slots complete, in all layers; call it after the last layer."""
+        """Write the landmarks of the pages that these slots complete, in all layers; call it after
+        the last layer.
+        """
         impl = self._layers[-1].impl
-        if self._caches is None:  # all layers have run by now, and a builder is made anew with the caches
-            self._caches = attention.CachedLayers([layer.impl.cached_keys() for layer in self._layers])
+        if (
+            self._caches is None
+        ):  # all layers have run by now, and a builder is made anew with the caches
+            self._caches = attention.CachedLayers(
+                [layer.impl.cached_keys() for layer in self._layers]
+            )
         attention.update_landmarks(
-            self._caches, slot_mapping_T, layout=impl.runtime.layout, implementation=impl.kernels.implementation
+            self._caches,
+            slot_mapping_T,
+            layout=impl.runtime.layout,
+            implementation=impl.kernels.implementation,
         )
 
 
@@ -81,17 +104,21 @@ class Step(NamedTuple):
 
     rows: int  # sequences with one query token
     lengths: Tensor  # int32 [B], cached tokens of these rows, 0 in the padding rows of a CUDA graph
-    # int32 [B], pages kept by score, ``ALL_PAGES`` for rows that are still in prefill; written by the first attention
-    # layer
+    # int32 [B], pages kept by score, ``ALL_PAGES`` for rows that are still in prefill; written by
+    # the first attention layer
     top_k: Tensor
     block_table: Tensor  # int32 [B, M]
     prefills: tuple[Prefill, ...]  # the remaining rows
-    layers: LayerGroup | None = None  # those that store the tokens of ``prefills``; None: a step without any
-    # int32 [B], ``ALL_PAGES`` in every row; only where dense layers run Sparrow's kernels too: in draft steps, and with
-    # a cache in 8 bits
+    layers: LayerGroup | None = (
+        None  # those that store the tokens of ``prefills``; None: a step without any
+    )
+    # int32 [B], ``ALL_PAGES`` in every row; only where dense layers run Sparrow's kernels too: in
+    # draft steps, and with a cache in 8 bits
     everything: Tensor | None = None
     may_reuse_plan: bool = True  # whether layers may reuse a plan where ``attach`` found they can
-    has_page_counts: bool = False  # whether ``top_k`` was written, and the step counted, by whoever runs the model
+    has_page_counts: bool = (
+        False  # whether ``top_k`` was written, and the step counted, by whoever runs the model
+    )
 
 
 class CacheViews(NamedTuple):
@@ -100,35 +127,50 @@ class CacheViews(NamedTuple):
     keys: Tensor  # [blocks, K, N, D]
     values: Tensor  # [blocks, K, N, D]
     landmarks: Tensor  # [blocks, N / P, K, D]
-    scales: attention.CacheScales | None  # of a cache in 8 bits; only those of int8 lie in the cache
+    scales: (
+        attention.CacheScales | None
+    )  # of a cache in 8 bits; only those of int8 lie in the cache
 
 
 class SparseBuilder(VLLMClass):
     """Mixin over a vLLM metadata builder: splits a batch, once per step."""
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.runtime = find(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
-        self._layers = LayerGroup(layers[name] for name in layer_names if isinstance(layers[name].impl, SparseImpl))
+        self._layers = LayerGroup(
+            layers[name] for name in layer_names if isinstance(layers[name].impl, SparseImpl)
+        )
         self._max_blocks = -(-vllm_config.model_config.max_model_len // kv_cache_spec.block_size)
         if self.runtime is None:
             return
         if not self.runtime.is_lossless:
             self._init_reorder_batch_threshold(1)
             return
-        # Whatever vLLM itself runs in lossless mode is dense: prefill, verification, and steps without drafts. Its
-        # layers know that, and metadata is built by vLLM alone.
-        nothing, whole_batch = torch.empty(0, dtype=torch.int32, device=device), Prefill(slice(None))
-        self._layers.set_dense(Step(0, nothing, nothing, nothing.view(0, 1), (whole_batch,), self._layers))
+        # Whatever vLLM itself runs in lossless mode is dense: prefill, verification, and steps
+        # without drafts. Its layers know that, and metadata is built by vLLM alone.
+        nothing, whole_batch = (
+            torch.empty(0, dtype=torch.int32, device=device),
+            Prefill(slice(None)),
+        )
+        self._layers.set_dense(
+            Step(0, nothing, nothing, nothing.view(0, 1), (whole_batch,), self._layers)
+        )
         self.build = super().build  # type: ignore[method-assign]
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """Never: a shared prefix would be read whole."""
         return False
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """vLLM's metadata, with a ``Step`` as its attribute ``sparrow`` if the engine decodes by a schedule."""
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
+        """vLLM's metadata, with a ``Step`` as its attribute ``sparrow`` if the engine decodes by a
+        schedule.
+        """
         common = common_attn_metadata
         if self.runtime is None:
             return super().build(common_prefix_len, common, fast_build)
@@ -136,10 +178,13 @@ class SparseBuilder(VLLMClass):
         rows, prefill_rows, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         prefills: list[Prefill] = []
         if self.runtime.cache_in_8_bits is not None:
-            if prefill_rows or not (self.runtime.fp8_cache is None or self.runtime.fp8_cache.is_set):
+            if prefill_rows or not (
+                self.runtime.fp8_cache is None or self.runtime.fp8_cache.is_set
+            ):
                 prefills = self._copied_prefills(common, rows)
         elif prefill_rows:
-            # Leaves out the schedule that FlashAttention 3 computes ahead: its one buffer belongs to the full batch.
+            # Leaves out the schedule that FlashAttention 3 computes ahead: its one buffer belongs
+            # to the full batch.
             rest = super().build(0, _rows(common, rows, rows + prefill_rows), fast_build=True)
             prefills = [Prefill(slice(tokens, None), rest)]
         metadata.sparrow = Step(
@@ -149,7 +194,9 @@ class SparseBuilder(VLLMClass):
             block_table=common.block_table_tensor[:rows, : self._max_blocks],
             prefills=tuple(prefills),
             layers=self._layers,
-            everything=None if self.runtime.cache_in_8_bits is None else self.runtime.everything(rows),
+            everything=None
+            if self.runtime.cache_in_8_bits is None
+            else self.runtime.everything(rows),
         )
         return metadata
 
@@ -157,19 +204,26 @@ class SparseBuilder(VLLMClass):
         """The rows after the first ``rows``, in groups that read a copy of their blocks."""
         assert self.runtime is not None
         upper_bound, start = common.seq_lens_cpu_upper_bound, common.query_start_loc_cpu.numpy()
-        lengths = (common.seq_lens.cpu() if upper_bound is None else upper_bound).numpy()[: common.num_reqs]
+        lengths = (common.seq_lens.cpu() if upper_bound is None else upper_bound).numpy()[
+            : common.num_reqs
+        ]
         block_tokens = self.kv_cache_spec.block_size
         if self.runtime.fp8_cache is not None:
             flags = common.is_prefilling
             in_prefill = 0 if flags is None else int(np.count_nonzero(flags.numpy()[:rows]))
-            table, computed = common.block_table_tensor[: common.num_reqs], lengths - np.diff(start)[: common.num_reqs]
+            table, computed = (
+                common.block_table_tensor[: common.num_reqs],
+                lengths - np.diff(start)[: common.num_reqs],
+            )
             self.runtime.fp8_cache.begin_step(in_prefill, table, computed, block_tokens)
         lengths = lengths[rows:]
         prefills = []
         for first, last in groups(lengths) if len(lengths) else ():
             part = _rows(common, rows + first, rows + last)
             copied = copied_blocks(part.block_table_tensor, lengths[first:last], block_tokens)
-            metadata = super().build(0, part.replace(block_table_tensor=copied.table), fast_build=True)
+            metadata = super().build(
+                0, part.replace(block_table_tensor=copied.table), fast_build=True
+            )
             tokens = slice(int(start[rows + first]), int(start[rows + last]))
             prefills.append(Prefill(tokens, metadata, copied.blocks))
         return prefills
@@ -212,7 +266,9 @@ class SparseImpl(VLLMClass):
         asked.apply_defaults()
         config.check_layer(asked.arguments)
         decoding = config.requested(get_current_vllm_config())
-        if asked.arguments["kv_cache_dtype"] in STORED and (decoding is None or decoding.mode != "lossless"):
+        if asked.arguments["kv_cache_dtype"] in STORED and (
+            decoding is None or decoding.mode != "lossless"
+        ):
             asked.arguments["kv_cache_dtype"] = "auto"  # vLLM's own attention reads a 16-bit copy
         super().__init__(*asked.args, **asked.kwargs)
         if asked.arguments["kv_cache_dtype"] not in STORED:
@@ -228,18 +284,27 @@ class SparseImpl(VLLMClass):
 
     @property
     def is_in_8_bits(self) -> bool:
-        """Whether Sparrow's kernels read the layer's cache in every decode step, and vLLM's own a copy.
+        """Whether Sparrow's kernels read the layer's cache in every decode step, and vLLM's own a
+        copy.
 
         In lossless mode what is dense is vLLM's, in 8 bits too.
         """
         runtime = self.runtime
-        return runtime is not None and runtime.cache_in_8_bits is not None and not runtime.is_lossless
+        return (
+            runtime is not None and runtime.cache_in_8_bits is not None and not runtime.is_lossless
+        )
 
     @property
     def decodes_next(self) -> bool:
-        """Whether Sparrow's kernels may decode next in this layer: not in the dense passes of lossless mode."""
+        """Whether Sparrow's kernels may decode next in this layer: not in the dense passes of
+        lossless mode.
+        """
         runtime = self.runtime
-        return self.is_sparse_layer and runtime is not None and (runtime.is_drafting or not runtime.is_lossless)
+        return (
+            self.is_sparse_layer
+            and runtime is not None
+            and (runtime.is_drafting or not runtime.is_lossless)
+        )
 
     def cache_views(self, layer: Any, kv_cache: Tensor) -> CacheViews:
         """Keys, values, landmarks and scales of the layer's cache."""
@@ -259,7 +324,9 @@ class SparseImpl(VLLMClass):
                 )
             marks = tail_of_blocks(kv_cache, scales_end, dtype, (blocks, pages, K, D))
             scales = None if self.fp8_scales is None else self.fp8_scales.values
-            if keys.dtype == torch.int8:  # those of a head's keys, then of its values, are each one aligned piece
+            if (
+                keys.dtype == torch.int8
+            ):  # those of a head's keys, then of its values, are each one aligned piece
                 exponents = tail_of_blocks(kv_cache, interior, torch.uint8, (blocks, K, 2, N))
                 scales = attention.CacheScales(exponents[:, :, 0], exponents[:, :, 1])
             self._viewed, self._cached_views = kv_cache, CacheViews(keys, values, marks, scales)
@@ -268,12 +335,22 @@ class SparseImpl(VLLMClass):
     def cached_keys(self) -> tuple[Tensor, ...]:
         """Keys, landmarks and, of int8, the keys' scales of the cache that the layer ran with last."""
         keys, _, marks, scales = self._cached_views
-        return (keys, marks) if scales is None or keys.dtype != torch.int8 else (keys, marks, scales.k)
+        return (
+            (keys, marks) if scales is None or keys.dtype != torch.int8 else (keys, marks, scales.k)
+        )
 
     def store(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, store_tokens: Any
+        self,
+        layer: Any,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        store_tokens: Any,
     ) -> None:
-        """Write new keys and values with one of the functions ``store_tokens`` of ``sparrow.attention``."""
+        """Write new keys and values with one of the functions ``store_tokens`` of
+        ``sparrow.attention``.
+        """
         clipped = None
         if self.fp8_scales is not None:
             self.fp8_scales.settle(key, value, slot_mapping)
@@ -294,13 +371,23 @@ class SparseImpl(VLLMClass):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Attention of one layer; ``query`` and ``output`` are ``[tokens, heads, D]``."""
-        step: Step | None = None if attn_metadata is None else getattr(attn_metadata, "sparrow", self.dense_step)
+        step: Step | None = (
+            None if attn_metadata is None else getattr(attn_metadata, "sparrow", self.dense_step)
+        )
         if self.begins_step and step is not None and step.rows and not step.has_page_counts:
             assert self.runtime is not None
             self.runtime.look_up(step.lengths)
         if step is None or not self.has_landmarks:
             return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
             )
         assert self.runtime is not None
         B = step.rows
@@ -314,21 +401,38 @@ class SparseImpl(VLLMClass):
         if B:
             if query.dtype == FP8:  # as vLLM's own attention takes them from such a cache
                 query = query[:B].to(output.dtype) * layer._q_scale.to(output.dtype)
-            top_k = step.top_k if self.is_sparse_layer or step.everything is None else step.everything
+            top_k = (
+                step.top_k if self.is_sparse_layer or step.everything is None else step.everything
+            )
             attention.paged_decode(
-                query[:B], keys, values, marks, step.block_table, step.lengths, top_k,
-                layout=self.runtime.layout, scale=self.scale, out=output[:B], implementation=self.kernels.of(B),
-                cache_scales=scales, workspace=self.runtime.workspace, head_budgets_K=self.head_budgets,
+                query[:B],
+                keys,
+                values,
+                marks,
+                step.block_table,
+                step.lengths,
+                top_k,
+                layout=self.runtime.layout,
+                scale=self.scale,
+                out=output[:B],
+                implementation=self.kernels.of(B),
+                cache_scales=scales,
+                workspace=self.runtime.workspace,
+                head_budgets_K=self.head_budgets,
                 reuse_plan=step.may_reuse_plan and not self.begins_decode,
-            )  # fmt: skip
+            )
         return output
 
     def _copy(self, layer: Any, query: Tensor, kv_cache: Tensor, blocks: Tensor | None) -> Tensor:
-        """What vLLM's own attention reads: the cache or, of one in 8 bits, these blocks in the query's dtype."""
+        """What vLLM's own attention reads: the cache or, of one in 8 bits, these blocks in the
+        query's dtype.
+        """
         keys, values, _, scales = self.cache_views(layer, kv_cache)
         if blocks is None or scales is None:
             return kv_cache
-        copy = torch.empty((len(blocks), *kv_cache.shape[1:]), dtype=query.dtype, device=query.device)
+        copy = torch.empty(
+            (len(blocks), *kv_cache.shape[1:]), dtype=query.dtype, device=query.device
+        )
         to_keys, to_values = self.key_value(layer, copy)
         copy_blocks(keys, blocks, scales.k, to_keys)
         copy_blocks(values, blocks, scales.v, to_values)
@@ -336,8 +440,8 @@ class SparseImpl(VLLMClass):
 
 
 def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
-    """Tie a layer to its worker's runtime and make room for its landmarks and, of int8, scales; returns the padded
-    KV cache spec.
+    """Tie a layer to its worker's runtime and make room for its landmarks and, of int8, scales;
+    returns the padded KV cache spec.
 
     Raises ConfigError: blocks that do not hold whole pages, or that vLLM pads for another purpose.
     """
@@ -350,14 +454,20 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
             f"set block_size to a multiple of {schedule.page_size}"
         )
     if getattr(spec, "page_size_padded", None) is not None:
-        raise ConfigError("vLLM pads this model's KV blocks for itself; Sparrow cannot put landmarks there")
+        raise ConfigError(
+            "vLLM pads this model's KV blocks for itself; Sparrow cannot put landmarks there"
+        )
     runtime = find(vllm_config)
     if runtime is None:
         scheduler = vllm_config.scheduler_config
-        graph_rows = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0
+        graph_rows = (
+            getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0
+        )
         max_rows, device = max(scheduler.max_num_seqs, graph_rows), layer._k_scale.device
         max_length = vllm_config.model_config.max_model_len
-        runtime = Runtime(decoding, max_rows, max(max_length, scheduler.max_num_batched_tokens), device)
+        runtime = Runtime(
+            decoding, max_rows, max(max_length, scheduler.max_num_batched_tokens), device
+        )
         runtime.backend = f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"
         max_pages = -(-max_length // spec.block_size) * spec.block_size // schedule.page_size
         runtime.workspace = layer.impl.make_workspace(max_rows, max_pages, device)
@@ -367,29 +477,46 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         model_dtype = vllm_config.model_config.dtype if stored else spec.dtype
         runtime.landmark_dtype = runtime.layout.landmark_type(model_dtype)
         runtime.kernels = attention.choose(
-            config.kernels(vllm_config), page_size=schedule.page_size, head_dim=spec.head_size,
-            kv_heads=spec.num_kv_heads, group=layer.impl.num_queries_per_kv, dtype=stored or spec.dtype,
-            device=device, landmark_dtype=schedule.landmark_dtype,
-        )  # fmt: skip
-        layer.impl.begins_step = True  # vLLM asks in the order of the model, so this layer is the first
+            config.kernels(vllm_config),
+            page_size=schedule.page_size,
+            head_dim=spec.head_size,
+            kv_heads=spec.num_kv_heads,
+            group=layer.impl.num_queries_per_kv,
+            dtype=stored or spec.dtype,
+            device=device,
+            landmark_dtype=schedule.landmark_dtype,
+        )
+        layer.impl.begins_step = (
+            True  # vLLM asks in the order of the model, so this layer is the first
+        )
     index = extract_layer_index(layer.layer_name)
     layer.impl.is_sparse_layer = index not in schedule.dense_layers
     stored = runtime.cache_in_8_bits
-    layer.impl.has_landmarks = layer.impl.is_sparse_layer or runtime.is_lossless or stored is not None
+    layer.impl.has_landmarks = (
+        layer.impl.is_sparse_layer or runtime.is_lossless or stored is not None
+    )
     if runtime.fp8_cache is not None and layer.impl.fp8_scales is None:
         layer.impl.fp8_scales = fp8.LayerScales(spec.num_kv_heads, runtime.fp8_cache, layer)
     layer.impl.kernels = runtime.kernels
     if layer.impl.runtime is None:
         layer.impl.runtime = runtime
         if layer.impl.is_sparse_layer and schedule.head_budgets:
-            rank, ranks = get_tensor_model_parallel_rank(), vllm_config.parallel_config.tensor_parallel_size
+            rank, ranks = (
+                get_tensor_model_parallel_rank(),
+                vllm_config.parallel_config.tensor_parallel_size,
+            )
             layer.impl.head_budgets = runtime.head_budgets(index, spec.num_kv_heads, rank, ranks)
-        (runtime.sparse_layers if layer.impl.is_sparse_layer else runtime.dense_layers).append(index)
-        # The kernels' division of a step's work holds for the next layer that decodes with the same page counts.
+        (runtime.sparse_layers if layer.impl.is_sparse_layer else runtime.dense_layers).append(
+            index
+        )
+        # The kernels' division of a step's work holds for the next layer that decodes with the same
+        # page counts.
         if layer.impl.has_landmarks:
             layer.impl.begins_decode = runtime.last_decoded is not layer.impl.is_sparse_layer
             runtime.last_decoded = layer.impl.is_sparse_layer
-    spec, runtime.landmark_share = with_tail(spec, schedule.page_size, runtime.landmark_dtype, stored)
+    spec, runtime.landmark_share = with_tail(
+        spec, schedule.page_size, runtime.landmark_dtype, stored
+    )
     return spec
 
 

@@ -14,8 +14,12 @@ if TYPE_CHECKING:
     from sparrow.attention import Implementation
 
 KEY = lossless.ENGINE_KEY
-KERNELS_KEY = "sparrow_kernels"  # the entry that says which kernels decode, if not the fastest that can
-MODE_ENVIRONMENT = "SPARROW_MODE"  # these variables say how to decode, for frameworks that pass nothing to vLLM
+KERNELS_KEY = (
+    "sparrow_kernels"  # the entry that says which kernels decode, if not the fastest that can
+)
+MODE_ENVIRONMENT = (
+    "SPARROW_MODE"  # these variables say how to decode, for frameworks that pass nothing to vLLM
+)
 ENVIRONMENT = "SPARROW_SCHEDULE"
 KERNELS_ENVIRONMENT = "SPARROW_KERNELS"  # the variable that says which kernels decode
 KERNELS = ("cuda", "triton")
@@ -25,34 +29,42 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", *kv_cache.STORED)
 def from_environment() -> Decoding | None:
     """What ``SPARROW_MODE`` and ``SPARROW_SCHEDULE`` ask for, or None if both are unset or empty.
 
-    A schedule alone means lossy; in lossless mode it says what drafts read. A mode with further settings is written as
-    JSON, as in ``additional_config``.
+    A schedule alone means lossy; in lossless mode it says what drafts read. A mode with further
+    settings is written as JSON, as in ``additional_config``.
 
-    Raises ConfigError: values that ``Decoding.load`` cannot read, or a schedule besides a mode written as JSON.
+    Raises ConfigError: values that ``Decoding.load`` cannot read, or a schedule besides a mode
+    written as JSON.
     """
     mode, schedule = (os.environ.get(name, "").strip() for name in (MODE_ENVIRONMENT, ENVIRONMENT))
     if not mode:
         return Decoding.lossy(schedule) if schedule else None
     if mode.startswith("{"):
         if schedule:
-            raise ConfigError(f"{MODE_ENVIRONMENT}={mode!r} holds all settings; unset {ENVIRONMENT}={schedule!r}")
+            raise ConfigError(
+                f"{MODE_ENVIRONMENT}={mode!r} holds all settings; unset {ENVIRONMENT}={schedule!r}"
+            )
         return Decoding.load(mode)
     key = "draft_schedule" if mode == "lossless" else "schedule"
     return Decoding.load({"mode": mode, **({key: schedule} if schedule else {})})
 
 
 def requested(vllm_config: Any) -> Decoding | None:
-    """How an engine was asked to decode: ``additional_config`` first, then the environment; None: like stock vLLM."""
+    """How an engine was asked to decode: ``additional_config`` first, then the environment; None:
+    like stock vLLM.
+    """
     value = additional(vllm_config, KEY)
     return from_environment() if value is None else Decoding.load(value)
 
 
 def kernels(vllm_config: Any) -> Implementation | None:
-    """The kernels an engine was asked to decode with, ``additional_config`` first; None means the fastest that can.
+    """The kernels an engine was asked to decode with, ``additional_config`` first; None means the
+    fastest that can.
 
     Raises ConfigError: a name that no kernels have.
     """
-    name: Any = additional(vllm_config, KERNELS_KEY) or os.environ.get(KERNELS_ENVIRONMENT, "").strip()
+    name: Any = (
+        additional(vllm_config, KERNELS_KEY) or os.environ.get(KERNELS_ENVIRONMENT, "").strip()
+    )
     if name and name not in KERNELS:
         raise ConfigError(f"unknown {KERNELS_KEY} {name!r}, expected one of {KERNELS}")
     return name or None
@@ -66,10 +78,15 @@ def additional(vllm_config: Any, key: str) -> Any:
 def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
     """Refuse, by name, what would be decoded densely or wrongly.
 
-    Raises UnsupportedModel: a kind of model or attention that Sparrow does not select pages from. ConfigError: a vLLM
-    feature that has to be switched off, or a schedule that does not match the model.
+    Raises UnsupportedModel: a kind of model or attention that Sparrow does not select pages from.
+    ConfigError: a vLLM feature that has to be switched off, or a schedule that does not match the
+    model.
     """
-    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    model, parallel, cache = (
+        vllm_config.model_config,
+        vllm_config.parallel_config,
+        vllm_config.cache_config,
+    )
     name = getattr(model, "architecture", None) or model.model
     _refuse(
         name,
@@ -78,39 +95,67 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         (model.is_hybrid or model.is_attention_free, "layers without attention"),
         (model.runner_type != "generate", f"the runner {model.runner_type!r}"),
     )
-    spec, is_lossless, dtype = vllm_config.speculative_config, decoding.mode == "lossless", cache.cache_dtype
+    spec, is_lossless, dtype = (
+        vllm_config.speculative_config,
+        decoding.mode == "lossless",
+        cache.cache_dtype,
+    )
     cases = (
-        (spec is not None and not is_lossless, f"speculative decoding ({getattr(spec, 'method', None)}); drop "
-         "speculative_config"),
-        (vllm_config.kv_transfer_config is not None, "a KV connector; drop kv_transfer_config: it would not carry the "
-         "landmarks"),
-        (parallel.decode_context_parallel_size > 1, "decode context parallelism; set decode_context_parallel_size=1"),
-        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism; set it to 1"),
+        (
+            spec is not None and not is_lossless,
+            f"speculative decoding ({getattr(spec, 'method', None)}); drop speculative_config",
+        ),
+        (
+            vllm_config.kv_transfer_config is not None,
+            "a KV connector; drop kv_transfer_config: it would not carry the landmarks",
+        ),
+        (
+            parallel.decode_context_parallel_size > 1,
+            "decode context parallelism; set decode_context_parallel_size=1",
+        ),
+        (
+            getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "prefill context parallelism; set it to 1",
+        ),
         (parallel.use_ubatching, "dual-batch overlap; drop enable_dbo"),
-        (dtype not in KV_CACHE_DTYPES, f"kv_cache_dtype={dtype!r}; set kv_cache_dtype='auto', 'fp8' or "
-         f"{kv_cache.INT8!r}"),
-        (dtype == kv_cache.INT8 and is_lossless, f"kv_cache_dtype={kv_cache.INT8!r} in lossless mode, where vLLM would "
-         "have to read int8 itself; set kv_cache_dtype='auto' or 'fp8', or mode 'lossy'"),
-        (bool(getattr(cache, "kv_cache_dtype_skip_layers", None)), "a KV cache of several dtypes "
-         "(kv_cache_dtype_skip_layers); drop it"),
-        (bool(getattr(cache, "calculate_kv_scales", False)), "vLLM's own KV scales; drop calculate_kv_scales: Sparrow "
-         "sets scales itself"),
-    )  # fmt: skip
+        (
+            dtype not in KV_CACHE_DTYPES,
+            f"kv_cache_dtype={dtype!r}; set kv_cache_dtype='auto', 'fp8' or {kv_cache.INT8!r}",
+        ),
+        (
+            dtype == kv_cache.INT8 and is_lossless,
+            f"kv_cache_dtype={kv_cache.INT8!r} in lossless mode, where vLLM would "
+            "have to read int8 itself; set kv_cache_dtype='auto' or 'fp8', or mode 'lossy'",
+        ),
+        (
+            bool(getattr(cache, "kv_cache_dtype_skip_layers", None)),
+            "a KV cache of several dtypes (kv_cache_dtype_skip_layers); drop it",
+        ),
+        (
+            bool(getattr(cache, "calculate_kv_scales", False)),
+            "vLLM's own KV scales; drop calculate_kv_scales: Sparrow sets scales itself",
+        ),
+    )
     refuse(ConfigError, cases, "Sparrow does not decode with ")
     if not on_cpu:
         from sparrow.attention.decode import HEAD_DIMS
 
         if model.get_head_size() not in HEAD_DIMS:
-            raise UnsupportedModel(f"{name} has heads of {model.get_head_size()}; the decode kernels take {HEAD_DIMS}")
+            raise UnsupportedModel(
+                f"{name} has heads of {model.get_head_size()}; the decode kernels take {HEAD_DIMS}"
+            )
     if is_lossless:
         lossless.check_supported(vllm_config)
         if decoding.draft_weights == "fp8":
             lossless.check_draft_weights(vllm_config, on_cpu)
-    decoding.schedule.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads())
+    decoding.schedule.check_model(
+        model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
+    )
 
 
 def check_layer(asked: Mapping[str, Any]) -> None:
-    """Refuse, by name, an attention layer whose decode is not plain softmax over the whole sequence.
+    """Refuse, by name, an attention layer whose decode is not plain softmax over the whole
+    sequence.
 
     Args:
         asked: the arguments of vLLM's attention implementation.

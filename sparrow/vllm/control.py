@@ -1,4 +1,6 @@
-"""What Sparrow adds to every vLLM worker: a check at start, and methods to call with ``collective_rpc``."""
+"""What Sparrow adds to every vLLM worker: a check at start, and methods to call with
+``collective_rpc``.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,18 @@ def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
 def sparrow_counters(self: Any) -> dict[str, int]:
     """What this worker's decode steps did since the last call, graph warm-up included in the first.
 
-    ``rows`` counts sequences times steps. ``tokens_read`` counts the cached tokens that were read, ``tokens_held``
-    those that a dense actor would have read, both over rows and this worker's layers; ``pages_read`` counts the pages
-    read in sparse layers. Rows that read everything are counted by reason: ``dense_rows_schedule`` (a bin without
-    limit), ``dense_rows_short`` (no more pages than would be kept) and ``dense_rows_prefill`` (a one-token chunk of a
-    prompt, not in ``rows``). ``preemptions`` counts sequences whose cache vLLM dropped, to prefill them again. With an
-    fp8 KV cache ``kv_clipped`` counts tokens, once in each layer, with a key or value beyond the range of its scale.
+    ``rows`` counts sequences times steps. ``tokens_read`` counts the cached tokens that were read,
+    ``tokens_held`` those that a dense actor would have read, both over rows and this worker's
+    layers; ``pages_read`` counts the pages read in sparse layers. Rows that read everything are
+    counted by reason: ``dense_rows_schedule`` (a bin without limit), ``dense_rows_short`` (no more
+    pages than would be kept) and ``dense_rows_prefill`` (a one-token chunk of a prompt, not in
+    ``rows``). ``preemptions`` counts sequences whose cache vLLM dropped, to prefill them again.
+    With an fp8 KV cache ``kv_clipped`` counts tokens, once in each layer, with a key or value
+    beyond the range of its scale.
 
-    In lossless mode, rows are those of draft steps, ``tokens_read`` includes verification, and ``tokens_held`` is what
-    dense decoding would have read for the ``emitted`` tokens; ``drafted`` and ``accepted`` count tokens too.
+    In lossless mode, rows are those of draft steps, ``tokens_read`` includes verification, and
+    ``tokens_held`` is what dense decoding would have read for the ``emitted`` tokens; ``drafted``
+    and ``accepted`` count tokens too.
     """
     return _runtime(self).counters()
 
@@ -41,11 +46,12 @@ def sparrow_counters(self: Any) -> dict[str, int]:
 def sparrow_acceptance(self: Any) -> dict[str, Any]:
     """How the drafts of lossless mode fared since the last call; other modes have none.
 
-    ``cycles``: dense passes by the number of tokens drafted after them. ``bins``: by length, how many drafts
-    verification looked at, the mean of their acceptance and its 5th percentile. ``acceptance``: the same as counts, for
-    ``DraftAcceptance.from_dict``. ``budgets``: both by what drafts read, as ``multiple`` of their schedule, where that
-    adapts. ``metered``: bins and acceptance of the schedule ``meter_schedule``, if one was asked for. All of it is for
-    a dense history: a lossy actor reads what it wrote itself and has lower acceptance.
+    ``cycles``: dense passes by the number of tokens drafted after them. ``bins``: by length, how
+    many drafts verification looked at, the mean of their acceptance and its 5th percentile.
+    ``acceptance``: the same as counts, for ``DraftAcceptance.from_dict``. ``budgets``: both by what
+    drafts read, as ``multiple`` of their schedule, where that adapts. ``metered``: bins and
+    acceptance of the schedule ``meter_schedule``, if one was asked for. All of it is for a dense
+    history: a lossy actor reads what it wrote itself and has lower acceptance.
     """
     return _runtime(self).acceptance()
 
@@ -56,11 +62,14 @@ def sparrow_describe(self: Any) -> dict[str, Any]:
 
 
 def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str) -> None:
-    """Take weights by Hugging Face name, from this process or from a safetensors file; reset the prefix cache after.
+    """Take weights by Hugging Face name, from this process or from a safetensors file; reset the
+    prefix cache after.
 
-    An engine that quantises its weights (``quantization="fp8"``) does so again, and needs all of a layer in one call.
+    An engine that quantises its weights (``quantization="fp8"``) does so again, and needs all of a
+    layer in one call.
 
-    Raises ConfigError: a name that the model does not have, or a part of a layer that is quantised as a whole.
+    Raises ConfigError: a name that the model does not have, or a part of a layer that is quantised
+    as a whole.
     """
     if isinstance(weights, str):
         from safetensors.torch import load_file
@@ -70,10 +79,15 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
         if self.vllm_config.quant_config is None:
             self.model_runner.model.load_weights(weights)
         else:
-            # A generator: vLLM need not hold the weights of all layers, and what it misses shows at the end.
-            self.model_runner.reload_weights(weights_iterator=_whole(weights, self.model_runner.model))
+            # A generator: vLLM need not hold the weights of all layers, and what it misses shows at
+            # the end.
+            self.model_runner.reload_weights(
+                weights_iterator=_whole(weights, self.model_runner.model)
+            )
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"vLLM cannot take these weights: {error}; give them by Hugging Face name") from error
+        raise ConfigError(
+            f"vLLM cannot take these weights: {error}; give them by Hugging Face name"
+        ) from error
 
 
 def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[str, Tensor]]:
@@ -85,15 +99,23 @@ def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[
     for parts in getattr(model, "packed_modules_mapping", {}).values():
         for name in given:
             part = next((each for each in parts if f".{each}." in name), None)
-            missing = [each for each in parts if part and name.replace(f".{part}.", f".{each}.") not in given]
+            missing = [
+                each
+                for each in parts
+                if part and name.replace(f".{part}.", f".{each}.") not in given
+            ]
             if missing:
-                raise ValueError(f"{name} is quantised together with {missing}, which were not given with it")
+                raise ValueError(
+                    f"{name} is quantised together with {missing}, which were not given with it"
+                )
 
 
 def sparrow_renew_kv_scales(self: Any) -> None:
-    """Have the next prefill set the scales of an fp8 KV cache again, after new weights; nothing may be cached by then.
+    """Have the next prefill set the scales of an fp8 KV cache again, after new weights; nothing may
+    be cached by then.
 
-    Raises ConfigError: the engine has no fp8 KV cache, or one whose scales are vLLM's, as in lossless mode.
+    Raises ConfigError: the engine has no fp8 KV cache, or one whose scales are vLLM's, as in
+    lossless mode.
     """
     runtime = _runtime(self)
     cache = runtime.fp8_cache
@@ -107,12 +129,15 @@ def sparrow_renew_kv_scales(self: Any) -> None:
             "this vLLM engine has no fp8 KV cache, so it has no scales; start it with kv_cache_dtype='fp8'"
         )
     if not cache.sets_scales:
-        raise ConfigError("in lossless mode the scales of an fp8 KV cache are vLLM's own, and stay; drop the call")
+        raise ConfigError(
+            "in lossless mode the scales of an fp8 KV cache are vLLM's own, and stay; drop the call"
+        )
     cache.renew()
 
 
 def sparrow_renew_draft_weights(self: Any) -> None:
-    """Have the next drafts copy the weights again; needed only after writing to the model's parameters directly.
+    """Have the next drafts copy the weights again; needed only after writing to the model's
+    parameters directly.
 
     Raises ConfigError: drafts have no copy of the weights.
     """
@@ -139,27 +164,36 @@ METHODS = (
 def _runtime(worker: Any) -> Runtime:
     runtime = find(worker.vllm_config)
     if runtime is None:
-        raise ConfigError("this vLLM engine decodes densely: it was started without a Sparrow schedule")
+        raise ConfigError(
+            "this vLLM engine decodes densely: it was started without a Sparrow schedule"
+        )
     return runtime
 
 
 def between_graphs(vllm_config: Any) -> tuple[int, int]:
-    """The captured batch sizes around ``max_num_seqs`` if vLLM captures decode steps separately, else that value twice.
+    """The captured batch sizes around ``max_num_seqs`` if vLLM captures decode steps separately,
+    else that value twice.
 
-    vLLM captures no decode steps above that number: a step of more sequences than the lower size has no CUDA graph.
+    vLLM captures no decode steps above that number: a step of more sequences than the lower size
+    has no CUDA graph.
     """
-    mode, most = vllm_config.compilation_config.cudagraph_mode, vllm_config.scheduler_config.max_num_seqs
+    mode, most = (
+        vllm_config.compilation_config.cudagraph_mode,
+        vllm_config.scheduler_config.max_num_seqs,
+    )
     sizes = vllm_config.compilation_config.cudagraph_capture_sizes or []
     if mode is None or not mode.separate_routine() or not any(size >= most for size in sizes):
         return most, most
-    return max((size for size in sizes if size <= most), default=0), min(size for size in sizes if size >= most)
+    return max((size for size in sizes if size <= most), default=0), min(
+        size for size in sizes if size >= most
+    )
 
 
 def check(vllm_config: Any) -> None:
     """Make sure that an engine with a schedule follows it in every layer, and say so in the log.
 
-    Raises UnsupportedModel: an attention layer that another backend runs. ConfigError: in lossless mode, a speculator
-    that is not Sparrow's.
+    Raises UnsupportedModel: an attention layer that another backend runs. ConfigError: in lossless
+    mode, a speculator that is not Sparrow's.
     """
     from vllm.logger import init_logger
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -168,7 +202,10 @@ def check(vllm_config: Any) -> None:
         return
     layers = vllm_config.compilation_config.static_forward_context
     for name, layer in layers.items():
-        if isinstance(layer, AttentionLayerBase) and getattr(getattr(layer, "impl", None), "runtime", None) is None:
+        if (
+            isinstance(layer, AttentionLayerBase)
+            and getattr(getattr(layer, "impl", None), "runtime", None) is None
+        ):
             backend = layer.get_attn_backend()
             raise UnsupportedModel(
                 f"a Sparrow schedule was given but layer {name} runs {backend.__module__}.{backend.__qualname__}; pass "
@@ -181,9 +218,15 @@ def check(vllm_config: Any) -> None:
     logger = init_logger("vllm.sparrow")
     schedule, decoding, stored = runtime.schedule, runtime.decoding, runtime.cache_in_8_bits
     pages = f"top-k pages of {schedule.page_size} tokens by {schedule.bin_tokens}: {schedule.to_dict()['top_k']}"
-    landmarks = f"landmarks ({schedule.landmark_dtype}) {100 * runtime.landmark_share:.1f}% of the KV cache"
+    landmarks = (
+        f"landmarks ({schedule.landmark_dtype}) {100 * runtime.landmark_share:.1f}% of the KV cache"
+    )
     if not runtime.is_lossless:
-        cache = "" if stored is None else f", which is {kv_cache.NAMES[stored]} ({kv_cache.SCALES[stored]})"
+        cache = (
+            ""
+            if stored is None
+            else f", which is {kv_cache.NAMES[stored]} ({kv_cache.SCALES[stored]})"
+        )
         logger.info(
             f"Sparrow decodes layers {runtime.sparse_layers} sparsely with {runtime.backend} ({runtime.kernels}), "
             f"layers {runtime.dense_layers} densely; {pages}; {landmarks}{cache}"
@@ -197,7 +240,9 @@ def check(vllm_config: Any) -> None:
             )
         return
     if runtime.meter is None:
-        raise ConfigError("mode 'lossless': vLLM made another speculator than Sparrow's; drop speculative_config")
+        raise ConfigError(
+            "mode 'lossless': vLLM made another speculator than Sparrow's; drop speculative_config"
+        )
     if (metered := runtime.meter.metered) is not None:
         logger.info(
             f"Sparrow also measures, in one of {decoding.meter_every} cycles, the acceptance that decoding under "
@@ -210,10 +255,16 @@ def check(vllm_config: Any) -> None:
             f"{copies.bytes / 2**30:.2f} GiB; {copies.kept_layers} others ({copies.kept_bytes / 2**30:.2f} GiB) have "
             "none, nor have the embedding and the output layer"
         )
-    tokens = f"0 to {decoding.draft_tokens}" if decoding.adapt_draft_tokens else decoding.draft_tokens
+    tokens = (
+        f"0 to {decoding.draft_tokens}" if decoding.adapt_draft_tokens else decoding.draft_tokens
+    )
     budgets = ", or half or twice as many where that is faster" if len(runtime.budgets) > 1 else ""
     drawn = " by drawing with the same random numbers" if decoding.drafter_invariant else ""
-    cache = "" if stored is None else f"; samples are the policy's with a KV cache in {kv_cache.NAMES[stored]}"
+    cache = (
+        ""
+        if stored is None
+        else f"; samples are the policy's with a KV cache in {kv_cache.NAMES[stored]}"
+    )
     logger.info(
         f"Sparrow is lossless: sparse steps draft {tokens} tokens ({runtime.backend}, {runtime.kernels}; layers read "
         f"whole: {runtime.dense_layers or 'none'}; {pages}{budgets}), vLLM's dense attention verifies them{drawn}"

@@ -1,4 +1,6 @@
-"""On CPU: vLLM's CPU attention, and the reference implementation for sparse decode. For tests and small models."""
+"""On CPU: vLLM's CPU attention, and the reference implementation for sparse decode. For tests and
+small models.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,13 @@ from sparrow.vllm.backend import SparseBuilder, SparseImpl, is_requested
 
 
 class CpuBuilder(SparseBuilder, CPUAttentionMetadataBuilder):
-    """Picks kernels whose cache the reference can view: the AMX kernels that vLLM takes for bfloat16 tile the keys."""
+    """Picks kernels whose cache the reference can view: the AMX kernels that vLLM takes for
+    bfloat16 tile the keys.
+    """
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if self.runtime is not None and self.isa == "amx":
             self.isa = "vec"
@@ -41,7 +47,9 @@ class CpuImpl(SparseImpl, CPUAttentionBackendImpl):
 
 
 class CpuBackend(CPUAttentionBackend):
-    """Registered over ``CPU_ATTN``, the one backend vLLM takes on CPU; stock if no schedule was asked for."""
+    """Registered over ``CPU_ATTN``, the one backend vLLM takes on CPU; stock if no schedule was
+    asked for.
+    """
 
     @staticmethod
     def get_impl_cls() -> type:

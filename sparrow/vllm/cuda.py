@@ -1,4 +1,6 @@
-"""On CUDA: vLLM's FlashAttention for prefill and dense layers, this package's kernels for sparse decode."""
+"""On CUDA: vLLM's FlashAttention for prefill and dense layers, this package's kernels for sparse
+decode.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,15 @@ versions.check(on_cpu=False)
 
 
 class CudaBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
-    # Whole-model graphs for batches of single tokens; batches with prefill run attention outside the graph.
+    # Whole-model graphs for batches of single tokens; batches with prefill run attention outside
+    # the graph.
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """In lossless mode everything that vLLM runs is dense, so its graphs may hold verification too."""
+        """In lossless mode everything that vLLM runs is dense, so its graphs may hold verification
+        too.
+        """
         decoding = requested(vllm_config)
         is_lossless = decoding is not None and decoding.mode == "lossless"
         return AttentionCGSupport.UNIFORM_BATCH if is_lossless else cls._cudagraph_support
@@ -43,17 +48,23 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Like vLLM's own, but for a cache in 8 bits, and where Sparrow decodes next: that may begin during the update.
+        """Like vLLM's own, but for a cache in 8 bits, and where Sparrow decodes next: that may
+        begin during the update.
 
-        In the dense passes of lossless mode nothing of Sparrow's comes next, and all that is dense is vLLM's.
+        In the dense passes of lossless mode nothing of Sparrow's comes next, and all that is dense
+        is vLLM's.
         """
         if self.decodes_next or self.is_in_8_bits:
             self.store(layer, key, value, kv_cache, slot_mapping, store_tokens)
         else:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
-    def make_workspace(self, max_rows: int, max_pages: int, device: torch.device) -> DecodeWorkspace:
-        return DecodeWorkspace(max_rows, self.num_kv_heads, self.num_queries_per_kv, self.head_size, max_pages, device)
+    def make_workspace(
+        self, max_rows: int, max_pages: int, device: torch.device
+    ) -> DecodeWorkspace:
+        return DecodeWorkspace(
+            max_rows, self.num_kv_heads, self.num_queries_per_kv, self.head_size, max_pages, device
+        )
 
 
 class CudaBackend(FlashAttentionBackend):

@@ -1,8 +1,10 @@
-"""An fp8 copy of a model's weights for the drafts of lossless mode; all other steps multiply with the weights proper.
+"""An fp8 copy of a model's weights for the drafts of lossless mode; all other steps multiply with
+the weights proper.
 
-A linear layer calls one operation that torch.compile does not look into. Whether it reads the copy is decided when it
-runs, or when a CUDA graph is captured: the graphs of draft steps hold products in fp8, vLLM's those in 16 bits.
-The arithmetic is that of vLLM's ``quantization="fp8_per_channel"``: a scale for each output and for each token.
+A linear layer calls one operation that torch.compile does not look into. Whether it reads the copy
+is decided when it runs, or when a CUDA graph is captured: the graphs of draft steps hold products
+in fp8, vLLM's those in 16 bits. The arithmetic is that of vLLM's
+``quantization="fp8_per_channel"``: a scale for each output and for each token.
 
 Shapes: T tokens, N outputs, K inputs of a linear layer.
 """
@@ -33,7 +35,9 @@ _drafting = False
 
 @contextmanager
 def drafting() -> Iterator[None]:
-    """Linear layers that have a copy multiply with it inside the context; of a process, one model runs at a time."""
+    """Linear layers that have a copy multiply with it inside the context; of a process, one model
+    runs at a time.
+    """
     global _drafting
     _drafting = True
     try:
@@ -52,7 +56,8 @@ def quantize(rows: Tensor, values: Tensor) -> Tensor:
     Returns:
         The scales, float32 ``[rows, 1]``.
     """
-    if rows.is_cuda:  # the kernel needs no further memory, of which none may be left once the KV cache is allocated
+    # the kernel needs no further memory, of which none may be left once the KV cache is allocated
+    if rows.is_cuda:
         return ops.scaled_fp8_quant(rows, output=values, use_per_token_if_dynamic=True)[1]
     scale = (rows.float().abs().amax(1, keepdim=True) / LARGEST).clamp_(min=SMALLEST_SCALE)
     values.copy_((rows.float() / scale).clamp_(-LARGEST, LARGEST))
@@ -60,7 +65,9 @@ def quantize(rows: Tensor, values: Tensor) -> Tensor:
 
 
 def fp8_linear(x_TK: Tensor, bias: Tensor | None, values_NK: Tensor, scales_N1: Tensor) -> Tensor:
-    """The product ``[T, N]`` of tokens, rounded to fp8, and rounded weights, in the dtype of the tokens."""
+    """The product ``[T, N]`` of tokens, rounded to fp8, and rounded weights, in the dtype of the
+    tokens.
+    """
     x8 = torch.empty(x_TK.shape, dtype=FP8, device=x_TK.device)
     scale_T1 = quantize(x_TK.contiguous(), x8)
     if x_TK.is_cuda:
@@ -69,14 +76,20 @@ def fp8_linear(x_TK: Tensor, bias: Tensor | None, values_NK: Tensor, scales_N1: 
     return (product if bias is None else product + bias).to(x_TK.dtype)
 
 
-def draft_linear(x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor) -> Tensor:
-    """What a linear layer makes of ``x`` ``[..., K]``; ``values`` and ``scales`` copy ``weight`` ``[N, K]``."""
+def draft_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor
+) -> Tensor:
+    """What a linear layer makes of ``x`` ``[..., K]``; ``values`` and ``scales`` copy ``weight``
+    ``[N, K]``.
+    """
     if not _drafting:
         return linear(x, weight, bias)
     return fp8_linear(x.reshape(-1, x.shape[-1]), bias, values, scales).view(*x.shape[:-1], -1)
 
 
-def _shape(x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor) -> Tensor:
+def _shape(
+    x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -85,8 +98,8 @@ direct_register_custom_op("draft_linear", draft_linear, fake_impl=_shape, target
 
 
 class DraftLinearMethod(UnquantizedLinearMethod):
-    """How one layer multiplies; holds the copy of its weight. Not as the layer's own buffers: vLLM would save these
-    before it sleeps, and take them apart when it loads weights."""
+    """How one layer multiplies; holds the copy of its weight. Not as the layer's own buffers: vLLM
+    would save these before it sleeps, and take them apart when it loads weights."""
 
     def __init__(self, layer: Any) -> None:
         weight = layer.weight
@@ -100,21 +113,27 @@ class DraftLinearMethod(UnquantizedLinearMethod):
 class DraftWeights:
     """The copy for one worker's drafts, which follows the weights.
 
-    Made after the model is loaded and before it is compiled. The copy stays where it is: CUDA graphs hold its address.
+    Made after the model is loaded and before it is compiled. The copy stays where it is: CUDA
+    graphs hold its address.
 
     Raises UnsupportedModel: no layer of the model can have a copy.
     """
 
     def __init__(self, model: Any) -> None:
         linears: list[Any] = [layer for layer in model.modules() if isinstance(layer, LinearBase)]
-        self._copies = [(layer, DraftLinearMethod(layer)) for layer in linears if _can_be_copied(layer)]
+        self._copies = [
+            (layer, DraftLinearMethod(layer)) for layer in linears if _can_be_copied(layer)
+        ]
         if not self._copies:
             raise UnsupportedModel(
                 f"{type(model).__name__} has no linear layer of multiples of {ALIGNED} inputs and outputs in 16 bits, "
                 "which draft_weights 'fp8' needs; leave draft_weights out"
             )
         kept = [layer for layer in linears if not _can_be_copied(layer)]
-        self.kept_layers, self.kept_bytes = len(kept), sum(x.nbytes for layer in kept for x in layer.parameters())
+        self.kept_layers, self.kept_bytes = (
+            len(kept),
+            sum(x.nbytes for layer in kept for x in layer.parameters()),
+        )
         self.bytes = sum(method.values.nbytes + method.scales.nbytes for _, method in self._copies)
         for layer, method in self._copies:
             layer.quant_method = method
@@ -127,7 +146,8 @@ class DraftWeights:
             self.is_stale = True
             return load_weights(*args, **kwargs)
 
-        # Every way to load weights ends here, save those that write to the parameters: ``patches.follow_weights``.
+        # Every way to load weights ends here, save those that write to the parameters:
+        # ``patches.follow_weights``.
         model.load_weights = followed
 
     @torch.inference_mode()

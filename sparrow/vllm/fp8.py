@@ -2,7 +2,8 @@
 
 Scales are powers of 2: the 16-bit copy that prefill reads (``sparrow.vllm.kv_cache``) is exact.
 
-Shapes: T tokens, K kv heads, N block tokens, D head dim, R rows in prefill, M blocks of the longest sequence.
+Shapes: T tokens, K kv heads, N block tokens, D head dim, R rows in prefill, M blocks of the longest
+sequence.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from sparrow.attention.pages import FP8, FP8_MAX
 from sparrow.errors import ConfigError
 
 MARGIN = 4.0
-"""Scales leave room for keys and values this many times as large as any of the prefill that sets them."""
+"""Scales leave room for keys and values this many times as large as any of the prefill that sets
+them.
+"""
 
 
 class LayerScales:
-    """The scales of one layer, set by the first prefill after ``Fp8Cache.renew``; graphs hold their addresses.
+    """The scales of one layer, set by the first prefill after ``Fp8Cache.renew``; graphs hold their
+    addresses.
 
     Args:
         kv_heads: K.
@@ -31,7 +35,9 @@ class LayerScales:
     """
 
     def __init__(self, kv_heads: int, cache: Fp8Cache, layer: Any = None) -> None:
-        self.values = CacheScales(*(torch.ones(kv_heads, device=cache.clipped.device) for _ in "kv"))
+        self.values = CacheScales(
+            *(torch.ones(kv_heads, device=cache.clipped.device) for _ in "kv")
+        )
         self.cache, self.is_set = cache, not cache.sets_scales
         if not cache.sets_scales:  # vLLM has one for the layer, or one for each kv head
             self.values.k.copy_(layer._k_scale)
@@ -39,7 +45,8 @@ class LayerScales:
         cache.layers.append(self)
 
     def settle(self, key_TKD: Tensor, value_TKD: Tensor, slot_mapping_T: Tensor) -> None:
-        """Set scales that are not set, from the tokens that have a slot; but not in the steps of vLLM's warm-up.
+        """Set scales that are not set, from the tokens that have a slot; but not in the steps of
+        vLLM's warm-up.
 
         Raises ConfigError: tokens are cached that other scales were used for.
         """
@@ -62,14 +69,16 @@ class LayerScales:
 class Fp8Cache:
     """What the layers of one worker share: their scales, and a count of what was clipped.
 
-    Args:
-        sets_scales: whether Sparrow sets the scales; in lossless mode they are vLLM's, which stores densely itself.
+    Args: sets_scales: whether Sparrow sets the scales; in lossless mode they are vLLM's, which
+        stores densely itself.
     """
 
     def __init__(self, device: torch.device, sets_scales: bool = True) -> None:
         self.sets_scales = sets_scales
         self.layers: list[LayerScales] = []
-        self.clipped = torch.zeros(1, dtype=torch.int64, device=device)  # tokens with a key or value beyond its range
+        self.clipped = torch.zeros(
+            1, dtype=torch.int64, device=device
+        )  # tokens with a key or value beyond its range
         self.is_serving = False  # false while vLLM warms up, with prompts of its own
         self._cached: tuple[Tensor, np.ndarray, int] | None = None  # what ``begin_step`` was told
 
@@ -82,7 +91,9 @@ class Fp8Cache:
     def is_set(self) -> bool:
         return all(layer.is_set for layer in self.layers)
 
-    def begin_step(self, one_token_prefills: int, table: Tensor, computed: np.ndarray, block_tokens: int) -> None:
+    def begin_step(
+        self, one_token_prefills: int, table: Tensor, computed: np.ndarray, block_tokens: int
+    ) -> None:
         """Note what a step will read, in case it sets scales.
 
         Args:
@@ -91,7 +102,8 @@ class Fp8Cache:
             computed: tokens that each had in the cache before the step.
             block_tokens: N.
 
-        Raises ConfigError: the first prompts of all have one token each, too few to set scales from.
+        Raises ConfigError: the first prompts of all have one token each, too few to set scales
+        from.
         """
         if one_token_prefills and self.is_serving and not self.is_set:
             raise ConfigError(
@@ -100,7 +112,8 @@ class Fp8Cache:
         self._cached = (table, computed, block_tokens)
 
     def reads_beyond(self, slots: Tensor) -> bool:
-        """Whether the step reads tokens that it does not store itself, that is, that an earlier step stored.
+        """Whether the step reads tokens that it does not store itself, that is, that an earlier
+        step stored.
 
         Prompts that share a prefix may be prefilled in one step, and then read each other's blocks.
         """
@@ -116,14 +129,23 @@ class Fp8Cache:
         if not self.sets_scales:
             return {}
         scales = [x for layer in self.layers for x in (layer.values.k, layer.values.v)]
-        low_high = [float(f(torch.stack(scales))) for f in (torch.min, torch.max)] if self.is_set else None
+        low_high = (
+            [float(f(torch.stack(scales))) for f in (torch.min, torch.max)] if self.is_set else None
+        )
         return {"kv_scales": low_high}
 
 
 def power_of_two(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The least power of 2 that brings ``MARGIN * largest`` within e4m3's range, 1 for 0; products fit ``dtype``."""
+    """The least power of 2 that brings ``MARGIN * largest`` within e4m3's range, 1 for 0; products
+    fit ``dtype``.
+    """
     limits, least = torch.finfo(dtype), torch.finfo(FP8).smallest_normal * torch.finfo(FP8).eps
     most = np.floor(np.log2(limits.max / FP8_MAX))
     fewest = np.ceil(np.log2(limits.smallest_normal * limits.eps / least))
-    exponent = (largest.clamp(min=2.0**-60) * (MARGIN / FP8_MAX)).log2().ceil().clamp(max(-60, fewest), most)
+    exponent = (
+        (largest.clamp(min=2.0**-60) * (MARGIN / FP8_MAX))
+        .log2()
+        .ceil()
+        .clamp(max(-60, fewest), most)
+    )
     return torch.where(largest > 0, exponent.exp2(), torch.ones_like(exponent))

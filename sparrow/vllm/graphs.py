@@ -12,21 +12,33 @@ DEFAULT_ROWS = 256
 
 
 def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
-    """Batch sizes, in tokens, to make CUDA graphs for: each number of sequences with 1 token each, or with drafts."""
-    counts = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 1025, 64)]
+    """Batch sizes, in tokens, to make CUDA graphs for: each number of sequences with 1 token each,
+    or with drafts.
+    """
+    counts = [
+        1,
+        2,
+        4,
+        *range(8, 65, 8),
+        *range(80, 257, 16),
+        *range(288, 513, 32),
+        *range(576, 1025, 64),
+    ]
     counts = sorted({*(n for n in counts if n < rows), rows})
     return sorted({n * (k + 1) for n in counts for k in {0, *choices}})
 
 
 def candidates(graphs: Iterable[Any]) -> dict[tuple[int, int], list[Any]]:
-    """The graphs that may serve a step, in the order of preference, by its tokens and its active LoRAs.
+    """The graphs that may serve a step, in the order of preference, by its tokens and its active
+    LoRAs.
 
-    Of each kind of graph (whole or piecewise, for 1 token of each sequence or for some drafts too) this is the smallest
-    one that has room. vLLM offers a step the smallest graph of all; if that is for another number of drafts, the step
-    would run without a whole graph, or without any (vllm-project/vllm#56136).
+    Of each kind of graph (whole or piecewise, for 1 token of each sequence or for some drafts too)
+    this is the smallest one that has room. vLLM offers a step the smallest graph of all; if that is
+    for another number of drafts, the step would run without a whole graph, or without any
+    (vllm-project/vllm#56136).
 
-    Args:
-        graphs: vLLM's descriptions of the graphs that it captures, those of the preferred mode first.
+    Args: graphs: vLLM's descriptions of the graphs that it captures, those of the preferred mode
+        first.
     """
     kinds = defaultdict(list)
     for graph in graphs:

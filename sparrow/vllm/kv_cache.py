@@ -1,7 +1,9 @@
-"""A KV cache in 8 bits, fp8 or int8: what vLLM calls it, and the 16-bit copy of it that prefill reads.
+"""A KV cache in 8 bits, fp8 or int8: what vLLM calls it, and the 16-bit copy of it that prefill
+reads.
 
-vLLM's own attention would round the queries to fp8 as well, or not take int8. The copy is exact, so that prefill and
-decode steps, which run the kernels of ``sparrow.attention`` in all layers, see the same keys and values.
+vLLM's own attention would round the queries to fp8 as well, or not take int8. The copy is exact, so
+that prefill and decode steps, which run the kernels of ``sparrow.attention`` in all layers, see the
+same keys and values.
 
 Shapes: K kv heads, N block tokens, D head dim, R rows in prefill, M blocks of the longest sequence.
 """
@@ -38,13 +40,17 @@ class CopiedBlocks:
 
 
 def copied_blocks(block_table: Tensor, lengths: np.ndarray, block_tokens: int) -> CopiedBlocks:
-    """The blocks that rows of these lengths (tokens, at least what is cached) have in ``block_table``, int32 [R, M]."""
+    """The blocks that rows of these lengths (tokens, at least what is cached) have in
+    ``block_table``, int32 [R, M].
+    """
     counts = -(-lengths // block_tokens)
     row, first = np.repeat(np.arange(len(lengths)), counts), np.cumsum(counts) - counts
     place = np.arange(len(row)) - first[row]
     at = torch.from_numpy(row * block_table.stride(0) + place).to(block_table.device)
     most = int(counts.max())
-    table = torch.from_numpy(first[:, None] + np.minimum(np.arange(most), counts[:, None] - 1)).int()
+    table = torch.from_numpy(
+        first[:, None] + np.minimum(np.arange(most), counts[:, None] - 1)
+    ).int()
     flat = block_table.as_strided((block_table.stride(0) * len(lengths),), (1,))
     return CopiedBlocks(flat[at].long(), table.to(block_table.device))
 
@@ -61,37 +67,53 @@ def groups(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def copy_blocks(cache: Tensor, blocks: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Writes keys or values ``[blocks, K, N, D]`` of some blocks, times their scales, to ``out`` in 16 or 32 bits.
+    """Writes keys or values ``[blocks, K, N, D]`` of some blocks, times their scales, to ``out`` in
+    16 or 32 bits.
 
     Scales are as in ``CacheScales``.
     """
     codes = cache.view(torch.uint8).index_select(0, blocks).view(cache.dtype)
     is_int8 = cache.dtype == torch.int8
-    scale = scale_of(scales.index_select(0, blocks))[..., None] if is_int8 else scales[:, None, None]
+    scale = (
+        scale_of(scales.index_select(0, blocks))[..., None] if is_int8 else scales[:, None, None]
+    )
     torch.mul(codes.to(out.dtype), scale.to(out.dtype), out=out)
 
 
-def with_tail(spec: Any, page_size: int, landmark_dtype: torch.dtype, stored: torch.dtype | None) -> tuple[Any, float]:
-    """vLLM's spec of a layer's cache, its blocks padded for scales of int8 and for landmarks; and the landmarks' share.
+def with_tail(
+    spec: Any, page_size: int, landmark_dtype: torch.dtype, stored: torch.dtype | None
+) -> tuple[Any, float]:
+    """vLLM's spec of a layer's cache, its blocks padded for scales of int8 and for landmarks; and
+    the landmarks' share.
 
     Args:
         stored: float8_e4m3fn, int8, or None: the model's dtype.
     """
     scales = 0
     if stored == torch.int8:
-        # vLLM would leave room for scales in float32 among the keys and values of some of its backends.
+        # vLLM would leave room for scales in float32 among the keys and values of some of its
+        # backends.
         spec = replace(spec, kv_quant_mode=type(spec.kv_quant_mode).NONE)
         scales = 2 * spec.block_size * spec.num_kv_heads
-    marks = spec.block_size // page_size * spec.num_kv_heads * spec.head_size * landmark_dtype.itemsize
+    marks = (
+        spec.block_size // page_size * spec.num_kv_heads * spec.head_size * landmark_dtype.itemsize
+    )
     marks = -(-marks // spec.dtype.itemsize) * spec.dtype.itemsize
     block = spec.page_size_bytes + scales + marks
     return replace(spec, page_size_padded=block), marks / block
 
 
-def tail_of_blocks(kv_cache: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A view of what lies in every block of a layer's cache from the byte ``first`` on, contiguous in each block."""
+def tail_of_blocks(
+    kv_cache: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """A view of what lies in every block of a layer's cache from the byte ``first`` on, contiguous
+    in each block.
+    """
     of_block = torch.empty(shape[1:], device="meta").stride()
-    begin, block = (n * kv_cache.itemsize // dtype.itemsize for n in (kv_cache.storage_offset(), kv_cache.stride(0)))
+    begin, block = (
+        n * kv_cache.itemsize // dtype.itemsize
+        for n in (kv_cache.storage_offset(), kv_cache.stride(0))
+    )
     return torch.empty(0, dtype=dtype, device=kv_cache.device).set_(
         kv_cache.untyped_storage(), begin + first // dtype.itemsize, shape, (block, *of_block)
     )

@@ -1,6 +1,7 @@
 """Lists of the most likely tokens of a response, kept as arrays while it grows.
 
-vLLM keeps each id, log-prob and rank as a Python object, some 1.8 KB a token with lists of 20: gigabytes for a rollout.
+vLLM keeps each id, log-prob and rank as a Python object, some 1.8 KB a token with lists of 20:
+gigabytes for a rollout.
 
 Shapes: T new tokens, N entries of a token's list: the sampled token, then the most likely ones.
 """
@@ -19,7 +20,9 @@ else:
 
 
 class ArrayLogprobs(FlatLogprobs):
-    """Can be read like ``FlatLogprobs``; holds lists that are all equally long and were not decoded."""
+    """Can be read like ``FlatLogprobs``; holds lists that are all equally long and were not
+    decoded.
+    """
 
     def __init__(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Starts empty, for lists of the same length and dtypes as these."""
@@ -54,9 +57,11 @@ class ArrayLogprobs(FlatLogprobs):
 
 
 def update(processor: Any, lists: tuple[Any, ...]) -> None:
-    """Does what ``LogprobsProcessor`` does with the lists of new tokens, for flat lists without a tokenizer.
+    """Does what ``LogprobsProcessor`` does with the lists of new tokens, for flat lists without a
+    tokenizer.
 
-    Called for each request at every step; with many requests and short contexts, the GPU waits for it.
+    Called for each request at every step; with many requests and short contexts, the GPU waits for
+    it.
     """
     ids_TN, logprobs_TN, rank_T, _ = lists
     if not isinstance(processor.logprobs, ArrayLogprobs):
@@ -64,4 +69,6 @@ def update(processor: Any, lists: tuple[Any, ...]) -> None:
         processor.logprobs = ArrayLogprobs(ids_TN[:, :wanted], logprobs_TN[:, :wanted])
     processor.logprobs.add(ids_TN, logprobs_TN, rank_T)
     alone = len(rank_T) == 1
-    processor.cumulative_logprob += logprobs_TN.item(0) if alone else sum(logprobs_TN[:, 0].tolist())
+    processor.cumulative_logprob += (
+        logprobs_TN.item(0) if alone else sum(logprobs_TN[:, 0].tolist())
+    )

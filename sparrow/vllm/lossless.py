@@ -1,7 +1,8 @@
 """Lossless mode, before a model is loaded: what vLLM must be told, and what it cannot do.
 
-vLLM is told that the model drafts for itself (``speculative_config`` of the method ``draft_model``);
-``sparrow.vllm.speculator`` then takes the place of the speculator that would load a second copy of it.
+vLLM is told that the model drafts for itself (``speculative_config`` of the method
+``draft_model``); ``sparrow.vllm.speculator`` then takes the place of the speculator that would load
+a second copy of it.
 """
 
 from __future__ import annotations
@@ -14,19 +15,28 @@ from sparrow.vllm import graphs, versions
 
 ENGINE_KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that says how to decode
 SCHEDULER = "sparrow.vllm.scheduler.LosslessScheduler"
-BUDGET = "sparrow_budget"  # the attribute of vLLM's ``SchedulerOutput`` that says what the drafts of this step read
+# the attribute of vLLM's ``SchedulerOutput`` that says what the drafts of this step read
+BUDGET = "sparrow_budget"
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:
-    """Numbers of drafts that a cycle may have: ``draft_tokens``, or if they adapt, 0, 1/3, 2/3 and all of it."""
+    """Numbers of drafts that a cycle may have: ``draft_tokens``, or if they adapt, 0, 1/3, 2/3 and
+    all of it.
+    """
     k = decoding.draft_tokens
-    return tuple(sorted({round(k * part / 3) for part in range(4)})) if decoding.adapt_draft_tokens else (k,)
+    return (
+        tuple(sorted({round(k * part / 3) for part in range(4)}))
+        if decoding.adapt_draft_tokens
+        else (k,)
+    )
 
 
 def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
-    """Complete vLLM's ``EngineArgs`` for lossless mode; a second call on the result changes nothing.
+    """Complete vLLM's ``EngineArgs`` for lossless mode; a second call on the result changes
+    nothing.
 
-    Raises ConfigError: a version of vLLM that this mode cannot run in, or an option that it excludes.
+    Raises ConfigError: a version of vLLM that this mode cannot run in, or an option that it
+    excludes.
     """
     versions.check_lossless(on_cpu)
     k = decoding.draft_tokens
@@ -37,11 +47,16 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
         "draft_sample_method": "probabilistic",
     }
     if decoding.adapt_draft_tokens:
-        # Names the numbers of drafts to make graphs for; the scheduler says before each step which one is used.
+        # Names the numbers of drafts to make graphs for; the scheduler says before each step which
+        # one is used.
         ranges = [(n, n, drafts) for n, drafts in enumerate(draft_choices(decoding), start=1)]
         wanted["num_speculative_tokens_per_batch_size"] = ranges
     asked = arguments.speculative_config
-    allowed = {"rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"}
+    allowed = {
+        "rejection_sample_method",
+        "synthetic_acceptance_rates",
+        "synthetic_acceptance_length",
+    }
     own = {name: value for name, value in (asked or {}).items() if name not in allowed}
     if own and any(own.get(name) != value for name, value in wanted.items()):
         raise ConfigError(
@@ -55,8 +70,12 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
         )
     arguments.speculative_config = {**(asked or {}), **wanted}
     if decoding.draft_weights != "auto":
-        # vLLM keeps compiled models by its configuration, of which Sparrow's environment variables are no part.
-        arguments.additional_config = {**(arguments.additional_config or {}), ENGINE_KEY: decoding.to_dict()}
+        # vLLM keeps compiled models by its configuration, of which Sparrow's environment variables
+        # are no part.
+        arguments.additional_config = {
+            **(arguments.additional_config or {}),
+            ENGINE_KEY: decoding.to_dict(),
+        }
     if decoding.adapt_draft_tokens:
         if arguments.scheduler_cls not in (None, SCHEDULER):
             raise ConfigError(
@@ -77,7 +96,10 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
         arguments.attention_backend = "CUSTOM"
     compilation = arguments.compilation_config
     sizes = (arguments.cudagraph_capture_sizes, arguments.max_cudagraph_capture_size)
-    theirs = (getattr(compilation, name, None) for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size"))
+    theirs = (
+        getattr(compilation, name, None)
+        for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    )
     if not arguments.enforce_eager and not any((*sizes, *theirs)):
         rows = arguments.max_num_seqs or graphs.DEFAULT_ROWS
         arguments.cudagraph_capture_sizes = graphs.capture_sizes(rows, draft_choices(decoding))
@@ -97,16 +119,30 @@ def check_supported(vllm_config: Any) -> None:
     """
     parallel = vllm_config.parallel_config
     cases = (
-        (vllm_config.speculative_config is None, "vLLM was not told to speculate: the engine was not made from vLLM's "
-         "EngineArgs; make it so"),
-        (not vllm_config.use_v2_model_runner, "it needs vLLM's V2 model runner, which this model, device or "
-         "VLLM_USE_V2_MODEL_RUNNER rules out; use mode 'lossy', or start vLLM without Sparrow"),
-        (parallel.pipeline_parallel_size > 1, "it does not run with pipeline parallelism; use tensor parallelism"),
-        (parallel.data_parallel_size > 1, "it does not run with vLLM's data parallelism; start an engine for each "
-         "part"),
-        (vllm_config.lora_config is not None, "its drafts would not follow the adapter of each request; drop "
-         "enable_lora and load merged weights, or use mode 'lossy'"),
-    )  # fmt: skip
+        (
+            vllm_config.speculative_config is None,
+            "vLLM was not told to speculate: the engine was not made from vLLM's "
+            "EngineArgs; make it so",
+        ),
+        (
+            not vllm_config.use_v2_model_runner,
+            "it needs vLLM's V2 model runner, which this model, device or "
+            "VLLM_USE_V2_MODEL_RUNNER rules out; use mode 'lossy', or start vLLM without Sparrow",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1,
+            "it does not run with pipeline parallelism; use tensor parallelism",
+        ),
+        (
+            parallel.data_parallel_size > 1,
+            "it does not run with vLLM's data parallelism; start an engine for each part",
+        ),
+        (
+            vllm_config.lora_config is not None,
+            "its drafts would not follow the adapter of each request; drop "
+            "enable_lora and load merged weights, or use mode 'lossy'",
+        ),
+    )
     refuse(ConfigError, cases, "mode 'lossless': ")
 
 
@@ -122,13 +158,21 @@ def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
     model, in_16_bits = vllm_config.model_config, (torch.bfloat16, torch.float16)
     has_fp8 = on_cpu or (current_platform.is_cuda() and current_platform.has_device_capability(89))
     cases = (
-        (vllm_config.quant_config is not None, f"vLLM quantises the weights already ({model.quantization})"),
+        (
+            vllm_config.quant_config is not None,
+            f"vLLM quantises the weights already ({model.quantization})",
+        ),
         (model.is_moe, "the weights of experts have no copy, and they are most of the model"),
-        (envs.VLLM_BATCH_INVARIANT, "vLLM's batch-invariant mode has kernels of its own; unset VLLM_BATCH_INVARIANT"),
-        (not on_cpu and model.dtype not in in_16_bits, "vLLM's fp8 kernels give 16 bits, and the model's dtype is "
-         f"{model.dtype}"),
+        (
+            envs.VLLM_BATCH_INVARIANT,
+            "vLLM's batch-invariant mode has kernels of its own; unset VLLM_BATCH_INVARIANT",
+        ),
+        (
+            not on_cpu and model.dtype not in in_16_bits,
+            f"vLLM's fp8 kernels give 16 bits, and the model's dtype is {model.dtype}",
+        ),
         (not has_fp8, "the GPU has no fp8 products (compute capability 8.9 and later have)"),
-    )  # fmt: skip
+    )
     refuse(ConfigError, cases, "draft_weights 'fp8': ", "; or leave draft_weights out")
 
 

@@ -1,7 +1,8 @@
-"""The acceptance of every draft, from logits that verification has on the device anyway: it takes no extra pass.
+"""The acceptance of every draft, from logits that verification has on the device anyway: it takes
+no extra pass.
 
-Shapes: T rows of logits in a verification, each sequence's rows adjacent; B sequences; S sequences the worker can hold;
-k drafts; V vocabulary.
+Shapes: T rows of logits in a verification, each sequence's rows adjacent; B sequences; S sequences
+the worker can hold; k drafts; V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,16 +23,29 @@ BUCKETS = 1000  # as in ``sparrow.mismatch.drafts``, which is loaded only when s
 
 @triton.jit
 def _overlap_kernel(
-    target, draft, sequence_T, place_T, temperature_S, out_T, target_stride, draft_stride, draft_step,
-    V, TEMPER: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    target,
+    draft,
+    sequence_T,
+    place_T,
+    temperature_S,
+    out_T,
+    target_stride,
+    draft_stride,
+    draft_step,
+    V,
+    TEMPER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Each program sums min(p, q) over the vocabulary for one draft, and normalises both."""
     row = tl.program_id(0).to(tl.int64)
     sequence, place = tl.load(sequence_T + row).to(tl.int64), tl.load(place_T + row).to(tl.int64)
     heat = tl.load(temperature_S + sequence)
     if (place < 0) | (heat == 0.0):
         return
-    p_row, q_row = target + row * target_stride, draft + sequence * draft_stride + place * draft_step
+    p_row, q_row = (
+        target + row * target_stride,
+        draft + sequence * draft_stride + place * draft_step,
+    )
     scale = 1.0 / heat if TEMPER else 1.0
     block = tl.arange(0, BLOCK)
     p_max = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -43,8 +57,12 @@ def _overlap_kernel(
         p = tl.load(p_row + start + block, mask=inside, other=-float("inf")).to(tl.float32)
         q = tl.load(q_row + start + block, mask=inside, other=-float("inf")).to(tl.float32) * scale
         p_new, q_new = tl.maximum(p_max, p), tl.maximum(q_max, q)
-        p_sum = tl.where(p_new == -float("inf"), 0.0, p_sum * tl.exp(p_max - p_new) + tl.exp(p - p_new))
-        q_sum = tl.where(q_new == -float("inf"), 0.0, q_sum * tl.exp(q_max - q_new) + tl.exp(q - q_new))
+        p_sum = tl.where(
+            p_new == -float("inf"), 0.0, p_sum * tl.exp(p_max - p_new) + tl.exp(p - p_new)
+        )
+        q_sum = tl.where(
+            q_new == -float("inf"), 0.0, q_sum * tl.exp(q_max - q_new) + tl.exp(q - q_new)
+        )
         p_max, q_max = p_new, q_new
     p_top, q_top = tl.max(p_max, 0), tl.max(q_max, 0)
     p_all = tl.sum(tl.where(p_max == -float("inf"), 0.0, p_sum * tl.exp(p_max - p_top)), 0)
@@ -59,14 +77,18 @@ def _overlap_kernel(
 
 
 def overlap(
-    target_TV: Tensor, draft_SkV: Tensor, sequence_T: Tensor, place_T: Tensor, temperature_S: Tensor, temper: bool
+    target_TV: Tensor,
+    draft_SkV: Tensor,
+    sequence_T: Tensor,
+    place_T: Tensor,
+    temperature_S: Tensor,
+    temper: bool,
 ) -> Tensor:
     """sum_v min(p(v), q(v)) of each draft: the probability that it is accepted, ``[T]`` float32.
 
-    Args:
-        target_TV: the policy's logits, processed as for sampling.
-        draft_SkV: the logits that drafts were drawn from.
-        sequence_T, place_T: which row of ``draft_SkV`` each row is compared with; a place below 0 means none and
+    Args: target_TV: the policy's logits, processed as for sampling. draft_SkV: the logits that
+        drafts were drawn from. sequence_T, place_T: which row of ``draft_SkV`` each row is compared
+        with; a place below 0 means none and
             gives NaN, as does a temperature of 0.
         temper: whether the drafts' logits must still be divided by ``temperature_S``.
     """
@@ -74,9 +96,20 @@ def overlap(
     out_T = torch.full((T,), float("nan"), device=target_TV.device)
     if T:
         _overlap_kernel[(T,)](
-            target_TV, draft_SkV, sequence_T, place_T, temperature_S, out_T, target_TV.stride(0), draft_SkV.stride(0),
-            draft_SkV.stride(1), min(V, draft_SkV.shape[-1]), TEMPER=temper, BLOCK=2048, num_warps=8,
-        )  # fmt: skip
+            target_TV,
+            draft_SkV,
+            sequence_T,
+            place_T,
+            temperature_S,
+            out_T,
+            target_TV.stride(0),
+            draft_SkV.stride(0),
+            draft_SkV.stride(1),
+            min(V, draft_SkV.shape[-1]),
+            TEMPER=temper,
+            BLOCK=2048,
+            num_warps=8,
+        )
     return out_T
 
 
@@ -94,7 +127,9 @@ class Tally:
         self._sums = torch.zeros(bins, dtype=torch.float64, device=device)
 
     def add(self, value_T: Tensor, position_T: Tensor) -> None:
-        """Count the acceptance (NaN: none) of the drafts that come after the tokens at these positions."""
+        """Count the acceptance (NaN: none) of the drafts that come after the tokens at these
+        positions.
+        """
         is_known_T = ~value_T.isnan()
         value_T = value_T.nan_to_num(0.0)
         bin_T = ((position_T + 1) // self.bin_tokens).clamp(max=len(self._sums) - 1).long()
@@ -114,28 +149,33 @@ class Tally:
 
 
 class Metered:
-    """Another schedule: a step under it, now and then, measures the acceptance a lossy rollout under it would have.
+    """Another schedule: a step under it, now and then, measures the acceptance a lossy rollout
+    under it would have.
 
-    The step computes the distribution at the position of a cycle's first draft, and changes nothing: the drafts write
-    the same place of the cache again. Verification has the policy's distribution at that position.
+    The step computes the distribution at the position of a cycle's first draft, and changes
+    nothing: the drafts write the same place of the cache again. Verification has the policy's
+    distribution at that position.
 
-    Args:
-        schedule: has the page layout of the drafts.
-        every: cycles with drafts from one such step to the next.
-        table: its pages by length, as ``Runtime.page_table`` makes it.
-        logits_SV: where the logits of its steps go: one place for each sequence that the worker holds, and one more at
+    Args: schedule: has the page layout of the drafts. every: cycles with drafts from one such step
+        to the next. table: its pages by length, as ``Runtime.page_table`` makes it. logits_SV:
+        where the logits of its steps go: one place for each sequence that the worker holds, and one
+        more at
             the end (index -1) for rows without drafts.
         tally: where their acceptance is counted.
     """
 
-    def __init__(self, schedule: SparsitySchedule, every: int, table: Tensor, logits_SV: Tensor, tally: Tally) -> None:
+    def __init__(
+        self, schedule: SparsitySchedule, every: int, table: Tensor, logits_SV: Tensor, tally: Tally
+    ) -> None:
         self.schedule, self.table, self.logits_SV, self.tally = schedule, table, logits_SV, tally
         self._every, self._cycles = every, 0
         # The sequences whose logits belong to the drafts that verification will see next.
         self._is_fresh_S = torch.zeros(len(logits_SV), dtype=torch.bool, device=logits_SV.device)
 
     def begin_cycle(self, index_R: Tensor) -> bool:
-        """Note that these sequences (-1: none) get new drafts; returns whether a step is due before them."""
+        """Note that these sequences (-1: none) get new drafts; returns whether a step is due before
+        them.
+        """
         self._is_fresh_S[index_R.long()] = False
         self._cycles += 1
         return self._cycles % self._every == 0
@@ -146,20 +186,29 @@ class Metered:
         self._is_fresh_S[index_R.long()] = index_R >= 0
 
     def add(
-        self, target_TV: Tensor, is_first_T: Tensor, position_T: Tensor, sequence_T: Tensor, temperature_S: Tensor
+        self,
+        target_TV: Tensor,
+        is_first_T: Tensor,
+        position_T: Tensor,
+        sequence_T: Tensor,
+        temperature_S: Tensor,
     ) -> None:
-        """Count one verification; ``is_first_T`` marks the rows of logits that a first draft was checked with."""
+        """Count one verification; ``is_first_T`` marks the rows of logits that a first draft was
+        checked with.
+        """
         is_judged_T = is_first_T & self._is_fresh_S[sequence_T]
         place_T = is_judged_T.long() - 1
-        value_T = overlap(target_TV, self.logits_SV[:, None], sequence_T, place_T, temperature_S, temper=True)
+        value_T = overlap(
+            target_TV, self.logits_SV[:, None], sequence_T, place_T, temperature_S, temper=True
+        )
         self.tally.add(value_T, position_T)
 
 
 class Meter:
     """How drafts fared, by length.
 
-    A draft counts if all before it in its cycle were accepted: the others were never candidates for the response.
-    Greedy drafts are not counted: they have no distribution.
+    A draft counts if all before it in its cycle were accepted: the others were never candidates for
+    the response. Greedy drafts are not counted: they have no distribution.
 
     Args:
         drafts: where drafts are counted, by what they read: one for each of ``Runtime.budgets``.
@@ -168,7 +217,9 @@ class Meter:
         metered: another schedule to count for, if any.
     """
 
-    def __init__(self, drafts: Sequence[Tally], budget: int, temper: bool, metered: Metered | None = None) -> None:
+    def __init__(
+        self, drafts: Sequence[Tally], budget: int, temper: bool, metered: Metered | None = None
+    ) -> None:
         self._drafts, self.temper, self.metered = drafts, temper, metered
         self.use(budget)
 
@@ -181,24 +232,39 @@ class Meter:
         return [tally.settle() for tally in self._drafts]
 
     def add(
-        self, target_TV: Tensor, draft_SkV: Tensor, first_B1: Tensor, position_T: Tensor, sequence_T: Tensor,
-        place_T: Tensor, temperature_S: Tensor, sampled_B: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        target_TV: Tensor,
+        draft_SkV: Tensor,
+        first_B1: Tensor,
+        position_T: Tensor,
+        sequence_T: Tensor,
+        place_T: Tensor,
+        temperature_S: Tensor,
+        sampled_B: Tensor,
+    ) -> None:
         """Count one verification.
 
-        Args:
-            first_B1: where each sequence's logits begin, ``[B + 1]``.
-            position_T: position of the token that each row of logits comes after; the length is one more.
-            sequence_T, place_T: each row's sequence among all that the worker holds, and the row's number in it.
+        Args: first_B1: where each sequence's logits begin, ``[B + 1]``. position_T: position of the
+            token that each row of logits comes after; the length is one more. sequence_T, place_T:
+            each row's sequence among all that the worker holds, and the row's number in it.
             sampled_B: tokens that each sequence got: its accepted drafts and one more.
         """
         T = len(position_T)
-        row_T = torch.searchsorted(first_B1[1:].contiguous(), torch.arange(T, device=first_B1.device), right=True)
+        row_T = torch.searchsorted(
+            first_B1[1:].contiguous(), torch.arange(T, device=first_B1.device), right=True
+        )
         drafts_T = (first_B1[1:] - first_B1[:-1])[row_T] - 1
         is_judged_T = (place_T < drafts_T) & (place_T < sampled_B[row_T])
         value_T = overlap(
-            target_TV, draft_SkV, sequence_T, torch.where(is_judged_T, place_T, -1), temperature_S, self.temper
+            target_TV,
+            draft_SkV,
+            sequence_T,
+            torch.where(is_judged_T, place_T, -1),
+            temperature_S,
+            self.temper,
         )
         self._in_use.add(value_T, position_T)
         if self.metered is not None:
-            self.metered.add(target_TV, is_judged_T & (place_T == 0), position_T, sequence_T, temperature_S)
+            self.metered.add(
+                target_TV, is_judged_T & (place_T == 0), position_T, sequence_T, temperature_S
+            )

@@ -1,7 +1,8 @@
-"""Every private name of vLLM that Sparrow replaces: what, for which versions and why. No other module replaces any.
+"""Every private name of vLLM that Sparrow replaces: what, for which versions and why. No other
+module replaces any.
 
-vLLM offers no other way in at these places. ``apply`` makes the changes, each once for the life of a process; importing
-this module changes nothing.
+vLLM offers no other way in at these places. ``apply`` makes the changes, each once for the life of
+a process; importing this module changes nothing.
 """
 
 from __future__ import annotations
@@ -55,9 +56,13 @@ def apply(patches: tuple[Patch, ...]) -> None:
         owner, name, stock = patch.find()
         if getattr(stock, "replaced_by_sparrow", False):
             continue
-        missing = [each for each in patch.parameters if each not in inspect.signature(stock).parameters]
+        missing = [
+            each for each in patch.parameters if each not in inspect.signature(stock).parameters
+        ]
         if missing:
-            raise AttributeError(f"vLLM {vllm.__version__}: {patch.target} has no parameter {missing[0]!r} any more")
+            raise AttributeError(
+                f"vLLM {vllm.__version__}: {patch.target} has no parameter {missing[0]!r} any more"
+            )
         replacement = patch.replace(stock)
         replacement.replaced_by_sparrow = True
         setattr(owner, name, replacement)
@@ -66,7 +71,8 @@ def apply(patches: tuple[Patch, ...]) -> None:
 def add_controls() -> None:
     """Give vLLM's workers the methods of ``control``, for ``collective_rpc``.
 
-    They are added to the base class because trainers occupy ``worker_extension_cls`` with their own.
+    They are added to the base class because trainers occupy ``worker_extension_cls`` with their
+    own.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -95,14 +101,20 @@ def _checked_init_device(stock: Any) -> Any:
 
 
 def watch(worker: Any, vllm_config: Any) -> None:
-    """Count the sequences that a worker's steps preempt, tell lossless mode's speculator of each step before it runs,
-    and note when the warm-up is over.
+    """Count the sequences that a worker's steps preempt, tell lossless mode's speculator of each
+    step before it runs, and note when the warm-up is over.
 
-    Done to these objects, not to their classes: which runner there is differs, and so does who calls it (Ray's executor
-    passes the worker by).
+    Done to these objects, not to their classes: which runner there is differs, and so does who
+    calls it (Ray's executor passes the worker by).
     """
-    runner, step, warm_up = worker.model_runner, worker.model_runner.execute_model, worker.compile_or_warm_up_model
-    begin_step = getattr(getattr(runner, "speculator", None), "begin_step", None)  # vLLM's speculators have none
+    runner, step, warm_up = (
+        worker.model_runner,
+        worker.model_runner.execute_model,
+        worker.compile_or_warm_up_model,
+    )
+    begin_step = getattr(
+        getattr(runner, "speculator", None), "begin_step", None
+    )  # vLLM's speculators have none
 
     @wraps(step)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +135,9 @@ def watch(worker: Any, vllm_config: Any) -> None:
 
 
 def follow_weights(worker: Any, vllm_config: Any) -> None:
-    """Note when vLLM has written to a worker's parameters, which it can do without the model's ``load_weights``."""
+    """Note when vLLM has written to a worker's parameters, which it can do without the model's
+    ``load_weights``.
+    """
 
     def followed(stock: Any) -> Any:
         @wraps(stock)
@@ -167,7 +181,11 @@ def _allowing_our_speculator(stock: Any) -> Any:
     def unsupported_features(self: Any) -> list[str]:
         decoding = config.requested(self)
         ours = decoding is not None and decoding.mode == "lossless"
-        return [name for name in stock(self) if not (ours and name == "speculative method 'draft_model'")]
+        return [
+            name
+            for name in stock(self)
+            if not (ours and name == "speculative method 'draft_model'")
+        ]
 
     return unsupported_features
 
@@ -199,7 +217,11 @@ def _without_drafting(stock: Any) -> Any:
     @wraps(stock)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         speculator, state = self.speculator, self.execute_model_state
-        if state is None or not getattr(speculator, "is_idle", False) or state.input_batch.is_prefilling_np.any():
+        if (
+            state is None
+            or not getattr(speculator, "is_idle", False)
+            or state.input_batch.is_prefilling_np.any()
+        ):
             return stock(self, *args, **kwargs)
         speculator.runtime.count_plain_pass(state.input_batch.num_computed_tokens_np)
         drafts = self.num_speculative_steps
@@ -222,7 +244,9 @@ def _candidates_by_drafts(stock: Any) -> Any:
         if decoding is not None and decoding.mode == "lossless":
             captured = self._capture_descs
             modes = (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)
-            self._candidates = graphs.candidates(graph for mode in modes for graph in captured.get(mode, ()))
+            self._candidates = graphs.candidates(
+                graph for mode in modes for graph in captured.get(mode, ())
+            )
 
     return _init_candidates
 
@@ -232,26 +256,62 @@ def _metered_rejection_sample(stock: Any) -> Any:
 
     @wraps(stock)
     def rejection_sample(
-        target_logits: Any, draft_logits: Any, draft_sampled: Any, cu_num_logits: Any, pos: Any, idx_mapping: Any,
-        expanded_idx_mapping: Any, expanded_local_pos: Any, temperature: Any, seed: Any, num_speculative_steps: int,
-        *args: Any, use_fp64: bool = False, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        target_logits: Any,
+        draft_logits: Any,
+        draft_sampled: Any,
+        cu_num_logits: Any,
+        pos: Any,
+        idx_mapping: Any,
+        expanded_idx_mapping: Any,
+        expanded_local_pos: Any,
+        temperature: Any,
+        seed: Any,
+        num_speculative_steps: int,
+        *args: Any,
+        use_fp64: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         runtime = getattr(draft_logits, "sparrow", None)
         if runtime is not None and runtime.decoding.drafter_invariant:
             sampled, num_sampled = draw(
-                target_logits, draft_sampled, cu_num_logits, pos, expanded_idx_mapping, temperature, seed,
-                num_speculative_steps, use_fp64,
-            )  # fmt: skip
+                target_logits,
+                draft_sampled,
+                cu_num_logits,
+                pos,
+                expanded_idx_mapping,
+                temperature,
+                seed,
+                num_speculative_steps,
+                use_fp64,
+            )
         else:
             sampled, num_sampled = stock(
-                target_logits, draft_logits, draft_sampled, cu_num_logits, pos, idx_mapping, expanded_idx_mapping,
-                expanded_local_pos, temperature, seed, num_speculative_steps, *args, use_fp64=use_fp64, **kwargs,
-            )  # fmt: skip
+                target_logits,
+                draft_logits,
+                draft_sampled,
+                cu_num_logits,
+                pos,
+                idx_mapping,
+                expanded_idx_mapping,
+                expanded_local_pos,
+                temperature,
+                seed,
+                num_speculative_steps,
+                *args,
+                use_fp64=use_fp64,
+                **kwargs,
+            )
         if runtime is not None:
             runtime.meter.add(
-                target_logits, draft_logits, cu_num_logits, pos, expanded_idx_mapping, expanded_local_pos, temperature,
+                target_logits,
+                draft_logits,
+                cu_num_logits,
+                pos,
+                expanded_idx_mapping,
+                expanded_local_pos,
+                temperature,
                 num_sampled,
-            )  # fmt: skip
+            )
         return sampled, num_sampled
 
     return rejection_sample
@@ -295,82 +355,127 @@ def _unpacked_linear(stock: Any) -> Any:
 
 ALWAYS = (
     Patch(
-        "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device", ">=0.24", "refuse, before memory is taken, "
+        "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
+        ">=0.24",
+        "refuse, before memory is taken, "
         "versions that Sparrow does not run in and what would be decoded densely or wrongly; a backend sees single "
         "layers only. And watch the worker: vLLM counts preemptions among statistics that cost the host time for each "
         "token; versions before 0.32 do not tell a speculator how many tokens to draft, and none tells it what "
         "Sparrow's scheduler adds to a step; prompts of the warm-up must not set the scales of an fp8 KV cache; and a "
-        "copy of the weights must follow them", _checked_init_device,
+        "copy of the weights must follow them",
+        _checked_init_device,
     ),
     Patch(
-        "vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config", ">=0.26", "check that every layer got "
-        "Sparrow's backend and say in the log what decodes", _checked_initialize_from_config,
+        "vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config",
+        ">=0.26",
+        "check that every layer got Sparrow's backend and say in the log what decodes",
+        _checked_initialize_from_config,
     ),
     Patch(
-        "vllm.engine.arg_utils:EngineArgs.create_engine_config", versions.SUPPORTED, "in lossless mode tell vLLM "
-        "to speculate, so that a user need not know how", _prepared_engine_arguments,
+        "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        versions.SUPPORTED,
+        "in lossless mode tell vLLM to speculate, so that a user need not know how",
+        _prepared_engine_arguments,
     ),
     Patch(
-        "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", ">=0.26,<0.32", "the V2 model runner "
-        "has no speculator for draft models yet; in lossless mode it gets ours", _allowing_our_speculator,
+        "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
+        ">=0.26,<0.32",
+        "the V2 model runner has no speculator for draft models yet; in lossless mode it gets ours",
+        _allowing_our_speculator,
     ),
     Patch(
-        "vllm.sampling_params:SamplingParams._validate_spec_decode", versions.SUPPORTED, "refuse requests that "
+        "vllm.sampling_params:SamplingParams._validate_spec_decode",
+        versions.SUPPORTED,
+        "refuse requests that "
         "lossless mode does not serve where vLLM refuses what speculation does not serve",
-        _refusing_by_name, ("speculative_config",),
+        _refusing_by_name,
+        ("speculative_config",),
     ),
-)  # fmt: skip
-"""Made wherever the plugin is loaded; they have no effect on an engine that did not ask for Sparrow."""
+)
+"""Made wherever the plugin is loaded; they have no effect on an engine that did not ask for
+Sparrow.
+"""
 
 ATTENTION = (
     Patch(
-        "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec", ">=0.26", "make room for landmarks in each "
+        "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
+        ">=0.26",
+        "make room for landmarks in each "
         "KV block; vLLM 0.32 lets a backend customise the spec, but does not say for which layer of which engine",
-        _with_landmarks, ("vllm_config",),
+        _with_landmarks,
+        ("vllm_config",),
     ),
-)  # fmt: skip
+)
 """Made where a backend of Sparrow's is chosen for a model."""
 
 LOSSLESS = (
     Patch(
-        "vllm.v1.worker.gpu.model_runner:init_speculator", ">=0.26", "draft with the model itself, not a second copy",
-        _our_speculator, ("vllm_config", "device"),
+        "vllm.v1.worker.gpu.model_runner:init_speculator",
+        ">=0.26",
+        "draft with the model itself, not a second copy",
+        _our_speculator,
+        ("vllm_config", "device"),
     ),
     Patch(
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens", ">=0.26", "a step that has no drafts and makes "
-        "none is stock vLLM's: looking after drafts would cost the host time", _without_drafting,
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
+        ">=0.26",
+        "a step that has no drafts and makes "
+        "none is stock vLLM's: looking after drafts would cost the host time",
+        _without_drafting,
     ),
     Patch(
-        "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates", ">=0.26", "find the CUDA graph of a "
+        "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
+        ">=0.26",
+        "find the CUDA graph of a "
         "step whatever the number of drafts that others are for: vLLM looks at graphs of the nearest size alone",
         _candidates_by_drafts,
     ),
     Patch(
-        "vllm.v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample", ">=0.26", "measure the acceptance of "
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample",
+        ">=0.26",
+        "measure the acceptance of "
         "drafts where both distributions are at hand; and with drafter_invariant draw the tokens that dense decoding "
-        "draws, in place of accepting drafts by their probability", _metered_rejection_sample, (
-            "target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping",
-            "expanded_idx_mapping", "expanded_local_pos", "temperature", "seed", "num_speculative_steps", "use_fp64",
+        "draws, in place of accepting drafts by their probability",
+        _metered_rejection_sample,
+        (
+            "target_logits",
+            "draft_logits",
+            "draft_sampled",
+            "cu_num_logits",
+            "pos",
+            "idx_mapping",
+            "expanded_idx_mapping",
+            "expanded_local_pos",
+            "temperature",
+            "seed",
+            "num_speculative_steps",
+            "use_fp64",
         ),
     ),
-)  # fmt: skip
+)
 """Made in a worker of an engine that was asked for lossless mode, before its model is loaded."""
 
 CPU_WEIGHTS = (
     Patch(
-        "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", ">=0.32", "vLLM packs weights for its CPU "
+        "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+        ">=0.32",
+        "vLLM packs weights for its CPU "
         "kernels and drops the original, so that a later update fails or, for an output layer tied to the embedding, "
         "is lost without a word; multiply with the weight that was loaded",
-        _unpacked_linear, ("layer", "remove_weight"),
+        _unpacked_linear,
+        ("layer", "remove_weight"),
     ),
-)  # fmt: skip
+)
 """Made where Sparrow's CPU backend is chosen for a model."""
 
 LISTS = (
     Patch(
-        "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs", ">=0.26", "vLLM keeps every id, log-prob "
+        "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
+        ">=0.26",
+        "vLLM keeps every id, log-prob "
         "and rank of a list as a Python object; arrays take a tenth of the memory and less time",
-        _lists_in_arrays, ("logprobs_lists",),
+        _lists_in_arrays,
+        ("logprobs_lists",),
     ),
-)  # fmt: skip
+)
 """Made where a trainer's engine asks for the lists of every token."""

@@ -1,4 +1,6 @@
-"""What vLLM calls, in every process, before it does anything else (entry point group ``vllm.general_plugins``)."""
+"""What vLLM calls, in every process, before it does anything else (entry point group
+``vllm.general_plugins``).
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ CPU = "sparrow.vllm.cpu.CpuBackend"
 
 
 def register() -> None:
-    """Offer Sparrow's backends to vLLM and give its workers Sparrow's controls. May be called any number of times.
+    """Offer Sparrow's backends to vLLM and give its workers Sparrow's controls. May be called any
+    number of times.
 
     Without a schedule, in ``additional_config`` or the environment, vLLM stays what it was.
 
-    Raises ConfigError: a schedule in the environment that cannot be read, or that this vLLM cannot follow.
+    Raises ConfigError: a schedule in the environment that cannot be read, or that this vLLM cannot
+    follow.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -39,7 +43,9 @@ def register() -> None:
 
 
 def _claim(slot: Any, path: str) -> None:
-    """Take a slot unless another plugin has it; whether that is a problem shows once an engine asks for a schedule."""
+    """Take a slot unless another plugin has it; whether that is a problem shows once an engine asks
+    for a schedule.
+    """
     from vllm.v1.attention.backends.registry import register_backend
 
     if not slot.is_overridden():

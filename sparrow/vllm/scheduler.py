@@ -18,36 +18,46 @@ from sparrow.vllm import config, lossless
 from sparrow.vllm.adapt import DraftLength
 
 LOG_EVERY = 200  # least number of cycles between two lines of the log
-VERIFIED = "sparrow_verified_budget"  # the attribute of ``SchedulerOutput`` that says what the drafts it verifies read
+# the attribute of ``SchedulerOutput`` that says what the drafts it verifies read
+VERIFIED = "sparrow_verified_budget"
 Choice = tuple[int, float, int]
 """A number of drafts, what they read in multiples of their schedule, and for how many steps."""
 
 
 class LosslessScheduler(AsyncScheduler):
-    """Sets the table by which vLLM looks up the number of drafts (``dynamic_sd_lookup``) before each step.
+    """Sets the table by which vLLM looks up the number of drafts (``dynamic_sd_lookup``) before
+    each step.
 
-    What these drafts read is an attribute of the step's ``SchedulerOutput``, named ``lossless.BUDGET``. What was chosen
-    can be kept, so that another engine can repeat it: with a seed, samples depend on it.
+    What these drafts read is an attribute of the step's ``SchedulerOutput``, named
+    ``lossless.BUDGET``. What was chosen can be kept, so that another engine can repeat it: with a
+    seed, samples depend on it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.dynamic_sd_lookup is not None
-        # Not from the table, which has only as many numbers as ``max_num_seqs``: the first of them is 0.
+        # Not from the table, which has only as many numbers as ``max_num_seqs``: the first of them
+        # is 0.
         speculative: Any = self.vllm_config.speculative_config
         decoding = config.requested(self.vllm_config)
         assert decoding is not None
         choices = (k for _, _, k in speculative.num_speculative_tokens_per_batch_size)
         self.draft_length = DraftLength(choices, decoding.draft_budgets)
         # The latest choice, which also holds for a step before which nothing runs.
-        self._drafts, self._budget = self.draft_length.choices[0], self.draft_length.budgets.index(1.0)
-        self._rows = self._repeated = 0  # for how many sequences the chooser was asked last, and steps since
+        self._drafts, self._budget = (
+            self.draft_length.choices[0],
+            self.draft_length.budgets.index(1.0),
+        )
+        self._rows = self._repeated = (
+            0  # for how many sequences the chooser was asked last, and steps since
+        )
         self.keeps_choices = False  # for whoever calls ``take_choices``
         self._choices: list[tuple[int, float]] = []  # of each step since its last call
         self._replayed: Iterator[tuple[int, int]] | None = None
         rows = len(self.dynamic_sd_lookup)
         self._tables = {drafts: [drafts] * rows for drafts in self.draft_length.choices}
-        # When the previous step ended, its sequences, how many drafts each of them had, and what these read.
+        # When the previous step ended, its sequences, how many drafts each of them had, and what
+        # these read.
         self._last: tuple[float, int, int, int] | None = None
         self._logged: tuple[dict[str, int], dict[str, float]] | None = None
         self._log_from = 0  # the cycle from which the next line may be logged
@@ -55,7 +65,9 @@ class LosslessScheduler(AsyncScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         repeats = 0 if self._drafts or self._replayed is not None else self.draft_length.repeats
-        if self._repeated < repeats and len(self.running) == self._rows:  # such steps wait for the host: do no more
+        if (
+            self._repeated < repeats and len(self.running) == self._rows
+        ):  # such steps wait for the host: do no more
             self._repeated += 1
             if self.keeps_choices:
                 self._choices.append((0, self.draft_length.budgets[self._budget]))
@@ -90,7 +102,8 @@ class LosslessScheduler(AsyncScheduler):
         return [(*choice, len(list(steps))) for choice, steps in groupby(taken)]
 
     def replay(self, choices: Iterable[Choice]) -> None:
-        """Repeat these choices from the next step on, until they or the steps before ``take_choices`` end.
+        """Repeat these choices from the next step on, until they or the steps before
+        ``take_choices`` end.
 
         Raises ConfigError: drafts that this engine does not choose among.
         """
@@ -102,7 +115,9 @@ class LosslessScheduler(AsyncScheduler):
                     f"among {self.draft_length.choices} and {budgets}; start it as the one that chose them"
                 )
         self._replayed = (
-            (drafts, budgets.index(multiple)) for drafts, multiple, steps in choices for _ in range(steps)
+            (drafts, budgets.index(multiple))
+            for drafts, multiple, steps in choices
+            for _ in range(steps)
         )
 
     def _choose(self, rows: int) -> None:
@@ -110,7 +125,9 @@ class LosslessScheduler(AsyncScheduler):
         chooser = self.draft_length
         length = sum([request.num_computed_tokens for request in self.running]) / rows
         self._drafts = chooser.choose(rows, length, self._repeated)
-        self._budget = chooser.choose_budget(rows, length, self._drafts) if self._drafts else chooser.budget
+        self._budget = (
+            chooser.choose_budget(rows, length, self._drafts) if self._drafts else chooser.budget
+        )
         self._rows, self._repeated = rows, 0
 
     def _repeat(self) -> None:
@@ -119,12 +136,16 @@ class LosslessScheduler(AsyncScheduler):
         choice = next(self._replayed, None)
         if choice is None:
             self._replayed = None
-            self._logger.warning("The drafts to repeat have ended: this run differs from the one that chose them")
+            self._logger.warning(
+                "The drafts to repeat have ended: this run differs from the one that chose them"
+            )
         else:
             self._drafts, self._budget = choice
 
     def _learn(self, scheduled: Any, sampled: Any) -> None:
-        """Note a step's time if its sequences all had equally many drafts and the step before had as many sequences."""
+        """Note a step's time if its sequences all had equally many drafts and the step before had
+        as many sequences.
+        """
         last, self._last = self._last, None
         now, rows = time.perf_counter(), len(scheduled.num_scheduled_tokens)
         counts = set(scheduled.num_scheduled_tokens.values())
@@ -136,27 +157,40 @@ class LosslessScheduler(AsyncScheduler):
             return
         if drafts and len(drafted) != rows:
             return
-        budget = getattr(scheduled, VERIFIED, self._budget)  # a step between two choices verifies nothing
+        budget = getattr(
+            scheduled, VERIFIED, self._budget
+        )  # a step between two choices verifies nothing
         self._last = (now, rows, drafts, budget)
         if last is None or last[1] != rows:
             return
-        # Where steps wait for the host, a dense step seems short right after drafts, which have let the host run ahead,
-        # and long right before some: the host launches the next step, drafts and all, before it sees this one's end.
+        # Where steps wait for the host, a dense step seems short right after drafts, which have let
+        # the host run ahead, and long right before some: the host launches the next step, drafts
+        # and all, before it sees this one's end.
         if not drafts and (last[2] or self._drafts):
             return
         emitted = list(map(len, sampled))
         if min(emitted) == 0:
             return
-        # Under async scheduling a response may have ended since this step began; then its request is gone.
+        # Under async scheduling a response may have ended since this step began; then its request
+        # is gone.
         left = filter(None, map(self.requests.get, scheduled.num_scheduled_tokens))
         lengths = [request.num_computed_tokens for request in left]
         if not lengths:
             return
         length, tokens = sum(lengths) / len(lengths), sum(emitted)
-        judged = tokens - emitted.count(drafts + 1)  # after the last of all drafts came one more token
+        judged = tokens - emitted.count(
+            drafts + 1
+        )  # after the last of all drafts came one more token
         is_first = (last[2], last[3] if drafts else budget) != (drafts, budget)
         self.draft_length.observe(
-            rows, length, drafts, now - last[0], tokens - rows, judged, first=is_first, budget=budget
+            rows,
+            length,
+            drafts,
+            now - last[0],
+            tokens - rows,
+            judged,
+            first=is_first,
+            budget=budget,
         )
         cycles = self.draft_length.chosen.total()
         if cycles >= self._log_from and (in_use := self.draft_length.in_use()):
@@ -164,5 +198,7 @@ class LosslessScheduler(AsyncScheduler):
             budgets = self.draft_length.budgets_in_use()
             if self._logged != (in_use, budgets):
                 self._logged = in_use, budgets
-                read = f"; they read, in multiples of the draft schedule: {budgets}" if budgets else ""
+                read = (
+                    f"; they read, in multiples of the draft schedule: {budgets}" if budgets else ""
+                )
                 self._logger.info("Sparrow drafts by sequences x tokens: %s%s", in_use, read)

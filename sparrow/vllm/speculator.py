@@ -1,13 +1,14 @@
-"""Lossless mode inside a vLLM worker: the model drafts for itself, reading a few pages; a dense pass verifies.
+"""Lossless mode inside a vLLM worker: the model drafts for itself, reading a few pages; a dense
+pass verifies.
 
-One cycle of a batch is up to ``draft_tokens`` sparse decode steps and one dense pass over the drafts and the token
-before them. vLLM runs that pass, samples from it and checks the drafts as for any draft model. Weights and KV cache are
-the policy's own: drafts write their keys and values where the next tokens belong, and the dense pass writes them again.
-So what stays in the cache is dense, and what comes out follows the dense distribution exactly (arXiv 2211.17192,
-2302.01318).
+One cycle of a batch is up to ``draft_tokens`` sparse decode steps and one dense pass over the
+drafts and the token before them. vLLM runs that pass, samples from it and checks the drafts as for
+any draft model. Weights and KV cache are the policy's own: drafts write their keys and values where
+the next tokens belong, and the dense pass writes them again. So what stays in the cache is dense,
+and what comes out follows the dense distribution exactly (arXiv 2211.17192, 2302.01318).
 
-Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S sequences the worker can hold, k drafts,
-M blocks of the longest sequence, V vocabulary.
+Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S sequences the worker can
+hold, k drafts, M blocks of the longest sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,15 +36,29 @@ from sparrow.vllm.meter import Meter, Metered, Tally
 from sparrow.vllm.runtime import Runtime, find
 
 DRAFT_NOISE = 0x5DEECE66D
-"""Some versions of vLLM draw a draft and the token that replaces it after rejection from the same noise. There, drafts
-get seeds of their own: if the two are not independent, the result does not follow the dense distribution. With
-``drafter_invariant`` nothing replaces a draft, and the noise is the same on purpose (``sparrow.vllm.verify``)."""
+"""Some versions of vLLM draw a draft and the token that replaces it after rejection from the same
+noise. There, drafts get seeds of their own: if the two are not independent, the result does not
+follow the dense distribution. With ``drafter_invariant`` nothing replaces a draft, and the noise is
+the same on purpose (``sparrow.vllm.verify``)."""
 
 
 @triton.jit
-def _set_up(row, held, position, length, slots_R, top_k_R, top_k_at_length, blocks_SM, stride, TOKENS: tl.constexpr):
+def _set_up(
+    row,
+    held,
+    position,
+    length,
+    slots_R,
+    top_k_R,
+    top_k_at_length,
+    blocks_SM,
+    stride,
+    TOKENS: tl.constexpr,
+):
     """Write the slots and the page counts of a draft step; rows of length 0 have no slot."""
-    block = tl.load(blocks_SM + row * stride + position // TOKENS, mask=held & (length > 0), other=0).to(tl.int64)
+    block = tl.load(
+        blocks_SM + row * stride + position // TOKENS, mask=held & (length > 0), other=0
+    ).to(tl.int64)
     slot = tl.where(length > 0, block * TOKENS + position % TOKENS, -1)
     tl.store(slots_R + row, slot, mask=held)
     tl.store(top_k_R + row, tl.load(top_k_at_length + length, mask=held, other=0), mask=held)
@@ -51,11 +66,38 @@ def _set_up(row, held, position, length, slots_R, top_k_R, top_k_at_length, bloc
 
 @triton.jit(do_not_specialize=["B"])
 def _begin_kernel(
-    index_B, length_B, sampled_B, rejected_B, newest_S, prefilling_B, heat_S, seed_S, own_index_R, ids_R, positions_R,
-    lengths_R, own_heat_S, own_seed_S, step, counts, slots_R, top_k_R, top_k_at_length, blocks_SM, B, S, limit, stride,
-    PREFILL: tl.constexpr, NOISE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Set up the first draft step and count the pass before it: see ``propose`` and ``Runtime.count_pass``."""
+    index_B,
+    length_B,
+    sampled_B,
+    rejected_B,
+    newest_S,
+    prefilling_B,
+    heat_S,
+    seed_S,
+    own_index_R,
+    ids_R,
+    positions_R,
+    lengths_R,
+    own_heat_S,
+    own_seed_S,
+    step,
+    counts,
+    slots_R,
+    top_k_R,
+    top_k_at_length,
+    blocks_SM,
+    B,
+    S,
+    limit,
+    stride,
+    PREFILL: tl.constexpr,
+    NOISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Set up the first draft step and count the pass before it: see ``propose`` and
+    ``Runtime.count_pass``.
+    """
     row = tl.arange(0, ROWS)
     inside = row < B
     index = tl.load(index_B + row, mask=inside, other=0).to(tl.int64)
@@ -71,7 +113,18 @@ def _begin_kernel(
     tl.store(ids_R + row, tl.where(drafts, newest, 0), mask=held)
     tl.store(positions_R + row, position, mask=held)
     tl.store(lengths_R + row, own_length, mask=held)
-    _set_up(row, held, position, own_length, slots_R, top_k_R, top_k_at_length, blocks_SM, stride, TOKENS)
+    _set_up(
+        row,
+        held,
+        position,
+        own_length,
+        slots_R,
+        top_k_R,
+        top_k_at_length,
+        blocks_SM,
+        stride,
+        TOKENS,
+    )
     tl.store(own_heat_S + row, tl.load(heat_S + row, mask=held), mask=held)
     tl.store(own_seed_S + row, tl.load(seed_S + row, mask=held) ^ NOISE, mask=held)
     tl.store(step, 0)
@@ -79,20 +132,38 @@ def _begin_kernel(
         sampled = tl.where(tl.load(prefilling_B + row, mask=inside, other=0) != 0, 0, sampled)
     decodes = sampled > 0
     tl.store(counts, tl.load(counts) + tl.sum(tl.where(decodes, length, 0), 0))
-    tl.store(counts + 1, tl.load(counts + 1) + tl.sum(sampled * cached - sampled * (sampled - 1) // 2, 0))
+    tl.store(
+        counts + 1, tl.load(counts + 1) + tl.sum(sampled * cached - sampled * (sampled - 1) // 2, 0)
+    )
     tl.store(counts + 2, tl.load(counts + 2) + tl.sum(sampled, 0))
     tl.store(counts + 3, tl.load(counts + 3) + tl.sum(decodes.to(tl.int64), 0))
 
 
 @triton.jit
 def _advance_kernel(
-    drawn_R, drafts_SK, ids_R, positions_R, lengths_R, step, decoded, slots_R, top_k_R, top_k_at_length, blocks_SM,
-    R, K, limit, stride, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Store the tokens that a draft step sampled, count the step, and set up the next one, all in one kernel: a draft
-    step is so short that each further kernel shows.
+    drawn_R,
+    drafts_SK,
+    ids_R,
+    positions_R,
+    lengths_R,
+    step,
+    decoded,
+    slots_R,
+    top_k_R,
+    top_k_at_length,
+    blocks_SM,
+    R,
+    K,
+    limit,
+    stride,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Store the tokens that a draft step sampled, count the step, and set up the next one, all in
+    one kernel: a draft step is so short that each further kernel shows.
 
-    ``decoded`` counts rows by length, see ``Runtime``. No token comes after the context's last, at ``limit``.
+    ``decoded`` counts rows by length, see ``Runtime``. No token comes after the context's last, at
+    ``limit``.
     """
     row = tl.arange(0, ROWS)
     held = row < R
@@ -108,15 +179,18 @@ def _advance_kernel(
     tl.store(lengths_R + row, length, mask=held)
     tl.debug_barrier()  # all warps have read the step
     tl.store(step, (now + 1) % K)  # warm-up before captures runs more than k steps
-    _set_up(row, held, position, length, slots_R, top_k_R, top_k_at_length, blocks_SM, stride, TOKENS)
+    _set_up(
+        row, held, position, length, slots_R, top_k_R, top_k_at_length, blocks_SM, stride, TOKENS
+    )
 
 
 class SparseSpeculator(DraftModelSpeculator):
-    """Drafts with the sparse actor; vLLM's model runner knows it as the speculator of a draft model.
+    """Drafts with the sparse actor; vLLM's model runner knows it as the speculator of a draft
+    model.
 
-    ``num_drafts`` is how many tokens the next call of ``propose`` drafts, 0 for plain dense decoding, and ``budget``
-    which of ``Runtime.budgets`` they read. ``is_idle`` says that the present step neither verifies drafts nor makes
-    any.
+    ``num_drafts`` is how many tokens the next call of ``propose`` drafts, 0 for plain dense
+    decoding, and ``budget`` which of ``Runtime.budgets`` they read. ``is_idle`` says that the
+    present step neither verifies drafts nor makes any.
     """
 
     num_query_per_req = 1
@@ -158,12 +232,14 @@ class SparseSpeculator(DraftModelSpeculator):
         return target_model
 
     def load_model(self, target_model: Any) -> None:
-        """Keep the target; if the speculator named layers of its own, vLLM would give drafts a second cache.
+        """Keep the target; if the speculator named layers of its own, vLLM would give drafts a
+        second cache.
 
         Raises UnsupportedModel: a model that no fp8 copy can be made of, if one was asked for.
         """
         self.model = target_model
-        # Made here, vLLM counts its memory with that of the model, and treats it in sleep as it does the weights.
+        # Made here, vLLM counts its memory with that of the model, and treats it in sleep as it
+        # does the weights.
         self.draft_weights = DraftWeights(target_model) if self._copies_weights else None
         self.draft_attn_layer_names: set[str] = set()
 
@@ -181,16 +257,29 @@ class SparseSpeculator(DraftModelSpeculator):
         assert runtime is not None
         self.runtime = runtime
         self.block_tables = block_tables
-        drafts = [Tally(runtime.schedule.bin_tokens, self.max_model_len, self.device) for _ in runtime.budgets]
+        drafts = [
+            Tally(runtime.schedule.bin_tokens, self.max_model_len, self.device)
+            for _ in runtime.budgets
+        ]
         self.budget = runtime.base_budget
-        runtime.meter = Meter(drafts, self.budget, self._logits_argument == "logits_cache", self._metered(runtime))
-        runtime.draft_bytes = sum(x.nbytes for x in (self.draft_logits, self._metered_logits) if x is not None)
+        runtime.meter = Meter(
+            drafts, self.budget, self._logits_argument == "logits_cache", self._metered(runtime)
+        )
+        runtime.draft_bytes = sum(
+            x.nbytes for x in (self.draft_logits, self._metered_logits) if x is not None
+        )
         runtime.draft_weights = self.draft_weights
         self.draft_logits.sparrow = runtime  # where verification finds it
-        # Where kernels may see smaller blocks than the scheduler, vLLM has both sizes; this is the kernels'.
-        self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[0]
-        # vLLM pads its table to more blocks than a sequence may have, and than kernels have a workspace for.
-        self._blocks_SM = block_tables.input_block_tables[0][:, : -(-self.max_model_len // self._block_tokens)]
+        # Where kernels may see smaller blocks than the scheduler, vLLM has both sizes; this is the
+        # kernels'.
+        self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[
+            0
+        ]
+        # vLLM pads its table to more blocks than a sequence may have, and than kernels have a
+        # workspace for.
+        self._blocks_SM = block_tables.input_block_tables[0][
+            :, : -(-self.max_model_len // self._block_tokens)
+        ]
         self.attn_groups: list[Any] = []
         self.layer_names = list(
             get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
@@ -207,9 +296,12 @@ class SparseSpeculator(DraftModelSpeculator):
         runtime.check_metered(schedule)
         assert self._metered_logits is not None
         return Metered(
-            schedule, runtime.decoding.meter_every, runtime.page_table(schedule).to(self.device), self._metered_logits,
+            schedule,
+            runtime.decoding.meter_every,
+            runtime.page_table(schedule).to(self.device),
+            self._metered_logits,
             Tally(schedule.bin_tokens, self.max_model_len, self.device),
-        )  # fmt: skip
+        )
 
     # One draft step, as a CUDA graph for each number of rows.
 
@@ -225,13 +317,16 @@ class SparseSpeculator(DraftModelSpeculator):
             for rows in sorted({min(size, self.max_num_reqs) for size in sizes}, reverse=True):
                 self._draft(rows)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=current_platform.get_global_graph_pool(), stream=context.stream):
+                with torch.cuda.graph(
+                    graph, pool=current_platform.get_global_graph_pool(), stream=context.stream
+                ):
                     self._draft(rows)
                 self._graphs[rows] = graph
         self._step_index.zero_()
 
     def begin_step(self, scheduled: Any) -> None:
-        """Note how many tokens to draft after a step, what they read, and whether it verifies or makes any drafts.
+        """Note how many tokens to draft after a step, what they read, and whether it verifies or
+        makes any drafts.
 
         Args:
             scheduled: vLLM's ``SchedulerOutput`` of the step.
@@ -258,35 +353,63 @@ class SparseSpeculator(DraftModelSpeculator):
         dummy_run: bool = False,
         **__: Any,
     ) -> Tensor:
-        """Draft what comes after the tokens just sampled; called by vLLM after each pass over the model.
+        """Draft what comes after the tokens just sampled; called by vLLM after each pass over the
+        model.
 
-        Args:
-            input_batch: vLLM's batch, with lengths that count the rejected tokens too.
-            num_sampled, num_rejected: tokens of each sequence, ``[B]``; a chunk of a prompt samples none.
-            last_sampled: the newest token of each sequence the worker holds, ``[S]``, not in the cache yet.
-            temperature, seeds: those of each sequence the worker holds, ``[S]``.
+        Args: input_batch: vLLM's batch, with lengths that count the rejected tokens too.
+            num_sampled, num_rejected: tokens of each sequence, ``[B]``; a chunk of a prompt samples
+            none. last_sampled: the newest token of each sequence the worker holds, ``[S]``, not in
+            the cache yet. temperature, seeds: those of each sequence the worker holds, ``[S]``.
 
         Returns:
             ``[B, k]`` int64, meaningful in its first ``num_drafts`` columns.
         """
         B = input_batch.num_reqs
         drafts = self.num_drafts
-        if dummy_run:  # a draft step takes less memory than the passes that vLLM tries out before it
+        if (
+            dummy_run
+        ):  # a draft step takes less memory than the passes that vLLM tries out before it
             return self.draft_tokens[:B]
         prefilling = input_batch.is_prefilling_np[:B]
-        is_prefilling = torch.from_numpy(prefilling).to(self.device, non_blocking=True) if prefilling.any() else None
+        is_prefilling = (
+            torch.from_numpy(prefilling).to(self.device, non_blocking=True)
+            if prefilling.any()
+            else None
+        )
         if drafts:
             self.runtime.use_budget(self.budget)
         buffers, S = self.input_buffers, self.max_num_reqs
         _begin_kernel[(1,)](
-            input_batch.idx_mapping, input_batch.seq_lens, num_sampled, num_rejected, last_sampled.view(-1),
-            is_prefilling, temperature, seeds, self.idx_mapping, buffers.input_ids, buffers.positions, buffers.seq_lens,
-            self.temperature, self.seeds, self._step_index, self.runtime.count_pass(drafts), self._slots_R,
-            self.runtime.top_k, self.runtime.top_k_at_length, self._blocks_SM, B, S, self.max_model_len,
-            self._blocks_SM.stride(0), PREFILL=is_prefilling is not None,
+            input_batch.idx_mapping,
+            input_batch.seq_lens,
+            num_sampled,
+            num_rejected,
+            last_sampled.view(-1),
+            is_prefilling,
+            temperature,
+            seeds,
+            self.idx_mapping,
+            buffers.input_ids,
+            buffers.positions,
+            buffers.seq_lens,
+            self.temperature,
+            self.seeds,
+            self._step_index,
+            self.runtime.count_pass(drafts),
+            self._slots_R,
+            self.runtime.top_k,
+            self.runtime.top_k_at_length,
+            self._blocks_SM,
+            B,
+            S,
+            self.max_model_len,
+            self._blocks_SM.stride(0),
+            PREFILL=is_prefilling is not None,
             NOISE=0 if self._invariant or self._vllm_separates_noise else DRAFT_NOISE,
-            ROWS=triton.next_power_of_2(S), TOKENS=self._block_tokens, num_warps=4,
-        )  # fmt: skip
+            ROWS=triton.next_power_of_2(S),
+            TOKENS=self._block_tokens,
+            num_warps=4,
+        )
         if drafts and self.draft_weights is not None:
             self.draft_weights.renew()
         metered = self.runtime.meter.metered
@@ -301,7 +424,9 @@ class SparseSpeculator(DraftModelSpeculator):
         return self.draft_tokens[:B]
 
     def _measure(self, metered: Metered, rows: int) -> None:
-        """One step under another schedule, before the first draft step, which writes to the same place again."""
+        """One step under another schedule, before the first draft step, which writes to the same
+        place again.
+        """
         step = self._step(rows)._replace(may_reuse_plan=False, has_page_counts=False)
         assert step.everything is not None
         dense = step._replace(top_k=step.everything)
@@ -309,7 +434,9 @@ class SparseSpeculator(DraftModelSpeculator):
             logits_RV = self._logits(
                 step,
                 {
-                    name: SimpleNamespace(sparrow=dense if index in metered.schedule.dense_layers else step)
+                    name: SimpleNamespace(
+                        sparrow=dense if index in metered.schedule.dense_layers else step
+                    )
                     for name in self.layer_names
                     for index in [extract_layer_index(name)]
                 },
@@ -319,39 +446,74 @@ class SparseSpeculator(DraftModelSpeculator):
     def _step(self, rows: int) -> Step:
         """What the layers are told about a sparse step of ``rows`` rows."""
         return Step(
-            rows=rows, lengths=self.input_buffers.seq_lens[:rows], top_k=self.runtime.begin_step(rows, None),
-            block_table=self._blocks_SM[:rows], prefills=(),
-            everything=self.runtime.everything(rows), has_page_counts=True,
-        )  # fmt: skip
+            rows=rows,
+            lengths=self.input_buffers.seq_lens[:rows],
+            top_k=self.runtime.begin_step(rows, None),
+            block_table=self._blocks_SM[:rows],
+            prefills=(),
+            everything=self.runtime.everything(rows),
+            has_page_counts=True,
+        )
 
     def _logits(self, step: Step, metadata: dict[str, Any]) -> Tensor:
-        """The model's logits after the tokens in the input buffers, ``[R, V]``; writes these tokens' KV entries."""
+        """The model's logits after the tokens in the input buffers, ``[R, V]``; writes these
+        tokens' KV entries.
+        """
         rows, buffers = step.rows, self.input_buffers
         with set_forward_context(
-            metadata, self.vllm_config, num_tokens=rows, cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            metadata,
+            self.vllm_config,
+            num_tokens=rows,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
             slot_mapping=dict.fromkeys(self.layer_names, self._slots_R[:rows]),
             batch_descriptor=BatchDescriptor(num_tokens=rows),
-        ):  # fmt: skip
+        ):
             self.runtime.is_drafting = True
             try:
-                hidden = self.model(input_ids=buffers.input_ids[:rows], positions=buffers.positions[:rows])
+                hidden = self.model(
+                    input_ids=buffers.input_ids[:rows], positions=buffers.positions[:rows]
+                )
             finally:
                 self.runtime.is_drafting = False
         return self.model.compute_logits(hidden)
 
     def _draft(self, rows: int) -> None:
-        """One draft step of ``rows`` rows, which also sets up the next step's inputs; this is what a graph holds."""
+        """One draft step of ``rows`` rows, which also sets up the next step's inputs; this is what
+        a graph holds.
+        """
         buffers, runtime = self.input_buffers, self.runtime
         step = self._step(rows)
         with drafting():
-            logits_RV = self._logits(step, dict.fromkeys(self.layer_names, SimpleNamespace(sparrow=step)))
+            logits_RV = self._logits(
+                step, dict.fromkeys(self.layer_names, SimpleNamespace(sparrow=step))
+            )
         drawn_R = gumbel_sample(
-            logits_RV, self.idx_mapping[:rows], self.temperature, self.seeds, buffers.positions[:rows],
-            apply_temperature=True, use_fp64=self.use_fp64_gumbel, **self._sampler_arguments,
-        )  # fmt: skip
+            logits_RV,
+            self.idx_mapping[:rows],
+            self.temperature,
+            self.seeds,
+            buffers.positions[:rows],
+            apply_temperature=True,
+            use_fp64=self.use_fp64_gumbel,
+            **self._sampler_arguments,
+        )
         _advance_kernel[(1,)](
-            drawn_R, self.draft_tokens, buffers.input_ids, buffers.positions, buffers.seq_lens, self._step_index,
-            runtime.decoded, self._slots_R, runtime.top_k, runtime.top_k_at_length, self._blocks_SM, rows,
-            self.num_speculative_steps, self.max_model_len, self._blocks_SM.stride(0),
-            ROWS=triton.next_power_of_2(rows), TOKENS=self._block_tokens, num_warps=4,
-        )  # fmt: skip
+            drawn_R,
+            self.draft_tokens,
+            buffers.input_ids,
+            buffers.positions,
+            buffers.seq_lens,
+            self._step_index,
+            runtime.decoded,
+            self._slots_R,
+            runtime.top_k,
+            runtime.top_k_at_length,
+            self._blocks_SM,
+            rows,
+            self.num_speculative_steps,
+            self.max_model_len,
+            self._blocks_SM.stride(0),
+            ROWS=triton.next_power_of_2(rows),
+            TOKENS=self._block_tokens,
+            num_warps=4,
+        )

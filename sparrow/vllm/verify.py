@@ -1,11 +1,12 @@
 """Verification whose tokens do not depend on what was drafted, for ``drafter_invariant``.
 
-The policy draws every token as dense decoding does, with the noise of the request's seed and the token's position, and
-drafts, which were drawn with the same noise, are kept up to the first that differs (Daliri et al., arXiv 2408.07978).
-vLLM's own verification accepts a draft by its probability under both distributions, and so keeps somewhat more of them.
+The policy draws every token as dense decoding does, with the noise of the request's seed and the
+token's position, and drafts, which were drawn with the same noise, are kept up to the first that
+differs (Daliri et al., arXiv 2408.07978). vLLM's own verification accepts a draft by its
+probability under both distributions, and so keeps somewhat more of them.
 
-Shapes: T rows of logits in a verification, each sequence's rows adjacent; B sequences; S sequences the worker can hold;
-k the most drafts of a sequence; V vocabulary.
+Shapes: T rows of logits in a verification, each sequence's rows adjacent; B sequences; S sequences
+the worker can hold; k the most drafts of a sequence; V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,27 +21,42 @@ from sparrow.vllm import versions
 
 
 def draw(
-    target_TV: Tensor, input_T: Tensor, first_B1: Tensor, position_T: Tensor, sequence_T: Tensor, temperature_S: Tensor,
-    seed_S: Tensor, k: int, use_fp64: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    target_TV: Tensor,
+    input_T: Tensor,
+    first_B1: Tensor,
+    position_T: Tensor,
+    sequence_T: Tensor,
+    temperature_S: Tensor,
+    seed_S: Tensor,
+    k: int,
+    use_fp64: bool,
+) -> tuple[Tensor, Tensor]:
     """Draw a token after each row, and keep those that dense decoding would have come to.
 
-    Args:
-        target_TV: the policy's logits, processed as for sampling.
-        input_T: the token that each row of logits comes after: the last one sampled, then the drafts.
-        first_B1: where each sequence's rows begin, ``[B + 1]``.
-        position_T, sequence_T: each row's position, and its sequence among all that the worker holds.
+    Args: target_TV: the policy's logits, processed as for sampling. input_T: the token that each
+        row of logits comes after: the last one sampled, then the drafts. first_B1: where each
+        sequence's rows begin, ``[B + 1]``. position_T, sequence_T: each row's position, and its
+        sequence among all that the worker holds.
 
-    Returns:
-        Tokens ``[B, k + 1]``, and how many of them count, int32 ``[B]``: the accepted drafts and one more.
+    Returns: Tokens ``[B, k + 1]``, and how many of them count, int32 ``[B]``: the accepted drafts
+        and one more.
     """
     drafting: Any = {"is_drafting": False} if versions.drafts_have_own_noise() else {}
     drawn_T = gumbel_sample(
-        target_TV, sequence_T, temperature_S, seed_S, position_T, apply_temperature=False, use_fp64=use_fp64, **drafting
+        target_TV,
+        sequence_T,
+        temperature_S,
+        seed_S,
+        position_T,
+        apply_temperature=False,
+        use_fp64=use_fp64,
+        **drafting,
     )
     at_BT = first_B1[:-1, None] + torch.arange(k + 1, device=first_B1.device)
     is_row_BT = at_BT < first_B1[1:, None]
     at_BT = at_BT.clamp(max=len(drawn_T) - 1)
     drawn_BT = drawn_T[at_BT]
     is_kept_Bk = (drawn_BT[:, :-1] == input_T[at_BT[:, 1:]]) & is_row_BT[:, 1:]
-    return drawn_BT.to(input_T.dtype), is_kept_Bk.int().cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32) + 1
+    return drawn_BT.to(input_T.dtype), is_kept_Bk.int().cumprod(1, dtype=torch.int32).sum(
+        1, dtype=torch.int32
+    ) + 1

@@ -35,14 +35,16 @@ def check(on_cpu: bool) -> None:
             f"Sparrow does not run in vLLM {vllm.__version__}; install vllm 0.26 to 0.33, or drop the schedule"
         )
     if on_cpu and Version(vllm.__version__).release < (0, 32):
-        raise ConfigError(f"Sparrow runs on CPU with vLLM 0.32 and 0.33, not with {vllm.__version__}; use a GPU")
+        raise ConfigError(
+            f"Sparrow runs on CPU with vLLM 0.32 and 0.33, not with {vllm.__version__}; use a GPU"
+        )
 
 
 def check_lossless(on_cpu: bool) -> None:
     """Check that lossless mode can run in the vLLM of this process.
 
-    Raises ConfigError: see ``check``; or on a GPU a version that was never run there, unless ``SPARROW_UNTESTED_VLLM``
-    is 1.
+    Raises ConfigError: see ``check``; or on a GPU a version that was never run there, unless
+    ``SPARROW_UNTESTED_VLLM`` is 1.
     """
     import vllm
 
@@ -57,14 +59,17 @@ def check_lossless(on_cpu: bool) -> None:
 
 
 def drafts_have_own_noise() -> bool:
-    """Whether vLLM draws drafts from other noise than the tokens that replace rejected ones (from 0.30 on)."""
+    """Whether vLLM draws drafts from other noise than the tokens that replace rejected ones (from
+    0.30 on).
+    """
     return "is_drafting" in _parameters_of_gumbel_sample()
 
 
 def draft_logits_argument() -> str:
     """The parameter of ``gumbel_sample`` that says where it stores the logits it draws from.
 
-    vLLM 0.28 and later store the model's logits (``logits_cache``), earlier versions divide by the temperature first.
+    vLLM 0.28 and later store the model's logits (``logits_cache``), earlier versions divide by the
+    temperature first.
     """
     name = "logits_cache"
     return name if name in _parameters_of_gumbel_sample() else "output_processed_logits"
@@ -77,20 +82,27 @@ def _parameters_of_gumbel_sample() -> Mapping[str, Any]:
 
 
 def key_value(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """A layer's cache on CUDA, ``[blocks, K, N, 2 D]`` in any order in memory, as two views ``[blocks, K, N, D]``."""
+    """A layer's cache on CUDA, ``[blocks, K, N, 2 D]`` in any order in memory, as two views
+    ``[blocks, K, N, D]``.
+    """
     keys, values = kv_cache.chunk(2, dim=-1)
     return keys, values
 
 
 def cpu_key_value(kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
-    """The same two views of a layer's cache on CPU, where vLLM stores a block's keys transposed, ``[D, N]``.
+    """The same two views of a layer's cache on CPU, where vLLM stores a block's keys transposed,
+    ``[D, N]``.
 
     Raises ConfigError: an instruction set that packs keys in another order.
     """
     if isa not in ("vec", "vec16"):
-        raise ConfigError(f"Sparrow cannot read the cache of vLLM's {isa!r} kernels for CPU; set dtype='float32'")
+        raise ConfigError(
+            f"Sparrow cannot read the cache of vLLM's {isa!r} kernels for CPU; set dtype='float32'"
+        )
     blocks, K, N, D = *kv_cache.shape[:3], kv_cache.shape[3] // 2
     block_stride, offset = kv_cache.stride(0), kv_cache.storage_offset()
     keys = torch.as_strided(kv_cache, (blocks, K, N, D), (block_stride, 2 * N * D, 1, N), offset)
-    values = torch.as_strided(kv_cache, (blocks, K, N, D), (block_stride, 2 * N * D, D, 1), offset + N * D)
+    values = torch.as_strided(
+        kv_cache, (blocks, K, N, D), (block_stride, 2 * N * D, D, 1), offset + N * D
+    )
     return keys, values

@@ -1,7 +1,8 @@
-"""A Beta distribution fitted to the tail of the acceptance rate, as published (Sparrow, arXiv 2606.08446, section 3).
+"""A Beta distribution fitted to the tail of the acceptance rate, as published (Sparrow, arXiv
+2606.08446, section 3).
 
-The models here are farther from it than published, but for one at its largest budget (docs/evidence.md), so the package
-measures percentiles alone.
+The models here are farther from it than published, but for one at its largest budget
+(docs/evidence.md), so the package measures percentiles alone.
 
 Shapes: T tokens, B sequences, R resamples.
 """
@@ -17,7 +18,8 @@ from scipy import optimize, special
 
 from sparrow.mismatch.tail import FloatArray, IntArray, check_acceptance
 
-# A Beta's likelihood is not finite at the ends of its range; float32 log-probs resolve nothing finer than this.
+# A Beta's likelihood is not finite at the ends of its range; float32 log-probs resolve nothing
+# finer than this.
 _RESOLUTION = 1e-6
 _MIN_TAIL_TOKENS = 10
 
@@ -28,7 +30,9 @@ class BetaTail:
 
     a: float
     b: float
-    ks: float  # Kolmogorov-Smirnov statistic: largest distance between the empirical and the fitted distribution
+    # Kolmogorov-Smirnov statistic: largest distance between the empirical and the fitted
+    # distribution
+    ks: float
     n: int  # tokens in the tail
     fraction_in_tail: float  # n over all tokens
     cut: float = 0.999
@@ -43,17 +47,21 @@ class BetaTail:
 def beta_tail_fit(alpha: ArrayLike, cut: float = 0.999) -> BetaTail | None:
     """Fit a Beta distribution scaled to [0, cut] to the tokens with acceptance at most `cut`.
 
-    Maximum likelihood in (log a, log b), started from the moments. For the fit, values within 1e-6 of either end of the
-    range, including exact zeros, are moved to that distance, where the likelihood is finite; the KS statistic is
-    computed from the unchanged values. Published: KS below 0.04 (Sparrow, arXiv 2606.08446, section 3).
+    Maximum likelihood in (log a, log b), started from the moments. For the fit, values within 1e-6
+    of either end of the range, including exact zeros, are moved to that distance, where the
+    likelihood is finite; the KS statistic is computed from the unchanged values. Published: KS
+    below 0.04 (Sparrow, arXiv 2606.08446, section 3).
 
-    Returns None if there is nothing to fit: fewer than 10 tokens in the tail, or all equal to within 1e-6.
+    Returns None if there is nothing to fit: fewer than 10 tokens in the tail, or all equal to
+    within 1e-6.
 
     Raises ValueError: alpha or cut is out of range.
     """
     values = check_acceptance(np.ravel(alpha))
     if not 0 < cut <= 1:
-        raise ValueError(f"cut is {cut}; the tail must end in (0, 1] (the published value is 0.999).")
+        raise ValueError(
+            f"cut is {cut}; the tail must end in (0, 1] (the published value is 0.999)."
+        )
     scaled = np.sort(values[values <= cut]) / cut
     inner = np.clip(scaled, _RESOLUTION, 1 - _RESOLUTION)
     if inner.size < _MIN_TAIL_TOKENS or inner[-1] - inner[0] <= _RESOLUTION:
@@ -64,7 +72,9 @@ def beta_tail_fit(alpha: ArrayLike, cut: float = 0.999) -> BetaTail | None:
     def loss_and_gradient(log_ab: FloatArray) -> tuple[float, FloatArray]:
         a, b = np.exp(log_ab)
         loss = special.betaln(a, b) - (a - 1) * mean_log - (b - 1) * mean_log1m
-        gradient = special.digamma([a, b]) - special.digamma(a + b) - np.array([mean_log, mean_log1m])
+        gradient = (
+            special.digamma([a, b]) - special.digamma(a + b) - np.array([mean_log, mean_log1m])
+        )
         return float(loss), gradient * (a, b)
 
     mean = inner.mean()
@@ -80,11 +90,15 @@ def beta_tail_fit(alpha: ArrayLike, cut: float = 0.999) -> BetaTail | None:
 
 
 def weighted_beta_ks(values: FloatArray, sequence: IntArray, weights_RB: FloatArray) -> FloatArray:
-    """KS distance of each resample from the Beta fitted to its own tail, float64 [R], nan without a fit.
+    """KS distance of each resample from the Beta fitted to its own tail, float64 [R], nan without a
+    fit.
 
     It is a ``sparrow.mismatch.bootstrap.Statistic``.
 
-    A resample is rougher than the sample it is drawn from, so where the fit is close an interval of it lies too high.
+    A resample is rougher than the sample it is drawn from, so where the fit is close an interval of
+    it lies too high.
     """
-    fits = (beta_tail_fit(np.repeat(values, weights[sequence].astype(int))) for weights in weights_RB)
+    fits = (
+        beta_tail_fit(np.repeat(values, weights[sequence].astype(int))) for weights in weights_RB
+    )
     return np.array([fit.ks if fit else nan for fit in fits])

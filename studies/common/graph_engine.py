@@ -1,23 +1,28 @@
-"""An engine for many small runs: a whole decode step of a small Qwen3, sampling included, is one CUDA graph.
+"""An engine for many small runs: a whole decode step of a small Qwen3, sampling included, is one
+CUDA graph.
 
-A model of a million parameters spends nearly all of a decode step launching kernels; replayed as a graph the step takes
-a fraction of a millisecond. Attention looks at the cache through a mask, which costs a GPU almost nothing at a few
-hundred tokens and makes all shapes fixed; where contexts are longer there is a graph for each multiple of ``SPAN``
-columns, so that it looks no further than the longest sequence. For comparison it can be three other actors.
+A model of a million parameters spends nearly all of a decode step launching kernels; replayed as a
+graph the step takes a fraction of a millisecond. Attention looks at the cache through a mask, which
+costs a GPU almost nothing at a few hundred tokens and makes all shapes fixed; where contexts are
+longer there is a graph for each multiple of ``SPAN`` columns, so that it looks no further than the
+longest sequence. For comparison it can be three other actors.
 
-Eviction: tokens that attention has not looked at lately leave the cache and never come back. As in SnapKV (arXiv
-2404.14469) a token's worth is the attention that the latest queries paid to it, first those at the end of the prompt;
-as in H2O (arXiv 2306.14048) it goes on being counted while decoding, here with a window that fades. As many tokens per
-kv head are kept as the schedule would read, always including its sink and recent pages.
+Eviction: tokens that attention has not looked at lately leave the cache and never come back. As in
+SnapKV (arXiv 2404.14469) a token's worth is the attention that the latest queries paid to it, first
+those at the end of the prompt; as in H2O (arXiv 2306.14048) it goes on being counted while
+decoding, here with a window that fades. As many tokens per kv head are kept as the schedule would
+read, always including its sink and recent pages.
 
-The dial: sequences are decoded densely up to a length and sparsely from there on. Lossless decoding gives samples of
-the dense model, so nothing needs to be drafted. The acceptance of the drafts left out is taken from a teacher-forced
-sparse pass over some of the dense samples; its history is sparse too, unlike that of real drafts.
+The dial: sequences are decoded densely up to a length and sparsely from there on. Lossless decoding
+gives samples of the dense model, so nothing needs to be drafted. The acceptance of the drafts left
+out is taken from a teacher-forced sparse pass over some of the dense samples; its history is sparse
+too, unlike that of real drafts.
 
 Noise: at a share of the positions the distribution is mixed with the uniform one.
 
-Shapes: B sequences, T prompt tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head dim, P page size,
-N = S / P pages, V vocabulary, n top tokens. Row b's sequence is columns 0 .. length - 1.
+Shapes: B sequences, T prompt tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
+dim, P page size, N = S / P pages, V vocabulary, n top tokens. Row b's sequence is columns 0 ..
+length - 1.
 """
 
 from __future__ import annotations
@@ -52,35 +57,48 @@ MEASURED_EVERY = 4
 
 
 class GraphEngine(HFEngine):
-    """``HFEngine`` for a Qwen3 whose decode loop is one CUDA graph; on a CPU the same step runs as it is.
+    """``HFEngine`` for a Qwen3 whose decode loop is one CUDA graph; on a CPU the same step runs as
+    it is.
 
-    Args:
-        model, schedule, eos_ids: as for ``HFEngine``; the page layout and dense layers stay those of ``schedule``.
-        batch_size: sequences of every decode; smaller batches are filled up.
-        max_length: cached tokens per sequence, prompt included.
-        evict: evict tokens instead of selecting pages.
-        noise: the share of positions that are mixed with the uniform distribution, and its weight there.
-        top_n: the longest lists of most likely tokens that ``generate`` can give.
-        token_budget: padded tokens that are scored together.
+    Args: model, schedule, eos_ids: as for ``HFEngine``; the page layout and dense layers stay those
+        of ``schedule``. batch_size: sequences of every decode; smaller batches are filled up.
+        max_length: cached tokens per sequence, prompt included. evict: evict tokens instead of
+        selecting pages. noise: the share of positions that are mixed with the uniform distribution,
+        and its weight there. top_n: the longest lists of most likely tokens that ``generate`` can
+        give. token_budget: padded tokens that are scored together.
     """
 
     def __init__(
-        self, model: Qwen3ForCausalLM, schedule: SparsitySchedule, eos_ids: Sequence[int], batch_size: int,
-        max_length: int, evict: bool = False, noise: tuple[float, float] = (0.0, 0.0), top_n: int = 20,
+        self,
+        model: Qwen3ForCausalLM,
+        schedule: SparsitySchedule,
+        eos_ids: Sequence[int],
+        batch_size: int,
+        max_length: int,
+        evict: bool = False,
+        noise: tuple[float, float] = (0.0, 0.0),
+        top_n: int = 20,
         token_budget: int = 65_536,
-    ) -> None:  # fmt: skip
+    ) -> None:
         config, device, P = model.config, model.device, schedule.page_size
         self.evict, self.noise = evict, noise
         self.top_n = min(top_n, config.vocab_size)
         self.max_length = S = -(-max_length // P) * P
-        B, K, D, layers = batch_size, config.num_key_value_heads, config.head_dim, config.num_hidden_layers
+        B, K, D, layers = (
+            batch_size,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.num_hidden_layers,
+        )
         self._layout = schedule
         self._keys = torch.zeros(layers, B, K, S, D, device=device)
         self._values = torch.zeros_like(self._keys)
         self._landmarks = torch.zeros(layers, B, K, S // P, D, device=device)
         self._alive = torch.zeros(layers, B, K, S, dtype=torch.bool, device=device)
         self._worth = torch.zeros(layers, B, K, S, device=device)
-        self._cos, self._sin = (x[0] for x in model.model.rotary_emb(self._keys, torch.arange(S, device=device)[None]))
+        self._cos, self._sin = (
+            x[0] for x in model.model.rotary_emb(self._keys, torch.arange(S, device=device)[None])
+        )
         self._top_k = torch.zeros(S + 1, dtype=torch.long, device=device)
         self._step = torch.zeros((), dtype=torch.long, device=device)
         self._position = torch.zeros(B, dtype=torch.long, device=device)
@@ -101,10 +119,13 @@ class GraphEngine(HFEngine):
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """See ``Engine.set_schedule``; page counts only.
 
-        Raises ConfigError: a schedule with budgets by head, which this engine's selection does not know.
+        Raises ConfigError: a schedule with budgets by head, which this engine's selection does not
+        know.
         """
         if schedule.head_budgets:
-            raise ConfigError("GraphEngine keeps as many pages in every kv head; take a schedule without head_budgets")
+            raise ConfigError(
+                "GraphEngine keeps as many pages in every kv head; take a schedule without head_budgets"
+            )
         super().set_schedule(schedule)
         self._fill_table()
 
@@ -121,7 +142,9 @@ class GraphEngine(HFEngine):
         self._top_k.copy_(torch.from_numpy(pages))
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """See ``Engine.generate``; rollouts say what was verified if the engine was told how far to verify."""
+        """See ``Engine.generate``; rollouts say what was verified if the engine was told how far to
+        verify.
+        """
         rollouts = super().generate(prompts, sampling)
         if self._dense_below is None:
             return rollouts
@@ -129,9 +152,16 @@ class GraphEngine(HFEngine):
         acceptance = [np.full(n, np.nan, np.float32) for n in counts]
         some = [i for i in range(0, len(rollouts), MEASURED_EVERY) if counts[i]]
         cut = [_first_tokens(rollouts[i], counts[i]) for i in some]
-        for i, r, top in zip(some, cut, self._sparse_top(cut, sampling.temperature) if cut else (), strict=True):
-            acceptance[i] = acceptance_bounds(r.top_ids, r.top_logprobs, top).lower.astype(np.float32)
-        return [replace(r, verification=Verification(len(x), x)) for r, x in zip(rollouts, acceptance, strict=True)]
+        for i, r, top in zip(
+            some, cut, self._sparse_top(cut, sampling.temperature) if cut else (), strict=True
+        ):
+            acceptance[i] = acceptance_bounds(r.top_ids, r.top_logprobs, top).lower.astype(
+                np.float32
+            )
+        return [
+            replace(r, verification=Verification(len(x), x))
+            for r, x in zip(rollouts, acceptance, strict=True)
+        ]
 
     def _verified(self, rollout: Rollout, up_to: float) -> int:
         length = len(rollout.prompt_ids) + np.arange(len(rollout))
@@ -143,12 +173,17 @@ class GraphEngine(HFEngine):
         """Log-probs of each response's top tokens under a sparse pass, float32 ``[T, n]``."""
         batch = Batch.of(rollouts, self.model.device, with_top=True)
         # The reference, which needs no compiler: at these lengths it is fast enough.
-        with self._inference(), teacher_forced(self.model, batch.prompt_lengths, self.schedule, "reference"):
+        with (
+            self._inference(),
+            teacher_forced(self.model, batch.prompt_lengths, self.schedule, "reference"),
+        ):
             scores = self._scorer(batch, temperature)
         return split(scores.top_logprobs.cpu().numpy(), [len(r) for r in rollouts])
 
     @torch.no_grad()
-    def _decode(self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int]) -> list[Rollout]:
+    def _decode(
+        self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int]
+    ) -> list[Rollout]:
         count, steps, device = len(prompts), sampling.max_new_tokens, self._keys.device
         filled = [*prompts, *[prompts[-1]] * (self.batch_size - count)]
         lengths = torch.tensor([len(p) for p in filled], device=device)
@@ -158,7 +193,8 @@ class GraphEngine(HFEngine):
         assert ids.shape[1] + steps <= self.max_length, "max_length is too short for these prompts"
         ids = ids.to(device)
         self._prefill(ids, lengths)
-        # The last prompt token's step writes the same keys again, densely, and samples the first token.
+        # The last prompt token's step writes the same keys again, densely, and samples the first
+        # token.
         self._token.copy_(ids.gather(1, lengths[:, None] - 1)[:, 0])
         self._position.copy_(lengths - 1)
         self._prompt.copy_(lengths)
@@ -180,7 +216,11 @@ class GraphEngine(HFEngine):
         self._wait()
         n = min(sampling.top_n, self.top_n)
         tokens, logprobs, best_ids, best = (
-            x[: t + 1, :count].transpose(0, 1).clone().cpu().numpy()  # copies: the next batch overwrites the buffers
+            x[: t + 1, :count]
+            .transpose(0, 1)
+            .clone()
+            .cpu()
+            .numpy()  # copies: the next batch overwrites the buffers
             for x in (self._tokens, self._logprobs, self._best_ids[..., :n], self._best[..., :n])
         )
         ended = np.isin(tokens, self._eos.cpu().numpy())
@@ -189,15 +229,23 @@ class GraphEngine(HFEngine):
         self._count_read(prompts, length)
         return [
             Rollout(
-                prompts[b], tokens[b, :m], logprobs[b, :m], best_ids[b, :m], best[b, :m],
+                prompts[b],
+                tokens[b, :m],
+                logprobs[b, :m],
+                best_ids[b, :m],
+                best[b, :m],
                 "stop" if stopped[b] else "length",
             )
             for b, m in enumerate(length.tolist())
-        ]  # fmt: skip
+        ]
 
     def _count_read(self, prompts: Sequence[Sequence[int]], length: np.ndarray) -> None:
-        """Count what the decode steps of responses of these lengths read: all but the first token of each."""
-        cached = np.concatenate([np.arange(len(p) + 1, len(p) + n) for p, n in zip(prompts, length, strict=True)])
+        """Count what the decode steps of responses of these lengths read: all but the first token
+        of each.
+        """
+        cached = np.concatenate(
+            [np.arange(len(p) + 1, len(p) + n) for p, n in zip(prompts, length, strict=True)]
+        )
         layers, dense = self.model.config.num_hidden_layers, len(set(self.schedule.dense_layers))
         read = dense * cached.sum() + (layers - dense) * self.schedule.tokens_read(cached).sum()
         self._counters += Counters(int(read), layers * int(cached.sum()))
@@ -211,7 +259,9 @@ class GraphEngine(HFEngine):
                 time.sleep(1e-3)
 
     def _advance(self, span: int) -> None:
-        """One decode step whose attention looks at the first ``span`` columns, by its graph where there are graphs."""
+        """One decode step whose attention looks at the first ``span`` columns, by its graph where
+        there are graphs.
+        """
         if not self._keys.is_cuda:
             return self._decode_step(span)
         if span not in self._graphs:
@@ -236,7 +286,9 @@ class GraphEngine(HFEngine):
         return graph
 
     def _prefill(self, ids_BT: Tensor, lengths_B: Tensor) -> None:
-        """Compute the prompts' keys and values densely; for eviction, also what their last queries attended to."""
+        """Compute the prompts' keys and values densely; for eviction, also what their last queries
+        attended to.
+        """
         T, P = ids_BT.shape[1], self._layout.page_size
         position = torch.arange(T, device=ids_BT.device)
         hidden = self.model.model.embed_tokens(ids_BT)
@@ -249,7 +301,9 @@ class GraphEngine(HFEngine):
                 weights_BKGTT = self._weights(q, k, position <= position[:, None])
                 out_BHTD = (weights_BKGTT @ v[:, :, None]).flatten(1, 2)
                 self._worth[i].zero_()
-                self._worth[i, :, :, :T] = (weights_BKGTT.mean(2) * late_BT[:, None, :, None]).sum(2)
+                self._worth[i, :, :, :T] = (weights_BKGTT.mean(2) * late_BT[:, None, :, None]).sum(
+                    2
+                )
                 self._alive[i] = inside_BS[:, None]
             else:
                 group = q.shape[1] // k.shape[1]
@@ -259,7 +313,8 @@ class GraphEngine(HFEngine):
         self._landmarks.copy_(self._keys.unflatten(3, (-1, P)).mean(4))
 
     def _decode_step(self, span: int | None = None) -> None:
-        """One token for every row, read from and written to fixed buffers; attention looks at ``span`` columns, or all.
+        """One token for every row, read from and written to fixed buffers; attention looks at
+        ``span`` columns, or all.
 
         Eviction remembers what every column is worth, so it looks at all.
         """
@@ -279,13 +334,17 @@ class GraphEngine(HFEngine):
             sparse = i not in self._layout.dense_layers
             seen_BKS = inside_B1S
             if sparse and self.evict:
-                self._alive[i][row, :, position_B] = torch.ones_like(k[:, :, 0, 0], dtype=torch.bool)
+                self._alive[i][row, :, position_B] = torch.ones_like(
+                    k[:, :, 0, 0], dtype=torch.bool
+                )
                 self._worth[i][row, :, position_B] = torch.zeros_like(k[:, :, 0, 0])
                 seen_BKS = (self._evicted(i, length_B) | in_prompt_B11) & inside_B1S
             elif sparse:
                 # Only the page being written has other keys than a step before.
                 page_B = position_B // P
-                self._landmarks[i][row, :, page_B] = self._keys[i].unflatten(2, (-1, P))[row, :, page_B].mean(2)
+                self._landmarks[i][row, :, page_B] = (
+                    self._keys[i].unflatten(2, (-1, P))[row, :, page_B].mean(2)
+                )
                 seen_BKS = self._selected(q, self._landmarks[i, :, :, : span // P], length_B)
                 seen_BKS = (seen_BKS | in_prompt_B11) & inside_B1S
             weights_BKGTS = self._weights(q, keys_BKSD, seen_BKS[:, :, None, None])
@@ -299,7 +358,8 @@ class GraphEngine(HFEngine):
             weight_B1 = self._uniform_weight.index_select(0, self._step[None])[0][:, None]
             q = log_q.exp()
             log_q = torch.lerp(q, torch.full_like(q, 1 / q.shape[-1]), weight_B1).log()
-        # Sample by the inverse of the cumulative distribution; the clamp is for draws that rounding leaves above it.
+        # Sample by the inverse of the cumulative distribution; the clamp is for draws that rounding
+        # leaves above it.
         below = log_q.exp().cumsum(-1) < self._uniform.index_select(0, self._step[None])[0][:, None]
         token = below.sum(-1).clamp(max=log_q.shape[-1] - 1)
         best = log_q.topk(self.top_n, dim=-1)
@@ -312,13 +372,19 @@ class GraphEngine(HFEngine):
         self._position.add_(1).clamp_(max=self.max_length - 1)
         self._step.add_(1)
 
-    def _project(self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[B, heads, T, D]`` after the rotary embedding."""
         attention, x = layer.self_attn, _norm(layer.input_layernorm, hidden)
         shape = (*x.shape[:2], -1, attention.head_dim)
         q = _norm(attention.q_norm, attention.q_proj(x).view(shape)).transpose(1, 2)
         k = _norm(attention.k_norm, attention.k_proj(x).view(shape)).transpose(1, 2)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin), attention.v_proj(x).view(shape).transpose(1, 2)
+        return (
+            _rotate(q, cos, sin),
+            _rotate(k, cos, sin),
+            attention.v_proj(x).view(shape).transpose(1, 2),
+        )
 
     def _after(self, layer: Any, hidden: Tensor, out_BHTD: Tensor) -> Tensor:
         hidden = hidden + layer.self_attn.o_proj(out_BHTD.transpose(1, 2).flatten(2))
@@ -329,11 +395,15 @@ class GraphEngine(HFEngine):
         B, H, T, D = q.shape
         K = k.shape[1]
         # The group's queries are rows of one product, so that keys are not copied for each of them.
-        logits = (q.reshape(B, K, H // K * T, D) @ k.transpose(-1, -2)).view(B, K, H // K, T, -1) * D**-0.5
+        logits = (q.reshape(B, K, H // K * T, D) @ k.transpose(-1, -2)).view(
+            B, K, H // K, T, -1
+        ) * D**-0.5
         return logits.masked_fill(~seen, float("-inf")).softmax(-1)
 
     def _selected(self, q: Tensor, marks_BKND: Tensor, length_B: Tensor) -> Tensor:
-        """Tokens of the selected pages, bool ``[B, K, S]``, as ``sparrow.attention.pages`` defines them."""
+        """Tokens of the selected pages, bool ``[B, K, S]``, as ``sparrow.attention.pages`` defines
+        them.
+        """
         layout, P = self._layout, self._layout.page_size
         B, K, N, D = marks_BKND.shape
         scores = (q.view(B, K, -1, D).mean(2)[:, :, None] * marks_BKND).sum(-1)
@@ -347,11 +417,20 @@ class GraphEngine(HFEngine):
         return keep.repeat_interleave(P, dim=-1)
 
     def _evicted(self, i: int, length_B: Tensor) -> Tensor:
-        """What is left of the cache, bool ``[B, K, S]``, once the tokens of least worth over the budget are evicted."""
+        """What is left of the cache, bool ``[B, K, S]``, once the tokens of least worth over the
+        budget are evicted.
+        """
         layout, P = self._layout, self._layout.page_size
-        column, end_B1 = torch.arange(self.max_length, device=length_B.device), ((length_B + P - 1) // P * P)[:, None]
+        column, end_B1 = (
+            torch.arange(self.max_length, device=length_B.device),
+            ((length_B + P - 1) // P * P)[:, None],
+        )
         always = (column < layout.sink_pages * P) | (column >= end_B1 - layout.recent_pages * P)
-        worth = self._worth[i].masked_fill(always[:, None], float("inf")).masked_fill(~self._alive[i], float("-inf"))
+        worth = (
+            self._worth[i]
+            .masked_fill(always[:, None], float("inf"))
+            .masked_fill(~self._alive[i], float("-inf"))
+        )
         budget_B = (self._top_k[length_B] + layout.sink_pages + layout.recent_pages) * P
         self._alive[i].logical_and_(_rank(worth) < budget_B[:, None, None])
         return self._alive[i]

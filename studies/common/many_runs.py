@@ -1,8 +1,10 @@
-"""What studies of many training runs share: several runs at a time on a GPU, calibrated schedules, a log for each run.
+"""What studies of many training runs share: several runs at a time on a GPU, calibrated schedules,
+a log for each run.
 
-Every step of a run is one line of ``OUT/NAME.jsonl``. The first line holds the run's settings, the second the policy's
-held-out score before any step, the last what ended the run. Runs whose log exists are left out, so that a study can go
-on over several calls. Torch is imported late, by each run's own process, once that has chosen its GPU.
+Every step of a run is one line of ``OUT/NAME.jsonl``. The first line holds the run's settings, the
+second the policy's held-out score before any step, the last what ended the run. Runs whose log
+exists are left out, so that a study can go on over several calls. Torch is imported late, by each
+run's own process, once that has chosen its GPU.
 """
 
 from __future__ import annotations
@@ -29,22 +31,27 @@ ENOUGH = 0.65
 
 
 def run_study(
-    options: Any, arms: Iterable[str], train: Callable[..., None], calibrate: Callable[..., dict[str, list[int]]],
+    options: Any,
+    arms: Iterable[str],
+    train: Callable[..., None],
+    calibrate: Callable[..., dict[str, list[int]]],
     is_calibrated: Callable[[str], bool],
-) -> None:  # fmt: skip
-    """Calibrate if need be, then keep every slot of every GPU busy until all runs are done or the time is over.
+) -> None:
+    """Calibrate if need be, then keep every slot of every GPU busy until all runs are done or the
+    time is over.
 
-    Args:
-        options: has ``out``, ``runs``, ``seeds``, ``seconds`` and ``slots``, as described in the studies.
-        train: a run, given the options, its arm and seed, the device, the deadline and the path of its log.
-        calibrate: the tables of ``OUT/schedules.json``, given the options and the device.
-        is_calibrated: whether an arm follows one of these.
+    Args: options: has ``out``, ``runs``, ``seeds``, ``seconds`` and ``slots``, as described in the
+        studies. train: a run, given the options, its arm and seed, the device, the deadline and the
+        path of its log. calibrate: the tables of ``OUT/schedules.json``, given the options and the
+        device. is_calibrated: whether an arm follows one of these.
     """
     deadline = time.time() + options.seconds
     options.out.mkdir(parents=True, exist_ok=True)
     names = options.runs or tuple(f"{arm}-{seed}" for seed in options.seeds for arm in arms)
     jobs = [name for name in names if not (options.out / f"{name}.jsonl").exists()]
-    needed = not schedules(options).exists() and any(is_calibrated(name.rpartition("-")[0]) for name in jobs)
+    needed = not schedules(options).exists() and any(
+        is_calibrated(name.rpartition("-")[0]) for name in jobs
+    )
     first = partial(write_schedules, options, calibrate) if needed else None
     side_by_side(jobs, options.slots, deadline, partial(run, options, train), first)
 
@@ -67,17 +74,19 @@ def run(options: Any, train: Callable[..., None], name: str, gpu: int, deadline:
 
 
 def side_by_side(
-    names: Sequence[str], slots: Sequence[int], deadline: float, run: Callable[[str, int, float], None],
+    names: Sequence[str],
+    slots: Sequence[int],
+    deadline: float,
+    run: Callable[[str, int, float], None],
     first: Callable[[], None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Keep every slot of every GPU busy until all runs are done or the time is over.
 
-    Args:
-        names: the runs, in order.
-        slots: runs at a time on each GPU, or on the CPU if there is none.
-        deadline: when the time is over, as ``time.time()``; no run begins that would not get far enough by then.
-        run: called in a process of its own with the run's name, its GPU and the deadline; picklable, as ``first``.
-        first: called once before any run, in a process of its own too.
+    Args: names: the runs, in order. slots: runs at a time on each GPU, or on the CPU if there is
+        none. deadline: when the time is over, as ``time.time()``; no run begins that would not get
+        far enough by then. run: called in a process of its own with the run's name, its GPU and the
+        deadline; picklable, as ``first``. first: called once before any run, in a process of its
+        own too.
 
     Raises RuntimeError: ``first`` failed.
     """
@@ -89,10 +98,15 @@ def side_by_side(
         before.start()
         before.join()
         if before.exitcode:
-            raise RuntimeError(f"what comes before the runs failed with exit code {before.exitcode}; none was begun")
-    free_gpus = [gpu for turn in range(max(slots)) for gpu, count in enumerate(slots) if turn < count]
+            raise RuntimeError(
+                f"what comes before the runs failed with exit code {before.exitcode}; none was begun"
+            )
+    free_gpus = [
+        gpu for turn in range(max(slots)) for gpu, count in enumerate(slots) if turn < count
+    ]
     running: list[tuple[Any, int, float]] = []
-    took = 0.0  # seconds of the longest run so far; a run that would not get far enough to count is not begun
+    # seconds of the longest run so far; a run that would not get far enough to count is not begun
+    took = 0.0
     while (jobs and time.time() + ENOUGH * took < deadline) or running:
         for process, gpu, began in [r for r in running if not r[0].is_alive()]:
             running.remove((process, gpu, began))
@@ -150,10 +164,15 @@ def write(path: Path, row: dict[str, Any]) -> None:
 
 
 def calibrated(
-    engine: Any, prompts: Sequence[Sequence[int]], sampling: Any, layout: Any, targets: Sequence[float],
+    engine: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: Any,
+    layout: Any,
+    targets: Sequence[float],
     budgets: Sequence[int],
-) -> dict[str, list[int]]:  # fmt: skip
-    """The cheapest tables that hold each target of p5, by name (``p86``), all from one set of dense trajectories.
+) -> dict[str, list[int]]:
+    """The cheapest tables that hold each target of p5, by name (``p86``), all from one set of dense
+    trajectories.
 
     Longer responses than those measured, which only fail, read as much as in the last bin.
 
@@ -179,26 +198,35 @@ def calibrated(
         for target in targets:
             schedule = calibrate(measure, trials, target, min(budgets), refine=2).schedule
             if schedule.is_dense:
-                raise ConfigError(f"no budget up to {max(budgets)} pages holds p5 {target:g}; try larger ones")
+                raise ConfigError(
+                    f"no budget up to {max(budgets)} pages holds p5 {target:g}; try larger ones"
+                )
             tables[f"p{100 * target:.0f}"] = list(schedule.top_k[:-1])
     return tables
 
 
 def train_logged(
-    path: Path, start: dict[str, Any], held_out: Callable[[], float], every: int, deadline: float, *trainer: Any,
-    closed_loop: bool = False, dial: Any = None, after: Callable[[Any], None] = lambda trainer: None,
+    path: Path,
+    start: dict[str, Any],
+    held_out: Callable[[], float],
+    every: int,
+    deadline: float,
+    *trainer: Any,
+    closed_loop: bool = False,
+    dial: Any = None,
+    after: Callable[[Any], None] = lambda trainer: None,
     judge_cut_off: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Train, and write the log: ``start``, then the steps.
 
-    Args:
-        held_out: the policy's held-out score; measured at the start, every ``every`` steps and at the end.
-        deadline: no step begins after it, as ``time.time()``.
-        trainer: config, model, tokenizer, task, engine and schedule, as ``Trainer`` takes them, like the next two.
-        after: called with the trainer when a step is done and written.
-        judge_cut_off: whether the held-out score is measured, too, where the deadline ends the run.
+    Args: held_out: the policy's held-out score; measured at the start, every ``every`` steps and at
+        the end. deadline: no step begins after it, as ``time.time()``. trainer: config, model,
+        tokenizer, task, engine and schedule, as ``Trainer`` takes them, like the next two. after:
+        called with the trainer when a step is done and written. judge_cut_off: whether the held-out
+        score is measured, too, where the deadline ends the run.
 
-    Raises TimeoutError: the deadline has passed. TrainingDiverged: see ``Trainer``; what is left is evaluated first.
+    Raises TimeoutError: the deadline has passed. TrainingDiverged: see ``Trainer``; what is left is
+    evaluated first.
     """
     from sparrow.errors import TrainingDiverged
     from sparrow.mismatch import split_by_bin
@@ -212,7 +240,10 @@ def train_logged(
         step = metrics["step"]
         is_over = time.time() > deadline
         evaluate = step % every == 0 or step == runner.config.steps or (is_over and judge_cut_off)
-        write(path, condensed(metrics, tail) | ({"held_out": {"policy": held_out()}} if evaluate else {}))
+        write(
+            path,
+            condensed(metrics, tail) | ({"held_out": {"policy": held_out()}} if evaluate else {}),
+        )
         after(runner)
         if is_over:
             raise TimeoutError
@@ -252,7 +283,10 @@ def condensed(metrics: dict[str, Any], tail: dict[str, Any]) -> dict[str, Any]:
         "tail": _rounded(tail["all"]),
         "bins": _rounded(tail["bins"]),
         "p5_interval": _rounded(
-            [[b["bin"], b["lower_bound"], b["interval_low"], b["interval_high"]] for b in metrics["mismatch"]["bins"]]
+            [
+                [b["bin"], b["lower_bound"], b["interval_low"], b["interval_high"]]
+                for b in metrics["mismatch"]["bins"]
+            ]
         ),
         "kl": metrics["correction"]["kl_k3"],
         "ess": metrics["correction"]["ess_token"],
@@ -260,7 +294,11 @@ def condensed(metrics: dict[str, Any], tail: dict[str, Any]) -> dict[str, Any]:
         "read": metrics["kv"]["read_fraction"],
         "top_k": metrics["schedule"]["top_k"],
         "seconds": _rounded(list(metrics["seconds"].values()), 2),
-        **({"tokens_per_cycle": round(metrics["drafts"]["tokens_per_cycle"], 3)} if "drafts" in metrics else {}),
+        **(
+            {"tokens_per_cycle": round(metrics["drafts"]["tokens_per_cycle"], 3)}
+            if "drafts" in metrics
+            else {}
+        ),
         **({"dial": metrics["dial"]} if "dial" in metrics else {}),
     }
 

@@ -1,11 +1,13 @@
-"""Does calibration hold its target, does its shortcut cost anything, and does the tail look like a Beta distribution?
+"""Does calibration hold its target, does its shortcut cost anything, and does the tail look like a
+Beta distribution?
 
     python studies/reasoner/calibration.py table     # three targets x three seeds by `sparrow calibrate`, then rollouts
     python studies/reasoner/calibration.py shortcut  # trajectories once, against sampling anew at every budget
     python studies/reasoner/calibration.py tail      # goodness of fit of the published Beta tail, with intervals
 
-All run on the bundled reasoner, with pages of 4 tokens and length bins of 64, on whatever device is there. Results go
-to benchmarks/results/calibration_*.json; what --folder already holds is not sampled again.
+All run on the bundled reasoner, with pages of 4 tokens and length bins of 64, on whatever device is
+there. Results go to benchmarks/results/calibration_*.json; what --folder already holds is not
+sampled again.
 
 Shapes: T tokens.
 """
@@ -27,14 +29,35 @@ from sparrow.cli import main as sparrow
 from sparrow.engines.hf import HFEngine, eos_ids, load_model
 from sparrow.loading import draw_prompts, encode_prompts
 from sparrow.measure import TokenAcceptance, Trajectories, flatten, measure, pool
-from sparrow.mismatch import BinMismatch, percentile_by_bin_interval, sequence_bootstrap, weighted_mean
+from sparrow.mismatch import (
+    BinMismatch,
+    percentile_by_bin_interval,
+    sequence_bootstrap,
+    weighted_mean,
+)
 from sparrow.rollout import Sampling
 from sparrow.schedule import ALL_PAGES
 from sparrow.tasks import Trace
 
-sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in ("benchmarks", "studies/common"))
+sys.path.extend(
+    str(Path(__file__).parents[2] / folder) for folder in ("benchmarks", "studies/common")
+)
 from beta_tail import beta_tail_fit, weighted_beta_ks
-from common import REASONER, RESULTS, Column, Row, clock, declared, device, load, machine, parser, save, table, tracing
+from common import (
+    REASONER,
+    RESULTS,
+    Column,
+    Row,
+    clock,
+    declared,
+    device,
+    load,
+    machine,
+    parser,
+    save,
+    table,
+    tracing,
+)
 
 LAYOUT = SparsitySchedule.dense(page_size=4, bin_tokens=64, dense_layers=(0,))
 LINES, COUNT = 36, 512  # of a program, and responses sampled each time
@@ -49,11 +72,22 @@ RESAMPLES = 200
 
 
 def calibrated(folder: Path) -> None:
-    """Calibrate with the command itself, then measure other problems with other seeds under the schedule it finds."""
+    """Calibrate with the command itself, then measure other problems with other seeds under the
+    schedule it finds.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     layout = folder / "layout.json"
     layout.write_text(LAYOUT.to_json())
-    common = ["--model", "reasoner", "--task", f"trace:lines={LINES}", "--max-new-tokens", "480", "--count", str(COUNT)]
+    common = [
+        "--model",
+        "reasoner",
+        "--task",
+        f"trace:lines={LINES}",
+        "--max-new-tokens",
+        "480",
+        "--count",
+        str(COUNT),
+    ]
     runs = []
     for target in TARGETS:
         for seed in SEEDS:
@@ -62,17 +96,38 @@ def calibrated(folder: Path) -> None:
                 record = folder / f"run-{target}-{seed}-{rounds}.json"
                 if not record.exists():
                     sparrow(
-                        ["calibrate", "--out", str(schedule), "--layout", str(layout), "--target", str(target),
-                         "--budgets", *map(str, TRIALS), "--on-policy", str(rounds),
-                         "--seed", str(seed), *common]
-                    )  # fmt: skip
+                        [
+                            "calibrate",
+                            "--out",
+                            str(schedule),
+                            "--layout",
+                            str(layout),
+                            "--target",
+                            str(target),
+                            "--budgets",
+                            *map(str, TRIALS),
+                            "--on-policy",
+                            str(rounds),
+                            "--seed",
+                            str(seed),
+                            *common,
+                        ]
+                    )
                     found = SparsitySchedule.load(schedule)
                     bins = judge(found, sampled_anew(found, 1000 + seed), target)
-                    what = {"machine": machine(), "target": target, "seed": seed, "on_policy": rounds,
-                            "passes_of_last_round": len(found.provenance["curves"])}  # fmt: skip
+                    what = {
+                        "machine": machine(),
+                        "target": target,
+                        "seed": seed,
+                        "on_policy": rounds,
+                        "passes_of_last_round": len(found.provenance["curves"]),
+                    }
                     record.write_text(json.dumps({**what, "bins": bins}))
                 runs.append(json.loads(record.read_text()))
-    save(RESULTS / "calibration_table.json", {"machine": runs[0]["machine"], "count": COUNT, "runs": runs})
+    save(
+        RESULTS / "calibration_table.json",
+        {"machine": runs[0]["machine"], "count": COUNT, "runs": runs},
+    )
 
 
 def sampled_anew(schedule: SparsitySchedule, seed: int) -> list[TokenAcceptance]:
@@ -83,8 +138,11 @@ def sampled_anew(schedule: SparsitySchedule, seed: int) -> list[TokenAcceptance]
     return measure(engine, engine, prompts, Sampling(480, seed=seed), schedule)
 
 
-def judge(schedule: SparsitySchedule, fresh: Sequence[TokenAcceptance], target: float) -> list[dict[str, Any]]:
-    """Each bin of the calibration that enough fresh responses reach: its p5, and whether a shorter bin set its pages.
+def judge(
+    schedule: SparsitySchedule, fresh: Sequence[TokenAcceptance], target: float
+) -> list[dict[str, Any]]:
+    """Each bin of the calibration that enough fresh responses reach: its p5, and whether a shorter
+    bin set its pages.
 
     The ``parts`` of a row are the schedule's own bins that lie in it: start, tokens and p5.
     """
@@ -96,13 +154,23 @@ def judge(schedule: SparsitySchedule, fresh: Sequence[TokenAcceptance], target: 
         if len(np.unique(sequence[inside])) < FEWEST:
             continue
         (p5,) = percentile_by_bin_interval(alpha[inside], 0 * position[inside], sequence[inside])
-        parts = percentile_by_bin_interval(alpha[inside], position[inside], sequence[inside], schedule.bin_tokens)
+        parts = percentile_by_bin_interval(
+            alpha[inside], position[inside], sequence[inside], schedule.bin_tokens
+        )
         rows.append(
-            {"start": b["start"], "end": b["end"], "top_k": "all" if b["top_k"] >= ALL_PAGES else b["top_k"],
-             "p5": p5.estimate, "low": p5.lower, "high": p5.upper, "n_sequences": p5.n_sequences,
-             "over_target": p5.estimate - target, "held_up": b["top_k"] == before,
-             "parts": [[part.start, part.n_tokens, part.estimate] for part in parts]}
-        )  # fmt: skip
+            {
+                "start": b["start"],
+                "end": b["end"],
+                "top_k": "all" if b["top_k"] >= ALL_PAGES else b["top_k"],
+                "p5": p5.estimate,
+                "low": p5.lower,
+                "high": p5.upper,
+                "n_sequences": p5.n_sequences,
+                "over_target": p5.estimate - target,
+                "held_up": b["top_k"] == before,
+                "parts": [[part.start, part.n_tokens, part.estimate] for part in parts],
+            }
+        )
         before = b["top_k"]
     return rows
 
@@ -114,7 +182,9 @@ def measured(folder: Path) -> Callable[[SparsitySchedule, int], Trajectories]:
     """The reasoner's trajectories by schedule and seed."""
     model, ends, prompts = tracing(REASONER, LINES, COUNT, 0, device())
     engine = HFEngine(model, LAYOUT, ends, batch_size=256)
-    vocabulary = model.config.vocab_size  # every token is listed, so acceptance is exact and not a bound
+    vocabulary = (
+        model.config.vocab_size
+    )  # every token is listed, so acceptance is exact and not a bound
 
     def trajectories(behaviour: SparsitySchedule, seed: int) -> Trajectories:
         sampling = Sampling(14 * LINES, top_n=vocabulary, seed=seed)
@@ -137,32 +207,62 @@ def shortcut(folder: Path) -> None:
         own = trajectories(schedule, 1)
         sampled = own.acceptance()
         seconds = {"teacher_forced": scored - began, "sampled": clock() - scored}
-        again = own.acceptance(schedule)  # teacher-forcing the actor's own rollouts must give the same numbers
+        again = own.acceptance(
+            schedule
+        )  # teacher-forcing the actor's own rollouts must give the same numbers
         apart = max(np.abs(a.lower - b.lower).max() for a, b in zip(sampled, again, strict=True))
-        rows.append({"top_k": top_k, "seconds": seconds, "identity": float(apart), "bins": compare(forced, sampled)})
-        print(top_k, seconds, f"identity {apart:.1e}", [round(b["drift"], 4) for b in rows[-1]["bins"]], flush=True)
-    save(RESULTS / "calibration_shortcut.json", {"count": COUNT, "seconds_dense_sampling": once, "budgets": rows})
+        rows.append(
+            {
+                "top_k": top_k,
+                "seconds": seconds,
+                "identity": float(apart),
+                "bins": compare(forced, sampled),
+            }
+        )
+        print(
+            top_k,
+            seconds,
+            f"identity {apart:.1e}",
+            [round(b["drift"], 4) for b in rows[-1]["bins"]],
+            flush=True,
+        )
+    save(
+        RESULTS / "calibration_shortcut.json",
+        {"count": COUNT, "seconds_dense_sampling": once, "budgets": rows},
+    )
 
 
-def compare(forced: Sequence[TokenAcceptance], sampled: Sequence[TokenAcceptance]) -> list[dict[str, Any]]:
+def compare(
+    forced: Sequence[TokenAcceptance], sampled: Sequence[TokenAcceptance]
+) -> list[dict[str, Any]]:
     """Both p5 by bin with their intervals, and the drift: sampled minus teacher-forced."""
 
     def plain(b: BinMismatch) -> dict[str, float]:
         return {"p5": b.lower_bound, "low": b.interval_low, "high": b.interval_high}
 
-    both = zip(pool(forced, LAYOUT.bin_tokens).bins, pool(sampled, LAYOUT.bin_tokens).bins, strict=False)
+    both = zip(
+        pool(forced, LAYOUT.bin_tokens).bins, pool(sampled, LAYOUT.bin_tokens).bins, strict=False
+    )
     return [
-        {"start": a.start, "teacher_forced": plain(a), "sampled": plain(b), "drift": b.lower_bound - a.lower_bound,
-         "overlap": a.interval_low <= b.interval_high and b.interval_low <= a.interval_high}
-        for a, b in both if min(a.n_sequences, b.n_sequences) >= FEWEST
-    ]  # fmt: skip
+        {
+            "start": a.start,
+            "teacher_forced": plain(a),
+            "sampled": plain(b),
+            "drift": b.lower_bound - a.lower_bound,
+            "overlap": a.interval_low <= b.interval_high and b.interval_low <= a.interval_high,
+        }
+        for a, b in both
+        if min(a.n_sequences, b.n_sequences) >= FEWEST
+    ]
 
 
 # --- is the tail a Beta distribution? ---
 
 
 def tail(folder: Path) -> None:
-    """KS distance of the fitted Beta tail at each budget, resampled by sequence; and what chance alone would give."""
+    """KS distance of the fitted Beta tail at each budget, resampled by sequence; and what chance
+    alone would give.
+    """
     trajectories = measured(folder)
     dense, rows = trajectories(LAYOUT, 0), []
     rng = np.random.default_rng(0)
@@ -173,17 +273,32 @@ def tail(folder: Path) -> None:
         assert fit is not None
         ks = sequence_bootstrap(alpha, owner, weighted_beta_ks, resamples=RESAMPLES)
         fraction = sequence_bootstrap(alpha <= fit.cut, owner, weighted_mean)
-        # If the fitted Beta were the truth and tokens independent, refits of equally large samples would give this.
-        ideal = [beta_tail_fit(np.minimum(stats.beta.rvs(fit.a, fit.b, size=fit.n, random_state=rng), 1) * fit.cut)
-                 for _ in range(RESAMPLES)]  # fmt: skip
+        # If the fitted Beta were the truth and tokens independent, refits of equally large samples
+        # would give this.
+        ideal = [
+            beta_tail_fit(
+                np.minimum(stats.beta.rvs(fit.a, fit.b, size=fit.n, random_state=rng), 1) * fit.cut
+            )
+            for _ in range(RESAMPLES)
+        ]
         in_tail = alpha[alpha <= fit.cut]
         rows.append(
-            {"top_k": top_k, "tokens": fit.n, "fraction_in_tail": fit.fraction_in_tail,
-             "fraction_interval": fraction[1:3], "a": fit.a, "b": fit.b, "ks": fit.ks, "ks_interval": ks[1:3],
-             "ks_if_beta_95": float(np.quantile([f.ks for f in ideal], 0.95)),
-             "variance_fitted": fit.variance, "variance_measured": float(in_tail.var()),
-             "p5_fitted": float(fitted_percentile(fit, alpha)), "p5_measured": float(np.percentile(alpha, 5))}
-        )  # fmt: skip
+            {
+                "top_k": top_k,
+                "tokens": fit.n,
+                "fraction_in_tail": fit.fraction_in_tail,
+                "fraction_interval": fraction[1:3],
+                "a": fit.a,
+                "b": fit.b,
+                "ks": fit.ks,
+                "ks_interval": ks[1:3],
+                "ks_if_beta_95": float(np.quantile([f.ks for f in ideal], 0.95)),
+                "variance_fitted": fit.variance,
+                "variance_measured": float(in_tail.var()),
+                "p5_fitted": float(fitted_percentile(fit, alpha)),
+                "p5_measured": float(np.percentile(alpha, 5)),
+            }
+        )
         print(rows[-1], flush=True)
     save(RESULTS / "calibration_tail.json", {"count": COUNT, "budgets": rows})
 
@@ -208,7 +323,10 @@ def calibration() -> str:
         alike.setdefault(f"{run['target']:.2f}, {rounds}", []).append(run)
     rows = []
     for what, same in sorted(alike.items()):
-        cells = [[b["over_target"] for run in same for b in run["bins"] if b["end"] == end] for end in ends]
+        cells = [
+            [b["over_target"] for run in same for b in run["bins"] if b["end"] == end]
+            for end in ends
+        ]
         rows.append([what, *(" ".join(f"{x:+.3f}" for x in cell) for cell in cells)])
     return table(["target, rounds on policy", *(f"up to {end}" for end in ends)], rows)
 
@@ -217,13 +335,29 @@ def calibration_summary() -> str:
     """How many bins are within 0.02 of the target, how many lie above and below, and the extremes."""
     rows = []
     for rounds, name in {0: "no round on policy", 2: "two rounds"}.items():
-        bins = [b for run in load("calibration_table")["runs"] if run["on_policy"] == rounds for b in run["bins"]]
+        bins = [
+            b
+            for run in load("calibration_table")["runs"]
+            if run["on_policy"] == rounds
+            for b in run["bins"]
+        ]
         over = np.array([b["over_target"] for b in bins])
         within, above = int((np.abs(over) <= 0.02).sum()), int((over > 0.02).sum())
         held_up = sum(b["held_up"] and b["over_target"] > 0.02 for b in bins)
-        cells = [f"{within} of {len(bins)}, {within / len(bins):.0%}", above, held_up, int((over < -0.02).sum())]
+        cells = [
+            f"{within} of {len(bins)}, {within / len(bins):.0%}",
+            above,
+            held_up,
+            int((over < -0.02).sum()),
+        ]
         rows.append([name, *cells, f"{over.min():+.3f}", f"{over.max():+.3f}"])
-    head = ["", "within 0.02 of the target", "above by more", "of these held up by a shorter bin", "below by more"]
+    head = [
+        "",
+        "within 0.02 of the target",
+        "above by more",
+        "of these held up by a shorter bin",
+        "below by more",
+    ]
     return table([*head, "lowest", "highest"], rows)
 
 
@@ -234,12 +368,22 @@ def shortcut_cost() -> str:
         drifts, seconds = [b["drift"] for b in bins], row["seconds"]
         spans = [[b[way]["p5"] for b in bins] for way in ("teacher_forced", "sampled")]
         rows.append(
-            [row["top_k"], *(f"{min(p5):.3f} to {max(p5):.3f}" for p5 in spans),
-             f"{statistics.mean(drifts):+.3f}, {min(drifts):+.3f}", f"{sum(b['overlap'] for b in bins)} of {len(bins)}",
-             f"{seconds['teacher_forced']:.1f}, {seconds['sampled']:.1f}"]
-        )  # fmt: skip
-    head = ["top-k pages", "p5 by bin, dense responses", "p5 by bin, its own", "own less dense: mean, worst bin",
-            "intervals overlap", "seconds: teacher-forced, sampled"]  # fmt: skip
+            [
+                row["top_k"],
+                *(f"{min(p5):.3f} to {max(p5):.3f}" for p5 in spans),
+                f"{statistics.mean(drifts):+.3f}, {min(drifts):+.3f}",
+                f"{sum(b['overlap'] for b in bins)} of {len(bins)}",
+                f"{seconds['teacher_forced']:.1f}, {seconds['sampled']:.1f}",
+            ]
+        )
+    head = [
+        "top-k pages",
+        "p5 by bin, dense responses",
+        "p5 by bin, its own",
+        "own less dense: mean, worst bin",
+        "intervals overlap",
+        "seconds: teacher-forced, sampled",
+    ]
     return table(head, rows)
 
 
@@ -252,7 +396,7 @@ def beta_tail() -> str:
         "95th percentile of KS, were it true": "{ks_if_beta_95:.3f}",
         "variance, measured and fitted": "{variance_measured:.3f}, {variance_fitted:.3f}",
         "p5, measured and fitted": "{p5_measured:.3f}, {p5_fitted:.3f}",
-    }  # fmt: skip
+    }
     return declared(load("calibration_tail")["budgets"], cells)
 
 

@@ -2,7 +2,8 @@
 
     python studies/reasoner/demo_seeds.py --folder runs/seeds --out benchmarks/results/demo.json
 
-Runs that are already in the folder are used as they are. About six minutes a seed on two idle cores.
+Runs that are already in the folder are used as they are. About six minutes a seed on two idle
+cores.
 """
 
 from __future__ import annotations
@@ -39,13 +40,25 @@ def held_out(model: str, schedule: Path, folder: Path) -> dict[str, list[float]]
     """Mean accuracy and its interval over the same problems, dense and sparse."""
     arguments = ["--model", model, "--schedule", str(schedule), "--out", str(folder)]
     sparrow(
-        ["eval", "--benchmark", "trace:lines=24", "--k", str(SAMPLES), "--limit", str(PROBLEMS),
-         "--max-new-tokens", "300", *arguments]
-    )  # fmt: skip
+        [
+            "eval",
+            "--benchmark",
+            "trace:lines=24",
+            "--k",
+            str(SAMPLES),
+            "--limit",
+            str(PROBLEMS),
+            "--max-new-tokens",
+            "300",
+            *arguments,
+        ]
+    )
     scores = {}
     for name in ("dense", "sparse"):
         (path,) = (p for p in folder.glob("*.jsonl") if ("-dense-" in p.name) == (name == "dense"))
-        rewards = [json.loads(line)["reward"] for line in path.read_text(encoding="utf-8").splitlines()]
+        rewards = [
+            json.loads(line)["reward"] for line in path.read_text(encoding="utf-8").splitlines()
+        ]
         scores[name] = list(astuple(mean_at_k(np.reshape(rewards, (PROBLEMS, SAMPLES)))))
     return scores
 
@@ -61,7 +74,10 @@ def main(options: Options) -> None:
         run = options.folder / f"seed-{seed}"
         if not (run / "model").exists():
             sparrow(["demo", "--steps", "12", "--seed", str(seed), "--run-dir", str(run)])
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         read, held = (sum(row["kv"][key] for row in rows) for key in ("tokens_read", "tokens_held"))
         runs.append(
             {
@@ -74,7 +90,10 @@ def main(options: Options) -> None:
                 "held_out": held_out(str(run / "model"), schedule, options.folder / f"eval-{seed}"),
             }
         )
-    save(options.out, {"problems": PROBLEMS, "samples": SAMPLES, "held_out_start": start, "runs": runs})
+    save(
+        options.out,
+        {"problems": PROBLEMS, "samples": SAMPLES, "held_out_start": start, "runs": runs},
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""DistillSparse on the small reasoner under GRPO: what an adapter does to the tail of a cheap schedule.
+"""DistillSparse on the small reasoner under GRPO: what an adapter does to the tail of a cheap
+schedule.
 
-A cheap schedule has a p5 of about 0.80 on what the untrained model's actor samples under it, a more expensive one 0.87.
-For several seeds the same GRPO run is done with and without distillation under the cheap one:
+A cheap schedule has a p5 of about 0.80 on what the untrained model's actor samples under it, a more
+expensive one 0.87. For several seeds the same GRPO run is done with and without distillation under
+the cheap one:
 
 - ``none``: no adapter;
 - ``full``: PPO and KL on every position;
@@ -9,9 +11,9 @@ For several seeds the same GRPO run is done with and without distillation under 
 - ``half``, ``quarter``: PPO and KL on that share of the responses, the worst-aligned ones;
 - ``expensive``: as ``full``, but under the more expensive schedule.
 
-At the end, actor and policy answer held-out problems, the actor with its adapter and without: the policy grows surer
-while it trains, which raises p5 by itself, so only the difference is due to the adapter. benchmarks/tables.py makes the
-tables of docs/distill.md from the results.
+At the end, actor and policy answer held-out problems, the actor with its adapter and without: the
+policy grows surer while it trains, which raises p5 by itself, so only the difference is due to the
+adapter. benchmarks/tables.py makes the tables of docs/distill.md from the results.
 
     python studies/reasoner/distill_study.py --folder runs/distill --slots 9 9    # 2 GPUs, about five minutes
     python studies/reasoner/distill_study.py --folder runs/distill --seconds 0    # only gather what is there
@@ -34,7 +36,13 @@ import tyro
 from stability_study import HELD_OUT, load, longest, response
 
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
-from sparrow.train.config import DistillConfig, LossConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from sparrow.train.config import (
+    DistillConfig,
+    LossConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/common")]
@@ -58,13 +66,16 @@ CHEAP, EXPENSIVE = DENSE.replace(top_k=(4, 4, 4, 5)), DENSE.replace(top_k=(5, 5,
 class Options:
     """What to run."""
 
-    folder: Path = Path("runs/distill")  # Where the runs go; those that are finished are used as they are.
+    folder: Path = Path(
+        "runs/distill"
+    )  # Where the runs go; those that are finished are used as they are.
     out: Path = Path("benchmarks/results/distill.json")  # The JSON file of results.
     # Which runs to do, of none, full, kl, half, quarter, expensive.
     arms: tuple[str, ...] = ("none", "full", "kl", "half", "expensive")
     seeds: tuple[int, ...] = (0, 1, 2)  # Seeds of each run.
     steps: int = 45  # GRPO steps at most.
-    # Seconds after the start beyond which no training step begins; the last measurements are taken then.
+    # Seconds after the start beyond which no training step begins; the last measurements are taken
+    # then.
     seconds: float = 3600
     prompts: int = 32  # Prompts a step, 8 samples each.
     learning_rate: float = 1e-3  # Learning rate of the adapter.
@@ -75,7 +86,9 @@ class Options:
 
 
 class HeldOut:
-    """Measures an engine on held-out problems: reward, and for each length bin p5 and the share of tokens below 0.5."""
+    """Measures an engine on held-out problems: reward, and for each length bin p5 and the share of
+    tokens below 0.5.
+    """
 
     def __init__(self, options: Options, policy: Any, tokenizer: Any, task: Any, seed: int) -> None:
         from sparrow.rollout import Sampling
@@ -92,14 +105,24 @@ class HeldOut:
         rollouts = engine.generate(self._prompts, self._sampling)
         engine.counters()  # reset: these tokens are not training's
         scores = self._policy.score(rollouts, SparsitySchedule.dense(), 1.0)
-        accepted = [token_acceptance(r, s.top_logprobs, schedule) for r, s in zip(rollouts, scores, strict=True)]
+        accepted = [
+            token_acceptance(r, s.top_logprobs, schedule)
+            for r, s in zip(rollouts, scores, strict=True)
+        ]
         mismatch = pool(accepted, 64)
         lower, _, position, _ = flatten(accepted)
         rare = [np.mean(lower[position // 64 == b.bin] < 0.5) for b in mismatch.bins]
-        texts = self._tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
+        texts = self._tokenizer.batch_decode(
+            [r.response_ids for r in rollouts], skip_special_tokens=True
+        )
         reward = np.mean([p.verify(text) for p, text in zip(self._problems, texts, strict=True)])
         bins = bins_of(mismatch.to_dict())
-        return {"bins": bins, "below_half": np.round(rare, 4).tolist(), "mean": mismatch.mean, "reward": float(reward)}
+        return {
+            "bins": bins,
+            "below_half": np.round(rare, 4).tolist(),
+            "mean": mismatch.mean,
+            "reward": float(reward),
+        }
 
 
 def bins_of(report: dict[str, Any]) -> list[list[float]]:
@@ -129,7 +152,9 @@ def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
         save_every=options.steps,
         tau=TAU,
         logged_rollouts=0,
-        rollout=RolloutConfig(prompts=options.prompts, samples=8, max_new_tokens=response(options.lines)),
+        rollout=RolloutConfig(
+            prompts=options.prompts, samples=8, max_new_tokens=response(options.lines)
+        ),
         optimizer=OptimizerConfig(options.policy_learning_rate, warmup_steps=5, token_budget=24576),
         loss=LossConfig(normalization="dapo"),
         distill=distill,
@@ -161,7 +186,11 @@ def gather(options: Options) -> dict[str, Any]:
         path, final = options.folder / name / "metrics.jsonl", options.folder / f"{name}.json"
         if not path.exists():
             continue
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        rows = [
+            json.loads(line)
+            for line in path.read_text(encoding="utf-8").splitlines()
+            if line.endswith("}")
+        ]
         tails = [reached(row["mismatch"]["bins"]) for row in rows]
         runs[name] = {
             "steps": len(rows),
@@ -171,7 +200,10 @@ def gather(options: Options) -> dict[str, Any]:
             "lowest_p5": [round(min(b["lower_bound"] for b in tail), 4) for tail in tails],
             "lowest_p5_low": [round(min(b["interval_low"] for b in tail), 4) for tail in tails],
             "kv_read_fraction": [round(row["kv"]["read_fraction"], 4) for row in rows],
-            "seconds": {k: round(float(np.median([r["seconds"][k] for r in rows])), 2) for k in rows[0]["seconds"]},
+            "seconds": {
+                k: round(float(np.median([r["seconds"][k] for r in rows])), 2)
+                for k in rows[0]["seconds"]
+            },
             **(json.loads(final.read_text(encoding="utf-8")) if final.exists() else {}),
         }
     return runs
@@ -189,7 +221,10 @@ def main(options: Options) -> None:
     missing = [name for name in names(options) if not (options.folder / f"{name}.json").exists()]
     side_by_side(missing, options.slots, deadline, partial(run_one, options))
     schedules = {"cheap": CHEAP.to_dict(), "expensive": EXPENSIVE.to_dict()}
-    save(options.out, {"options": plain_options(options), "schedules": schedules, "runs": gather(options)})
+    save(
+        options.out,
+        {"options": plain_options(options), "schedules": schedules, "runs": gather(options)},
+    )
 
 
 def reached(bins: list[dict[str, Any]]) -> list[dict[str, Any]]:

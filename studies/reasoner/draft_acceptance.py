@@ -1,10 +1,12 @@
-"""What a reasoner accepts: drafts of lossless rollouts, and the lossy actor under the same schedule, by budget.
+"""What a reasoner accepts: drafts of lossless rollouts, and the lossy actor under the same
+schedule, by budget.
 
     python studies/reasoner/draft_acceptance.py --models reasoner runs/deep --lines 24 20 \
         --out benchmarks/results/reasoner_acceptance.json
 
-Both sample responses to the same unseen problems with the transformers engine. Acceptance is over the whole vocabulary:
-that of drafts comes from verification, that of the lossy actor from the policy, teacher-forced along the actor's text.
+Both sample responses to the same unseen problems with the transformers engine. Acceptance is over
+the whole vocabulary: that of drafts comes from verification, that of the lossy actor from the
+policy, teacher-forced along the actor's text.
 """
 
 from __future__ import annotations
@@ -44,10 +46,16 @@ class Options:
 
 
 def row(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[Sequence[int]], pages: int,
-    drafts: Sequence[int], max_new_tokens: int,
-) -> dict[str, Any]:  # fmt: skip
-    """One budget: mean and p5 of the lossy actor, with 95 % intervals over responses, and how drafts fare."""
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[Sequence[int]],
+    pages: int,
+    drafts: Sequence[int],
+    max_new_tokens: int,
+) -> dict[str, Any]:
+    """One budget: mean and p5 of the lossy actor, with 95 % intervals over responses, and how
+    drafts fare.
+    """
     schedule = SparsitySchedule.fixed(pages, **LAYOUT)
     sampling = Sampling(max_new_tokens, top_n=len(tokenizer))
     engine = HFEngine(model, Decoding.lossy(schedule), eos_ids(model, tokenizer))
@@ -62,16 +70,25 @@ def row(
     ]
     lossless = {}
     for k in drafts:
-        engine = HFEngine(model, Decoding.lossless(schedule, draft_tokens=k), eos_ids(model, tokenizer))
+        engine = HFEngine(
+            model, Decoding.lossless(schedule, draft_tokens=k), eos_ids(model, tokenizer)
+        )
         engine.generate(prompts, sampling)
         lossless[k] = engine.counters().to_dict()["drafts"]
-    return {"pages": pages, "tokens": int(schedule.tokens_read(2**20)), "lossy": lossy, "lossless": lossless}
+    return {
+        "pages": pages,
+        "tokens": int(schedule.tokens_read(2**20)),
+        "lossy": lossy,
+        "lossless": lossless,
+    }
 
 
 def main(options: Options) -> None:
     """Measure, and save after every budget."""
     if len(options.models) != len(options.lines):
-        raise SystemExit(f"{len(options.models)} models have {len(options.lines)} lengths of programs; give one each")
+        raise SystemExit(
+            f"{len(options.models)} models have {len(options.lines)} lengths of programs; give one each"
+        )
     report: dict[str, Any] = {"problems": options.problems, "models": []}
     for name, lines in zip(options.models, options.lines, strict=True):
         model, tokenizer = load_model(name)
@@ -80,10 +97,17 @@ def main(options: Options) -> None:
         rows: list[dict[str, Any]] = []
         config = model.config
         report["models"].append(
-            {"name": Path(name).name, "layers": config.num_hidden_layers, "lines": lines, "rows": rows}
+            {
+                "name": Path(name).name,
+                "layers": config.num_hidden_layers,
+                "lines": lines,
+                "rows": rows,
+            }
         )
         for pages in options.pages:
-            rows.append(row(model, tokenizer, prompts, pages, options.drafts, options.max_new_tokens))
+            rows.append(
+                row(model, tokenizer, prompts, pages, options.drafts, options.max_new_tokens)
+            )
             options.out.write_text(json.dumps(plain(report), indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,10 +1,12 @@
-"""What it costs that a seed's tokens do not depend on the drafts (``drafter_invariant``), by budget.
+"""What it costs that a seed's tokens do not depend on the drafts (``drafter_invariant``), by
+budget.
 
     python studies/reasoner/drafter_invariance.py --out benchmarks/results/drafter_invariance.json
 
-The transformers engine samples responses to unseen problems densely and losslessly, with the same seeds. Along the
-dense responses, teacher-forced, the chance that a draft is kept is computed for two ways to share random numbers: the
-distribution function inverted at one number, which is how that engine draws, and Gumbel noise, which is how vLLM does.
+The transformers engine samples responses to unseen problems densely and losslessly, with the same
+seeds. Along the dense responses, teacher-forced, the chance that a draft is kept is computed for
+two ways to share random numbers: the distribution function inverted at one number, which is how
+that engine draws, and Gumbel noise, which is how vLLM does.
 """
 
 from __future__ import annotations
@@ -49,30 +51,49 @@ class Options:
 
 
 def gumbel_match(p: Tensor, q: Tensor, generator: torch.Generator) -> float:
-    """Chance that p and q, ``[T, V]``, draw the same token with the same Gumbel noise, over all T and ``DRAWS``."""
+    """Chance that p and q, ``[T, V]``, draw the same token with the same Gumbel noise, over all T
+    and ``DRAWS``.
+    """
     same = 0.0
     for _ in range(DRAWS):
-        noise = torch.empty_like(p).exponential_(generator=generator)  # argmin of e / p is argmax of log p + Gumbel
+        noise = torch.empty_like(p).exponential_(
+            generator=generator
+        )  # argmin of e / p is argmax of log p + Gumbel
         same += float(((noise / p).argmin(-1) == (noise / q).argmin(-1)).double().mean()) / DRAWS
     return same
 
 
 def inverse_match(p: Tensor, q: Tensor) -> float:
-    """The same with one uniform number that both distribution functions are inverted at: the lengths that coincide."""
-    (p_end, q_end), (p_begin, q_begin) = zip(*((x.cumsum(-1), x.cumsum(-1) - x) for x in (p, q)), strict=True)
-    return float((torch.minimum(p_end, q_end) - torch.maximum(p_begin, q_begin)).clamp(min=0).sum(-1).mean())
+    """The same with one uniform number that both distribution functions are inverted at: the
+    lengths that coincide.
+    """
+    (p_end, q_end), (p_begin, q_begin) = zip(
+        *((x.cumsum(-1), x.cumsum(-1) - x) for x in (p, q)), strict=True
+    )
+    return float(
+        (torch.minimum(p_end, q_end) - torch.maximum(p_begin, q_begin)).clamp(min=0).sum(-1).mean()
+    )
 
 
 @torch.no_grad()
-def kept(model: PreTrainedModel, responses: list[Rollout], schedule: SparsitySchedule) -> dict[str, float]:
-    """Mean chances that a draft is kept, by how it is verified, after each token of these responses.
+def kept(
+    model: PreTrainedModel, responses: list[Rollout], schedule: SparsitySchedule
+) -> dict[str, float]:
+    """Mean chances that a draft is kept, by how it is verified, after each token of these
+    responses.
 
-    The actor's history is its own here, as in lossy decoding; in lossless decoding drafts agree a little better.
+    The actor's history is its own here, as in lossy decoding; in lossless decoding drafts agree a
+    little better.
     """
     sides: list[list[Tensor]] = [[], []]
     for response in responses:
-        prompt, ids = len(response.prompt_ids), torch.tensor([[*response.prompt_ids, *response.response_ids]])
-        dense = model(ids, use_cache=False).logits[0, prompt:-1]  # the first token comes from prefill, undrafted
+        prompt, ids = (
+            len(response.prompt_ids),
+            torch.tensor([[*response.prompt_ids, *response.response_ids]]),
+        )
+        dense = model(ids, use_cache=False).logits[
+            0, prompt:-1
+        ]  # the first token comes from prefill, undrafted
         with teacher_forced(model, [prompt], schedule):
             sparse = model(ids, use_cache=False).logits[0, prompt:-1]
         for side, logits in zip(sides, (dense, sparse), strict=True):
@@ -88,7 +109,9 @@ def kept(model: PreTrainedModel, responses: list[Rollout], schedule: SparsitySch
 
 def main(options: Options) -> None:
     """Measure and save."""
-    model, ends, prompts = tracing(model_path(options.model), options.lines, options.problems, HELD_OUT, device())
+    model, ends, prompts = tracing(
+        model_path(options.model), options.lines, options.problems, HELD_OUT, device()
+    )
     sampling = Sampling(options.max_new_tokens)
     dense = HFEngine(model, SparsitySchedule.dense(**LAYOUT), ends).generate(prompts, sampling)
     rows: list[dict[str, Any]] = []
@@ -100,10 +123,20 @@ def main(options: Options) -> None:
                 decoding = Decoding.lossless(schedule, draft_tokens=k, drafter_invariant=invariant)
                 engine = HFEngine(model, decoding, ends)
                 found = engine.generate(prompts, sampling)
-                same = [np.array_equal(a.response_ids, b.response_ids) for a, b in zip(found, dense, strict=True)]
+                same = [
+                    np.array_equal(a.response_ids, b.response_ids)
+                    for a, b in zip(found, dense, strict=True)
+                ]
                 name = "drafter invariant" if invariant else "rejection"
-                cycles[f"{name}, k = {k}"] = {"tokens": engine.counters().tokens_per_cycle, "as_dense": sum(same)}
-        row = {"pages": pages, "tokens": int(schedule.tokens_read(2**20)), "kept": kept(model, dense, schedule)}
+                cycles[f"{name}, k = {k}"] = {
+                    "tokens": engine.counters().tokens_per_cycle,
+                    "as_dense": sum(same),
+                }
+        row = {
+            "pages": pages,
+            "tokens": int(schedule.tokens_read(2**20)),
+            "kept": kept(model, dense, schedule),
+        }
         rows.append({**row, "cycles": cycles})
     save(options.out, plain({"problems": options.problems, "lines": options.lines, "rows": rows}))
 

@@ -1,16 +1,20 @@
-"""Which pages should the sparse actor read? Selectors, page sizes, layers and reuse, ranked by p5 at equal bytes read.
+"""Which pages should the sparse actor read? Selectors, page sizes, layers and reuse, ranked by p5
+at equal bytes read.
 
     python studies/reasoner/page_selectors.py    # writes benchmarks/results/selectors_reasoner.json
     python studies/reasoner/page_selectors.py --show benchmarks/results/selectors_reasoner.json
     python studies/reasoner/page_selectors.py --model M --lines 60 --count 96 --tokens 160 256 --dense-layers 0 1
 
-Dense trajectories of the task ``trace`` are sampled once; every variant is a teacher-forced pass over them, and its
-acceptance rate is exact, over the whole vocabulary. Bytes are counted in tokens' worth of keys and values per sparse
-layer: kept pages, and what pages are ranked by (half a token a page for a mean key, a whole one for a minimum and a
-maximum). At every length a variant reads as many pages as its bytes allow; a sequence that fits whole is read whole.
-Variants live here and not in the package; one that clearly wins may move there.
+Dense trajectories of the task ``trace`` are sampled once; every variant is a teacher-forced pass
+over them, and its acceptance rate is exact, over the whole vocabulary. Bytes are counted in tokens'
+worth of keys and values per sparse
+layer: kept pages, and what pages are ranked by (half a token a page for a mean key, a whole one for
+a minimum and a maximum). At every length a variant reads as many pages as its bytes allow; a
+sequence that fits whole is read whole. Variants live here and not in the package; one that clearly
+wins may move there.
 
-Shapes: B sequences, T tokens, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, R resamples.
+Shapes: B sequences, T tokens, H query heads, K kv heads, G = H / K, D head dim, P page size, N
+pages, R resamples.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ from common import REASONER, device, parser, rounded, save, table, tracing
 RESAMPLES, SEED = 400, 7
 TOKEN_BUDGET = 65_536  # padded tokens in a forward pass
 
-# --- selectors: scores [B, K, T, N] of whole pages, and the bytes of their landmarks, counted in keys ---
+# --- selectors: scores [B, K, T, N] of whole pages, and the bytes of their landmarks, counted in
+# keys ---
 
 
 @dataclass
@@ -62,7 +67,9 @@ class Scored:
         return self.scale * torch.einsum("bkgtd,bknd->bkgtn", self.q_BKGTD, self.k_BKNPD.mean(-2))
 
     def squares(self, variance_BKND: Tensor) -> Tensor:
-        """Variance of each head's logits within a page, assuming that the dimensions of keys are uncorrelated."""
+        """Variance of each head's logits within a page, assuming that the dimensions of keys are
+        uncorrelated.
+        """
         return self.scale**2 * torch.einsum("bkgtd,bknd->bkgtn", self.q_BKGTD**2, variance_BKND)
 
     def softmax(self, logits_BKGTN: Tensor) -> Tensor:
@@ -81,7 +88,10 @@ def by_dimension(s: Scored) -> Tensor:
 
 def by_radius(s: Scored) -> Tensor:
     variance_BKN1 = s.k_BKNPD.var(-2, correction=0).mean(-1, keepdim=True)
-    return s.logits() + s.squares(variance_BKN1.expand(*variance_BKN1.shape[:-1], s.q_BKGTD.shape[-1])) / 2
+    return (
+        s.logits()
+        + s.squares(variance_BKN1.expand(*variance_BKN1.shape[:-1], s.q_BKGTD.shape[-1])) / 2
+    )
 
 
 def true_mass(s: Scored) -> Tensor:
@@ -104,7 +114,10 @@ SELECTORS: dict[str, tuple[Callable[[Scored], Tensor], float]] = {
     "mean key + radius, softmax, group sum": (lambda s: s.softmax(by_radius(s)).sum(2), 1 + 1 / 64),
     "mean key + variance, softmax, group sum": (lambda s: s.softmax(by_dimension(s)).sum(2), 2),
     "true mass (not realisable)": (lambda s: s.softmax(true_mass(s)).sum(2), 1),
-    "newest pages": (lambda s: torch.arange(s.k_BKNPD.shape[2], device=s.q_BKGTD.device).float(), 0),
+    "newest pages": (
+        lambda s: torch.arange(s.k_BKNPD.shape[2], device=s.q_BKGTD.device).float(),
+        0,
+    ),
 }
 
 
@@ -115,12 +128,10 @@ SELECTORS: dict[str, tuple[Callable[[Scored], Tensor], float]] = {
 class Variant:
     """One way to spend a number of bytes.
 
-    Attributes:
-        tokens: bytes read per layer, in tokens' worth of keys and values, averaged over the layers.
-        dense: layers that read everything; the others pay for it if ``dense_counts``, else it is not counted.
-        weights: relative share of the bytes that each sparse layer gets.
-        every: steps between two selections.
-        leaders: layer -> the layer whose scores it uses.
+    Attributes: tokens: bytes read per layer, in tokens' worth of keys and values, averaged over the
+        layers. dense: layers that read everything; the others pay for it if ``dense_counts``, else
+        it is not counted. weights: relative share of the bytes that each sparse layer gets. every:
+        steps between two selections. leaders: layer -> the layer whose scores it uses.
     """
 
     label: str
@@ -140,12 +151,19 @@ class Actor:
     """A variant at work on one batch; the attention layers of the model share it."""
 
     def __init__(self, variant: Variant, layers: int, prompt_B: Tensor, length_B: Tensor) -> None:
-        self.variant, self.layers, self.prompt_B, self.length_B = variant, layers, prompt_B, length_B
+        self.variant, self.layers, self.prompt_B, self.length_B = (
+            variant,
+            layers,
+            prompt_B,
+            length_B,
+        )
         self.scores: dict[int, Tensor] = {}
         self.read = 0.0  # tokens' worth of bytes, summed over response tokens and layers
         self.held = 0.0  # what a dense actor would read
 
-    def attend(self, layer: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float
+    ) -> Tensor:
         v, T, device = self.variant, k_BKTD.shape[2], k_BKTD.device
         position_T = torch.arange(T, device=device)
         decoded_BT = (position_T >= self.prompt_B[:, None]) & (position_T < self.length_B[:, None])
@@ -154,7 +172,9 @@ class Actor:
             self.held += held
         if layer in v.dense:
             self.read += held * v.dense_counts
-            return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, scale=scale, enable_gqa=True)
+            return F.scaled_dot_product_attention(
+                q_BHTD, k_BKTD, v_BKTD, is_causal=True, scale=scale, enable_gqa=True
+            )
         P, N, K = v.page_size, -(-T // v.page_size), k_BKTD.shape[1]
         q_BKGTD = q_BHTD.unflatten(1, (K, -1))
         k_BKNPD = F.pad(k_BKTD, (0, 0, 0, N * P - T)).unflatten(2, (N, P))
@@ -178,9 +198,12 @@ class Actor:
         whole_T = tokens_T >= length_T
         top_k_T = torch.where(whole_T, ALL_PAGES, top_k_T)
         layout = PageLayout(P, v.sink_pages, v.recent_pages)
-        # Of pages with equal scores the earlier wins; those not complete when last scored come after all others.
+        # Of pages with equal scores the earlier wins; those not complete when last scored come
+        # after all others.
         ranked = self.scores[lead].clamp(min=torch.finfo(torch.float32).min)
-        keep = select_pages(ranked, length_T.expand(len(q_BHTD), -1), top_k_T.expand(len(q_BHTD), -1), layout)
+        keep = select_pages(
+            ranked, length_T.expand(len(q_BHTD), -1), top_k_T.expand(len(q_BHTD), -1), layout
+        )
         kept_T = (top_k_T + v.sink_pages + v.recent_pages).clamp(max=pages_T)
         tokens_T = torch.minimum(kept_T * P, length_T)
         landmarks_T = torch.where(kept_T < pages_T, landmark * pages_T, 0.0)
@@ -188,7 +211,9 @@ class Actor:
         keep = keep | (position_T < self.prompt_B[:, None])[:, None, :, None]
         mask = keep.repeat_interleave(P, -1)[..., :T] & (position_T <= position_T[:, None])
         mask = mask.repeat_interleave(q_BHTD.shape[1] // K, 1)
-        return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, attn_mask=mask, scale=scale, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            q_BHTD, k_BKTD, v_BKTD, attn_mask=mask, scale=scale, enable_gqa=True
+        )
 
     def _tokens(self, layer: int, length_T: Tensor) -> Tensor | float:
         """This layer's share of the bytes at each length."""
@@ -200,8 +225,12 @@ class Actor:
         return left_T * weights[layer] / sum(weights[i] for i in sparse)
 
 
-def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
-    """Attention function of the transformers attention interface, for whole sequences padded on the right."""
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
+) -> Any:
+    """Attention function of the transformers attention interface, for whole sequences padded on the
+    right.
+    """
     out = module.actor.attend(module.layer_idx, query, key, value, scaling)
     return out.transpose(1, 2).contiguous(), None
 
@@ -219,33 +248,49 @@ class Bench:
         self.layers = self.model.config.num_hidden_layers
         engine = HFEngine(self.model, SparsitySchedule.dense(dense_layers=()), ends, 256)
         self.rollouts = engine.generate(prompts, Sampling(16 * lines, top_n=0, seed=SEED))
-        self.groups = micro_batches([len(r.prompt_ids) + len(r) for r in self.rollouts], TOKEN_BUDGET)
+        self.groups = micro_batches(
+            [len(r.prompt_ids) + len(r) for r in self.rollouts], TOKEN_BUDGET
+        )
         self.model.set_attn_implementation("selectors")
         everything = Variant("dense", 0, dense=tuple(range(self.layers)))
         self.dense = [probabilities for probabilities, _ in self._passes(everything)]
         lengths = [len(self.rollouts[i]) for group in self.groups for i in group]
         self.owner = np.repeat(np.arange(len(lengths)), lengths)
-        draws = np.random.default_rng(0).multinomial(len(lengths), np.full(len(lengths), 1 / len(lengths)), RESAMPLES)
+        draws = np.random.default_rng(0).multinomial(
+            len(lengths), np.full(len(lengths), 1 / len(lengths)), RESAMPLES
+        )
         self.weights_RB = np.concatenate([np.ones((1, len(lengths))), draws])
         self.mean_length = float(np.mean([len(r.prompt_ids) + len(r) for r in self.rollouts]))
 
     @torch.no_grad()
     def _passes(self, variant: Variant) -> Iterator[tuple[Tensor, Actor]]:
-        """By group: probabilities at every response token's position, ``[tokens, V]``, and the actor that gave them."""
+        """By group: probabilities at every response token's position, ``[tokens, V]``, and the
+        actor that gave them.
+        """
         for group in self.groups:
             some: list[Rollout] = [self.rollouts[i] for i in group]
             batch = Batch.of(some, self.device)
-            # The first response token comes from the dense prefill, so its query, the prompt's last, is not sparse.
-            actor = Actor(variant, self.layers, batch.prompt_lengths, batch.prompt_lengths + batch.response_lengths)
+            # The first response token comes from the dense prefill, so its query, the prompt's
+            # last, is not sparse.
+            actor = Actor(
+                variant,
+                self.layers,
+                batch.prompt_lengths,
+                batch.prompt_lengths + batch.response_lengths,
+            )
             for module in self.model.modules():
                 if hasattr(module, "layer_idx"):
                     module.actor = actor
             rows, columns = batch.response_index()
-            logits = self.model(input_ids=batch.input_ids, use_cache=False).logits[rows, columns - 1]
+            logits = self.model(input_ids=batch.input_ids, use_cache=False).logits[
+                rows, columns - 1
+            ]
             yield logits.softmax(-1), actor
 
     def acceptance(self, variant: Variant) -> tuple[np.ndarray, dict[str, float]]:
-        """Acceptance of every response token ``[T]``; what a layer reads in a step, in tokens' worth of bytes."""
+        """Acceptance of every response token ``[T]``; what a layer reads in a step, in tokens'
+        worth of bytes.
+        """
         alphas, read, held, steps = [], 0.0, 0.0, 0
         counted = self.layers - (0 if variant.dense_counts else len(variant.dense))
         for p, (q, actor) in zip(self.dense, self._passes(variant), strict=True):
@@ -261,16 +306,26 @@ class Bench:
 # --- the variants ---
 
 
-def variants(layers: int, tokens: Sequence[int], dense: tuple[int, ...]) -> Iterator[tuple[str, list[Variant]]]:
-    """Pairs of a section and its variants, all with the same bytes; the first is what the others are compared with."""
+def variants(
+    layers: int, tokens: Sequence[int], dense: tuple[int, ...]
+) -> Iterator[tuple[str, list[Variant]]]:
+    """Pairs of a section and its variants, all with the same bytes; the first is what the others
+    are compared with.
+    """
     for b in tokens:
         for P in (16, 8, 4):
             yield (
                 f"selectors, pages of {P}, {b} tokens",
                 [Variant(name, b, name, P, dense, dense_counts=False) for name in SELECTORS],
             )
-        sizes = [Variant(f"pages of {P}", b, page_size=P, dense=dense, dense_counts=False) for P in (16, 8, 4)]
-        wide = [replace(v, label=f"{v.label}, newest 32 tokens", recent_pages=32 // v.page_size) for v in sizes[1:]]
+        sizes = [
+            Variant(f"pages of {P}", b, page_size=P, dense=dense, dense_counts=False)
+            for P in (16, 8, 4)
+        ]
+        wide = [
+            replace(v, label=f"{v.label}, newest 32 tokens", recent_pages=32 // v.page_size)
+            for v in sizes[1:]
+        ]
         yield f"page sizes, {b} tokens", [*sizes, *wide]
         for P in (16, 4):
             uniform = Variant("all layers alike", b, page_size=P)
@@ -291,12 +346,20 @@ def variants(layers: int, tokens: Sequence[int], dense: tuple[int, ...]) -> Iter
             yield f"layers, pages of {P}, {b} tokens", [uniform, *single, *pairs, *weighted]
         sparse = [i for i in range(layers) if i not in dense]
         for P in (16, 4):
-            fresh = Variant("selected in every layer and step", b, page_size=P, dense=dense, dense_counts=False)
+            fresh = Variant(
+                "selected in every layer and step", b, page_size=P, dense=dense, dense_counts=False
+            )
             stale = [replace(fresh, label=f"every {n} steps", every=n) for n in (2, 4, 8, 16)]
             shared = [
-                replace(fresh, label="the first sparse layer's", leaders=tuple((i, sparse[0]) for i in sparse)),
                 replace(
-                    fresh, label="pairs of layers", leaders=tuple((i, sparse[n - n % 2]) for n, i in enumerate(sparse))
+                    fresh,
+                    label="the first sparse layer's",
+                    leaders=tuple((i, sparse[0]) for i in sparse),
+                ),
+                replace(
+                    fresh,
+                    label="pairs of layers",
+                    leaders=tuple((i, sparse[n - n % 2]) for n, i in enumerate(sparse)),
                 ),
             ]
             yield f"reuse, pages of {P}, {b} tokens", [fresh, *stale, *shared[: len(sparse)]]
@@ -305,10 +368,15 @@ def variants(layers: int, tokens: Sequence[int], dense: tuple[int, ...]) -> Iter
 def run(arguments: argparse.Namespace) -> None:
     bench = Bench(arguments.model, arguments.lines, arguments.count)
     result: dict[str, Any] = {
-        "model": arguments.model.name, "layers": bench.layers, "lines": arguments.lines,
-        "responses": arguments.count, "response_tokens": int(bench.owner.size), "mean_length": bench.mean_length,
-        "dense_layers": arguments.dense_layers, "sections": {},
-    }  # fmt: skip
+        "model": arguments.model.name,
+        "layers": bench.layers,
+        "lines": arguments.lines,
+        "responses": arguments.count,
+        "response_tokens": int(bench.owner.size),
+        "mean_length": bench.mean_length,
+        "dense_layers": arguments.dense_layers,
+        "sections": {},
+    }
     known: dict[Variant, tuple[np.ndarray, dict[str, float]]] = {}
     began = time.monotonic()
     for section, group in variants(bench.layers, arguments.tokens, tuple(arguments.dense_layers)):
@@ -321,10 +389,15 @@ def run(arguments: argparse.Namespace) -> None:
             p5, rest = known[key]
             base = p5 if base is None else base
             rows.append(
-                {"label": variant.label, "p5": p5[0], "p5_interval": np.quantile(p5[1:], [0.025, 0.975]).tolist(),
-                 "over_first": p5[0] - base[0],
-                 "over_first_interval": np.quantile(p5[1:] - base[1:], [0.025, 0.975]).tolist(), **rest}
-            )  # fmt: skip
+                {
+                    "label": variant.label,
+                    "p5": p5[0],
+                    "p5_interval": np.quantile(p5[1:], [0.025, 0.975]).tolist(),
+                    "over_first": p5[0] - base[0],
+                    "over_first_interval": np.quantile(p5[1:] - base[1:], [0.025, 0.975]).tolist(),
+                    **rest,
+                }
+            )
         result["sections"][section] = rows
         save(arguments.out, rounded(result))
         print(f"{time.monotonic() - began:6.1f} s  {section}", flush=True)
@@ -339,20 +412,45 @@ def show(result: dict[str, Any]) -> None:
         for r in [rows[0], *sorted(rows[1:], key=lambda r: -r["p5"])]:
             over = "{:+.3f} [{:+.3f}, {:+.3f}]".format(r["over_first"], *r["over_first_interval"])
             mark = " (more than its share)" if r["tokens_read"] > 1.03 * b else ""
-            lines.append([r["label"], f"{r['p5']:.3f}", over, f"{r['mean']:.4f}", f"{r['tokens_read']:.0f}{mark}"])
-        print(f"\n{section}\n\n{table(['', 'p5', 'against the first', 'mean', 'tokens read'], lines)}", end="")
+            lines.append(
+                [
+                    r["label"],
+                    f"{r['p5']:.3f}",
+                    over,
+                    f"{r['mean']:.4f}",
+                    f"{r['tokens_read']:.0f}{mark}",
+                ]
+            )
+        print(
+            f"\n{section}\n\n{table(['', 'p5', 'against the first', 'mean', 'tokens read'], lines)}",
+            end="",
+        )
 
 
 def main() -> None:
     options = parser(__doc__, "selectors_reasoner")
-    options.add_argument("--model", type=Path, default=REASONER, help="folder of a model trained on the task trace")
+    options.add_argument(
+        "--model", type=Path, default=REASONER, help="folder of a model trained on the task trace"
+    )
     options.add_argument("--lines", type=int, default=36)
     options.add_argument("--count", type=int, default=256)
     options.add_argument(
-        "--tokens", type=int, nargs="+", default=[96, 128, 192], help="bytes, in tokens' worth of KV a layer"
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[96, 128, 192],
+        help="bytes, in tokens' worth of KV a layer",
     )
-    options.add_argument("--dense-layers", type=int, nargs="*", default=[0], help="of selectors, page sizes and reuse")
-    options.add_argument("--show", type=Path, help="print the tables of a result and measure nothing")
+    options.add_argument(
+        "--dense-layers",
+        type=int,
+        nargs="*",
+        default=[0],
+        help="of selectors, page sizes and reuse",
+    )
+    options.add_argument(
+        "--show", type=Path, help="print the tables of a result and measure nothing"
+    )
     arguments = options.parse_args()
     if arguments.show:
         show(json.loads(arguments.show.read_text()))

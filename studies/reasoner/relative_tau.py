@@ -1,13 +1,16 @@
-"""Does the same tau ask for the same pages whichever engines sample and score? Absolute, and relative to the ceiling.
+"""Does the same tau ask for the same pages whichever engines sample and score? Absolute, and
+relative to the ceiling.
 
     python studies/reasoner/relative_tau.py  # on a CPU; some minutes of two cores
 
-Four pairs of a sampler and a scorer see the same tokens of the bundled reasoner, with pages of 4 tokens and length bins
-of 64. vLLM samples in bfloat16, densely and under each budget, and lists every token of the vocabulary. Transformers
-scores these responses in float32, densely and teacher-forced under the budget they were sampled with. So on each
-response four actors are compared with one policy: transformers' own, vLLM's, and transformers' own twice with
-independent normal noise on all logits, drawn anew at every token, so large that dense responses have a p5 of 0.95 or
-0.90. A fifth is transformers' own with lists cut to ``SHORT`` tokens, where the ceiling is low for another reason.
+Four pairs of a sampler and a scorer see the same tokens of the bundled reasoner, with pages of 4
+tokens and length bins of 64. vLLM samples in bfloat16, densely and under each budget, and lists
+every token of the vocabulary. Transformers scores these responses in float32, densely and
+teacher-forced under the budget they were sampled with. So on each response four actors are compared
+with one policy: transformers' own, vLLM's, and transformers' own twice with independent normal
+noise on all logits, drawn anew at every token, so large that dense responses have a p5 of 0.95 or
+0.90. A fifth is transformers' own with lists cut to ``SHORT`` tokens, where the ceiling is low for
+another reason.
 
 Shapes: T tokens, R resamples of prompts (the first is what was measured), B prompts, V vocabulary.
 """
@@ -50,16 +53,26 @@ Logprobs = dict[int | None, np.ndarray]  # by budget (None is dense), [T, V]
 
 def sampled() -> tuple[dict[int | None, list[Rollout]], int]:
     """Responses by budget, with lists of the whole vocabulary, and the size of the vocabulary."""
-    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     from sparrow.engines.vllm import VLLMEngine
 
     model, _, prompts = tracing(REASONER, LINES, COUNT, SEED, CPU)
     vocabulary = model.config.vocab_size
     sampling = Sampling(14 * LINES, top_n=vocabulary, seed=SEED)
     engine = VLLMEngine(
-        str(REASONER), LAYOUT.replace(top_k=(BUDGETS[0],)), dtype="bfloat16", enforce_eager=True,
-        kv_cache_memory_bytes=256 * 2**20, block_size=32, max_model_len=1024, max_num_batched_tokens=16384,
-    )  # fmt: skip
+        str(REASONER),
+        LAYOUT.replace(top_k=(BUDGETS[0],)),
+        dtype="bfloat16",
+        enforce_eager=True,
+        kv_cache_memory_bytes=256 * 2**20,
+        block_size=32,
+        max_model_len=1024,
+        max_num_batched_tokens=16384,
+    )
     rollouts = {}
     for budget in (None, *BUDGETS):
         engine.set_schedule(LAYOUT if budget is None else LAYOUT.replace(top_k=(budget,)))
@@ -81,19 +94,26 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]
     policy, actor, vllm, place, owner = {}, {}, {}, {}, {}
     for budget, some in rollouts.items():
         vllm[budget] = np.concatenate([in_order(r.top_ids, r.top_logprobs) for r in some])
-        every = [replace(r, top_ids=np.tile(np.arange(V, dtype=np.int32), (len(r), 1))) for r in some]
+        every = [
+            replace(r, top_ids=np.tile(np.arange(V, dtype=np.int32), (len(r), 1))) for r in some
+        ]
         for logprobs, schedule in (
             (policy, LAYOUT),
             (actor, LAYOUT if budget is None else LAYOUT.replace(top_k=(budget,))),
         ):
-            logprobs[budget] = np.concatenate([s.top_logprobs for s in scorer.score(every, schedule, 1.0)])
-        place[budget] = np.concatenate([LAYOUT.page_end(len(r.prompt_ids) + np.arange(len(r))) for r in some])
+            logprobs[budget] = np.concatenate(
+                [s.top_logprobs for s in scorer.score(every, schedule, 1.0)]
+            )
+        place[budget] = np.concatenate(
+            [LAYOUT.page_end(len(r.prompt_ids) + np.arange(len(r))) for r in some]
+        )
         owner[budget] = np.repeat(np.arange(len(some)), [len(r) for r in some])
         print("scored", budget, flush=True)
     bins = [
         b
         for b, _ in split_by_bin(place[None], LAYOUT.bin_tokens)
-        if min(len(np.unique(owner[k][place[k] // LAYOUT.bin_tokens == b])) for k in place) >= FEWEST
+        if min(len(np.unique(owner[k][place[k] // LAYOUT.bin_tokens == b])) for k in place)
+        >= FEWEST
     ]
     draws = np.random.default_rng(SEED).multinomial(COUNT, np.full(COUNT, 1 / COUNT), RESAMPLES)
     weights_RB = np.concatenate([np.ones((1, COUNT)), draws])
@@ -106,7 +126,9 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]
             by_budget[k] = np.stack([p5(values[at], owner[k][at], weights_RB) for at in inside], 1)
         return by_budget
 
-    def with_noise(scale: float, budgets: Sequence[int | None], seed: int) -> dict[int | None, np.ndarray]:
+    def with_noise(
+        scale: float, budgets: Sequence[int | None], seed: int
+    ) -> dict[int | None, np.ndarray]:
         drawn = np.random.default_rng(seed)
         return {k: accepted(policy[k], noisy(actor[k], scale, drawn)) for k in budgets}
 
@@ -120,13 +142,20 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]
         for _ in range(12):
             scale = (low + high) / 2
             dense = with_noise(scale, [None], 1)[None]
-            mean = np.mean([np.percentile(dense[place[None] // LAYOUT.bin_tokens == b], 5) for b in bins])
+            mean = np.mean(
+                [np.percentile(dense[place[None] // LAYOUT.bin_tokens == b], 5) for b in bins]
+            )
             low, high = (scale, high) if mean > ceiling else (low, scale)
         name = f"noise that gives dense p5 {ceiling:.2f}"
         pairs[name], scales[name] = with_noise(scale, list(place), 2), scale
-    pairs[f"transformers float32, lists of {SHORT}"] = {k: accepted(policy[k], actor[k], SHORT) for k in place}
+    pairs[f"transformers float32, lists of {SHORT}"] = {
+        k: accepted(policy[k], actor[k], SHORT) for k in place
+    }
     p5_by_pair = {name: tails(alpha) for name, alpha in pairs.items()}
-    own = {scale: {tau: pages(p5_by_pair[OWN], tau, scale) for tau in TAUS} for scale in ("relative", "absolute")}
+    own = {
+        scale: {tau: pages(p5_by_pair[OWN], tau, scale) for tau in TAUS}
+        for scale in ("relative", "absolute")
+    }
     rows = []
     for name, p5s in p5_by_pair.items():
         row: dict[str, Any] = {
@@ -134,22 +163,36 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]
             "noise": scales.get(name),
             "ceiling": spans(p5s[None].T),
             "p5": {str(k): p5s[k][0].tolist() for k in BUDGETS},
-            "relative_p5": {str(k): on_scale(p5s[k], p5s[None], "relative")[0].tolist() for k in BUDGETS},
+            "relative_p5": {
+                str(k): on_scale(p5s[k], p5s[None], "relative")[0].tolist() for k in BUDGETS
+            },
         }
         for scale in ("relative", "absolute"):
             row[scale] = {}
             for tau in TAUS:
                 needed = pages(p5s, tau, scale)
-                with np.errstate(invalid="ignore"):  # inf / inf: neither pair holds tau with any budget
+                with np.errstate(
+                    invalid="ignore"
+                ):  # inf / inf: neither pair holds tau with any budget
                     ratio = needed / own[scale][tau]
                 mean = np.where(np.isinf(ratio).any(1), np.inf, ratio.mean(1))
                 row[scale][str(tau)] = {
-                    "pages": finite(needed[0]), "of_own": finite(ratio[0]), "mean_of_own": spans(mean[None])[0]
-                }  # fmt: skip
+                    "pages": finite(needed[0]),
+                    "of_own": finite(ratio[0]),
+                    "mean_of_own": spans(mean[None])[0],
+                }
         rows.append(row)
     lengths = [[b * LAYOUT.bin_tokens, (b + 1) * LAYOUT.bin_tokens] for b in bins]
-    return {"count": COUNT, "lines": LINES, "bins": lengths, "budgets": BUDGETS, "taus": TAUS, "always": ALWAYS,
-            "tokens": {str(k): len(x) for k, x in place.items()}, "pairs": rows}  # fmt: skip
+    return {
+        "count": COUNT,
+        "lines": LINES,
+        "bins": lengths,
+        "budgets": BUDGETS,
+        "taus": TAUS,
+        "always": ALWAYS,
+        "tokens": {str(k): len(x) for k, x in place.items()},
+        "pairs": rows,
+    }
 
 
 def in_order(ids_Tn: np.ndarray, logprobs_Tn: np.ndarray) -> np.ndarray:
@@ -181,9 +224,11 @@ def on_scale(p5_RN: np.ndarray, ceiling_RN: np.ndarray, scale: str) -> np.ndarra
 
 
 def pages(p5s: dict[int | None, np.ndarray], tau: float, scale: str) -> np.ndarray:
-    """Fewest pages read, those always read included, with which tau is held, [R, bins]; infinite if no budget holds it.
+    """Fewest pages read, those always read included, with which tau is held, [R, bins]; infinite if
+    no budget holds it.
 
-    Between the largest budget that fails and the next one, p5 is taken to rise with the logarithm of the pages.
+    Between the largest budget that fails and the next one, p5 is taken to rise with the logarithm
+    of the pages.
     """
     read = np.array(BUDGETS) + ALWAYS
     p5_KRN = np.stack([on_scale(p5s[k], p5s[None], scale) for k in BUDGETS])
@@ -222,13 +267,22 @@ def relative_tau() -> str:
             for scale in ("relative", "absolute"):
                 needed = pair[scale][str(tau)]
                 mean, low, high = needed["mean_of_own"]
-                open_end = "" if mean is None else " [open]"  # in some resamples no budget holds tau
+                open_end = (
+                    "" if mean is None else " [open]"
+                )  # in some resamples no budget holds tau
                 interval = open_end if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
                 pages = " ".join("none" if x is None else f"{x:.0f}" for x in needed["pages"])
                 cells += [pages, ("" if mean is None else f"{mean:.2f}") + interval]
             rows.append([pair["pair"], ceiling, f"{tau:g}", *cells])
-    head = ["pair", "ceiling", "tau", "relative: pages by bin", "times those of the first pair",
-            "absolute: pages by bin", "times those of the first pair"]  # fmt: skip
+    head = [
+        "pair",
+        "ceiling",
+        "tau",
+        "relative: pages by bin",
+        "times those of the first pair",
+        "absolute: pages by bin",
+        "times those of the first pair",
+    ]
     return table(head, rows)
 
 
@@ -241,22 +295,31 @@ def relative_tau_summary() -> str:
             ratios = [x for needed in pair[scale].values() for x in needed["of_own"]]
             within = sum(x is not None and abs(x - 1) <= 0.1 for x in ratios)
             never = sum(x is None for x in ratios)
-            worst = max((x for x in ratios if x is not None), key=lambda x: abs(x - 1), default=None)
+            worst = max(
+                (x for x in ratios if x is not None), key=lambda x: abs(x - 1), default=None
+            )
             cell = f"{within} of {len(ratios)}"
             counts += [cell, "" if worst is None else f"{worst:.2f}", never]
         rows.append([pair["pair"], *counts])
-    head = [f"{scale}: {what}" for scale in ("relative", "absolute")
-            for what in ("within 10 %", "furthest off", "no budget")]  # fmt: skip
+    head = [
+        f"{scale}: {what}"
+        for scale in ("relative", "absolute")
+        for what in ("within 10 %", "furthest off", "no budget")
+    ]
     return table(["pair", *head], rows)
 
 
 def relative_laws() -> str:
-    """How far p5 is from p5 without noise once the ceiling is taken out in three ways, over all bins and budgets."""
+    """How far p5 is from p5 without noise once the ceiling is taken out in three ways, over all
+    bins and budgets.
+    """
     pairs = load("relative_tau")["pairs"]
     laws: dict[str, Callable[[float, float], float]] = {
-        "in squares": relative_p5, "acceptances multiply": lambda p5, c: p5 / c,
-        "losses add": lambda p5, c: 1 - (c - p5), "as measured": lambda p5, c: p5,
-    }  # fmt: skip
+        "in squares": relative_p5,
+        "acceptances multiply": lambda p5, c: p5 / c,
+        "losses add": lambda p5, c: 1 - (c - p5),
+        "as measured": lambda p5, c: p5,
+    }
     rows = []
     for pair in pairs[1:]:
         cells = []

@@ -1,10 +1,12 @@
-"""How much of the tail the sampled tokens alone can show, where both sides' top-20 lists show all of it.
+"""How much of the tail the sampled tokens alone can show, where both sides' top-20 lists show all
+of it.
 
     python studies/reasoner/sampled_tail.py --out benchmarks/results/sampled_tail.json
 
-The bundled reasoner traces programs of 24 lines under fixed budgets, on CPU or GPU. For each: mean acceptance and its
-5th percentile (lower bound from top-20 lists), and, from the sampled tokens' own log-probs, the mean, the floor under
-that percentile (``sparrow.mismatch.sampled``), and, for comparison only, the 5th percentile of min(1, p/q) itself.
+The bundled reasoner traces programs of 24 lines under fixed budgets, on CPU or GPU. For each: mean
+acceptance and its 5th percentile (lower bound from top-20 lists), and, from the sampled tokens' own
+log-probs, the mean, the floor under that percentile (``sparrow.mismatch.sampled``), and, for
+comparison only, the 5th percentile of min(1, p/q) itself.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ DENSE = SparsitySchedule.dense(**LAYOUT)
 
 def sampled_tail() -> str:
     cells = {
-        "pages of 8": "{pages}", "mean acceptance": "{mean:.4f}", "from sampled tokens": "{mean_sampled:.4f}",
+        "pages of 8": "{pages}",
+        "mean acceptance": "{mean:.4f}",
+        "from sampled tokens": "{mean_sampled:.4f}",
         "p5": "{p5[0]:.3f}",
         "its floor (95 % interval)": "{p5_floor[0]:.3f} ({p5_floor[1]:.3f} to {p5_floor[2]:.3f})",
         "p5 of min(1, p/q)": "{p5_of_sampled:.3f}",
-    }  # fmt: skip
+    }
     return declared(load("sampled_tail")["rows"], cells)
 
 
@@ -55,17 +59,26 @@ def main() -> None:
         engine.set_schedule(schedule)
         rollouts = engine.generate(prompts, Sampling(max_new_tokens=300, seed=pages))
         policy = engine.score(rollouts, DENSE, 1.0)
-        exact = [token_acceptance(r, p.top_logprobs, schedule) for r, p in zip(rollouts, policy, strict=True)]
+        exact = [
+            token_acceptance(r, p.top_logprobs, schedule)
+            for r, p in zip(rollouts, policy, strict=True)
+        ]
         lower, _, position, sequence = flatten(exact)
         pairs = zip(rollouts, policy, strict=True)
         sampled = np.concatenate([sampled_acceptance(p.logprobs, r.logprobs) for r, p in pairs])
         (tail,) = percentile_by_bin_interval(lower, position, sequence, 1024)
         (floor,) = tail_floor_by_bin(sampled, position, sequence, 1024)
         rows.append(
-            {"pages": pages, "tokens": len(lower), "mean": float(lower.mean()), "mean_sampled": float(sampled.mean()),
-             "p5": [tail.estimate, tail.lower, tail.upper], "p5_floor": [floor.estimate, floor.lower, floor.upper],
-             "p5_of_sampled": float(np.percentile(sampled, 5))}
-        )  # fmt: skip
+            {
+                "pages": pages,
+                "tokens": len(lower),
+                "mean": float(lower.mean()),
+                "mean_sampled": float(sampled.mean()),
+                "p5": [tail.estimate, tail.lower, tail.upper],
+                "p5_floor": [floor.estimate, floor.lower, floor.upper],
+                "p5_of_sampled": float(np.percentile(sampled, 5)),
+            }
+        )
         print(json.dumps(rows[-1]), flush=True)
     save(arguments.out, {"rows": rows})
 

@@ -14,15 +14,17 @@ CORRECTIONS = ("none", "geometric_tis", "icepop", "obrs", "sparse_rl")
 class Arm:
     """What distinguishes a run.
 
-    Attributes:
-        schedule: dense, fixed:PAGES, pN (calibrated to a p5 of 0.N), or auto:N (the closed loop towards 0.N, started
-            dense; auto:N:START from one of the others), or dial:N (the dial towards 0.N, over ``--dial``).
+    Attributes: schedule: dense, fixed:PAGES, pN (calibrated to a p5 of 0.N), or auto:N (the closed
+        loop towards 0.N, started
+            dense; auto:N:START from one of the others), or dial:N (the dial towards 0.N, over
+            ``--dial``).
         correction, advantage, normalization: as in ``sparrow train``.
         samples: responses per prompt.
-        actor: what else sets the actor apart: nothing, ``evict`` (the schedule's tokens are all that is kept),
-            ``bits:N`` (weights of N bits), ``stale:N`` (weights renewed every N steps), ``noise:S:W`` (at S % of the
-            positions W % of the distribution is uniform), ``worn`` (a LoRA, distilled); or a fault after step N:
-            ``halved:N`` (the schedule, by hand) or ``unworn:N`` (the LoRA is lost on the actor's side).
+        actor: what else sets the actor apart: nothing, ``evict`` (the schedule's tokens are all
+            that is kept), ``bits:N`` (weights of N bits), ``stale:N`` (weights renewed every N
+            steps), ``noise:S:W`` (at S % of the positions W % of the distribution is uniform),
+            ``worn`` (a LoRA, distilled); or a fault after step N: ``halved:N`` (the schedule, by
+            hand) or ``unworn:N`` (the LoRA is lost on the actor's side).
     """
 
     schedule: str = "dense"
@@ -34,7 +36,9 @@ class Arm:
 
 
 def arms() -> dict[str, Arm]:
-    """Every arm of the study by name; the first half is about the mismatch, the second about what is done about it."""
+    """Every arm of the study by name; the first half is about the mismatch, the second about what
+    is done about it.
+    """
     by_name = {"dense": Arm()}
     by_name |= {name.replace(":", ""): Arm(name) for name in SCHEDULES}
     for n in (86, 90, 92, 95, 97, 98, 99):
@@ -42,7 +46,10 @@ def arms() -> dict[str, Arm]:
         by_name[f"auto{n}-fault"] = Arm(f"auto:{n}", actor="halved:25")
     by_name |= {f"auto{n}-sparse_rl": Arm(f"auto:{n}", "sparse_rl") for n in (92, 95)}
     by_name |= {f"dial{n}": Arm(f"dial:{n}") for n in DIALS}
-    by_name |= {"p86-worn": Arm("p86", actor="worn"), "auto86-unworn": Arm("auto:86:p86", actor="unworn:15")}
+    by_name |= {
+        "p86-worn": Arm("p86", actor="worn"),
+        "auto86-unworn": Arm("auto:86:p86", actor="unworn:15"),
+    }
     by_name |= {f"{s}-evict": Arm(s, actor="evict") for s in ("p86", "p92", "p95", "p97")}
     by_name |= {f"bits{n}": Arm(actor=f"bits:{n}") for n in (6, 5, 4, 3)}
     by_name |= {f"stale{n}": Arm(actor=f"stale:{n}") for n in (2, 4, 8)}

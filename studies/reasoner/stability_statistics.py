@@ -1,8 +1,8 @@
 """The results of the stability study's runs: shortened logs, and statistics over them.
 
-The outcome of a run is the policy's accuracy on held-out, longer problems, decoded densely, as the mean of the last two
-evaluations. It tells what the run has made of the policy, whatever its actor was. A run has collapsed if its outcome is
-below half of the accuracy that the policy started with.
+The outcome of a run is the policy's accuracy on held-out, longer problems, decoded densely, as the
+mean of the last two evaluations. It tells what the run has made of the policy, whatever its actor
+was. A run has collapsed if its outcome is below half of the accuracy that the policy started with.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ RESAMPLES = 2000
 
 
 def shortened(path: Path, fewest: int = FEWEST_STEPS) -> Run | None:
-    """A run's settings and series, every number to its significant digits; None for a run that was cut off before
-    ``fewest`` steps."""
+    """A run's settings and series, every number to its significant digits; None for a run that was
+    cut off before ``fewest`` steps."""
     rows = logged_rows(path)
     steps = [row for row in rows if "reward" in row]
     ended = rows[-1].get("ended", "killed") if rows and "step" not in rows[-1] else "killed"
     cut_off = ended in ("time is over", "killed")
-    if not (ended == "done" or ended.startswith("TrainingDiverged") or (cut_off and len(steps) >= fewest)):
+    if not (
+        ended == "done"
+        or ended.startswith("TrainingDiverged")
+        or (cut_off and len(steps) >= fewest)
+    ):
         return None
     run = {k: v for k, v in rows[0].items() if k != "options"}
     run |= {name: [float(f"{row[name]:.4g}") for row in steps] for name in SERIES}
@@ -44,7 +48,10 @@ def shortened(path: Path, fewest: int = FEWEST_STEPS) -> Run | None:
     # By bin, for the runs where they are used: p5, its lower limit, and the pages.
     run["lowest_p5"] = [round(min(b[1] for b in _whole_bins(row)), 4) for row in steps]
     if run["schedule"].startswith("auto"):
-        run["bins"] = [[[b[0], round(b[1], 3), b[2] and round(b[2], 3)] for b in _whole_bins(row)] for row in steps]
+        run["bins"] = [
+            [[b[0], round(b[1], 3), b[2] and round(b[2], 3)] for b in _whole_bins(row)]
+            for row in steps
+        ]
         run["tables"] = [row["top_k"] for row in steps]
     if run["schedule"].startswith("dial"):
         run["dial"] = [
@@ -56,7 +63,9 @@ def shortened(path: Path, fewest: int = FEWEST_STEPS) -> Run | None:
             }
             for row in steps
         ]
-    run["held_out"] = [[row["step"], row["held_out"]["policy"]] for row in rows if "held_out" in row]
+    run["held_out"] = [
+        [row["step"], row["held_out"]["policy"]] for row in rows if "held_out" in row
+    ]
     run["ended"] = ended
     return run
 
@@ -74,15 +83,21 @@ def _whole_bins(row: Run) -> list[list[float]]:
 
 
 def early(run: Run) -> dict[str, float]:
-    """The statistics at the first step, before any update, with signs such that more is better; for a stale actor, over
-    steps 2 to 5, because at the first it is not stale yet."""
+    """The statistics at the first step, before any update, with signs such that more is better; for
+    a stale actor, over steps 2 to 5, because at the first it is not stale yet."""
     when = slice(1, 5) if run["actor"].startswith("stale") else slice(0, 1)
-    values = [*np.mean(run["tail"][when], axis=0), np.mean(run["mean"][when]), -np.mean(run["kl"][when])]
+    values = [
+        *np.mean(run["tail"][when], axis=0),
+        np.mean(run["mean"][when]),
+        -np.mean(run["kl"][when]),
+    ]
     return dict(zip(STATISTICS, map(float, values), strict=True))
 
 
 def outcome(run: Run, steps: int | None = None) -> float:
-    """Held-out accuracy of the policy at the end, or after so many steps: the mean of the last two evaluations."""
+    """Held-out accuracy of the policy at the end, or after so many steps: the mean of the last two
+    evaluations.
+    """
     seen = [accuracy for step, accuracy in run["held_out"] if steps is None or step <= steps]
     return float(np.mean(seen[-2:]))
 
@@ -90,7 +105,9 @@ def outcome(run: Run, steps: int | None = None) -> float:
 def late_outcome(run: Run, steps: int | None = None) -> float:
     """As ``outcome``, but the mean of all evaluations in the last 20 steps."""
     end = steps or len(run["reward"])
-    return float(np.mean([accuracy for step, accuracy in run["held_out"] if end - 20 < step <= end]))
+    return float(
+        np.mean([accuracy for step, accuracy in run["held_out"] if end - 20 < step <= end])
+    )
 
 
 def collapsed(run: Run) -> bool:
@@ -115,8 +132,16 @@ def tau(run: Run) -> float:
 
 def is_page_arm(run: Run) -> bool:
     """Whether only the pages read, and how the mismatch is corrected, set the run apart."""
-    plain = (run["advantage"], run["normalization"], run["learning_rate"], run["samples"], run["actor"])
-    return plain == ("grpo", "dapo", 5e-4, 8, "") and not run["schedule"].startswith(("auto", "dial"))
+    plain = (
+        run["advantage"],
+        run["normalization"],
+        run["learning_rate"],
+        run["samples"],
+        run["actor"],
+    )
+    return plain == ("grpo", "dapo", 5e-4, 8, "") and not run["schedule"].startswith(
+        ("auto", "dial")
+    )
 
 
 def is_loop(run: Run) -> bool:
@@ -152,7 +177,9 @@ def over_arms(runs: list[Run], statistic: Callable[[list[Run]], float]) -> tuple
 
 
 def threshold(statistic: Sequence[float], bad: Sequence[bool]) -> float:
-    """The cut with the fewest runs on the wrong side: collapsed above, or not collapsed below; in mid-gap."""
+    """The cut with the fewest runs on the wrong side: collapsed above, or not collapsed below; in
+    mid-gap.
+    """
     order = np.argsort(statistic)
     x, y = np.asarray(statistic)[order], np.asarray(bad)[order]
     wrong = np.append(0, np.cumsum(~y)) + np.append(np.cumsum(y[::-1])[::-1], 0)
@@ -160,9 +187,11 @@ def threshold(statistic: Sequence[float], bad: Sequence[bool]) -> float:
     return float(np.mean(edges[wrong == wrong.min()]))
 
 
-def against(some: Sequence[Run], others: Sequence[Run], value: Callable[..., float]) -> tuple[float, float]:
-    """A run's value minus that of the other run of its seed after as many steps: the mean over seeds, and the half
-    width of its 95 % t-interval (nan for a single seed)."""
+def against(
+    some: Sequence[Run], others: Sequence[Run], value: Callable[..., float]
+) -> tuple[float, float]:
+    """A run's value minus that of the other run of its seed after as many steps: the mean over
+    seeds, and the half width of its 95 % t-interval (nan for a single seed)."""
     other = {run["seed"]: run for run in others}
     differences = []
     for run in some:
@@ -171,7 +200,9 @@ def against(some: Sequence[Run], others: Sequence[Run], value: Callable[..., flo
     return t_interval(differences)
 
 
-def against_dense(some: Sequence[Run], runs: Sequence[Run], value: Callable[..., float]) -> tuple[float, float]:
+def against_dense(
+    some: Sequence[Run], runs: Sequence[Run], value: Callable[..., float]
+) -> tuple[float, float]:
     """As ``against``, where the others are the dense ones of ``runs``."""
     return against(some, [run for run in runs if run["arm"] == "dense"], value)
 
@@ -184,20 +215,27 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def arrival(run: Run) -> tuple[int | None, np.ndarray, np.ndarray]:
-    """The first step, from 0, with 9 of 10 bins near tau (within 0.02); by step, the share near and not below."""
+    """The first step, from 0, with 9 of 10 bins near tau (within 0.02); by step, the share near and
+    not below.
+    """
     near = np.array([np.mean([abs(b[1] - tau(run)) <= BAND for b in bins]) for bins in run["bins"]])
     holds = np.array([np.mean([b[1] >= tau(run) - BAND for b in bins]) for bins in run["bins"]])
     return next((i for i, share in enumerate(near) if share >= 0.9), None), near, holds
 
 
 def first_run_of(found: np.ndarray, patience: int = 3) -> int | None:
-    """The step, from 1, at which ``found`` has been true for ``patience`` steps in a row; None if it never is."""
-    return next((i + 1 for i in range(patience - 1, len(found)) if found[i + 1 - patience : i + 1].all()), None)
+    """The step, from 1, at which ``found`` has been true for ``patience`` steps in a row; None if
+    it never is.
+    """
+    return next(
+        (i + 1 for i in range(patience - 1, len(found)) if found[i + 1 - patience : i + 1].all()),
+        None,
+    )
 
 
 def signs(run: Run) -> tuple[int | None, int | None, int | None, int | None]:
-    """The steps at which the guard's two signs act, the reward is below half of its best mean of 5 steps, and the
-    policy's accuracy is below half of its first."""
+    """The steps at which the guard's two signs act, the reward is below half of its best mean of 5
+    steps, and the policy's accuracy is below half of its first."""
     p1, reward = np.array(run["tail"])[:, 0], np.array(run["reward"])
     smooth = np.array([reward[max(0, i - 4) : i + 1].mean() for i in range(len(reward))])
     half = 0.5 * run["held_out"][0][1]

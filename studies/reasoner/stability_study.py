@@ -1,9 +1,11 @@
-"""Does the tail of acceptance decide whether training is stable? Many short runs side by side, one per arm and seed.
+"""Does the tail of acceptance decide whether training is stable? Many short runs side by side, one
+per arm and seed.
 
-The bundled reasoner is trained on the task `trace`. Arms differ in how many pages the actor reads (schedules calibrated
-to a p5, a fixed budget, the closed loop, a KV cache that is evicted for good), in how the mismatch is corrected, in the
-loss, or in another mismatch altogether (weights of few bits, a stale actor, noise). Runs of one seed see the same
-problems. Every step of every run is one line of ``OUT/ARM-SEED.jsonl``.
+The bundled reasoner is trained on the task `trace`. Arms differ in how many pages the actor reads
+(schedules calibrated to a p5, a fixed budget, the closed loop, a KV cache that is evicted for
+good), in how the mismatch is corrected, in the loss, or in another mismatch altogether (weights of
+few bits, a stale actor, noise). Runs of one seed see the same problems. Every step of every run is
+one line of ``OUT/ARM-SEED.jsonl``.
 
     python studies/reasoner/stability_study.py --out runs/stability --slots 12 12 12 12
     python studies/reasoner/stability_summary.py --runs runs/stability
@@ -24,7 +26,15 @@ import tyro
 from stability_arms import TARGETS, Arm, arms
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
-from many_runs import HELD_OUT, calibrated, mean_reward, plain_options, run_study, schedules, train_logged
+from many_runs import (
+    HELD_OUT,
+    calibrated,
+    mean_reward,
+    plain_options,
+    run_study,
+    schedules,
+    train_logged,
+)
 
 LAYOUT = {"bin_tokens": 64, "page_size": 4, "dense_layers": (0,)}
 
@@ -34,28 +44,44 @@ class Options:
     """What to run, where, and for how long."""
 
     out: Path = Path("runs/stability")  # Results; runs that are already there are left out.
-    runs: tuple[str, ...] = ()  # Runs by name, ARM-SEED, in this order; every arm with every seed if none is named.
+    runs: tuple[
+        str, ...
+    ] = ()  # Runs by name, ARM-SEED, in this order; every arm with every seed if none is named.
     seeds: tuple[int, ...] = (0, 1, 2)  # Seeds of each arm.
     steps: int = 40  # Steps of a run.
-    # Seconds after the start beyond which no step begins; no run begins that would not get far enough by then.
+    # Seconds after the start beyond which no step begins; no run begins that would not get far
+    # enough by then.
     seconds: float = 3600
     slots: tuple[int, ...] = (12,)  # Runs at a time on each GPU, or on the CPU if there is none.
     model: Path | None = None  # Checkpoint to start from; the bundled reasoner if there is none.
-    adapter: Path | None = None  # Adapter that the actor has from the start, and that is distilled further.
+    adapter: Path | None = (
+        None  # Adapter that the actor has from the start, and that is distilled further.
+    )
     learning_rate: float = 5e-4  # Learning rate of AdamW.
     prompts: int = 24  # Prompts a step.
     lines: int = 24  # Length of the problems trained on, in lines or steps.
     held_out_lines: int = 32  # Length of the held-out problems.
     held_out: int = 256  # Number of held-out problems.
-    held_out_every: int = 10  # Steps between evaluations; the start and the end are always evaluated.
+    held_out_every: int = (
+        10  # Steps between evaluations; the start and the end are always evaluated.
+    )
     calibration: int = 128  # Responses that schedules are calibrated on.
-    # Top-k by length bin under which arms with the dial draft, and decode where nothing is verified.
+    # Top-k by length bin under which arms with the dial draft, and decode where nothing is
+    # verified.
     dial: tuple[int, ...] = (13, 21, 23, 38, 48, 58, 58)
 
 
 def main(options: Options) -> None:
-    """Calibrate, then keep every slot of every GPU busy until all arms are done or the time is over."""
-    run_study(options, arms(), train, calibrate, lambda arm: arms()[arm].schedule.rpartition(":")[2].startswith("p"))
+    """Calibrate, then keep every slot of every GPU busy until all arms are done or the time is
+    over.
+    """
+    run_study(
+        options,
+        arms(),
+        train,
+        calibrate,
+        lambda arm: arms()[arm].schedule.rpartition(":")[2].startswith("p"),
+    )
 
 
 def load(device: Any, checkpoint: Path | None = None) -> tuple[Any, Any]:
@@ -88,14 +114,20 @@ def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
     model, tokenizer = load(device, options.model)
     layout = SparsitySchedule.dense(**LAYOUT)
     lines = options.lines + 4
-    engine = GraphEngine(model, layout, eos_ids(model, tokenizer), options.calibration, longest(lines))
+    engine = GraphEngine(
+        model, layout, eos_ids(model, tokenizer), options.calibration, longest(lines)
+    )
     task = Trace(lines)  # longer than those trained on, so that every bin is measured
-    prompts = [tokenizer(task.problem(i, HELD_OUT).prompt).input_ids for i in range(options.calibration)]
+    prompts = [
+        tokenizer(task.problem(i, HELD_OUT).prompt).input_ids for i in range(options.calibration)
+    ]
     budgets = (2, 4, 6, 8, 12, 16, 24, 32)
     return calibrated(engine, prompts, Sampling(response(lines)), layout, TARGETS, budgets)
 
 
-def train(options: Options, arm_name: str, seed: int, device: Any, deadline: float, path: Path) -> None:
+def train(
+    options: Options, arm_name: str, seed: int, device: Any, deadline: float, path: Path
+) -> None:
     """The run itself."""
     from graph_engine import GraphEngine
 
@@ -117,7 +149,11 @@ def train(options: Options, arm_name: str, seed: int, device: Any, deadline: flo
     arm = arms()[arm_name]
     model, tokenizer = load(device, options.model)
     kind, _, tau = arm.schedule.partition(":")
-    schedule = SparsitySchedule(options.dial, **LAYOUT) if kind == "dial" else find_schedule(arm, schedules(options))
+    schedule = (
+        SparsitySchedule(options.dial, **LAYOUT)
+        if kind == "dial"
+        else find_schedule(arm, schedules(options))
+    )
     eos, batch_size = eos_ids(model, tokenizer), options.prompts * arm.samples
     engine = make_engine(arm, model, schedule, eos, batch_size, longest(options.lines))
     dense = SparsitySchedule.dense(**LAYOUT)
@@ -131,34 +167,61 @@ def train(options: Options, arm_name: str, seed: int, device: Any, deadline: flo
             fail(trainer, arm.actor.partition(":")[0])
 
     distill = DistillConfig(
-        enabled=arm.actor.partition(":")[0].endswith("worn"), learning_rate=1e-3,
+        enabled=arm.actor.partition(":")[0].endswith("worn"),
+        learning_rate=1e-3,
         adapter=options.adapter and str(options.adapter),
-    )  # fmt: skip
+    )
     config = TrainConfig(
-        run_dir=str(path.with_suffix("")), steps=options.steps, save_every=10**6, seed=seed, logged_rollouts=0,
-        advantage=arm.advantage, tau=float(f"0.{tau.split(':')[0]}") if tau and kind in ("auto", "dial") else 0.86,
+        run_dir=str(path.with_suffix("")),
+        steps=options.steps,
+        save_every=10**6,
+        seed=seed,
+        logged_rollouts=0,
+        advantage=arm.advantage,
+        tau=float(f"0.{tau.split(':')[0]}") if tau and kind in ("auto", "dial") else 0.86,
         rollout=RolloutConfig(options.prompts, arm.samples, response(options.lines)),
         optimizer=OptimizerConfig(options.learning_rate, token_budget=16_384),
         correction=CorrectionConfig(arm.correction),
-        loss=LossConfig(normalization=arm.normalization), distill=distill,
-    )  # fmt: skip
+        loss=LossConfig(normalization=arm.normalization),
+        distill=distill,
+    )
     dial = Dial(Tau(config.tau), as_if_large(schedule, batch_size)) if kind == "dial" else None
     start = {
-        "arm": arm_name, "seed": seed, **asdict(arm), "learning_rate": options.learning_rate,
-        "top_k": schedule.to_dict()["top_k"], "options": plain_options(options),
-    }  # fmt: skip
+        "arm": arm_name,
+        "seed": seed,
+        **asdict(arm),
+        "learning_rate": options.learning_rate,
+        "top_k": schedule.to_dict()["top_k"],
+        "options": plain_options(options),
+    }
     train_logged(
-        path, start, lambda: mean_reward(policy, tokenizer, problems, sampling), options.held_out_every, deadline,
-        config, model, tokenizer, task, engine, schedule, closed_loop=kind == "auto", dial=dial, after=after,
-    )  # fmt: skip
+        path,
+        start,
+        lambda: mean_reward(policy, tokenizer, problems, sampling),
+        options.held_out_every,
+        deadline,
+        config,
+        model,
+        tokenizer,
+        task,
+        engine,
+        schedule,
+        closed_loop=kind == "auto",
+        dial=dial,
+        after=after,
+    )
 
 
 def fail(trainer: Any, fault: str) -> None:
     """Halve the schedule by hand, or lose the adapter on the actor's side, for good."""
     if fault == "halved":
-        trainer.set_schedule(trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k)))
+        trainer.set_schedule(
+            trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k))
+        )
     else:
-        trainer.learner.distiller.actor_weights = lambda: iter(trainer.learner.distiller.policy_weights().items())
+        trainer.learner.distiller.actor_weights = lambda: iter(
+            trainer.learner.distiller.policy_weights().items()
+        )
     trainer.sync()
 
 
@@ -177,7 +240,8 @@ def find_schedule(arm: Arm, calibrated: Path) -> Any:
 
 
 def as_if_large(schedule: Any, batch: int) -> Any:
-    """What tokens would cost Qwen3-1.7B on an H200, with lengths scaled up as its bins of 2,000 tokens are wider.
+    """What tokens would cost Qwen3-1.7B on an H200, with lengths scaled up as its bins of 2,000
+    tokens are wider.
 
     It would read the same share of the cache, in pages of 16; the first two layers are dense.
     """
@@ -188,13 +252,26 @@ def as_if_large(schedule: Any, batch: int) -> Any:
 
     large = SparsitySchedule((0,))
     scale = large.bin_tokens / schedule.bin_tokens
-    kept = [(k + schedule.sink_pages + schedule.recent_pages) * schedule.page_size * scale for k in schedule.top_k]
-    pages = [round(tokens / large.page_size) - large.sink_pages - large.recent_pages for tokens in kept]
-    of = price(SHAPES["qwen3-1.7b"], MACHINES["h200"], large.replace(top_k=tuple(pages)), DRAFT_TOKENS, batch)
+    kept = [
+        (k + schedule.sink_pages + schedule.recent_pages) * schedule.page_size * scale
+        for k in schedule.top_k
+    ]
+    pages = [
+        round(tokens / large.page_size) - large.sink_pages - large.recent_pages for tokens in kept
+    ]
+    of = price(
+        SHAPES["qwen3-1.7b"],
+        MACHINES["h200"],
+        large.replace(top_k=tuple(pages)),
+        DRAFT_TOKENS,
+        batch,
+    )
     return lambda length, acceptance: of(round(length * scale), acceptance)
 
 
-def make_engine(arm: Arm, model: Any, schedule: Any, eos: list[int], batch_size: int, longest: int) -> Any:
+def make_engine(
+    arm: Arm, model: Any, schedule: Any, eos: list[int], batch_size: int, longest: int
+) -> Any:
     """The arm's actor."""
     from graph_engine import GraphEngine
 
@@ -221,7 +298,9 @@ def make_engine(arm: Arm, model: Any, schedule: Any, eos: list[int], batch_size:
 
 
 def quantized(weight: Any, bits: int) -> Any:
-    """Matrices rounded to ``bits`` bits with one scale per row, in their own dtype; vectors as they are."""
+    """Matrices rounded to ``bits`` bits with one scale per row, in their own dtype; vectors as they
+    are.
+    """
     if weight.ndim < 2:
         return weight
     weight = weight.detach()

@@ -48,7 +48,11 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 from common import render, table  # noqa: E402
 
-RESULTS, PAGE, FIGURES = ROOT / "benchmarks/results/stability", ROOT / "docs/stability.md", ROOT / "docs/figures"
+RESULTS, PAGE, FIGURES = (
+    ROOT / "benchmarks/results/stability",
+    ROOT / "docs/stability.md",
+    ROOT / "docs/figures",
+)
 PAGES = ("p80", "p86", "p89", "p92", "p95", "dense")
 MODELS = {
     "first_rule": "3 layers",
@@ -77,8 +81,8 @@ class Options:
     """Which runs are added to which file; without runs, only the figures and tables are written."""
 
     runs: tuple[Path, ...] = ()  # Folders with logs of runs.
-    # The JSON file that they are added to: study, dial (with dense runs of its own), or deep, deep_again or dial_deep
-    # for runs on another model.
+    # The JSON file that they are added to: study, dial (with dense runs of its own), or deep,
+    # deep_again or dial_deep for runs on another model.
     into: str = "study"
 
 
@@ -88,7 +92,9 @@ def main(options: Options) -> None:
         path = RESULTS / f"{options.into}.json"
         runs = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
         logs = sorted(path for folder in options.runs for path in folder.glob("*.jsonl"))
-        merged = {(run["arm"], run["seed"]): run for run in [*runs, *filter(None, map(shortened, logs))]}
+        merged = {
+            (run["arm"], run["seed"]): run for run in [*runs, *filter(None, map(shortened, logs))]
+        }
         rows = ",\n".join(json.dumps(merged[key]) for key in sorted(merged))
         path.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
     study = load()
@@ -99,7 +105,9 @@ def main(options: Options) -> None:
 
 def load() -> Study:
     """Every file's runs by its name."""
-    files = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")}
+    files = {
+        path.stem: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")
+    }
     for run in files["first_rule"]:
         run["arm"] += " (first rule)"
     return {name: files[name] for name in MODELS}
@@ -115,9 +123,26 @@ def arms(runs: list[Run], study: list[Run]) -> str:
     rows = []
     for arm, some in by_arm(runs).items():
         p5, mean = (np.mean([early(run)[name] for run in some]) for name in ("p5", "mean"))
-        reward, accuracy = ("{:+.3f} ± {:.3f}".format(*against_dense(some, study, f)) for f in (last_reward, outcome))
-        cells = [f"`{arm}`", len(some), f"{p5:.3f}", f"{mean:.4f}", f"{late_read(some):.2f}", reward]
-        rows.append([*cells, ranged(map(outcome, some)), accuracy, f"{sum(map(collapsed, some))} of {len(some)}"])
+        reward, accuracy = (
+            "{:+.3f} ± {:.3f}".format(*against_dense(some, study, f))
+            for f in (last_reward, outcome)
+        )
+        cells = [
+            f"`{arm}`",
+            len(some),
+            f"{p5:.3f}",
+            f"{mean:.4f}",
+            f"{late_read(some):.2f}",
+            reward,
+        ]
+        rows.append(
+            [
+                *cells,
+                ranged(map(outcome, some)),
+                accuracy,
+                f"{sum(map(collapsed, some))} of {len(some)}",
+            ]
+        )
     return table(head, rows).replace(" ± nan", "")
 
 
@@ -128,21 +153,32 @@ def ranged(values: Iterable[float]) -> str:
 
 
 def thresholds(runs: list[Run]) -> str:
-    """Where collapse begins, by each statistic at the first step, and how many runs that cut gets wrong."""
+    """Where collapse begins, by each statistic at the first step, and how many runs that cut gets
+    wrong.
+    """
     rows = []
-    groups = {"token TIS": [r for r in runs if r["correction"] == "token_tis"], "every correction": runs}
+    groups = {
+        "token TIS": [r for r in runs if r["correction"] == "token_tis"],
+        "every correction": runs,
+    }
     for title, chosen in groups.items():
         for name in STATISTICS:
 
             def cut(some: list[Run], name: str = name) -> float:
                 bad = [collapsed(run) for run in some]
-                return threshold([early(run)[name] for run in some], bad) if 0 < sum(bad) < len(bad) else np.nan
+                return (
+                    threshold([early(run)[name] for run in some], bad)
+                    if 0 < sum(bad) < len(bad)
+                    else np.nan
+                )
 
             estimate = over_arms(chosen, cut)
             wrong = sum((early(run)[name] < estimate[0]) != collapsed(run) for run in chosen)
             count = f"{title}: {len(chosen)} runs, {sum(map(collapsed, chosen))} collapsed"
             rows.append([count, name, "{:.3f} [{:.3f}, {:.3f}]".format(*estimate), wrong])
-    return table(["fixed schedules with", "statistic", "cut, step 1", "runs on the wrong side"], rows)
+    return table(
+        ["fixed schedules with", "statistic", "cut, step 1", "runs on the wrong side"], rows
+    )
 
 
 def ranks(groups: dict[str, list[Run]]) -> str:
@@ -153,8 +189,18 @@ def ranks(groups: dict[str, list[Run]]) -> str:
         def rank(some: list[Run], name: str = name) -> float:
             return spearmanr([early(run)[name] for run in some], [outcome(run) for run in some])[0]
 
-        rows.append([name, *("{:.2f} [{:.2f}, {:.2f}]".format(*over_arms(some, rank)) for some in groups.values())])
-    return table(["statistic", *(f"{title} ({len(some)} runs)" for title, some in groups.items())], rows)
+        rows.append(
+            [
+                name,
+                *(
+                    "{:.2f} [{:.2f}, {:.2f}]".format(*over_arms(some, rank))
+                    for some in groups.values()
+                ),
+            ]
+        )
+    return table(
+        ["statistic", *(f"{title} ({len(some)} runs)" for title, some in groups.items())], rows
+    )
 
 
 def drift(runs: list[Run]) -> str:
@@ -164,16 +210,32 @@ def drift(runs: list[Run]) -> str:
         tails = [run["tail"] for run in runs if run["schedule"] == schedule and not collapsed(run)]
         if tails:
             begin, end = (
-                np.array([np.mean(tail[when], axis=0)[1] for tail in tails]) for when in (slice(1, 5), slice(-5, None))
+                np.array([np.mean(tail[when], axis=0)[1] for tail in tails])
+                for when in (slice(1, 5), slice(-5, None))
             )
             p5 = [f"{x.mean():.3f}" for x in (begin, end)]
-            rows.append([f"`{schedule}`", len(tails), *p5, "{:+.3f} ± {:.3f}".format(*t_interval(list(end - begin)))])
+            rows.append(
+                [
+                    f"`{schedule}`",
+                    len(tails),
+                    *p5,
+                    "{:+.3f} ± {:.3f}".format(*t_interval(list(end - begin))),
+                ]
+            )
     return table(["schedule", "runs", "p5, steps 2 to 5", "p5, last 5 steps", "rise"], rows)
 
 
 def guard(runs: list[Run]) -> str:
-    """When each of the guard's signs comes and when the damage is done, in every run with any of these."""
-    head = ["run", "p5 below tau - 0.02", "p1 below half of its best", "reward halved", "held-out accuracy halved"]
+    """When each of the guard's signs comes and when the damage is done, in every run with any of
+    these.
+    """
+    head = [
+        "run",
+        "p5 below tau - 0.02",
+        "p1 below half of its best",
+        "reward halved",
+        "held-out accuracy halved",
+    ]
     rows = []
     for run in runs:
         if any(signs(run)):
@@ -183,25 +245,54 @@ def guard(runs: list[Run]) -> str:
 
 
 def loops(study: Study) -> str:
-    """The closed loop: when it gets there, how well it stays, what it costs; steps are from 1, ranges over seeds."""
-    head = ["model", "arm", "seeds", "steps", "9 of 10 bins within 0.02 at step", "within 0.02 from then on"]
-    head += ["at tau - 0.02 or above", "KV read settled at step", "p5 by bin, last half", "KV read, last half"]
+    """The closed loop: when it gets there, how well it stays, what it costs; steps are from 1,
+    ranges over seeds.
+    """
+    head = [
+        "model",
+        "arm",
+        "seeds",
+        "steps",
+        "9 of 10 bins within 0.02 at step",
+        "within 0.02 from then on",
+    ]
+    head += [
+        "at tau - 0.02 or above",
+        "KV read settled at step",
+        "p5 by bin, last half",
+        "KV read, last half",
+    ]
     head += ["actor's reward minus dense", "held-out accuracy minus dense"]
     rows = []
     for model, runs in study.items():
         for arm, some in by_arm(filter(is_loop, runs)).items():
             came, near, holds = zip(*map(arrival, some), strict=True)
-            after = [(n[i:].mean(), h[i:].mean()) for i, n, h in zip(came, near, holds, strict=True) if i is not None]
-            p5 = [b[1] for run in some for bins in run["bins"][len(run["bins"]) // 2 :] for b in bins]
+            after = [
+                (n[i:].mean(), h[i:].mean())
+                for i, n, h in zip(came, near, holds, strict=True)
+                if i is not None
+            ]
+            p5 = [
+                b[1] for run in some for bins in run["bins"][len(run["bins"]) // 2 :] for b in bins
+            ]
             dense = study["study"] if model == "first_rule" else runs
             rows.append(
                 [
-                    MODELS[model], f"`{arm}`", len(some), span(len(run["reward"]) for run in some),
-                    span("never" if i is None else i + 1 for i in came), *(f"{x:.0%}" for x in np.mean(after, axis=0)),
-                    span(map(settled, some)), f"{min(p5):.3f} to {max(p5):.3f}", f"{late_read(some):.2f}",
-                    *("{:+.3f} ± {:.3f}".format(*against_dense(some, dense, f)) for f in (last_reward, outcome)),
+                    MODELS[model],
+                    f"`{arm}`",
+                    len(some),
+                    span(len(run["reward"]) for run in some),
+                    span("never" if i is None else i + 1 for i in came),
+                    *(f"{x:.0%}" for x in np.mean(after, axis=0)),
+                    span(map(settled, some)),
+                    f"{min(p5):.3f} to {max(p5):.3f}",
+                    f"{late_read(some):.2f}",
+                    *(
+                        "{:+.3f} ± {:.3f}".format(*against_dense(some, dense, f))
+                        for f in (last_reward, outcome)
+                    ),
                 ]
-            )  # fmt: skip
+            )
     return table(head, rows)
 
 
@@ -213,35 +304,62 @@ def span(values: Iterable[Any]) -> str:
 
 def dials(study: Study) -> str:
     """The dial: what was left unverified, what that is predicted to gain, and what it cost."""
-    head = ["model", "tau", "seeds", "tokens unverified", "by seed", "returns", "predicted speed, last half"]
-    head += ["actor's reward minus dense", "held-out accuracy minus dense", "the same over the last 20 steps"]
+    head = [
+        "model",
+        "tau",
+        "seeds",
+        "tokens unverified",
+        "by seed",
+        "returns",
+        "predicted speed, last half",
+    ]
+    head += [
+        "actor's reward minus dense",
+        "held-out accuracy minus dense",
+        "the same over the last 20 steps",
+    ]
     rows = []
     for model in ("dial", "dial_deep"):
-        for some in by_arm(run for run in study[model] if run["schedule"].startswith("dial:")).values():
+        for some in by_arm(
+            run for run in study[model] if run["schedule"].startswith("dial:")
+        ).values():
             # Every step samples about the same number of tokens.
             share = [np.mean([step["unverified"] for step in run["dial"]]) for run in some]
-            gain = [step["speedup"] for run in some for step in run["dial"][len(run["dial"]) // 2 :]]
+            gain = [
+                step["speedup"] for run in some for step in run["dial"][len(run["dial"]) // 2 :]
+            ]
             returns = sum(bool(step["failed"]) for run in some for step in run["dial"])
-            minus = (against_dense(some, study[model], f) for f in (last_reward, outcome, late_outcome))
+            minus = (
+                against_dense(some, study[model], f) for f in (last_reward, outcome, late_outcome)
+            )
             rows.append(
                 [
-                    MODELS[model], f"{tau(some[0]):g}", len(some), f"{np.mean(share):.0%}",
-                    f"{min(share):.0%} to {max(share):.0%}", returns, f"{np.mean(gain):.3f}x",
+                    MODELS[model],
+                    f"{tau(some[0]):g}",
+                    len(some),
+                    f"{np.mean(share):.0%}",
+                    f"{min(share):.0%} to {max(share):.0%}",
+                    returns,
+                    f"{np.mean(gain):.3f}x",
                     *("{:+.3f} ± {:.3f}".format(*difference) for difference in minus),
                 ]
-            )  # fmt: skip
+            )
     return table(head, rows)
 
 
 def faults(runs: list[Run]) -> str:
-    """The lowest p5 of a bin, and the KV read, in the last step before a fault and in those after it."""
+    """The lowest p5 of a bin, and the KV read, in the last step before a fault and in those after
+    it.
+    """
     rows = []
     for run in runs:
         fault, _, step = run["actor"].partition(":")
         if fault in FAULTS:
             when = range(int(step) - 1, int(step) + 4)
             name = [FAULTS[fault], f"{tau(run):.2f}", run["seed"]]
-            rows.append([*name, *(f"{run['lowest_p5'][i]:.3f} ({run['read'][i]:.2f})" for i in when)])
+            rows.append(
+                [*name, *(f"{run['lowest_p5'][i]:.3f} ({run['read'][i]:.2f})" for i in when)]
+            )
     return table(["fault", "tau", "seed", "before", "1 step after", "2", "3", "4"], rows)
 
 
@@ -250,8 +368,14 @@ def tables(study: Study) -> dict[str, Callable[[], str]]:
     runs = study["study"]
     pages = [run for run in runs if is_page_arm(run)]
     plain = [run for run in pages if run["correction"] == "token_tis"]
-    fixed = [run for run in runs if run["learning_rate"] == 5e-4 and not run["schedule"].startswith("auto:")]
-    corrected = [run for run in fixed if run["schedule"] != "dense" and not run["actor"] and run not in plain]
+    fixed = [
+        run
+        for run in runs
+        if run["learning_rate"] == 5e-4 and not run["schedule"].startswith("auto:")
+    ]
+    corrected = [
+        run for run in fixed if run["schedule"] != "dense" and not run["actor"] and run not in plain
+    ]
     return {
         "schedules": lambda: arms(plain, runs),
         "threshold": lambda: thresholds(pages),
@@ -273,18 +397,37 @@ def draw_threshold(figure: Any, study: Study) -> None:
     runs = study["study"]
     left, right = figure.subplots(1, 2, sharey=True)
     groups = {"pages": [run for run in runs if is_page_arm(run)]}
-    kinds = {"eviction": "evict", "weights of fewer bits": "bits", "stale actor": "stale", "noise": "noise"}
-    groups |= {label: [run for run in runs if run["actor"].startswith(kind)] for label, kind in kinds.items()}
+    kinds = {
+        "eviction": "evict",
+        "weights of fewer bits": "bits",
+        "stale actor": "stale",
+        "noise": "noise",
+    }
+    groups |= {
+        label: [run for run in runs if run["actor"].startswith(kind)]
+        for label, kind in kinds.items()
+    }
     for (label, some), color in zip(groups.items(), (*theme.SERIES, theme.INK), strict=True):
         for ax, name in ((left, "p5"), (right, "mean")):
-            # A logarithmic axis of the rejected share spreads out the crowded end; dense runs are at its edge.
+            # A logarithmic axis of the rejected share spreads out the crowded end; dense runs are
+            # at its edge.
             rejected = [max(1 - early(run)[name], 3e-3) for run in some]
-            ax.plot(rejected, [outcome(run) for run in some], "o", ms=4, alpha=0.7, color=color, label=label)
+            ax.plot(
+                rejected,
+                [outcome(run) for run in some],
+                "o",
+                ms=4,
+                alpha=0.7,
+                color=color,
+                label=label,
+            )
     for ax, name in ((left, "5th percentile"), (right, "mean")):
         ax.set_xscale("log")
         ax.invert_xaxis()
         ax.set_xlabel(f"1 - {name} of acceptance at step 1")
-        ax.axhline(0.5 * by_arm(runs)["dense"][0]["held_out"][0][1], color=theme.MUTED, lw=0.8, ls=":")
+        ax.axhline(
+            0.5 * by_arm(runs)["dense"][0]["held_out"][0][1], color=theme.MUTED, lw=0.8, ls=":"
+        )
     left.set_ylabel("held-out accuracy of the policy at the end")
     left.axvline(1 - 0.86, color=theme.INK, lw=1, ls="--")
     left.text(1 - 0.86, 1.0, " published tau 0.86", fontsize=8, va="top")
@@ -301,7 +444,9 @@ def draw_training(figure: Any, study: Study) -> None:
             p5 = [row[1] for row in run["tail"]]
             for ax, series in zip(axes, (run["reward"], p5, run["length"]), strict=True):
                 ax.plot(series[:50], color=color, lw=1, alpha=0.8, label=None if j else name)
-    for ax, label in zip(axes, ("reward of the actor", "p5 of acceptance", "response tokens"), strict=True):
+    for ax, label in zip(
+        axes, ("reward of the actor", "p5 of acceptance", "response tokens"), strict=True
+    ):
         ax.set_xlabel("step")
         ax.set_ylabel(label)
     axes[0].legend(ncols=2)
@@ -313,7 +458,13 @@ def draw_collapse(figure: Any, study: Study) -> None:
     left, right = figure.subplots(1, 2)
     step = np.arange(1, len(late["reward"]) + 1)
     left.plot(step, late["reward"], color=theme.SERIES[1], label="reward of the actor")
-    left.plot(*zip(*late["held_out"], strict=True), "o", color=theme.INK, ms=4, label="held-out accuracy of the policy")
+    left.plot(
+        *zip(*late["held_out"], strict=True),
+        "o",
+        color=theme.INK,
+        ms=4,
+        label="held-out accuracy of the policy",
+    )
     for i, (name, color) in enumerate(zip(("p1", "p5", "p10"), theme.SERIES, strict=False)):
         right.plot(step, np.array(late["tail"])[:, i], color=color, label=name)
     right.plot(step, late["mean"], color=theme.MUTED, label="mean")
@@ -332,7 +483,12 @@ def draw_loop(figure: Any, study: Study) -> None:
         low, high = tau(some[0]) - BAND, tau(some[0]) + BAND
         dense = by_arm(study["study" if model == "first_rule" else model])["dense"]
         for run in dense:
-            column[2].plot(run["reward"][:steps], color=theme.MUTED, lw=0.8, label="dense" if run is dense[0] else None)
+            column[2].plot(
+                run["reward"][:steps],
+                color=theme.MUTED,
+                lw=0.8,
+                label="dense" if run is dense[0] else None,
+            )
         for run in some:
             label = "closed loop" if run is some[0] else None
             numbers = sorted({b[0] for bins in run["bins"] for b in bins})
@@ -352,7 +508,9 @@ def draw_loop(figure: Any, study: Study) -> None:
 
 
 def draw_price(figure: Any, study: Study) -> None:
-    """How far the actor's reward and the policy's accuracy are from dense, by arm, against what was read."""
+    """How far the actor's reward and the policy's accuracy are from dense, by arm, against what was
+    read.
+    """
     left, right = figure.subplots(1, 2, sharey=True)
     groups = {
         "fixed schedule": ("study", [run for run in study["study"] if run["arm"] in PAGES[:-1]]),

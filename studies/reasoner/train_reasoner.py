@@ -2,9 +2,9 @@
 
 A Qwen3-architecture model of under a million parameters learns to trace short programs
 (``sparrow.tasks.Trace``) from demonstrations in which some results are miscalculated. Sampled at
-temperature 1 it makes such slips too, which leaves reinforcement learning something to improve; greedily
-decoded it makes none. What it writes depends on values it wrote far back, so attention that reads too few
-pages breaks it.
+temperature 1 it makes such slips too, which leaves reinforcement learning something to improve;
+greedily decoded it makes none. What it writes depends on values it wrote far back, so attention
+that reads too few pages breaks it.
 
     python studies/reasoner/train_reasoner.py --out runs/reasoner
 
@@ -47,19 +47,15 @@ IGNORED = 255  # fits uint8, above every token id
 class Config:
     """Settings of one training run; the defaults made the bundled checkpoint.
 
-    Attributes:
-        out: folder for the checkpoint and the report.
-        shortest, longest: program lengths to train on, in lines.
-        examples: programs per length; sampled with replacement.
-        slip: chance of a miscalculated line in the demonstrations.
-        steps: optimizer steps.
-        batch_tokens: padded tokens a step.
-        learning_rate: peak, after ``warmup`` steps, falling linearly to zero over the last third.
-        hidden, layers, heads, kv_heads, head_dim: model shape; the MLP is three times as wide as ``hidden``.
-        rope_theta: base of the rotary embedding; a large one leaves dimensions that match content at any distance.
-        test_lines: program lengths to evaluate.
-        test_programs: programs per length.
-        budget_lines: program length for the evaluation of sparse budgets, which takes longer than the training;
+    Attributes: out: folder for the checkpoint and the report. shortest, longest: program lengths to
+        train on, in lines. examples: programs per length; sampled with replacement. slip: chance of
+        a miscalculated line in the demonstrations. steps: optimizer steps. batch_tokens: padded
+        tokens a step. learning_rate: peak, after ``warmup`` steps, falling linearly to zero over
+        the last third. hidden, layers, heads, kv_heads, head_dim: model shape; the MLP is three
+        times as wide as ``hidden``. rope_theta: base of the rotary embedding; a large one leaves
+        dimensions that match content at any distance. test_lines: program lengths to evaluate.
+        test_programs: programs per length. budget_lines: program length for the evaluation of
+        sparse budgets, which takes longer than the training;
             None leaves it out.
         seed: of initialisation and of the order of examples.
     """
@@ -91,7 +87,9 @@ def main(config: Config) -> None:
     tokenizer = build_tokenizer()
     began = time.perf_counter()
     data = make_data(config, device)
-    log.info("data: %d programs in %.0f s", config.examples * len(data), time.perf_counter() - began)
+    log.info(
+        "data: %d programs in %.0f s", config.examples * len(data), time.perf_counter() - began
+    )
     model = build_model(config, tokenizer).to(device)
     curve = train(model, data, config)
     seconds = time.perf_counter() - began
@@ -134,7 +132,9 @@ def build_model(config: Config, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForC
 
 
 def make_data(config: Config, device: torch.device) -> dict[int, tuple[Tensor, Tensor]]:
-    """Input ids and labels, uint8 ``[examples, T]``, by number of lines; prompts and padding have no labels."""
+    """Input ids and labels, uint8 ``[examples, T]``, by number of lines; prompts and padding have
+    no labels.
+    """
     lengths = range(config.shortest, config.longest + 1)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         encoded = pool.map(_encode, [(config, lines) for lines in lengths])
@@ -159,15 +159,21 @@ def _encode(job: tuple[Config, int]) -> tuple[np.ndarray, np.ndarray]:
     return ids, labels
 
 
-def train(model: Qwen3ForCausalLM, data: dict[int, tuple[Tensor, Tensor]], config: Config) -> list[dict[str, float]]:
-    """Next-token training in place; returns the loss curve. Lengths grow over the first third of the steps."""
+def train(
+    model: Qwen3ForCausalLM, data: dict[int, tuple[Tensor, Tensor]], config: Config
+) -> list[dict[str, float]]:
+    """Next-token training in place; returns the loss curve. Lengths grow over the first third of
+    the steps.
+    """
     device = model.device
     rng = random.Random(config.seed)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     # Orthogonalised updates form the look-up circuit several times sooner than Adam alone.
     optimizers = [
-        torch.optim.Muon(matrices, lr=config.learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            matrices, lr=config.learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+        ),
         torch.optim.AdamW(others, lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     curve = []
@@ -177,16 +183,22 @@ def train(model: Qwen3ForCausalLM, data: dict[int, tuple[Tensor, Tensor]], confi
         progress = step / config.steps
         grown = config.shortest + (config.longest - config.shortest) * min(1.0, 0.1 + 3 * progress)
         ids, labels = data[rng.randint(config.shortest, int(grown))]
-        rows = torch.randint(len(ids), (max(1, config.batch_tokens // ids.shape[1]),), device=device)
+        rows = torch.randint(
+            len(ids), (max(1, config.batch_tokens // ids.shape[1]),), device=device
+        )
         x, y = ids[rows].long(), labels[rows].long()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(input_ids=x[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), y[:, 1:].flatten(), ignore_index=IGNORED)
+        loss = F.cross_entropy(
+            logits.float().flatten(0, 1), y[:, 1:].flatten(), ignore_index=IGNORED
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = config.learning_rate * min(1.0, (step + 1) / config.warmup, 3 * (1 - progress))
+                group["lr"] = config.learning_rate * min(
+                    1.0, (step + 1) / config.warmup, 3 * (1 - progress)
+                )
             optimizer.step()
             optimizer.zero_grad()
         if step % 100 == 0 or step == config.steps - 1:
@@ -196,14 +208,23 @@ def train(model: Qwen3ForCausalLM, data: dict[int, tuple[Tensor, Tensor]], confi
     return curve
 
 
-def evaluate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, config: Config) -> dict[str, Any]:
+def evaluate(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, config: Config
+) -> dict[str, Any]:
     """Accuracy by length, sampled and greedy; acceptance, agreement and accuracy by sparse budget."""
     dense = SparsitySchedule.dense(dense_layers=tuple(range(config.layers)))
-    engine = HFEngine(model, dense, [tokenizer.eos_token_id], batch_size=len(config.test_lines) * config.test_programs)
+    engine = HFEngine(
+        model,
+        dense,
+        [tokenizer.eos_token_id],
+        batch_size=len(config.test_lines) * config.test_programs,
+    )
     report: dict[str, Any] = {}
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         rewards = solve(engine, tokenizer, config, config.test_lines, temperature)[1]
-        report[f"accuracy_{name}"] = {lines: round(float(r.mean()), 4) for lines, r in rewards.items()}
+        report[f"accuracy_{name}"] = {
+            lines: round(float(r.mean()), 4) for lines, r in rewards.items()
+        }
         log.info("accuracy %s: %s", name, report[f"accuracy_{name}"])
     report["budgets"] = []
     if config.budget_lines is None:
@@ -230,7 +251,10 @@ def budgets(layers: int) -> list[SparsitySchedule]:
     """The fixed budgets to evaluate."""
     return [
         SparsitySchedule.fixed(top_k, page_size=page_size, dense_layers=tuple(range(dense)))
-        for page_size, table in ((16, (0, 1, 2, 4, 6, 8, 12, 16)), (4, (0, 4, 8, 12, 16, 24, 32, 48)))
+        for page_size, table in (
+            (16, (0, 1, 2, 4, 6, 8, 12, 16)),
+            (4, (0, 4, 8, 12, 16, 24, 32, 48)),
+        )
         for dense in (1, 2)
         if dense < layers
         for top_k in table
@@ -238,32 +262,53 @@ def budgets(layers: int) -> list[SparsitySchedule]:
 
 
 def solve(
-    engine: HFEngine, tokenizer: PreTrainedTokenizerFast, config: Config, lengths: tuple[int, ...], temperature: float
+    engine: HFEngine,
+    tokenizer: PreTrainedTokenizerFast,
+    config: Config,
+    lengths: tuple[int, ...],
+    temperature: float,
 ) -> tuple[list[Rollout], dict[int, np.ndarray]]:
     """One response to each test program, all lengths together; rewards by length."""
-    problems = {lines: [Trace(lines).problem(i, TEST_SEED) for i in range(config.test_programs)] for lines in lengths}
+    problems = {
+        lines: [Trace(lines).problem(i, TEST_SEED) for i in range(config.test_programs)]
+        for lines in lengths
+    }
     prompts = tokenizer([p.prompt for group in problems.values() for p in group])["input_ids"]
     sampling = Sampling(max_new_tokens=18 * max(lengths), temperature=temperature, top_n=0)
     rollouts = engine.generate(prompts, sampling)
     texts = iter(tokenizer.batch_decode([r.response_ids for r in rollouts]))
-    rewards = {lines: np.array([p.verify(next(texts)) for p in group]) for lines, group in problems.items()}
+    rewards = {
+        lines: np.array([p.verify(next(texts)) for p in group]) for lines, group in problems.items()
+    }
     return rollouts, rewards
 
 
 @torch.no_grad()
 def acceptance_report(model: Qwen3ForCausalLM, rollouts: list[Rollout]) -> dict[str, Any]:
-    """Acceptance at temperature 1 of given responses under the model's schedule, over the whole vocabulary."""
+    """Acceptance at temperature 1 of given responses under the model's schedule, over the whole
+    vocabulary.
+    """
     alphas, agreements, quarters = [], [], []
     for begin in range(0, len(rollouts), 64):
         some = rollouts[begin : begin + 64]
         batch = Batch.of(some, model.device)
         rows, columns = batch.response_index()
-        dense = model(input_ids=batch.input_ids, use_cache=False).logits[rows, columns - 1].softmax(-1)
+        dense = (
+            model(input_ids=batch.input_ids, use_cache=False).logits[rows, columns - 1].softmax(-1)
+        )
         with teacher_forced(model, batch.prompt_lengths):
-            sparse = model(input_ids=batch.input_ids, use_cache=False).logits[rows, columns - 1].softmax(-1)
+            sparse = (
+                model(input_ids=batch.input_ids, use_cache=False)
+                .logits[rows, columns - 1]
+                .softmax(-1)
+            )
         alphas.append(torch.minimum(dense, sparse).sum(-1).cpu().numpy())
         agreements.append((dense.argmax(-1) == sparse.argmax(-1)).cpu().numpy())
-        quarters.append((4 * (columns - batch.prompt_lengths[rows]) // batch.response_lengths[rows]).cpu().numpy())
+        quarters.append(
+            (4 * (columns - batch.prompt_lengths[rows]) // batch.response_lengths[rows])
+            .cpu()
+            .numpy()
+        )
     alpha, quarter = np.concatenate(alphas), np.concatenate(quarters)
     return {
         "mean": round(float(alpha.mean()), 4),

@@ -1,11 +1,13 @@
-"""Acceptance of drafts, and of the lossy actor, on held-out text at temperature 1, by budget and length.
+"""Acceptance of drafts, and of the lossy actor, on held-out text at temperature 1, by budget and
+length.
 
     python studies/text/acceptance.py CHECKPOINT --out benchmarks/results/text_acceptance.json
 
-*Lossless*: drafts of whole cycles over a dense cache (``drafts.py``), at positions spread over each text, all of them
-with the text's own tokens. *Lossy*: the same positions of the same texts, with a history that is the actor's own from
-the prompt on (``sparrow.model.actor.teacher_forced``). Both are compared with the dense policy there, in float32. The
-budget counts every token that a sparse layer reads, sink and recent pages included.
+*Lossless*: drafts of whole cycles over a dense cache (``drafts.py``), at positions spread over each
+text, all of them with the text's own tokens. *Lossy*: the same positions of the same texts, with a
+history that is the actor's own from the prompt on (``sparrow.model.actor.teacher_forced``). Both
+are compared with the dense policy there, in float32. The budget counts every token that a sparse
+layer reads, sink and recent pages included.
 
 Shapes: as in ``drafts.py``; S texts in all.
 """
@@ -34,7 +36,9 @@ from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean, weighted_
 from sparrow.model import actor
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
-sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in ("benchmarks", "studies/common"))
+sys.path.extend(
+    str(Path(__file__).parents[2] / folder) for folder in ("benchmarks", "studies/common")
+)
 from beta_tail import beta_tail_fit, weighted_beta_ks
 from common import parser, save
 
@@ -54,38 +58,51 @@ def study_parser(about: str, texts: int, cycles: int) -> argparse.ArgumentParser
 class Study:
     """A checkpoint, its held-out texts, and the cycles in them whose drafts are measured.
 
-    Attributes:
-        card: what ``train.py`` says of the model.
-        context: tokens of each text, ``[S, T]`` in ``ids``.
-        start: the cycles' first positions ``[S, R]``; ``position`` has those of their drafts, ``[S, R, W]``.
-        edges: of the bins by length.
+    Attributes: card: what ``train.py`` says of the model. context: tokens of each text, ``[S, T]``
+        in ``ids``. start: the cycles' first positions ``[S, R]``; ``position`` has those of their
+        drafts, ``[S, R, W]``. edges: of the bins by length.
     """
 
-    def __init__(self, checkpoint: Path, texts: int, cycles: int, drafted: int, context: int | None = None) -> None:
+    def __init__(
+        self, checkpoint: Path, texts: int, cycles: int, drafted: int, context: int | None = None
+    ) -> None:
         self.checkpoint, self.began = checkpoint, time.monotonic()
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.card = json.loads((checkpoint / "card.json").read_text())
         self.context = context = context or self.card["context"]
         self.ids = windows(np.load(checkpoint / "held_out.npy"), texts, context).to(self.device)
         self.start = starts(texts, cycles, context, drafted).to(self.device)
-        self.position = (self.start[..., None] + torch.arange(drafted, device=self.device)).cpu().numpy()
+        self.position = (
+            (self.start[..., None] + torch.arange(drafted, device=self.device)).cpu().numpy()
+        )
         self.edges = [context // 8, *(context * quarter // 4 for quarter in (1, 2, 3, 4))]
 
     def load(self, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=dtype, **options)
         return model.to(self.device).eval()
 
-    def measured(self, measure: Callable[[Tensor, Tensor], Sequence[Tensor]], batch: int) -> list[Floats]:
-        """What ``measure`` gives for the ids and starts of some texts at a time, ``[B, R, W]`` each, of all texts."""
-        parts = [measure(*some) for some in zip(self.ids.split(batch), self.start.split(batch), strict=True)]
+    def measured(
+        self, measure: Callable[[Tensor, Tensor], Sequence[Tensor]], batch: int
+    ) -> list[Floats]:
+        """What ``measure`` gives for the ids and starts of some texts at a time, ``[B, R, W]``
+        each, of all texts.
+        """
+        parts = [
+            measure(*some)
+            for some in zip(self.ids.split(batch), self.start.split(batch), strict=True)
+        ]
         return [torch.cat(of).double().clamp(0, 1).cpu().numpy() for of in zip(*parts, strict=True)]
 
     def summary(self, alpha: Floats, ks: Sequence[int] = ()) -> dict[str, Any]:
-        """Statistics of acceptance ``[S, R, W]``: in all, by step of a cycle, and by bins of length."""
+        """Statistics of acceptance ``[S, R, W]``: in all, by step of a cycle, and by bins of
+        length.
+        """
         return summary(alpha, self.position, self.edges, ks)
 
     def save(self, arguments: argparse.Namespace, **results: Any) -> dict[str, Any]:
-        """Write results to ``arguments.out``, with the model, the settings and the seconds that it took."""
+        """Write results to ``arguments.out``, with the model, the settings and the seconds that it
+        took.
+        """
         settings = {k: v for k, v in vars(arguments).items() if k not in ("checkpoint", "out")}
         seconds = round(time.monotonic() - self.began, 1)
         result = plain({"model": self.card, "seconds": seconds, "settings": settings, **results})
@@ -94,22 +111,31 @@ class Study:
 
 
 def schedule(
-    budget: int, dense_layers: Sequence[int] = (), page_size: int = 16, landmark_dtype: LandmarkDtype = "auto"
+    budget: int,
+    dense_layers: Sequence[int] = (),
+    page_size: int = 16,
+    landmark_dtype: LandmarkDtype = "auto",
 ) -> SparsitySchedule:
     """``budget`` tokens read at every length by all layers but ``dense_layers``."""
     layout = SparsitySchedule.dense(page_size=page_size)
     pages = budget // page_size - layout.sink_pages - layout.recent_pages
-    options = dict[str, Any](page_size=page_size, dense_layers=tuple(dense_layers), landmark_dtype=landmark_dtype)
+    options = dict[str, Any](
+        page_size=page_size, dense_layers=tuple(dense_layers), landmark_dtype=landmark_dtype
+    )
     return SparsitySchedule.fixed(pages, **options)
 
 
 def acceptance(p: Tensor, q: Tensor) -> Tensor:
-    """``sparrow.mismatch.acceptance`` on the device, as 1 - total variation: exactly 1 where both are the same."""
+    """``sparrow.mismatch.acceptance`` on the device, as 1 - total variation: exactly 1 where both
+    are the same.
+    """
     return 1 - (p - q).clamp(min=0).sum(-1)
 
 
 def starts(texts: int, cycles: int, context: int, drafted: int) -> Tensor:
-    """First positions of cycles, from an eighth of the context to its end, spread over all texts as one; ``[S, R]``."""
+    """First positions of cycles, from an eighth of the context to its end, spread over all texts as
+    one; ``[S, R]``.
+    """
     share = (torch.arange(cycles) + (torch.arange(texts)[:, None] + 0.5) / texts) / cycles
     return context // 8 + (share * (context - drafted - context // 8)).long()
 
@@ -125,17 +151,23 @@ def lossless(
     cases: Sequence[Case],
     compare: Callable[[Tensor, Tensor], Tensor] = acceptance,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The dense distributions ``[B, R, W, V]`` at the cycles' drafts, and each case's acceptance ``[B, R, W]``.
+    """The dense distributions ``[B, R, W, V]`` at the cycles' drafts, and each case's acceptance
+    ``[B, R, W]``.
 
-    Or, in place of acceptance, what ``compare`` gives for the policy's and the draft's distributions ``[B, R, V]``.
+    Or, in place of acceptance, what ``compare`` gives for the policy's and the draft's
+    distributions ``[B, R, V]``.
     """
     dense = SparsitySchedule.dense(page_size=cases[0][0].page_size, dense_layers=())
-    make = partial(drafts.Cycles, drafts.DenseCache.of(model, ids, drafts.layout_of(dense)), start, drafted)
+    make = partial(
+        drafts.Cycles, drafts.DenseCache.of(model, ids, drafts.layout_of(dense)), start, drafted
+    )
     p = torch.stack(list(drafts.draft(model, ids, make(dense))), dim=2)
     alphas = []
     for case in cases:
         steps = drafts.draft(model, ids, make(*case))
-        alphas.append(torch.stack([compare(p[:, :, step], q) for step, q in enumerate(steps)], dim=-1))
+        alphas.append(
+            torch.stack([compare(p[:, :, step], q) for step, q in enumerate(steps)], dim=-1)
+        )
     return p, alphas
 
 
@@ -149,15 +181,25 @@ def distributions(model: PreTrainedModel, ids: Tensor, start: Tensor, drafted: i
 
 
 def lossy(
-    model: PreTrainedModel, ids: Tensor, start: Tensor, p: Tensor, prompt: int, kept: SparsitySchedule, **options: Any
+    model: PreTrainedModel,
+    ids: Tensor,
+    start: Tensor,
+    p: Tensor,
+    prompt: int,
+    kept: SparsitySchedule,
+    **options: Any,
 ) -> Tensor:
-    """Acceptance ``[B, R, W]`` at the same drafts of an actor that wrote all but the first ``prompt`` tokens itself."""
+    """Acceptance ``[B, R, W]`` at the same drafts of an actor that wrote all but the first
+    ``prompt`` tokens itself.
+    """
     with actor.teacher_forced(model, [prompt] * len(ids), kept, **options):
         return acceptance(p, distributions(model, ids, start, p.shape[2]))
 
 
 def tokens_a_cycle(alpha: Floats, k: int) -> tuple[float, float]:
-    """Expected tokens of a cycle of ``k`` drafts, from consecutive drafts ``[..., W]`` and as if all had their mean."""
+    """Expected tokens of a cycle of ``k`` drafts, from consecutive drafts ``[..., W]`` and as if
+    all had their mean.
+    """
     mean = float(alpha.mean())
     geometric = k + 1.0 if mean == 1 else (1 - mean ** (k + 1)) / (1 - mean)
     return 1 + float(alpha[..., :k].cumprod(-1).sum(-1).mean()), geometric
@@ -172,9 +214,11 @@ FITS = 200
 def correlations(
     alpha: Floats, position: NDArray[np.int64], text: NDArray[np.int64]
 ) -> dict[str, tuple[float, float, float]]:
-    """Pearson's r of tokens' acceptance with their position, and of bins' p5 with the bins' own; arguments ``[T]``.
+    """Pearson's r of tokens' acceptance with their position, and of bins' p5 with the bins' own;
+    arguments ``[T]``.
 
-    With 95 % intervals from resampling whole texts; that of bins is left out if a text has no token in one of them.
+    With 95 % intervals from resampling whole texts; that of bins is left out if a text has no token
+    in one of them.
     """
     edges = np.linspace(position.min(), position.max() + 1, TAIL_BINS + 1)
     inside = [(position >= low) & (position < high) for low, high in pairwise(edges)]
@@ -184,13 +228,23 @@ def correlations(
     def of_tokens(values: Floats, owner: NDArray[np.int64], weights: Floats) -> Floats:
         means = {
             name: weighted_mean(x, owner, weights)
-            for name, x in {"a": values, "x": at, "ax": values * at, "aa": values**2, "xx": at**2}.items()
+            for name, x in {
+                "a": values,
+                "x": at,
+                "ax": values * at,
+                "aa": values**2,
+                "xx": at**2,
+            }.items()
         }
         covariance = means["ax"] - means["a"] * means["x"]
-        return covariance / np.sqrt((means["aa"] - means["a"] ** 2) * (means["xx"] - means["x"] ** 2))
+        return covariance / np.sqrt(
+            (means["aa"] - means["a"] ** 2) * (means["xx"] - means["x"] ** 2)
+        )
 
     def of_tails(values: Floats, owner: NDArray[np.int64], weights: Floats) -> Floats:
-        tails = np.stack([weighted_percentile(values[where], owner[where], weights) for where in inside], axis=-1)
+        tails = np.stack(
+            [weighted_percentile(values[where], owner[where], weights) for where in inside], axis=-1
+        )
         tails -= tails.mean(-1, keepdims=True)
         x = middle - middle.mean()
         with np.errstate(invalid="ignore"):  # tails that are all alike have no correlation
@@ -203,9 +257,11 @@ def correlations(
 
 
 def shape(alpha: Floats, position: NDArray[np.int64]) -> dict[str, Any]:
-    """What the paper says of acceptance ``[S, R, W]`` by length: does it fall, and is its tail a Beta distribution?
+    """What the paper says of acceptance ``[S, R, W]`` by length: does it fall, and is its tail a
+    Beta distribution?
 
-    Intervals are 95 % ones of the KS distance from that distribution and of the share of tokens in the tail.
+    Intervals are 95 % ones of the KS distance from that distribution and of the share of tokens in
+    the tail.
     """
     text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape).ravel()
     if alpha.min() == 1:
@@ -216,12 +272,21 @@ def shape(alpha: Floats, position: NDArray[np.int64]) -> dict[str, Any]:
             "ks_interval": sequence_bootstrap(tokens, text, weighted_beta_ks, resamples=FITS)[1:3],
             "fraction_interval": sequence_bootstrap(tokens <= fit.cut, text, weighted_mean)[1:3],
         }
-        tail = {"a": fit.a, "b": fit.b, "ks": fit.ks, "n": fit.n, "variance": fit.variance, **intervals}
+        tail = {
+            "a": fit.a,
+            "b": fit.b,
+            "ks": fit.ks,
+            "n": fit.n,
+            "variance": fit.variance,
+            **intervals,
+        }
     return {"correlation": correlations(tokens, position.ravel(), text), "beta_tail": tail}
 
 
 def mean_and_p5(alpha: Floats, text: NDArray[np.int64]) -> dict[str, list[float]]:
-    """Both statistics of acceptance ``[T]``, each with the ends of a 95 % interval that resamples whole texts."""
+    """Both statistics of acceptance ``[T]``, each with the ends of a 95 % interval that resamples
+    whole texts.
+    """
     statistics = {"mean": weighted_mean, "p5": weighted_percentile}
     return {name: list(sequence_bootstrap(alpha, text, of)[:3]) for name, of in statistics.items()}
 
@@ -244,14 +309,19 @@ def gain(before: Floats, after: Floats) -> dict[str, list[float]]:
     return found
 
 
-def summary(alpha: Floats, position: NDArray[np.int64], edges: Sequence[int], ks: Sequence[int]) -> dict[str, Any]:
-    """Statistics of acceptance ``[S, R, W]`` at ``position``: in all, by step of a cycle, and by bins of length."""
+def summary(
+    alpha: Floats, position: NDArray[np.int64], edges: Sequence[int], ks: Sequence[int]
+) -> dict[str, Any]:
+    """Statistics of acceptance ``[S, R, W]`` at ``position``: in all, by step of a cycle, and by
+    bins of length.
+    """
     text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape)
 
     def of(where: NDArray[np.bool_]) -> dict[str, Any]:
         chosen, cycles = alpha[where], alpha[where[..., 0]]
         measured = {
-            name: [round(x, 4) for x in interval] for name, interval in mean_and_p5(chosen, text[where]).items()
+            name: [round(x, 4) for x in interval]
+            for name, interval in mean_and_p5(chosen, text[where]).items()
         }
         expected = {k: [round(x, 3) for x in tokens_a_cycle(cycles, k)] for k in ks}
         return {"n": len(chosen), **measured, "tokens_a_cycle": expected}
@@ -267,14 +337,22 @@ def summary(alpha: Floats, position: NDArray[np.int64], edges: Sequence[int], ks
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = study_parser(__doc__, 32, 24)
-    parser.add_argument("--budgets", type=int, nargs="+", default=[128, 256, 384, 512, 768, 1024, 1536, 2048, 3072])
+    parser.add_argument(
+        "--budgets", type=int, nargs="+", default=[128, 256, 384, 512, 768, 1024, 1536, 2048, 3072]
+    )
     parser.add_argument("--reuse", type=int, nargs="+", default=[2, 4, 8], help="besides 1")
     parser.add_argument("--reuse-budgets", type=int, nargs="+", default=[512, 1024, 2048])
-    parser.add_argument("--dense-layers", type=int, nargs="*", default=[0, 1], help="measured with and without")
+    parser.add_argument(
+        "--dense-layers", type=int, nargs="*", default=[0, 1], help="measured with and without"
+    )
     parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8, 12])
-    parser.add_argument("--prompt", type=int, default=128, help="dense tokens before a lossy actor's own")
+    parser.add_argument(
+        "--prompt", type=int, default=128, help="dense tokens before a lossy actor's own"
+    )
     parser.add_argument("--batch", type=int, default=4, help="texts at a time")
-    parser.add_argument("--implementation", choices=("triton", "reference"), help="of the lossy actor's attention")
+    parser.add_argument(
+        "--implementation", choices=("triton", "reference"), help="of the lossy actor's attention"
+    )
     args = parser.parse_args(argv)
 
     drafted = max(args.drafts)
@@ -284,23 +362,40 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     layers = [(), tuple(args.dense_layers)] if args.dense_layers else [()]
     budgets = [(budget, schedule(budget, dense)) for dense in layers for budget in args.budgets]
-    cases = [(b, kept, r) for r in (1, *args.reuse) for b, kept in budgets if r == 1 or b in args.reuse_budgets]
+    cases = [
+        (b, kept, r)
+        for r in (1, *args.reuse)
+        for b, kept in budgets
+        if r == 1 or b in args.reuse_budgets
+    ]
 
     def measure(ids: Tensor, start: Tensor) -> list[Tensor]:
         p, alphas = lossless(drafter, ids, start, drafted, [case[1:] for case in cases])
-        forced = partial(lossy, history, ids, start, p, args.prompt, implementation=args.implementation)
+        forced = partial(
+            lossy, history, ids, start, p, args.prompt, implementation=args.implementation
+        )
         return [*alphas, *(forced(kept) for _, kept in budgets)]
 
     every = [*(("lossless", *case) for case in cases), *(("lossy", *case, 1) for case in budgets)]
     rows = []
-    for (mode, budget, kept, reuse), values in zip(every, study.measured(measure, args.batch), strict=True):
+    for (mode, budget, kept, reuse), values in zip(
+        every, study.measured(measure, args.batch), strict=True
+    ):
         measured = study.summary(values, args.drafts if mode == "lossless" else ())
-        what = {"mode": mode, "budget": budget, "top_k": kept.top_k[0], "dense_layers": list(kept.dense_layers)}
+        what = {
+            "mode": mode,
+            "budget": budget,
+            "top_k": kept.top_k[0],
+            "dense_layers": list(kept.dense_layers),
+        }
         if reuse == 1:
             measured |= shape(values, study.position)
         rows.append({**what, "reuse": reuse, **measured})
-        print(f"{mode} {budget} dense layers {kept.dense_layers} reuse {reuse}: mean {measured['mean'][0]} "
-              f"p5 {measured['p5'][0]} tokens a cycle {measured['tokens_a_cycle']}", flush=True)  # fmt: skip
+        print(
+            f"{mode} {budget} dense layers {kept.dense_layers} reuse {reuse}: mean {measured['mean'][0]} "
+            f"p5 {measured['p5'][0]} tokens a cycle {measured['tokens_a_cycle']}",
+            flush=True,
+        )
     return study.save(args, rows=rows)
 
 

@@ -1,20 +1,24 @@
-"""What do lossy rollouts do to training where long natural text is written? A control beside the reasoner's study.
+"""What do lossy rollouts do to training where long natural text is written? A control beside the
+reasoner's study.
 
-The language model of ``train.py`` is trained by GRPO on the task ``task.py``. Arms differ in how many pages the actor
-reads: all, or by schedules calibrated to a p5. Runs of one seed see the same problems. Every step of every run is one
-line of ``OUT/ARM-SEED.jsonl``; runs that are already there are left out, so a study can go on over several calls. By
-default a study is twelve runs, two of each arm, whose responses together are 6 million tokens. There are more arms, to
-be run by name: ``p80-none`` and so on with another correction than token TIS, ``p80-distill`` with DistillSparse, and
-``auto86``, the closed loop towards a p5 of 0.86, started dense.
+The language model of ``train.py`` is trained by GRPO on the task ``task.py``. Arms differ in how
+many pages the actor
+reads: all, or by schedules calibrated to a p5. Runs of one seed see the same problems. Every step
+of every run is one line of ``OUT/ARM-SEED.jsonl``; runs that are already there are left out, so a
+study can go on over several calls. By default a study is twelve runs, two of each arm, whose
+responses together are 6 million tokens. There are more arms, to be run by name: ``p80-none`` and so
+on with another correction than token TIS, ``p80-distill`` with DistillSparse, and ``auto86``, the
+closed loop towards a p5 of 0.86, started dense.
 
     python studies/text/control.py runs/text --out runs/control --seconds 0      # calibrates, and begins no run
     python studies/text/control.py runs/text --out runs/control --slots 6
     python studies/text/control_summary.py runs/control --out benchmarks/results/text_control.json
 
-Lossless rollouts have no arm: their samples are exactly the dense policy's, so their run is the dense one.
+Lossless rollouts have no arm: their samples are exactly the dense policy's, so their run is the
+dense one.
 
-The actor is in float32 as the policy is, so that a dense actor is the policy and its KL is rounding: what an arm does
-is its schedule's doing alone.
+The actor is in float32 as the policy is, so that a dense actor is the policy and its KL is
+rounding: what an arm does is its schedule's doing alone.
 """
 
 from __future__ import annotations
@@ -31,7 +35,15 @@ from typing import Any
 import tyro
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
-from many_runs import HELD_OUT, calibrated, mean_reward, plain_options, run_study, schedules, train_logged
+from many_runs import (
+    HELD_OUT,
+    calibrated,
+    mean_reward,
+    plain_options,
+    run_study,
+    schedules,
+    train_logged,
+)
 
 ARM = re.compile(r"(?P<schedule>dense|p\d+|auto(?P<tau>\d+))(-(?P<change>\w+))?")
 TARGETS = (0.75, 0.80, 0.86, 0.90, 0.93)
@@ -47,10 +59,13 @@ class Options:
 
     checkpoint: tyro.conf.Positional[Path]  # Folder that train.py wrote.
     out: Path = Path("runs/control")  # Results; runs that are already there are left out.
-    runs: tuple[str, ...] = ()  # Runs by name, ARM-SEED, in this order; every arm with every seed if none is named.
+    runs: tuple[
+        str, ...
+    ] = ()  # Runs by name, ARM-SEED, in this order; every arm with every seed if none is named.
     seeds: tuple[int, ...] = (0, 1)  # Seeds of each arm.
     steps: int = 20  # Steps of a run.
-    # Seconds after the start beyond which no step begins; no run begins that would not get far enough by then.
+    # Seconds after the start beyond which no step begins; no run begins that would not get far
+    # enough by then.
     seconds: float = 3600
     slots: tuple[int, ...] = (6,)  # Runs at a time on each GPU, or on the CPU if there is none.
     learning_rate: float = 1e-4  # Learning rate of AdamW.
@@ -63,15 +78,21 @@ class Options:
     top_n: int = 256  # Length of the recorded lists that bound the acceptance rate.
     token_budget: int = 8192  # Padded tokens of one forward and backward pass.
     held_out: int = 48  # Number of held-out problems.
-    held_out_every: int = 5  # Steps between evaluations; the start and the end are always evaluated.
+    held_out_every: int = (
+        5  # Steps between evaluations; the start and the end are always evaluated.
+    )
     calibration: int = 48  # Responses that schedules are calibrated on.
     dense_layers: tuple[int, ...] = (0, 1)  # Layers that schedules read whole.
     budgets: tuple[int, ...] = BUDGETS  # Pages that calibration tries first.
-    targets: tuple[float, ...] = TARGETS  # What p5 schedules are calibrated to; arms are named after them.
+    targets: tuple[float, ...] = (
+        TARGETS  # What p5 schedules are calibrated to; arms are named after them.
+    )
 
 
 def main(options: Options) -> None:
-    """Calibrate, then keep every slot of every GPU busy until all arms are done or the time is over."""
+    """Calibrate, then keep every slot of every GPU busy until all arms are done or the time is
+    over.
+    """
     run_study(options, ARMS, train, calibrate, lambda arm: arm.startswith("p"))
 
 
@@ -100,12 +121,20 @@ def make_engine(options: Options, model: Any, tokenizer: Any, schedule: Any) -> 
     most = max(longest(task, tokenizer, options.max_new_tokens) for task in tasks)
     batch_size = options.prompts * options.samples
     return GraphEngine(
-        model, schedule, eos_ids(model, tokenizer), batch_size, most, top_n=options.top_n, token_budget=16_384
+        model,
+        schedule,
+        eos_ids(model, tokenizer),
+        batch_size,
+        most,
+        top_n=options.top_n,
+        token_budget=16_384,
     )
 
 
 def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
-    """The schedules of ``options.targets``, from one set of trajectories, on problems of a stream of their own."""
+    """The schedules of ``options.targets``, from one set of trajectories, on problems of a stream
+    of their own.
+    """
     from task import Continue
 
     from sparrow.engines.hf import load_model
@@ -123,16 +152,24 @@ def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
 
 
 def described(arm: str, correction: str) -> tuple[str, float | None, bool, str]:
-    """What an arm's name says: its schedule, the closed loop's tau, whether the actor is distilled, the correction.
+    """What an arm's name says: its schedule, the closed loop's tau, whether the actor is distilled,
+    the correction.
 
     Raises ValueError: it is no arm.
     """
     match = ARM.fullmatch(arm)
     if not match:
-        raise ValueError(f"no arm {arm!r}; expected dense, p86, auto86, p86-distill, or p86- with a correction")
+        raise ValueError(
+            f"no arm {arm!r}; expected dense, p86, auto86, p86-distill, or p86- with a correction"
+        )
     tau = float(f"0.{match['tau']}") if match["tau"] else None
     distilled = match["change"] == "distill"
-    return match["schedule"], tau, distilled, correction if distilled else match["change"] or correction
+    return (
+        match["schedule"],
+        tau,
+        distilled,
+        correction if distilled else match["change"] or correction,
+    )
 
 
 def train(options: Options, arm: str, seed: int, device: Any, deadline: float, path: Path) -> None:
@@ -142,14 +179,22 @@ def train(options: Options, arm: str, seed: int, device: Any, deadline: float, p
     from sparrow.engines.hf import load_model
     from sparrow.rollout import Sampling
     from sparrow.schedule import SparsitySchedule
-    from sparrow.train.config import CorrectionConfig, DistillConfig, OptimizerConfig, RolloutConfig, TrainConfig
+    from sparrow.train.config import (
+        CorrectionConfig,
+        DistillConfig,
+        OptimizerConfig,
+        RolloutConfig,
+        TrainConfig,
+    )
 
     schedule_name, tau, distilled, correction = described(arm, options.correction)
     model, tokenizer = load_model(str(options.checkpoint), "fp32", device)
     dense = SparsitySchedule.dense(**LAYOUT, dense_layers=options.dense_layers)
     schedule = dense
     if schedule_name.startswith("p"):
-        schedule = dense.replace(top_k=tuple(json.loads(schedules(options).read_text())[schedule_name]))
+        schedule = dense.replace(
+            top_k=tuple(json.loads(schedules(options).read_text())[schedule_name])
+        )
     # A distilled actor has weights of its own; any other shares the policy's.
     engine = make_engine(options, copy.deepcopy(model) if distilled else model, tokenizer, schedule)
     policy = make_engine(options, model, tokenizer, dense) if distilled else engine
@@ -166,23 +211,47 @@ def train(options: Options, arm: str, seed: int, device: Any, deadline: float, p
 
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
-            run_dir=str(Path(folder, "run")), steps=options.steps, save_every=10**6, seed=seed, logged_rollouts=0,
+            run_dir=str(Path(folder, "run")),
+            steps=options.steps,
+            save_every=10**6,
+            seed=seed,
+            logged_rollouts=0,
             rollout=RolloutConfig(
-                options.prompts, options.samples, options.max_new_tokens, options.temperature, options.top_n
+                options.prompts,
+                options.samples,
+                options.max_new_tokens,
+                options.temperature,
+                options.top_n,
             ),
             optimizer=OptimizerConfig(options.learning_rate, token_budget=options.token_budget),
-            correction=CorrectionConfig(correction), **({"tau": tau} if tau else {}),
+            correction=CorrectionConfig(correction),
+            **({"tau": tau} if tau else {}),
             distill=DistillConfig(enabled=distilled, learning_rate=options.distill_rate),
-        )  # fmt: skip
+        )
         start = {
-            "arm": arm, "seed": seed, "schedule": schedule_name, "actor": "distilled" if distilled else "",
-            "correction": correction, "learning_rate": options.learning_rate, "top_k": schedule.to_dict()["top_k"],
+            "arm": arm,
+            "seed": seed,
+            "schedule": schedule_name,
+            "actor": "distilled" if distilled else "",
+            "correction": correction,
+            "learning_rate": options.learning_rate,
+            "top_k": schedule.to_dict()["top_k"],
             "options": plain_options(options),
-        }  # fmt: skip
+        }
         train_logged(
-            path, start, held_out, options.held_out_every, deadline, config, model, tokenizer,
-            Continue(options.checkpoint), engine, schedule, closed_loop=tau is not None,
-        )  # fmt: skip
+            path,
+            start,
+            held_out,
+            options.held_out_every,
+            deadline,
+            config,
+            model,
+            tokenizer,
+            Continue(options.checkpoint),
+            engine,
+            schedule,
+            closed_loop=tau is not None,
+        )
 
 
 if __name__ == "__main__":

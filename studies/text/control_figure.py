@@ -28,7 +28,9 @@ PATH = ROOT / "docs/figures/text-control.png"
 
 
 def shares(runs: Sequence[Run], value: Callable[..., float]) -> list[tuple[float, float]]:
-    """p5 at the first step, and the reward as a share of that of the dense run of the seed, of each sparse run."""
+    """p5 at the first step, and the reward as a share of that of the dense run of the seed, of each
+    sparse run.
+    """
     dense = {run["seed"]: run for run in runs if run["arm"] == "dense"}
     pairs = []
     for run in runs:
@@ -47,12 +49,21 @@ def main() -> None:
     with plt.rc_context(MATPLOTLIB):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
         for i, (arm, some) in enumerate(arms.items()):
-            color = INK if arm == "dense" else plt.get_cmap("turbo")(0.05 + 0.9 * (i - 1) / (len(arms) - 2))
-            reward = np.mean([run["reward"][: min(len(r["reward"]) for r in some)] for run in some], axis=0)
+            color = (
+                INK
+                if arm == "dense"
+                else plt.get_cmap("turbo")(0.05 + 0.9 * (i - 1) / (len(arms) - 2))
+            )
+            reward = np.mean(
+                [run["reward"][: min(len(r["reward"]) for r in some)] for run in some], axis=0
+            )
             smooth = np.convolve(reward, np.ones(LAST) / LAST, "valid")
             width = 2.5 if arm == "dense" else 1.5
             left.plot(np.arange(LAST, len(reward) + 1), smooth, color=color, lw=width, label=arm)
-        left.set(xlabel="step", ylabel=f"actor's reward, mean of {LAST} steps and {len(arms['dense'])} seeds")
+        left.set(
+            xlabel="step",
+            ylabel=f"actor's reward, mean of {LAST} steps and {len(arms['dense'])} seeds",
+        )
         left.legend()
         for label, pairs, color in (
             ("natural text, graded reward", shares(runs, end_reward), SERIES[0]),

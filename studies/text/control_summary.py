@@ -1,5 +1,5 @@
-"""The control study's runs as one JSON file: a row for each arm with 95 % intervals over seeds, how well each statistic
-of acceptance ranks the runs, and the shortened logs.
+"""The control study's runs as one JSON file: a row for each arm with 95 % intervals over seeds, how
+well each statistic of acceptance ranks the runs, and the shortened logs.
 
     python studies/text/control_summary.py runs/control --checkpoint runs/text \\
         --out benchmarks/results/text_control.json
@@ -88,8 +88,12 @@ def over_seeds(values: Iterable[float]) -> list[float | None]:
     return limits(*t_interval(list(values)))
 
 
-def minus(some: Sequence[Run], arm: str, runs: Sequence[Run], value: Callable[..., float]) -> list[float | None]:
-    """The mean difference to the run of ``arm`` and the same seed after as many steps, and its 95 % t-interval."""
+def minus(
+    some: Sequence[Run], arm: str, runs: Sequence[Run], value: Callable[..., float]
+) -> list[float | None]:
+    """The mean difference to the run of ``arm`` and the same seed after as many steps, and its 95 %
+    t-interval.
+    """
     others = [run for run in runs if run["arm"] == arm]
     pairs = [run for run in some if run["seed"] in {other["seed"] for other in others}]
     return limits(*against(pairs, others, value)) if pairs else [None, None, None]
@@ -98,7 +102,8 @@ def minus(some: Sequence[Run], arm: str, runs: Sequence[Run], value: Callable[..
 def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
     """One arm, given all its runs and those of every arm.
 
-    ``whole_reward_minus_plain`` compares it with the same schedule under the study's correction, without an adapter.
+    ``whole_reward_minus_plain`` compares it with the same schedule under the study's correction,
+    without an adapter.
     """
     arm = some[0]["arm"]
     plain = arm.partition("-")[0]
@@ -115,7 +120,9 @@ def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
         "reward_end": over_seeds(map(end_reward, some)),
         "reward_minus_dense": minus(some, "dense", runs, end_reward),
         "whole_reward_minus_dense": minus(some, "dense", runs, whole_reward),
-        "whole_reward_minus_plain": minus(some, plain, runs, whole_reward) if plain != arm else None,
+        "whole_reward_minus_plain": minus(some, plain, runs, whole_reward)
+        if plain != arm
+        else None,
         "held_out_start": over_seeds(map(held_out_start, some)),
         "held_out_end": over_seeds(map(held_out_end, some)),
         "held_out_minus_dense": minus(some, "dense", runs, held_out_end),
@@ -124,14 +131,16 @@ def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def ranking(runs: Sequence[Run], value: Callable[..., float]) -> dict[str, list[float]]:
-    """Spearman's correlation of each statistic at the first step with what a run lost against the dense run of its
-    seed, over the sparse runs; with 95 % intervals, resampling arms."""
+    """Spearman's correlation of each statistic at the first step with what a run lost against the
+    dense run of its seed, over the sparse runs; with 95 % intervals, resampling arms."""
     dense = {run["seed"] for run in runs if run["arm"] == "dense"}
     sparse = [run for run in runs if run["arm"] != "dense" and run["seed"] in dense]
     lost = {id(run): against_dense([run], runs, value)[0] for run in sparse}
 
     def rank(name: str, some: Sequence[Run]) -> float:
-        return float(spearmanr([early(run)[name] for run in some], [lost[id(run)] for run in some]).statistic)
+        return float(
+            spearmanr([early(run)[name] for run in some], [lost[id(run)] for run in some]).statistic
+        )
 
     return {name: list(over_arms(sparse, partial(rank, name))) for name in STATISTICS}
 
@@ -139,7 +148,11 @@ def ranking(runs: Sequence[Run], value: Callable[..., float]) -> dict[str, list[
 def counted(path: Path) -> Run | None:
     """A run, shortened; None if it was cut off too early."""
     first = next(iter(logged_rows(path)), {})
-    return shortened(path, math.ceil(ENOUGH * first["options"]["steps"])) if "options" in first else None
+    return (
+        shortened(path, math.ceil(ENOUGH * first["options"]["steps"]))
+        if "options" in first
+        else None
+    )
 
 
 def summary(folders: Sequence[Path], checkpoint: Path) -> dict[str, Any]:
@@ -151,11 +164,22 @@ def summary(folders: Sequence[Path], checkpoint: Path) -> dict[str, Any]:
     by_log = {path: counted(path) for path in logs}
     runs = [run for run in by_log.values() if run]
     if not runs:
-        raise ValueError(f"no finished run among {len(logs)} logs in {', '.join(map(str, folders))}")
+        raise ValueError(
+            f"no finished run among {len(logs)} logs in {', '.join(map(str, folders))}"
+        )
     # Dense first, then from the loosest schedule to the tightest.
     runs.sort(key=lambda run: (run["arm"] != "dense", run["arm"], run["seed"]))
     settings = logged_rows(next(path for path, run in by_log.items() if run))[0]["options"]
-    kept = ("steps", "learning_rate", "correction", "prompts", "samples", "max_new_tokens", "temperature", "top_n")
+    kept = (
+        "steps",
+        "learning_rate",
+        "correction",
+        "prompts",
+        "samples",
+        "max_new_tokens",
+        "temperature",
+        "top_n",
+    )
     return {
         "model": json.loads((checkpoint / "card.json").read_text(encoding="utf-8")),
         "settings": {name: settings[name] for name in (*kept, "held_out", "held_out_every")},

@@ -1,4 +1,6 @@
-"""Text to learn from: the sources of the installed Python packages, or any folder, cut into this model's own tokens."""
+"""Text to learn from: the sources of the installed Python packages, or any folder, cut into this
+model's own tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,30 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-HELD_OUT = ("networkx", "pandas", "sympy/physics", "asyncio")  # never trained on; a folder of this name, at any depth
+HELD_OUT = (
+    "networkx",
+    "pandas",
+    "sympy/physics",
+    "asyncio",
+)  # never trained on; a folder of this name, at any depth
 END = "<|endoftext|>"  # before every file; id 0
 SIZES = range(1_500, 400_000)  # bytes: shorter files say little, longer ones are mostly tables
 
 
 def package_roots() -> list[Path]:
     """Where this Python keeps its library and the installed packages."""
-    return [Path(root) for root in sorted({sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")})]
+    return [
+        Path(root)
+        for root in sorted(
+            {sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")}
+        )
+    ]
 
 
 def folders(roots: Iterable[Path], suffix: str) -> list[list[Path]]:
-    """The files of each folder that has some, each file once; folders in an order that the names alone decide."""
+    """The files of each folder that has some, each file once; folders in an order that the names
+    alone decide.
+    """
     by_folder: dict[str, list[Path]] = {}
     for root in roots:
         for folder, _, names in os.walk(root.resolve()):
@@ -35,7 +49,9 @@ def folders(roots: Iterable[Path], suffix: str) -> list[list[Path]]:
     return ordered
 
 
-def split(folders: Sequence[list[Path]], held_out: Sequence[str]) -> tuple[list[list[Path]], list[list[Path]]]:
+def split(
+    folders: Sequence[list[Path]], held_out: Sequence[str]
+) -> tuple[list[list[Path]], list[list[Path]]]:
     """Folders to train on, and those in a folder named in ``held_out``.
 
     Raises ValueError: one of the two would be empty.
@@ -52,7 +68,9 @@ def split(folders: Sequence[list[Path]], held_out: Sequence[str]) -> tuple[list[
 
 
 def texts(folders: Iterable[list[Path]], seen: set[int]) -> Iterator[str]:
-    """The files' contents, each headed by the end of its path; those not in UTF-8 or already ``seen`` are skipped."""
+    """The files' contents, each headed by the end of its path; those not in UTF-8 or already
+    ``seen`` are skipped.
+    """
     for files in folders:
         for path in files:
             try:

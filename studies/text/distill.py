@@ -1,19 +1,24 @@
 """DistillSparse on natural text: what an adapter does for responses that it was not trained on.
 
-    python studies/text/distill.py CHECKPOINT --samples runs/distill.npz --out benchmarks/results/text_distill.json
+    python studies/text/distill.py CHECKPOINT --samples runs/distill.npz --out
+    benchmarks/results/text_distill.json
 
-The policy is fixed. It writes responses once, densely, at temperature 1, to prompts of ``task.py``: some to train on,
-and held-out ones, whose prompts are of packages that the model has never seen. The schedule reads as many pages as
-bring p5 on some training responses nearest to the target. For each loss and learning rate an adapter begins at zero
-and sees every training response once, under that schedule, by the pass and the lists of ``sparrow.train.distill``. It
-is measured on the held-out responses on the way. Losses: ``forward`` is the trainer's KL(policy || actor); ``reverse``
-is KL(actor || policy) and ``overlap`` 1 - acceptance, both of the same lists, and no options of the trainer.
+The policy is fixed. It writes responses once, densely, at temperature 1, to prompts of ``task.py``:
+some to train on, and held-out ones, whose prompts are of packages that the model has never seen.
+The schedule reads as many pages as bring p5 on some training responses nearest to the target. For
+each loss and learning rate an adapter begins at zero and sees every training response once, under
+that schedule, by the pass and the lists of ``sparrow.train.distill``. It is measured on the
+held-out responses on the way. Losses: ``forward`` is the trainer's KL(policy || actor); ``reverse``
+is KL(actor || policy) and ``overlap`` 1 - acceptance, both of the same lists, and no options of the
+trainer.
 
-An actor is measured in three ways, each against the whole distribution of the dense policy: on the held-out responses,
-with a history of its own from the prompt on; the same on responses that it samples itself; and as a drafter, in cycles
-over the policy's own cache (``drafts.py``), where it never was in training.
+An actor is measured in three ways, each against the whole distribution of the dense policy: on the
+held-out responses, with a history of its own from the prompt on; the same on responses that it
+samples itself; and as a drafter, in cycles over the policy's own cache (``drafts.py``), where it
+never was in training.
 
-Shapes: S responses, P prompt tokens, R response tokens of each, T = P + R, n tokens of a list, V vocabulary.
+Shapes: S responses, P prompt tokens, R response tokens of each, T = P + R, n tokens of a list, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -55,7 +60,9 @@ Ids = NDArray[np.uint16]
 
 
 def overlap_lost(policy_top: Tensor, actor_top: Tensor) -> Tensor:
-    """1 - the acceptance of listed tokens, an upper bound on 1 - acceptance; log-probs ``[M, n]``, result ``[M]``."""
+    """1 - the acceptance of listed tokens, an upper bound on 1 - acceptance; log-probs ``[M, n]``,
+    result ``[M]``.
+    """
     return 1 - torch.minimum(policy_top.exp(), actor_top.exp()).sum(-1)
 
 
@@ -64,17 +71,17 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "reverse": lambda policy_top, actor_top: bucket_kl(actor_top, policy_top),
     "overlap": overlap_lost,
 }
-"""Of log-probs ``[M, n]`` of the policy's likeliest tokens under the policy and under the actor; per token ``[M]``."""
+"""Of log-probs ``[M, n]`` of the policy's likeliest tokens under the policy and under the actor;
+per token ``[M]``.
+"""
 
 
 class Study:
     """The policy, the responses that it wrote, and what actors are measured on.
 
-    Attributes:
-        policy: in float32; it never changes.
-        train: token ids ``[N, T]`` of the training responses, prompts included; ``held_out`` the others'.
-        prompt: P.
-        schedule: what actors read.
+    Attributes: policy: in float32; it never changes. train: token ids ``[N, T]`` of the training
+        responses, prompts included; ``held_out`` the others'. prompt: P. schedule: what actors
+        read.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -85,19 +92,29 @@ class Study:
         self.dense = list(self._batches(self.held_out, self.policy_distributions))
 
     def load(self, **options: Any) -> PreTrainedModel:
-        model = AutoModelForCausalLM.from_pretrained(self.args.checkpoint, dtype=torch.float32, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            self.args.checkpoint, dtype=torch.float32, **options
+        )
         return model.to(self.device).eval().requires_grad_(False)
 
     def layout(self, pages: int) -> SparsitySchedule:
-        return SparsitySchedule.fixed(pages, page_size=16, dense_layers=tuple(self.args.dense_layers))
+        return SparsitySchedule.fixed(
+            pages, page_size=16, dense_layers=tuple(self.args.dense_layers)
+        )
 
     def sample(
-        self, model: PreTrainedModel, schedule: SparsitySchedule, prompts: Sequence[list[int]], seed: int
+        self,
+        model: PreTrainedModel,
+        schedule: SparsitySchedule,
+        prompts: Sequence[list[int]],
+        seed: int,
     ) -> Ids:
         """``[S, T]``: prompts with responses of exactly R tokens, which may go on in another file."""
         engine = HFEngine(model, schedule, [], self.args.sampled_together)
         rollouts = engine.generate(prompts, Sampling(self.args.tokens, 1.0, 0, seed=seed))
-        return np.stack([np.concatenate([r.prompt_ids, r.response_ids]) for r in rollouts]).astype(np.uint16)
+        return np.stack([np.concatenate([r.prompt_ids, r.response_ids]) for r in rollouts]).astype(
+            np.uint16
+        )
 
     def _responses(self) -> list[Ids]:
         args = self.args
@@ -111,13 +128,18 @@ class Study:
                 ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
                 prompts = [prompt[-self.prompt :] for prompt in ids]
                 if (short := min(map(len, prompts))) < self.prompt:
-                    raise ValueError(f"a prompt has only {short} tokens; take --prompt {short} or less")
+                    raise ValueError(
+                        f"a prompt has only {short} tokens; take --prompt {short} or less"
+                    )
                 sampled[kind] = self.sample(model, dense, prompts, seed)
             args.samples.parent.mkdir(parents=True, exist_ok=True)
             np.savez(args.samples, **sampled)
         with np.load(args.samples) as file:
             found = [file["train"][: args.train], file["held_out"][: args.held_out]]
-        wanted = [(args.train, self.prompt + args.tokens), (args.held_out, self.prompt + args.tokens)]
+        wanted = [
+            (args.train, self.prompt + args.tokens),
+            (args.held_out, self.prompt + args.tokens),
+        ]
         if [ids.shape for ids in found] != wanted:
             raise ValueError(
                 f"{args.samples} has responses of {[i.shape for i in found]}, not {wanted}; name a new file"
@@ -136,17 +158,27 @@ class Study:
         return torch.full((len(ids), 1), self.prompt - 1, device=self.device)
 
     def batch(self, rows: Sequence[int]) -> tuple[Batch, Tensor]:
-        """Training responses with the policy's n likeliest tokens, and the log-probs of these ``[B * R, n]``."""
+        """Training responses with the policy's n likeliest tokens, and the log-probs of these ``[B
+        * R, n]``.
+        """
         ids = self.train[rows].astype(np.int64)
-        top = self.policy_distributions(torch.from_numpy(ids).to(self.device))[:, 0].topk(self.args.top_n)
+        top = self.policy_distributions(torch.from_numpy(ids).to(self.device))[:, 0].topk(
+            self.args.top_n
+        )
         lists = [row.cpu().numpy() for row in top.indices]
         prompts, responses = ids[:, : self.prompt].tolist(), list(ids[:, self.prompt :])
         return Batch.build(prompts, responses, lists, self.device), top.values.log().flatten(0, 1)
 
     def measured(
-        self, actor: PreTrainedModel, ids: Ids, schedule: SparsitySchedule, dense: Sequence[Tensor] | None = None
+        self,
+        actor: PreTrainedModel,
+        ids: Ids,
+        schedule: SparsitySchedule,
+        dense: Sequence[Tensor] | None = None,
     ) -> Floats:
-        """Acceptance ``[S, R]`` of a lossy actor along these responses; the first token's is that of dense prefill."""
+        """Acceptance ``[S, R]`` of a lossy actor along these responses; the first token's is that
+        of dense prefill.
+        """
         policy = iter(dense) if dense else self._batches(ids, self.policy_distributions)
 
         def of(some: Tensor) -> Tensor:
@@ -155,15 +187,21 @@ class Study:
         return torch.cat(list(self._batches(ids, of))).double().clamp(0, 1).cpu().numpy()
 
     def calibrate(self) -> list[dict[str, float]]:
-        """Mean and p5 on some training responses by pages; the schedule is that whose p5 is nearest to the target."""
+        """Mean and p5 on some training responses by pages; the schedule is that whose p5 is nearest
+        to the target.
+        """
         actor, ids = self.load(), self.train[: self.args.calibration]
         set_schedule(actor, self.layout(1))
         curve = []
         for pages in self.args.pages:
             alpha = self.measured(actor, ids, self.layout(pages))
-            curve.append({"pages": pages, "mean": float(alpha.mean()), "p5": float(np.percentile(alpha, 5))})
+            curve.append(
+                {"pages": pages, "mean": float(alpha.mean()), "p5": float(np.percentile(alpha, 5))}
+            )
             print(curve[-1], flush=True)
-        self.schedule = self.layout(int(min(curve, key=lambda row: abs(row["p5"] - self.args.target))["pages"]))
+        self.schedule = self.layout(
+            int(min(curve, key=lambda row: abs(row["p5"] - self.args.target))["pages"])
+        )
         return curve
 
     def along(self, alpha: Floats) -> dict[str, Any]:
@@ -179,7 +217,9 @@ class Study:
         return self.along(self.measured(actor, ids, self.schedule))
 
     def drafting(self, weights: dict[str, Tensor]) -> dict[str, Any]:
-        """Statistics of cycles of drafts by these weights over the policy's cache of the held-out responses."""
+        """Statistics of cycles of drafts by these weights over the policy's cache of the held-out
+        responses.
+        """
         drafter = self.load(attn_implementation=drafts.NAME)
         assert not drafter.load_state_dict(weights, strict=False).unexpected_keys
         W, ks = max(self.args.drafts), self.args.drafts
@@ -194,7 +234,9 @@ class Study:
             cache = drafts.DenseCache.of(self.policy, ids, drafts.layout_of(self.schedule))
             policy = drafts.draft(self.policy, ids, drafts.Cycles(cache, now, W, every))
             drafted = drafts.draft(drafter, ids, drafts.Cycles(cache, now, W, self.schedule))
-            return torch.stack([acceptance(p, q) for p, q in zip(policy, drafted, strict=True)], dim=-1)
+            return torch.stack(
+                [acceptance(p, q) for p, q in zip(policy, drafted, strict=True)], dim=-1
+            )
 
         alpha = torch.cat(list(self._batches(self.held_out, of))).double().clamp(0, 1).cpu().numpy()
         position = (start_SR[..., None].cpu() + torch.arange(W)).numpy()
@@ -203,7 +245,8 @@ class Study:
 
 
 def trained(study: Study, name: str, rate: float) -> Iterator[tuple[int, Adapter, float]]:
-    """Train an adapter, and stop at each of ``--measure-at``: responses seen, adapter, mean loss since the last stop.
+    """Train an adapter, and stop at each of ``--measure-at``: responses seen, adapter, mean loss
+    since the last stop.
 
     An update takes ``--update`` responses, one forward pass each ``--batch`` of them.
     """
@@ -237,25 +280,42 @@ def trained(study: Study, name: str, rate: float) -> Iterator[tuple[int, Adapter
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--samples", type=Path, required=True, help="the policy's responses; sampled if not there")
+    parser.add_argument(
+        "--samples", type=Path, required=True, help="the policy's responses; sampled if not there"
+    )
     parser.add_argument("--out", type=Path, required=True, help="runs that it has are left out")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
-    parser.add_argument("--prompt", type=int, default=256, help="tokens, the last ones of the task's prompts")
+    parser.add_argument(
+        "--prompt", type=int, default=256, help="tokens, the last ones of the task's prompts"
+    )
     parser.add_argument("--tokens", type=int, default=384, help="of each response")
     parser.add_argument("--train", type=int, default=1024, help="responses to train on")
     parser.add_argument("--held-out", type=int, default=128, help="responses to measure on")
-    parser.add_argument("--calibration", type=int, default=16, help="training responses that the schedule is chosen on")
-    parser.add_argument("--pages", type=int, nargs="+", default=[4, 6, 8, 10, 12, 14, 16, 18], help="tried")
+    parser.add_argument(
+        "--calibration",
+        type=int,
+        default=16,
+        help="training responses that the schedule is chosen on",
+    )
+    parser.add_argument(
+        "--pages", type=int, nargs="+", default=[4, 6, 8, 10, 12, 14, 16, 18], help="tried"
+    )
     parser.add_argument("--target", type=float, default=0.80, help="p5 of the schedule")
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3], help="each with every loss")
+    parser.add_argument(
+        "--learning-rates", type=float, nargs="+", default=[1e-3], help="each with every loss"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the adapter")
     parser.add_argument("--top-n", type=int, default=256, help="tokens of a list")
     parser.add_argument("--update", type=int, default=4, help="responses of an update")
-    parser.add_argument("--measure-at", type=int, nargs="+", default=[64, 256, 1024], help="training responses seen")
+    parser.add_argument(
+        "--measure-at", type=int, nargs="+", default=[64, 256, 1024], help="training responses seen"
+    )
     parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--cycles", type=int, default=16, help="of each held-out response")
     parser.add_argument("--batch", type=int, default=4, help="responses of a forward pass")
@@ -265,7 +325,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     began = time.monotonic()
     study = Study(args)
     apart = ("checkpoint", "out", "samples", "losses", "learning_rates")
-    result: dict[str, Any] = {"settings": {k: v for k, v in vars(args).items() if k not in apart}, "seconds": 0}
+    result: dict[str, Any] = {
+        "settings": {k: v for k, v in vars(args).items() if k not in apart},
+        "seconds": 0,
+    }
     if args.out.exists():
         found = json.loads(args.out.read_text())
         if found["settings"] != result["settings"]:
@@ -274,7 +337,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         study.schedule = SparsitySchedule.from_dict(found["schedule"])
     else:
         card = json.loads((args.checkpoint / "card.json").read_text())
-        result |= {"model": card, "calibration": study.calibrate(), "schedule": study.schedule.to_dict(), "rows": []}
+        result |= {
+            "model": card,
+            "calibration": study.calibrate(),
+            "schedule": study.schedule.to_dict(),
+            "rows": [],
+        }
     rows, spent = result["rows"], result["seconds"]
 
     def keep(row: dict[str, Any]) -> None:

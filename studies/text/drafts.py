@@ -1,11 +1,13 @@
-"""Drafting without a serving engine: many cycles at once, each a few sparse decode steps over a cache that is dense.
+"""Drafting without a serving engine: many cycles at once, each a few sparse decode steps over a
+cache that is dense.
 
-A cycle starts at a position before which every key and value is the dense policy's. It decodes the text's own next
-tokens one by one, each sparsely, and each with the keys and values that it and the drafts before it in the cycle wrote,
-as a drafting actor would. Pages, landmarks, scores and selection are ``sparrow.attention.pages``'.
+A cycle starts at a position before which every key and value is the dense policy's. It decodes the
+text's own next tokens one by one, each sparsely, and each with the keys and values that it and the
+drafts before it in the cycle wrote, as a drafting actor would. Pages, landmarks, scores and
+selection are ``sparrow.attention.pages``'.
 
-Shapes: B texts, T tokens of each, R cycles of each text, W drafts of a cycle, H query heads, K kv heads, G = H / K, D
-head dim, P page size, N pages, V vocabulary.
+Shapes: B texts, T tokens of each, R cycles of each text, W drafts of a cycle, H query heads, K kv
+heads, G = H / K, D head dim, P page size, N pages, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ NAME = "cycles"
 
 @dataclass
 class DenseCache:
-    """Each layer's keys and values ``[B, K, T, D]`` and landmarks ``[B, K, N, D]`` of a dense forward pass."""
+    """Each layer's keys and values ``[B, K, T, D]`` and landmarks ``[B, K, N, D]`` of a dense
+    forward pass.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -39,8 +43,13 @@ class DenseCache:
     @classmethod
     @torch.no_grad()
     def of(cls, model: PreTrainedModel, ids_BT: Tensor, layout: PageLayout) -> DenseCache:
-        """One text at a time, because attention in float32 takes memory with the square of the length."""
-        texts = [model.get_decoder()(input_ids=row[None], use_cache=True).past_key_values.layers for row in ids_BT]
+        """One text at a time, because attention in float32 takes memory with the square of the
+        length.
+        """
+        texts = [
+            model.get_decoder()(input_ids=row[None], use_cache=True).past_key_values.layers
+            for row in ids_BT
+        ]
         layers = list(zip(*texts, strict=True))
         keys = [torch.cat([cache.keys for cache in layer]) for layer in layers]
         values = [torch.cat([cache.values for cache in layer]) for layer in layers]
@@ -50,9 +59,11 @@ class DenseCache:
 
 @dataclass
 class Cycles:
-    """What the attention layers of one set of cycles share; passed as a keyword argument of the forward pass.
+    """What the attention layers of one set of cycles share; passed as a keyword argument of the
+    forward pass.
 
-    Pages are selected at a cycle's first step, then again every ``reuse`` steps; tokens drafted since are always read.
+    Pages are selected at a cycle's first step, then again every ``reuse`` steps; tokens drafted
+    since are always read.
 
     Raises ValueError: cycles are so long that a page begun in one would be ranked in the same one.
     """
@@ -64,29 +75,44 @@ class Cycles:
     reuse: int = 1
     scores: Callable[[Tensor, Tensor], Tensor] = page_scores
     step: int = 0
-    own: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> keys and values [B, K, R, W, D]
-    kept: dict[int, Tensor] = field(default_factory=dict)  # layer -> pages that are read, bool [B, K, R, N]
+    own: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict
+    )  # layer -> keys and values [B, K, R, W, D]
+    kept: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # layer -> pages that are read, bool [B, K, R, N]
 
     def __post_init__(self) -> None:
         self.layout, self.table = layout_of(self.schedule), ScheduleTable(self.schedule)
         most = (self.layout.recent_pages - 1) * self.layout.page_size + 1
         if self.drafts > most:
-            raise ValueError(f"cycles of {self.drafts} drafts outgrow the recent pages ({self.layout}); take {most}")
+            raise ValueError(
+                f"cycles of {self.drafts} drafts outgrow the recent pages ({self.layout}); take {most}"
+            )
 
-    def attend(self, layer: int, q_BHRD: Tensor, k_BKRD: Tensor, v_BKRD: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, q_BHRD: Tensor, k_BKRD: Tensor, v_BKRD: Tensor, scale: float
+    ) -> Tensor:
         """Attention of every cycle's newest draft; ``[B, H, R, D]``."""
         B, H, R, D = q_BHRD.shape
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         K, T = keys.shape[1:3]
         if layer not in self.own:
-            self.own[layer] = keys.new_zeros(B, K, R, self.drafts, D), keys.new_zeros(B, K, R, self.drafts, D)
+            self.own[layer] = (
+                keys.new_zeros(B, K, R, self.drafts, D),
+                keys.new_zeros(B, K, R, self.drafts, D),
+            )
         for own, new in zip(self.own[layer], (k_BKRD, v_BKRD), strict=True):
             own[:, :, :, self.step] = new
-        read_BKRT = (torch.arange(T, device=keys.device) < self.start_BR[..., None])[:, None].expand(B, K, R, T)
+        read_BKRT = (torch.arange(T, device=keys.device) < self.start_BR[..., None])[
+            :, None
+        ].expand(B, K, R, T)
         if layer not in self.schedule.dense_layers:
             if self.step % self.reuse == 0:
                 self.kept[layer] = self.select(layer, q_BHRD)
-            read_BKRT = read_BKRT & self.kept[layer].repeat_interleave(self.layout.page_size, dim=-1)
+            read_BKRT = read_BKRT & self.kept[layer].repeat_interleave(
+                self.layout.page_size, dim=-1
+            )
         weights = self.weights(layer, q_BHRD * scale, read_BKRT)
         out = torch.einsum("bkgrt,bktd->bkgrd", weights[..., :T], values)
         own_v = self.own[layer][1][:, :, :, : self.step + 1]
@@ -94,13 +120,16 @@ class Cycles:
         return out.reshape(B, H, R, D)
 
     def weights(self, layer: int, q_BHRD: Tensor, read_BKRT: Tensor) -> Tensor:
-        """What scaled queries attend to, of the cached tokens that they read and then the cycle's own.
+        """What scaled queries attend to, of the cached tokens that they read and then the cycle's
+        own.
 
         Sums to 1; ``[B, K, G, R, T + W]``, W being the drafts so far.
         """
         keys, own_k = self.cache.keys[layer], self.own[layer][0][:, :, :, : self.step + 1]
         q_BKGRD = q_BHRD.unflatten(1, (keys.shape[1], -1))
-        before = torch.einsum("bkgrd,bktd->bkgrt", q_BKGRD, keys).masked_fill(~read_BKRT[:, :, None], float("-inf"))
+        before = torch.einsum("bkgrd,bktd->bkgrt", q_BKGRD, keys).masked_fill(
+            ~read_BKRT[:, :, None], float("-inf")
+        )
         since = torch.einsum("bkgrd,bkrwd->bkgrw", q_BKGRD, own_k)
         return torch.cat([before, since], dim=-1).softmax(-1)
 
@@ -116,11 +145,15 @@ def layout_of(schedule: SparsitySchedule) -> PageLayout:
     return PageLayout(**schedule.page_layout)
 
 
-def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
+def _attention(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
     cycles: Cycles | None = kwargs.pop("cycles", None)
     if cycles is None:
         return sdpa_attention_forward(module, q, k, v, mask, **kwargs)
-    return cycles.attend(module.layer_idx, q, k, v, module.scaling).transpose(1, 2).contiguous(), None
+    return cycles.attend(module.layer_idx, q, k, v, module.scaling).transpose(
+        1, 2
+    ).contiguous(), None
 
 
 AttentionInterface.register(NAME, _attention)
@@ -129,10 +162,14 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @torch.no_grad()
 def draft(model: PreTrainedModel, ids_BT: Tensor, cycles: Cycles) -> Iterator[Tensor]:
-    """Probabilities ``[B, R, V]`` after each draft, step by step, of a model that attends by ``NAME``."""
+    """Probabilities ``[B, R, V]`` after each draft, step by step, of a model that attends by
+    ``NAME``.
+    """
     for step in range(cycles.drafts):
         cycles.step = step
         position_BR = cycles.start_BR + step
         ids = ids_BT.gather(1, position_BR)
-        hidden = model.get_decoder()(input_ids=ids, position_ids=position_BR, use_cache=False, cycles=cycles)
+        hidden = model.get_decoder()(
+            input_ids=ids, position_ids=position_BR, use_cache=False, cycles=cycles
+        )
         yield model.get_output_embeddings()(hidden.last_hidden_state).float().softmax(-1)

@@ -1,13 +1,17 @@
-"""What 8-bit keys and values, fp8 matrices and sparse attention each cost in acceptance, and together.
+"""What 8-bit keys and values, fp8 matrices and sparse attention each cost in acceptance, and
+together.
 
-    python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits.json
-    python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits_bf16.json --bfloat16 \\
-      --texts 32 --cycles 24 --budgets 512 1024 --rounded nothing both "int8 cache" "int8 cache, matrices"
+    python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits.json python
+    studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits_bf16.json --bfloat16 \\
+      --texts 32 --cycles 24 --budgets 512 1024 --rounded nothing both "int8 cache" "int8 cache,
+      matrices"
 
-The policy is dense and in float32. Actors differ from it in what they round (``benchmarks/rounding.py``, products
-in float32) and in what they read; all have a history of their own from the prompt on. An actor that is the policy in
-bfloat16 is the noise floor; with ``--bfloat16`` all actors are in bfloat16. Texts, positions and statistics are those
-of ``acceptance.py``. ``p5_change`` is what rounding does to p5 at the same budget; its interval resamples texts.
+The policy is dense and in float32. Actors differ from it in what they round
+(``benchmarks/rounding.py``, products in float32) and in what they read; all have a history of their
+own from the prompt on. An actor that is the policy in bfloat16 is the noise floor; with
+``--bfloat16`` all actors are in bfloat16. Texts, positions and statistics are those of
+``acceptance.py``. ``p5_change`` is what rounding does to p5 at the same budget; its interval
+resamples texts.
 
 Shapes: as in ``acceptance.py``.
 """
@@ -31,22 +35,39 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from rounding import int8_cache, rounded_cache, rounded_matrices, scales_of
 
 ROUNDED = {
-    "nothing": (), "matrices": ("matrices",), "cache": ("cache",), "both": ("cache", "matrices"),
-    "int8 cache": ("int8 cache",), "int8 cache, matrices": ("int8 cache", "matrices"),
-}  # fmt: skip
+    "nothing": (),
+    "matrices": ("matrices",),
+    "cache": ("cache",),
+    "both": ("cache", "matrices"),
+    "int8 cache": ("int8 cache",),
+    "int8 cache, matrices": ("int8 cache", "matrices"),
+}
 DRAFTED = 12
 """Positions in a group."""
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = study_parser(__doc__, 16, 96)
-    parser.add_argument("--budgets", type=int, nargs="+", default=[1024, 2048], help="tokens read, besides all")
+    parser.add_argument(
+        "--budgets", type=int, nargs="+", default=[1024, 2048], help="tokens read, besides all"
+    )
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--context", type=int, help="tokens of a text; the model's if not given")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of each text that set the scales of the cache")
-    parser.add_argument("--rounded", nargs="+", choices=ROUNDED, default=list(ROUNDED), help="what actors round")
-    parser.add_argument("--bfloat16", action="store_true", help="actors in bfloat16, rounding besides")
-    parser.add_argument("--implementation", choices=("triton", "reference"), help="of sparse attention")
+    parser.add_argument(
+        "--prompt",
+        type=int,
+        default=128,
+        help="tokens of each text that set the scales of the cache",
+    )
+    parser.add_argument(
+        "--rounded", nargs="+", choices=ROUNDED, default=list(ROUNDED), help="what actors round"
+    )
+    parser.add_argument(
+        "--bfloat16", action="store_true", help="actors in bfloat16, rounding besides"
+    )
+    parser.add_argument(
+        "--implementation", choices=("triton", "reference"), help="of sparse attention"
+    )
     args = parser.parse_args(argv)
 
     study = Study(args.checkpoint, args.texts, args.cycles, DRAFTED, args.context)
@@ -60,8 +81,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     actors: list[tuple[dict[str, Any], Any, SparsitySchedule]] = [
         ({"rounded": "all to bfloat16", "budget": None}, in_bf16, everything)
     ]
-    for budget, kept in ((None, everything), *((b, schedule(b, args.dense_layers)) for b in args.budgets)):
-        for name in (each for each in ROUNDED if each in args.rounded):  # what is compared with comes first
+    for budget, kept in (
+        (None, everything),
+        *((b, schedule(b, args.dense_layers)) for b in args.budgets),
+    ):
+        for name in (
+            each for each in ROUNDED if each in args.rounded
+        ):  # what is compared with comes first
             if budget is not None or name != "nothing":  # the policy itself
                 actors.append(({"rounded": name, "budget": budget}, history, kept))
 
@@ -75,7 +101,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                     stack.enter_context(int8_cache(model))
                 if "matrices" in ROUNDED.get(what["rounded"], ()):
                     stack.enter_context(rounded_matrices(model))
-                alphas.append(lossy(model, ids, start, p, args.prompt, kept, implementation=args.implementation))
+                alphas.append(
+                    lossy(
+                        model, ids, start, p, args.prompt, kept, implementation=args.implementation
+                    )
+                )
         return alphas
 
     rows, unrounded = [], None

@@ -1,12 +1,14 @@
-"""Acceptance of drafts against the bytes that a draft reads: page sizes, landmarks in 8 bits, Quest, which layers.
+"""Acceptance of drafts against the bytes that a draft reads: page sizes, landmarks in 8 bits,
+Quest, which layers.
 
     python studies/text/fewer_bytes.py CHECKPOINT --out benchmarks/results/text_bytes.json
 
-As ``acceptance.py``'s lossless rows: drafts over a dense cache of held-out text, in float32, by budget and length.
-Bytes are counted in tokens' worth of a layer's keys and values: the pages read, and for every page's landmark half a
-token (a mean key in 16 bits), a quarter (in 8 bits), or one (Quest's minimum and maximum), averaged over layers and
-drafts; a dense layer reads every token. A landmark in ``fp8`` is rounded to e4m3, in ``int8`` to 127 levels of its
-largest component's magnitude.
+As ``acceptance.py``'s lossless rows: drafts over a dense cache of held-out text, in float32, by
+budget and length. Bytes are counted in tokens' worth of a layer's keys and values: the pages read,
+and for every page's landmark half a token (a mean key in 16 bits), a quarter (in 8 bits), or one
+(Quest's minimum and maximum), averaged over layers and drafts; a dense layer reads every token. A
+landmark in ``fp8`` is rounded to e4m3, in ``int8`` to 127 levels of its largest component's
+magnitude.
 """
 
 from __future__ import annotations
@@ -47,21 +49,41 @@ class Variant:
 
     def schedule(self) -> SparsitySchedule:
         pages = self.budget // self.page_size - self.sink_pages - self.recent_pages
-        layout = dict(sink_pages=self.sink_pages, recent_pages=self.recent_pages, dense_layers=self.dense_layers)
+        layout = dict(
+            sink_pages=self.sink_pages,
+            recent_pages=self.recent_pages,
+            dense_layers=self.dense_layers,
+        )
         return SparsitySchedule.fixed(pages, page_size=self.page_size, **layout)
 
     def tokens_read(self, length: np.ndarray, layers: int) -> float:
-        """Bytes of a draft in a layer, as tokens of keys and values, averaged over sequences of these lengths."""
-        landmark = {"16 bit": 0.5, "fp8": 0.25, "int8": 0.25}[self.landmarks] * (2 if self.score == "quest" else 1)
-        sparse = np.minimum(self.budget, length) + np.where(length > self.budget, length / self.page_size * landmark, 0)
+        """Bytes of a draft in a layer, as tokens of keys and values, averaged over sequences of
+        these lengths.
+        """
+        landmark = {"16 bit": 0.5, "fp8": 0.25, "int8": 0.25}[self.landmarks] * (
+            2 if self.score == "quest" else 1
+        )
+        sparse = np.minimum(self.budget, length) + np.where(
+            length > self.budget, length / self.page_size * landmark, 0
+        )
         dense = len(self.dense_layers) / layers
         return float(((1 - dense) * sparse + dense * length).mean())
 
 
 def variants(layers: int) -> list[Variant]:
     return [
-        *(Variant("page size", b, page_size=p) for p in (8, 16, 32, 64, 128) for b in BUDGETS if b >= 4 * p),
-        *(Variant("landmarks", b, landmarks=x, page_size=p) for p in (8, 16) for x in ("fp8", "int8") for b in BUDGETS),
+        *(
+            Variant("page size", b, page_size=p)
+            for p in (8, 16, 32, 64, 128)
+            for b in BUDGETS
+            if b >= 4 * p
+        ),
+        *(
+            Variant("landmarks", b, landmarks=x, page_size=p)
+            for p in (8, 16)
+            for x in ("fp8", "int8")
+            for b in BUDGETS
+        ),
         *(Variant("quest", b, score="quest", page_size=p) for p in (16, 32) for b in BUDGETS),
         *(Variant("one dense layer", 512, dense_layers=(layer,)) for layer in range(layers)),
         *(Variant("sink pages", b, sink_pages=n) for b in (512, 1024) for n in (0, 2, 4)),
@@ -70,12 +92,16 @@ def variants(layers: int) -> list[Variant]:
 
 
 def bounds(k_BKNPD: Tensor) -> Tensor:
-    """Quest's landmarks (arXiv 2406.10774): a page's smallest and largest key by dimension, ``[B, K, N, 2, D]``."""
+    """Quest's landmarks (arXiv 2406.10774): a page's smallest and largest key by dimension, ``[B,
+    K, N, 2, D]``.
+    """
     return torch.stack([k_BKNPD.amin(-2), k_BKNPD.amax(-2)], dim=-2)
 
 
 def quest(q_BHTD: Tensor, bounds_BKN2D: Tensor) -> Tensor:
-    """Quest's scores ``[B, K, T, N]``: a bound on the products of a page's keys with any query of the group."""
+    """Quest's scores ``[B, K, T, N]``: a bound on the products of a page's keys with any query of
+    the group.
+    """
     q_BKGTD = q_BHTD.unflatten(1, (bounds_BKN2D.shape[1], -1))
     low, high = bounds_BKN2D.unbind(-2)
     upper = torch.einsum("bkgtd,bknd->bkgtn", q_BKGTD.clamp(min=0), high)
@@ -92,7 +118,9 @@ def rounded(marks: Tensor, precision: Precision) -> Tensor:
     return marks
 
 
-def measure(model: PreTrainedModel, every: Sequence[Variant], ids: Tensor, start: Tensor) -> list[Tensor]:
+def measure(
+    model: PreTrainedModel, every: Sequence[Variant], ids: Tensor, start: Tensor
+) -> list[Tensor]:
     """Each variant's acceptance ``[B, R, W]``."""
     dense = SparsitySchedule.dense(dense_layers=())
     cache = drafts.DenseCache.of(model, ids, drafts.layout_of(dense))
@@ -107,7 +135,9 @@ def measure(model: PreTrainedModel, every: Sequence[Variant], ids: Tensor, start
             marks = [bounds(k) if by_bounds else landmarks(k) for k in pages]
             rounded_marks[key] = [rounded(mark, variant.landmarks) for mark in marks]
         scores = quest if by_bounds else page_scores
-        cycles = drafts.Cycles(replace(cache, landmarks=rounded_marks[key]), start, DRAFTS, kept, scores=scores)
+        cycles = drafts.Cycles(
+            replace(cache, landmarks=rounded_marks[key]), start, DRAFTS, kept, scores=scores
+        )
         steps = drafts.draft(model, ids, cycles)
         alphas.append(torch.stack([acceptance(p[step], q) for step, q in enumerate(steps)], dim=-1))
     return alphas
@@ -116,7 +146,9 @@ def measure(model: PreTrainedModel, every: Sequence[Variant], ids: Tensor, start
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = study_parser(__doc__, 32, 24)
     parser.add_argument("--batch", type=int, default=4, help="texts at a time")
-    parser.add_argument("--studies", nargs="+", help="of 'page size', landmarks, quest, ...; unset: all")
+    parser.add_argument(
+        "--studies", nargs="+", help="of 'page size', landmarks, quest, ...; unset: all"
+    )
     args = parser.parse_args(argv)
 
     study = Study(args.checkpoint, args.texts, args.cycles, DRAFTS)
@@ -124,14 +156,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     layers = model.config.num_hidden_layers
     every = [v for v in variants(layers) if not args.studies or v.study in args.studies]
     rows = []
-    for variant, values in zip(every, study.measured(partial(measure, model, every), args.batch), strict=True):
+    for variant, values in zip(
+        every, study.measured(partial(measure, model, every), args.batch), strict=True
+    ):
         measured = study.summary(values, (4, DRAFTS))
         for part in measured["bins"]:
             inside = position[(position >= part["start"]) & (position < part["end"])]
             part["tokens_read"] = round(variant.tokens_read(inside + 1, layers), 1)
         read = round(variant.tokens_read(position + 1, layers), 1)
         rows.append({**vars(variant), "tokens_read": read, **measured})
-        print(f"{variant}: reads {read}, mean {measured['mean'][0]}, p5 {measured['p5'][0]}", flush=True)
+        print(
+            f"{variant}: reads {read}, mean {measured['mean'][0]}, p5 {measured['p5'][0]}",
+            flush=True,
+        )
     return study.save(args, rows=rows)
 
 

@@ -1,12 +1,15 @@
-"""What it costs on held-out text that a seed's tokens do not depend on the drafts (``drafter_invariant``), by budget.
+"""What it costs on held-out text that a seed's tokens do not depend on the drafts
+(``drafter_invariant``), by budget.
 
     python studies/text/shared_noise.py CHECKPOINT --out benchmarks/results/text_shared_noise.json
 
-Drafts are those of ``acceptance.py``, at the same positions, with no dense layer. For each one the chance to be kept is
-computed from the two distributions, for rejection sampling and for drafts drawn with the Gumbel noise of the policy's
-own tokens, as in vLLM; nothing is sampled. The texts' tokens are not the policy's samples.
+Drafts are those of ``acceptance.py``, at the same positions, with no dense layer. For each one the
+chance to be kept is computed from the two distributions, for rejection sampling and for drafts
+drawn with the Gumbel noise of the policy's own tokens, as in vLLM; nothing is sampled. The texts'
+tokens are not the policy's samples.
 
-Shapes: as in ``acceptance.py``; ``kept`` is ``[2, S, R, W]``, by rejection sampling and by shared noise.
+Shapes: as in ``acceptance.py``; ``kept`` is ``[2, S, R, W]``, by rejection sampling and by shared
+noise.
 """
 
 from __future__ import annotations
@@ -27,14 +30,18 @@ HOW = ("rejection", "shared noise")
 
 
 def shared_noise(p: Tensor, q: Tensor) -> Tensor:
-    """Chance ``[...]`` that p and q ``[..., V]`` draw one token with the same Gumbel noise, exact up to rounding.
+    """Chance ``[...]`` that p and q ``[..., V]`` draw one token with the same Gumbel noise, exact
+    up to rounding.
 
-    The token drawn is that of the least e / p, where the e are exponentially distributed. Both draw token i if every
-    e_j >= e_i max(p_j / p_i, q_j / q_i), which has the chance 1 / sum_j max(p_j / p_i, q_j / q_i). In the order of
-    falling p / q, the first is the greater of the two up to i, and the second after i.
+    The token drawn is that of the least e / p, where the e are exponentially distributed. Both draw
+    token i if every e_j >= e_i max(p_j / p_i, q_j / q_i), which has the chance 1 / sum_j max(p_j /
+    p_i, q_j / q_i). In the order of falling p / q, the first is the greater of the two up to i, and
+    the second after i.
     """
     p, q = p.double(), q.double()
-    order = (p / q).argsort(-1, descending=True)  # 0 / 0 may stand anywhere: a token that neither draws adds nothing
+    order = (p / q).argsort(
+        -1, descending=True
+    )  # 0 / 0 may stand anywhere: a token that neither draws adds nothing
     p, q = p.gather(-1, order), q.gather(-1, order)
     after = (q.sum(-1, keepdim=True) - q.cumsum(-1)).clamp(min=0)
     sums = (p.cumsum(-1) * q + after * p).clamp(min=torch.finfo(p.dtype).tiny)
@@ -42,26 +49,39 @@ def shared_noise(p: Tensor, q: Tensor) -> Tensor:
 
 
 def chances(p: Tensor, q: Tensor) -> Tensor:
-    """Chances ``[2, ...]`` that a draft from q ``[..., V]`` is kept where the policy has p, in the order of ``HOW``."""
+    """Chances ``[2, ...]`` that a draft from q ``[..., V]`` is kept where the policy has p, in the
+    order of ``HOW``.
+    """
     return torch.stack([acceptance(p, q).double(), shared_noise(p, q)])
 
 
 def compared(kept: Floats, ks: Sequence[int]) -> dict[str, Any]:
-    """Means of ``kept`` and of tokens a cycle of k drafts, their ratios, and 95 % intervals (whole texts resampled).
+    """Means of ``kept`` and of tokens a cycle of k drafts, their ratios, and 95 % intervals (whole
+    texts resampled).
 
-    ``at least`` is the mean of a / (2 - a), below which no draft's chance can fall where rejection sampling has a.
+    ``at least`` is the mean of a / (2 - a), below which no draft's chance can fall where rejection
+    sampling has a.
     """
     text = np.arange(kept.shape[1])
 
     def means(values: Floats) -> dict[str, list[float]]:
-        owner = np.broadcast_to(text.reshape(-1, *[1] * (values.ndim - 2)), values.shape[1:]).ravel()
+        owner = np.broadcast_to(
+            text.reshape(-1, *[1] * (values.ndim - 2)), values.shape[1:]
+        ).ravel()
         rejection, shared = values.reshape(2, -1)
 
         def ratio(values: Floats, owner: NDArray[np.int64], weights: Floats) -> Floats:
             return weighted_mean(shared, owner, weights) / weighted_mean(values, owner, weights)
 
-        which = {HOW[0]: (rejection, weighted_mean), HOW[1]: (shared, weighted_mean), "ratio": (rejection, ratio)}
-        intervals = {name: sequence_bootstrap(of, owner, statistic)[:3] for name, (of, statistic) in which.items()}
+        which = {
+            HOW[0]: (rejection, weighted_mean),
+            HOW[1]: (shared, weighted_mean),
+            "ratio": (rejection, ratio),
+        }
+        intervals = {
+            name: sequence_bootstrap(of, owner, statistic)[:3]
+            for name, (of, statistic) in which.items()
+        }
         return {name: [round(x, 4) for x in interval] for name, interval in intervals.items()}
 
     bound = float((kept[0] / (2 - kept[0])).mean())

@@ -1,4 +1,6 @@
-"""Tables of the models in ``studies/text`` and ``studies/reasoner``: acceptance of drafts and of lossy actors."""
+"""Tables of the models in ``studies/text`` and ``studies/reasoner``: acceptance of drafts and of
+lossy actors.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,12 @@ def text_acceptance() -> str:
         spans = [f"{interval(r['mean'], 3)} | {interval(r['p5'], 2)}" for r in (row, other)]
         counts = list(row["tokens_a_cycle"])
         rows.append(
-            [f"{budget:,}", dense, *spans, *("{:.2f} ({:.2f})".format(*row["tokens_a_cycle"][k]) for k in counts)]
+            [
+                f"{budget:,}",
+                dense,
+                *spans,
+                *("{:.2f} ({:.2f})".format(*row["tokens_a_cycle"][k]) for k in counts),
+            ]
         )
     head = ["tokens read", "dense layers", "drafts: mean", "p5", "lossy actor: mean", "p5"]
     return table([*head, *(f"tokens a cycle, k = {k}" for k in counts)], rows)
@@ -62,15 +69,22 @@ def text_lengths() -> str:
 
 
 def text_tail() -> str:
-    """How many of the lossy actor's tokens are above 0.999, and how far the others are from a Beta distribution."""
+    """How many of the lossy actor's tokens are above 0.999, and how far the others are from a Beta
+    distribution.
+    """
     rows = []
     for (budget, dense), row in _rows("lossy").items():
         tail = row["beta_tail"]
         below = [tail["n"] / row["n"], *reversed(tail.get("fraction_interval", []))]
         distance = [tail["ks"], *tail.get("ks_interval", [])]
-        cells = [interval([1 - x for x in below], 0, "%"), f"Beta({tail['a']:.2f}, {tail['b']:.2f})"]
+        cells = [
+            interval([1 - x for x in below], 0, "%"),
+            f"Beta({tail['a']:.2f}, {tail['b']:.2f})",
+        ]
         rows.append([f"{budget:,}", dense, *cells, interval(distance, 3)])
-    return table(["tokens read", "dense layers", "above 0.999", "fit to the others", "KS distance"], rows)
+    return table(
+        ["tokens read", "dense layers", "above 0.999", "fit to the others", "KS distance"], rows
+    )
 
 
 def text_reuse() -> str:
@@ -81,9 +95,13 @@ def text_reuse() -> str:
         variants = [by_reuse[reuse][budget, dense] for reuse in reuses]
         most = [list(row["tokens_a_cycle"].items()) for row in variants]
         counts = (", ".join(f"{tokens[0]:.2f}" for _, tokens in per_k) for per_k in most)
-        cells = [f"{row['mean'][0]:.3f}; {tokens}" for row, tokens in zip(variants, counts, strict=True)]
+        cells = [
+            f"{row['mean'][0]:.3f}; {tokens}" for row, tokens in zip(variants, counts, strict=True)
+        ]
         rows.append([f"{budget:,}", dense, *cells])
-    return table(["tokens read", "dense layers", *(f"selected every {r} steps" for r in reuses)], rows)
+    return table(
+        ["tokens read", "dense layers", *(f"selected every {r} steps" for r in reuses)], rows
+    )
 
 
 def text_shared_noise() -> str:
@@ -91,55 +109,117 @@ def text_shared_noise() -> str:
     for row in load("text_shared_noise")["rows"]:
         kept, cycles = row["kept"], row["tokens_a_cycle"]
         counts = list(cycles)
-        cells = [interval(kept["rejection"], 3), interval(kept["shared noise"], 3), f"{kept['at least']:.3f}"]
+        cells = [
+            interval(kept["rejection"], 3),
+            interval(kept["shared noise"], 3),
+            f"{kept['at least']:.3f}",
+        ]
         for k in counts:
             pair = "; ".join(interval(cycles[k][how], 2) for how in ("rejection", "shared noise"))
             cells.append(f"{pair}; {cycles[k]['ratio'][0] - 1:.1%}")
         rows.append([f"{row['budget']:,}", *cells])
-    head = ["tokens read", "kept by rejection sampling", "with the same Gumbel noise", "at least, a / (2 - a)"]
-    return table([*head, *(f"tokens a cycle, k = {k}: rejection; drafter-invariant" for k in counts)], rows)
+    head = [
+        "tokens read",
+        "kept by rejection sampling",
+        "with the same Gumbel noise",
+        "at least, a / (2 - a)",
+    ]
+    return table(
+        [*head, *(f"tokens a cycle, k = {k}: rejection; drafter-invariant" for k in counts)], rows
+    )
 
 
 def text_vllm(study: str) -> str:
-    """Tokens of vLLM's cycles by position, beside what rejection sampling gives for them by the model itself."""
+    """Tokens of vLLM's cycles by position, beside what rejection sampling gives for them by the
+    model itself.
+    """
     result = load(study)
     rows = []
-    for row in [*result["bins"], {"start": "all", **{k: v for k, v in result.items() if k != "bins"}}]:
+    for row in [
+        *result["bins"],
+        {"start": "all", **{k: v for k, v in result.items() if k != "bins"}},
+    ]:
         where = "all" if row["start"] == "all" else f"{row['start']:,} to {row['end']:,}"
-        measured, predicted = interval(row["tokens_a_cycle"], 2), f"{row['predicted']['sampled']:.2f}"
+        measured, predicted = (
+            interval(row["tokens_a_cycle"], 2),
+            f"{row['predicted']['sampled']:.2f}",
+        )
         share = f"{row['measured_over_predicted']:.1%}"
-        rows.append([where, row["cycles"], measured, predicted, share, f"{row['mean_acceptance']:.3f}"])
-    head = ["position", "cycles", "tokens a cycle in vLLM", "predicted for the same cycles", "", "mean acceptance"]
+        rows.append(
+            [where, row["cycles"], measured, predicted, share, f"{row['mean_acceptance']:.3f}"]
+        )
+    head = [
+        "position",
+        "cycles",
+        "tokens a cycle in vLLM",
+        "predicted for the same cycles",
+        "",
+        "mean acceptance",
+    ]
     return table(head, rows)
 
 
 def text_draft_weights() -> str:
-    """Tokens of vLLM's cycles by position, with drafts from the model's own weights and from a copy in fp8."""
+    """Tokens of vLLM's cycles by position, with drafts from the model's own weights and from a copy
+    in fp8.
+    """
     own, copied = load("text_vllm_draft_auto"), load("text_vllm_draft_fp8")
     rows = []
-    for a, b in zip([*own["bins"], {**own, "start": "all"}], [*copied["bins"], copied], strict=True):
+    for a, b in zip(
+        [*own["bins"], {**own, "start": "all"}], [*copied["bins"], copied], strict=True
+    ):
         where = "all" if a["start"] == "all" else f"{a['start']:,} to {a['end']:,}"
-        rows.append([where, *(cell for row in (a, b) for cell in (row["cycles"], interval(row["tokens_a_cycle"], 2)))])
-    head = ["position", "cycles, own weights", "tokens a cycle", "cycles, weights in fp8", "tokens a cycle"]
+        rows.append(
+            [
+                where,
+                *(
+                    cell
+                    for row in (a, b)
+                    for cell in (row["cycles"], interval(row["tokens_a_cycle"], 2))
+                ),
+            ]
+        )
+    head = [
+        "position",
+        "cycles, own weights",
+        "tokens a cycle",
+        "cycles, weights in fp8",
+        "tokens a cycle",
+    ]
     return table(head, rows)
 
 
 def text_budgets() -> str:
-    """Tokens of vLLM's cycles by what drafts read and multiply with, beside what the model's own weights predict."""
+    """Tokens of vLLM's cycles by what drafts read and multiply with, beside what the model's own
+    weights predict.
+    """
     rows = []
     for budget in (1024, 2560):
         for weights, label in (("own", "the model's own"), ("fp8", "fp8")):
             result = load(f"text_vllm_{budget}_{weights}")
             predicted, last = f"{result['predicted']['sampled']:.2f}", result["bins"][-1]
-            cells = [interval(result["tokens_a_cycle"], 2), predicted, f"{result['mean_acceptance']:.3f}"]
+            cells = [
+                interval(result["tokens_a_cycle"], 2),
+                predicted,
+                f"{result['mean_acceptance']:.3f}",
+            ]
             end = f"{interval(last['tokens_a_cycle'], 2)}; {last['mean_acceptance']:.3f}"
             rows.append([f"{budget:,}", label, *cells, end])
-    head = ["tokens read", "weights", "tokens a cycle in vLLM", "predicted", "mean acceptance", "6,144 to 8,192"]
+    head = [
+        "tokens read",
+        "weights",
+        "tokens a cycle in vLLM",
+        "predicted",
+        "mean acceptance",
+        "6,144 to 8,192",
+    ]
     return table(head, rows)
 
 
 def text_metered() -> str:
-    """One line: another schedule as vLLM measured it during a run, and as the model has it at cycles of that run."""
+    """One line: another schedule as vLLM measured it during a run, and as the model has it at
+    cycles of that run.
+    """
     result = load("text_vllm_metered")["metered"]
     pairs = (
         f"{name} {result['measured'][name]:.3f}, where the model itself has {interval(result['predicted'][name], 3)}"
@@ -152,13 +232,21 @@ def _bytes(study: str, cells: Callable[[Row], list[str]], head: list[str]) -> st
     rows = []
     for row in load("text_bytes")["rows"]:
         if row["study"] == study:
-            shown = [f"{row['mean'][0]:.3f}", interval(row["p5"], 2), f"{row['tokens_a_cycle']['8'][0]:.2f}"]
+            shown = [
+                f"{row['mean'][0]:.3f}",
+                interval(row["p5"], 2),
+                f"{row['tokens_a_cycle']['8'][0]:.2f}",
+            ]
             rows.append([*cells(row), f"{row['tokens_read']:,.0f}", *shown])
-    return table([*head, "bytes read, in tokens of a layer", "mean", "p5", "tokens a cycle, k = 8"], rows)
+    return table(
+        [*head, "bytes read, in tokens of a layer", "mean", "p5", "tokens a cycle, k = 8"], rows
+    )
 
 
 def text_pages() -> str:
-    return _bytes("page size", lambda r: [r["page_size"], f"{r['budget']:,}"], ["page size", "tokens read"])
+    return _bytes(
+        "page size", lambda r: [r["page_size"], f"{r['budget']:,}"], ["page size", "tokens read"]
+    )
 
 
 def text_landmarks() -> str:
@@ -167,11 +255,17 @@ def text_landmarks() -> str:
 
 
 def text_quest() -> str:
-    return _bytes("quest", lambda r: [r["page_size"], f"{r['budget']:,}"], ["page size", "tokens read"])
+    return _bytes(
+        "quest", lambda r: [r["page_size"], f"{r['budget']:,}"], ["page size", "tokens read"]
+    )
 
 
 def text_layers() -> str:
-    return _bytes("one dense layer", lambda r: [r["dense_layers"][0]], ["dense layer, the others read 512 tokens"])
+    return _bytes(
+        "one dense layer",
+        lambda r: [r["dense_layers"][0]],
+        ["dense layer, the others read 512 tokens"],
+    )
 
 
 def text_kept() -> str:
@@ -184,15 +278,25 @@ def text_kept() -> str:
 
 
 def text_uneven(study: str) -> str:
-    """One study's rows, each compared with the even schedule at the same bytes, interpolated over its budgets."""
+    """One study's rows, each compared with the even schedule at the same bytes, interpolated over
+    its budgets.
+    """
     rows = []
     for row in load("text_uneven")["rows"]:
         if row["study"] == study:
             cells = [] if study == "even" else [row["how"]]
             cells += [f"{row['budget']:,}", f"{row['tokens_read']:,.0f}", f"{row['mean'][0]:.3f}"]
             cells += [interval(row["p5"], 2), f"{row['tokens_a_cycle']['8'][0]:.2f}"]
-            rows.append(cells if study == "even" else [*cells, _difference(row["minus_even"]["p5"])])
-    head = ["tokens read", "bytes read, in tokens of a layer", "mean", "p5", "tokens a cycle, k = 8"]
+            rows.append(
+                cells if study == "even" else [*cells, _difference(row["minus_even"]["p5"])]
+            )
+    head = [
+        "tokens read",
+        "bytes read, in tokens of a layer",
+        "mean",
+        "p5",
+        "tokens a cycle, k = 8",
+    ]
     return table(head if study == "even" else [study, *head, "p5 minus even, same bytes"], rows)
 
 
@@ -201,11 +305,20 @@ def text_uneven_target() -> str:
     result = load("text_uneven")
     whole, rows = result["even_at_target"], []
     for row in result["targets"]:
-        reached = "" if row["reached"] is None else f"{row['reached']:,.0f} ({row['reached'] / whole:.0%})"
+        reached = (
+            ""
+            if row["reached"] is None
+            else f"{row['reached']:,.0f} ({row['reached'] / whole:.0%})"
+        )
         name = "even" if row["study"] == "even" else f"{row['study']}: {row['how']}"
         rows.append([name, interval(row["p5_at_half"], 3), reached])
     return table(
-        ["", f"p5 at {whole / 2:,.0f} tokens' worth", f"tokens' worth at a p5 of {result['target']:.2f}"], rows
+        [
+            "",
+            f"p5 at {whole / 2:,.0f} tokens' worth",
+            f"tokens' worth at a p5 of {result['target']:.2f}",
+        ],
+        rows,
     )
 
 
@@ -231,8 +344,15 @@ def text_distill_setting() -> str:
 
 
 def text_distill() -> str:
-    """Acceptance with an adapter by loss and training responses: on held-out responses, on its own, and of drafts."""
-    names = {"none": "no adapter", "forward": "forward KL", "reverse": "reverse KL", "overlap": "overlap"}
+    """Acceptance with an adapter by loss and training responses: on held-out responses, on its own,
+    and of drafts.
+    """
+    names = {
+        "none": "no adapter",
+        "forward": "forward KL",
+        "reverse": "reverse KL",
+        "overlap": "overlap",
+    }
     rows, counts = [], list(load("text_distill")["rows"][0]["drafting"]["tokens_a_cycle"])
     for row in load("text_distill")["rows"]:
         held, own, drafts = row["held_out"], row.get("on_its_own"), row.get("drafting")
@@ -242,11 +362,20 @@ def text_distill() -> str:
         cells += [f"{held['mean'][0]:.3f}", gains[0], interval(held["p5"], 3), gains[1]]
         cells += [interval(own[name], 3) if own else "" for name in ("mean", "p5")]
         cells += [interval(drafts["mean"], 3) if drafts else ""]
-        cells += ["{:.2f} ({:.2f})".format(*drafts["tokens_a_cycle"][k]) if drafts else "" for k in counts]
+        cells += [
+            "{:.2f} ({:.2f})".format(*drafts["tokens_a_cycle"][k]) if drafts else "" for k in counts
+        ]
         rows.append(cells)
     head = ["loss", "learning rate", "responses seen", "held out: mean", "gain", "p5", "gain"]
     return table(
-        [*head, "its own samples: mean", "p5", "drafts: mean", *(f"tokens a cycle, k = {k}" for k in counts)], rows
+        [
+            *head,
+            "its own samples: mean",
+            "p5",
+            "drafts: mean",
+            *(f"tokens a cycle, k = {k}" for k in counts),
+        ],
+        rows,
     )
 
 
@@ -260,7 +389,14 @@ def reasoner_acceptance() -> str:
             cycles = [f"{metrics['tokens_per_cycle']:.2f}" for metrics in (few, many)]
             which = f"{model['layers']} layers, {model['lines']} lines"
             rows.append([which, row["tokens"], *spans, *drafts, *cycles])
-    head = ["model and programs", "tokens read", "lossy actor: mean", "p5", "drafts, k = 4: mean", "p5"]
+    head = [
+        "model and programs",
+        "tokens read",
+        "lossy actor: mean",
+        "p5",
+        "drafts, k = 4: mean",
+        "p5",
+    ]
     return table([*head, "tokens a cycle, k = 4", "tokens a cycle, k = 8"], rows)
 
 
@@ -269,11 +405,22 @@ def drafter_invariance() -> str:
     rows = []
     for row in result["rows"]:
         kept = [f"{row['kept'][how]:.4f}" for how in ("rejection", "gumbel", "inverse")]
-        cycles = [f"{row['cycles'][f'{how}, k = {k}']['tokens']:.2f}" for how in KINDS for k in (4, 8)]
+        cycles = [
+            f"{row['cycles'][f'{how}, k = {k}']['tokens']:.2f}" for how in KINDS for k in (4, 8)
+        ]
         as_dense = min(row["cycles"][f"{KINDS[1]}, k = {k}"]["as_dense"] for k in (4, 8))
         rows.append([row["tokens"], *kept, *cycles, f"{as_dense} of {result['problems']}"])
-    head = ["tokens read", "kept by rejection sampling", "with the same Gumbel noise", "with the same uniform number"]
-    cycles = [f"{how}: tokens a cycle, k = {k}" for how in ("rejection", "drafter-invariant") for k in (4, 8)]
+    head = [
+        "tokens read",
+        "kept by rejection sampling",
+        "with the same Gumbel noise",
+        "with the same uniform number",
+    ]
+    cycles = [
+        f"{how}: tokens a cycle, k = {k}"
+        for how in ("rejection", "drafter-invariant")
+        for k in (4, 8)
+    ]
     return table([*head, *cycles, "responses as dense decoding's"], rows)
 
 

@@ -1,4 +1,6 @@
-"""Tables of what ``studies/text`` trains: the control study, its corrections, and reward against wall-clock."""
+"""Tables of what ``studies/text`` trains: the control study, its corrections, and reward against
+wall-clock.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +10,61 @@ from common import interval, load, table
 
 
 def text_control() -> str:
-    """GRPO on the text model by arm; mean and 95 % interval over seeds, differences to the dense run of the seed."""
+    """GRPO on the text model by arm; mean and 95 % interval over seeds, differences to the dense
+    run of the seed.
+    """
     rows = []
     for row in load("text_control")["rows"]:
         dense = row["arm"] == "dense"
         p5, read, kl = f"{row['p5'][0]:.3f}", f"{row['read']:.2f}", f"{row['kl'][0]:.1e}"
         cells = [f"`{row['arm']}`", len(row["seeds"]), p5, read, kl]
-        cells += [_spread(row["reward_end"]), "" if dense else _spread(row["reward_minus_dense"], "+")]
+        cells += [
+            _spread(row["reward_end"]),
+            "" if dense else _spread(row["reward_minus_dense"], "+"),
+        ]
         cells += ["" if dense else _spread(row["whole_reward_minus_dense"], "+")]
         cells += [f"{row['held_out_start'][0]:.3f}", _spread(row["held_out_end"])]
         cells += ["" if dense else _spread(row["held_out_minus_dense"], "+")]
         rows.append([*cells, f"{row['collapsed']} of {len(row['seeds'])}"])
-    head = ["arm", "seeds", "p5", "KV read", "KL", "actor's reward, last 5 steps", "minus dense", "all steps"]
+    head = [
+        "arm",
+        "seeds",
+        "p5",
+        "KV read",
+        "KL",
+        "actor's reward, last 5 steps",
+        "minus dense",
+        "all steps",
+    ]
     return table([*head, "held-out reward, start", "end", "minus dense", "collapsed"], rows)
 
 
 def text_corrections() -> str:
-    """GRPO on the text model by correction, with an adapter and with the closed loop; differences by seed."""
+    """GRPO on the text model by correction, with an adapter and with the closed loop; differences
+    by seed.
+    """
     rows = []
     for row in load("text_corrections")["rows"]:
         plain, steps = row["whole_reward_minus_plain"], sorted({row["steps"][0], row["steps"][-1]})
         cells = [f"`{row['arm']}`", len(row["seeds"]), " to ".join(map(str, steps))]
-        cells += [f"{row['p5'][0]:.3f}", f"{row['read']:.2f}", f"{row['kl'][0]:.1e}", f"{row['held_out_end'][0]:.3f}"]
+        cells += [
+            f"{row['p5'][0]:.3f}",
+            f"{row['read']:.2f}",
+            f"{row['kl'][0]:.1e}",
+            f"{row['held_out_end'][0]:.3f}",
+        ]
         cells += ["" if row["arm"] == "dense" else _spread(row["whole_reward_minus_dense"], "+")]
         rows.append([*cells, _spread(plain, "+") if plain else ""])
-    head = ["arm", "seeds", "steps", "p5", "KV read", "KL", "held-out reward, end", "actor's reward minus dense's"]
+    head = [
+        "arm",
+        "seeds",
+        "steps",
+        "p5",
+        "KV read",
+        "KL",
+        "held-out reward, end",
+        "actor's reward minus dense's",
+    ]
     return table([*head, "minus that of the same schedule with token TIS"], rows)
 
 
@@ -50,10 +82,14 @@ def text_control_model(study: str) -> str:
 
 
 def text_control_ranks() -> str:
-    """Spearman's correlation of each statistic at step 1 with what a run lost against dense, and 95 % intervals."""
+    """Spearman's correlation of each statistic at step 1 with what a run lost against dense, and 95
+    % intervals.
+    """
     ranking = load("text_control")["ranking"]
     kinds = ("reward", "held_out")
-    rows = [[name, *(interval(ranking[kind][name], 2) for kind in kinds)] for name in ranking["reward"]]
+    rows = [
+        [name, *(interval(ranking[kind][name], 2) for kind in kinds)] for name in ranking["reward"]
+    ]
     return table(["statistic", "actor's reward, all steps", "held-out reward at the end"], rows)
 
 
@@ -72,7 +108,16 @@ def text_wall_clock() -> str:
         cells += [f"{row['rollout_speedup']:.2f}x" if saved else ""]
         cells += [f"{ms:.2f}" for ms in decode]
         rows.append([*cells, f"{100 * saved:.0f} %" if saved else ""])
-    head = ["rollouts", "model", "rollout, s", "scoring", "update", "new weights", "step, s", "rollout's part"]
+    head = [
+        "rollouts",
+        "model",
+        "rollout, s",
+        "scoring",
+        "update",
+        "new weights",
+        "step, s",
+        "rollout's part",
+    ]
     head += ["rollout over dense", "decoding a token, ms", "attention", "other kernels", "neither"]
     return table([*head, "saved by attention"], rows)
 
@@ -81,9 +126,23 @@ def text_wall_clock_paired() -> str:
     """Each arm against dense, step by step on the same problems."""
     rows = []
     for row in load("text_wall_clock")["paired"]:
-        cells = [f"`{row['arm']}`", len(row["seeds"]), row["pairs"], interval(row["step_speedup"], 2)]
+        cells = [
+            f"`{row['arm']}`",
+            len(row["seeds"]),
+            row["pairs"],
+            interval(row["step_speedup"], 2),
+        ]
         rows.append([*cells, ", ".join(f"{x:+.3f}" for x in row["reward_minus_dense"])])
-    return table(["rollouts", "models", "pairs of steps", "step over dense", "reward minus dense's, by model"], rows)
+    return table(
+        [
+            "rollouts",
+            "models",
+            "pairs of steps",
+            "step over dense",
+            "reward minus dense's, by model",
+        ],
+        rows,
+    )
 
 
 def text_wall_clock_model() -> str:
@@ -113,8 +172,16 @@ def text_wall_clock_rewards() -> str:
     result = load("text_wall_clock")
     for run, row in zip(result["arms"], result["rows"], strict=True):
         cycle = "" if run["tokens_per_cycle"] is None else f"{run['tokens_per_cycle']:.1f}"
-        held = ", ".join(f"{reward:.2f} ({seconds / 60:.1f})" for seconds, reward in run["held_out"])
-        cells = [f"`{run['arm']}`", run["model"] + 1, f"{run['tokens']:,.0f}", cycle, f"{row['reward']:.3f}"]
+        held = ", ".join(
+            f"{reward:.2f} ({seconds / 60:.1f})" for seconds, reward in run["held_out"]
+        )
+        cells = [
+            f"`{run['arm']}`",
+            run["model"] + 1,
+            f"{run['tokens']:,.0f}",
+            cycle,
+            f"{row['reward']:.3f}",
+        ]
         rows.append([*cells, f"{row['minutes']:.1f}", held])
     first = f"reward, mean of the first {result['rows'][0]['first_steps']} steps"
     head = ["rollouts", "model", "tokens a response", "tokens a cycle", first, "minutes they took"]

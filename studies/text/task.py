@@ -1,19 +1,23 @@
 """Continue a Python file: a verifiable task with long natural responses.
 
-A prompt is the beginning of a source file, up to the end of a line. The response continues it, and is judged without
-running it. Lines of the file are grouped into *units*: a statement at indentation 0, or a member of a class there; the
-prompt's last unit goes on in the response. A line of code earns its length, in which names are of one character, if
+A prompt is the beginning of a source file, up to the end of a line. The response continues it, and
+is judged without running it. Lines of the file are grouped into *units*: a statement at indentation
+0, or a member of a class there; the prompt's last unit goes on in the response. A line of code
+earns its length, in which names are of one character, if
 
-- its unit parses (one bad unit costs its own lines only; of the last unit, which the limit may have cut off, the lines
-  up to the cut count, if they parse),
-- it did not come before, in the prompt or the response (numbers and what is in strings make no difference), and not
-  more than one line of the response is alike: the same but for names and operators,
-- it reads a name that the prompt binds, that is defines, imports or assigns, and that two lines before it have not read
-  already. Lines that read none earn a quarter of their length, and together a quarter of the reward at most.
+- its unit parses (one bad unit costs its own lines only; of the last unit, which the limit may have
+  cut off, the lines up to the cut count, if they parse),
+- it did not come before, in the prompt or the response (numbers and what is in strings make no
+  difference), and not more than one line of the response is alike: the same but for names and
+  operators,
+- it reads a name that the prompt binds, that is defines, imports or assigns, and that two lines
+  before it have not read already. Lines that read none earn a quarter of their length, and together
+  a quarter of the reward at most.
 
-Comments, docstrings and brackets alone on a line are no code. The reward is what the lines earn over the length of a
-full response, at most 1. Factors are added, not multiplied, so that every good line counts from the first on; bad ones
-cost the room that they take. So neither few lines, nor repeated ones, nor trivial ones, nor text earn much.
+Comments, docstrings and brackets alone on a line are no code. The reward is what the lines earn
+over the length of a full response, at most 1. Factors are added, not multiplied, so that every good
+line counts from the first on; bad ones cost the room that they take. So neither few lines, nor
+repeated ones, nor trivial ones, nor text earn much.
 """
 
 from __future__ import annotations
@@ -46,25 +50,32 @@ FILE = "problems.json"
 
 # The reward's weights, frozen on the trained model's dense samples, before any run of the study.
 FULL = 160
-"""Characters of code, as ``shape`` has it, that earn the whole reward: 512 tokens of code throughout hold more."""
+"""Characters of code, as ``shape`` has it, that earn the whole reward: 512 tokens of code
+throughout hold more.
+"""
 OTHER = 0.25
-"""Code that reads none of the prompt's names earns a quarter, and a quarter of the reward at most: it shows that the
-response is code still, and needs no long context."""
+"""Code that reads none of the prompt's names earns a quarter, and a quarter of the reward at most:
+it shows that the response is code still, and needs no long context."""
 ALIKE = 2
-"""Lines of one shape that earn something, because the model falls into lists of lines that differ in a name only. Of
-the samples' other code this leaves nearly all."""
+"""Lines of one shape that earn something, because the model falls into lists of lines that differ
+in a name only. Of the samples' other code this leaves nearly all."""
 READS = 2
-"""Lines that one name of the prompt pays for: one that is used again and again needs no further look at the prompt."""
+"""Lines that one name of the prompt pays for: one that is used again and again needs no further
+look at the prompt.
+"""
 LONGEST = 40
 """A line counts as no longer than this."""
 
 _PIECE = re.compile(
-    r"""\#.* | (?:\b[rbfuRBFU]{1,2})? (?: (?P<open>\"{3}|'{3}) | "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' )""", re.VERBOSE
+    r"""\#.* | (?:\b[rbfuRBFU]{1,2})? (?: (?P<open>\"{3}|'{3}) | "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' )""",
+    re.VERBOSE,
 )
 _GOES_ON = re.compile(r"[)\]}]|(else|elif|except|finally)\b")
 _MEMBER = re.compile(r"@|(async\s+def|def|class)\b")
 _CUT = 12
-"""The most lines, beside the last one and a string that is cut off, left out of the last unit to make it parse."""
+"""The most lines, beside the last one and a string that is cut off, left out of the last unit to
+make it parse.
+"""
 _REPEAT = re.compile(r"(.+?)\1+")
 _NAME = re.compile(r"[^\W\d]\w*")
 _KEYWORDS = {*keyword.kwlist} - {"True", "False", "None"}
@@ -74,7 +85,8 @@ _LONG = 160
 """Characters of a line that are looked at for repetition."""
 _COMMON = {"self", "cls", "args", "kwargs", "_"}
 
-# Invalid escapes in what a model writes are no concern of ours; other modules' warnings stay as they are.
+# Invalid escapes in what a model writes are no concern of ours; other modules' warnings stay as
+# they are.
 warnings.filterwarnings("ignore", category=SyntaxWarning, module="<unknown>")
 
 
@@ -83,7 +95,8 @@ class Line:
     """A line of a source file."""
 
     text: str
-    code: str  # without indentation, comments and what is in strings, numbers as 0; empty if no letter is left
+    # without indentation, comments and what is in strings, numbers as 0; empty if no letter is left
+    code: str
     in_string: bool  # it begins inside a string of several lines
     opens: int  # brackets opened, less those closed
 
@@ -116,12 +129,19 @@ def units(lines: Sequence[Line]) -> list[range]:
     depth, member, in_class, decorated = 0, -1, False, False
     for i, line in enumerate(lines):
         stripped = line.text.lstrip()
-        if stripped and not stripped.startswith("#") and not line.in_string and not _GOES_ON.match(stripped):
+        if (
+            stripped
+            and not stripped.startswith("#")
+            and not line.in_string
+            and not _GOES_ON.match(stripped)
+        ):
             indent = len(line.text) - len(stripped)
             if in_class and member < 0 and indent and depth <= 0:
                 member = indent
             # A bracket left open by mistake ends where a definition begins.
-            begins = indent == 0 or (indent == member and (depth <= 0 or bool(_MEMBER.match(stripped))))
+            begins = indent == 0 or (
+                indent == member and (depth <= 0 or bool(_MEMBER.match(stripped)))
+            )
             if begins:
                 if not (decorated and indent in (0, member)):
                     starts.append(i)
@@ -135,7 +155,8 @@ def units(lines: Sequence[Line]) -> list[range]:
 def parse(texts: Sequence[str], unfinished: bool = False) -> ast.Module | None:
     """The syntax tree of a unit, whose first line is number 2; None if it does not parse.
 
-    The head of a class, whose members are units of their own, needs no body; nor does anything if ``unfinished``.
+    The head of a class, whose members are units of their own, needs no body; nor does anything if
+    ``unfinished``.
     """
     code = [text for text in texts if text.strip()]
     if not code:
@@ -157,10 +178,14 @@ def _tree(source: str) -> ast.Module | None:
 
 
 def bound_names(text: str) -> list[str]:
-    """Names that a source file defines, imports or assigns, attributes too, sorted; very common ones left out."""
+    """Names that a source file defines, imports or assigns, attributes too, sorted; very common
+    ones left out.
+    """
     lines, names = read_lines(text), set()
     for unit in units(lines):
-        for node in ast.walk(parse([lines[i].text for i in unit], unfinished=True) or ast.Module([], [])):
+        for node in ast.walk(
+            parse([lines[i].text for i in unit], unfinished=True) or ast.Module([], [])
+        ):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 names.add(node.name)
             elif isinstance(node, ast.alias):
@@ -176,18 +201,21 @@ def bound_names(text: str) -> list[str]:
 
 @lru_cache(maxsize=1 << 16)
 def shape(code: str) -> str:
-    """``Line.code`` without what lines that are alike differ in: every name is an x, operators and brackets are of one
-    kind each, and what comes several times on end is there once: ``total += a[i, j]`` is ``x = x(x, x)``."""
+    """``Line.code`` without what lines that are alike differ in: every name is an x, operators and
+    brackets are of one kind each, and what comes several times on end is there once: ``total +=
+    a[i, j]`` is ``x = x(x, x)``."""
     form = _NAME.sub(lambda found: found[0] if found[0] in _KEYWORDS else "x", code[:_LONG])
     return _REPEAT.sub(r"\1", _OPERATOR.sub(" = ", form.translate(_BRACKETS)))
 
 
 def reward_parts(prompt: str, names: Iterable[str], response: str) -> dict[str, float]:
-    """What a continuation is worth, and what that is made of; lengths are in characters, of lines' ``shape``.
+    """What a continuation is worth, and what that is made of; lengths are in characters, of lines'
+    ``shape``.
 
-    ``length``: of the code over that of a full response; ``valid``: its share in units that parse; ``fresh``: the
-    share of that which is new and not too often alike; ``grounded``: the share of that for which the prompt's names
-    pay; ``names``: how many of them do; the middle three in [0, 1], like ``reward``.
+    ``length``: of the code over that of a full response; ``valid``: its share in units that parse;
+    ``fresh``: the share of that which is new and not too often alike; ``grounded``: the share of
+    that for which the prompt's names pay; ``names``: how many of them do; the middle three in [0,
+    1], like ``reward``.
     """
     *lines, cut = read_lines(prompt + response)  # the last line may be cut off
     end, known = len(lines), set(names)
@@ -250,8 +278,9 @@ def _names_read(tree: ast.Module, first: int) -> dict[int, set[str]]:
 
 
 def prompt_of(text: str, tokenizer: PreTrainedTokenizerBase, tokens: int) -> str | None:
-    """The beginning of a file, up to the end of a line between statements, without the line break: a token may hold a
-    line break and the spaces after it. Half of ``tokens`` to ``tokens`` long; None if there is no such place."""
+    """The beginning of a file, up to the end of a line between statements, without the line break:
+    a token may hold a line break and the spaces after it. Half of ``tokens`` to ``tokens`` long;
+    None if there is no such place."""
     encoding = tokenizer.backend_tokenizer.encode(text[: 6 * tokens])
     if len(encoding.offsets) <= tokens:
         return None
@@ -267,7 +296,10 @@ def prompt_of(text: str, tokenizer: PreTrainedTokenizerBase, tokens: int) -> str
 
 
 def make_problems(
-    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], count: int, tokens: int = PROMPT_TOKENS
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterable[str],
+    count: int,
+    tokens: int = PROMPT_TOKENS,
 ) -> list[dict[str, Any]]:
     """The first ``count`` problems that ``texts`` give: prompts with the names that they bind."""
     problems: list[dict[str, Any]] = []
@@ -275,16 +307,24 @@ def make_problems(
         if len(problems) == count:
             break
         prompt = prompt_of(text, tokenizer, tokens)
-        if prompt and len(text) - len(prompt) >= REST and len(names := bound_names(prompt)) >= FEWEST_NAMES:
+        if (
+            prompt
+            and len(text) - len(prompt) >= REST
+            and len(names := bound_names(prompt)) >= FEWEST_NAMES
+        ):
             problems.append({"prompt": prompt, "names": names})
     return problems
 
 
 def write_problems(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, train: Sequence[list[Path]], held: Sequence[list[Path]],
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    train: Sequence[list[Path]],
+    held: Sequence[list[Path]],
     tokens: int = PROMPT_TOKENS,
-) -> dict[str, int]:  # fmt: skip
-    """Make the problems of a checkpoint once, and write them beside it; returns how many there are of each kind.
+) -> dict[str, int]:
+    """Make the problems of a checkpoint once, and write them beside it; returns how many there are
+    of each kind.
 
     Those to train on are two files of a folder at most, so that they come from many packages.
     """
@@ -293,7 +333,9 @@ def write_problems(
     random.Random(0).shuffle(held_texts)
     problems = {
         "held_out": make_problems(tokenizer, held_texts, HELD_OUT, tokens),
-        "train": make_problems(tokenizer, corpus.texts([files[:2] for files in train], seen), TRAIN, tokens),
+        "train": make_problems(
+            tokenizer, corpus.texts([files[:2] for files in train], seen), TRAIN, tokens
+        ),
     }
     (folder / FILE).write_text(json.dumps(problems, indent=0) + "\n", encoding="utf-8")
     return {kind: len(some) for kind, some in problems.items()}
@@ -301,10 +343,12 @@ def write_problems(
 
 @dataclass(frozen=True)
 class Continue:
-    """The task, over the problems of a checkpoint: each once an epoch, in an order that the seed gives.
+    """The task, over the problems of a checkpoint: each once an epoch, in an order that the seed
+    gives.
 
-    Raises FileNotFoundError: the checkpoint has no problems, or does not say which tokenizer it has; transformers would
-    take Qwen's, which splits text at other places than in training. ValueError: there are no problems of this kind.
+    Raises FileNotFoundError: the checkpoint has no problems, or does not say which tokenizer it
+    has; transformers would take Qwen's, which splits text at other places than in training.
+    ValueError: there are no problems of this kind.
     """
 
     checkpoint: Path
@@ -313,7 +357,9 @@ class Continue:
     @cached_property
     def problems(self) -> list[dict[str, Any]]:
         if not (self.checkpoint / "tokenizer_config.json").exists():
-            raise FileNotFoundError(f"{self.checkpoint} has no tokenizer_config.json; train.py writes one")
+            raise FileNotFoundError(
+                f"{self.checkpoint} has no tokenizer_config.json; train.py writes one"
+            )
         found = json.loads((self.checkpoint / FILE).read_text(encoding="utf-8"))[self.kind]
         if not found:
             raise ValueError(f"{self.checkpoint / FILE} has no problems of the kind {self.kind}")
@@ -322,7 +368,9 @@ class Continue:
     def problem(self, index: int, seed: int = 0) -> Problem:
         """Problem ``index`` of the stream ``seed``."""
         epoch, place = divmod(index, len(self.problems))
-        number = place if self.kind == "held_out" else _order(len(self.problems), seed, epoch)[place]
+        number = (
+            place if self.kind == "held_out" else _order(len(self.problems), seed, epoch)[place]
+        )
         prompt, names = (self.problems[number][key] for key in ("prompt", "names"))
         verify = partial(reward, prompt, tuple(names))
         return Problem(f"continue-{self.kind}-{number}", prompt, verify, source="continue")

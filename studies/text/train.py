@@ -1,11 +1,12 @@
-"""Train a small Qwen3 language model of Python sources in minutes on one GPU, and save it as a checkpoint.
+"""Train a small Qwen3 language model of Python sources in minutes on one GPU, and save it as a
+checkpoint.
 
     python studies/text/train.py OUT                    # 28 M parameters, 8,192 tokens of context, 150 s
     python studies/text/train.py OUT --text DIR --suffix .md --held-out guide appendix
 
-OUT then holds what transformers and vLLM load (``config.json``, ``model*.safetensors`` in bfloat16, the tokenizer), the
-held-out tokens (``held_out.npy``), problems for reinforcement learning (``problems.json``), and ``card.json``: sizes,
-tokens seen, seconds, held-out loss.
+OUT then holds what transformers and vLLM load (``config.json``, ``model*.safetensors`` in bfloat16,
+the tokenizer), the held-out tokens (``held_out.npy``), problems for reinforcement learning
+(``problems.json``), and ``card.json``: sizes, tokens seen, seconds, held-out loss.
 """
 
 from __future__ import annotations
@@ -27,21 +28,37 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 SIZES: dict[str, dict[str, int]] = {  # head dim 64, twice as many query as kv heads
-    "28m": dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8),
-    "60m": dict(hidden_size=640, intermediate_size=1792, num_hidden_layers=12, num_attention_heads=10),
-    "tiny": dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2),  # for tests
+    "28m": dict(
+        hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8
+    ),
+    "60m": dict(
+        hidden_size=640, intermediate_size=1792, num_hidden_layers=12, num_attention_heads=10
+    ),
+    "tiny": dict(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2
+    ),  # for tests
 }
 LEARNING_RATE, WARMUP_STEPS, DECAY_FROM, LAST_RATE = 2e-3, 60, 0.3, 0.05
 
 
 def new_model(size: str, vocab_size: int, context: int) -> Qwen3ForCausalLM:
-    """A fresh float32 model; writers to the residual stream start smaller, by the square root of their number."""
+    """A fresh float32 model; writers to the residual stream start smaller, by the square root of
+    their number.
+    """
     shape = SIZES[size]
     config = Qwen3Config(
-        **shape, num_key_value_heads=shape["num_attention_heads"] // 2, head_dim=64, vocab_size=vocab_size,
-        max_position_embeddings=context, rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=0, pad_token_id=None, attn_implementation="sdpa",
-    )  # fmt: skip
+        **shape,
+        num_key_value_heads=shape["num_attention_heads"] // 2,
+        head_dim=64,
+        vocab_size=vocab_size,
+        max_position_embeddings=context,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=None,
+        attn_implementation="sdpa",
+    )
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config)
     for name, weight in model.named_parameters():
@@ -51,7 +68,9 @@ def new_model(size: str, vocab_size: int, context: int) -> Qwen3ForCausalLM:
 
 
 def learning_rate(step: int, share: float) -> float:
-    """Warm-up by steps, then by the ``share`` of the time that has passed: constant, then falling linearly."""
+    """Warm-up by steps, then by the ``share`` of the time that has passed: constant, then falling
+    linearly.
+    """
     decay = 1 - (1 - LAST_RATE) * min(1.0, max(0.0, (share - DECAY_FROM) / (1 - DECAY_FROM)))
     return LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * decay
 
@@ -59,19 +78,28 @@ def learning_rate(step: int, share: float) -> float:
 def fit(
     model: PreTrainedModel, tokens: Tensor, context: int, batch: int, seconds: float, compiled: bool
 ) -> list[float]:
-    """Train on random windows for ``seconds`` after the first three steps (compilation); returns each step's loss."""
+    """Train on random windows for ``seconds`` after the first three steps (compilation); returns
+    each step's loss.
+    """
     device = model.device
     if compiled:
         for layer in model.model.layers:
             layer.compile()
     matrices = [p for p in model.parameters() if p.ndim == 2]
-    groups = [{"params": matrices}, {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, LEARNING_RATE, (0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda")
+    groups = [
+        {"params": matrices},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, LEARNING_RATE, (0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
+    )
     generator = torch.Generator().manual_seed(0)
     losses: list[Tensor] = []
     began, share = math.inf, 0.0
     while share < 1:
-        begins = torch.randint(0, len(tokens) - context + 1, (batch,), generator=generator).to(device)
+        begins = torch.randint(0, len(tokens) - context + 1, (batch,), generator=generator).to(
+            device
+        )
         ids = tokens[begins[:, None] + torch.arange(context, device=device)].long()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -103,56 +131,82 @@ def windows(tokens: np.ndarray, count: int, context: int) -> Tensor:
     Raises ValueError: too few tokens for windows that do not overlap.
     """
     if len(tokens) < count * context:
-        raise ValueError(f"{len(tokens)} tokens hold no {count} windows of {context}; take fewer or shorter ones")
+        raise ValueError(
+            f"{len(tokens)} tokens hold no {count} windows of {context}; take fewer or shorter ones"
+        )
     begins = np.linspace(0, len(tokens) - context, count).astype(int)
     return torch.from_numpy(np.stack([tokens[i : i + context] for i in begins]).astype(np.int64))
 
 
 @torch.no_grad()
 def held_out_loss(model: PreTrainedModel, ids: Tensor) -> float:
-    """Mean cross-entropy in nats a token over windows ``[N, T]``, one at a time, in the model's own precision."""
-    losses = [model(input_ids=row[None], labels=row[None], use_cache=False).loss.item() for row in ids.to(model.device)]
+    """Mean cross-entropy in nats a token over windows ``[N, T]``, one at a time, in the model's own
+    precision.
+    """
+    losses = [
+        model(input_ids=row[None], labels=row[None], use_cache=False).loss.item()
+        for row in ids.to(model.device)
+    ]
     return float(np.mean(losses))
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[Qwen3ForCausalLM, dict[str, Any]]:
     """Train and save; returns the model as saved (bfloat16 weights, held in float32) and its card."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=150.0, help="of training, preparation not counted")
+    parser.add_argument(
+        "--seconds", type=float, default=150.0, help="of training, preparation not counted"
+    )
     parser.add_argument("--size", choices=SIZES, default="28m")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=12, help="windows of a step")
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=22_000_000, help="to train on, at most about")
     parser.add_argument("--held-out-tokens", type=int, default=1_500_000)
-    parser.add_argument("--text", type=Path, nargs="+", help="folders of text in place of the installed packages")
+    parser.add_argument(
+        "--text", type=Path, nargs="+", help="folders of text in place of the installed packages"
+    )
     parser.add_argument("--suffix", default=".py")
-    parser.add_argument("--held-out", nargs="+", default=corpus.HELD_OUT, help="names of folders never trained on")
+    parser.add_argument(
+        "--held-out", nargs="+", default=corpus.HELD_OUT, help="names of folders never trained on"
+    )
     parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args(argv)
 
     began = time.monotonic()
-    train, held = corpus.split(corpus.folders(args.text or corpus.package_roots(), args.suffix), args.held_out)
+    train, held = corpus.split(
+        corpus.folders(args.text or corpus.package_roots(), args.suffix), args.held_out
+    )
     sample = corpus.beginning(corpus.texts(train, set()), 12_000_000)
     tokenizer = corpus.train_tokenizer(sample, args.vocab)
     seen: set[int] = set()  # held-out files first: a copy of one is not trained on
     held_tokens = corpus.encode(tokenizer, corpus.texts(held, seen), args.held_out_tokens)
     tokens = corpus.encode(tokenizer, corpus.texts(train, seen), args.tokens)
     prepared = time.monotonic() - began
-    print(f"{len(tokens):,} tokens to train on, {len(held_tokens):,} held out, in {prepared:.0f} s", flush=True)
+    print(
+        f"{len(tokens):,} tokens to train on, {len(held_tokens):,} held out, in {prepared:.0f} s",
+        flush=True,
+    )
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = new_model(args.size, len(tokenizer), args.context).to(device)
     torch.set_float32_matmul_precision("high")
     losses = fit(
-        model, torch.from_numpy(tokens.astype(np.int32)).to(device), args.context, args.batch, args.seconds,
+        model,
+        torch.from_numpy(tokens.astype(np.int32)).to(device),
+        args.context,
+        args.batch,
+        args.seconds,
         compiled=device == "cuda" and not args.no_compile,
-    )  # fmt: skip
+    )
     torch.set_float32_matmul_precision("highest")
 
     model.eval()
-    for parameter in model.parameters():  # what is measured is what is saved; the rotary frequencies stay as they are
+    for parameter in (
+        model.parameters()
+    ):  # what is measured is what is saved; the rotary frequencies stay as they are
         parameter.data = parameter.data.bfloat16().float()
     copy.deepcopy(model).bfloat16().save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

@@ -1,4 +1,5 @@
-"""How many tokens layers and kv heads read in ``uneven_bytes.py``: by hand, or as calibration texts say.
+"""How many tokens layers and kv heads read in ``uneven_bytes.py``: by hand, or as calibration texts
+say.
 
 Shapes: as in ``drafts.py``; L layers, U budgets of 64, 128, ... tokens.
 """
@@ -26,9 +27,18 @@ UNIT = 64  # tokens that a calibration gives at a time, and the least that a kv 
 
 Ints = NDArray[np.int64]
 Spread = Literal[
-    "even", "last 3", "ends 3", "last 8", "layers", "heads of a layer", "heads of all layers", "weighted heads"
+    "even",
+    "last 3",
+    "ends 3",
+    "last 8",
+    "layers",
+    "heads of a layer",
+    "heads of all layers",
+    "weighted heads",
 ]
-BY_HAND: dict[Spread, Callable[[int, int], int]] = {  # a layer's part, from its number and how many there are
+BY_HAND: dict[
+    Spread, Callable[[int, int], int]
+] = {  # a layer's part, from its number and how many there are
     "even": lambda layer, layers: 1,
     "last 3": lambda layer, layers: 3 if layer == layers - 1 else 1,
     "last 8": lambda layer, layers: 8 if layer == layers - 1 else 1,
@@ -38,32 +48,46 @@ BY_HAND: dict[Spread, Callable[[int, int], int]] = {  # a layer's part, from its
 
 @dataclass
 class Masses(drafts.Cycles):
-    """Dense cycles that sum up over drafts what sparse ones would leave unread, for pages ranked by the mean query.
+    """Dense cycles that sum up over drafts what sparse ones would leave unread, for pages ranked by
+    the mean query.
 
-    Attributes:
-        at: tokens that the selections read which followers would take over.
-        missed: by layer, attention mass ``[K, U]`` on cached tokens that 64, 128, ... tokens leave out.
-        caught: by layer from the second on, mass ``[K, K]`` of each head on the pages of each head of the layer before.
+    Attributes: at: tokens that the selections read which followers would take over. missed: by
+        layer, attention mass ``[K, U]`` on cached tokens that 64, 128, ... tokens leave out.
+        caught: by layer from the second on, mass ``[K, K]`` of each head on the pages of each head
+        of the layer before.
     """
 
     at: int = field(kw_only=True)
     missed: dict[int, Tensor] = field(default_factory=dict)
     caught: dict[int, Tensor] = field(default_factory=dict)
-    order: dict[int, Tensor] = field(default_factory=dict)  # by layer, pages [B, K, R, N] in the order of reading
-    selected: dict[int, Tensor] = field(default_factory=dict)  # by layer, 1 for pages read at ``at`` tokens, or else 0
+    order: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # by layer, pages [B, K, R, N] in the order of reading
+    selected: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # by layer, 1 for pages read at ``at`` tokens, or else 0
 
     def select(self, layer: int, q_BHRD: Tensor) -> Tensor:
         length_BR = self.start_BR + self.step + 1
         scores = page_scores(q_BHRD, self.cache.landmarks[layer])
         self.order[layer] = reading_order(scores, length_BR, self.layout)
         page = torch.arange(scores.shape[-1], device=scores.device)
-        return (page < page_count(length_BR, self.layout.page_size)[..., None])[:, None].expand_as(scores)
+        return (page < page_count(length_BR, self.layout.page_size)[..., None])[:, None].expand_as(
+            scores
+        )
 
     def weights(self, layer: int, q_BHRD: Tensor, read_BKRT: Tensor) -> Tensor:
         weights, order = super().weights(layer, q_BHRD, read_BKRT), self.order[layer]
-        mass_BKRN = weights[..., : read_BKRT.shape[-1]].mean(2).unflatten(-1, (-1, self.layout.page_size)).sum(-1)
+        mass_BKRN = (
+            weights[..., : read_BKRT.shape[-1]]
+            .mean(2)
+            .unflatten(-1, (-1, self.layout.page_size))
+            .sum(-1)
+        )
         read = mass_BKRN.gather(-1, order).cumsum(-1)
-        missed = (read[..., -1:] - read)[..., UNIT // self.layout.page_size - 1 :: UNIT // self.layout.page_size]
+        missed = (read[..., -1:] - read)[
+            ..., UNIT // self.layout.page_size - 1 :: UNIT // self.layout.page_size
+        ]
         self.missed[layer] = self.missed.get(layer, 0) + missed.sum((0, 2))
         chosen = order[..., : self.at // self.layout.page_size]
         self.selected[layer] = torch.zeros_like(mass_BKRN).scatter(-1, chosen, 1.0)
@@ -77,10 +101,9 @@ class Masses(drafts.Cycles):
 class Calibration:
     """What calibration texts say, averaged over drafts.
 
-    Attributes:
-        missed_LKU: attention mass that a head leaves unread.
-        lost_L: acceptance lost where one layer alone reads ``at`` tokens and all others everything.
-        heads_LK: for each head, the head of the layer before whose pages at ``at`` tokens hold most of its mass.
+    Attributes: missed_LKU: attention mass that a head leaves unread. lost_L: acceptance lost where
+        one layer alone reads ``at`` tokens and all others everything. heads_LK: for each head, the
+        head of the layer before whose pages at ``at`` tokens hold most of its mass.
     """
 
     missed_LKU: Floats
@@ -97,16 +120,25 @@ class Calibration:
         """Tokens ``[L, K]`` that heads read; ``budget`` on average."""
         L, K, _ = self.missed_LKU.shape
         if spread in BY_HAND:
-            return by_shares([BY_HAND[spread](layer, L) for layer in range(L)], budget)[:, None].repeat(K, 1)
+            return by_shares([BY_HAND[spread](layer, L) for layer in range(L)], budget)[
+                :, None
+            ].repeat(K, 1)
         if spread == "heads of a layer":
-            return np.stack([head_budgets.greedy(missed, K * budget // UNIT) for missed in self.missed_LKU]) * UNIT
+            return (
+                np.stack(
+                    [head_budgets.greedy(missed, K * budget // UNIT) for missed in self.missed_LKU]
+                )
+                * UNIT
+            )
         weights = np.ones(L) if spread == "heads of all layers" else self.weights
         by: head_budgets.By = "layers" if spread == "layers" else "heads"
         return head_budgets.divided(self.missed_LKU, weights, by, budget / UNIT) * UNIT
 
 
 def by_shares(shares: Sequence[int], budget: int) -> Ints:
-    """Tokens by layer, ``budget`` on average: 64 each, and the rest by shares, in steps of 16 tokens."""
+    """Tokens by layer, ``budget`` on average: 64 each, and the rest by shares, in steps of 16
+    tokens.
+    """
     exact = (UNIT + np.array(shares) / sum(shares) * len(shares) * (budget - UNIT)) / 16
     whole = np.floor(exact + 1e-9).astype(np.int64)
     rest = len(shares) * budget // 16 - whole.sum()

@@ -1,21 +1,27 @@
-"""Acceptance of drafts at equal bytes when layers, kv heads and pages share them unevenly, against the even schedule.
+"""Acceptance of drafts at equal bytes when layers, kv heads and pages share them unevenly, against
+the even schedule.
 
     python studies/text/uneven_bytes.py CHECKPOINT --out benchmarks/results/text_uneven.json
 
-Drafts as in ``fewer_bytes.py``, in float32, and bytes counted as there, in tokens' worth of a layer's keys and values.
-The even schedule reads as many pages of 16 tokens in every layer and kv head, ranked by the mean query. The others:
+Drafts as in ``fewer_bytes.py``, in float32, and bytes counted as there, in tokens' worth of a
+layer's keys and values. The even schedule reads as many pages of 16 tokens in every layer and kv
+head, ranked by the mean query. The others:
 
-- *layers*, *kv heads*: the same tokens in all, shared by hand or as a calibration says. It sees other texts, from the
-  middle between those that are measured, and gives 64 tokens at a time to the layer or kv head where they take off
-  most of the attention mass that the dense policy has on tokens that would not be read. Weighted: a layer's mass counts
-  by what acceptance loses for it where this layer alone is sparse.
+- *layers*, *kv heads*: the same tokens in all, shared by hand or as a calibration says. It sees
+  other texts, from the middle between those that are measured, and gives 64 tokens at a time to the
+  layer or kv head where they take off most of the attention mass that the dense policy has on
+  tokens that would not be read. Weighted: a layer's mass counts by what acceptance loses for it
+  where this layer alone is sparse.
 - *page scores*: the best query head of the group, or the heads' softmax over pages, summed.
-- *two levels*: groups of four pages are ranked by their mean key, then the pages inside of the best groups.
-- *pairs of layers*: a layer reads the pages that the one before it selected, head by head or, matched, those of the
-  head whose pages hold most of its attention mass on the calibration's texts.
-- *together*: landmarks in 8 bits, smaller pages, two levels, and the weighted budgets by layer and kv head.
+- *two levels*: groups of four pages are ranked by their mean key, then the pages inside of the best
+groups.
+- *pairs of layers*: a layer reads the pages that the one before it selected, head by head or,
+  matched, those of the head whose pages hold most of its attention mass on the calibration's texts.
+- *together*: landmarks in 8 bits, smaller pages, two levels, and the weighted budgets by layer and
+kv head.
 
-Shapes: as in ``drafts.py``; L layers, C cells (layers, or kv heads of layers), U budgets of 64, 128, ... tokens.
+Shapes: as in ``drafts.py``; L layers, C cells (layers, or kv heads of layers), U budgets of 64,
+128, ... tokens.
 """
 
 from __future__ import annotations
@@ -58,12 +64,19 @@ class Variant:
     page_size: int = 16
     precision: Literal["16 bit", "fp8"] = "16 bit"  # of landmarks
     candidates: int = 0  # pages ranked at the second level, in top-k pages; 0: one level
-    first_follower: int = 0  # this layer and every second one after it reads the pages of the one before; 0: none
-    matched: bool = False  # followers' heads take over the best leader's head's pages, not those of their own number
+    first_follower: int = (
+        0  # this layer and every second one after it reads the pages of the one before; 0: none
+    )
+    # followers' heads take over the best leader's head's pages, not those of their own number
+    matched: bool = False
 
     @property
     def layout(self) -> SparsitySchedule:
-        pages = dict(page_size=self.page_size, sink_pages=SINK // self.page_size, recent_pages=RECENT // self.page_size)
+        pages = dict(
+            page_size=self.page_size,
+            sink_pages=SINK // self.page_size,
+            recent_pages=RECENT // self.page_size,
+        )
         return SparsitySchedule.fixed(1, dense_layers=(), **pages)
 
     def top_k(self, tokens: Ints) -> Ints:
@@ -78,7 +91,9 @@ class Variant:
         return range(self.first_follower, layers, 2) if self.first_follower else range(0)
 
     def tokens_read(self, tokens_LK: Ints, length: Ints) -> float:
-        """Bytes of a draft in a layer, as tokens of keys and values, averaged over heads, layers and lengths."""
+        """Bytes of a draft in a layer, as tokens of keys and values, averaged over heads, layers
+        and lengths.
+        """
         mark = {"16 bit": 0.5, "fp8": 0.25}[self.precision]
         budget = tokens_LK[..., None]
         pages = length.ravel() / self.page_size
@@ -112,9 +127,13 @@ def variants(even: Sequence[int], budgets: Sequence[int], together: Sequence[int
         "pages of 8": dict(page_size=8),
         "pages of 8, weighted budgets": dict(page_size=8, spread="weighted heads"),
         "pages of 8, two levels": dict(page_size=8, candidates=4),
-        "pages of 8, two levels, weighted budgets": dict(page_size=8, candidates=4, spread="weighted heads"),
+        "pages of 8, two levels, weighted budgets": dict(
+            page_size=8, candidates=4, spread="weighted heads"
+        ),
         "pages of 4, two levels": dict(page_size=4, candidates=4),
-        "pages of 4, two levels, weighted budgets": dict(page_size=4, candidates=4, spread="weighted heads"),
+        "pages of 4, two levels, weighted budgets": dict(
+            page_size=4, candidates=4, spread="weighted heads"
+        ),
     }
     return [
         *(Variant("even", "even", b) for b in even),
@@ -122,18 +141,31 @@ def variants(even: Sequence[int], budgets: Sequence[int], together: Sequence[int
         *(Variant("kv heads", how, b, spread) for how, spread in by_head.items() for b in budgets),
         *(Variant("page scores", "best head", b, score="best head") for b in budgets),
         *(Variant("page scores", "softmax by head, summed", b, score="softmax") for b in budgets),
-        *(Variant("two levels", f"{n} candidates a page read", b, candidates=n) for n in (2, 4) for b in budgets),
-        *(Variant("pairs of layers", how, b, **options) for how, options in pairs.items() for b in budgets),
-        *(Variant("together", how, b, precision="fp8", **options) for how, options in combined.items()
-          for b in together),
-    ]  # fmt: skip
+        *(
+            Variant("two levels", f"{n} candidates a page read", b, candidates=n)
+            for n in (2, 4)
+            for b in budgets
+        ),
+        *(
+            Variant("pairs of layers", how, b, **options)
+            for how, options in pairs.items()
+            for b in budgets
+        ),
+        *(
+            Variant("together", how, b, precision="fp8", **options)
+            for how, options in combined.items()
+            for b in together
+        ),
+    ]
 
 
 # --- selecting pages ---
 
 
 def scored(how: Score, q_BHRD: Tensor, marks_BKND: Tensor, known_BRN: Tensor) -> Tensor:
-    """Scores ``[B, K, R, N]`` of pages; those that are not yet full are not ``known``, and have any landmark."""
+    """Scores ``[B, K, R, N]`` of pages; those that are not yet full are not ``known``, and have any
+    landmark.
+    """
     if how == "mean query":
         return page_scores(q_BHRD, marks_BKND)
     q_BKGRD = q_BHRD.unflatten(1, (marks_BKND.shape[1], -1))
@@ -148,11 +180,10 @@ def scored(how: Score, q_BHRD: Tensor, marks_BKND: Tensor, known_BRN: Tensor) ->
 class Uneven(drafts.Cycles):
     """Cycles whose kv heads have budgets of their own.
 
-    Attributes:
-        variant: how pages are ranked.
-        top_k_LK: pages by score that each head reads.
+    Attributes: variant: how pages are ranked. top_k_LK: pages by score that each head reads.
         groups: by layer, the mean keys of groups of pages ``[B, K, N / 4, D]``; used at two levels.
-        heads: by layer that follows the one before it, the heads there whose pages its own heads read.
+        heads: by layer that follows the one before it, the heads there whose pages its own heads
+        read.
     """
 
     variant: Variant = field(kw_only=True)
@@ -179,14 +210,20 @@ class Uneven(drafts.Cycles):
             if self.variant.candidates:
                 count = min(int(self.variant.groups(np.array(k))) + 1, len(group))
                 best = of_groups[:, head, None].topk(count, dim=-1).indices
-                inside = torch.zeros_like(of_groups[:, head, None], dtype=torch.bool).scatter(-1, best, True)
+                inside = torch.zeros_like(of_groups[:, head, None], dtype=torch.bool).scatter(
+                    -1, best, True
+                )
                 mine = mine.masked_fill(~inside.repeat_interleave(GROUP, dim=-1), float("-inf"))
             kept.append(select_pages(mine, length_BR, torch.full_like(length_BR, k), self.layout))
         return torch.cat(kept, dim=1)
 
 
 def measure(
-    model: PreTrainedModel, every: Sequence[Variant], calibration: Calibration, ids: Tensor, start: Tensor
+    model: PreTrainedModel,
+    every: Sequence[Variant],
+    calibration: Calibration,
+    ids: Tensor,
+    start: Tensor,
 ) -> list[Tensor]:
     """Each variant's acceptance ``[B, R, W]``."""
     dense = SparsitySchedule.dense(dense_layers=())
@@ -194,7 +231,9 @@ def measure(
     p = list(drafts.draft(model, ids, drafts.Cycles(cache, start, DRAFTS, dense)))
     stored = {(size, v.precision) for v in every for size in (v.page_size, GROUP * v.page_size)}
     marks = {
-        (size, precision): [rounded(landmarks(k.unflatten(2, (-1, size))), precision) for k in cache.keys]
+        (size, precision): [
+            rounded(landmarks(k.unflatten(2, (-1, size))), precision) for k in cache.keys
+        ]
         for size, precision in stored
     }
     alphas = []
@@ -202,10 +241,18 @@ def measure(
         followers = v.followers(len(cache.keys))
         same = range(cache.keys[0].shape[1])
         cycles = Uneven(
-            replace(cache, landmarks=marks[v.page_size, v.precision]), start, DRAFTS, v.layout, variant=v,
-            top_k_LK=v.top_k(calibration.tokens(v.spread, v.budget)), groups=marks[GROUP * v.page_size, v.precision],
-            heads={layer: calibration.heads_LK[layer].tolist() if v.matched else same for layer in followers},
-        )  # fmt: skip
+            replace(cache, landmarks=marks[v.page_size, v.precision]),
+            start,
+            DRAFTS,
+            v.layout,
+            variant=v,
+            top_k_LK=v.top_k(calibration.tokens(v.spread, v.budget)),
+            groups=marks[GROUP * v.page_size, v.precision],
+            heads={
+                layer: calibration.heads_LK[layer].tolist() if v.matched else same
+                for layer in followers
+            },
+        )
         steps = drafts.draft(model, ids, cycles)
         alphas.append(torch.stack([acceptance(p[step], q) for step, q in enumerate(steps)], dim=-1))
     print(f"{len(every)} variants of {len(ids)} texts", flush=True)
@@ -230,7 +277,9 @@ Curve = Sequence[tuple[float, Floats]]  # bytes and acceptance [S, R, W], by ris
 
 
 def at_bytes(read: float, curve: Curve, minus: Curve | None, percentile: bool) -> list[float]:
-    """A curve's mean or p5 at so many bytes, less another curve's at the same, and the 95 % interval (whole texts)."""
+    """A curve's mean or p5 at so many bytes, less another curve's at the same, and the 95 %
+    interval (whole texts).
+    """
     shape = curve[0][1].shape
     text = np.broadcast_to(np.arange(shape[0])[:, None, None], shape).ravel()
     statistic = weighted_percentile if percentile else weighted_mean
@@ -240,7 +289,9 @@ def at_bytes(read: float, curve: Curve, minus: Curve | None, percentile: bool) -
             if len(points) == 1:
                 return statistic(points[0][1].ravel(), owner, weights)
             xs = [x for x, _ in points]
-            return between(read, xs, [statistic(alpha.ravel(), owner, weights) for _, alpha in points])
+            return between(
+                read, xs, [statistic(alpha.ravel(), owner, weights) for _, alpha in points]
+            )
 
         return height(curve) - (height(minus) if minus else 0)
 
@@ -249,18 +300,33 @@ def at_bytes(read: float, curve: Curve, minus: Curve | None, percentile: bool) -
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = study_parser(__doc__, 24, 16)
-    parser.add_argument("--even", type=int, nargs="+", default=[256, 512, 768, 1024, 1536, 2048], help="budgets")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024], help="of what is compared with it")
-    parser.add_argument("--together", type=int, nargs="+", default=[512, 768, 1024], help="budgets of all together")
-    parser.add_argument("--calibration", type=int, default=8, help="texts between them, for budgets and heads")
+    parser.add_argument(
+        "--even", type=int, nargs="+", default=[256, 512, 768, 1024, 1536, 2048], help="budgets"
+    )
+    parser.add_argument(
+        "--budgets", type=int, nargs="+", default=[512, 1024], help="of what is compared with it"
+    )
+    parser.add_argument(
+        "--together", type=int, nargs="+", default=[512, 768, 1024], help="budgets of all together"
+    )
+    parser.add_argument(
+        "--calibration", type=int, default=8, help="texts between them, for budgets and heads"
+    )
     args = parser.parse_args(argv)
 
     study = Study(args.checkpoint, args.texts, args.cycles, DRAFTS)
     model, position = study.load(attn_implementation=drafts.NAME), study.position
-    between_them = windows(np.load(args.checkpoint / "held_out.npy"), 2 * args.texts - 1, study.context)[1::2]
+    between_them = windows(
+        np.load(args.checkpoint / "held_out.npy"), 2 * args.texts - 1, study.context
+    )[1::2]
     some = np.linspace(0, len(between_them) - 1, args.calibration).round().astype(int)
-    calibration = calibrate(model, between_them[some].to(study.device), study.start[some], args.budgets[0])
-    print(f"lost by layer: {calibration.lost_L.round(4).tolist()}, a unit of mass {calibration.weights}", flush=True)
+    calibration = calibrate(
+        model, between_them[some].to(study.device), study.start[some], args.budgets[0]
+    )
+    print(
+        f"lost by layer: {calibration.lost_L.round(4).tolist()}, a unit of mass {calibration.weights}",
+        flush=True,
+    )
 
     every = variants(args.even, args.budgets, args.together)
     values = study.measured(partial(measure, model, every, calibration), batch=1)
@@ -273,13 +339,22 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     rows = []
     for v, x, alpha, tokens in zip(every, read, values, budgets, strict=True):
         measured = study.summary(alpha, (4, DRAFTS))
-        row = {**vars(v), "tokens_read": round(x, 1), **{k: measured[k] for k in ("n", "mean", "p5", "tokens_a_cycle")}}
+        row = {
+            **vars(v),
+            "tokens_read": round(x, 1),
+            **{k: measured[k] for k in ("n", "mean", "p5", "tokens_a_cycle")},
+        }
         if v.study != "even":
-            row["minus_even"] = {name: at_bytes(x, [(x, alpha)], even, name == "p5") for name in ("mean", "p5")}
+            row["minus_even"] = {
+                name: at_bytes(x, [(x, alpha)], even, name == "p5") for name in ("mean", "p5")
+            }
         if v.spread != "even":
             row["tokens"] = tokens.tolist()
         rows.append(row)
-        print(f"{v.study}: {v.how} {v.budget}: reads {x:.0f}, p5 {row['p5']} {row.get('minus_even')}", flush=True)
+        print(
+            f"{v.study}: {v.how} {v.budget}: reads {x:.0f}, p5 {row['p5']} {row.get('minus_even')}",
+            flush=True,
+        )
 
     def p5s(curve: Curve) -> list[float]:
         return [float(np.percentile(alpha, 5)) for _, alpha in curve]
@@ -290,9 +365,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         reached = reaches(TARGET, [x for x, _ in curve], p5s(curve))
         at_half = whole and at_bytes(whole / 2, curve, None, True)
         targets.append({"study": name, "how": how, "reached": reached, "p5_at_half": at_half})
-    lost, weights, heads = calibration.lost_L.round(4), calibration.weights.round(4), calibration.heads_LK
+    lost, weights, heads = (
+        calibration.lost_L.round(4),
+        calibration.weights.round(4),
+        calibration.heads_LK,
+    )
     found = {"lost": lost.tolist(), "weights": weights.tolist(), "heads": heads.tolist()}
-    return study.save(args, target=TARGET, even_at_target=whole, calibration=found, rows=rows, targets=targets)
+    return study.save(
+        args, target=TARGET, even_at_target=whole, calibration=found, rows=rows, targets=targets
+    )
 
 
 if __name__ == "__main__":

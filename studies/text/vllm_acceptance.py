@@ -1,17 +1,20 @@
-"""Drafting for real: vLLM in lossless mode continues held-out text at temperature 1; its cycles, counted by length.
+"""Drafting for real: vLLM in lossless mode continues held-out text at temperature 1; its cycles,
+counted by length.
 
     python studies/text/vllm_acceptance.py CHECKPOINT --out benchmarks/results/text_vllm.json
 
-Every step of the engine ends one cycle of every request, so the tokens that a request gets in a step are the drafts
-accepted and the one after them. They are compared with what the model predicts for the same cycles, teacher-forced in
-float32 along the tokens that came out (``drafts.py``). These are samples of the dense policy, so the chance that the
-first j drafts are accepted is the mean of the product of min(1, q/p) of the first j tokens, without bias;
-``consecutive`` and ``geometric`` are the estimates that ``acceptance.py`` makes, for comparison. With
-``--meter-budget`` one in four cycles also measures another schedule, whose mean acceptance is compared with the model's
-at the first drafts of the same cycles. With ``--drafter-invariant`` drafts are kept up to the first that is not the
-policy's own draw; the prediction remains that of rejection sampling. With ``--draft-weights fp8`` vLLM's drafts have
-rounded weights, and the prediction remains that of the model's own. ``meter`` has the mean acceptance that vLLM itself
-measured over all drafts that it looked at, by length.
+Every step of the engine ends one cycle of every request, so the tokens that a request gets in a
+step are the drafts accepted and the one after them. They are compared with what the model predicts
+for the same cycles, teacher-forced in float32 along the tokens that came out (``drafts.py``). These
+are samples of the dense policy, so the chance that the first j drafts are accepted is the mean of
+the product of min(1, q/p) of the first j tokens, without bias; ``consecutive`` and ``geometric``
+are the estimates that ``acceptance.py`` makes, for comparison. With ``--meter-budget`` one in four
+cycles also measures another schedule, whose mean acceptance is compared with the model's at the
+first drafts of the same cycles. With ``--drafter-invariant`` drafts are kept up to the first that
+is not the policy's own draw; the prediction remains that of rejection sampling. With
+``--draft-weights fp8`` vLLM's drafts have rounded weights, and the prediction remains that of the
+model's own. ``meter`` has the mean acceptance that vLLM itself measured over all drafts that it
+looked at, by length.
 """
 
 from __future__ import annotations
@@ -41,8 +44,12 @@ Array = NDArray[Any]
 Cycle = tuple[int, int]  # position of the first draft's input, and tokens that the cycle gave
 
 
-def generate(llm: Any, prompts: Sequence[list[int]], tokens: int) -> list[tuple[list[int], list[Cycle]]]:
-    """Each prompt with its continuation, and its cycles except the last, which ``tokens`` may cut short."""
+def generate(
+    llm: Any, prompts: Sequence[list[int]], tokens: int
+) -> list[tuple[list[int], list[Cycle]]]:
+    """Each prompt with its continuation, and its cycles except the last, which ``tokens`` may cut
+    short.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -50,7 +57,11 @@ def generate(llm: Any, prompts: Sequence[list[int]], tokens: int) -> list[tuple[
     texts, cycles = [list(prompt) for prompt in prompts], [list[Cycle]() for _ in prompts]
     for i, prompt in enumerate(prompts):
         sampling = SamplingParams(
-            temperature=1.0, max_tokens=tokens, ignore_eos=True, seed=i, output_kind=RequestOutputKind.DELTA
+            temperature=1.0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            seed=i,
+            output_kind=RequestOutputKind.DELTA,
         )
         engine.add_request(str(i), {"prompt_token_ids": list(prompt)}, sampling)
     while engine.has_unfinished_requests():
@@ -65,12 +76,15 @@ def generate(llm: Any, prompts: Sequence[list[int]], tokens: int) -> list[tuple[
 def predict(
     model: PreTrainedModel, ids: Tensor, start: Tensor, drafted: int, kept: SparsitySchedule
 ) -> tuple[Tensor, Tensor]:
-    """Acceptance, and min(1, q/p) of the text's own tokens, at the drafts of cycles; both ``[B, R, W]``."""
+    """Acceptance, and min(1, q/p) of the text's own tokens, at the drafts of cycles; both ``[B, R,
+    W]``.
+    """
     dense = SparsitySchedule.dense(page_size=kept.page_size, dense_layers=())
     cache = drafts.DenseCache.of(model, ids, drafts.layout_of(kept))
     alpha, ratio = [], []
     pairs = zip(
-        *(drafts.draft(model, ids, drafts.Cycles(cache, start, drafted, s)) for s in (dense, kept)), strict=True
+        *(drafts.draft(model, ids, drafts.Cycles(cache, start, drafted, s)) for s in (dense, kept)),
+        strict=True,
     )
     for step, (p, q) in enumerate(pairs):
         token = ids.gather(1, start + step + 1)[..., None]
@@ -79,16 +93,26 @@ def predict(
     return torch.stack(alpha, dim=-1), torch.stack(ratio, dim=-1)
 
 
-def compare(start: Array, emitted: Array, alpha: Array, ratio: Array, edges: Sequence[int]) -> dict[str, Any]:
-    """Tokens that cycles gave, ``[S, R]``, beside what their drafts predict, ``[S, R, W]``: in all and by bins."""
+def compare(
+    start: Array, emitted: Array, alpha: Array, ratio: Array, edges: Sequence[int]
+) -> dict[str, Any]:
+    """Tokens that cycles gave, ``[S, R]``, beside what their drafts predict, ``[S, R, W]``: in all
+    and by bins.
+    """
     request = np.broadcast_to(np.arange(len(start))[:, None], start.shape)
     before = np.concatenate([np.ones_like(ratio[..., :1]), ratio[..., :-1].cumprod(-1)], axis=-1)
-    sampled = 1 + (before * alpha).sum(-1)  # the last draft's token does not matter: the mean over it is known
+    sampled = 1 + (before * alpha).sum(
+        -1
+    )  # the last draft's token does not matter: the mean over it is known
 
     def of(where: Any) -> dict[str, Any]:
         measured = sequence_bootstrap(emitted[where], request[where], weighted_mean)
         consecutive, geometric = acceptance.tokens_a_cycle(alpha[where], alpha.shape[-1])
-        predicted = {"sampled": float(sampled[where].mean()), "consecutive": consecutive, "geometric": geometric}
+        predicted = {
+            "sampled": float(sampled[where].mean()),
+            "consecutive": consecutive,
+            "geometric": geometric,
+        }
         return {
             "cycles": int(where.sum()),
             "tokens_a_cycle": [round(x, 3) for x in measured[:3]],
@@ -110,39 +134,76 @@ def of_first(alpha: Array) -> dict[str, list[float]]:
 
 def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     """``options`` are passed to vLLM, for machines that need other ones."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[])
-    parser.add_argument("--landmarks", choices=get_args(LandmarkDtype), default="auto", help="dtype they are stored in")
+    parser.add_argument(
+        "--landmarks",
+        choices=get_args(LandmarkDtype),
+        default="auto",
+        help="dtype they are stored in",
+    )
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--meter-budget", type=int, help="of another schedule, measured on the way")
-    parser.add_argument("--drafter-invariant", action="store_true", help="decode the tokens that dense decoding would")
-    parser.add_argument("--draft-weights", choices=get_args(DraftWeights), default="auto", help="of drafts in vLLM")
+    parser.add_argument(
+        "--drafter-invariant",
+        action="store_true",
+        help="decode the tokens that dense decoding would",
+    )
+    parser.add_argument(
+        "--draft-weights", choices=get_args(DraftWeights), default="auto", help="of drafts in vLLM"
+    )
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=768, help="to generate after each prompt")
-    parser.add_argument("--cycles", type=int, default=48, help="of each request that are compared with the prediction")
+    parser.add_argument(
+        "--cycles",
+        type=int,
+        default=48,
+        help="of each request that are compared with the prediction",
+    )
     parser.add_argument("--memory", type=float, default=0.4, help="vLLM's share of the GPU")
     args = parser.parse_args(argv)
 
     from vllm import LLM
 
     study = acceptance.Study(args.checkpoint, args.requests, args.cycles, args.drafts)
-    context, kept = study.context, acceptance.schedule(args.budget, args.dense_layers, 16, args.landmarks)
-    lengths = np.linspace(context // 8, context - args.tokens - args.drafts - 1, args.requests).astype(int)
+    context, kept = (
+        study.context,
+        acceptance.schedule(args.budget, args.dense_layers, 16, args.landmarks),
+    )
+    lengths = np.linspace(
+        context // 8, context - args.tokens - args.drafts - 1, args.requests
+    ).astype(int)
     prompts = [row[:length].tolist() for row, length in zip(study.ids, lengths, strict=True)]
-    other = acceptance.schedule(args.meter_budget, args.dense_layers, 16, args.landmarks) if args.meter_budget else None
+    other = (
+        acceptance.schedule(args.meter_budget, args.dense_layers, 16, args.landmarks)
+        if args.meter_budget
+        else None
+    )
     metered = {} if other is None else {"meter_schedule": other, "meter_every": 4}
     decoding = Decoding.lossless(
-        kept, draft_tokens=args.drafts, adapt_draft_tokens=False, drafter_invariant=args.drafter_invariant,
-        draft_weights=args.draft_weights, **metered,
-    )  # fmt: skip
-    defaults = {"max_num_seqs": args.requests, "gpu_memory_utilization": args.memory, "enable_prefix_caching": False}
+        kept,
+        draft_tokens=args.drafts,
+        adapt_draft_tokens=False,
+        drafter_invariant=args.drafter_invariant,
+        draft_weights=args.draft_weights,
+        **metered,
+    )
+    defaults = {
+        "max_num_seqs": args.requests,
+        "gpu_memory_utilization": args.memory,
+        "enable_prefix_caching": False,
+    }
     llm = LLM(
-        str(args.checkpoint), additional_config={"sparrow": decoding.to_dict()}, max_model_len=context,
+        str(args.checkpoint),
+        additional_config={"sparrow": decoding.to_dict()},
+        max_model_len=context,
         **{**defaults, **options},
-    )  # fmt: skip
+    )
     llm.collective_rpc("sparrow_counters")
     llm.collective_rpc("sparrow_acceptance")
     began = time.perf_counter()
@@ -153,12 +214,20 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     del llm
 
     model = study.load(attn_implementation=drafts.NAME)
-    # A cycle counts if it cannot reach the text's end, whatever it gives: its start decides, not what it gave.
-    whole = [[cycle for cycle in cycles if cycle[0] + args.drafts + 2 < len(text)] for text, cycles in done]
+    # A cycle counts if it cannot reach the text's end, whatever it gives: its start decides, not
+    # what it gave.
+    whole = [
+        [cycle for cycle in cycles if cycle[0] + args.drafts + 2 < len(text)]
+        for text, cycles in done
+    ]
     count = min(args.cycles, *map(len, whole))
-    cycles = np.array([[c[i] for i in np.linspace(0, len(c) - 1, count).astype(int)] for c in whole])
+    cycles = np.array(
+        [[c[i] for i in np.linspace(0, len(c) - 1, count).astype(int)] for c in whole]
+    )
     start, emitted = cycles[..., 0], cycles[..., 1]
-    ids = torch.tensor([text + [0] * (context - len(text)) for text, _ in done], device=study.device)
+    ids = torch.tensor(
+        [text + [0] * (context - len(text)) for text, _ in done], device=study.device
+    )
     first = torch.from_numpy(start).to(study.device)
 
     def predicted(drafted: int, schedule: SparsitySchedule) -> list[Array]:

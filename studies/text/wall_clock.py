@@ -1,11 +1,14 @@
-"""Reward against wall-clock: GRPO with stock vLLM, lossless and lossy rollouts, everything included, one GPU an arm.
+"""Reward against wall-clock: GRPO with stock vLLM, lossless and lossy rollouts, everything
+included, one GPU an arm.
 
-The trained model of text has few heads, so attention takes a small part of its decode steps. Here every head is copied
-``--copies`` times, which leaves the model's function as it is: queries and keys repeat, values and the output
-projection share out the factor. With 32 copies a token takes 262 KB of cache, and what a step spends on attention is
-what it is for large models at long context. The task is that of ``control.py``, with responses four times as long.
+The trained model of text has few heads, so attention takes a small part of its decode steps. Here
+every head is copied ``--copies`` times, which leaves the model's function as it is: queries and
+keys repeat, values and the output projection share out the factor. With 32 copies a token takes 262
+KB of cache, and what a step spends on attention is what it is for large models at long context. The
+task is that of ``control.py``, with responses four times as long.
 
-    python studies/text/control.py runs/text --out runs/wall --targets 0.86 --runs p86-0 --seconds 0 \\
+    python studies/text/control.py runs/text --out runs/wall --targets 0.86 --runs p86-0 --seconds 0
+    \\
         --max-new-tokens 2048 --dense-layers --budgets 4 8 16 26 38 56 80 110    # calibrates what the lossy arm reads
     python studies/text/wall_clock.py runs/text dense --out runs/wall
     python studies/text/wall_clock.py runs/text lossless --out runs/wall
@@ -13,8 +16,9 @@ what it is for large models at long context. The task is that of ``control.py``,
     python studies/text/wall_clock_summary.py runs/wall --checkpoint runs/text \\
         --out benchmarks/results/text_wall_clock.json
 
-``OUT/ARM-SEED.jsonl`` is a log as ``control.py`` writes it, with the seconds of every phase of a step; evaluations on
-held-out problems are not on the clock. ``OUT/ARM-SEED.profile.json`` says where a decode step's time goes.
+``OUT/ARM-SEED.jsonl`` is a log as ``control.py`` writes it, with the seconds of every phase of a
+step; evaluations on held-out problems are not on the clock. ``OUT/ARM-SEED.profile.json`` says
+where a decode step's time goes.
 """
 
 from __future__ import annotations
@@ -52,7 +56,9 @@ from sparrow.vllm import plugin
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 from many_runs import logged, mean_reward, plain_options, schedules, train_logged
 
-ATTENTION = re.compile(r"flash::|FlashAttn|^attend$|^plan_kernel$|^landmark_kernel$|^store_kernel$|varlen_num_blocks")
+ATTENTION = re.compile(
+    r"flash::|FlashAttn|^attend$|^plan_kernel$|^landmark_kernel$|^store_kernel$|varlen_num_blocks"
+)
 """Names of the kernels that attend, select pages or keep landmarks, vLLM's and ours."""
 PROFILED = 16
 """Engine steps whose time is taken apart."""
@@ -63,7 +69,9 @@ class Options:
     """One arm."""
 
     checkpoint: tyro.conf.Positional[Path]  # Folder that train.py wrote.
-    arm: tyro.conf.Positional[str]  # dense (stock vLLM), lossless, or a schedule of OUT/schedules.json, such as p86.
+    arm: tyro.conf.Positional[
+        str
+    ]  # dense (stock vLLM), lossless, or a schedule of OUT/schedules.json, such as p86.
     out: Path = Path("runs/wall")  # Results.
     seed: int = 0  # Of problems and samples.
     copies: int = 32  # Copies of every head, a power of 2.
@@ -77,17 +85,23 @@ class Options:
     learning_rate: float = 5e-5  # Learning rate of AdamW.
     token_budget: int = 8192  # Padded tokens of one forward and backward pass.
     held_out: int = 48  # Number of held-out problems.
-    held_out_every: int = 5  # Steps between evaluations; the start and the end are always evaluated.
+    held_out_every: int = (
+        5  # Steps between evaluations; the start and the end are always evaluated.
+    )
     draft_pages: int = 29  # Pages that lossless drafts read beside the first and the latest.
     engine: tyro.conf.Suppress[dict[str, Any]] = field(  # Options of vLLM.
-        default_factory=lambda: {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+        default_factory=lambda: {
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        }
     )
 
 
 def widened(model: PreTrainedModel, copies: int) -> PreTrainedModel:
-    """A model with ``copies`` times as many query and kv heads that computes the same; on the same device.
+    """A model with ``copies`` times as many query and kv heads that computes the same; on the same
+    device.
 
-    Raises ValueError: ``copies`` is no power of 2, by which alone weights can be divided without rounding.
+    Raises ValueError: ``copies`` is no power of 2, by which alone weights can be divided without
+    rounding.
     """
     power = math.log2(copies)
     if power != int(power):
@@ -122,11 +136,18 @@ class StockEngine(VLLMEngine):
         from vllm.platforms import current_platform
 
         plugin.register()  # only for the method that takes new weights
-        self._has_memory, self._asleep, self._in_process = not current_platform.is_cpu(), False, True
+        self._has_memory, self._asleep, self._in_process = (
+            not current_platform.is_cpu(),
+            False,
+            True,
+        )
         self.llm = LLM(
-            model=model, enable_sleep_mode=self._has_memory, logprobs_mode="processed_logprobs", max_logprobs=-1,
+            model=model,
+            enable_sleep_mode=self._has_memory,
+            logprobs_mode="processed_logprobs",
+            max_logprobs=-1,
             **options,
-        )  # fmt: skip
+        )
         self.context = self.llm.llm_engine.vllm_config.model_config.max_model_len
         self.schedule, self._described, self._is_lossless = SparsitySchedule.dense(), [{}], False
 
@@ -146,12 +167,21 @@ def token_bytes(model: PreTrainedModel) -> int:
 def start_engine(
     options: Options, folder: str, schedule: SparsitySchedule, most: int, bytes_a_token: int
 ) -> VLLMEngine:
-    """vLLM for the model in ``folder``, with memory for all responses of a step at ``most`` tokens each."""
+    """vLLM for the model in ``folder``, with memory for all responses of a step at ``most`` tokens
+    each.
+    """
     rows = options.prompts * options.samples
-    settings: dict[str, Any] = dict(
-        dtype="bfloat16", max_model_len=most + 16, max_num_seqs=-(-rows // 8) * 8, gpu_memory_utilization=0.5,
-        kv_cache_memory_bytes=int(1.1 * rows * (most + 64) * bytes_a_token), seed=options.seed,
-    ) | options.engine  # fmt: skip
+    settings: dict[str, Any] = (
+        dict(
+            dtype="bfloat16",
+            max_model_len=most + 16,
+            max_num_seqs=-(-rows // 8) * 8,
+            gpu_memory_utilization=0.5,
+            kv_cache_memory_bytes=int(1.1 * rows * (most + 64) * bytes_a_token),
+            seed=options.seed,
+        )
+        | options.engine
+    )
     if options.arm == "dense":
         return StockEngine(folder, **settings)
     decoding = Decoding.lossless(schedule) if options.arm == "lossless" else schedule
@@ -159,7 +189,9 @@ def start_engine(
 
 
 def breakdown(kernels: Iterable[tuple[str, float]], tokens: float) -> dict[str, float]:
-    """Milliseconds of GPU time a token of each sequence, in attention and in all else, from kernels' names and us."""
+    """Milliseconds of GPU time a token of each sequence, in attention and in all else, from
+    kernels' names and us.
+    """
     attention, other = 0.0, 0.0
     for name, us in kernels:
         if ATTENTION.search(name):
@@ -169,14 +201,19 @@ def breakdown(kernels: Iterable[tuple[str, float]], tokens: float) -> dict[str, 
     return {"attention_ms": attention / 1e3 / tokens, "other_ms": other / 1e3 / tokens}
 
 
-def profile(engine: VLLMEngine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, float]:
-    """Where time goes in the middle of a rollout, in ms a token of each sequence: ``clock_ms``, over some engine steps,
-    then by kernels over as many more. What the GPU does not account for, it waits for the host."""
+def profile(
+    engine: VLLMEngine, prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> dict[str, float]:
+    """Where time goes in the middle of a rollout, in ms a token of each sequence: ``clock_ms``,
+    over some engine steps, then by kernels over as many more. What the GPU does not account for, it
+    waits for the host."""
     core, step = engine.llm.llm_engine, engine.llm.llm_engine.step
     states = core.output_processor.request_states
     is_cuda = torch.cuda.is_available()
     recorder = torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CUDA if is_cuda else torch.profiler.ProfilerActivity.CPU]
+        activities=[
+            torch.profiler.ProfilerActivity.CUDA if is_cuda else torch.profiler.ProfilerActivity.CPU
+        ]
     )
     marks: list[tuple[float, float]] = []
     steps = 0
@@ -210,7 +247,9 @@ def profile(engine: VLLMEngine, prompts: Sequence[Sequence[int]], sampling: Samp
     finally:
         core.step = step
     if len(marks) < 3:
-        raise ValueError(f"responses ended before {2 * PROFILED} steps were timed; generate more tokens")
+        raise ValueError(
+            f"responses ended before {2 * PROFILED} steps were timed; generate more tokens"
+        )
     (began, short), (middle, longer), (_, longest) = marks
     kernels = [(e.key, float(e.self_device_time_total)) for e in recorder.key_averages()]
     return {
@@ -251,24 +290,35 @@ def train(options: Options, path: Path) -> None:
             return reward
 
         config = TrainConfig(
-            run_dir=str(Path(folder, "run")), steps=options.steps, save_every=10**6, seed=options.seed,
+            run_dir=str(Path(folder, "run")),
+            steps=options.steps,
+            save_every=10**6,
+            seed=options.seed,
             logged_rollouts=0,
             rollout=RolloutConfig(
-                prompts=options.prompts, samples=options.samples, max_new_tokens=options.max_new_tokens,
-                temperature=options.temperature, top_n=options.top_n,
+                prompts=options.prompts,
+                samples=options.samples,
+                max_new_tokens=options.max_new_tokens,
+                temperature=options.temperature,
+                top_n=options.top_n,
                 mode="lossless" if options.arm == "lossless" else None,
             ),
             optimizer=OptimizerConfig(
                 options.learning_rate, token_budget=options.token_budget, precision="bf16"
             ),
-        )  # fmt: skip
+        )
         start = {
-            "arm": options.arm, "seed": options.seed, "schedule": options.arm, "actor": "", "correction": "token_tis",
-            "learning_rate": options.learning_rate, "top_k": schedule.to_dict()["top_k"],
+            "arm": options.arm,
+            "seed": options.seed,
+            "schedule": options.arm,
+            "actor": "",
+            "correction": "token_tis",
+            "learning_rate": options.learning_rate,
+            "top_k": schedule.to_dict()["top_k"],
             "token_bytes": token_bytes(model),
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
             "options": plain_options(options),
-        }  # fmt: skip
+        }
         try:
             warm = Sampling(options.max_new_tokens, options.temperature, options.top_n)
             texts = [task.problem(i, seed=10**6).prompt for i in range(options.prompts)]

@@ -1,4 +1,5 @@
-"""The README's picture: where a training step's time goes, what is earned by the clock, and the tail of acceptance.
+"""The README's picture: where a training step's time goes, what is earned by the clock, and the
+tail of acceptance.
 
 python studies/text/wall_clock_figure.py        # writes docs/figures/wall-clock.png from benchmarks/results
 """
@@ -37,18 +38,30 @@ def named(arm: str) -> str:
 
 
 def over_seeds(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each arm: a step's seconds by phase, and by step the clock and the reward, as means over its runs."""
+    """A row for each arm: a step's seconds by phase, and by step the clock and the reward, as means
+    over its runs.
+    """
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in runs):
         some = [run for run in runs if run["arm"] == arm]
         steps = min(run["steps"] for run in some)
-        seconds = {name: np.mean([run["seconds"][name] for run in some]) for name in some[0]["seconds"]}
-        rows.append({"arm": arm, "seconds": seconds, "reward": np.mean([r["reward"][:steps] for r in some], axis=0)})
+        seconds = {
+            name: np.mean([run["seconds"][name] for run in some]) for name in some[0]["seconds"]
+        }
+        rows.append(
+            {
+                "arm": arm,
+                "seconds": seconds,
+                "reward": np.mean([r["reward"][:steps] for r in some], axis=0),
+            }
+        )
     return rows
 
 
 def draw_steps(ax: Axes, arms: Sequence[dict[str, Any]], gains: Mapping[str, float]) -> None:
-    """A bar for each arm: the seconds of a step, by phase; ``gains`` are the arms' speed-ups over dense."""
+    """A bar for each arm: the seconds of a step, by phase; ``gains`` are the arms' speed-ups over
+    dense.
+    """
     for i, (run, color) in enumerate(zip(arms, (INK, *SERIES), strict=False)):
         begin, seconds = 0.0, run["seconds"]
         spent = {**seconds, "update": seconds["update"] + seconds["sync"]}
@@ -61,7 +74,9 @@ def draw_steps(ax: Axes, arms: Sequence[dict[str, Any]], gains: Mapping[str, flo
         ax.barh(0, 0, color=MUTED, alpha=alpha, label=PHASES[phase])
     longest = sum(arms[0]["seconds"].values())
     ax.set_yticks(range(len(arms)), [named(run["arm"]) for run in arms], color=INK)
-    ax.set(xlabel="seconds of a training step", xlim=(0, 1.15 * longest), ylim=(len(arms) + 0.35, -0.5))
+    ax.set(
+        xlabel="seconds of a training step", xlim=(0, 1.15 * longest), ylim=(len(arms) + 0.35, -0.5)
+    )
     ax.grid(axis="y", visible=False)
     ax.legend(loc="lower center", ncol=3, fontsize=7, handlelength=1, columnspacing=1)
 
@@ -73,7 +88,12 @@ def draw_rewards(ax: Axes, arms: Sequence[dict[str, Any]]) -> None:
         smooth = np.convolve(reward, np.ones(SMOOTH) / SMOOTH, "valid")
         ax.plot(seconds / 60, reward, "o", ms=2.5, alpha=0.5, color=color)
         ax.plot(seconds[SMOOTH - 1 :] / 60, smooth, color=color, lw=1.8, label=named(run["arm"]))
-    ax.set(xlabel="minutes on one GPU", ylabel="reward of the rollouts", ylim=(0.2, None), xlim=(0, None))
+    ax.set(
+        xlabel="minutes on one GPU",
+        ylabel="reward of the rollouts",
+        ylim=(0.2, None),
+        xlim=(0, None),
+    )
     ax.legend(loc="lower right", fontsize=7)
 
 
@@ -82,26 +102,48 @@ def draw_tail(ax: Axes, rows: Sequence[dict[str, Any]]) -> None:
     kept = {"mode": "lossy", "budget": READ, "reuse": 1, "dense_layers": []}
     (row,) = (row for row in rows if all(row[name] == value for name, value in kept.items()))
     middle = [(b["start"] + b["end"]) / 2048 for b in row["bins"]]
-    for name, label, color in (("mean", "lossy: mean", MUTED), ("p5", "lossy: 5th percentile", SERIES[1])):
+    for name, label, color in (
+        ("mean", "lossy: mean", MUTED),
+        ("p5", "lossy: 5th percentile", SERIES[1]),
+    ):
         values = np.array([b[name] for b in row["bins"]])
         bars = np.abs(values[:, 1:] - values[:, :1]).T
-        ax.errorbar(middle, values[:, 0], bars, fmt="o-", ms=3.5, lw=1.8, capsize=2, color=color, label=label)
+        ax.errorbar(
+            middle,
+            values[:, 0],
+            bars,
+            fmt="o-",
+            ms=3.5,
+            lw=1.8,
+            capsize=2,
+            color=color,
+            label=label,
+        )
     ax.axhline(1, color=SERIES[0], lw=1.8, label="lossless: verified")
-    ax.set(xlabel="position, in thousands of tokens", ylabel=f"acceptance, {READ:,} tokens read", ylim=(0.6, 1.03))
+    ax.set(
+        xlabel="position, in thousands of tokens",
+        ylabel=f"acceptance, {READ:,} tokens read",
+        ylim=(0.6, 1.03),
+    )
     ax.legend(loc="lower left", fontsize=7)
 
 
 def main() -> None:
     """Draw it; the same results give the same bytes."""
     result = load("text_wall_clock")
-    arms, gains = over_seeds(result["arms"]), {row["arm"]: row["step_speedup"][0] for row in result["paired"]}
+    arms, gains = (
+        over_seeds(result["arms"]),
+        {row["arm"]: row["step_speedup"][0] for row in result["paired"]},
+    )
     with plt.rc_context(MATPLOTLIB):
         figure, axes = plt.subplots(1, 3, figsize=(12, 3.1), layout="constrained")
         draw_steps(axes[0], arms, gains)
         draw_rewards(axes[1], arms)
         draw_tail(axes[2], load("text_acceptance")["rows"])
         for ax, title in zip(
-            axes, ("Time of a training step", "What is earned", "How far from the policy"), strict=True
+            axes,
+            ("Time of a training step", "What is earned", "How far from the policy"),
+            strict=True,
         ):
             ax.set_title(title, loc="left", fontsize=10)
         figure.savefig(PATH, dpi=130)

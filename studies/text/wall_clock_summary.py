@@ -3,9 +3,9 @@
     python studies/text/wall_clock_summary.py runs/wall --checkpoint runs/text \\
         --out benchmarks/results/text_wall_clock.json [--earlier EARLIER.json]
 
-Runs of another seed, from the same model or one trained again, are added to those of an earlier summary. The clock is
-the sum of the seconds of the steps: rollout, scoring, update and the new weights on their way to vLLM. Starting vLLM
-and evaluating on held-out problems are not on it.
+Runs of another seed, from the same model or one trained again, are added to those of an earlier
+summary. The clock is the sum of the seconds of the steps: rollout, scoring, update and the new
+weights on their way to vLLM. Starting vLLM and evaluating on held-out problems are not on it.
 """
 
 from __future__ import annotations
@@ -61,25 +61,38 @@ def arm(path: Path) -> dict[str, Any]:
         "options": {name: value for name, value in rows[0]["options"].items() if name not in HERE},
         "steps": len(steps),
         "tokens": float(np.mean([row["length"] for row in steps])),  # a response
-        "seconds": dict(zip(PHASES, seconds[1:].mean(0).round(3).tolist(), strict=True)),  # of a step but the first
+        "seconds": dict(
+            zip(PHASES, seconds[1:].mean(0).round(3).tolist(), strict=True)
+        ),  # of a step but the first
         "step_s": float(seconds[1:].sum(1).mean()),
         "tokens_per_cycle": float(np.mean(cycles)) if cycles else None,
         "profile": profile,
-        "reward": [[round(end, 1), row["reward"]] for row, end in zip(steps, clock.tolist(), strict=True)],
-        "held_out": [[round(at[row["step"]], 1), row["held_out"]["policy"]] for row in rows if "held_out" in row],
+        "reward": [
+            [round(end, 1), row["reward"]] for row, end in zip(steps, clock.tolist(), strict=True)
+        ],
+        "held_out": [
+            [round(at[row["step"]], 1), row["held_out"]["policy"]]
+            for row in rows
+            if "held_out" in row
+        ],
     }
 
 
 def dense_of(run: Run, arms: Sequence[Run]) -> Run:
     """The dense run of the same model and seed."""
-    return next(d for d in arms if d["arm"] == "dense" and (d["model"], d["seed"]) == (run["model"], run["seed"]))
+    return next(
+        d
+        for d in arms
+        if d["arm"] == "dense" and (d["model"], d["seed"]) == (run["model"], run["seed"])
+    )
 
 
 def rollout_share(run: Run) -> list[float]:
-    """The part of a step's seconds that its rollout takes, of all steps but the first; 95 % interval over steps.
+    """The part of a step's seconds that its rollout takes, of all steps but the first; 95 %
+    interval over steps.
 
-    Steps are resampled by their seconds on the clock. Their other phases do the same work in every step and count with
-    their means.
+    Steps are resampled by their seconds on the clock. Their other phases do the same work in every
+    step and count with their means.
     """
     seconds = np.diff([end for end, _ in run["reward"]])
     others = sum(run["seconds"][phase] for phase in PHASES if phase != "rollout")
@@ -89,13 +102,15 @@ def rollout_share(run: Run) -> list[float]:
 
 
 def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row for each run: its rollouts' part of a step, their speed over dense's, and what attention gave of it.
+    """A row for each run: its rollouts' part of a step, their speed over dense's, and what
+    attention gave of it.
 
-    ``reward``: the actor's, in the mean over as many steps as every run did, and ``minutes`` these steps took.
+    ``reward``: the actor's, in the mean over as many steps as every run did, and ``minutes`` these
+    steps took.
 
-    ``attention_share``: of a decode step's time on the clock, in the profile. ``saved_by_attention``: of the time that
-    a token takes less than in the dense run, the part that attention takes less; the rest is the host's and the other
-    kernels'.
+    ``attention_share``: of a decode step's time on the clock, in the profile.
+    ``saved_by_attention``: of the time that a token takes less than in the dense run, the part that
+    attention takes less; the rest is the host's and the other kernels'.
     """
     steps = min(run["steps"] for run in arms)
     rows = []
@@ -122,11 +137,12 @@ def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def paired(arms: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row for each arm but dense, its steps paired with those of dense: the same problems, as many updates before.
+    """A row for each arm but dense, its steps paired with those of dense: the same problems, as
+    many updates before.
 
-    ``step_speedup``: dense's seconds over the arm's, all steps but the first of a run together; the 95 % interval
-    resamples pairs. ``reward_minus_dense``: the mean over the pairs of each run; steps of a run are not independent, so
-    an interval needs several runs.
+    ``step_speedup``: dense's seconds over the arm's, all steps but the first of a run together; the
+    95 % interval resamples pairs. ``reward_minus_dense``: the mean over the pairs of each run;
+    steps of a run are not independent, so an interval needs several runs.
     """
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in arms if run["arm"] != "dense"):
@@ -134,7 +150,9 @@ def paired(arms: Sequence[Run]) -> list[dict[str, Any]]:
         runs = [run for run in arms if run["arm"] == arm]
         for run in runs:
             dense = dense_of(run, arms)
-            pair = [np.array(of["reward"][: min(run["steps"], dense["steps"])]) for of in (dense, run)]
+            pair = [
+                np.array(of["reward"][: min(run["steps"], dense["steps"])]) for of in (dense, run)
+            ]
             seconds.append([np.diff(of[:, 0]) for of in pair])
             rewards.append(float((pair[1][:, 1] - pair[0][:, 1]).mean()))
         theirs, ours = np.concatenate(seconds, axis=1)
@@ -154,12 +172,27 @@ def paired(arms: Sequence[Run]) -> list[dict[str, Any]]:
 
 def main(options: Options) -> None:
     """Write the summary and print its rows."""
-    known = json.loads(options.earlier.read_text(encoding="utf-8")) if options.earlier else {"models": [], "arms": []}
+    known = (
+        json.loads(options.earlier.read_text(encoding="utf-8"))
+        if options.earlier
+        else {"models": [], "arms": []}
+    )
     card = json.loads((options.checkpoint / "card.json").read_text(encoding="utf-8"))
     models = [*known["models"], *([] if card in known["models"] else [card])]
     model = models.index(card)
-    arms = [*known["arms"], *({**arm(path), "model": model} for path in sorted(options.runs.glob("*.jsonl")))]
-    arms.sort(key=lambda run: (run["arm"] != "dense", run["arm"] != "lossless", run["arm"], run["model"], run["seed"]))
+    arms = [
+        *known["arms"],
+        *({**arm(path), "model": model} for path in sorted(options.runs.glob("*.jsonl"))),
+    ]
+    arms.sort(
+        key=lambda run: (
+            run["arm"] != "dense",
+            run["arm"] != "lossless",
+            run["arm"],
+            run["model"],
+            run["seed"],
+        )
+    )
     rows, pairs = compared(arms), paired(arms)
     save(options.out, {"models": models, "rows": rows, "paired": pairs, "arms": arms})
     for row in (*rows, *pairs):

@@ -1,4 +1,6 @@
-"""Which implementation decodes: chosen in one place, said by name, and never another than was asked for."""
+"""Which implementation decodes: chosen in one place, said by name, and never another than was asked
+for.
+"""
 
 import pytest
 import torch
@@ -23,7 +25,9 @@ def test_the_fastest_is_two_kernels_and_says_so(hopper):
     chosen = choose(None, **MODEL, device=GPU)
     assert str(chosen) == "cuda, triton for up to 4 rows"
     assert [chosen.of(rows) for rows in (1, 4, 5, 256)] == ["triton", "triton", "cuda", "cuda"]
-    assert str(choose(None, **MODEL | dict(kv_heads=4), device=GPU)) == "cuda, triton for up to 9 rows"
+    assert (
+        str(choose(None, **MODEL | dict(kv_heads=4), device=GPU)) == "cuda, triton for up to 9 rows"
+    )
     assert str(choose(None, **MODEL | dict(kv_heads=64), device=GPU)) == "cuda"
 
 
@@ -43,7 +47,9 @@ def test_what_is_asked_for_decodes_every_number_of_rows(hopper, asked):
         (dict(dtype=torch.float8_e5m2), "float8_e5m2"),
     ],
 )
-def test_what_the_cuda_kernel_cannot_serve_is_tritons_unless_cuda_was_asked_for(hopper, change, reason):
+def test_what_the_cuda_kernel_cannot_serve_is_tritons_unless_cuda_was_asked_for(
+    hopper, change, reason
+):
     assert choose(None, **MODEL | change, device=GPU) == Choice("triton")
     with pytest.raises(ConfigError, match=reason):
         choose("cuda", **MODEL | change, device=GPU)
@@ -58,12 +64,19 @@ def test_landmarks_in_8_bits_need_a_gpu_that_converts_them(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     for asked in (None, "triton"):
-        with pytest.raises(ConfigError, match=r"compute capability 8\.9 or more, A100 has less; set landmark_dtype to"):
+        with pytest.raises(
+            ConfigError,
+            match=r"compute capability 8\.9 or more, A100 has less; set landmark_dtype to",
+        ):
             choose(asked, **MODEL, **stored, device=GPU)
-        with pytest.raises(ConfigError, match=r"keys and values in fp8_e4m3 need a GPU of .* set kv_cache_dtype to"):
+        with pytest.raises(
+            ConfigError, match=r"keys and values in fp8_e4m3 need a GPU of .* set kv_cache_dtype to"
+        ):
             choose(asked, **cache, device=GPU)
     assert choose(None, **MODEL, device=GPU) == Choice("triton")
-    assert choose(None, **MODEL | dict(dtype=torch.int8), device=GPU) == Choice("triton")  # which any GPU converts
+    assert choose(None, **MODEL | dict(dtype=torch.int8), device=GPU) == Choice(
+        "triton"
+    )  # which any GPU converts
 
 
 def test_a_cache_in_int8_is_the_cuda_kernels_too(hopper):
@@ -83,5 +96,7 @@ def test_other_gpus_are_tritons_and_a_cpu_is_the_references(hopper, monkeypatch)
 
 
 def test_few_rows_are_counted_in_the_gpus_own_limits():
-    assert cuda.few_rows(8, torch.device("cpu")) == 4  # where there is no GPU, an H200's: 0.3 of 132 items
+    assert (
+        cuda.few_rows(8, torch.device("cpu")) == 4
+    )  # where there is no GPU, an H200's: 0.3 of 132 items
     assert cuda.few_rows(1, torch.device("cpu")) == 39

@@ -42,13 +42,23 @@ def test_edges(dtype):
     inf, nan = float("inf"), float("nan")
     largest = torch.finfo(dtype).max
     cases = [
-        ([0.0, -0.0], [0, 0], least),  # as small as can be: zeros never outweigh another token's exponent
+        (
+            [0.0, -0.0],
+            [0, 0],
+            least,
+        ),  # as small as can be: zeros never outweigh another token's exponent
         ([127.0, -127.0], [127, -127], 127),
         ([127.5, 1.0], [64, 0], 128),  # 63.75 and 0.5, to even
         ([2.5, 127.0], [2, 127], 127),
         ([3.5, -2.5 - 125], [2, -64], 128),
-        ([2.0**-24, 0.0], [1, 0], least) if dtype == torch.float16 else ([1e-30, 0.0], [0, 0], least),
-        ([largest, -largest], [127, -127], most),  # beyond the last scale, the only vectors that are clipped
+        ([2.0**-24, 0.0], [1, 0], least)
+        if dtype == torch.float16
+        else ([1e-30, 0.0], [0, 0], least),
+        (
+            [largest, -largest],
+            [127, -127],
+            most,
+        ),  # beyond the last scale, the only vectors that are clipped
         ([inf, 1.0], None, 255),
         ([nan, 1.0], None, 255),
     ]
@@ -61,8 +71,12 @@ def test_edges(dtype):
 
 def test_scales_of_bytes():
     assert scale_of(torch.tensor([1, 127, 130, 254, 255], dtype=torch.uint8)).tolist() == [
-        2.0**-126, 1.0, 8.0, 2.0**127, float("inf"),
-    ]  # fmt: skip
+        2.0**-126,
+        1.0,
+        8.0,
+        2.0**127,
+        float("inf"),
+    ]
 
 
 @DTYPES

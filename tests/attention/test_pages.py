@@ -2,7 +2,8 @@
 
 Source: Sparrow, arXiv 2606.08446, section 2.
 
-Shapes: B sequences, T query tokens, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages.
+Shapes: B sequences, T query tokens, H query heads, K kv heads, G = H / K, D head dim, P page size,
+N pages.
 """
 
 import itertools
@@ -31,7 +32,9 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def best_pages(scores: list[float], length: int, top_k: int, layout: PageLayout) -> set[int]:
-    """The definition for one query token and kv head: sink, recent, and the best of the rest, earlier page first."""
+    """The definition for one query token and kv head: sink, recent, and the best of the rest,
+    earlier page first.
+    """
     pages = -(-length // layout.page_size)
     sink = set(range(min(layout.sink_pages, pages)))
     recent = set(range(max(pages - layout.recent_pages, 0), pages))
@@ -41,7 +44,10 @@ def best_pages(scores: list[float], length: int, top_k: int, layout: PageLayout)
 
 def select(scores: list[float], length: int, top_k: int, layout: PageLayout) -> set[int]:
     kept = select_pages(
-        torch.tensor(scores)[None, None, None], torch.tensor([[length]]), torch.tensor([[top_k]]), layout
+        torch.tensor(scores)[None, None, None],
+        torch.tensor([[length]]),
+        torch.tensor([[top_k]]),
+        layout,
     )
     assert kept.shape == (1, 1, 1, len(scores)) and kept.dtype == torch.bool
     return set(kept[0, 0, 0].nonzero()[:, 0].tolist())
@@ -52,12 +58,23 @@ def select(scores: list[float], length: int, top_k: int, layout: PageLayout) -> 
 
 @pytest.mark.parametrize("field", [dict(page_size=0), dict(sink_pages=-1), dict(recent_pages=0)])
 def test_layout_refuses_counts_out_of_range(field):
-    with pytest.raises(ValueError, match=r"need page_size >= 1, sink_pages >= 0, recent_pages >= 1, got PageLayout\("):
+    with pytest.raises(
+        ValueError,
+        match=r"need page_size >= 1, sink_pages >= 0, recent_pages >= 1, got PageLayout\(",
+    ):
         PageLayout(**field)
 
 
 def test_page_count_includes_the_partly_filled_page():
-    assert page_count(torch.tensor([0, 1, 15, 16, 17, 32, 33]), 16).tolist() == [0, 1, 1, 1, 2, 2, 3]
+    assert page_count(torch.tensor([0, 1, 15, 16, 17, 32, 33]), 16).tolist() == [
+        0,
+        1,
+        1,
+        1,
+        2,
+        2,
+        3,
+    ]
 
 
 # --- landmarks and scores ---
@@ -77,7 +94,9 @@ def test_mean_key_is_taken_in_float32_and_held_in_the_keys_dtype():
 
 
 def test_scores_by_hand():
-    q_BHTD = torch.tensor([[1.0, 0.0], [3.0, -2.0]]).view(1, 2, 1, 2)  # one group of two; its mean is (2, -1)
+    q_BHTD = torch.tensor([[1.0, 0.0], [3.0, -2.0]]).view(
+        1, 2, 1, 2
+    )  # one group of two; its mean is (2, -1)
     k_BKNPD = torch.tensor([[1.0, -2.0], [3.0, 6.0]]).view(1, 1, 1, 2, 2)  # mean (2, 2)
     assert page_scores(q_BHTD, landmarks(k_BKNPD)).tolist() == [[[[2 * 2 - 1 * 2]]]]
 
@@ -108,7 +127,8 @@ SCORES = [9.0, 1, 5, 3, 5, 2, 9, 9]
 @pytest.mark.parametrize(
     ("length", "top_k", "layout", "kept"),
     [
-        # 30 tokens in pages of 4: eight pages, the last half full; the sink and the recent two take no slot.
+        # 30 tokens in pages of 4: eight pages, the last half full; the sink and the recent two take
+        # no slot.
         (30, 0, {}, {0, 6, 7}),
         (30, 1, {}, {0, 2, 6, 7}),  # pages 2 and 4 tie: the earlier
         (30, 2, {}, {0, 2, 4, 6, 7}),
@@ -151,7 +171,8 @@ def test_selection_survives_equal_negative_infinite_and_unranked_nan_scores():
     assert select([5.0, -3, -1, -2, -9, -1, 5, 5], 30, 2, layout) == {0, 2, 5, 6, 7}
     assert select([0.0, -INF, -INF, 1, -INF, -INF, 0, 0], 30, 2, layout) == {0, 1, 3, 6, 7}
     assert select([0.0, 1, INF, 1, INF, INF, 0, 0], 30, 2, layout) == {0, 2, 4, 6, 7}
-    # The sink, the partly filled page and pages not written yet are not ranked, whatever their score.
+    # The sink, the partly filled page and pages not written yet are not ranked, whatever their
+    # score.
     assert select([NAN, 1, 5, 3, 4, NAN, NAN, NAN], 27, 2, layout) == {0, 2, 4, 5, 6}
 
 
@@ -173,7 +194,9 @@ def selections(draw):
     rows = draw(st.integers(1, 3))
     # Few distinct values, so that ties are the rule.
     score = st.sampled_from([-1e30, -1.0, 0.0, 0.5, 1.0, 3e38])
-    scores = draw(st.lists(st.lists(score, min_size=pages, max_size=pages), min_size=rows, max_size=rows))
+    scores = draw(
+        st.lists(st.lists(score, min_size=pages, max_size=pages), min_size=rows, max_size=rows)
+    )
     length = draw(st.lists(st.integers(1, pages * layout.page_size), min_size=rows, max_size=rows))
     top_k = draw(st.lists(st.integers(0, 12) | st.just(ALL_PAGES), min_size=rows, max_size=rows))
     return scores, length, top_k, layout
@@ -184,7 +207,10 @@ def selections(draw):
 def test_selection_keeps_the_budget_the_ends_and_the_best(case):
     scores, length, top_k, layout = case
     kept = select_pages(
-        torch.tensor(scores)[:, None, None], torch.tensor(length)[:, None], torch.tensor(top_k)[:, None], layout
+        torch.tensor(scores)[:, None, None],
+        torch.tensor(length)[:, None],
+        torch.tensor(top_k)[:, None],
+        layout,
     )
     for row in range(len(scores)):
         chosen = set(kept[row, 0, 0].nonzero()[:, 0].tolist())
@@ -198,13 +224,19 @@ def test_selection_keeps_the_budget_the_ends_and_the_best(case):
         assert chosen == best_pages(scores[row], length[row], top_k[row], layout)
 
 
-@pytest.mark.parametrize("layout", [PageLayout(), PageLayout(page_size=4, sink_pages=0, recent_pages=1)])
+@pytest.mark.parametrize(
+    "layout", [PageLayout(), PageLayout(page_size=4, sink_pages=0, recent_pages=1)]
+)
 def test_a_growing_budget_takes_up_pages_in_the_reading_order(layout):
     scores = normal(2, 3, 5, 12).round(decimals=1)  # some are equal
-    length = torch.randint(1, 12 * layout.page_size + 1, (2, 5), generator=torch.Generator().manual_seed(1))
+    length = torch.randint(
+        1, 12 * layout.page_size + 1, (2, 5), generator=torch.Generator().manual_seed(1)
+    )
     order = reading_order(scores, length, layout)
     pages = page_count(length, layout.page_size)[:, None, :, None]
     for top_k in range(13):
         kept = select_pages(scores, length, torch.full_like(length, top_k), layout)
-        first = torch.zeros_like(kept).scatter(-1, order[..., : top_k + layout.sink_pages + layout.recent_pages], True)
+        first = torch.zeros_like(kept).scatter(
+            -1, order[..., : top_k + layout.sink_pages + layout.recent_pages], True
+        )
         assert torch.equal(kept, first & (torch.arange(12) < pages))

@@ -1,10 +1,12 @@
-"""The reference attention against a loop over rows, heads and tokens, and its two forms against each other.
+"""The reference attention against a loop over rows, heads and tokens, and its two forms against
+each other.
 
-Queries and keys are small multiples of 1/2 and pages and groups powers of two, so that page scores are exact in
+Queries and keys are small multiples of 1/2 and pages and groups powers of two, so that page scores
+are exact in
 float32: no selection hangs on rounding, and equal scores are common.
 
-Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head dim, P page size,
-N pages.
+Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
+dim, P page size, N pages.
 """
 
 import math
@@ -32,7 +34,10 @@ def halves(*shape: int, generator: torch.Generator) -> torch.Tensor:
 def cache(B, H, K, S, D, seed=0):
     """Exact q ``[B, H, S, D]`` and k ``[B, K, S, D]``, and random v ``[B, K, S, D]``, all float64."""
     generator = torch.Generator().manual_seed(seed)
-    q_BHSD, k_BKSD = halves(B, H, S, D, generator=generator), halves(B, K, S, D, generator=generator)
+    q_BHSD, k_BKSD = (
+        halves(B, H, S, D, generator=generator),
+        halves(B, K, S, D, generator=generator),
+    )
     return q_BHSD, k_BKSD, torch.randn(B, K, S, D, generator=generator, dtype=torch.float64)
 
 
@@ -48,11 +53,11 @@ def dot(x, y):
 
 
 def attend(q_HD, k_KSD, v_KSD, top_k, layout, scale):
-    """Section 2 of the paper for one sequence's newest token; floats out, and how clear the selection was.
+    """Section 2 of the paper for one sequence's newest token; floats out, and how clear the
+    selection was.
 
-    Returns:
-        ``out[H][D]``, ``weights[H]`` (token -> weight) and the smallest gap between a page that was selected by
-        score and one that was not.
+    Returns: ``out[H][D]``, ``weights[H]`` (token -> weight) and the smallest gap between a page
+        that was selected by score and one that was not.
     """
     dtype, P = k_KSD.dtype, layout.page_size
     H, K, S, D = len(q_HD), *k_KSD.shape
@@ -67,7 +72,9 @@ def attend(q_HD, k_KSD, v_KSD, top_k, layout, scale):
             page = keys[n * P : (n + 1) * P]
             mean = [math.fsum(key[d] for key in page) / P for d in range(D)]
             landmark = torch.tensor(mean, dtype=torch.float32).to(dtype).tolist()
-            score.append(dot([math.fsum(query[d] for query in group) / G for d in range(D)], landmark))
+            score.append(
+                dot([math.fsum(query[d] for query in group) / G for d in range(D)], landmark)
+            )
         ends = {n for n in range(N) if n < layout.sink_pages or n >= N - layout.recent_pages}
         ranked = sorted(set(range(N)) - ends, key=lambda n: (-score[n], n))
         best, rest = ranked[:top_k], ranked[top_k:]
@@ -87,7 +94,11 @@ def attend_rows(q_BHD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale
     rows = []
     for b, (start, length) in enumerate(zip(start_B.tolist(), length_B.tolist(), strict=True)):
         own = slice(start, start + length)
-        rows.append(attend(q_BHD[b], k_BKSD[b, :, own], v_BKSD[b, :, own], int(top_k_B[b]), layout, scale)[0])
+        rows.append(
+            attend(q_BHD[b], k_BKSD[b, :, own], v_BKSD[b, :, own], int(top_k_B[b]), layout, scale)[
+                0
+            ]
+        )
     return torch.stack(rows)
 
 
@@ -117,7 +128,11 @@ def test_decode_equals_the_loop_on_ragged_rows(heads, top_k):
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_decode_equals_the_loop_on_any_layout(data):
-    B, K, G = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 2, 4]))
+    B, K, G = (
+        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(1, 2)),
+        data.draw(st.sampled_from([1, 2, 4])),
+    )
     layout = PageLayout(
         page_size=data.draw(st.sampled_from([1, 2, 4, 8])),
         sink_pages=data.draw(st.integers(0, 2)),
@@ -125,7 +140,9 @@ def test_decode_equals_the_loop_on_any_layout(data):
     )
     rows = [(data.draw(st.integers(0, 6)), data.draw(st.integers(1, 40))) for _ in range(B)]
     start, length = (torch.tensor(x) for x in zip(*rows, strict=True))
-    top_k = torch.tensor([data.draw(st.integers(0, 8) | st.just(ALL_PAGES)) for _ in rows], dtype=torch.int32)
+    top_k = torch.tensor(
+        [data.draw(st.integers(0, 8) | st.just(ALL_PAGES)) for _ in rows], dtype=torch.int32
+    )
     S = int((start + length).max()) + data.draw(st.integers(0, 5))
     q, k, v = cache(B, K * G, K, S, 4, seed=data.draw(st.integers(0, 2**31)))
     k, v = poison((k, v), start, length)
@@ -135,7 +152,9 @@ def test_decode_equals_the_loop_on_any_layout(data):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
-BUDGETS = torch.tensor([0, 640], dtype=torch.int32)  # nothing by score, and two and a half times the pages
+BUDGETS = torch.tensor(
+    [0, 640], dtype=torch.int32
+)  # nothing by score, and two and a half times the pages
 
 
 def by_kv_head(x, head):
@@ -153,7 +172,9 @@ def test_each_kv_head_keeps_its_budget(top_k):
     own = {0: (0, 0), 1: (0, 3), 3: (0, 8), 40: (0, 100), ALL_PAGES: (ALL_PAGES, ALL_PAGES)}[top_k]
     for head, pages in enumerate(own):
         of_head = (by_kv_head(q[:, :, 0], head), k[:, head : head + 1], v[:, head : head + 1])
-        expected = attend_rows(*of_head, start, length, torch.full_like(top, pages), layout, 8**-0.5)
+        expected = attend_rows(
+            *of_head, start, length, torch.full_like(top, pages), layout, 8**-0.5
+        )
         torch.testing.assert_close(by_kv_head(out, head), expected, rtol=0, atol=1e-12)
 
 
@@ -162,9 +183,14 @@ def test_budgets_of_other_heads_are_refused():
     one, options = torch.tensor([40]), dict(layout=PageLayout(), head_budgets_K=BUDGETS[:1])
     for refused in (
         lambda: decode(q[:, :, 0], k, v, None, one, one, **options),
-        lambda: teacher_forced(q, k, v, one * 0, one, one, torch.zeros(1, 40, dtype=torch.long), **options),
+        lambda: teacher_forced(
+            q, k, v, one * 0, one, one, torch.zeros(1, 40, dtype=torch.long), **options
+        ),
     ):
-        with pytest.raises(ValueError, match=r"head_budgets_K must be contiguous int32 \[2\] on cpu, got torch.int32"):
+        with pytest.raises(
+            ValueError,
+            match=r"head_budgets_K must be contiguous int32 \[2\] on cpu, got torch.int32",
+        ):
             refused()
 
 
@@ -173,7 +199,9 @@ def test_no_start_means_column_zero():
     q, k, v = cache(2, 4, 2, 60, 8)
     arguments = dict(length_B=length, top_k_B=torch.tensor([1, 0]), layout=PageLayout())
     without = decode(q[:, :, 0], k, v, None, **arguments)
-    assert torch.equal(without, decode(q[:, :, 0], k, v, torch.zeros(2, dtype=torch.long), **arguments))
+    assert torch.equal(
+        without, decode(q[:, :, 0], k, v, torch.zeros(2, dtype=torch.long), **arguments)
+    )
 
 
 def test_a_page_that_is_left_out_is_not_read():
@@ -186,7 +214,9 @@ def test_a_page_that_is_left_out_is_not_read():
     for page in range(7):
         changed = v.clone()
         changed[:, :, page * 16 : page * 16 + 16] += 1.0
-        assert torch.equal(decode(q, k, changed, None, length, top_k, layout=layout), out) == (page not in read)
+        assert torch.equal(decode(q, k, changed, None, length, top_k, layout=layout), out) == (
+            page not in read
+        )
 
 
 def test_whole_pages_that_are_never_read_may_hold_anything():
@@ -198,7 +228,8 @@ def test_whole_pages_that_are_never_read_may_hold_anything():
 
 
 def test_decode_in_bfloat16_errs_no_more_than_bfloat16_rounding():
-    """q, k, a logit, a weight, their sum and the output are each rounded once at most, by u = 2**-8 relatively.
+    """q, k, a logit, a weight, their sum and the output are each rounded once at most, by u = 2**-8
+    relatively.
 
     A logit is then off by at most delta = 3 u scale sum_d |q_d k_d|, a weight by a factor within
     exp(2 delta + 2 u), the output by one more u.
@@ -212,12 +243,23 @@ def test_decode_in_bfloat16_errs_no_more_than_bfloat16_rounding():
     assert out.dtype == torch.bfloat16
     for b in range(5):
         own = slice(int(start[b]), int(start[b] + length[b]))
-        expected, weights, _ = attend(q[b], k[b, :, own], v[b, :, own], int(top_k[b]), layout, D**-0.5)
+        expected, weights, _ = attend(
+            q[b], k[b, :, own], v[b, :, own], int(top_k[b]), layout, D**-0.5
+        )
         for h, weight in enumerate(weights):
-            key, value, tokens = k[b, h // 2, own].double(), v[b, h // 2, own].double(), list(weight)
+            key, value, tokens = (
+                k[b, h // 2, own].double(),
+                v[b, h // 2, own].double(),
+                list(weight),
+            )
             delta = 3 * u * D**-0.5 * float((q[b, h].double() * key[tokens]).abs().sum(-1).max())
-            spread = (torch.tensor(list(weight.values()), dtype=torch.float64)[:, None] * value[tokens].abs()).sum(0)
-            assert ((out[b, h].double() - expected[h]).abs() <= math.expm1(2 * delta + 3 * u) * spread).all()
+            spread = (
+                torch.tensor(list(weight.values()), dtype=torch.float64)[:, None]
+                * value[tokens].abs()
+            ).sum(0)
+            assert (
+                (out[b, h].double() - expected[h]).abs() <= math.expm1(2 * delta + 3 * u) * spread
+            ).all()
             assert delta < 0.1, "or the bound would forgive a wrong page"
 
 
@@ -232,7 +274,9 @@ def test_under_autocast_decode_and_teacher_forcing_read_what_the_cast_inputs_say
         return step, teacher_forced(q, k, v, start, length, prompt, top_k, layout=layout)
 
     with torch.autocast("cpu", torch.bfloat16):
-        found = both(q, k, v.bfloat16())  # as a model has them where its positions are turned in float32
+        found = both(
+            q, k, v.bfloat16()
+        )  # as a model has them where its positions are turned in float32
     for out, expected in zip(found, both(*(x.bfloat16() for x in (q, k, v))), strict=True):
         assert torch.equal(out, expected)
 
@@ -240,16 +284,25 @@ def test_under_autocast_decode_and_teacher_forcing_read_what_the_cast_inputs_say
 # --- teacher forcing ---
 
 T = 45
-START, LENGTH, PROMPT = torch.tensor([0, 5, 13]), torch.tensor([45, 39, 30]), torch.tensor([9, 1, 21])
+START, LENGTH, PROMPT = (
+    torch.tensor([0, 5, 13]),
+    torch.tensor([45, 39, 30]),
+    torch.tensor([9, 1, 21]),
+)
 
 
 def step_by_step(q_BHTD, k_BKTD, v_BKTD, top_k_BT, layout, budgets=None):
-    """Decode the t-th token of every row that has one, for every t; prompt positions read everything."""
+    """Decode the t-th token of every row that has one, for every t; prompt positions read
+    everything.
+    """
     out = torch.zeros_like(q_BHTD)
     for t in range(int(LENGTH.max())):
         row = (t < LENGTH).nonzero()[:, 0]
         column = START[row] + t
-        length, pages = torch.full_like(row, t + 1), torch.where(t < PROMPT[row], ALL_PAGES, top_k_BT[row, column])
+        length, pages = (
+            torch.full_like(row, t + 1),
+            torch.where(t < PROMPT[row], ALL_PAGES, top_k_BT[row, column]),
+        )
         q_BHD, k_BKSD, v_BKSD = q_BHTD[row, :, column], k_BKTD[row], v_BKTD[row]
         out[row, :, column] = decode(
             q_BHD, k_BKSD, v_BKSD, START[row], length, pages, layout=layout, head_budgets_K=budgets
@@ -267,7 +320,9 @@ def test_teacher_forced_equals_decoding_position_by_position(heads, pages):
     out = teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout=layout)
     expected = step_by_step(q, k, v, top_k, layout)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    dense = teacher_forced(q, k, v, START, LENGTH, PROMPT, torch.full((3, T), ALL_PAGES), layout=layout)
+    dense = teacher_forced(
+        q, k, v, START, LENGTH, PROMPT, torch.full((3, T), ALL_PAGES), layout=layout
+    )
     assert ((out - dense).abs().max() > 0.05) == (pages != ALL_PAGES)
 
 
@@ -277,7 +332,9 @@ def test_teacher_forced_takes_page_counts_per_column_and_any_query_chunk():
     top_k = torch.arange(T).expand(3, T) // 10 + torch.arange(3)[:, None]
     expected = step_by_step(q, k, v, top_k, layout)
     for query_chunk in (1, 13, T, 256):
-        out = reference.teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout, 8**-0.5, query_chunk)
+        out = reference.teacher_forced(
+            q, k, v, START, LENGTH, PROMPT, top_k, layout, 8**-0.5, query_chunk
+        )
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
@@ -285,8 +342,12 @@ def test_teacher_forced_follows_budgets_as_decoding_does():
     layout = PageLayout(page_size=4)
     q, k, v = poison(cache(3, 4, 2, T, 8), START, LENGTH)
     top_k = torch.arange(T).expand(3, T) // 10 + torch.arange(3)[:, None]
-    out = teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout=layout, head_budgets_K=BUDGETS)
-    torch.testing.assert_close(out, step_by_step(q, k, v, top_k, layout, BUDGETS), rtol=0, atol=1e-12)
+    out = teacher_forced(
+        q, k, v, START, LENGTH, PROMPT, top_k, layout=layout, head_budgets_K=BUDGETS
+    )
+    torch.testing.assert_close(
+        out, step_by_step(q, k, v, top_k, layout, BUDGETS), rtol=0, atol=1e-12
+    )
     even = teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout=layout)
     assert all((by_kv_head(out - even, head).abs().amax() > 0.05) for head in range(2))
 
@@ -295,7 +356,9 @@ def test_prompt_attends_like_dense_causal_attention():
     q, k, v = cache(2, 4, 2, 70, 8)
     start, length = torch.tensor([0, 0]), torch.tensor([70, 70])
     top_k = torch.zeros(2, 70, dtype=torch.long)
-    out = teacher_forced(q, k, v, start, length, torch.tensor([70, 66]), top_k, layout=PageLayout(page_size=8))
+    out = teacher_forced(
+        q, k, v, start, length, torch.tensor([70, 66]), top_k, layout=PageLayout(page_size=8)
+    )
     logits = 8**-0.5 * q @ k.repeat_interleave(2, 1).mT
     logits = logits.masked_fill(torch.ones(70, 70, dtype=torch.bool).triu(1), -math.inf)
     dense = logits.softmax(-1) @ v.repeat_interleave(2, 1)
@@ -359,10 +422,28 @@ def test_shapes_that_do_not_belong_together(q, k, v):
         decode(q_BHD, k_BKSD, v_BKSD, start, length, length, layout=PageLayout())
     with pytest.raises(ValueError, match=message):
         q_BHTD = q_BHD[:, :, None].expand(-1, -1, S, -1)
-        teacher_forced(q_BHTD, k_BKSD, v_BKSD, start, length, length, length[:, None].expand(B, S), layout=PageLayout())
+        teacher_forced(
+            q_BHTD,
+            k_BKSD,
+            v_BKSD,
+            start,
+            length,
+            length,
+            length[:, None].expand(B, S),
+            layout=PageLayout(),
+        )
 
 
 def test_teacher_forcing_refuses_a_cache():
     q, k, length = torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 9, 4), torch.tensor([5])
     with pytest.raises(ValueError, match="teacher forcing runs without a cache: 5 queries, 9 keys"):
-        teacher_forced(q, k, k, length * 0, length, length, torch.zeros(1, 5, dtype=torch.long), layout=PageLayout())
+        teacher_forced(
+            q,
+            k,
+            k,
+            length * 0,
+            length,
+            length,
+            torch.zeros(1, 5, dtype=torch.long),
+            layout=PageLayout(),
+        )

@@ -13,7 +13,12 @@ STATES = {"qwen3-1.7b": [(64, 320), (8, 1024), (1, 1024), (1, 30000)], "qwen3-8b
     [
         ([], "qwen3-1.7b", STATES["qwen3-1.7b"], "name_qwen3-1.7b.json"),
         (["--sequences", "1", "8"], "qwen3-1.7b", STATES["qwen3-1.7b"][1:], "name_qwen3-1.7b.json"),
-        (["--shape", "qwen3-8b", "--out", "other.json"], "qwen3-8b", STATES["qwen3-8b"], "other.json"),
+        (
+            ["--shape", "qwen3-8b", "--out", "other.json"],
+            "qwen3-8b",
+            STATES["qwen3-8b"],
+            "other.json",
+        ),
     ],
 )
 def test_the_states_that_a_script_measures(arguments, shape, states, file, monkeypatch):

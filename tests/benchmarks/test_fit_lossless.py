@@ -15,7 +15,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 H200 = MACHINES["h200"]
 ENGINE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)  # what was measured returned no lists
 MISSED = {("qwen3-4b", 24, 30_000), ("qwen3-8b", 24, 30_000)}
-"""States of the last run in which a dense step of stock vLLM took 9 and 8 % longer than predicted."""
+"""States of the last run in which a dense step of stock vLLM took 9 and 8 % longer than predicted.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +29,29 @@ def fit():
 def test_the_fit_recovers_what_it_was_given(fit):
     truth = Cycle(20e-6, 0.5, 5e-6, 0.8)
     cycles = [
-        {"shape": shape, "batch": batch, "length": 3000, "pages": 61, "drafts": drafts, "draft_weights": weights}
+        {
+            "shape": shape,
+            "batch": batch,
+            "length": 3000,
+            "pages": 61,
+            "drafts": drafts,
+            "draft_weights": weights,
+        }
         for shape, batch, drafts, weights in (
-            ("qwen3-1.7b", 64, 8, "auto"), ("qwen3-8b", 48, 4, "auto"), ("qwen3-8b", 8, 12, "auto"),
-            ("qwen3-8b", 48, 4, "fp8"), ("qwen3-1.7b", 8, 4, "fp8"),
+            ("qwen3-1.7b", 64, 8, "auto"),
+            ("qwen3-8b", 48, 4, "auto"),
+            ("qwen3-8b", 8, 12, "auto"),
+            ("qwen3-8b", 48, 4, "fp8"),
+            ("qwen3-1.7b", 8, 4, "fp8"),
         )
-    ]  # fmt: skip
+    ]
     for cycle in cycles:
         cycle["ms"] = 1e3 * fit.cycle_seconds(cycle, H200, truth)
     assert astuple(fit.fit_cycles(cycles, H200)) == pytest.approx(astuple(truth))
-    fast = [{**cycle, "ms": 0.9e3 * fit.cycle_seconds(cycle, H200, Cycle(0.0, np.inf))} for cycle in cycles]
+    fast = [
+        {**cycle, "ms": 0.9e3 * fit.cycle_seconds(cycle, H200, Cycle(0.0, np.inf))}
+        for cycle in cycles
+    ]
     with np.errstate(divide="ignore"):
         assert fit.fit_cycles(fast, H200) == Cycle(0.0, np.inf), "no constant is below zero"
 
@@ -45,29 +59,44 @@ def test_the_fit_recovers_what_it_was_given(fit):
 def test_the_shipped_constants_predict_every_cycle_that_was_measured(fit):
     cycles = fit.measured()
     assert len(cycles) == 81 and {"qwen3-1.7b", "qwen3-8b"} <= {cycle["shape"] for cycle in cycles}
-    assert max(map(abs, fit.errors(cycles))) < 0.05, "fit them again: python benchmarks/fit_lossless.py"
+    assert max(map(abs, fit.errors(cycles))) < 0.05, (
+        "fit them again: python benchmarks/fit_lossless.py"
+    )
     assert astuple(fit.fit_cycles(cycles, H200)) == pytest.approx(astuple(CYCLE_H200), rel=0.1)
 
 
 def speedups(fit, name):
-    """State, then the predicted and the measured speed-up over stock, for each fixed number of drafts of a run."""
+    """State, then the predicted and the measured speed-up over stock, for each fixed number of
+    drafts of a run.
+    """
     stock, lossless = (
-        json.loads((BENCHMARKS / "results" / f"lossless_{name}{end}.json").read_text()) for end in ("_stock", "")
+        json.loads((BENCHMARKS / "results" / f"lossless_{name}{end}.json").read_text())
+        for end in ("_stock", "")
     )
     dense, shape = {(p["batch"], p["length"]): p["ms"] for p in stock["points"]}, lossless["shape"]
     stored = lossless["decoding"]["draft_schedule"].get("landmark_dtype", "auto")
     for point in lossless["points"]:
         batch, length, tokens = point["batch"], point["length"], point["tokens_per_cycle"]
         if isinstance(point["drafts"], int) and point["drafts"]:
-            cycle_s = fit.cycle_seconds({"shape": shape, "landmark_dtype": stored, **point}, H200, CYCLE_H200)
+            cycle_s = fit.cycle_seconds(
+                {"shape": shape, "landmark_dtype": stored, **point}, H200, CYCLE_H200
+            )
             dense_s = decode_step(SHAPES[shape], H200, [length] * batch, None, ENGINE).seconds
-            yield (shape, batch, length), dense_s * tokens / cycle_s, dense[batch, length] * tokens / point["ms"]
+            yield (
+                (shape, batch, length),
+                dense_s * tokens / cycle_s,
+                dense[batch, length] * tokens / point["ms"],
+            )
 
 
-@pytest.mark.parametrize("name", ["qwen3-1.7b_points", "qwen3-8b_earlier", "qwen3-1.7b", "qwen3-14b"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-1.7b_points", "qwen3-8b_earlier", "qwen3-1.7b", "qwen3-14b"]
+)
 def test_the_measured_speedups_over_stock_are_predicted(fit, name):
     found = list(speedups(fit, name))
-    assert [predicted for _, predicted, _ in found] == pytest.approx([measured for *_, measured in found], rel=0.08)
+    assert [predicted for _, predicted, _ in found] == pytest.approx(
+        [measured for *_, measured in found], rel=0.08
+    )
     assert len(found) >= 6
 
 

@@ -1,5 +1,5 @@
-"""What the benchmark of short contexts makes of the steps of three engines, on a clock that the test moves. The engines
-are objects of this process."""
+"""What the benchmark of short contexts makes of the steps of three engines, on a clock that the
+test moves. The engines are objects of this process."""
 
 import importlib
 from collections import Counter
@@ -22,7 +22,9 @@ def short():
 
 
 class Bench:
-    """Results come one step late: after a pause the first is there at once, and the GPU has nothing to do at first."""
+    """Results come one step late: after a pause the first is there at once, and the GPU has nothing
+    to do at first.
+    """
 
     def __init__(self, clock, step_s, restart_s):
         self.clock, self.step_s, self.restart_s = clock, step_s, restart_s
@@ -35,7 +37,9 @@ class Bench:
 
     def step(self):
         self.since_pause += 1
-        self.clock.now += [0.0, self.restart_s][self.since_pause - 1] if self.since_pause <= 2 else self.step_s
+        self.clock.now += (
+            [0.0, self.restart_s][self.since_pause - 1] if self.since_pause <= 2 else self.step_s
+        )
         self.cleared.append(self.scheduler._last is None)
         self.scheduler._last = "a step"
         for request in self.running:
@@ -74,11 +78,20 @@ def engines(short, monkeypatch):
     monkeypatch.setattr(short, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
     monkeypatch.setattr(short, "begin", lambda bench, _: bench.step())
     monkeypatch.setattr(short, "accept", lambda bench, rate: setattr(bench, "rate", rate))
-    monkeypatch.setattr(short, "abandon", lambda bench, _: bench.spent.update(schedule=6e-6, steps=2))
+    monkeypatch.setattr(
+        short, "abandon", lambda bench, _: bench.spent.update(schedule=6e-6, steps=2)
+    )
     monkeypatch.setattr(short, "scheduler", lambda bench: bench.scheduler)
-    monkeypatch.setattr(short, "generated", lambda bench: sum(r.num_output_tokens for r in bench.running))
-    monkeypatch.setattr(short, "clock_parts", lambda _: Counter({"schedule": 7.0}))  # before the state
-    pools = {name: InThisProcess(short.Engine(bench, name == "lossless")) for name, bench in benches.items()}
+    monkeypatch.setattr(
+        short, "generated", lambda bench: sum(r.num_output_tokens for r in bench.running)
+    )
+    monkeypatch.setattr(
+        short, "clock_parts", lambda _: Counter({"schedule": 7.0})
+    )  # before the state
+    pools = {
+        name: InThisProcess(short.Engine(bench, name == "lossless"))
+        for name, bench in benches.items()
+    }
     for pool in pools.values():
         pool.engine.bench.spent = pool.engine.spent
     return pools
@@ -88,17 +101,28 @@ def test_the_ratio_leaves_out_what_pauses_cost(short, engines, monkeypatch):
     monkeypatch.setattr(short, "TURN_S", 0.1)
     monkeypatch.setattr(short, "GROWTH", 512)
     result = short.side_by_side(engines, ROWS, 1024, None)
-    assert result["host_us"]["stock"] == pytest.approx({**dict.fromkeys(short.PARTS, 0.0), "schedule": 3.0})
+    assert result["host_us"]["stock"] == pytest.approx(
+        {**dict.fromkeys(short.PARTS, 0.0), "schedule": 3.0}
+    )
     assert result["control"] == pytest.approx([0.8] * 3)
-    assert result["tokens_per_s"] == pytest.approx({"stock": ROWS / 0.010, "lossless": 500, "control": 320})
-    of_both = [sum(turn[i] for name in ("stock", "control") for turn in result["turns"][name]) for i in range(4)]
+    assert result["tokens_per_s"] == pytest.approx(
+        {"stock": ROWS / 0.010, "lossless": 500, "control": 320}
+    )
+    of_both = [
+        sum(turn[i] for name in ("stock", "control") for turn in result["turns"][name])
+        for i in range(4)
+    ]
     assert result["ratio"] == pytest.approx([500 * of_both[1] / of_both[0]] * 3, rel=0.01)
     assert 320 < of_both[0] / of_both[1] < 400
     ours = [sum(turn[i] for turn in result["turns"]["lossless"]) for i in range(4)]
     assert result["with_pauses"] == pytest.approx(ours[2] / ours[3] * of_both[3] / of_both[2])
-    assert result["with_pauses"] < 0.96 * result["ratio"][0]  # a turn of ours begins with 48 ms more
+    assert (
+        result["with_pauses"] < 0.96 * result["ratio"][0]
+    )  # a turn of ours begins with 48 ms more
     assert max(result["grown"].values()) == 512
-    assert all(one[0] < one[2] and one[1] < one[3] for turns in result["turns"].values() for one in turns)
+    assert all(
+        one[0] < one[2] and one[1] < one[3] for turns in result["turns"].values() for one in turns
+    )
 
 
 def test_turns_end_after_some_seconds_if_growing_takes_longer(short, engines, monkeypatch):
@@ -120,12 +144,17 @@ def test_sequences_grow_by_no_more_than_the_smallest_cache_and_the_context_hold(
 @pytest.mark.parametrize(("rate", "numbers"), [(None, (0,)), (0.9, (0, 4))])
 def test_each_state_begins_with_nothing_known(short, engines, monkeypatch, rate, numbers):
     monkeypatch.setattr(short, "GROWTH", 64)
-    short.side_by_side(engines, ROWS, 1024, None)  # without drafts, after which they are chosen again
+    short.side_by_side(
+        engines, ROWS, 1024, None
+    )  # without drafts, after which they are chosen again
     bench = engines["lossless"].engine.bench
     before = bench.scheduler.draft_length
     bench.step = lambda: (Bench.step(bench), bench.scheduler.draft_length.chosen.__setitem__(0, 5))
     result = short.side_by_side(engines, ROWS, 1024, rate)
-    assert bench.scheduler.draft_length is not before and bench.scheduler.draft_length.choices == numbers
+    assert (
+        bench.scheduler.draft_length is not before
+        and bench.scheduler.draft_length.choices == numbers
+    )
     assert result["cycles_by_drafts"] == {0: 5} and getattr(bench, "rate", None) == rate
     assert not hasattr(engines["stock"].engine.bench, "rate")
 

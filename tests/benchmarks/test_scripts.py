@@ -1,4 +1,6 @@
-"""Every script starts, whatever machine it measures, and the shapes that are measured are those that are priced."""
+"""Every script starts, whatever machine it measures, and the shapes that are measured are those
+that are priced.
+"""
 
 import os
 import subprocess
@@ -29,8 +31,12 @@ def test_a_script_explains_itself(name):
         if module in text and find_spec(module) is None:
             pytest.skip(f"no {module}")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, script, "--help"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and text.split('"""')[1].splitlines()[0] in done.stdout, done.stderr[-2000:]
+    done = subprocess.run(
+        [sys.executable, script, "--help"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and text.split('"""')[1].splitlines()[0] in done.stdout, (
+        done.stderr[-2000:]
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -39,4 +45,8 @@ def test_a_measured_shape_has_the_parameters_that_are_priced(name, monkeypatch):
     from common import qwen3
 
     found, priced = ModelShape.from_config(qwen3(name).to_dict()), SHAPES[name]
-    assert (found.weights, found.embedding, found.kv_width) == (priced.weights, priced.embedding, priced.kv_width)
+    assert (found.weights, found.embedding, found.kv_width) == (
+        priced.weights,
+        priced.embedding,
+        priced.kv_width,
+    )

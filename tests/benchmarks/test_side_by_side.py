@@ -1,4 +1,6 @@
-"""The comparison of two trees: each is timed by its own code, and a row that got slower is named. No GPU is needed."""
+"""The comparison of two trees: each is timed by its own code, and a row that got slower is named.
+No GPU is needed.
+"""
 
 import shutil
 import subprocess
@@ -39,8 +41,12 @@ def test_rows_that_got_slower_than_they_may_are_named(tmp_path):
     code, lines = compare(tmp_path, {128: 100.0, 80: 100.0}, {128: 103.0, 80: 124.0})
     assert code == 1
     assert [line.endswith("SLOWER") for line in lines] == [True, True, True, True, False]
-    assert lines[0].endswith("100.0    103.0 us  1.030  SLOWER") and lines[0].startswith("1 x 2, group 3, 4 pages ")
-    assert lines[-1].endswith("100.0    124.0 us  1.240") and lines[-1].startswith("Triton, head dim 80, pages of 16, ")
+    assert lines[0].endswith("100.0    103.0 us  1.030  SLOWER") and lines[0].startswith(
+        "1 x 2, group 3, 4 pages "
+    )
+    assert lines[-1].endswith("100.0    124.0 us  1.240") and lines[-1].startswith(
+        "Triton, head dim 80, pages of 16, "
+    )
 
 
 def test_bounds_differ_and_rows_of_one_tree_are_left_out(monkeypatch):

@@ -1,4 +1,6 @@
-"""docs/performance.md says what the JSON files of the benchmarks say, and the rollout traces are what it says."""
+"""docs/performance.md says what the JSON files of the benchmarks say, and the rollout traces are
+what it says.
+"""
 
 import importlib
 from pathlib import Path
@@ -34,7 +36,10 @@ def test_the_pages_have_every_table_as_the_files_have_it(tables):
 
 def test_a_traces_seconds_are_steps_at_the_mean_of_the_strata_and_the_joins(tables):
     states = [{"none": {"ms": 10.0}}, {"none": {"ms": 20.0}}]
-    run = {"join_ms": [1.0, 90.0, 4.0], "traces": {"3": {"steps": 100, "requests": 3, "states": states}}}
+    run = {
+        "join_ms": [1.0, 90.0, 4.0],
+        "traces": {"3": {"steps": 100, "requests": 3, "states": states}},
+    }
     assert tables.speed.trace_seconds(run, "3", "none") == pytest.approx(100 * 0.015 + 3 * 0.004)
 
 
@@ -43,13 +48,22 @@ def test_the_interval_of_a_speed_up_by_hand(tables):
         trace = {"steps": 1000, "requests": 0, "states": [{"none": {"ms": x}} for x in ms]}
         return {"join_ms": [5.0], "traces": {"9": trace}}
 
-    # Stock's less twice ours: 10, 0, -10. Both differences are 10, so the mean of three has a variance of 50 / 3; its
-    # root is 0.408 of the 10 s that ours takes. With 2 * 4 / 5 degrees of freedom its half width is 5.52 times as long.
-    assert tables.speed.speedup(run([30, 20, 10]), run([10, 10, 10]), "9", "none") == "2.00x [-0.25, 4.25]"
+    # Stock's less twice ours: 10, 0, -10. Both differences are 10, so the mean of three has a
+    # variance of 50 / 3; its root is 0.408 of the 10 s that ours takes. With 2 * 4 / 5 degrees of
+    # freedom its half width is 5.52 times as long.
+    assert (
+        tables.speed.speedup(run([30, 20, 10]), run([10, 10, 10]), "9", "none")
+        == "2.00x [-0.25, 4.25]"
+    )
     # Where every state is as much faster, there is nothing that other states could change.
-    assert tables.speed.speedup(run([30, 20, 10]), run([15, 10, 5]), "9", "none") == "2.00x [2.00, 2.00]"
+    assert (
+        tables.speed.speedup(run([30, 20, 10]), run([15, 10, 5]), "9", "none")
+        == "2.00x [2.00, 2.00]"
+    )
     # 20 s and 10 s, and 10 s more of each.
-    assert tables.speed.speedup(run([20, 20]), run([10, 10]), "9", "none", 10) == "1.50x [1.50, 1.50]"
+    assert (
+        tables.speed.speedup(run([20, 20]), run([10, 10]), "9", "none", 10) == "1.50x [1.50, 1.50]"
+    )
 
 
 def test_a_number_changed_in_the_page_is_noticed(tables):
@@ -79,5 +93,7 @@ def test_every_token_of_a_trace_is_generated_once(trace, requests):
     assert max(lengths.max() + steps for steps, lengths, _ in spans) == trace.PROMPT + trace.CUTOFF
     assert max(len(lengths) for _, lengths, _ in spans) == 64
     means = [lengths.sum() for _, lengths in trace.states(spans, 2000)]
-    held = sum(steps * (lengths.sum() + len(lengths) * (steps - 1) / 2) for steps, lengths, _ in spans)
+    held = sum(
+        steps * (lengths.sum() + len(lengths) * (steps - 1) / 2) for steps, lengths, _ in spans
+    )
     assert np.mean(means) == pytest.approx(held / sum(steps for steps, _, _ in spans), rel=2e-3)

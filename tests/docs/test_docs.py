@@ -24,7 +24,9 @@ PAGES = sorted(p.name for p in DOCS.glob("*.md") if "```python" in p.read_text(e
 
 @pytest.mark.parametrize("page", PAGES)
 def test_python_blocks_run(page):
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), flags=re.S)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), flags=re.S
+    )
     subprocess.run([sys.executable, "-c", "\n".join(blocks)], check=True)
 
 
@@ -42,28 +44,50 @@ PREPARE = {
 
 @pytest.mark.parametrize("mark", PREPARE)
 def test_readme_examples_run_as_printed(mark, tmp_path):
-    """On a random model of the shape that the published schedule is for, under the name that the example gives."""
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS.parent / "README.md").read_text(encoding="utf-8"), flags=re.S)
+    """On a random model of the shape that the published schedule is for, under the name that the
+    example gives.
+    """
+    blocks = re.findall(
+        r"```python\n(.*?)```", (DOCS.parent / "README.md").read_text(encoding="utf-8"), flags=re.S
+    )
     (block,) = (block for block in blocks if mark in block)
     assert len(blocks) == len(PREPARE)
     if "from vllm" in block:
         pytest.importorskip("vllm.version")
     folder, tokenizer = tmp_path / "Qwen" / "Qwen3-4B", build_tokenizer()
     model = tiny_model(
-        vocab_size=len(tokenizer), num_hidden_layers=36, hidden_size=32, head_dim=64, num_attention_heads=4
+        vocab_size=len(tokenizer),
+        num_hidden_layers=36,
+        hidden_size=32,
+        head_dim=64,
+        num_attention_heads=4,
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    code = textwrap.dedent(PREPARE[mark]) + block + "\nimport sparrow\nprint('ran with', sparrow.__file__)"
-    quiet = {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
-        "TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0", "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": discoverable(tmp_path),
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, **quiet}, capture_output=True, text=True
+    code = (
+        textwrap.dedent(PREPARE[mark])
+        + block
+        + "\nimport sparrow\nprint('ran with', sparrow.__file__)"
     )
-    assert done.returncode == 0 and "ran with" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
+    quiet = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_USE_AOT_COMPILE": "0",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": discoverable(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, **quiet},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "ran with" in done.stdout, (
+        done.stdout[-2000:] + done.stderr[-3000:]
+    )
 
 
 def test_the_command_line_page_says_what_the_commands_say():
@@ -79,15 +103,23 @@ def test_examples_of_every_form_of_text_are_read(monkeypatch, tmp_path):
     """The table of forms: each example means what the row says."""
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
     lines = page.partition("## `sparrow demo`")[0].splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in lines if line.startswith("|") and "`" in line]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:3]]
+        for line in lines
+        if line.startswith("|") and "`" in line
+    ]
     forms: dict[str, list[str]] = {}
     form = ""
     for name, examples in rows:
         form = name or form
         forms.setdefault(form, []).extend(re.findall(r"`(.*?)`", examples))
     assert {form: len(examples) for form, examples in forms.items()} == {
-        "a schedule": 6, "a task": 3, "a dataset": 2, "a reward": 1, "an engine": 5,
-    }  # fmt: skip
+        "a schedule": 6,
+        "a task": 3,
+        "a dataset": 2,
+        "a reward": 1,
+        "an engine": 5,
+    }
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "schedule.json").write_text('{"top_k": [7]}')
@@ -98,7 +130,9 @@ def test_examples_of_every_form_of_text_are_read(monkeypatch, tmp_path):
     (tmp_path / "my_rewards.py").write_text("def judge(response, answer): return 1.0\n")
     (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
     top_k = [
-        SparsitySchedule.load(text.removeprefix("auto:")).top_k[0] for text in forms["a schedule"] if text != "auto"
+        SparsitySchedule.load(text.removeprefix("auto:")).top_k[0]
+        for text in forms["a schedule"]
+        if text != "auto"
     ]
     assert top_k == [ALL_PAGES, 64, 29, 7, 64]
     tasks = [load_task_spec(text) for text in forms["a task"]]
@@ -108,5 +142,7 @@ def test_examples_of_every_form_of_text_are_read(monkeypatch, tmp_path):
     judged = load_problems(None, forms["a dataset"][:1], tokenizer, reward=forms["a reward"][0])
     assert judged.problem(0).verify("anything") == 1.0
     assert [parse_spec(text)[1] for text in forms["an engine"][:3]] == [
-        {}, {}, {"gpu_memory_utilization": 0.5, "max_model_len": 4096},
-    ]  # fmt: skip
+        {},
+        {},
+        {"gpu_memory_utilization": 0.5, "max_model_len": 4096},
+    ]

@@ -27,7 +27,10 @@ def prompts(lengths=LENGTHS, seed=0):
 
 def left_padded(rows):
     longest = max(len(r) for r in rows)
-    ids, mask = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), longest, dtype=torch.long)
+    ids, mask = (
+        torch.zeros(len(rows), longest, dtype=torch.long),
+        torch.zeros(len(rows), longest, dtype=torch.long),
+    )
     for i, row in enumerate(rows):
         ids[i, longest - len(row) :], mask[i, longest - len(row) :] = row, 1
     return ids, mask
@@ -35,9 +38,16 @@ def left_padded(rows):
 
 def greedy(model, ids, mask, **kwargs):
     out = model.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=0,
-        return_dict_in_generate=True, output_logits=True, **kwargs,
-    )  # fmt: skip
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=STEPS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **kwargs,
+    )
     return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, 1).log_softmax(-1)
 
 
@@ -49,7 +59,9 @@ def test_budget_that_covers_everything_equals_dense_generate(architecture, cache
     dense_tokens, dense_logp = greedy(model, ids, mask, cache_implementation=cache)
     set_schedule(model, SparsitySchedule.dense())
     tokens, logp = greedy(model, ids, mask, cache_implementation=cache)
-    assert next(m.sparrow for m in model.modules() if hasattr(m, "sparrow")).sparse_calls == 2 * (STEPS - 1)
+    assert next(m.sparrow for m in model.modules() if hasattr(m, "sparrow")).sparse_calls == 2 * (
+        STEPS - 1
+    )
     assert torch.equal(tokens, dense_tokens)
     assert (logp - dense_logp).abs().max() < 1e-5
 
@@ -64,7 +76,9 @@ def test_teacher_forced_equals_step_by_step(architecture, pages):
     schedule = SparsitySchedule(top_k=(pages, pages + 1), bin_tokens=144, dense_layers=(0,))
     set_schedule(model, schedule)
     tokens, stepwise = greedy(model, ids, mask)
-    assert (stepwise - dense_logp).abs().max() > 0.05, "the schedule must bite, or this test shows nothing"
+    assert (stepwise - dense_logp).abs().max() > 0.05, (
+        "the schedule must bite, or this test shows nothing"
+    )
     full, full_mask = torch.cat([ids, tokens], 1), torch.cat([mask, torch.ones_like(tokens)], 1)
     with torch.no_grad(), teacher_forced(model, [len(r) for r in rows]):
         positions = (full_mask.cumsum(1) - 1).clamp(min=0)
@@ -73,11 +87,17 @@ def test_teacher_forced_equals_step_by_step(architecture, pages):
     assert (forced - stepwise).abs().max() < 1e-4
     for i, row in enumerate(rows):  # each row alone, without padding
         with torch.no_grad(), teacher_forced(model, [len(row)]):
-            alone = model(input_ids=torch.cat([row, tokens[i]])[None]).logits[0, len(row) - 1 : -1].log_softmax(-1)
+            alone = (
+                model(input_ids=torch.cat([row, tokens[i]])[None])
+                .logits[0, len(row) - 1 : -1]
+                .log_softmax(-1)
+            )
         assert (alone - stepwise[i]).abs().max() < 1e-4
 
 
-UNEVEN = SparsitySchedule.fixed(2, dense_layers=(0,), head_budgets=((1, 1), (0, 3), (1.5, 0.5), (0.5, 0.5)))
+UNEVEN = SparsitySchedule.fixed(
+    2, dense_layers=(0,), head_budgets=((1, 1), (0, 3), (1.5, 0.5), (0.5, 0.5))
+)
 
 
 @pytest.mark.slow
@@ -90,11 +110,15 @@ def test_engine_follows_budgets_of_layers_and_kv_heads():
     # Pages by score: 0 and 6, 3 and 1, 1 and 1; three more are always read.
     held = np.concatenate([np.arange(len(row) + 1, len(row) + 30) for row in rows])
     read = sum(np.minimum(held, 16 * pages) for pages in (3, 9, 6, 4, 4, 4)) / 2 + held
-    assert counters.tokens_held == 4 * held.sum() and abs(counters.tokens_read - read.sum()) <= 29 / 2  # of a step: 1/2
+    assert (
+        counters.tokens_held == 4 * held.sum() and abs(counters.tokens_read - read.sum()) <= 29 / 2
+    )  # of a step: 1/2
 
     def gap(budgets):
         scores = engine.score(rollouts, UNEVEN.replace(head_budgets=budgets), 0.8)
-        return max(np.abs(s.logprobs - r.logprobs).max() for s, r in zip(scores, rollouts, strict=True))
+        return max(
+            np.abs(s.logprobs - r.logprobs).max() for s, r in zip(scores, rollouts, strict=True)
+        )
 
     assert gap(UNEVEN.head_budgets) < 1e-4
     assert min(gap(()), gap(tuple(row[::-1] for row in UNEVEN.head_budgets))) > 0.05
@@ -106,7 +130,9 @@ def test_budgets_of_another_model_are_refused():
 
 
 def test_drafts_with_weights_of_their_own_are_refused():
-    with pytest.raises(ConfigError, match=r"draft_weights is 'fp8', but .*; leave draft_weights out, or take"):
+    with pytest.raises(
+        ConfigError, match=r"draft_weights is 'fp8', but .*; leave draft_weights out, or take"
+    ):
         HFEngine(tiny_model(), Decoding.lossless("fixed:2", draft_weights="fp8"), eos_ids=[])
 
 
@@ -120,8 +146,12 @@ def test_padding_and_static_cache_change_nothing():
     static_tokens, static_logp = greedy(model, ids, mask, cache_implementation="static")
     assert torch.equal(tokens, static_tokens) and (logp - static_logp).abs().max() < 1e-4
     for i, row in enumerate(rows):
-        alone_tokens, alone_logp = greedy(model, row[None], torch.ones(1, len(row), dtype=torch.long))
-        assert torch.equal(alone_tokens[0], tokens[i]) and (alone_logp[0] - logp[i]).abs().max() < 1e-4
+        alone_tokens, alone_logp = greedy(
+            model, row[None], torch.ones(1, len(row), dtype=torch.long)
+        )
+        assert (
+            torch.equal(alone_tokens[0], tokens[i]) and (alone_logp[0] - logp[i]).abs().max() < 1e-4
+        )
 
 
 def test_training_and_prefill_stay_dense_without_a_switch():
@@ -143,7 +173,9 @@ def test_teacher_forced_gradients_survive_checkpointing_and_the_context():
         with teacher_forced(model, [40, 60]):
             loss = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)[:, :, 5].mean()
         loss.backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        gradients.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
     dense = tiny_model().train()
     dense(input_ids=ids).logits.log_softmax(-1)[:, :, 5].mean().backward()
     dense_gradient = torch.cat([p.grad.flatten() for p in dense.parameters() if p.grad is not None])
@@ -156,7 +188,9 @@ def test_as_many_sequences_are_decoded_together_as_have_so_many_tokens(decoded, 
     engine = HFEngine(tiny_model(), SparsitySchedule.fixed(2), eos_ids=[])
     seen, decode = [], engine._decode
     monkeypatch.setattr(hf, "DECODE_TOKENS", decoded)
-    monkeypatch.setattr(engine, "_decode", lambda rows, *rest: seen.append(len(rows)) or decode(rows, *rest))
+    monkeypatch.setattr(
+        engine, "_decode", lambda rows, *rest: seen.append(len(rows)) or decode(rows, *rest)
+    )
     rollouts = engine.generate([[3] * n for n in (20, 5, 20, 5, 5)], Sampling(max_new_tokens=4))
     assert seen == sizes and [len(r.prompt_ids) for r in rollouts] == [20, 5, 20, 5, 5]
 
@@ -182,17 +216,28 @@ def test_engine_samples_records_and_scores_the_same_distribution():
         np.testing.assert_allclose(s.logprobs, rollout.logprobs, atol=1e-4)
         np.testing.assert_allclose(s.top_logprobs, rollout.top_logprobs, atol=1e-4)
         ids = torch.tensor([list(rollout.prompt_ids) + rollout.response_ids.tolist()])
-        logp = (model(input_ids=ids).logits[0, len(rollout.prompt_ids) - 1 : -1] / 0.8).log_softmax(-1).detach()
-        np.testing.assert_allclose(d.logprobs, logp.gather(1, ids[0, len(rollout.prompt_ids) :, None])[:, 0], atol=1e-4)
+        logp = (
+            (model(input_ids=ids).logits[0, len(rollout.prompt_ids) - 1 : -1] / 0.8)
+            .log_softmax(-1)
+            .detach()
+        )
+        np.testing.assert_allclose(
+            d.logprobs, logp.gather(1, ids[0, len(rollout.prompt_ids) :, None])[:, 0], atol=1e-4
+        )
         np.testing.assert_allclose(d.entropy, -(logp.exp() * logp).sum(-1), atol=1e-4)
-    assert max(np.abs(d.logprobs - r.logprobs).max() for d, r in zip(dense, rollouts, strict=True)) > 0.05
+    assert (
+        max(np.abs(d.logprobs - r.logprobs).max() for d, r in zip(dense, rollouts, strict=True))
+        > 0.05
+    )
 
 
 def test_every_module_trains_again_after_sampling_if_it_did_before():
     model = tiny_model().train()
     model.model.layers[1].eval()
     training = [module.training for module in model.modules()]
-    HFEngine(model, SparsitySchedule.fixed(2), eos_ids=[]).generate([[1, 2, 3]], Sampling(max_new_tokens=2))
+    HFEngine(model, SparsitySchedule.fixed(2), eos_ids=[]).generate(
+        [[1, 2, 3]], Sampling(max_new_tokens=2)
+    )
     assert [module.training for module in model.modules()] == training
 
 
@@ -219,21 +264,30 @@ def test_update_weights_copies_by_name_and_refuses_strangers():
 
 def test_refusals_name_the_cause():
     with pytest.raises(UnsupportedModel, match=r"MistralForCausalLM.*sliding_attention.*64"):
-        small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=9)
+        small = dict(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=9,
+        )
         set_schedule(
             MistralForCausalLM(MistralConfig(**small, num_key_value_heads=1, sliding_window=64)),
             SparsitySchedule.fixed(1),
         )
     with pytest.raises(UnsupportedModel, match=r"BloomForCausalLM does not route layers \[0, 1\]"):
         set_schedule(
-            BloomForCausalLM(BloomConfig(n_layer=2, n_head=2, hidden_size=32, vocab_size=9)), SparsitySchedule.fixed(1)
+            BloomForCausalLM(BloomConfig(n_layer=2, n_head=2, hidden_size=32, vocab_size=9)),
+            SparsitySchedule.fixed(1),
         )
     with pytest.raises(ConfigError, match=r"keeps layer 9 dense but the model has 4 layers"):
         set_schedule(tiny_model(), SparsitySchedule.fixed(1, dense_layers=(9,)))
     model = tiny_model()
     model.set_attn_implementation("sparrow")
     with pytest.raises(ConfigError, match="has no schedule"):
-        model.generate(input_ids=torch.ones(1, 8, dtype=torch.long), max_new_tokens=2, do_sample=False)
+        model.generate(
+            input_ids=torch.ones(1, 8, dtype=torch.long), max_new_tokens=2, do_sample=False
+        )
     engine = HFEngine(tiny_model(), SparsitySchedule.fixed(1), eos_ids=[])
     with pytest.raises(ConfigError, match=r"prompt 1 has 1000 tokens.*context of 1024"):
         engine.generate([[1], [1] * 1000], Sampling(max_new_tokens=100))
@@ -243,7 +297,10 @@ def test_another_attention_implementation_is_noticed_and_routed_back():
     model = tiny_model()
     set_schedule(model, SparsitySchedule.fixed(0))
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ConfigError, match="teacher_forced needs a model prepared"), teacher_forced(model, [4]):
+    with (
+        pytest.raises(ConfigError, match="teacher_forced needs a model prepared"),
+        teacher_forced(model, [4]),
+    ):
         pass
     set_schedule(model, SparsitySchedule.fixed(0))
     ids = torch.stack(prompts([90]))
@@ -268,7 +325,8 @@ def test_engine_notices_when_sparse_attention_is_not_what_ran():
     engine = HFEngine(tiny_model(), SparsitySchedule.fixed(1), eos_ids=[])
     engine.model.set_attn_implementation("sdpa")
     with pytest.raises(
-        UnsupportedModel, match=r"made 0 sparse attention calls in 4 decode steps where 8 were due.*'sdpa'"
+        UnsupportedModel,
+        match=r"made 0 sparse attention calls in 4 decode steps where 8 were due.*'sdpa'",
     ):
         engine.generate([[1, 2, 3]], Sampling(max_new_tokens=5))
 
@@ -276,7 +334,9 @@ def test_engine_notices_when_sparse_attention_is_not_what_ran():
 def test_a_schedule_to_meter_is_refused():
     decoding = Decoding.lossless(SparsitySchedule.fixed(1), meter_schedule="fixed:2")
     with pytest.raises(ConfigError, match="meter_schedule is measured by vLLM alone; leave it out"):
-        HFEngine(tiny_model(), decoding, eos_ids=[]).generate([[1, 2, 3]], Sampling(max_new_tokens=5))
+        HFEngine(tiny_model(), decoding, eos_ids=[]).generate(
+            [[1, 2, 3]], Sampling(max_new_tokens=5)
+        )
 
 
 AUTO = SparsitySchedule(top_k=(1,), bin_tokens=32, page_size=8, dense_layers=(0,))
@@ -286,11 +346,17 @@ AUTO = SparsitySchedule(top_k=(1,), bin_tokens=32, page_size=8, dense_layers=(0,
 def test_auto_is_lossless_until_it_is_told_to_stop_verifying():
     rows = [p.tolist() for p in prompts()]
     sampling = Sampling(STEPS, seed=3)
-    lossless = HFEngine(tiny_model(), Decoding.lossless(AUTO, draft_tokens=3), eos_ids=[7]).generate(rows, sampling)
+    lossless = HFEngine(
+        tiny_model(), Decoding.lossless(AUTO, draft_tokens=3), eos_ids=[7]
+    ).generate(rows, sampling)
     found = HFEngine(tiny_model(), Decoding("auto", AUTO, 3), eos_ids=[7]).generate(rows, sampling)
     for a, b in zip(found, lossless, strict=True):
-        assert np.array_equal(a.response_ids, b.response_ids) and np.array_equal(a.logprobs, b.logprobs)
-        assert b.verification is None and a.verification.tokens == len(a) == len(a.verification.acceptance)
+        assert np.array_equal(a.response_ids, b.response_ids) and np.array_equal(
+            a.logprobs, b.logprobs
+        )
+        assert b.verification is None and a.verification.tokens == len(a) == len(
+            a.verification.acceptance
+        )
         alpha = a.verification.acceptance
         assert np.isnan(alpha[0]) and 0.5 < np.isfinite(alpha).mean() < 1 and np.nanmax(alpha) <= 1
 
@@ -306,7 +372,8 @@ def test_auto_is_exact_up_to_where_it_verifies_and_sparse_after_it(temperature):
         int(np.isfinite(r.verification.acceptance).sum()) for r in rollouts
     )
     dense = engine.score(rollouts, SparsitySchedule.dense(), temperature)
-    # A page that ends at 96 belongs to the next bin; one token more is the policy's, for the prefill gives it.
+    # A page that ends at 96 belongs to the next bin; one token more is the policy's, for the
+    # prefill gives it.
     ends = [min(len(r), max(0, 89 - len(p)) + 1) for p, r in zip(rows, rollouts, strict=True)]
     assert [r.verification.tokens for r in rollouts] == ends and ends[3] == 1
     for r, scores, end in zip(rollouts, dense, ends, strict=True):
@@ -317,7 +384,9 @@ def test_auto_is_exact_up_to_where_it_verifies_and_sparse_after_it(temperature):
             assert apart[end:].max() > 0.01
             names = ("response_ids", "logprobs", "top_ids", "top_logprobs")
             rest = {name: getattr(r, name)[end - 1 :] for name in names}
-            tail = replace(r, prompt_ids=[*r.prompt_ids, *r.response_ids[: end - 1].tolist()], **rest)
+            tail = replace(
+                r, prompt_ids=[*r.prompt_ids, *r.response_ids[: end - 1].tolist()], **rest
+            )
             forced = engine.score([tail], AUTO, temperature)[0]
             assert np.abs(tail.top_logprobs - forced.top_logprobs).max() < 2e-4
 

@@ -1,6 +1,8 @@
-"""Two steps of stock TRL with lossless rollouts by stock vLLM, on the model runner of GPUs; ``test_trl.py`` runs it.
+"""Two steps of stock TRL with lossless rollouts by stock vLLM, on the model runner of GPUs;
+``test_trl.py`` runs it.
 
-Written as JSON: what was logged, and at the end log-probs of one rollout by vLLM and by transformers.
+Written as JSON: what was logged, and at the end log-probs of one rollout by vLLM and by
+transformers.
 """
 
 import json
@@ -23,11 +25,17 @@ from sparrow.tasks import load_task
 
 DECODING = {
     "mode": "lossless",
-    "draft_schedule": {"top_k": [2], "page_size": 8, "bin_tokens": 64, "sink_pages": 1, "recent_pages": 1,
-                       "dense_layers": []},
+    "draft_schedule": {
+        "top_k": [2],
+        "page_size": 8,
+        "bin_tokens": 64,
+        "sink_pages": 1,
+        "recent_pages": 1,
+        "dense_layers": [],
+    },
     "draft_tokens": 4,
     "adapt_draft_tokens": False,
-}  # fmt: skip
+}
 
 
 def mixed(completions, **_):
@@ -45,16 +53,29 @@ def main(out: Path) -> None:
             str(Path(sparrow.__file__).parent / "reasoner"),
             mixed,
             args=GRPOConfig(
-                output_dir=folder, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=512,
-                vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0,
-                max_completion_length=24, num_generations=4, per_device_train_batch_size=8, learning_rate=1e-3,
-                gradient_accumulation_steps=1, max_steps=2, logging_steps=1, save_strategy="no", report_to=[],
-                use_cpu=True, bf16=False, model_init_kwargs={"dtype": "float32"},
+                output_dir=folder,
+                use_vllm=True,
+                vllm_mode="colocate",
+                vllm_max_model_length=512,
+                vllm_importance_sampling_mode="token_truncate",
+                vllm_importance_sampling_clip_max=2.0,
+                max_completion_length=24,
+                num_generations=4,
+                per_device_train_batch_size=8,
+                learning_rate=1e-3,
+                gradient_accumulation_steps=1,
+                max_steps=2,
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                use_cpu=True,
+                bf16=False,
+                model_init_kwargs={"dtype": "float32"},
             ),
             train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
             schedule=DECODING,
             measure_every=1,
-        )  # fmt: skip
+        )
         before = next(trainer.model.parameters()).detach().clone()
         trainer.train()
     moved = float((next(trainer.model.parameters()).detach() - before).abs().max())
@@ -74,13 +95,20 @@ def main(out: Path) -> None:
         with torch.no_grad():
             logits = trainer.model(torch.tensor([[*ids, *response]])).logits[0, len(ids) - 1 : -1]
         dense = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].tolist()
-        given = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, response, strict=True)]
+        given = [
+            at[token].logprob
+            for at, token in zip(output.outputs[0].logprobs, response, strict=True)
+        ]
         gap = max(gap, max(abs(a - b) for a, b in zip(dense, given, strict=True)))
         tokens += len(response)
     result = {
-        "log": trainer.state.log_history, "describe": llm.collective_rpc("sparrow_describe")[0], "counts": counts,
-        "gap": gap, "tokens": tokens, "moved": moved,
-    }  # fmt: skip
+        "log": trainer.state.log_history,
+        "describe": llm.collective_rpc("sparrow_describe")[0],
+        "counts": counts,
+        "gap": gap,
+        "tokens": tokens,
+        "moved": moved,
+    }
     out.write_text(json.dumps(result))
 
 

@@ -1,9 +1,15 @@
-"""The probe at a real server that decodes losslessly; ``test_real_server.py`` has it at one that decodes lossily."""
+"""The probe at a real server that decodes losslessly; ``test_real_server.py`` has it at one that
+decodes lossily.
+"""
 
 import pytest
 
 pytest.importorskip("vllm.version")
-pytest.importorskip("vllm.entrypoints.launchers.app", reason="the packages vLLM's server needs", exc_type=ImportError)
+pytest.importorskip(
+    "vllm.entrypoints.launchers.app",
+    reason="the packages vLLM's server needs",
+    exc_type=ImportError,
+)
 
 from sparrow.errors import ConfigError
 from sparrow.integrations import probe
@@ -29,12 +35,16 @@ def url(tmp_path_factory):
 
 
 def test_drafts_are_logged_as_sparrow_and_as_vllm_count_them(url, monkeypatch):
-    assert probe._rpc(f"{url}/nowhere", "sparrow_describe") is None  # as of a server that was not started to be asked
+    assert (
+        probe._rpc(f"{url}/nowhere", "sparrow_describe") is None
+    )  # as of a server that was not started to be asked
     ours = probe.Probe([url])
     assert ours.mode == "lossless" and ours.schedule == DRAFTS and ours.counted() == {}
     with monkeypatch.context() as closed:
         closed.setattr(probe, "_rpc", lambda *_: None)
-        with pytest.raises(ConfigError, match="do not say what they decode under; give the schedule"):
+        with pytest.raises(
+            ConfigError, match="do not say what they decode under; give the schedule"
+        ):
             probe.Probe([url])
         theirs = probe.Probe([url, url], DRAFTS)
         assert theirs.counted() == {}
@@ -43,12 +53,19 @@ def test_drafts_are_logged_as_sparrow_and_as_vllm_count_them(url, monkeypatch):
         assert theirs.counted() == {}
     by_us = ours.counted()
     assert set(by_vllm) == {"sparrow/drafts/accepted", "sparrow/drafts/tokens_per_cycle"}
-    assert 0 < by_us["sparrow/drafts/accepted"] < 1 and 1 < by_us["sparrow/drafts/tokens_per_cycle"] < 5
-    # vLLM leaves out what was drafted after a response's last token, one cycle of some fifteen here.
+    assert (
+        0 < by_us["sparrow/drafts/accepted"] < 1
+        and 1 < by_us["sparrow/drafts/tokens_per_cycle"] < 5
+    )
+    # vLLM leaves out what was drafted after a response's last token, one cycle of some fifteen
+    # here.
     assert by_us["sparrow/drafts/accepted"] < by_vllm["sparrow/drafts/accepted"]
     for name, value in by_vllm.items():
         assert value == pytest.approx(by_us[name], rel=0.2), name
-    assert by_us["sparrow/drafts/p5"] < by_us["sparrow/drafts/accepted"] and 0 < by_us["sparrow/tokens_read"] < 2
+    assert (
+        by_us["sparrow/drafts/p5"] < by_us["sparrow/drafts/accepted"]
+        and 0 < by_us["sparrow/tokens_read"] < 2
+    )
 
 
 def test_a_lossless_servers_tail_is_its_own_ceiling(url):

@@ -1,4 +1,6 @@
-"""TRL's trainer with sparse rollouts: its seams, what is recorded and measured there, and a real run on CPU."""
+"""TRL's trainer with sparse rollouts: its seams, what is recorded and measured there, and a real
+run on CPU.
+"""
 
 import inspect
 import json
@@ -42,13 +44,23 @@ def test_the_seams_are_where_they_were():
     from trl.generation.vllm_generation import VLLMGeneration
 
     assert list(inspect.signature(VLLMGeneration.generate).parameters) == [
-        "self", "prompts", "images", "num_generations", "profiler",
-    ]  # fmt: skip
+        "self",
+        "prompts",
+        "images",
+        "num_generations",
+        "profiler",
+    ]
     made = inspect.signature(VLLMGeneration.__init__).parameters
     assert {"logprobs", "max_completion_length", "mode"} <= set(made)
     assert {"base_url", "session"} <= set(VLLMClient.__init__.__code__.co_names)
-    for name, parameters in (("compute_loss", ["self", "model", "inputs"]), ("log", ["self", "logs"])):
-        assert list(inspect.signature(getattr(trl.GRPOTrainer, name)).parameters)[: len(parameters)] == parameters
+    for name, parameters in (
+        ("compute_loss", ["self", "model", "inputs"]),
+        ("log", ["self", "logs"]),
+    ):
+        assert (
+            list(inspect.signature(getattr(trl.GRPOTrainer, name)).parameters)[: len(parameters)]
+            == parameters
+        )
     for attribute in ("vllm_generation", "vllm_mode", "temperature", "use_vllm"):
         assert attribute in trl.GRPOTrainer.__init__.__code__.co_names
 
@@ -57,7 +69,9 @@ def test_the_seams_are_where_they_were():
 
 
 class Generation:
-    """Stands in for ``VLLMGeneration``: three responses of two tokens, the second one's first token not listed."""
+    """Stands in for ``VLLMGeneration``: three responses of two tokens, the second one's first token
+    not listed.
+    """
 
     max_completion_length = 2
     logprobs = 0
@@ -66,7 +80,12 @@ class Generation:
         self.asked = self.logprobs
         responses = [[5, 6], [9, 6], [5, 7]]
         if not self.logprobs:
-            return prompts, responses, [[[-1.0], [-1.0]]] * 3, [[[t] for t in ts] for ts in responses]
+            return (
+                prompts,
+                responses,
+                [[[-1.0], [-1.0]]] * 3,
+                [[[t] for t in ts] for ts in responses],
+            )
         lists = [[-0.5, -1.0], [-0.4, -1.5]]
         ids = [[7, 5], [6, 8]]
         return (
@@ -82,7 +101,9 @@ def sparse_only():
 
 
 def test_before_the_first_batch_its_prompts_are_sampled_densely_too():
-    """Outside the context the schedule is what it was, and TRL gets the responses of its own rollout."""
+    """Outside the context the schedule is what it was, and TRL gets the responses of its own
+    rollout.
+    """
     inner, told = Generation(), []
 
     @contextmanager
@@ -139,7 +160,9 @@ def test_the_policys_log_probs_are_those_of_a_dense_engine(monkeypatch):
     monkeypatch.setattr(adapter, "CHUNK_TOKENS", 5)
     model = tiny_model()
     engine = HFEngine(model, SparsitySchedule.dense(dense_layers=(0,)), eos_ids=[])
-    rollouts = engine.generate([[1, 2, 3], [4] * 20], Sampling(max_new_tokens=12, temperature=0.7, top_n=6))
+    rollouts = engine.generate(
+        [[1, 2, 3], [4] * 20], Sampling(max_new_tokens=12, temperature=0.7, top_n=6)
+    )
     wanted = engine.score(rollouts, SparsitySchedule.dense(dense_layers=(0,)), 0.7)
     for rollout, scores in zip(rollouts, wanted, strict=True):
         found = adapter.policy_top_logprobs(model, rollout, 0.7, torch.device("cpu"))
@@ -152,12 +175,17 @@ def test_the_policys_log_probs_are_those_of_a_dense_engine(monkeypatch):
 
 def test_metrics_are_named_by_bin_and_leave_out_what_is_not_known():
     lower = np.array([0.5, 1.0, 0.9])
-    report = mismatch_report(lower, np.ones(3), np.array([0, 1, 7]), np.array([0, 1, 1]), bin_tokens=4)
+    report = mismatch_report(
+        lower, np.ones(3), np.array([0, 1, 7]), np.array([0, 1, 1]), bin_tokens=4
+    )
     metrics = mismatch_metrics(report)
     assert metrics["sparrow/p5"] == metrics["sparrow/p5/0-4"] == pytest.approx(0.525)
     assert metrics["sparrow/p5/4-8"] == 0.9 and metrics["sparrow/p5/4-8/upper"] == 1.0
     assert "sparrow/p5/0-4/low" in metrics and "sparrow/p5/4-8/low" not in metrics
-    assert metrics["sparrow/acceptance_mean"] == pytest.approx(0.8) and metrics["sparrow/sequences"] == 2
+    assert (
+        metrics["sparrow/acceptance_mean"] == pytest.approx(0.8)
+        and metrics["sparrow/sequences"] == 2
+    )
 
 
 def test_what_workers_counted_is_logged_as_shares():
@@ -169,20 +197,26 @@ def test_what_workers_counted_is_logged_as_shares():
     for at, value in p5.items():
         assert metrics.pop(f"sparrow/drafts/p5{at}") == pytest.approx(value, abs=1e-3)
     assert metrics == {
-        "sparrow/tokens_read": 0.25, "sparrow/drafts/accepted": 0.75, "sparrow/drafts/tokens_per_cycle": 4.0,
+        "sparrow/tokens_read": 0.25,
+        "sparrow/drafts/accepted": 0.75,
+        "sparrow/drafts/tokens_per_cycle": 4.0,
         "sparrow/drafts/acceptance": pytest.approx(2 / 3),
-    }  # fmt: skip
+    }
 
 
 def test_a_server_without_sparrow_is_refused():
     refusal = SimpleNamespace(status_code=500, text="no attribute sparrow_describe")
-    client = SimpleNamespace(base_url="http://h:1", session=SimpleNamespace(post=lambda *a, **k: refusal))
+    client = SimpleNamespace(
+        base_url="http://h:1", session=SimpleNamespace(post=lambda *a, **k: refusal)
+    )
     trainer = SimpleNamespace(
         vllm_mode="server",
         accelerator=SimpleNamespace(is_main_process=True),
         vllm_generation=SimpleNamespace(vllm_client=client),
     )
-    with pytest.raises(ConfigError, match=r"http://h:1 refused sparrow_describe \(500 .*Sparrow schedule"):
+    with pytest.raises(
+        ConfigError, match=r"http://h:1 refused sparrow_describe \(500 .*Sparrow schedule"
+    ):
         adapter.SparseGRPOTrainer._rpc(trainer, "sparrow_describe")
 
 
@@ -197,7 +231,9 @@ def test_a_server_in_another_mode_is_refused(monkeypatch, runs, wanted):
     described = [{"mode": runs, "schedule": SparsitySchedule.fixed(9).to_dict()}]
     monkeypatch.setattr(adapter.GRPOTrainer, "__init__", init)
     monkeypatch.setattr(adapter.SparseGRPOTrainer, "_rpc", lambda self, method: described)
-    with pytest.raises(ConfigError, match=f"runs in mode '{runs}', not '(lossless|lossy)', and cannot change it"):
+    with pytest.raises(
+        ConfigError, match=f"runs in mode '{runs}', not '(lossless|lossy)', and cannot change it"
+    ):
         adapter.SparseGRPOTrainer(schedule=wanted)
 
 
@@ -207,12 +243,23 @@ def test_a_server_in_another_mode_is_refused(monkeypatch, runs, wanted):
 def trained(out, *command):
     """What a run of TRL in its own process wrote to ``out``."""
     environment = os.environ | dict(
-        PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]), VLLM_CPU_OMP_THREADS_BIND="nobind",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1",
-        VLLM_CPU_KVCACHE_SPACE="1", TORCHDYNAMO_DISABLE="1", VLLM_USE_AOT_COMPILE="0", HF_HUB_OFFLINE="1",
-    )  # fmt: skip
+        PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]),
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        TORCHDYNAMO_DISABLE="1",
+        VLLM_USE_AOT_COMPILE="0",
+        HF_HUB_OFFLINE="1",
+    )
     done = subprocess.run(
-        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, *command],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
@@ -221,30 +268,54 @@ def trained(out, *command):
 def test_stock_trl_trains_on_sparse_rollouts_and_logs_their_tail(tmp_path):
     pytest.importorskip("vllm")
     schedule, out = tmp_path / "schedule.json", tmp_path / "run.json"
-    schedule.write_text(SparsitySchedule.fixed(4, page_size=8, bin_tokens=64, dense_layers=(0,)).to_json())
+    schedule.write_text(
+        SparsitySchedule.fixed(4, page_size=8, bin_tokens=64, dense_layers=(0,)).to_json()
+    )
     run = trained(
-        out, ROOT / "recipes" / "trl_grpo.py", "--schedule", schedule, "--steps", "2", "--lines", "12", "--batch", "8",
-        "--out", out,
-    )  # fmt: skip
+        out,
+        ROOT / "recipes" / "trl_grpo.py",
+        "--schedule",
+        schedule,
+        "--steps",
+        "2",
+        "--lines",
+        "12",
+        "--batch",
+        "8",
+        "--out",
+        out,
+    )
     assert run["schedule"]["top_k"] == [4] and run["mode"] == "colocate"
     first, second = (step for step in run["log"] if "loss" in step)
     for step in (first, second):
         assert 0.3 < step["sparrow/tokens_read"] < 0.8
-        assert step["sparrow/p5"] < 0.97 and step["sparrow/p5"] < step["sparrow/acceptance_mean"] < 1
+        assert (
+            step["sparrow/p5"] < 0.97 and step["sparrow/p5"] < step["sparrow/acceptance_mean"] < 1
+        )
         assert step["sparrow/sequences"] == 8
         assert step["sparrow/p5/64-128"] > 0.95 > step["sparrow/p5/128-192"] == step["sparrow/p5"]
-        assert step["sparrow/p5/128-192/low"] <= step["sparrow/p5/128-192"] <= step["sparrow/p5/128-192/high"]
+        assert (
+            step["sparrow/p5/128-192/low"]
+            <= step["sparrow/p5/128-192"]
+            <= step["sparrow/p5/128-192/high"]
+        )
         # TRL still sees the sampled tokens' own log-probs: ratios with mean 1, here truncated at 2.
         assert 0.9 < step["sampling/importance_sampling_ratio/mean"] < 1.1
         # What vLLM's bfloat16 takes before sparsity takes anything.
-        assert 0.98 < step["sparrow/p5/128-192/ceiling/low"] <= step["sparrow/p5/128-192/ceiling"] < 1
+        assert (
+            0.98 < step["sparrow/p5/128-192/ceiling/low"] <= step["sparrow/p5/128-192/ceiling"] < 1
+        )
         assert step["sparrow/p5/128-192"] < step["sparrow/p5/128-192/relative"] < 0.97
 
 
 def test_stock_trl_trains_on_lossless_rollouts(tmp_path):
-    """Drafts are rejected, and still log-probs are the dense policy's, before and after the weights changed."""
+    """Drafts are rejected, and still log-probs are the dense policy's, before and after the weights
+    changed.
+    """
     pytest.importorskip("vllm")
-    run = trained(tmp_path / "run.json", "-m", "tests.integrations.lossless_in_trl", tmp_path / "run.json")
+    run = trained(
+        tmp_path / "run.json", "-m", "tests.integrations.lossless_in_trl", tmp_path / "run.json"
+    )
     assert run["describe"]["mode"] == "lossless" and run["moved"] > 1e-4
     assert run["counts"]["tokens_read"] < 0.8 * run["counts"]["tokens_held"]
     assert 0 < run["counts"]["accepted"] < run["counts"]["drafted"]
@@ -254,7 +325,14 @@ def test_stock_trl_trains_on_lossless_rollouts(tmp_path):
     for step in steps:
         assert step["grad_norm"] > 0 and step["reward_std"] > 0
         assert step["sampling/sampling_logp_difference/max"] < 1e-4
-        assert step["sparrow/p5"] > 0.999 and step["sparrow/sequences"] == 8  # all but what the lists leave out
+        assert (
+            step["sparrow/p5"] > 0.999 and step["sparrow/sequences"] == 8
+        )  # all but what the lists leave out
         assert step["sparrow/tokens_read"] < 0.8
-        assert step["sparrow/drafts/p5"] < step["sparrow/drafts/accepted"] < step["sparrow/drafts/acceptance"] < 1
+        assert (
+            step["sparrow/drafts/p5"]
+            < step["sparrow/drafts/accepted"]
+            < step["sparrow/drafts/acceptance"]
+            < 1
+        )
         assert 1.5 < step["sparrow/drafts/tokens_per_cycle"] < 5

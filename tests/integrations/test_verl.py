@@ -1,4 +1,6 @@
-"""verl's trainer with sparse rollouts: where it plugs in, and what it measures through verl's own classes and Ray."""
+"""verl's trainer with sparse rollouts: where it plugs in, and what it measures through verl's own
+classes and Ray.
+"""
 
 import importlib.util
 import inspect
@@ -25,7 +27,9 @@ SCHEDULE = SparsitySchedule.fixed(4, bin_tokens=32, dense_layers=(0,))
 def configuration(**rollout):
     return {
         "algorithm": {"rollout_correction": {"bypass_mode": False}},
-        "actor_rollout_ref": {"rollout": {"calculate_log_probs": True, "temperature": 1.0, **rollout}},
+        "actor_rollout_ref": {
+            "rollout": {"calculate_log_probs": True, "temperature": 1.0, **rollout}
+        },
         "trainer": {"v1": {"sparrow": {"probe_every": 5}}},
     }
 
@@ -45,8 +49,14 @@ def test_the_seams_are_where_they_were():
     assert get_trainer_cls("sparrow") is adapter.SparsePPOTrainer and issubclass(
         adapter.SparsePPOTrainer, PPOTrainerSync
     )
-    assert list(inspect.signature(PPOTrainerSync._compute_old_log_prob).parameters) == ["self", "batch", "metrics"]
-    assert "_compute_old_log_prob(batch, metrics=metrics)" in inspect.getsource(PPOTrainerSync._step_once)
+    assert list(inspect.signature(PPOTrainerSync._compute_old_log_prob).parameters) == [
+        "self",
+        "batch",
+        "metrics",
+    ]
+    assert "_compute_old_log_prob(batch, metrics=metrics)" in inspect.getsource(
+        PPOTrainerSync._step_once
+    )
     assert list(inspect.signature(PPOTrainerSync.on_init_end).parameters) == ["self"]
     assert LLMServerManager.get_replicas
 
@@ -57,10 +67,16 @@ def composed():
     from hydra import compose, initialize_config_dir
 
     path = Path(__file__).parents[2] / "recipes" / "verl_grpo.py"
-    recipe = importlib.util.module_from_spec(importlib.util.spec_from_file_location("verl_grpo", path))
+    recipe = importlib.util.module_from_spec(
+        importlib.util.spec_from_file_location("verl_grpo", path)
+    )
     recipe.__spec__.loader.exec_module(recipe)
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
-        return compose("ppo_trainer", overrides=recipe.overrides(Path("/data"), steps=2, lines=8, prompts=4))
+    with initialize_config_dir(
+        str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None
+    ):
+        return compose(
+            "ppo_trainer", overrides=recipe.overrides(Path("/data"), steps=2, lines=8, prompts=4)
+        )
 
 
 def test_to_the_rest_of_verl_this_is_the_synchronous_trainer(composed):
@@ -108,15 +124,23 @@ def test_tokens_that_were_not_sampled_count_as_length_but_not_as_tokens():
     p = torch.log(torch.tensor([0.5, 0.25, 0.1, 0.1, 0.4]))
     metrics = adapter.sampled_metrics(SCHEDULE, [torch.zeros(29)], [mask], [q], [p])
     assert metrics["sparrow/sampled/acceptance_mean"] == pytest.approx((1 + 0.5 + 0.5) / 3)
-    # 29 and 30 cached tokens end in the page up to 32, 33 in that up to 48: both in the second bin of 32.
-    assert metrics["sparrow/sampled/p5_floor/32-64"] == metrics["sparrow/sampled/p5_floor"] == pytest.approx(0.5)
+    # 29 and 30 cached tokens end in the page up to 32, 33 in that up to 48: both in the second bin
+    # of 32.
     assert (
-        not any(math.isnan(value) for value in metrics.values()) and "sparrow/sampled/p5_floor/32-64/low" not in metrics
+        metrics["sparrow/sampled/p5_floor/32-64"]
+        == metrics["sparrow/sampled/p5_floor"]
+        == pytest.approx(0.5)
+    )
+    assert (
+        not any(math.isnan(value) for value in metrics.values())
+        and "sparrow/sampled/p5_floor/32-64/low" not in metrics
     )
 
 
 def test_the_probe_asks_the_servers_when_its_turn_comes(composed, monkeypatch):
-    """After the step's weights are there, with prompts of the step; logged beside the step's own metrics."""
+    """After the step's weights are there, with prompts of the step; logged beside the step's own
+    metrics.
+    """
     asked, logged = [], {}
 
     def probe(urls, prompts, schedule, max_new_tokens):
@@ -124,22 +148,37 @@ def test_the_probe_asks_the_servers_when_its_turn_comes(composed, monkeypatch):
         return [TokenAcceptance(np.full(4, x), np.ones(4), np.arange(4)) for x in (0.5, 0.9)]
 
     monkeypatch.setattr(adapter, "probe", probe)
-    monkeypatch.setattr(adapter, "push_schedule", lambda replicas, schedule: asked.append((replicas, schedule)))
+    monkeypatch.setattr(
+        adapter, "push_schedule", lambda replicas, schedule: asked.append((replicas, schedule))
+    )
     trainer = adapter.SparsePPOTrainer(composed.copy())
     trainer.schedule, trainer._prompts, trainer.timing_raw = SCHEDULE, [[1, 2], [3]], {}
     trainer.checkpoint_manager = SimpleNamespace(update_weights=lambda step: asked.append(step))
-    trainer.llm_server_manager = SimpleNamespace(get_addresses=lambda: ["10.0.0.1:8000"], get_replicas=lambda: "all")
+    trainer.llm_server_manager = SimpleNamespace(
+        get_addresses=lambda: ["10.0.0.1:8000"], get_replicas=lambda: "all"
+    )
     trainer.logger = SimpleNamespace(log=lambda data, step: logged.update({step: data}))
     for trainer.global_steps in (4, 5):
         trainer.on_step_end()
     asks = (["http://10.0.0.1:8000"], [[1, 2], [3]], SCHEDULE, 96)
     # Once densely, for the ceiling, then as the run decodes.
-    assert asked == [4, 5, ("all", SCHEDULE.replace(top_k=(ALL_PAGES,))), asks, ("all", SCHEDULE), asks]
+    assert asked == [
+        4,
+        5,
+        ("all", SCHEDULE.replace(top_k=(ALL_PAGES,))),
+        asks,
+        ("all", SCHEDULE),
+        asks,
+    ]
     assert logged[5]["sparrow/p5/0-32/ceiling"] == 0.5
     trainer.global_steps = 10
     trainer.on_step_end()
     assert asked[6:] == [10, asks] and logged.pop(10)["sparrow/p5/0-32/ceiling"] == 0.5
-    assert list(logged) == [5] and logged[5]["sparrow/p5"] == 0.5 and logged[5]["sparrow/acceptance_mean"] == 0.7
+    assert (
+        list(logged) == [5]
+        and logged[5]["sparrow/p5"] == 0.5
+        and logged[5]["sparrow/acceptance_mean"] == 0.7
+    )
     assert trainer.report.n_sequences == 2
 
     # Samples of lossless rollouts are the dense policy's: there is nothing to measure beside them.
@@ -195,7 +234,12 @@ def test_verls_own_step_is_measured_in_its_transfer_queue(cluster, composed):
 
     tq.init(
         OmegaConf.create(
-            {"backend": {"storage_backend": "SimpleStorage", "SimpleStorage": {"num_data_storage_units": 1}}}
+            {
+                "backend": {
+                    "storage_backend": "SimpleStorage",
+                    "SimpleStorage": {"num_data_storage_units": 1},
+                }
+            }
         )
     )
     rng = np.random.default_rng(0)
@@ -215,12 +259,13 @@ def test_verls_own_step_is_measured_in_its_transfer_queue(cluster, composed):
             "rollout_log_probs": nested(actor),
         },
         batch_size=3,
-    )  # fmt: skip
+    )
     tags = [{}, {"is_padding": True}, {}]
     batch = tq.kv_batch_put(keys=keys, partition_id="train", fields=rows, tags=tags)
 
     def compute_log_prob(batch):
-        # As the engine gives it: one value per token of prompt and response, shifted to the left by one.
+        # As the engine gives it: one value per token of prompt and response, shifted to the left by
+        # one.
         rows = zip(prompt_lengths, policy, strict=True)
         whole = [torch.cat([torch.zeros(n - 1), row, torch.zeros(1)]) for n, row in rows]
         fields = TensorDict({"log_probs": nested(whole), "entropy": nested(whole)}, batch_size=3)

@@ -86,7 +86,9 @@ def test_gathered_bounds_by_hand():
 
 def test_two_list_bounds_by_hand():
     # The lists share token 0 only, with 0.5 and 0.3: 0.5 and 0.7 are left over.
-    lower, upper = acceptance_bounds([[2, 0]], log([[0.4, 0.3]]), log([[0.5, 0.3]]), policy_ids=[[0, 1]])
+    lower, upper = acceptance_bounds(
+        [[2, 0]], log([[0.4, 0.3]]), log([[0.5, 0.3]]), policy_ids=[[0, 1]]
+    )
     assert lower == pytest.approx([0.3])
     assert upper == pytest.approx([0.3 + 0.5])
     # Disjoint lists say nothing.
@@ -131,8 +133,15 @@ def test_padded_entries_are_ignored():
 
     padded_policy = np.append(log(P[[0, 1]]), -np.inf)[None]
     expected = acceptance_bounds([[2, 3, 0]], log(Q[[[2, 3, 0]]]), log(P[[[0, 1]]]), [[0, 1]])
-    for pad in (0, 1, 2, -1):  # an id listed on both sides, by the policy, by the actor, and no id at all
-        found = acceptance_bounds([[2, 3, 0, pad]], actor_logprobs[:, :4], padded_policy, [[0, 1, pad]])
+    for pad in (
+        0,
+        1,
+        2,
+        -1,
+    ):  # an id listed on both sides, by the policy, by the actor, and no id at all
+        found = acceptance_bounds(
+            [[2, 3, 0, pad]], actor_logprobs[:, :4], padded_policy, [[0, 1, pad]]
+        )
         np.testing.assert_allclose(found, expected)
 
 

@@ -1,4 +1,5 @@
-"""Bootstrap by sequence: the fast percentile equals the repeated sample's, intervals cover, and the report's numbers.
+"""Bootstrap by sequence: the fast percentile equals the repeated sample's, intervals cover, and the
+report's numbers.
 
 Shapes: T tokens, B sequences, R resamples.
 """
@@ -24,7 +25,9 @@ from sparrow.mismatch import (
 
 
 def clustered(rng, n_sequences, n_tokens, similarity):
-    """Tokens uniform on [0, 1], the normal scores of one sequence correlated by `similarity`; and their sequences."""
+    """Tokens uniform on [0, 1], the normal scores of one sequence correlated by `similarity`; and
+    their sequences.
+    """
     shared = rng.standard_normal((n_sequences, 1))
     own = rng.standard_normal((n_sequences, n_tokens))
     values = stats.norm.cdf(math.sqrt(similarity) * shared + math.sqrt(1 - similarity) * own)
@@ -44,20 +47,25 @@ def repeated(values, sequence, weights_RB):
     distinct=st.sampled_from([2, 7, 10**9]),
     percentile=st.one_of(st.sampled_from([0, 1, 5, 50, 100]), st.floats(0, 100)),
 )
-def test_weighted_percentile_is_that_of_the_repeated_tokens(seed, n_sequences, n_tokens, distinct, percentile):
+def test_weighted_percentile_is_that_of_the_repeated_tokens(
+    seed, n_sequences, n_tokens, distinct, percentile
+):
     rng = np.random.default_rng(seed)
     values = rng.integers(0, distinct, n_tokens) / distinct
     sequence = rng.integers(0, n_sequences, n_tokens)
     weights = rng.integers(0, 4, (5, n_sequences)).astype(float)
     weights[:, sequence[0]] += 1
     expected = [np.percentile(sample, percentile) for sample in repeated(values, sequence, weights)]
-    np.testing.assert_allclose(weighted_percentile(values, sequence, weights, percentile), expected, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(
+        weighted_percentile(values, sequence, weights, percentile), expected, rtol=0, atol=1e-14
+    )
 
 
 def test_weighted_statistics_by_hand():
     values, sequence = np.array([0.8, 0.1, 0.4]), np.array([1, 0, 1])
     weights = np.array([[1.0, 1.0], [0.0, 2.0], [3.0, 0.0]])
-    # Repeated: (0.1, 0.4, 0.8); (0.4, 0.4, 0.8, 0.8); (0.1, 0.1, 0.1). Percentile 25 sits at index 0.5, 0.75, 0.5.
+    # Repeated: (0.1, 0.4, 0.8); (0.4, 0.4, 0.8, 0.8); (0.1, 0.1, 0.1). Percentile 25 sits at index
+    # 0.5, 0.75, 0.5.
     np.testing.assert_allclose(weighted_percentile(values, sequence, weights, 25), [0.25, 0.4, 0.1])
     np.testing.assert_allclose(weighted_percentile(values, sequence, weights, 50), [0.4, 0.6, 0.1])
     np.testing.assert_allclose(weighted_mean(values, sequence, weights), [1.3 / 3, 0.6, 0.1])
@@ -67,7 +75,8 @@ def test_weighted_statistics_by_hand():
 
 
 def test_bootstrap_by_hand():
-    # Two sequences, all zeros and all ones: a resample's mean is 0, 0.5 or 1, with chances 1/4, 1/2, 1/4.
+    # Two sequences, all zeros and all ones: a resample's mean is 0, 0.5 or 1, with chances 1/4,
+    # 1/2, 1/4.
     values, sequence = [0.0, 0.0, 1.0, 1.0], ["b", "b", "a", "a"]
     assert sequence_bootstrap(values, sequence, weighted_mean) == (0.5, 0.0, 1.0, 2)
     alone = sequence_bootstrap(values, [5, 5, 5, 5], weighted_mean)
@@ -81,10 +90,16 @@ def test_bootstrap_takes_any_statistic():
     values, sequence = clustered(rng, 30, 17, 0.5)
 
     def slow(values, sequence, weights_RB):
-        return np.array([np.percentile(sample, 5) for sample in repeated(values, sequence, weights_RB)])
+        return np.array(
+            [np.percentile(sample, 5) for sample in repeated(values, sequence, weights_RB)]
+        )
 
-    fast = sequence_bootstrap(values, sequence, partial(weighted_percentile, percentile=5), resamples=50, seed=9)
-    assert fast == pytest.approx(sequence_bootstrap(values, sequence, slow, resamples=50, seed=9), abs=1e-14)
+    fast = sequence_bootstrap(
+        values, sequence, partial(weighted_percentile, percentile=5), resamples=50, seed=9
+    )
+    assert fast == pytest.approx(
+        sequence_bootstrap(values, sequence, slow, resamples=50, seed=9), abs=1e-14
+    )
     assert fast.lower < fast.estimate < fast.upper
 
 
@@ -98,10 +113,12 @@ def test_mean_interval_has_the_width_of_theory():
 
 @pytest.mark.slow
 def test_coverage_on_clustered_tokens():
-    """The 95 % interval of the 5th percentile, whose true value is 0.05, over 300 data sets of 60 sequences.
+    """The 95 % interval of the 5th percentile, whose true value is 0.05, over 300 data sets of 60
+    sequences.
 
-    Tolerance: 300 trials have a standard error of 1.3 points at 95 %, and a percentile bootstrap over 60 clusters falls
-    a few points short, so 85 % to 98.5 % is accepted. Resampling tokens one by one must fall below 60 %.
+    Tolerance: 300 trials have a standard error of 1.3 points at 95 %, and a percentile bootstrap
+    over 60 clusters falls a few points short, so 85 % to 98.5 % is accepted. Resampling tokens one
+    by one must fall below 60 %.
     """
     rng = np.random.default_rng(0)
     p5 = partial(weighted_percentile, percentile=5)
@@ -126,7 +143,9 @@ def test_percentile_by_bin_interval():
     shuffle = rng.permutation(alpha.size)
     alpha, sequence, position = alpha[shuffle], sequence[shuffle], position[shuffle]
 
-    bins = percentile_by_bin_interval(alpha, position, sequence, bin_tokens=25, percentile=10, seed=3)
+    bins = percentile_by_bin_interval(
+        alpha, position, sequence, bin_tokens=25, percentile=10, seed=3
+    )
     assert [(b.bin, b.start, b.end, b.n_tokens, b.n_sequences) for b in bins] == [
         (0, 0, 25, 1000, 40),
         (1, 25, 50, 1000, 40),
@@ -188,20 +207,34 @@ def report_example():
 def test_report_bundles_what_the_parts_say():
     lower, upper, position, sequence = report_example()
     report = mismatch_report(lower, upper, position, sequence, bin_tokens=20, percentile=5, seed=8)
-    assert (report.n_tokens, report.n_sequences, report.bin_tokens, report.percentile) == (302, 10, 20, 5)
+    assert (report.n_tokens, report.n_sequences, report.bin_tokens, report.percentile) == (
+        302,
+        10,
+        20,
+        5,
+    )
     assert report.mean == pytest.approx(lower.mean())
 
     intervals = percentile_by_bin_interval(lower, position, sequence, 20, 5, seed=8)
     assert [b.bin for b in report.bins] == [0, 1, 3]
     for b, interval in zip(report.bins[:2], intervals[:2], strict=True):
         inside = (position >= b.start) & (position < b.end)
-        assert (b.lower_bound, b.interval_low, b.interval_high) == (interval.estimate, interval.lower, interval.upper)
+        assert (b.lower_bound, b.interval_low, b.interval_high) == (
+            interval.estimate,
+            interval.lower,
+            interval.upper,
+        )
         assert b.lower_bound == pytest.approx(np.percentile(lower[inside], 5))
         assert b.upper_bound == pytest.approx(np.percentile(upper[inside], 5))
         assert b.mean == pytest.approx(lower[inside].mean())
         assert (b.n_tokens, b.n_sequences) == (inside.sum(), 10)
     last = report.bins[2]
-    assert (last.n_tokens, last.n_sequences, last.lower_bound, last.mean) == (2, 1, pytest.approx(0.05), 0.5)
+    assert (last.n_tokens, last.n_sequences, last.lower_bound, last.mean) == (
+        2,
+        1,
+        pytest.approx(0.05),
+        0.5,
+    )
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.mean = 0.0
 
@@ -212,7 +245,12 @@ def test_report_histogram():
     report = mismatch_report(lower, np.ones(6), np.arange(6), [0, 0, 0, 1, 1, 1])
     histogram = report.histogram
     assert len(histogram.counts) == 50 and histogram.edges[:2] == (0, pytest.approx(0.02))
-    assert {bin: count for bin, count in enumerate(histogram.counts) if count} == {0: 1, 25: 1, 47: 1, 49: 3}
+    assert {bin: count for bin, count in enumerate(histogram.counts) if count} == {
+        0: 1,
+        25: 1,
+        47: 1,
+        49: 3,
+    }
 
 
 def test_report_is_strict_json():

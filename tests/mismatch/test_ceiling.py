@@ -13,7 +13,10 @@ from sparrow.mismatch.ceiling import engine_noise, with_noise
 def dense(*bins: tuple[int, float, int], width: int = 100) -> MismatchReport:
     """A report of bins (index, p5, responses)."""
     empty = mismatch_report([1.0], [1.0], [0], [0], width)
-    rows = (BinMismatch(i, i * width, (i + 1) * width, 99, n, 1, p5, p5 - 0.01, p5 + 0.01, 1) for i, p5, n in bins)
+    rows = (
+        BinMismatch(i, i * width, (i + 1) * width, 99, n, 1, p5, p5 - 0.01, p5 + 0.01, 1)
+        for i, p5, n in bins
+    )
     return MismatchReport(**{**vars(empty), "bins": tuple(rows)})
 
 
@@ -65,7 +68,9 @@ def test_a_samplers_noise_by_hand():
     np.testing.assert_allclose(noise, [[log(0.8), log(4 / 3), 0.0]], atol=1e-12)
     np.testing.assert_allclose(np.exp(with_noise(np.log([[0.5, 0.3]]), noise)), [[0.4, 0.4]])
     # Another schedule's 0.2, 0.6 and 0.2 become 0.16, 0.8 and 0.2, of a sum of 1.16.
-    np.testing.assert_allclose(np.exp(with_noise(np.log([[0.2, 0.6]]), noise)), [[0.16 / 1.16, 0.8 / 1.16]])
+    np.testing.assert_allclose(
+        np.exp(with_noise(np.log([[0.2, 0.6]]), noise)), [[0.16 / 1.16, 0.8 / 1.16]]
+    )
 
 
 def test_noise_of_lists_that_leave_nothing_over_or_are_padded():
@@ -75,4 +80,6 @@ def test_noise_of_lists_that_leave_nothing_over_or_are_padded():
     np.testing.assert_allclose(np.exp(with_noise(whole, noise)), [[0.75, 0.25, 0.0]], atol=2e-6)
     # A rest of 0.001 is one, a rest of a tenth of a millionth is rounding.
     for rest, expected in ((1e-3, log(1e-3 / 1e-2)), (1e-7, log(1e-6 / 1e-2))):
-        assert engine_noise([[np.log1p(-rest)]], [[np.log1p(-1e-2)]])[0, 1] == pytest.approx(expected, abs=1e-6)
+        assert engine_noise([[np.log1p(-rest)]], [[np.log1p(-1e-2)]])[0, 1] == pytest.approx(
+            expected, abs=1e-6
+        )

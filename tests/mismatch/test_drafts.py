@@ -34,16 +34,29 @@ def test_percentiles_by_hand():
 
 
 def test_parts_add_up_whatever_lengths_they_reached():
-    parts = [DraftAcceptance.of([0.5, 0.9], [10, 20], 16), DraftAcceptance.of([0.7], [50], 16), DraftAcceptance.empty()]
+    parts = [
+        DraftAcceptance.of([0.5, 0.9], [10, 20], 16),
+        DraftAcceptance.of([0.7], [50], 16),
+        DraftAcceptance.empty(),
+    ]
     both = parts[2] + parts[0] + parts[1] + parts[2]
-    assert [(b.start, b.drafts, b.mean) for b in both.bins()] == [(0, 1, 0.5), (16, 1, 0.9), (48, 1, 0.7)]
+    assert [(b.start, b.drafts, b.mean) for b in both.bins()] == [
+        (0, 1, 0.5),
+        (16, 1, 0.9),
+        (48, 1, 0.7),
+    ]
     with pytest.raises(ValueError, match="bins of 16 and of 32 tokens"):
         parts[0] + DraftAcceptance.of([0.5], [0], 32)
 
 
 def test_nothing_drafted_has_no_acceptance():
     none = DraftAcceptance.empty()
-    assert none.bins() == [] and none.drafts == 0 and math.isnan(none.mean) and math.isnan(none.percentile())
+    assert (
+        none.bins() == []
+        and none.drafts == 0
+        and math.isnan(none.mean)
+        and math.isnan(none.percentile())
+    )
     assert DraftAcceptance.of([], np.zeros(0, int), 2000).drafts == 0
     with pytest.raises(ValueError, match=r"reach from 1\.5"):
         DraftAcceptance.of([1.5], [0], 2000)
@@ -52,15 +65,33 @@ def test_nothing_drafted_has_no_acceptance():
 def test_counters_are_logged_as_plain_numbers():
     alpha = DraftAcceptance.of([0.5, 0.9, 1.0], [10, 20, 2010], 2000)
     found = Counters(30, 60, drafted=16, accepted=6, cycles=2, acceptance=alpha).to_dict()
-    assert found["kv"] == {"read_fraction": 0.5, "tokens_read": 30, "tokens_held": 60, "preemptions": 0}
+    assert found["kv"] == {
+        "read_fraction": 0.5,
+        "tokens_read": 30,
+        "tokens_held": 60,
+        "preemptions": 0,
+    }
     drafts = json.loads(json.dumps(found["drafts"]))
-    counts = {"drafted": 16, "accepted": 6, "cycles": 2, "tokens_per_cycle": 4.0, "drafts_per_token": 2.0}
+    counts = {
+        "drafted": 16,
+        "accepted": 6,
+        "cycles": 2,
+        "tokens_per_cycle": 4.0,
+        "drafts_per_token": 2.0,
+    }
     assert {name: drafts[name] for name in counts} == counts
     assert abs(drafts["acceptance"] - 0.8) < 1e-12
-    assert [(b["start"], b["end"], b["drafts"]) for b in drafts["bins"]] == [(0, 2000, 2), (2000, 4000, 1)]
+    assert [(b["start"], b["end"], b["drafts"]) for b in drafts["bins"]] == [
+        (0, 2000, 2),
+        (2000, 4000, 1),
+    ]
     assert "metered" not in drafts
-    both = Counters(30, 60, cycles=2, acceptance=alpha, metered=DraftAcceptance.of([0.25], [30], 2000)) + Counters(0, 0)
+    both = Counters(
+        30, 60, cycles=2, acceptance=alpha, metered=DraftAcceptance.of([0.25], [30], 2000)
+    ) + Counters(0, 0)
     metered = both.to_dict()["drafts"]["metered"]
     assert metered["acceptance"] == 0.25 and [b["drafts"] for b in metered["bins"]] == [1]
     assert "drafts" not in Counters(30, 60).to_dict()
-    assert "bins" not in Counters(30, 60, cycles=1).to_dict()["drafts"], "this engine counts no acceptance"
+    assert "bins" not in Counters(30, 60, cycles=1).to_dict()["drafts"], (
+        "this engine counts no acceptance"
+    )

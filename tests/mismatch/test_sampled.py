@@ -1,4 +1,6 @@
-"""What sampled tokens tell about acceptance, on numbers worked out by hand and against exact distributions."""
+"""What sampled tokens tell about acceptance, on numbers worked out by hand and against exact
+distributions.
+"""
 
 import numpy as np
 import pytest
@@ -16,7 +18,11 @@ def test_acceptance_of_sampled_tokens_by_hand():
 
 @pytest.mark.parametrize(
     ("policy", "actor", "message"),
-    [([-1.0], [-1.0, -2.0], "shape"), ([np.nan], [-1.0], "NaN"), ([-1.0], [-np.inf], "infinite under the actor")],
+    [
+        ([-1.0], [-1.0, -2.0], "shape"),
+        ([np.nan], [-1.0], "NaN"),
+        ([-1.0], [-np.inf], "infinite under the actor"),
+    ],
 )
 def test_what_cannot_have_been_sampled_is_refused(policy, actor, message):
     with pytest.raises(ValueError, match=message):
@@ -28,10 +34,16 @@ def test_the_floor_is_the_mean_of_the_lowest_tokens():
     values[[7, 33]] = 0.2, 0.4  # 5 % of the 40 tokens in the first bin
     values[50] = 0.6  # and 5 % of the 20 tokens in the second
     first, second = tail_floor_by_bin(values, np.arange(60), np.arange(60) % 2, bin_tokens=40)
-    assert first.estimate == pytest.approx(0.3) and (first.start, first.end, first.n_tokens) == (0, 40, 40)
+    assert first.estimate == pytest.approx(0.3) and (first.start, first.end, first.n_tokens) == (
+        0,
+        40,
+        40,
+    )
     assert second.estimate == pytest.approx(0.6) and second.n_sequences == 2
     assert 0 <= first.lower <= first.estimate <= first.upper <= 1
-    assert tail_floor_by_bin(values, np.arange(60), np.zeros(60, int), 40, 10)[1].estimate == pytest.approx(0.8)
+    assert tail_floor_by_bin(values, np.arange(60), np.zeros(60, int), 40, 10)[
+        1
+    ].estimate == pytest.approx(0.8)
     assert np.isnan(tail_floor_by_bin(values, np.arange(60), np.zeros(60, int), 40)[0].lower)
     with pytest.raises(ValueError, match="percentile is 0"):
         tail_floor_by_bin(values, np.arange(60), np.arange(60), 40, 0)
@@ -43,7 +55,8 @@ def test_the_mean_is_that_of_acceptance_and_the_floor_lies_under_its_tail(seed, 
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(8000, vocabulary)) * 2
     p, q = (
-        np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (logits, logits + rng.gamma(0.3, spread, logits.shape))
+        np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+        for x in (logits, logits + rng.gamma(0.3, spread, logits.shape))
     )
     alpha = acceptance(p, q)
     token = (q.cumsum(-1) > rng.random((8000, 1))).argmax(-1)[:, None]

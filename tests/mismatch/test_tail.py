@@ -7,7 +7,11 @@ from sparrow.mismatch import split_by_bin
 
 def test_split_by_bin_by_hand():
     found = split_by_bin([2000, 0, 4000, 1999, 3999])
-    assert [(index, tokens.tolist()) for index, tokens in found] == [(0, [1, 3]), (1, [0, 4]), (2, [2])]
+    assert [(index, tokens.tolist()) for index, tokens in found] == [
+        (0, [1, 3]),
+        (1, [0, 4]),
+        (2, [2]),
+    ]
     assert [index for index, _ in split_by_bin([9, 20, 0], bin_tokens=10)] == [0, 2]
     assert split_by_bin([]) == []
 

@@ -1,4 +1,6 @@
-"""Tau on both scales: the law by hand and on sampled distributions, intervals, verdicts, and what is out of reach."""
+"""Tau on both scales: the law by hand and on sampled distributions, intervals, verdicts, and what
+is out of reach.
+"""
 
 from dataclasses import replace
 from math import isnan, nan
@@ -15,7 +17,8 @@ def measured(p5: float, half=0.01, upper=None, ceiling=(nan, nan, nan)) -> BinMi
 
 
 def test_the_relative_p5_is_what_noise_leaves_in_squares():
-    # 0.13 rejected in all, 0.05 by noise: 0.12 by sparsity, for 5, 12, 13 is a right-angled triangle.
+    # 0.13 rejected in all, 0.05 by noise: 0.12 by sparsity, for 5, 12, 13 is a right-angled
+    # triangle.
     assert relative_p5(0.87, 0.95) == pytest.approx(0.88)
     assert Tau(0.88, relative=True).level(0.95) == pytest.approx(0.87)
     assert relative_p5(0.87, 1.0) == pytest.approx(0.87) and Tau(0.87).level(0.95) == 0.87
@@ -41,10 +44,15 @@ def test_independent_errors_of_the_logits_add_in_squares_in_the_tail(noise):
 
     ceiling = p5(noise * rng.standard_normal((T, V)))
     for strength in (0.5, 1.0, 2.0):
-        alone, both = p5(strength * sparse), p5(strength * sparse + noise * rng.standard_normal((T, V)))
+        alone, both = (
+            p5(strength * sparse),
+            p5(strength * sparse + noise * rng.standard_normal((T, V))),
+        )
         assert abs(relative_p5(both, ceiling) - alone) < 0.02
         if alone > 0.7:  # the other laws are off by more where the first is off by less
-            assert min(both / ceiling, 1 - (ceiling - both)) - alone > 2 * abs(relative_p5(both, ceiling) - alone)
+            assert min(both / ceiling, 1 - (ceiling - both)) - alone > 2 * abs(
+                relative_p5(both, ceiling) - alone
+            )
 
 
 def test_the_interval_holds_what_both_intervals_leave_open():
@@ -57,7 +65,9 @@ def test_the_interval_holds_what_both_intervals_leave_open():
     exact, unknown, _ = relative_span((0.9, nan, nan), (0.95, 0.94, 0.96))
     assert not isnan(exact) and isnan(unknown)
     # At the ceiling little can be told: 1, but for all that is known 0.957 as well.
-    assert relative_span((0.95, 0.94, 0.96), (0.95, 0.94, 0.96)) == pytest.approx((1.0, 0.9623, 1.0), abs=1e-3)
+    assert relative_span((0.95, 0.94, 0.96), (0.95, 0.94, 0.96)) == pytest.approx(
+        (1.0, 0.9623, 1.0), abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
@@ -68,7 +78,9 @@ def test_nine_intervals_of_ten_and_more_hold_the_truth(noise):
     p5 = 1 - np.hypot(1 - truth, noise) + spread * rng.standard_normal(2000)
     ceiling = 1 - noise + spread * rng.standard_normal(2000)
     spans = [
-        relative_span((a, a - 1.96 * spread, a + 1.96 * spread), (c, c - 1.96 * spread, c + 1.96 * spread))
+        relative_span(
+            (a, a - 1.96 * spread, a + 1.96 * spread), (c, c - 1.96 * spread, c + 1.96 * spread)
+        )
         for a, c in zip(p5, ceiling, strict=True)
     ]
     held = np.mean([low <= truth <= high for _, low, high in spans])
@@ -85,20 +97,35 @@ def test_verdicts_are_on_the_scale_that_was_asked_for():
     assert Tau(0.5, relative=True).verdict(measured(0.87)) == "undecided", "no ceiling was measured"
     assert Tau(0.9).scale([noisy]) == (noisy,)
     (scaled,) = Tau(0.9, relative=True).scale([replace(noisy, upper_bound=0.94)])
-    assert scaled.lower_bound == pytest.approx(0.88) and scaled.upper_bound == pytest.approx(relative_p5(0.94, 0.95))
-    assert (scaled.bin, scaled.n_sequences, scaled.ceiling) == (noisy.bin, noisy.n_sequences, noisy.ceiling)
+    assert scaled.lower_bound == pytest.approx(0.88) and scaled.upper_bound == pytest.approx(
+        relative_p5(0.94, 0.95)
+    )
+    assert (scaled.bin, scaled.n_sequences, scaled.ceiling) == (
+        noisy.bin,
+        noisy.n_sequences,
+        noisy.ceiling,
+    )
 
 
 def test_what_dense_rollouts_do_not_hold_is_told_in_a_sentence():
-    bins = [measured(0.9, ceiling=(0.999, 0.998, 1.0)), measured(0.9, ceiling=(0.951, 0.948, 0.955))]
+    bins = [
+        measured(0.9, ceiling=(0.999, 0.998, 1.0)),
+        measured(0.9, ceiling=(0.951, 0.948, 0.955)),
+    ]
     said = Tau(0.98).out_of_reach(bins)
-    assert said is not None and "dense rollouts of this engine have p5 0.951 [0.948, 0.955], so no schedule" in said
+    assert (
+        said is not None
+        and "dense rollouts of this engine have p5 0.951 [0.948, 0.955], so no schedule" in said
+    )
     assert "holds 0.98; lower tau, or bring engine and trainer closer" in said
     assert Tau(0.955).out_of_reach(bins) is None
     # Relative to it 0.9 is far enough away, and 0.99 is not told apart from the ceiling.
     assert Tau(0.9, relative=True).out_of_reach(bins) is None
     said = Tau(0.99, relative=True).out_of_reach(bins)
-    assert said is not None and "and relative tau 0.99 lets p5 fall to 0.950, which is not told apart" in said
+    assert (
+        said is not None
+        and "and relative tau 0.99 lets p5 fall to 0.950, which is not told apart" in said
+    )
     assert "lower relative tau, sample more responses, or bring" in said
     assert Tau(0.99, relative=True).out_of_reach([measured(0.9)]) is None
 

@@ -1,4 +1,6 @@
-"""Generation by transformers and compiled models: what is prefill, what is a decode step, and what is refused."""
+"""Generation by transformers and compiled models: what is prefill, what is a decode step, and what
+is refused.
+"""
 
 import copy
 
@@ -25,7 +27,9 @@ def model():
 
 @pytest.fixture(autouse=True)
 def fresh_compiler(monkeypatch):
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # tests of vLLM switch it off for the whole process
+    monkeypatch.delenv(
+        "TORCHDYNAMO_DISABLE", raising=False
+    )  # tests of vLLM switch it off for the whole process
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -37,9 +41,17 @@ def tokens(*shape, seed=0):
 
 def generate(model, ids, **options):
     out = model.generate(
-        input_ids=ids, **{"max_new_tokens": STEPS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0,
-        "return_dict_in_generate": True, "output_logits": True, **options},
-    )  # fmt: skip
+        input_ids=ids,
+        **{
+            "max_new_tokens": STEPS,
+            "do_sample": False,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            "return_dict_in_generate": True,
+            "output_logits": True,
+            **options,
+        },
+    )
     return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, 1).log_softmax(-1)
 
 
@@ -107,12 +119,21 @@ def test_generation_that_fails_leaves_decoding_sparse(model):
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens verifies several tokens"),
         ({"assistant_model": "model"}, "assistant_model verifies several tokens"),
         ({"use_cache": False}, "use_cache=False computes the whole sequence"),
-        ({"generation_config": GenerationConfig(use_cache=False)}, "use_cache=False computes the whole sequence"),
-        ({"generation_config": GenerationConfig(prompt_lookup_num_tokens=2)}, "prompt_lookup_num_tokens verifies"),
+        (
+            {"generation_config": GenerationConfig(use_cache=False)},
+            "use_cache=False computes the whole sequence",
+        ),
+        (
+            {"generation_config": GenerationConfig(prompt_lookup_num_tokens=2)},
+            "prompt_lookup_num_tokens verifies",
+        ),
     ],
 )
 def test_generation_that_would_be_partly_dense_is_refused_or_wholly_dense(model, options, named):
-    options = {k: tiny_model(seed=1, num_hidden_layers=LAYERS) if v == "model" else v for k, v in options.items()}
+    options = {
+        k: tiny_model(seed=1, num_hidden_layers=LAYERS) if v == "model" else v
+        for k, v in options.items()
+    }
     ids = tokens(1, 43)
     with pytest.raises(ConfigError, match=f"generate with {named}.*SparsitySchedule.dense"):
         generate(model, ids, **options)
@@ -141,13 +162,18 @@ def test_a_pass_over_several_tokens_after_the_prompt_is_refused(model, monkeypat
         return inputs
 
     monkeypatch.setattr(model, "prepare_inputs_for_generation", last_token_twice)
-    with pytest.raises(ConfigError, match=r"generate reads 2 tokens in a pass after its prompt.*dense\(\) first"):
+    with pytest.raises(
+        ConfigError, match=r"generate reads 2 tokens in a pass after its prompt.*dense\(\) first"
+    ):
         generate(model, tokens(1, 43))
     set_schedule(model, SparsitySchedule.dense())
     generate(model, tokens(1, 43))
     monkeypatch.undo()
     set_schedule(model, SPARSE)
-    model(input_ids=tokens(1, 3), past_key_values=model(input_ids=tokens(1, 43), use_cache=True).past_key_values)
+    model(
+        input_ids=tokens(1, 3),
+        past_key_values=model(input_ids=tokens(1, 43), use_cache=True).past_key_values,
+    )
     generate(model, tokens(1, 43))
 
 

@@ -1,4 +1,6 @@
-"""Hybrid models: sparse in the layers of full attention, linear layers as they are, anything else refused by name."""
+"""Hybrid models: sparse in the layers of full attention, linear layers as they are, anything else
+refused by name.
+"""
 
 import pytest
 import torch
@@ -21,17 +23,29 @@ from tests.conftest import SMALL, VOCAB
 from tests.model.test_types import check
 
 LINEAR = dict(
-    num_key_value_heads=2, head_dim=16, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
-    linear_value_head_dim=8, pad_token_id=0,
-)  # fmt: skip
-MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24)
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    pad_token_id=0,
+)
+MOE = dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=24,
+)
 KINDS = {
     "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig, MOE),
     "qwen3_5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, {}),
     "qwen3_5_moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, MOE),
 }
 ALTERNATING = ["linear_attention", "full_attention"] * 2
-SPARSE = SparsitySchedule((0,), bin_tokens=512, page_size=4, sink_pages=1, recent_pages=1, dense_layers=(0, 1))
+SPARSE = SparsitySchedule(
+    (0,), bin_tokens=512, page_size=4, sink_pages=1, recent_pages=1, dense_layers=(0, 1)
+)
 
 
 def build(kind: str, layer_types: list[str] | None = ALTERNATING, **changes):
@@ -47,8 +61,8 @@ def test_a_hybrid_decodes_as_the_eager_reference_in_its_attention_layers(kind):
 
 
 def test_rollouts_of_a_hybrid_are_those_that_its_teacher_forced_pass_scores():
-    # As published, one layer in four. Linear layers sum step by step in another order than over a chunk: with larger
-    # weights float32 drifts further apart than the bound.
+    # As published, one layer in four. Linear layers sum step by step in another order than over a
+    # chunk: with larger weights float32 drifts further apart than the bound.
     model = build("qwen3_next", None, initializer_range=0.2)
     number = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCAB, (n,), generator=number).tolist() for n in (40, 33, 25)]
@@ -56,20 +70,33 @@ def test_rollouts_of_a_hybrid_are_those_that_its_teacher_forced_pass_scores():
     rollouts = engine.generate(prompts, Sampling(40, top_n=5, seed=4))
     assert len({len(rollout) for rollout in rollouts}) > 1, "responses must end at different times"
     counters = engine.counters()
-    held = sum(len(p) + t + 1 for p, r in zip(prompts, rollouts, strict=True) for t in range(len(r) - 1))
-    assert counters.tokens_held == held and counters.read_fraction < 0.9  # of the one layer with a cache
+    held = sum(
+        len(p) + t + 1 for p, r in zip(prompts, rollouts, strict=True) for t in range(len(r) - 1)
+    )
+    assert (
+        counters.tokens_held == held and counters.read_fraction < 0.9
+    )  # of the one layer with a cache
     for schedule, same in ((SPARSE, True), (SparsitySchedule.dense(), False)):
         scores = engine.score(rollouts, schedule, 1.0)
-        apart = max(abs(s.logprobs - r.logprobs).max() for s, r in zip(scores, rollouts, strict=True))
+        apart = max(
+            abs(s.logprobs - r.logprobs).max() for s, r in zip(scores, rollouts, strict=True)
+        )
         assert (apart < 1e-4) == same
 
 
 def test_what_a_hybrid_cannot_do_is_refused_by_name():
-    with pytest.raises(UnsupportedModel, match="Qwen3NextForCausalLM has linear layers, whose state cannot forget"):
+    with pytest.raises(
+        UnsupportedModel, match="Qwen3NextForCausalLM has linear layers, whose state cannot forget"
+    ):
         HFEngine(build("qwen3_next"), Decoding.lossless(), eos_ids=[])
-    with pytest.raises(UnsupportedModel, match=r"Qwen3_5ForCausalLM has layers of the kind linear_attention.*; choose"):
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"Qwen3_5ForCausalLM has layers of the kind linear_attention.*; choose",
+    ):
         set_schedule(build("qwen3_5", ["linear_attention"] * 4), SPARSE)
-    with pytest.raises(ConfigError, match=r"Qwen3_5ForCausalLM has layers without attention, which .* head_budgets"):
+    with pytest.raises(
+        ConfigError, match=r"Qwen3_5ForCausalLM has layers without attention, which .* head_budgets"
+    ):
         set_schedule(build("qwen3_5"), SPARSE.replace(head_budgets=((1, 1),) * 4))
     other = build("qwen3_5")
     other.config.model_type = "another_hybrid"

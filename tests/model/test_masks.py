@@ -1,4 +1,5 @@
-"""Tokens that do not lie side by side, and masks that pages cannot follow: equal to each row alone, or refused.
+"""Tokens that do not lie side by side, and masks that pages cannot follow: equal to each row alone,
+or refused.
 
 Every row alone, without padding, is the reference; how it selects is held elsewhere.
 """
@@ -35,7 +36,10 @@ def tokens(*shape, seed=0):
 
 def laid(rows, width, side):
     """``[B, width]`` ids and mask with every row to the left or right of its padding."""
-    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
+    ids, mask = (
+        torch.zeros(len(rows), width, dtype=torch.long),
+        torch.zeros(len(rows), width, dtype=torch.long),
+    )
     for i, row in enumerate(rows):
         place = slice(0, len(row)) if side == "left" else slice(width - len(row), width)
         ids[i, place], mask[i, place] = row, 1
@@ -43,27 +47,39 @@ def laid(rows, width, side):
 
 
 def decode(model, ids, mask, answers, static=False):
-    """Log-probs ``[B, STEPS, V]`` of a decode step per column of ``answers``, after ``ids`` in one pass."""
+    """Log-probs ``[B, STEPS, V]`` of a decode step per column of ``answers``, after ``ids`` in one
+    pass.
+    """
     options = {}
     if static:
-        options["past_key_values"] = StaticCache(config=model.config, max_cache_len=ids.shape[1] + STEPS + 3)
+        options["past_key_values"] = StaticCache(
+            config=model.config, max_cache_len=ids.shape[1] + STEPS + 3
+        )
     found = []
     with torch.no_grad():
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **options)
+        out = model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **options
+        )
         for t in range(STEPS):
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             out = model(
-                input_ids=answers[:, t : t + 1], attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1,
-                past_key_values=out.past_key_values, use_cache=True,
-            )  # fmt: skip
+                input_ids=answers[:, t : t + 1],
+                attention_mask=mask,
+                position_ids=mask.sum(1, keepdim=True) - 1,
+                past_key_values=out.past_key_values,
+                use_cache=True,
+            )
             found.append(out.logits[:, -1].log_softmax(-1))
     return torch.stack(found, 1)
 
 
 def alone(model, rows, answers):
     return torch.cat(
-        [decode(model, row[None], torch.ones_like(row[None]), answers[i : i + 1]) for i, row in enumerate(rows)]
+        [
+            decode(model, row[None], torch.ones_like(row[None]), answers[i : i + 1])
+            for i, row in enumerate(rows)
+        ]
     )
 
 
@@ -73,13 +89,24 @@ def arrangements():
     second = [tokens(b, seed=9 + i) for i, (_, b) in enumerate(TURNS)]
     rows = [torch.cat(turns) for turns in zip(first, second, strict=True)]
     left, right = laid(rows, 50, "right"), laid(rows, 50, "left")
-    chat = [torch.cat(parts, 1) for parts in zip(laid(first, 40, "right"), laid(second, 31, "right"), strict=True)]
+    chat = [
+        torch.cat(parts, 1)
+        for parts in zip(laid(first, 40, "right"), laid(second, 31, "right"), strict=True)
+    ]
     holes = [torch.zeros(len(rows), 101, dtype=torch.long) for _ in range(2)]
     for i, row in enumerate(rows):
-        place = torch.randperm(101, generator=torch.Generator().manual_seed(i))[: len(row)].sort().values
+        place = (
+            torch.randperm(101, generator=torch.Generator().manual_seed(i))[: len(row)]
+            .sort()
+            .values
+        )
         holes[0][i, place], holes[1][i, place] = row, 1
-    return {"left padding": (rows, *left), "right padding": (rows, *right), "chat turns": (rows, *chat),
-            "holes": (rows, *holes)}  # fmt: skip
+    return {
+        "left padding": (rows, *left),
+        "right padding": (rows, *right),
+        "chat turns": (rows, *chat),
+        "holes": (rows, *holes),
+    }
 
 
 @pytest.mark.slow
@@ -92,7 +119,9 @@ def test_padding_anywhere_decodes_as_each_row_alone(model, name, static):
     set_schedule(model, SparsitySchedule.dense())
     assert (alone(model, rows, answers) - expected).abs().max() > 0.05, "the schedule must bite"
     set_schedule(model, SPARSE)
-    torch.testing.assert_close(decode(model, ids, mask, answers, static), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        decode(model, ids, mask, answers, static), expected, rtol=0, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("name", ["left padding", "right padding", "chat turns", "holes"])
@@ -104,7 +133,9 @@ def test_padding_anywhere_is_teacher_forced_as_each_row_alone_with_its_gradient(
         with teacher_forced(model, [n]):
             expected.append(model(input_ids=row[None]).logits[0].log_softmax(-1))
     with teacher_forced(model, prompt):
-        out = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+        out = model(
+            input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
+        ).logits
     found = [out[i][mask[i].bool()].log_softmax(-1) for i in range(len(rows))]
     gradients = []
     for kind in (expected, found):
@@ -124,25 +155,38 @@ def test_a_row_of_padding_only_disturbs_no_other(model):
 
 
 def test_virtual_tokens_before_padding_decode_as_each_row_alone(model):
-    """Virtual tokens stand before the padding, so every padded row has a hole; peft's positions count it."""
+    """Virtual tokens stand before the padding, so every padded row has a hole; peft's positions
+    count it.
+    """
     torch.manual_seed(3)
     rows = [tokens(a, seed=i) for i, (a, _) in enumerate(TURNS)]
     ids, mask = laid(rows, 40, "right")
-    peft_model = get_peft_model(model, PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=6)).eval()
+    peft_model = get_peft_model(
+        model, PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=6)
+    ).eval()
     generated = []
     names_it_cache = "cache" in inspect.signature(type(model).forward).parameters
     if names_it_cache and Version(peft.__version__) <= Version("0.21.2"):
-        # This peft looks for ``past_key_values`` and, as it finds none, puts its virtual tokens into every pass.
+        # This peft looks for ``past_key_values`` and, as it finds none, puts its virtual tokens
+        # into every pass.
         set_schedule(peft_model, SPARSE)
         with pytest.raises(ConfigError, match="generate reads 7 tokens in a pass after its prompt"):
-            peft_model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, pad_token_id=0)
+            peft_model.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, pad_token_id=0
+            )
         return
     for schedule in (SPARSE, SparsitySchedule.dense()):
         set_schedule(peft_model, schedule)
         out = peft_model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, eos_token_id=None,
-            pad_token_id=0, return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=STEPS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
         generated.append((out.sequences[:, -STEPS:], torch.stack(out.logits, 1)))
     (answers, found), (_, dense) = generated
     assert (found - dense).abs().max() > 0.05, "the schedule must bite"
@@ -157,9 +201,11 @@ def test_virtual_tokens_before_padding_decode_as_each_row_alone(model):
             expected = [out.logits[0, -1]]
             for t in range(STEPS - 1):
                 out = model(
-                    input_ids=answers[i : i + 1, t : t + 1], position_ids=torch.tensor([[46 + t]]),
-                    past_key_values=out.past_key_values, use_cache=True,
-                )  # fmt: skip
+                    input_ids=answers[i : i + 1, t : t + 1],
+                    position_ids=torch.tensor([[46 + t]]),
+                    past_key_values=out.past_key_values,
+                    use_cache=True,
+                )
                 expected.append(out.logits[0, -1])
         torch.testing.assert_close(found[i], torch.stack(expected), rtol=0, atol=1e-4)
 
@@ -184,7 +230,9 @@ def test_a_float_mask_of_four_dimensions_counts_as_the_padding_it_is(model, low)
     seen = causal(mask)
     with torch.no_grad(), teacher_forced(model, [11, 20, 30]):
         expected = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
-        found = model(input_ids=ids, attention_mask=additive(seen, low), position_ids=positions).logits
+        found = model(
+            input_ids=ids, attention_mask=additive(seen, low), position_ids=positions
+        ).logits
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)
 
 
@@ -193,15 +241,19 @@ def test_a_float_mask_of_four_dimensions_decodes_as_the_padding_it_is(model):
     with torch.no_grad():
         found = []
         for four in (False, True):
-            out = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+            out = model(
+                input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
+            )
             step = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             four_mask = additive(step.bool()[:, None, None], torch.finfo(torch.float32).min)
             found.append(
                 model(
-                    input_ids=ids[:, -1:], attention_mask=four_mask if four else step,
-                    position_ids=step.sum(1, keepdim=True) - 1, past_key_values=out.past_key_values,
+                    input_ids=ids[:, -1:],
+                    attention_mask=four_mask if four else step,
+                    position_ids=step.sum(1, keepdim=True) - 1,
+                    past_key_values=out.past_key_values,
                 ).logits
-            )  # fmt: skip
+            )
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
 
 
@@ -219,7 +271,10 @@ def test_a_mask_that_adds_to_scores_is_refused(model):
 def test_a_mask_that_differs_by_head_is_refused(model):
     ids = tokens(2, 20)
     mask = causal(torch.ones_like(ids)).repeat(1, 4, 1, 1)
-    with pytest.raises(ConfigError, match=r"of shape \(2, 4, 20, 20\) differs by head"), teacher_forced(model, [4, 4]):
+    with (
+        pytest.raises(ConfigError, match=r"of shape \(2, 4, 20, 20\) differs by head"),
+        teacher_forced(model, [4, 4]),
+    ):
         model(input_ids=ids, attention_mask=mask)
 
 
@@ -243,7 +298,9 @@ def test_a_cache_inside_teacher_forcing_is_refused(model):
     ids = tokens(1, 20)
     cache = model(input_ids=ids[:, :12]).past_key_values
     with (
-        pytest.raises(ConfigError, match="8 tokens came with 20 keys; call the model with use_cache=False"),
+        pytest.raises(
+            ConfigError, match="8 tokens came with 20 keys; call the model with use_cache=False"
+        ),
         teacher_forced(model, [4]),
     ):
         model(input_ids=ids[:, 12:], past_key_values=cache)

@@ -58,7 +58,11 @@ def decoded(model):
     with torch.no_grad():
         cache = model(input_ids=IDS[:, :30], use_cache=True).past_key_values
         return torch.cat(
-            [model(input_ids=IDS[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(30, 40)], 1
+            [
+                model(input_ids=IDS[:, t : t + 1], past_key_values=cache, use_cache=True).logits
+                for t in range(30, 40)
+            ],
+            1,
         )
 
 
@@ -66,23 +70,36 @@ def decoded(model):
 
 
 @pytest.mark.parametrize(
-    ("model_class", "config_class"), [(NemotronForCausalLM, NemotronConfig), (StableLmForCausalLM, StableLmConfig)]
+    ("model_class", "config_class"),
+    [(NemotronForCausalLM, NemotronConfig), (StableLmForCausalLM, StableLmConfig)],
 )
 def test_a_refused_model_is_left_as_it_was_and_refused_again(model_class, config_class):
     model = build(model_class, config_class)
     config, before, attributes = model.config, logits(model), set(vars(model))
     for _ in range(2):
-        with pytest.raises(UnsupportedModel, match=rf"{model_class.__name__} does not route layers \[0, 1\]"):
+        with pytest.raises(
+            UnsupportedModel, match=rf"{model_class.__name__} does not route layers \[0, 1\]"
+        ):
             set_schedule(model, SPARSE)
-        assert model.config is config and config._attn_implementation == "sdpa" and set(vars(model)) == attributes
+        assert (
+            model.config is config
+            and config._attn_implementation == "sdpa"
+            and set(vars(model)) == attributes
+        )
         assert not any(hasattr(m, "sparrow") for m in model.modules())
         assert torch.equal(logits(model), before)
         torch.testing.assert_close(decoded(model), before[:, 30:], rtol=0, atol=1e-4)
 
 
 def test_an_engine_that_refuses_a_model_leaves_it_unrouted():
-    model = build(Gemma2ForCausalLM, Gemma2Config, layer_types=["full_attention"] * 2, attn_logit_softcapping=None,
-                  final_logit_softcapping=1.0, attn_implementation="eager")  # fmt: skip
+    model = build(
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        layer_types=["full_attention"] * 2,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=1.0,
+        attn_implementation="eager",
+    )
     with pytest.raises(UnsupportedModel, match="changes its logits after the output embedding"):
         HFEngine(model, SPARSE, eos_ids=[])
     assert model.config._attn_implementation == "eager"
@@ -94,8 +111,15 @@ def test_a_model_that_trains_goes_on_training_and_keeps_its_hooks():
     model.model.layers[1].eval()
     hooks = len(model.model._forward_pre_hooks)
     set_schedule(model, SPARSE)
-    assert model.training and model.model.layers[0].training and not model.model.layers[1].self_attn.training
-    assert len(model.model._forward_pre_hooks) == hooks and not model.model.layers[0].self_attn._forward_hooks
+    assert (
+        model.training
+        and model.model.layers[0].training
+        and not model.model.layers[1].self_attn.training
+    )
+    assert (
+        len(model.model._forward_pre_hooks) == hooks
+        and not model.model.layers[0].self_attn._forward_hooks
+    )
 
 
 def test_of_two_models_on_one_config_only_one_is_routed():
@@ -122,8 +146,15 @@ def test_a_copy_of_a_model_has_a_schedule_of_its_own(copied):
     with torch.no_grad():
         twin.lm_head.weight.zero_()
     assert torch.equal(decoded(model), sparse)
-    out = twin.generate(input_ids=IDS, max_new_tokens=2, do_sample=False, output_logits=True,
-                        return_dict_in_generate=True, eos_token_id=None, pad_token_id=0)  # fmt: skip
+    out = twin.generate(
+        input_ids=IDS,
+        max_new_tokens=2,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     assert not out.logits[0].any(), "generate must run the copy"
 
 
@@ -131,25 +162,49 @@ def test_a_copy_of_a_model_has_a_schedule_of_its_own(copied):
 
 
 def test_attention_sinks_are_refused_by_name():
-    model = build(GptOssForCausalLM, GptOssConfig, layer_types=["full_attention"] * 2, num_local_experts=4,
-                  num_experts_per_tok=2, attn_implementation="eager")  # fmt: skip
-    with pytest.raises(UnsupportedModel, match=r"GptOssAttention gives its attention attention sinks \(s_aux\)"):
+    model = build(
+        GptOssForCausalLM,
+        GptOssConfig,
+        layer_types=["full_attention"] * 2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attn_implementation="eager",
+    )
+    with pytest.raises(
+        UnsupportedModel, match=r"GptOssAttention gives its attention attention sinks \(s_aux\)"
+    ):
         set_schedule(model, SPARSE)
     assert model.config._attn_implementation == "eager"
 
 
 def test_a_soft_cap_is_refused_by_name():
-    model = build(Gemma2ForCausalLM, Gemma2Config, layer_types=["full_attention"] * 2, attn_implementation="eager")
-    with pytest.raises(UnsupportedModel, match=r"Gemma2Attention gives its attention a soft cap \(softcap\)"):
+    model = build(
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        layer_types=["full_attention"] * 2,
+        attn_implementation="eager",
+    )
+    with pytest.raises(
+        UnsupportedModel, match=r"Gemma2Attention gives its attention a soft cap \(softcap\)"
+    ):
         set_schedule(model, SPARSE)
 
 
 def test_attention_to_later_tokens_is_found_by_the_pass_beside_it():
     torch.manual_seed(0)
     model = BertLMHeadModel(
-        BertConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+        BertConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=48,
+        )
     )
-    with pytest.raises(UnsupportedModel, match=r"BertLMHeadModel computes something else than causal attention.*layer"):
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"BertLMHeadModel computes something else than causal attention.*layer",
+    ):
         set_schedule(model, SPARSE)
 
 
@@ -164,19 +219,25 @@ def test_what_a_model_adds_within_its_own_attention_is_found_by_the_pass_beside_
     model = build(LlamaForCausalLM, LlamaConfig, attn_implementation="eager")
     set_schedule(copy.deepcopy(model), SPARSE)
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", louder)
-    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM computes something else.*in layer 0"):
+    with pytest.raises(
+        UnsupportedModel, match=r"LlamaForCausalLM computes something else.*in layer 0"
+    ):
         set_schedule(model, SPARSE)
 
 
 def test_two_attentions_in_one_layer_are_refused():
     model = build(DiffLlamaForCausalLM, DiffLlamaConfig)
-    with pytest.raises(UnsupportedModel, match="DiffLlamaForCausalLM computes attention 2 times in layer 0"):
+    with pytest.raises(
+        UnsupportedModel, match="DiffLlamaForCausalLM computes attention 2 times in layer 0"
+    ):
         set_schedule(model, SPARSE)
 
 
 def test_a_model_that_masks_tokens_by_head_is_refused():
     model = build(DogeForCausalLM, DogeConfig, keep_window_size=16)
-    with pytest.raises(UnsupportedModel, match=r"DogeForCausalLM.*mask of shape \(1, 4, 8, 8\) differs by head"):
+    with pytest.raises(
+        UnsupportedModel, match=r"DogeForCausalLM.*mask of shape \(1, 4, 8, 8\) differs by head"
+    ):
         set_schedule(model, SPARSE)
 
 
@@ -184,14 +245,20 @@ def test_a_model_that_masks_tokens_by_head_is_refused():
 
 
 def advised(build_with):
-    """Follow a refusal's advice, and see that the model is then taken and dense where all pages are kept."""
+    """Follow a refusal's advice, and see that the model is then taken and dense where all pages are
+    kept.
+    """
     model = build_with({})
     with pytest.raises(UnsupportedModel) as refusal:
         set_schedule(model, SPARSE)
     sentence = str(refusal.value)
     if "or load it with" not in sentence:
         return sentence
-    change = {"layer_types": ["full_attention"] * 2} if "layer_types" in sentence else {"sliding_window": None}
+    change = (
+        {"layer_types": ["full_attention"] * 2}
+        if "layer_types" in sentence
+        else {"sliding_window": None}
+    )
     model = build_with(change)
     before = decoded(model)
     set_schedule(model, SparsitySchedule.dense(page_size=4, dense_layers=()))
@@ -203,25 +270,50 @@ def test_advice_for_models_with_windows_can_be_followed():
     windows = ["sliding_attention", "full_attention"]
     cases = [
         (MistralForCausalLM, MistralConfig, {"sliding_window": 64}, "sliding_window=None"),
-        (Cohere2ForCausalLM, Cohere2Config, {"sliding_window": 64, "layer_types": windows}, "layer_types"),
-        (Qwen2ForCausalLM, Qwen2Config, {"sliding_window": 64, "use_sliding_window": True, "layer_types": windows},
-         "layer_types"),
-    ]  # fmt: skip
+        (
+            Cohere2ForCausalLM,
+            Cohere2Config,
+            {"sliding_window": 64, "layer_types": windows},
+            "layer_types",
+        ),
+        (
+            Qwen2ForCausalLM,
+            Qwen2Config,
+            {"sliding_window": 64, "use_sliding_window": True, "layer_types": windows},
+            "layer_types",
+        ),
+    ]
     for model_class, config_class, options, setting in cases:
-        sentence = advised(lambda change, c=model_class, g=config_class, o=options: build(c, g, **{**o, **change}))
+        sentence = advised(
+            lambda change, c=model_class, g=config_class, o=options: build(c, g, **{**o, **change})
+        )
         assert "(window 64)" in sentence and f"load it with {setting}" in sentence
 
 
 def test_where_no_setting_helps_none_is_advised():
-    sentence = advised(lambda change: build(MoshiForCausalLM, MoshiConfig, sliding_window=64, **change))
+    sentence = advised(
+        lambda change: build(MoshiForCausalLM, MoshiConfig, sliding_window=64, **change)
+    )
     assert sentence.endswith("choose a model with full attention in every layer")
-    options = {"num_local_experts": 4, "num_experts_per_tok": 2, "attn_implementation": "eager", "sliding_window": 64}
-    assert "sinks" in advised(lambda change: build(GptOssForCausalLM, GptOssConfig, **{**options, **change}))
+    options = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "attn_implementation": "eager",
+        "sliding_window": 64,
+    }
+    assert "sinks" in advised(
+        lambda change: build(GptOssForCausalLM, GptOssConfig, **{**options, **change})
+    )
 
 
 def test_a_window_that_the_layer_types_hide_is_found():
-    model = build(MistralForCausalLM, MistralConfig, sliding_window=64, layer_types=["full_attention"] * 2)
-    with pytest.raises(UnsupportedModel, match="MistralAttention looks back through a window of 64 tokens in layer 0"):
+    model = build(
+        MistralForCausalLM, MistralConfig, sliding_window=64, layer_types=["full_attention"] * 2
+    )
+    with pytest.raises(
+        UnsupportedModel,
+        match="MistralAttention looks back through a window of 64 tokens in layer 0",
+    ):
         set_schedule(model, SPARSE)
 
 
@@ -231,12 +323,16 @@ def test_a_window_that_the_layer_types_hide_is_found():
 @pytest.mark.parametrize("schedule", ["dense", None, {"top_k": [1]}])
 def test_a_schedule_of_another_type_is_refused_with_the_remedy(schedule):
     model = tiny_model()
-    with pytest.raises(ConfigError, match=r"not a SparsitySchedule; SparsitySchedule\.load makes one"):
+    with pytest.raises(
+        ConfigError, match=r"not a SparsitySchedule; SparsitySchedule\.load makes one"
+    ):
         set_schedule(model, schedule)
     set_schedule(model, SPARSE)
     if schedule is not None:
         with (
-            pytest.raises(ConfigError, match=r"not a SparsitySchedule; SparsitySchedule\.load makes one"),
+            pytest.raises(
+                ConfigError, match=r"not a SparsitySchedule; SparsitySchedule\.load makes one"
+            ),
             teacher_forced(model, [1], schedule),
         ):
             pass
@@ -252,12 +348,16 @@ def test_another_schedule_for_teacher_forcing_must_match_the_model_too():
         pass
 
 
-@pytest.mark.parametrize("lengths", [[-1, 3], [2.5, 3.0], torch.tensor([2.0, 3.0]), [True, False], 3, [[1], [2]]])
+@pytest.mark.parametrize(
+    "lengths", [[-1, 3], [2.5, 3.0], torch.tensor([2.0, 3.0]), [True, False], 3, [[1], [2]]]
+)
 def test_prompt_lengths_that_are_not_one_whole_number_a_row_are_refused(lengths):
     model = tiny_model()
     set_schedule(model, SPARSE)
     with (
-        pytest.raises(ConfigError, match="prompt_lengths must be one whole number from 0 for each row, got "),
+        pytest.raises(
+            ConfigError, match="prompt_lengths must be one whole number from 0 for each row, got "
+        ),
         teacher_forced(model, lengths),
     ):
         model(input_ids=IDS.expand(2, -1))
@@ -275,7 +375,10 @@ def test_prompt_lengths_of_other_rows_are_refused():
             model(input_ids=IDS.expand(2, -1))
     mask = torch.ones(2, 40, dtype=torch.long)
     mask[1, :10] = 0
-    with pytest.raises(ConfigError, match="row 1 has 30 tokens, but 31 prompt"), teacher_forced(model, [40, 31]):
+    with (
+        pytest.raises(ConfigError, match="row 1 has 30 tokens, but 31 prompt"),
+        teacher_forced(model, [40, 31]),
+    ):
         model(input_ids=IDS.expand(2, -1), attention_mask=mask)
     with teacher_forced(model, [40, 30]):  # all of a row may be prompt
         forced = model(input_ids=IDS.expand(2, -1), attention_mask=mask).logits

@@ -1,4 +1,5 @@
-"""Chunked log-probs against the model's own logits, and the packing of sequences into micro-batches.
+"""Chunked log-probs against the model's own logits, and the packing of sequences into
+micro-batches.
 
 Shapes: B sequences, T tokens, M response tokens of the batch end to end, n top ids, V vocabulary.
 """
@@ -29,10 +30,16 @@ def ragged_batch(top: bool = True, seed: int = 0) -> Batch:
 
 
 def direct(model, batch: Batch, temperature: float):
-    """Every row alone, without padding, from the logits the model itself returns: ``[M, V]`` log-probs, ``[M]`` ids."""
+    """Every row alone, without padding, from the logits the model itself returns: ``[M, V]``
+    log-probs, ``[M]`` ids.
+    """
     log_p, target = [], []
     for row, (p, r) in zip(batch.input_ids, SPANS, strict=True):
-        log_p.append((model(input_ids=row[None, : p + r]).logits[0, p - 1 : -1].float() / temperature).log_softmax(-1))
+        log_p.append(
+            (
+                model(input_ids=row[None, : p + r]).logits[0, p - 1 : -1].float() / temperature
+            ).log_softmax(-1)
+        )
         target.append(row[p : p + r])
     return torch.cat(log_p), torch.cat(target)
 
@@ -63,8 +70,12 @@ def test_scores_equal_log_softmax_of_the_logits(architecture, chunk_tokens, temp
         log_p, target = direct(model, batch, temperature)
     M = sum(r for _, r in SPANS)
     assert M == 32 and scores.logprobs.shape == (M,) and scores.top_logprobs.shape == (M, TOP)
-    torch.testing.assert_close(scores.logprobs, log_p.gather(1, target[:, None])[:, 0], rtol=0, atol=1e-4)
-    torch.testing.assert_close(scores.top_logprobs, log_p.gather(1, batch.top_ids), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        scores.logprobs, log_p.gather(1, target[:, None])[:, 0], rtol=0, atol=1e-4
+    )
+    torch.testing.assert_close(
+        scores.top_logprobs, log_p.gather(1, batch.top_ids), rtol=0, atol=1e-4
+    )
     torch.testing.assert_close(scores.entropy, -(log_p.exp() * log_p).sum(-1), rtol=0, atol=1e-4)
 
 
@@ -78,7 +89,10 @@ def test_temperature_zero_counts_as_one_and_matters_otherwise():
 def test_without_top_ids_there_are_no_top_logprobs():
     model = tiny_model()
     with torch.no_grad():
-        scores, with_top = TokenScorer(model, 5)(ragged_batch(top=False)), TokenScorer(model, 5)(ragged_batch())
+        scores, with_top = (
+            TokenScorer(model, 5)(ragged_batch(top=False)),
+            TokenScorer(model, 5)(ragged_batch()),
+        )
     assert scores.top_logprobs is None and torch.equal(scores.logprobs, with_top.logprobs)
 
 
@@ -86,7 +100,10 @@ def test_without_top_ids_there_are_no_top_logprobs():
 def test_gradient_equals_the_direct_one(chunk_tokens):
     model, batch = tiny_model().double(), ragged_batch()
     generator = torch.Generator().manual_seed(1)
-    weight, top_weight = torch.randn(32, generator=generator), torch.randn(32, TOP, generator=generator)
+    weight, top_weight = (
+        torch.randn(32, generator=generator),
+        torch.randn(32, TOP, generator=generator),
+    )
 
     def gradient(logprobs, top_logprobs):
         model.zero_grad()
@@ -110,10 +127,18 @@ def test_scorer_holds_the_models_parameters():
 def test_soft_capped_model_is_refused():
     torch.manual_seed(0)
     config = dict(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, initializer_range=2.0,
-    )  # fmt: skip
-    with pytest.raises(UnsupportedModel, match=r"Gemma2ForCausalLM changes its logits after the output embedding"):
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        initializer_range=2.0,
+    )
+    with pytest.raises(
+        UnsupportedModel, match=r"Gemma2ForCausalLM changes its logits after the output embedding"
+    ):
         TokenScorer(Gemma2ForCausalLM(Gemma2Config(**config, final_logit_softcapping=1.0)))
     TokenScorer(Gemma2ForCausalLM(Gemma2Config(**config, final_logit_softcapping=None)))
 

@@ -1,4 +1,6 @@
-"""Lossless decoding in transformers: what comes out is the dense policy's, whatever the drafts read."""
+"""Lossless decoding in transformers: what comes out is the dense policy's, whatever the drafts
+read.
+"""
 
 import itertools
 import warnings
@@ -29,7 +31,9 @@ def prompts(lengths=LENGTHS, vocabulary=VOCAB, seed=0):
 
 
 def lossless(pages=1, k=4, **layout):
-    return Decoding.lossless(SparsitySchedule.fixed(pages, **{"dense_layers": (), **layout}), draft_tokens=k)
+    return Decoding.lossless(
+        SparsitySchedule.fixed(pages, **{"dense_layers": (), **layout}), draft_tokens=k
+    )
 
 
 # --- rejection sampling by hand ---
@@ -41,11 +45,32 @@ Q = [[0.25, 0.5, 0.25], [0.4, 0.5, 0.1]]
 @pytest.mark.parametrize(
     ("draft", "drafts", "accept", "last", "tokens", "acceptance"),
     [
-        ([1, 1], 2, [0.99, 0.39], 0.4, [1, 1, 1], [0.75, 0.4]),  # 0.99 < 0.5/0.5, 0.39 < 0.2/0.5; then from p itself
-        ([1, 1], 2, [0.99, 0.41], 0.0, [1, 2], [0.75, 0.4]),  # the second rejected: only token 2 has p > q
+        (
+            [1, 1],
+            2,
+            [0.99, 0.39],
+            0.4,
+            [1, 1, 1],
+            [0.75, 0.4],
+        ),  # 0.99 < 0.5/0.5, 0.39 < 0.2/0.5; then from p itself
+        (
+            [1, 1],
+            2,
+            [0.99, 0.41],
+            0.0,
+            [1, 2],
+            [0.75, 0.4],
+        ),  # the second rejected: only token 2 has p > q
         ([2, 1], 2, [0.0, 0.0], 0.99, [0], [0.75, np.nan]),  # p is 0 there; only token 0 has p > q
         ([0, 2], 2, [0.99, 0.99], 0.8, [0, 2, 2], [0.75, 0.4]),  # p above q is always accepted
-        ([0, 1], 1, [0.5, 0.0], 0.29, [0, 1], [0.75, np.nan]),  # one draft only: 0.29 of p's second row
+        (
+            [0, 1],
+            1,
+            [0.5, 0.0],
+            0.29,
+            [0, 1],
+            [0.75, np.nan],
+        ),  # one draft only: 0.29 of p's second row
         ([1, 1], 0, [0.0, 0.0], 0.6, [1], [np.nan, np.nan]),  # none: 0.6 of p's first row
     ],
 )
@@ -83,7 +108,9 @@ def test_greedy_tokens_are_the_dense_ones(k, pages):
         np.testing.assert_allclose(ours.logprobs, dense.logprobs, atol=1e-4)
         assert ours.top_ids.tolist() == dense.top_ids.tolist()
     counters = engine.counters()
-    assert 0 < counters.accepted < counters.drafted, "drafts must be right and wrong, or this test shows nothing"
+    assert 0 < counters.accepted < counters.drafted, (
+        "drafts must be right and wrong, or this test shows nothing"
+    )
 
 
 def test_nothing_is_forgotten_after_a_cycle_without_drafts(monkeypatch):
@@ -107,7 +134,9 @@ def test_nothing_is_forgotten_after_a_cycle_without_drafts(monkeypatch):
 def broken(monkeypatch, how):
     """What a mistaken implementation would do."""
     if how == "never rejects":
-        monkeypatch.setattr(speculative, "accepts", lambda p, q, draft, uniform: torch.ones_like(draft).bool())
+        monkeypatch.setattr(
+            speculative, "accepts", lambda p, q, draft, uniform: torch.ones_like(draft).bool()
+        )
     elif how == "does not resample":
         monkeypatch.setattr(speculative, "residual", lambda p, q: p)
     elif how == "draws both from one noise":
@@ -127,17 +156,23 @@ def cut(mass: list[float], top_k: int | None, top_p: float) -> list[float]:
     return [mass[v] / held if v in kept else 0.0 for v in range(len(mass))]
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (3, 1.0), (None, 0.7), (6, 0.5), (1, 0.9), (None, 1e-9)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(None, 1.0), (3, 1.0), (None, 0.7), (6, 0.5), (1, 0.9), (None, 1e-9)]
+)
 def test_truncation_is_that_of_one_token_after_another(top_k, top_p):
     logits = 2 * torch.randn(50, 12, generator=torch.Generator().manual_seed(0))
-    expected = torch.tensor([cut(row, top_k, top_p) for row in (logits.double() / 0.7).softmax(-1).tolist()])
+    expected = torch.tensor(
+        [cut(row, top_k, top_p) for row in (logits.double() / 0.7).softmax(-1).tolist()]
+    )
     shape = Shape(0.7, top_k, top_p)
     torch.testing.assert_close(shape.distribution(logits), expected.double(), atol=1e-6, rtol=0)
     torch.testing.assert_close(shape.log_probs(logits).exp(), expected.float(), atol=1e-6, rtol=0)
     at_one = Shape(1.0, top_k, top_p).log_probs(logits)
     assert torch.equal(Shape(0.0, top_k, top_p).log_probs(logits), at_one) and Shape() == Shape(1.0)
     greedy = Shape(0.0, top_k, top_p).distribution(logits)
-    assert torch.equal(greedy.argmax(-1), logits.argmax(-1)) and torch.equal(greedy.sum(-1), torch.ones(50).double())
+    assert torch.equal(greedy.argmax(-1), logits.argmax(-1)) and torch.equal(
+        greedy.sum(-1), torch.ones(50).double()
+    )
 
 
 def test_likeliest_tokens_alike_are_all_kept():
@@ -147,9 +182,15 @@ def test_likeliest_tokens_alike_are_all_kept():
 
 @pytest.mark.parametrize(
     ("how", "k", "top_k", "top_p"),
-    [("as it should", 1, None, 1.0), ("as it should", 2, None, 1.0), ("as it should", 2, 5, 0.8),
-     ("never rejects", 2, None, 1.0), ("does not resample", 2, None, 1.0), ("draws both from one noise", 2, None, 1.0)],
-)  # fmt: skip
+    [
+        ("as it should", 1, None, 1.0),
+        ("as it should", 2, None, 1.0),
+        ("as it should", 2, 5, 0.8),
+        ("never rejects", 2, None, 1.0),
+        ("does not resample", 2, None, 1.0),
+        ("draws both from one noise", 2, None, 1.0),
+    ],
+)
 @pytest.mark.slow
 def test_continuations_are_distributed_as_the_dense_policys(monkeypatch, how, k, top_k, top_p):
     V, T, count = 8, 4, 6_000
@@ -160,16 +201,25 @@ def test_continuations_are_distributed_as_the_dense_policys(monkeypatch, how, k,
     ids = torch.tensor([[*prompt, *c, *[0] * (width - len(prompt) - len(c))] for c in prefixes])
     with torch.no_grad():
         p = model(input_ids=ids).logits.double().softmax(-1)
-    p = torch.tensor([[cut(row, top_k, top_p) for row in rows] for rows in p.tolist()], dtype=p.dtype)
+    p = torch.tensor(
+        [[cut(row, top_k, top_p) for row in rows] for rows in p.tolist()], dtype=p.dtype
+    )
     at = {tuple(c): p[i, len(prompt) + len(c) - 1] for i, c in enumerate(prefixes)}
     chance = np.array(
-        [np.prod([float(at[c[:t]][c[t]]) for t in range(T)]) for c in itertools.product(range(V), repeat=T)]
+        [
+            np.prod([float(at[c[:t]][c[t]]) for t in range(T)])
+            for c in itertools.product(range(V), repeat=T)
+        ]
     )
     assert abs(chance.sum() - 1) < 1e-9
 
     broken(monkeypatch, how)
-    engine = HFEngine(model, lossless(0, k, page_size=4, recent_pages=1), eos_ids=[], batch_size=3000)
-    rollouts = engine.generate([prompt] * count, Sampling(T, top_n=0, seed=1, top_k=top_k, top_p=top_p))
+    engine = HFEngine(
+        model, lossless(0, k, page_size=4, recent_pages=1), eos_ids=[], batch_size=3000
+    )
+    rollouts = engine.generate(
+        [prompt] * count, Sampling(T, top_n=0, seed=1, top_k=top_k, top_p=top_p)
+    )
     cell = np.array([r.response_ids for r in rollouts]) @ V ** np.arange(T - 1, -1, -1)
     seen = np.bincount(cell, minlength=V**T)
     order = np.argsort(chance)[::-1]
@@ -204,18 +254,33 @@ def test_log_probs_and_top_lists_are_the_dense_policys():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [dict(temperature=1.0), dict(temperature=0.7, top_k=20, top_p=0.9)])
+@pytest.mark.parametrize(
+    "sampling", [dict(temperature=1.0), dict(temperature=0.7, top_k=20, top_p=0.9)]
+)
 def test_a_seeds_tokens_are_those_of_dense_decoding_whatever_drafts(sampling):
-    """With ``drafter_invariant``: any number of drafts, and any pages; else drafts take numbers of their own."""
+    """With ``drafter_invariant``: any number of drafts, and any pages; else drafts take numbers of
+    their own.
+    """
     model, sample = tiny_model(), Sampling(max_new_tokens=30, top_n=5, seed=3, **sampling)
     asked = prompts()
     dense = HFEngine(model, SparsitySchedule.dense(), []).generate(asked, sample)
     kept = {}
-    for k, pages, invariant in ((1, 1, True), (4, 1, True), (4, 3, True), (9, 2, True), (4, 3, False)):
+    for k, pages, invariant in (
+        (1, 1, True),
+        (4, 1, True),
+        (4, 3, True),
+        (9, 2, True),
+        (4, 3, False),
+    ):
         schedule = SparsitySchedule.fixed(pages, page_size=4, dense_layers=())
-        engine = HFEngine(model, Decoding.lossless(schedule, draft_tokens=k, drafter_invariant=invariant), [])
+        engine = HFEngine(
+            model, Decoding.lossless(schedule, draft_tokens=k, drafter_invariant=invariant), []
+        )
         found, counters = engine.generate(asked, sample), engine.counters()
-        same = [np.array_equal(a.response_ids, b.response_ids) for a, b in zip(found, dense, strict=True)]
+        same = [
+            np.array_equal(a.response_ids, b.response_ids)
+            for a, b in zip(found, dense, strict=True)
+        ]
         assert all(same) if invariant else not all(same)
         assert 0 < counters.accepted < counters.drafted
         kept[k, invariant] = counters.accepted / counters.drafted
@@ -230,7 +295,9 @@ def test_samples_do_not_depend_on_what_is_sampled_beside_them():
     rows = prompts()
     sampling = Sampling(23, temperature=0.9, top_n=2, seeds=range(len(rows)))
     together = HFEngine(model, lossless(1, 5), eos_ids=[7]).generate(rows, sampling)
-    assert len({len(r) for r in together}) > 1, "responses must end at different times, or this test shows less"
+    assert len({len(r) for r in together}) > 1, (
+        "responses must end at different times, or this test shows less"
+    )
     engine = HFEngine(model, lossless(1, 5), eos_ids=[7])
     for i, row in enumerate(rows):
         alone = engine.generate([row], Sampling(23, temperature=0.9, top_n=2, seeds=[i]))[0]
@@ -246,14 +313,20 @@ def test_drafts_that_are_always_right_take_few_cycles_and_are_counted():
     everything = Decoding.lossless(SparsitySchedule.dense(), draft_tokens=4)
     engine = HFEngine(model, everything, eos_ids=[])
     rollouts = engine.generate(prompts([20, 30]), Sampling(13, seed=5))
-    assert [len(r) for r in rollouts] == [13, 13] and {r.finish_reason for r in rollouts} == {"length"}
-    # 1 token by prefill, 5 by each of two cycles of 4 drafts, 2 by one cycle of one draft, since no more fit.
+    assert [len(r) for r in rollouts] == [13, 13] and {r.finish_reason for r in rollouts} == {
+        "length"
+    }
+    # 1 token by prefill, 5 by each of two cycles of 4 drafts, 2 by one cycle of one draft, since no
+    # more fit.
     counters = engine.counters()
     assert counters.cycles == 2 * 3 and counters.drafted == counters.accepted == 2 * (4 + 4 + 1)
     assert counters.tokens_per_cycle == 24 / 6
     assert counters.acceptance.drafts == 18 and counters.acceptance.mean > 0.9999
-    # The first cycle of the shorter row: 20 tokens are cached, and 21 when its first draft is drawn.
-    drafts = sum(range(21, 25)) + sum(range(26, 30)) + 31 + sum(range(31, 35)) + sum(range(36, 40)) + 41
+    # The first cycle of the shorter row: 20 tokens are cached, and 21 when its first draft is
+    # drawn.
+    drafts = (
+        sum(range(21, 25)) + sum(range(26, 30)) + 31 + sum(range(31, 35)) + sum(range(36, 40)) + 41
+    )
     verified = 25 + 30 + 32 + 35 + 40 + 42
     assert counters.tokens_read == 4 * (drafts + verified)
     assert counters.tokens_held == 4 * (sum(range(21, 33)) + sum(range(31, 43)))
@@ -264,7 +337,8 @@ def test_drafts_read_what_the_schedule_says():
     engine = HFEngine(tiny_model(), lossless(0, 2, dense_layers=(0,)), eos_ids=[])
     engine.generate(prompts([100]), Sampling(3, temperature=0.0))
     counters = engine.counters()
-    # One token is drafted over 101 of which 3 of 4 layers read 3 pages of 16. A rejected one leaves one more to verify.
+    # One token is drafted over 101 of which 3 of 4 layers read 3 pages of 16. A rejected one leaves
+    # one more to verify.
     cycles = 1 if counters.accepted else 2
     assert (counters.drafted, counters.cycles) == (1, cycles)
     assert counters.tokens_read == 101 + 3 * 48 + cycles * 4 * 102
@@ -272,11 +346,21 @@ def test_drafts_read_what_the_schedule_says():
 
 
 def test_a_stop_token_inside_accepted_drafts_ends_the_response():
-    everything, sampling = Decoding.lossless(SparsitySchedule.dense(), draft_tokens=8), Sampling(40, seed=2)
+    everything, sampling = (
+        Decoding.lossless(SparsitySchedule.dense(), draft_tokens=8),
+        Sampling(40, seed=2),
+    )
     model = tiny_model()
-    free = HFEngine(model, everything, eos_ids=[]).generate(prompts()[:1], sampling)[0].response_ids.tolist()
-    # A cycle's tokens are 8 drafts, all accepted, and one that verification adds; the first token is the prompt's.
-    end = next(i for i, token in enumerate(free) if i > 10 and 0 < i % 9 < 8 and token not in free[:i])
+    free = (
+        HFEngine(model, everything, eos_ids=[])
+        .generate(prompts()[:1], sampling)[0]
+        .response_ids.tolist()
+    )
+    # A cycle's tokens are 8 drafts, all accepted, and one that verification adds; the first token
+    # is the prompt's.
+    end = next(
+        i for i, token in enumerate(free) if i > 10 and 0 < i % 9 < 8 and token not in free[:i]
+    )
     engine = HFEngine(model, everything, eos_ids=[free[end]])
     rollout = engine.generate(prompts()[:1], sampling)[0]
     assert rollout.response_ids.tolist() == free[: end + 1] and rollout.finish_reason == "stop"
@@ -287,11 +371,14 @@ def test_a_stop_token_inside_accepted_drafts_ends_the_response():
 def test_responses_reach_the_end_of_the_context_and_not_beyond():
     small = dict(max_position_embeddings=64)
     sampling, rows = Sampling(24, temperature=0.0), prompts([40, 8, 23])
-    dense = HFEngine(tiny_model(**small), SparsitySchedule.dense(), eos_ids=[]).generate(rows, sampling)
+    dense = HFEngine(tiny_model(**small), SparsitySchedule.dense(), eos_ids=[]).generate(
+        rows, sampling
+    )
     model, positions = tiny_model(**small), []
     engine = HFEngine(model, lossless(0, 8), eos_ids=[])
     model.get_decoder().register_forward_pre_hook(
-        lambda module, args, kwargs: positions.append(int(kwargs["position_ids"].max())), with_kwargs=True
+        lambda module, args, kwargs: positions.append(int(kwargs["position_ids"].max())),
+        with_kwargs=True,
     )
     found = engine.generate(rows, sampling)
     assert [r.response_ids.tolist() for r in found] == [r.response_ids.tolist() for r in dense]
@@ -299,9 +386,13 @@ def test_responses_reach_the_end_of_the_context_and_not_beyond():
     with torch.no_grad():
         sequences = CachedSequences(model, torch.tensor([0, 52]))
         sequences.read(torch.randint(1, VOCAB, (2, 62)))
-        cycle = speculate(sequences, torch.tensor([5, 6]), torch.tensor([0, 8]), Shape(0.0), torch.zeros(3, 2, 9))
+        cycle = speculate(
+            sequences, torch.tensor([5, 6]), torch.tensor([0, 8]), Shape(0.0), torch.zeros(3, 2, 9)
+        )
     assert cycle.count[0] == 1 and sequences.lengths[0] == 63
-    assert max(positions) == 63, "a row that drafts nothing goes along with one that does, but not past the end"
+    assert max(positions) == 63, (
+        "a row that drafts nothing goes along with one that does, but not past the end"
+    )
     with pytest.raises(ConfigError, match=r"prompt 0 has 41 tokens.*context of 64"):
         engine.generate(prompts([41]), sampling)
 
@@ -338,5 +429,8 @@ def test_a_rollout_warns_of_nothing():
 
 
 def test_dense_steps_need_a_prepared_model():
-    with pytest.raises(ConfigError, match="dense_steps needs a model prepared"), dense_steps(tiny_model()):
+    with (
+        pytest.raises(ConfigError, match="dense_steps needs a model prepared"),
+        dense_steps(tiny_model()),
+    ):
         pass

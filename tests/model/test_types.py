@@ -1,7 +1,9 @@
-"""Every kind of causal language model that transformers ships, tiny and at random: computed right, or refused by name.
+"""Every kind of causal language model that transformers ships, tiny and at random: computed right,
+or refused by name.
 
-A model that is taken must decode with every page as its own attention does, and under a sparse schedule give the same
-step by step, teacher-forced and by the reference below, which is written from the method and shares no code with ours.
+A model that is taken must decode with every page as its own attention does, and under a sparse
+schedule give the same step by step, teacher-forced and by the reference below, which is written
+from the method and shares no code with ours.
 """
 
 import inspect
@@ -27,22 +29,46 @@ LARGEST = 2_000_000  # parameters: what stays larger under the settings below ta
 # What configs call the same thing.
 NAMES = {
     "width": ("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim"),
-    "inner": ("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size",
-              "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"),
-    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
-              "encoder_attention_heads"),
+    "inner": (
+        "intermediate_size",
+        "ffn_dim",
+        "n_inner",
+        "decoder_ffn_dim",
+        "encoder_ffn_dim",
+        "ffn_hidden_size",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+    ),
+    "layers": (
+        "num_hidden_layers",
+        "n_layer",
+        "n_layers",
+        "num_layers",
+        "decoder_layers",
+        "encoder_layers",
+    ),
+    "heads": (
+        "num_attention_heads",
+        "n_head",
+        "n_heads",
+        "num_heads",
+        "decoder_attention_heads",
+        "encoder_attention_heads",
+    ),
     "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
     "head_dim": ("head_dim", "kv_channels"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "chosen": ("num_experts_per_tok", "moe_topk", "moe_k", "num_selected_experts"),
     "context": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
     "init": ("initializer_range", "init_std"),
-}  # fmt: skip
+}
 
 
 def tiny(kind: str):
-    """A model of the kind with random small shapes, or None if a config does not come out of these settings."""
+    """A model of the kind with random small shapes, or None if a config does not come out of these
+    settings.
+    """
     number = torch.Generator().manual_seed(zlib.crc32(kind.encode()))
 
     def pick(*choices):
@@ -50,19 +76,35 @@ def tiny(kind: str):
 
     heads, head_dim = 4, pick(8, 16)
     values = {
-        "width": heads * head_dim, "inner": 48, "layers": pick(2, 3), "heads": heads, "kv_heads": pick(1, 2, 4),
-        "head_dim": head_dim, "experts": 4, "chosen": 2, "context": 128, "init": 0.3,
-    }  # fmt: skip
+        "width": heads * head_dim,
+        "inner": 48,
+        "layers": pick(2, 3),
+        "heads": heads,
+        "kv_heads": pick(1, 2, 4),
+        "head_dim": head_dim,
+        "experts": 4,
+        "chosen": 2,
+        "context": 128,
+        "init": 0.3,
+    }
     values = {name: values[meaning] for meaning, names in NAMES.items() for name in names}
-    values |= {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "n_group": 1, "topk_group": 1}
+    values |= {
+        "vocab_size": 97,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    }
     try:
         config_class = type(CONFIG_MAPPING[kind]().get_text_config())
         default = config_class()
         alias = {*default.attribute_map.values()} & set(values)
         known = {
-            k: v for k, v in values.items()
+            k: v
+            for k, v in values.items()
             if getattr(default, k, None) is not None and default.attribute_map.get(k) not in alias
-        }  # fmt: skip
+        }
         if getattr(default, "layer_types", None):
             known["layer_types"] = None
         config, model_class = config_class(**known), getattr(transformers, TYPES[kind])
@@ -85,16 +127,22 @@ def reference(schedule: SparsitySchedule):
         H, K, P = query.shape[1], key.shape[1], schedule.page_size
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         kept_HTT = torch.ones(H, query.shape[2], query.shape[2], dtype=torch.bool).tril()
-        for t in range(PROMPT, query.shape[2] if module.layer_idx not in schedule.dense_layers else 0):
+        for t in range(
+            PROMPT, query.shape[2] if module.layer_idx not in schedule.dense_layers else 0
+        ):
             pages = [range(i, min(i + P, t + 1)) for i in range(0, t + 1, P)]
             last = max(len(pages) - schedule.recent_pages, 0)
             for k in range(K):
                 heads = slice(k * H // K, (k + 1) * H // K)  # they select together
                 q = query[0, heads, t].mean(0)
                 score = [float(q @ key[0, k, list(page)].mean(0)) for page in pages]
-                best = sorted(range(schedule.sink_pages, last), key=lambda i, score=score: -score[i])
+                best = sorted(
+                    range(schedule.sink_pages, last), key=lambda i, score=score: -score[i]
+                )
                 always = [*range(schedule.sink_pages), *range(last, len(pages))]
-                columns = [c for i in {*always, *best[: int(schedule.pages(t + 1))]} for c in pages[i]]
+                columns = [
+                    c for i in {*always, *best[: int(schedule.pages(t + 1))]} for c in pages[i]
+                ]
                 kept_HTT[heads, t] = False
                 kept_HTT[heads, t, columns] = True
         k, v = (x[0].repeat_interleave(H // K, 0) for x in (key, value))
@@ -106,21 +154,29 @@ def reference(schedule: SparsitySchedule):
 
 @torch.no_grad()
 def stepwise(model, rows, pad):
-    """Log-probs after each token from the prompt's last on, by decode steps of a batch padded to its left."""
+    """Log-probs after each token from the prompt's last on, by decode steps of a batch padded to
+    its left.
+    """
     longest = T + pad
     ids, mask = torch.zeros(2, longest, dtype=torch.long), torch.zeros(2, longest, dtype=torch.long)
     ids[0, pad:], mask[0, pad:] = rows[0], 1
     ids[1], mask[1] = torch.cat([rows[1], rows[1][:pad]]), 1
     positions, prompt = (mask.cumsum(1) - 1).clamp(min=0), PROMPT + pad
     out = model(
-        input_ids=ids[:, :prompt], attention_mask=mask[:, :prompt], position_ids=positions[:, :prompt], use_cache=True
+        input_ids=ids[:, :prompt],
+        attention_mask=mask[:, :prompt],
+        position_ids=positions[:, :prompt],
+        use_cache=True,
     )
     found = [out.logits[:, -1]]
     for t in range(prompt, longest - 1):
         out = model(
-            input_ids=ids[:, t : t + 1], attention_mask=mask[:, : t + 1], position_ids=positions[:, t : t + 1],
-            past_key_values=out.past_key_values, use_cache=True,
-        )  # fmt: skip
+            input_ids=ids[:, t : t + 1],
+            attention_mask=mask[:, : t + 1],
+            position_ids=positions[:, t : t + 1],
+            past_key_values=out.past_key_values,
+            use_cache=True,
+        )
         found.append(out.logits[:, -1])
     return torch.stack(found, 1).log_softmax(-1)[0]
 
@@ -131,23 +187,33 @@ def whole(model, row):
 
 
 def check(model, kind):
-    """Raises AssertionError: what a model that was taken computes is not what it should be. Whether sparsity shows."""
+    """Raises AssertionError: what a model that was taken computes is not what it should be. Whether
+    sparsity shows.
+    """
     number = torch.Generator().manual_seed(zlib.crc32(kind.encode()) + 1)
     rows = torch.randint(3, 97, (2, T), generator=number)
     P = 2 + int(torch.randint(3, (1,), generator=number))
     sparse = SparsitySchedule((0, 1), bin_tokens=28, page_size=P, dense_layers=(1,))
-    pad = 5 if "position_ids" in inspect.signature(model.forward).parameters else 0  # some count columns instead
+    pad = (
+        5 if "position_ids" in inspect.signature(model.forward).parameters else 0
+    )  # some count columns instead
     own = whole(model, rows[0])
     set_schedule(model, SparsitySchedule.dense(page_size=P, dense_layers=()))
-    torch.testing.assert_close(stepwise(model, rows, pad), own, rtol=0, atol=1e-4, msg="every page, step by step")
+    torch.testing.assert_close(
+        stepwise(model, rows, pad), own, rtol=0, atol=1e-4, msg="every page, step by step"
+    )
     set_schedule(model, sparse)
     with teacher_forced(model, [PROMPT]):
         forced = whole(model, rows[0])
-    torch.testing.assert_close(stepwise(model, rows, pad), forced, rtol=0, atol=1e-4, msg="sparse, step by step")
+    torch.testing.assert_close(
+        stepwise(model, rows, pad), forced, rtol=0, atol=1e-4, msg="sparse, step by step"
+    )
     AttentionInterface.register("by_hand", reference(sparse))
     AttentionMaskInterface.register("by_hand", sdpa_mask)
     model.set_attn_implementation("by_hand")
-    torch.testing.assert_close(forced, whole(model, rows[0]), rtol=0, atol=1e-4, msg="sparse, teacher-forced")
+    torch.testing.assert_close(
+        forced, whole(model, rows[0]), rtol=0, atol=1e-4, msg="sparse, teacher-forced"
+    )
     return (forced - own).abs().max() > 0.01
 
 
@@ -163,7 +229,9 @@ def test_every_type_of_model_is_computed_right_or_refused_by_name(caplog):
             set_schedule(model, SparsitySchedule.dense(dense_layers=()))
         except UnsupportedModel as refusal:
             refused.append(kind)
-            unchanged = model.config is config and torch.equal(whole(model, torch.arange(3, 3 + T)), before)
+            unchanged = model.config is config and torch.equal(
+                whole(model, torch.arange(3, 3 + T)), before
+            )
             if "; " not in str(refusal) or not unchanged:
                 wrong.append(f"{kind}: {refusal} ({'un' * unchanged}changed)")
             continue

@@ -26,12 +26,20 @@ def test_mass_is_what_a_selection_leaves_unread(layout, monkeypatch):
         expected = torch.zeros(2)
         for at in position.tolist():
             scores = page_scores(q[None, :, at : at + 1], marks[None])
-            keep = select_pages(scores, torch.tensor([[at + 1]]), torch.tensor([[top_k]]), layout)[0, :, 0]
+            keep = select_pages(scores, torch.tensor([[at + 1]]), torch.tensor([[top_k]]), layout)[
+                0, :, 0
+            ]
             read = keep.repeat_interleave(P, 1)[:, : at + 1]
-            weights = (0.5 * q[:, at].view(2, 2, 1, 8) @ k[:, None, : at + 1].mT)[:, :, 0].softmax(-1)
+            weights = (0.5 * q[:, at].view(2, 2, 1, 8) @ k[:, None, : at + 1].mT)[:, :, 0].softmax(
+                -1
+            )
             expected += weights.mean(1).masked_fill(read, 0).sum(-1) / len(position)
         torch.testing.assert_close(mass, expected, atol=1e-6, rtol=1e-5)
-    assert found[:, -1].abs().max() < 1e-6 and (found.diff(dim=1) <= 0).all() and found[:, 0].min() > 0.05
+    assert (
+        found[:, -1].abs().max() < 1e-6
+        and (found.diff(dim=1) <= 0).all()
+        and found[:, 0].min() > 0.05
+    )
 
 
 def test_a_models_layers_are_watched_in_a_dense_pass():
@@ -42,7 +50,9 @@ def test_a_models_layers_are_watched_in_a_dense_pass():
     model.set_attn_implementation("eager")
     attention = model(input_ids=ids[None], output_attentions=True).attentions
     assert found.shape == (4, 2, 3)
-    for layer, weights in enumerate(attention):  # at most what the always-kept pages leave, and nothing with all
+    for layer, weights in enumerate(
+        attention
+    ):  # at most what the always-kept pages leave, and nothing with all
         left = weights[0, :, [50, 59], 4:].unflatten(0, (2, 2)).mean(1)
         ends = torch.stack([left[:, 0, : 44 - 4].sum(-1), left[:, 1, : 52 - 4].sum(-1)]).mean(0)
         assert (found[layer, :, 0] < ends).all() and (found[layer, :, 0] > 0.2 * ends).all()

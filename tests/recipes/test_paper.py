@@ -54,7 +54,9 @@ def local(name: str) -> str:
 def small_pages(tmp_path_factory) -> str:
     """A schedule that leaves tokens out even of short texts."""
     path = tmp_path_factory.mktemp("schedule") / "small.json"
-    schedule = SparsitySchedule((0,), bin_tokens=512, page_size=4, sink_pages=1, recent_pages=1, dense_layers=(0,))
+    schedule = SparsitySchedule(
+        (0,), bin_tokens=512, page_size=4, sink_pages=1, recent_pages=1, dense_layers=(0,)
+    )
     path.write_text(schedule.to_json())
     return str(path)
 
@@ -76,7 +78,8 @@ def shrunk(command: list[str], checkpoint: str, small_pages: str, *own: str) -> 
 
 def for_model(command: list[str], model: str) -> list[str]:
     return [
-        re.sub("(?i)4b", model.lower(), arg) if "-4b-" in arg else arg.replace("-4B", f"-{model}") for arg in command
+        re.sub("(?i)4b", model.lower(), arg) if "-4b-" in arg else arg.replace("-4B", f"-{model}")
+        for arg in command
     ]
 
 
@@ -90,11 +93,17 @@ RUNS = [
 
 @pytest.fixture
 def priced_at_once(monkeypatch):
-    """Whether a run fits is checked; how long it takes is not simulated, which takes seconds a command."""
+    """Whether a run fits is checked; how long it takes is not simulated, which takes seconds a
+    command.
+    """
 
-    def fit(shape, gpus, responses, schedule, prompt, max_batch, token_budget, colocated, **options):
+    def fit(
+        shape, gpus, responses, schedule, prompt, max_batch, token_budget, colocated, **options
+    ):
         options.pop("acceptance")
-        memory = cluster.fit(shape, gpus, prompt + int(responses.max()), token_budget, colocated, **options)
+        memory = cluster.fit(
+            shape, gpus, prompt + int(responses.max()), token_budget, colocated, **options
+        )
         return cluster.Plan(memory, cluster.Step(1, 1, 1, 1, 1), None)
 
     monkeypatch.setattr(cluster, "plan", fit)
@@ -110,12 +119,21 @@ def test_the_page_has_dense_lossy_lossless_and_distilled_runs_of_every_model():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run[run.index("--run-dir") + 1] + run[run.index("--model") + 1])
+@pytest.mark.parametrize(
+    "run", RUNS, ids=lambda run: run[run.index("--run-dir") + 1] + run[run.index("--model") + 1]
+)
 def test_every_training_passes_a_dry_run(run, tmp_path, monkeypatch, priced_at_once, capsys):
     monkeypatch.chdir(ROOT)
     (name,) = parse(["train", *run]).dataset
     (held_out,) = parse(["train", *run]).eval.benchmark
-    own = ["--dataset", local(name), "--eval.benchmark", local(held_out), "--run-dir", str(tmp_path / "run")]
+    own = [
+        "--dataset",
+        local(name),
+        "--eval.benchmark",
+        local(held_out),
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     main(["train", *run, *own, "--dry-run", "h200:gpus=8"])
     printed = capsys.readouterr().out
     assert "engine, GiB a GPU" in printed and f"{held_out}: 5 problems x" in printed
@@ -123,7 +141,14 @@ def test_every_training_passes_a_dry_run(run, tmp_path, monkeypatch, priced_at_o
 
 def test_what_a_machine_cannot_hold_is_found(tmp_path, monkeypatch, priced_at_once, capsys):
     monkeypatch.chdir(ROOT)
-    own = ["--dataset", local("polaris"), "--eval.benchmark", local("aime24"), "--run-dir", str(tmp_path / "run")]
+    own = [
+        "--dataset",
+        local("polaris"),
+        "--eval.benchmark",
+        local("aime24"),
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     with pytest.raises(SystemExit):
         main(["train", *RUNS[3], *own, "--dry-run", "h100:gpus=4"])
     assert "training Qwen3-14B on 4 H100 needs" in " ".join(capsys.readouterr().err.split())
@@ -134,43 +159,90 @@ def test_the_shrunk_run_trains_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (small,) = commands("sparrow train")
     main(["train", *small, "--run-dir", str(tmp_path / "run")])
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(steps) == 2 and all(step["response"]["tokens"] > 0 for step in steps)
-    assert (tmp_path / "run" / "adapter").is_dir() and (tmp_path / "run" / "model" / "config.json").exists()
+    assert (tmp_path / "run" / "adapter").is_dir() and (
+        tmp_path / "run" / "model" / "config.json"
+    ).exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", commands("train"), ids=lambda run: run[run.index("--run-dir") + 1])
-def test_every_training_runs_small_on_five_rows_of_its_data(run, checkpoint, small_pages, tmp_path, monkeypatch):
+def test_every_training_runs_small_on_five_rows_of_its_data(
+    run, checkpoint, small_pages, tmp_path, monkeypatch
+):
     monkeypatch.chdir(ROOT)
     (name,) = parse(["train", *run]).dataset
     small = shrunk(
-        run, checkpoint, small_pages, "--engine", "hf", "--dataset", local(name), "--steps", "1",
-        "--optimizer.precision", "fp32", "--rollout.prompts", "3", "--rollout.samples", "2",
-        "--rollout.max-new-tokens", "12", "--run-dir", str(tmp_path / "run"), "--eval.every", "1",
-        "--eval.benchmark", *map(local, parse(["train", *run]).eval.benchmark),
-    )  # fmt: skip
+        run,
+        checkpoint,
+        small_pages,
+        "--engine",
+        "hf",
+        "--dataset",
+        local(name),
+        "--steps",
+        "1",
+        "--optimizer.precision",
+        "fp32",
+        "--rollout.prompts",
+        "3",
+        "--rollout.samples",
+        "2",
+        "--rollout.max-new-tokens",
+        "12",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--eval.every",
+        "1",
+        "--eval.benchmark",
+        *map(local, parse(["train", *run]).eval.benchmark),
+    )
     if "lossless" in small:
         small += ["--rollout.draft-schedule", small_pages]
     main(["train", *small])
-    (step,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    (step,) = (
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    )
     assert step["response"]["tokens"] >= 6 and (tmp_path / "run" / "model" / "config.json").exists()
-    evaluated = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in evaluated] == [0, 1] and (tmp_path / "run" / "exports" / "best").is_dir()
-    assert ("drafts" in step) == ("lossless" in run) and ("distill" in step) == any("distill" in arg for arg in run)
+    evaluated = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
+    ]
+    assert [row["step"] for row in evaluated] == [0, 1] and (
+        tmp_path / "run" / "exports" / "best"
+    ).is_dir()
+    assert ("drafts" in step) == ("lossless" in run) and ("distill" in step) == any(
+        "distill" in arg for arg in run
+    )
     sparse = "--schedule" in run
     assert (step["kv"]["read_fraction"] < 1) == (sparse or "lossless" in run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands("sparrow eval"), ids=lambda c: c[-1])
-def test_every_evaluation_runs_small_on_five_rows_of_each_benchmark(command, checkpoint, small_pages, tmp_path):
+def test_every_evaluation_runs_small_on_five_rows_of_each_benchmark(
+    command, checkpoint, small_pages, tmp_path
+):
     assert parse(["eval", *command]).max_new_tokens in (16000, 36864)
     benchmarks = [part for part in command if part in FORMATS]
     small = shrunk(
-        command, checkpoint, small_pages, "--engine", "hf", "--precision", "fp32", "--k", "2", "--max-new-tokens", "8",
-        "--out", str(tmp_path / "out"),
-    )  # fmt: skip
+        command,
+        checkpoint,
+        small_pages,
+        "--engine",
+        "hf",
+        "--precision",
+        "fp32",
+        "--k",
+        "2",
+        "--max-new-tokens",
+        "8",
+        "--out",
+        str(tmp_path / "out"),
+    )
     main(["eval", *small])
     table = (tmp_path / "out" / "results.md").read_text().splitlines()[2:]
     assert [line.split("|")[1].strip().partition(":")[0] for line in table] == benchmarks
@@ -182,14 +254,31 @@ def test_the_calibration_runs_small_on_five_rows(checkpoint, small_pages, tmp_pa
     (command,) = commands("sparrow calibrate")
     assert parse(["calibrate", *command]).max_new_tokens == 36864
     small = shrunk(
-        command, checkpoint, small_pages, "--engine", "hf", "--precision", "fp32", "--count", "24",
-        "--max-new-tokens", "24", "--top-n", "160", "--layout", small_pages, "--out", str(tmp_path / "schedule.json"),
-    )  # fmt: skip
+        command,
+        checkpoint,
+        small_pages,
+        "--engine",
+        "hf",
+        "--precision",
+        "fp32",
+        "--count",
+        "24",
+        "--max-new-tokens",
+        "24",
+        "--top-n",
+        "160",
+        "--layout",
+        small_pages,
+        "--out",
+        str(tmp_path / "schedule.json"),
+    )
     main(["calibrate", *small])
     assert json.loads((tmp_path / "schedule.json").read_text())["bin_tokens"] == 512
 
 
-@pytest.mark.parametrize("command", commands("python recipes/paper/verl_math.py"), ids=lambda c: c[1])
+@pytest.mark.parametrize(
+    "command", commands("python recipes/paper/verl_math.py"), ids=lambda c: c[1]
+)
 def test_verl_s_files_are_written_of_five_rows(command, tmp_path):
     dataset, out = command[command.index("--dataset") + 1], tmp_path / "data" / "rows.parquet"
     recipe("verl_math").main(["--dataset", local(dataset), "--out", str(out)])
@@ -198,26 +287,43 @@ def test_verl_s_files_are_written_of_five_rows(command, tmp_path):
 
 
 def test_taco_is_filtered_as_code_r1_does(tmp_path, capsys):
-    first, second, third, fourth, called = (json.loads(line) for line in (HUB / "taco.jsonl").read_text().splitlines())
-    second["question"] += " The numbers of the second line stand on one line, with one space between each of them."
+    first, second, third, fourth, called = (
+        json.loads(line) for line in (HUB / "taco.jsonl").read_text().splitlines()
+    )
+    second["question"] += (
+        " The numbers of the second line stand on one line, with one space between each of them."
+    )
     wrong = {**second, "input_output": json.dumps({"inputs": ["3\n5 1 9\n"], "outputs": ["9\n"]})}
     later = {**third, "solutions": json.dumps(["print(0)", *json.loads(third["solutions"])])}
     rows = [
-        {**first, "source": "leetcode"}, wrong, later, {**fourth, "question": fourth["question"] + "\n![pole](a.png)"},
-        {**called, "question": called["question"][:99]}, {**first, "input_output": "{}"}, fourth,
-    ]  # fmt: skip
+        {**first, "source": "leetcode"},
+        wrong,
+        later,
+        {**fourth, "question": fourth["question"] + "\n![pole](a.png)"},
+        {**called, "question": called["question"][:99]},
+        {**first, "input_output": "{}"},
+        fourth,
+    ]
     (tmp_path / "taco.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "data" / "taco.parquet"
     recipe("taco").main(["--path", str(tmp_path / "taco.jsonl"), "--out", str(out)])
-    assert [row["question"] for row in parquet.read_table(out).to_pylist()] == [third["question"], fourth["question"]]
+    assert [row["question"] for row in parquet.read_table(out).to_pylist()] == [
+        third["question"],
+        fourth["question"],
+    ]
     assert set(capsys.readouterr().out.splitlines()) == {
-        "left out 1 rows without tests", "left out 1 rows from a badly formatted source",
-        "left out 1 rows with an image", "left out 1 rows of too short a text",
+        "left out 1 rows without tests",
+        "left out 1 rows from a badly formatted source",
+        "left out 1 rows with an image",
+        "left out 1 rows of too short a text",
         "left out 1 rows where none of the first 8 solutions passes",
         f"2 of 7 problems to {out}",
-    }  # fmt: skip
+    }
     kept: Any = load_problems(None, [f"taco:path={out}"], None)
-    assert [problem.verify(problem.solution) for problem in kept] == [0.0, 1.0]  # the first of its solutions is wrong
+    assert [problem.verify(problem.solution) for problem in kept] == [
+        0.0,
+        1.0,
+    ]  # the first of its solutions is wrong
 
 
 def test_verl_is_told_what_our_trainer_is(monkeypatch):
@@ -225,15 +331,25 @@ def test_verl_is_told_what_our_trainer_is(monkeypatch):
     verl = yaml.safe_load((ROOT / "recipes" / "paper" / "verl.yaml").read_text())
     ours = parse(["train", "--model", "qwen3-14b", "--config", "recipes/paper/math.toml"])
     rollout, actor = verl["actor_rollout_ref"]["rollout"], verl["actor_rollout_ref"]["actor"]
-    assert verl["data"]["train_batch_size"] == ours.rollout.prompts and rollout["n"] == ours.rollout.samples
+    assert (
+        verl["data"]["train_batch_size"] == ours.rollout.prompts
+        and rollout["n"] == ours.rollout.samples
+    )
     assert verl["data"]["max_response_length"] == ours.rollout.max_new_tokens
     assert float(actor["optim"]["lr"]) == ours.optimizer.learning_rate
     assert actor["optim"]["weight_decay"] == ours.optimizer.weight_decay
     assert actor["ppo_max_token_len_per_gpu"] == ours.optimizer.token_budget
-    assert (actor["clip_ratio_low"], actor["clip_ratio_high"]) == (ours.loss.clip_low, ours.loss.clip_high)
+    assert (actor["clip_ratio_low"], actor["clip_ratio_high"]) == (
+        ours.loss.clip_low,
+        ours.loss.clip_high,
+    )
     assert verl["algorithm"]["rollout_correction"]["rollout_is_threshold"] == ours.correction.cap
-    gpus = cluster.Cluster(MACHINES["h200"], verl["trainer"]["nnodes"] * verl["trainer"]["n_gpus_per_node"])
-    memory = cluster.fit(SHAPES["qwen3-14b"], gpus, 40960, 40960, engine_share=rollout["gpu_memory_utilization"])
+    gpus = cluster.Cluster(
+        MACHINES["h200"], verl["trainer"]["nnodes"] * verl["trainer"]["n_gpus_per_node"]
+    )
+    memory = cluster.fit(
+        SHAPES["qwen3-14b"], gpus, 40960, 40960, engine_share=rollout["gpu_memory_utilization"]
+    )
     assert gpus.gpus == 32 and memory.full_responses >= 8
 
 
@@ -241,7 +357,9 @@ def test_verl_s_rows_have_our_prompts_and_its_reward_is_our_verifier():
     verl = recipe("verl_math")
     rows = verl.rows(local("polaris"))
     answer = rows[0]["reward_model"]["ground_truth"]
-    assert rows[0]["data_source"] == "polaris" and rows[0]["prompt"][0]["content"].endswith("within \\boxed{}.")
+    assert rows[0]["data_source"] == "polaris" and rows[0]["prompt"][0]["content"].endswith(
+        "within \\boxed{}."
+    )
     assert verl.score("polaris", f"so \\boxed{{{answer}}}", answer) == 1.0
     assert verl.score("polaris", "so \\boxed{-17}", answer) == 0.0
 
@@ -261,12 +379,32 @@ def test_predicted_hours_are_what_the_cost_model_says():
 def test_table_2_times_every_mode_on_the_same_prompts(checkpoint, tmp_path, capsys):
     out = tmp_path / "table2.json"
     recipe("table2").main(
-        ["--model", checkpoint, "--schedule", "fixed:1", "--engine", "hf", "--precision", "fp32", "--samples", "2",
-         "--benchmark", local("aime24"), "--max-new-tokens", "24", "--out", str(out)]
-    )  # fmt: skip
+        [
+            "--model",
+            checkpoint,
+            "--schedule",
+            "fixed:1",
+            "--engine",
+            "hf",
+            "--precision",
+            "fp32",
+            "--samples",
+            "2",
+            "--benchmark",
+            local("aime24"),
+            "--max-new-tokens",
+            "24",
+            "--out",
+            str(out),
+        ]
+    )
     printed = capsys.readouterr().out
     result = json.loads(out.read_text())
     assert result["responses"] == 10 and set(result["modes"]) == {"dense", "lossy", "lossless"}
     assert all(mode["tokens"] > 0 and mode["seconds"] > 0 for mode in result["modes"].values())
     recipe("table2").main(["--table", str(out)])
-    assert printed == capsys.readouterr().out and "| (fixed:1)" not in printed and "(fixed:1) |" in printed
+    assert (
+        printed == capsys.readouterr().out
+        and "| (fixed:1)" not in printed
+        and "(fixed:1) |" in printed
+    )

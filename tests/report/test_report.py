@@ -1,4 +1,5 @@
-"""The report of a run: what is read back, the numbers of its tables, the figures, and the token view.
+"""The report of a run: what is read back, the numbers of its tables, the figures, and the token
+view.
 
 Shapes: S steps, N length bins.
 """
@@ -21,7 +22,16 @@ from matplotlib.figure import Figure
 from sparrow.cli import main
 from sparrow.errors import ConfigError
 from sparrow.mismatch import BinMismatch, mismatch_report
-from sparrow.report import RunLog, curves, figures, page, responses, summary_rows, theme, write_report
+from sparrow.report import (
+    RunLog,
+    curves,
+    figures,
+    page,
+    responses,
+    summary_rows,
+    theme,
+    write_report,
+)
 from sparrow.report.curves import PANELS, UNSMOOTHED_STEPS
 from sparrow.report.summary import bin_name, describe_schedule, result_rows, setup_rows
 from sparrow.report.theme import LEVELS
@@ -32,24 +42,43 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 SCHEDULE = SparsitySchedule(top_k=(2, 6), bin_tokens=100, page_size=10, dense_layers=(0,))
 FIGURES = [
-    "Reward", "Response length", "Responses that ended by themselves", "Prompts whose rewards are all equal",
-    "p5 of acceptance by length", "p5 by length at the last step", "Distribution of acceptance", "Entropy", "Loss",
-    "Gradient norm", "Clipped tokens", "Effective sample size", "Tokens cut and left out, sequences left out",
-    "KL(actor ‖ policy)", "Rollout throughput", "Time by phase", "Share of the KV cache read",
+    "Reward",
+    "Response length",
+    "Responses that ended by themselves",
+    "Prompts whose rewards are all equal",
+    "p5 of acceptance by length",
+    "p5 by length at the last step",
+    "Distribution of acceptance",
+    "Entropy",
+    "Loss",
+    "Gradient norm",
+    "Clipped tokens",
+    "Effective sample size",
+    "Tokens cut and left out, sequences left out",
+    "KL(actor ‖ policy)",
+    "Rollout throughput",
+    "Time by phase",
+    "Share of the KV cache read",
     "What a sparse layer reads",
-]  # fmt: skip
+]
 BAD = "<script>alert(1)</script>"
 
 
 def mismatch(seed: int, bins: int = 3, responses: int = 6) -> dict:
-    """A report in the trainer's own format: most tokens near 1, a Beta tail, the last bin reached by one response."""
+    """A report in the trainer's own format: most tokens near 1, a Beta tail, the last bin reached
+    by one response.
+    """
     rng = np.random.default_rng(seed)
     lengths = [100 * bins - 20] + [100 * (i % max(bins - 1, 1)) + 80 for i in range(responses - 1)]
     position = np.concatenate([np.arange(n) for n in lengths])
     in_tail = rng.random(position.size) < 0.3
-    alpha = np.where(in_tail, rng.beta(6, 1, position.size), 1 - rng.exponential(1e-5, position.size))
+    alpha = np.where(
+        in_tail, rng.beta(6, 1, position.size), 1 - rng.exponential(1e-5, position.size)
+    )
     sequence = np.repeat(np.arange(responses), lengths)
-    return mismatch_report(alpha, np.minimum(alpha + 0.01, 1), position, sequence, bin_tokens=100).to_dict()
+    return mismatch_report(
+        alpha, np.minimum(alpha + 0.01, 1), position, sequence, bin_tokens=100
+    ).to_dict()
 
 
 def step_row(step: int, **changes) -> dict:
@@ -58,17 +87,32 @@ def step_row(step: int, **changes) -> dict:
         "reward": {"mean": step / 10, "std": 0.1},
         "response": {"mean": 150.0, "max": 280.0, "tokens": 100.0 * step, "ended_fraction": 1.0},
         "correction": {
-            "ess_token": 0.9, "ess_sequence": 0.8, "ess_sequence_ratio": 0.5, "clipped_fraction": 0.02,
-            "masked_fraction": 0.1 if step == 1 else 0.0, "dropped_sequence_fraction": 0.0,
-            "kl_k1": 0.01, "kl_k3": 0.02,
+            "ess_token": 0.9,
+            "ess_sequence": 0.8,
+            "ess_sequence_ratio": 0.5,
+            "clipped_fraction": 0.02,
+            "masked_fraction": 0.1 if step == 1 else 0.0,
+            "dropped_sequence_fraction": 0.0,
+            "kl_k1": 0.01,
+            "kl_k3": 0.02,
         },
-        "kv": {"read_fraction": 0.5, "tokens_read": 300 * step, "tokens_held": 1000 * step, "preemptions": 0},
+        "kv": {
+            "read_fraction": 0.5,
+            "tokens_read": 300 * step,
+            "tokens_held": 1000 * step,
+            "preemptions": 0,
+        },
         "seconds": {"rollout": 3.0, "score": 0.5, "update": 1.5},
         "schedule": {"top_k": [2, 6]},
         "entropy": 1 / step,
-        "loss": {"loss": -0.1, "grad_norm": 0.3, "clip_low_fraction": 0.01, "clip_high_fraction": 0.02},
+        "loss": {
+            "loss": -0.1,
+            "grad_norm": 0.3,
+            "clip_low_fraction": 0.01,
+            "clip_high_fraction": 0.02,
+        },
         "advantage": {"zero_variance_fraction": 0.25},
-    }  # fmt: skip
+    }
     return row | ({"mismatch": mismatch(step)} if "mismatch" not in changes else {}) | changes
 
 
@@ -96,28 +140,55 @@ def log_of(*rows, schedules=None) -> RunLog:
 @pytest.mark.slow
 def test_evaluations_are_drawn_from_the_start_and_told(tmp_path):
     def score(value):
-        return {"mean": {"value": value, "low": value - 0.1, "high": value + 0.1}, "tokens": 100 * value}
+        return {
+            "mean": {"value": value, "low": value - 0.1, "high": value + 0.1},
+            "tokens": 100 * value,
+        }
 
     run = write_run(tmp_path, [step_row(1), step_row(2), step_row(3)], steps=3)
-    rows = [{"step": step, "eval": {"aime24": score(value)}} for step, value in ((0, 0.25), (2, 0.5), (3, 0.375))]
+    rows = [
+        {"step": step, "eval": {"aime24": score(value)}}
+        for step, value in ((0, 0.25), (2, 0.5), (3, 0.375))
+    ]
     (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     log = RunLog.load(run)
     panel = PANELS["Evaluation"][0]
-    assert log.evaluated.tolist() == [0, 2, 3] and panel.series(log)["aime24"].tolist() == [25.0, 50.0, 37.5]
+    assert log.evaluated.tolist() == [0, 2, 3] and panel.series(log)["aime24"].tolist() == [
+        25.0,
+        50.0,
+        37.5,
+    ]
     ax = Figure().add_subplot()
     panel.draw(ax, [log])
     assert ax.lines[0].get_xydata().tolist() == [[0, 25.0], [2, 50.0], [3, 37.5]]
     told = dict(result_rows(log))["evaluation, aime24"]
     assert told == "0.375 [0.275, 0.475] after step 3, best 0.500 after step 2"
     drawn = write_report(run).read_text()
-    assert drawn.index("<h3>Reward") < drawn.index("<h3>Benchmarks, mean@k") < drawn.index("<h3>Entropy")
+    assert (
+        drawn.index("<h3>Reward")
+        < drawn.index("<h3>Benchmarks, mean@k")
+        < drawn.index("<h3>Entropy")
+    )
     (run / "evaluations.jsonl").unlink()
     assert "Benchmarks, mean@k" not in write_report(run).read_text()
 
 
 def bin_row(n: int, p5, low=None, high=None, upper=None, n_sequences=4) -> dict:
-    values = {"mean": p5, "lower_bound": p5, "interval_low": low, "interval_high": high, "upper_bound": upper or p5}
-    return {"bin": n, "start": 100 * n, "end": 100 * (n + 1), "n_tokens": 50, "n_sequences": n_sequences, **values}
+    values = {
+        "mean": p5,
+        "lower_bound": p5,
+        "interval_low": low,
+        "interval_high": high,
+        "upper_bound": upper or p5,
+    }
+    return {
+        "bin": n,
+        "start": 100 * n,
+        "end": 100 * (n + 1),
+        "n_tokens": 50,
+        "n_sequences": n_sequences,
+        **values,
+    }
 
 
 def bins_only(*bins) -> dict:
@@ -128,8 +199,8 @@ STEP = step_row(1)
 
 
 class Page(HTMLParser):
-    """Tables as rows of cell texts, figures by id with the text in them, token spans by response, and every tag's
-    attributes."""
+    """Tables as rows of cell texts, figures by id with the text in them, token spans by response,
+    and every tag's attributes."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -184,7 +255,14 @@ LEVEL = ["a0", "a0", "a1", "a3", "a4", "a5 n", "a6", "a7 n", "a7", "none"]
 def run(tmp_path_factory):
     rows = [step_row(step) for step in range(1, 9)]
     rollouts = [
-        rollout_row(step, TOKENS, ACCEPTANCE, problem=f"{BAD}-{step}-{i}", prompt=f"a < b\n{BAD}", reward=i + 0.25)
+        rollout_row(
+            step,
+            TOKENS,
+            ACCEPTANCE,
+            problem=f"{BAD}-{step}-{i}",
+            prompt=f"a < b\n{BAD}",
+            reward=i + 0.25,
+        )
         for step in range(1, 9)
         for i in range(2)
     ]
@@ -214,11 +292,16 @@ def test_series_bins_and_tail_are_read_as_written(run):
     assert [b.n_tokens for b in log.bins()] == [b["n_tokens"] for b in rows[-1]["mismatch"]["bins"]]
     tail_SN = log.tail_by_step()
     assert tail_SN.tolist() == [[b["lower_bound"] for b in row["mismatch"]["bins"]] for row in rows]
-    assert isnan(log.bins()[2].interval_low), "one response reaches the last bin, whose interval is null"
+    assert isnan(log.bins()[2].interval_low), (
+        "one response reaches the last bin, whose interval is null"
+    )
 
 
 def test_a_bin_that_a_step_did_not_reach_is_nan():
-    log = log_of(step_row(1, mismatch=bins_only(bin_row(0, 0.9))), step_row(2, mismatch=bins_only(bin_row(2, 0.7))))
+    log = log_of(
+        step_row(1, mismatch=bins_only(bin_row(0, 0.9))),
+        step_row(2, mismatch=bins_only(bin_row(2, 0.7))),
+    )
     np.testing.assert_array_equal(log.tail_by_step(), [[0.9, nan, nan], [nan, nan, 0.7]])
 
 
@@ -234,18 +317,27 @@ def test_a_half_written_last_line_is_left_out(tmp_path, name):
     for kept in (whole[:-40], whole + '{"step": 3, "rew', whole + "{"):
         (path / name).write_text(kept)
         log = RunLog.load(path)
-        found = log.steps.tolist() if name == "metrics.jsonl" else [row.step for row in log.responses([1, 2, 3])]
+        found = (
+            log.steps.tolist()
+            if name == "metrics.jsonl"
+            else [row.step for row in log.responses([1, 2, 3])]
+        )
         assert found == ([1] if kept == whole[:-40] else [1, 2])
     (path / name).write_text(whole[:-1])
-    assert len(RunLog.load(path).metrics) == 2, "a last line that only lacks its end of line is whole"
+    assert len(RunLog.load(path).metrics) == 2, (
+        "a last line that only lacks its end of line is whole"
+    )
 
 
 def test_a_damaged_line_is_refused(tmp_path):
     path = write_run(tmp_path, [step_row(1)])
     text = (path / "metrics.jsonl").read_text()
-    for damage, message in (("{oops\n", "line 1 of .*metrics.jsonl is not valid JSON"), ("[1]\n", "holds a list"),
-                            ('{"loss": 1}\n', "line 1 of .* names no step"),
-                            ('{"step": 1}\n', "step 1 of .*metrics.jsonl lacks 'correction'")):  # fmt: skip
+    for damage, message in (
+        ("{oops\n", "line 1 of .*metrics.jsonl is not valid JSON"),
+        ("[1]\n", "holds a list"),
+        ('{"loss": 1}\n', "line 1 of .* names no step"),
+        ('{"step": 1}\n', "step 1 of .*metrics.jsonl lacks 'correction'"),
+    ):
         (path / "metrics.jsonl").write_text(damage + text)
         with pytest.raises(ConfigError, match=message):
             RunLog.load(path)
@@ -281,8 +373,11 @@ def test_a_configuration_of_something_else_is_refused(tmp_path):
 
 
 def test_summary_rows_by_hand(tmp_path):
-    # Tokens: 100 + ... + 800 = 3600, of which a tenth of the first 100 was masked: 3590 / 3600 = 99.72 %.
-    bins = bins_only(bin_row(0, 0.9, 0.88, 0.93), bin_row(1, 0.8, 0.75, 0.85, 0.855), bin_row(2, 0.5, upper=0.9))
+    # Tokens: 100 + ... + 800 = 3600, of which a tenth of the first 100 was masked: 3590 / 3600 =
+    # 99.72 %.
+    bins = bins_only(
+        bin_row(0, 0.9, 0.88, 0.93), bin_row(1, 0.8, 0.75, 0.85, 0.855), bin_row(2, 0.5, upper=0.9)
+    )
     rows = [step_row(step, mismatch=bins) for step in range(1, 9)]
     assert summary_rows(write_run(tmp_path, rows)) == [
         ("steps", "8 of 8"),
@@ -326,17 +421,26 @@ def test_a_schedule_is_drawn_alone(tmp_path, capsys):
     for more in (["x"], ["--steps", "3"]):
         with pytest.raises(SystemExit):
             main(["report", str(tmp_path / "schedule.json"), *more])
-        assert "is drawn alone and has no steps; give it alone" in " ".join(capsys.readouterr().err.split())
+        assert "is drawn alone and has no steps; give it alone" in " ".join(
+            capsys.readouterr().err.split()
+        )
 
 
 def test_names():
-    assert [bin_name(0, 2000), bin_name(32, 64), bin_name(500, 1000)] == ["0-2K", "32-64", "500-1000"]
+    assert [bin_name(0, 2000), bin_name(32, 64), bin_name(500, 1000)] == [
+        "0-2K",
+        "32-64",
+        "500-1000",
+    ]
     assert describe_schedule(SparsitySchedule.dense()) == "dense"
     assert describe_schedule(SparsitySchedule.preset("qwen3-4b")) == (
         "qwen3-4b-0.86: top 29 to 509 by length + 3 pages of 16 tokens, dense in layers 0, 1"
     )
     uneven = SparsitySchedule((4,), dense_layers=(), head_budgets=((0.5, 1.5),))
-    assert describe_schedule(uneven) == "top 4 + 3 pages of 16 tokens, shared unevenly by layers and kv heads"
+    assert (
+        describe_schedule(uneven)
+        == "top 4 + 3 pages of 16 tokens, shared unevenly by layers and kv heads"
+    )
 
 
 # The page
@@ -345,13 +449,20 @@ def test_names():
 @pytest.mark.slow
 def test_every_figure_is_shown(parsed):
     assert list(parsed.figures) == FIGURES
-    assert parsed.figures["p5 of acceptance by length"].startswith("5th percentile of the acceptance rate")
+    assert parsed.figures["p5 of acceptance by length"].startswith(
+        "5th percentile of the acceptance rate"
+    )
 
 
 def test_the_page_needs_no_other_file_and_runs_no_script(parsed, report):
     assert report.name == "index.html" and list(report.parent.iterdir()) == [report]
     assert not {"script", "link", "iframe", "object", "base"} & {tag for tag, _ in parsed.tags}
-    urls = [v for _, found in parsed.tags for k, v in found.items() if k in ("src", "href", "xlink:href", "data")]
+    urls = [
+        v
+        for _, found in parsed.tags
+        for k, v in found.items()
+        if k in ("src", "href", "xlink:href", "data")
+    ]
     assert urls and all(url.startswith("data:image/svg+xml;base64,") for url in urls)
     assert not any(k.startswith("on") for _, found in parsed.tags for k in found)
     html = report.read_text(encoding="utf-8")
@@ -369,18 +480,31 @@ def test_tables_hold_the_recorded_numbers(parsed, run):
     assert table["steps"] == "8 of 20"
     rewards = [row["reward"]["mean"] for row in rows]
     assert table["reward"].startswith(f"{np.mean(rewards[:2]):.3f} → {np.mean(rewards[-2:]):.3f} ")
-    assert table["response tokens"] == f"{sum(row['response']['tokens'] for row in rows):,.0f}" == "3,600"
+    assert (
+        table["response tokens"]
+        == f"{sum(row['response']['tokens'] for row in rows):,.0f}"
+        == "3,600"
+    )
     assert table["KV read"] == "30 %"
     heads, *cells_by_bin = parsed.tables["bins"]
     assert heads == [
-        "length", "p5", "against tau 0.86", "95 % interval", "upper bound", "ceiling", "relative p5", "tokens",
+        "length",
+        "p5",
+        "against tau 0.86",
+        "95 % interval",
+        "upper bound",
+        "ceiling",
+        "relative p5",
+        "tokens",
         "responses",
-    ]  # fmt: skip
+    ]
     for cells, b in zip(cells_by_bin, rows[-1]["mismatch"]["bins"], strict=True):
         known = b["interval_low"] is not None
         assert cells[:2] == [f"{b['start']}-{b['end']}", f"{b['lower_bound']:.3f}"]
         assert cells[2] in ("holds", "below", "undecided")
-        assert cells[3] == (f"[{b['interval_low']:.3f}, {b['interval_high']:.3f}]" if known else "one response")
+        assert cells[3] == (
+            f"[{b['interval_low']:.3f}, {b['interval_high']:.3f}]" if known else "one response"
+        )
         assert cells[4:7] == [f"{b['upper_bound']:.3f}", "n/a", "n/a"]
         assert cells[7:] == [f"{b['n_tokens']:,}", str(b["n_sequences"])]
 
@@ -392,7 +516,14 @@ def test_every_token_is_shown_with_its_acceptance(parsed):
         assert [found["class"] for found, _ in spans] == LEVEL
         assert [found["title"] for found, _ in spans[:3]] == ["1.0000", "0.9990", "0.9989"]
         assert spans[-1][0]["title"] == "not measured"
-    for part in ("Step 1: 2 responses", "Step 8: 2 responses", f"{BAD}-8-1", "reward 1.25", f"a < b\n{BAD}", "< 0.3"):
+    for part in (
+        "Step 1: 2 responses",
+        "Step 8: 2 responses",
+        f"{BAD}-8-1",
+        "reward 1.25",
+        f"a < b\n{BAD}",
+        "< 0.3",
+    ):
         assert part in parsed.text
     assert "lowest 0.000" in parsed.text and "10 tokens" in parsed.text
 
@@ -400,27 +531,43 @@ def test_every_token_is_shown_with_its_acceptance(parsed):
 @pytest.mark.slow
 def test_the_expected_answer_stands_beside_a_response(tmp_path):
     known, unknown = rollout_row(1, ["a"], [0.5], answer="<7>"), rollout_row(1, ["b"], [0.5])
-    parsed = Page(write_report(write_run(tmp_path, [step_row(1)], [known, unknown])).read_text(encoding="utf-8"))
+    parsed = Page(
+        write_report(write_run(tmp_path, [step_row(1)], [known, unknown])).read_text(
+            encoding="utf-8"
+        )
+    )
     assert parsed.text.count("Expected answer:") == 1 and "Expected answer: <7>" in parsed.text
 
 
 def test_of_a_long_run_some_steps_are_shown_or_those_asked_for(tmp_path):
     rows = [step_row(step) for step in range(1, 101)]
-    path = write_run(tmp_path / "run", rows, [rollout_row(step, [f"{step}"], [0.5]) for step in range(1, 101)])
+    path = write_run(
+        tmp_path / "run", rows, [rollout_row(step, [f"{step}"], [0.5]) for step in range(1, 101)]
+    )
     log = RunLog.load(path)
     some = responses.steps_to_show([log], ())
-    assert len(some) == responses.MOST_STEPS and (some[0], some[-1]) == (1, 100) and set(np.diff(some)) == {2, 3}
+    assert (
+        len(some) == responses.MOST_STEPS
+        and (some[0], some[-1]) == (1, 100)
+        and set(np.diff(some)) == {2, 3}
+    )
     assert responses.steps_to_show([log], (57, 3)) == [3, 57]
     with pytest.raises(ConfigError, match="step 101 is not in the log, which has 1 to 100"):
         responses.steps_to_show([log], (3, 101))
-    assert [r.spans[0][2] for some in responses.show([log], [57], [""]).values() for r in some] == ["57"]
+    assert [r.spans[0][2] for some in responses.show([log], [57], [""]).values() for r in some] == [
+        "57"
+    ]
 
 
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.text(), st.floats(0, 1)), min_size=1, max_size=20))
-def test_any_text_survives(parsed, tokens):  # after another page, for which the template was compiled
+def test_any_text_survives(
+    parsed, tokens
+):  # after another page, for which the template was compiled
     texts, rates = zip(*tokens, strict=True)
-    shown = responses._shown("", LoggedResponse(1, texts[0], texts[-1], texts, rates, 0.5, "stop"), 1000)
+    shown = responses._shown(
+        "", LoggedResponse(1, texts[0], texts[-1], texts, rates, 0.5, "stop"), 1000
+    )
     (spans,) = Page(page.html_page([log_of(STEP)], {}, {1: [shown]})).responses
     assert [text for _, text in spans] == list(texts)
     for (found, _), rate in zip(spans, rates, strict=True):
@@ -430,11 +577,17 @@ def test_any_text_survives(parsed, tokens):  # after another page, for which the
 
 def test_a_long_response_loses_its_middle(tmp_path, monkeypatch):
     monkeypatch.setattr(responses, "MOST_TOKENS", 20)
-    rows = [rollout_row(1, [f" {i}" for i in range(30)], [0.5] * 30), rollout_row(1, ["a"] * 10, [0.5] * 10)]
+    rows = [
+        rollout_row(1, [f" {i}" for i in range(30)], [0.5] * 30),
+        rollout_row(1, ["a"] * 10, [0.5] * 10),
+    ]
     log = RunLog.load(write_run(tmp_path, [step_row(1)], rows))
     long, short = responses.show([log], [1], [""])[1]
-    assert [text for *_, text in long.spans] == [*(f" {i}" for i in range(5)), "20 tokens are not shown",
-                                                 *(f" {i}" for i in range(25, 30))]  # fmt: skip
+    assert [text for *_, text in long.spans] == [
+        *(f" {i}" for i in range(5)),
+        "20 tokens are not shown",
+        *(f" {i}" for i in range(25, 30)),
+    ]
     assert len(short.spans) == 10
 
 
@@ -458,7 +611,9 @@ def test_the_colour_scale_is_read_by_lightness_alone():
     for color in (theme.INK, theme.MUTED, theme.ABOVE, theme.BELOW):
         assert contrast(color, "#ffffff") >= 4.5
     bins = theme.bin_colors(8)
-    assert all(luminance(other) < luminance(one) for one, other in pairwise(bins)), "longer is darker"
+    assert all(luminance(other) < luminance(one) for one, other in pairwise(bins)), (
+        "longer is darker"
+    )
     assert all(contrast(color, "#ffffff") >= 3 for color in [*bins, *theme.SERIES])
 
 
@@ -472,12 +627,22 @@ def drawn(draw, *logs, **options):
 
 
 def test_tail_figures_draw_the_recorded_intervals():
-    bins = bins_only(bin_row(0, 0.9, 0.88, 0.93, 0.95), bin_row(1, 0.8, 0.81, 0.85), bin_row(2, 0.5, n_sequences=1))
+    bins = bins_only(
+        bin_row(0, 0.9, 0.88, 0.93, 0.95),
+        bin_row(1, 0.8, 0.81, 0.85),
+        bin_row(2, 0.5, n_sequences=1),
+    )
     log = log_of(step_row(1, mismatch=bins), step_row(2, mismatch=bins))
     by_step, last = drawn(figures.draw_tail, log, log=log), drawn(figures.draw_last_tail, log)
-    assert [line.get_ydata().tolist() for line in by_step.lines[:3]] == [[0.9] * 2, [0.8] * 2, [0.5] * 2]
+    assert [line.get_ydata().tolist() for line in by_step.lines[:3]] == [
+        [0.9] * 2,
+        [0.8] * 2,
+        [0.5] * 2,
+    ]
     assert by_step.lines[3].get_ydata() == [0.86, 0.86]
-    drawn_bars = [c.get_segments()[0].tolist() for c in last.collections if c.get_linewidth() == [4]]
+    drawn_bars = [
+        c.get_segments()[0].tolist() for c in last.collections if c.get_linewidth() == [4]
+    ]
     assert drawn_bars[:2] == [[[0, 0.88], [0, 0.93]], [[1, 0.81], [1, 0.85]]]
     points = [line for line in last.lines if line.get_marker() == "o"]
     dots = [(point.get_xdata()[0], point.get_ydata()[0]) for point in points]
@@ -487,10 +652,14 @@ def test_tail_figures_draw_the_recorded_intervals():
 def test_a_bin_has_one_colour_in_every_figure():
     row = step_row(1, mismatch=bins_only(*(bin_row(n, 0.9 - n / 50) for n in range(1, 6))))
     log = log_of(row, {**row, "step": 2}, schedules=(SCHEDULE, SCHEDULE.replace(top_k=(3,))))
-    colors = {f"{100 * n}-{100 * n + 100}": color for n, color in enumerate(theme.bin_colors(6)) if n}
+    colors = {
+        f"{100 * n}-{100 * n + 100}": color for n, color in enumerate(theme.bin_colors(6)) if n
+    }
     for draw in (figures.draw_tail, figures.draw_pages):
         lines = drawn(draw, log, log=log).lines[:5]
-        assert {line.get_label(): line.get_color() for line in lines} == colors and len(set(colors.values())) == 5
+        assert {line.get_label(): line.get_color() for line in lines} == colors and len(
+            set(colors.values())
+        ) == 5
 
 
 @pytest.mark.slow
@@ -500,15 +669,25 @@ def test_the_ceiling_stands_beside_p5_where_the_log_has_it(tmp_path):
     log = log_of(step_row(1, mismatch=bins))
     ax = drawn(figures.draw_last_tail, log)
     lines = [c for c in ax.collections if isinstance(c, LineCollection)]
-    assert [[-0.2, 0.97], [0.2, 0.97]] in [path.tolist() for c in lines for path in c.get_segments()]
-    parsed = Page(write_report(write_run(tmp_path / "with", [step_row(1, mismatch=bins)])).read_text(encoding="utf-8"))
-    assert [row[parsed.tables["bins"][0].index("ceiling")] for row in parsed.tables["bins"][1:]] == ["0.970", "n/a"]
+    assert [[-0.2, 0.97], [0.2, 0.97]] in [
+        path.tolist() for c in lines for path in c.get_segments()
+    ]
+    parsed = Page(
+        write_report(write_run(tmp_path / "with", [step_row(1, mismatch=bins)])).read_text(
+            encoding="utf-8"
+        )
+    )
+    assert [
+        row[parsed.tables["bins"][0].index("ceiling")] for row in parsed.tables["bins"][1:]
+    ] == ["0.970", "n/a"]
     assert "noise floor" in parsed.figures["p5 by length at the last step"]
 
 
 def test_long_runs_show_a_rolling_mean_of_every_bin():
     bins = [bin_row(n, 0.9 - n / 50) for n in range(20)]
-    log = log_of(*(step_row(step, mismatch=bins_only(*bins[: 20 - step % 2])) for step in range(1, 71)))
+    log = log_of(
+        *(step_row(step, mismatch=bins_only(*bins[: 20 - step % 2])) for step in range(1, 71))
+    )
     assert len(log.metrics) > UNSMOOTHED_STEPS
     lines = drawn(figures.draw_tail, log, log=log).lines
     raw, smooth = lines[:40:2], lines[1:40:2]
@@ -522,10 +701,14 @@ def test_long_runs_show_a_rolling_mean_of_every_bin():
 def test_curves_are_the_recorded_numbers():
     log = log_of(*(step_row(step) for step in range(1, 5)))
     expected = {
-        "Entropy": [1, 1 / 2, 1 / 3, 1 / 4], "Gradient norm": [0.3] * 4, "Loss": [-0.1] * 4,
-        "Rollout throughput": [100 / 3, 200 / 3, 100, 400 / 3], "Share of the KV cache read": [50] * 4,
-        "Prompts whose rewards are all equal": [25] * 4, "Responses that ended by themselves": [100] * 4,
-    }  # fmt: skip
+        "Entropy": [1, 1 / 2, 1 / 3, 1 / 4],
+        "Gradient norm": [0.3] * 4,
+        "Loss": [-0.1] * 4,
+        "Rollout throughput": [100 / 3, 200 / 3, 100, 400 / 3],
+        "Share of the KV cache read": [50] * 4,
+        "Prompts whose rewards are all equal": [25] * 4,
+        "Responses that ended by themselves": [100] * 4,
+    }
     panels = {panel.title: panel for some in PANELS.values() for panel in some}
     for name, values in expected.items():
         (line,) = drawn(panels[name].draw, log).lines
@@ -537,16 +720,20 @@ def test_curves_are_the_recorded_numbers():
 @pytest.mark.slow
 def test_two_runs_stand_in_one_page(run, tmp_path):
     other = write_run(
-        tmp_path / "other", [step_row(step, entropy=0.7) for step in (1, 2, 3)],
-        [rollout_row(3, ["x"], [0.5], problem=f"{BAD}-3-1")], steps=3,
-    )  # fmt: skip
+        tmp_path / "other",
+        [step_row(step, entropy=0.7) for step in (1, 2, 3)],
+        [rollout_row(3, ["x"], [0.5], problem=f"{BAD}-3-1")],
+        steps=3,
+    )
     logs = [RunLog.load(run), RunLog.load(other)]
     panels = {panel.title: panel for some in PANELS.values() for panel in some}
     one, two = drawn(panels["Entropy"].draw, *logs).lines
     assert one.get_ydata()[0] == 1 and two.get_ydata().tolist() == [0.7] * 3
     assert (one.get_linestyle(), two.get_linestyle()) == ("-", "--")
     mean_a, longest_a, mean_b, longest_b = drawn(panels["Response length"].draw, *logs).lines
-    assert mean_a.get_color() == mean_b.get_color() != longest_a.get_color() == longest_b.get_color()
+    assert (
+        mean_a.get_color() == mean_b.get_color() != longest_a.get_color() == longest_b.get_color()
+    )
     left, right = (drawn(figures.draw_tail, *logs, log=log) for log in logs)
     assert left.get_ylim() == right.get_ylim()
     path = write_report(run, other)
@@ -557,25 +744,35 @@ def test_two_runs_stand_in_one_page(run, tmp_path):
     assert parsed.tables["run"][0] == ["", "A: a<b", "B: other"]
     assert ["steps", "8 of 20", "3 of 3"] in parsed.tables["run"]
     articles = parsed.text[parsed.text.index("Step 3: 3 responses") : parsed.text.index("Step 4:")]
-    order = [articles.index(f"A {BAD}-3-0"), articles.index(f"A {BAD}-3-1"), articles.index(f"B {BAD}-3-1")]
+    order = [
+        articles.index(f"A {BAD}-3-0"),
+        articles.index(f"A {BAD}-3-1"),
+        articles.index(f"B {BAD}-3-1"),
+    ]
     assert order == sorted(order), "responses to one problem stand beside each other"
 
 
 def test_a_series_that_only_the_second_run_has_is_in_the_legend():
     def rewards(*sources):
-        return log_of(step_row(1, reward={"mean": 0.5, "std": 0.1, "sources": dict.fromkeys(sources, 0.5)}))
+        return log_of(
+            step_row(1, reward={"mean": 0.5, "std": 0.1, "sources": dict.fromkeys(sources, 0.5)})
+        )
 
     panel, one, two = PANELS["Reward and responses"][0], rewards(), rewards("gsm8k", "taco")
     assert drawn(panel.draw, one).get_legend() is None
     for logs in ([one, two], [two, one]):
         ax = drawn(panel.draw, *logs)
         named = {text.get_text().partition(",")[0] for text in ax.get_legend().get_texts()}
-        assert named == {"all", "gsm8k", "taco"} and len({line.get_color() for line in ax.lines}) == 3
+        assert (
+            named == {"all", "gsm8k", "taco"} and len({line.get_color() for line in ax.lines}) == 3
+        )
 
 
 def test_runs_with_other_length_bins_are_not_compared(run, tmp_path):
     wide = write_run(tmp_path, [step_row(1, mismatch=mismatch(1) | {"bin_tokens": 200})])
-    with pytest.raises(ConfigError, match=r"length bins differ .*100 tokens and .*200 tokens.*draw each run alone"):
+    with pytest.raises(
+        ConfigError, match=r"length bins differ .*100 tokens and .*200 tokens.*draw each run alone"
+    ):
         write_report(run, wide)
 
 
@@ -587,7 +784,9 @@ def test_rolling_mean_by_hand():
 
 def test_schedule_figure_by_hand():
     log = log_of(step_row(1), step_row(2), schedules=(SCHEDULE.replace(top_k=(2,)), SCHEDULE))
-    start, now = (dict(zip(*line.get_data(), strict=True)) for line in drawn(figures.draw_schedule, log).lines)
+    start, now = (
+        dict(zip(*line.get_data(), strict=True)) for line in drawn(figures.draw_schedule, log).lines
+    )
     assert (now[200], start[200]) == (45, 25)  # top_k + sink 1 + recent 2 of 20 pages
     assert now[30] == 100
 
@@ -616,10 +815,24 @@ def test_a_schedule_that_moved_is_drawn_by_step_and_alarms_are_counted():
 def test_a_lossless_run_tells_how_it_drafted():
     def drafts(drafted, accepted, cycles, mean):
         bins = [{"start": 0, "end": 2000, "drafts": 9, "mean": mean, "p5": 0.5}]
-        metered = {"acceptance": mean / 2, "p5": 0.1, "bins": [bins[0] | {"mean": mean / 2, "p5": 0.1}]}
-        return {"drafted": drafted, "accepted": accepted, "cycles": cycles, "bins": bins, "metered": metered}
+        metered = {
+            "acceptance": mean / 2,
+            "p5": 0.1,
+            "bins": [bins[0] | {"mean": mean / 2, "p5": 0.1}],
+        }
+        return {
+            "drafted": drafted,
+            "accepted": accepted,
+            "cycles": cycles,
+            "bins": bins,
+            "metered": metered,
+        }
 
-    log = log_of(step_row(1), step_row(2, drafts=drafts(80, 30, 10, 0.7)), step_row(3, drafts=drafts(80, 50, 10, 0.9)))
+    log = log_of(
+        step_row(1),
+        step_row(2, drafts=drafts(80, 30, 10, 0.7)),
+        step_row(3, drafts=drafts(80, 50, 10, 0.9)),
+    )
     rows = dict(result_rows(log))
     assert rows["drafts per token"] == "1.60" and rows["tokens per cycle"] == "5.00"
     assert rows["drafts accepted at 0-2K tokens"] == "0.900, p5 0.500"

@@ -1,5 +1,7 @@
 # ruff: noqa: E501  (a program on a line)
-"""Test code of every honest kind judges programs as it would if both ran in one process, and no builtin stands in."""
+"""Test code of every honest kind judges programs as it would if both ran in one process, and no
+builtin stands in.
+"""
 
 import ast
 import json
@@ -21,9 +23,21 @@ LIMITS = Limits(cpu_s=2, wall_s=2.0, program_s=20)
 
 # name: (test code, a right program, a wrong one)
 CASES = {
-    "a builtin's name": ("assert sum([1, 2]) == 3", "def sum(x): return x[0] + x[1]", "def sum(x): return 4"),
-    "a builtin's name, its own meaning": ("assert sum(10, 15) == 6", "def sum(a, b): return 6", "def sum(a, b): return 25"),
-    "a builtin's name from a class": ("assert max([1, 5]) == 5", "class Solution:\n def max(s, x): return x[1]", "pass"),
+    "a builtin's name": (
+        "assert sum([1, 2]) == 3",
+        "def sum(x): return x[0] + x[1]",
+        "def sum(x): return 4",
+    ),
+    "a builtin's name, its own meaning": (
+        "assert sum(10, 15) == 6",
+        "def sum(a, b): return 6",
+        "def sum(a, b): return 25",
+    ),
+    "a builtin's name from a class": (
+        "assert max([1, 5]) == 5",
+        "class Solution:\n def max(s, x): return x[1]",
+        "pass",
+    ),
     "builtins around the program": (
         "assert sorted(set(f([2, 1, 2]))) == [1, 2] and len(f([])) == 0 and abs(f([1])[0] - 1) < 1e-6",
         "def f(x): return x",
@@ -174,7 +188,11 @@ CASES = {
         "def evens(): yield from (0, 2, 4)",
         "def evens(): return [0, 2, 4]",
     ),
-    "range as a result": ("assert f(3) == range(3)", "def f(n): return range(n)", "def f(n): return list(range(n))"),
+    "range as a result": (
+        "assert f(3) == range(3)",
+        "def f(n): return range(n)",
+        "def f(n): return list(range(n))",
+    ),
     "object of the program's own class": (
         "s = Stack()\ns.push(1)\ns.push(2)\nassert s.pop() == 2 and s.size == 1",
         "class Stack:\n def __init__(self): self.x = []\n def push(self, v): self.x.append(v)\n"
@@ -212,13 +230,17 @@ CASES = {
         "def head(x):\n if not x: raise ValueError('empty list')\n return x[0]",
         "def head(x): return x[0]",
     ),
-    "keyword arguments": ("assert f(b=2, a=1) == 1", "def f(a, b): return b - a", "def f(a, b): return a - b"),
+    "keyword arguments": (
+        "assert f(b=2, a=1) == 1",
+        "def f(a, b): return b - a",
+        "def f(a, b): return a - b",
+    ),
     "name that the tests bind later": (
         "value = f(2)\nf2 = f\ndef g(x): return f2(x)\nassert g(3) == 9 and value == 4",
         "def f(x): return x * x",
         "def f(x): return x + x",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +275,9 @@ def test_there_are_as_many_cases_as_said():
 )
 def test_what_python_or_the_prelude_has_is_not_the_program_s(verifier, tests, prelude):
     judgement = verifier.judge("", {**tests, "prelude": prelude})
-    assert judgement.verdicts == ("error",) and "the program defines no function" in judgement.detail
+    assert (
+        judgement.verdicts == ("error",) and "the program defines no function" in judgement.detail
+    )
 
 
 def test_what_the_program_imports_itself_is_its_own(verifier):
@@ -265,7 +289,10 @@ def test_tests_that_name_only_builtins_must_say_which_is_meant(verifier):
     tests = {"test": "assert abs(sum([1, 2]) - 3) < 1e-6"}
     program = "def sum(x): return x[0] + x[1]"
     judgement = verifier.judge(program, tests)
-    assert judgement.detail == "in the tests: ValueError: say with 'entry_point' which of abs, sum is the program's"
+    assert (
+        judgement.detail
+        == "in the tests: ValueError: say with 'entry_point' which of abs, sum is the program's"
+    )
     assert verifier.judge(program, {**tests, "entry_point": "sum"}).passed
     forged = "def sum(x): return 99\ndef abs(x): return 0"
     assert verifier.judge(forged, {**tests, "entry_point": "sum"}).verdicts == ("wrong",)
@@ -274,7 +301,9 @@ def test_tests_that_name_only_builtins_must_say_which_is_meant(verifier):
 def test_mbpp_says_which_builtin_is_meant(tmp_path):
     row = '{"text": "Sum of common divisors.", "code": "def sum(a, b):\\n  return 6", "test_list": ["assert sum(10, 15) == 6"]}'
     (tmp_path / "rows.jsonl").write_text(row)
-    (problem,) = load_dataset_task("mbpp", {"code": partial(verify_code, limits=LIMITS)}, path=tmp_path / "rows.jsonl")
+    (problem,) = load_dataset_task(
+        "mbpp", {"code": partial(verify_code, limits=LIMITS)}, path=tmp_path / "rows.jsonl"
+    )
     assert problem.verify.keywords["answer"]["entry_point"] == "sum"
     assert problem.verify(problem.solution) == 1.0 and problem.verify("```python\n\n```") == 0.0
 
@@ -304,7 +333,7 @@ HOSTILE = {
     ),
     "returns what equals everything": "class E:\n def __eq__(s, o): return True\ndef apply(f, xs): return E()",
     "asks without end": "def apply(f, xs):\n while True: f(1)",
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -317,10 +346,23 @@ def test_calls_back_reach_nothing_but_the_function(verifier, name):
 
 
 class Mutate(ast.NodeTransformer):
-    """Changes the one place of a program that has a number: a comparison, an operator, a constant or a result."""
+    """Changes the one place of a program that has a number: a comparison, an operator, a constant
+    or a result.
+    """
 
-    SWAPS: ClassVar = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-             ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.And: ast.Or, ast.Or: ast.And}  # fmt: skip
+    SWAPS: ClassVar = {
+        ast.Lt: ast.LtE,
+        ast.LtE: ast.Lt,
+        ast.Gt: ast.GtE,
+        ast.GtE: ast.Gt,
+        ast.Eq: ast.NotEq,
+        ast.NotEq: ast.Eq,
+        ast.Add: ast.Sub,
+        ast.Sub: ast.Add,
+        ast.Mult: ast.Add,
+        ast.And: ast.Or,
+        ast.Or: ast.And,
+    }
 
     def __init__(self, place: int) -> None:
         self.left, self.done = place, False
@@ -348,7 +390,9 @@ class Mutate(ast.NodeTransformer):
         return node
 
     def visit_Return(self, node):
-        nothing = node.value is None or (isinstance(node.value, ast.Constant) and node.value.value is None)
+        nothing = node.value is None or (
+            isinstance(node.value, ast.Constant) and node.value.value is None
+        )
         if not nothing and self._here():
             node.value = ast.Constant(None)
         return self.generic_visit(node)
@@ -364,13 +408,29 @@ def mutants(code):
 
 
 def natively(code, tests):
-    """Whether the tests pass in one plain process, which is what an isolated verdict must agree with."""
+    """Whether the tests pass in one plain process, which is what an isolated verdict must agree
+    with.
+    """
     if "inputs" in tests:
-        return all(_output(code, tests, *pair) for pair in zip(tests["inputs"], tests["outputs"], strict=True))
-    call = f"check({tests['entry_point']})" if tests.get("entry_point") and "def check" in tests["test"] else ""
-    script = "\n".join([tests.get("setup") or "", tests.get("prelude") or "", code, tests["test"], call])
+        return all(
+            _output(code, tests, *pair)
+            for pair in zip(tests["inputs"], tests["outputs"], strict=True)
+        )
+    call = (
+        f"check({tests['entry_point']})"
+        if tests.get("entry_point") and "def check" in tests["test"]
+        else ""
+    )
+    script = "\n".join(
+        [tests.get("setup") or "", tests.get("prelude") or "", code, tests["test"], call]
+    )
     try:
-        return subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=5).returncode == 0
+        return (
+            subprocess.run(
+                [sys.executable, "-c", script], capture_output=True, timeout=5
+            ).returncode
+            == 0
+        )
     except subprocess.TimeoutExpired:
         return False
 
@@ -381,12 +441,16 @@ def _output(code, tests, given, expected):
         script += f"\nimport json\nprint(json.dumps({name}(*json.loads(input()))))"
         given = json.dumps(given)
     try:
-        run = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=5, input=given, text=True)
+        run = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, timeout=5, input=given, text=True
+        )
     except subprocess.TimeoutExpired:
         return False
     if run.returncode:
         return False
-    return same_value(json.loads(run.stdout), expected) if name else same_output(run.stdout, expected)
+    return (
+        same_value(json.loads(run.stdout), expected) if name else same_output(run.stdout, expected)
+    )
 
 
 @pytest.mark.slow
@@ -401,11 +465,16 @@ def _output(code, tests, given, expected):
     ],
 )
 def test_mutants_are_judged_as_they_would_be_in_one_process(verifier, name, number, not_told):
-    """Every mutant fails but those that the tests it carries do not tell: they pass in one plain process too."""
+    """Every mutant fails but those that the tests it carries do not tell: they pass in one plain
+    process too.
+    """
     path = DATA / f"{name.replace('+', '_plus')}.jsonl"
     pairs = []
     for problem in load_dataset_task(name, {"code": verify_code}, path=path):
-        code, tests = problem.solution.partition("\n")[2].rpartition("```")[0], problem.verify.keywords["answer"]
+        code, tests = (
+            problem.solution.partition("\n")[2].rpartition("```")[0],
+            problem.verify.keywords["answer"],
+        )
         assert verifier.judge(code, tests).passed and natively(code, tests), problem.id
         pairs += [(mutant, tests) for mutant in mutants(code)]
     with ThreadPoolExecutor(2) as pool:

@@ -1,4 +1,6 @@
-"""Programs judged by unit tests of each kind: right verdicts, and none that the program can bring about itself."""
+"""Programs judged by unit tests of each kind: right verdicts, and none that the program can bring
+about itself.
+"""
 
 import json
 import pickle
@@ -23,7 +25,10 @@ CHECK = {
     "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(shift(1), 2) == 4\n",
     "entry_point": "add",
 }
-ASSERTS = {"setup": "import math", "test": "assert add(1, 2) == 3\nassert math.isclose(add(0.1, 0.2), 0.3)"}
+ASSERTS = {
+    "setup": "import math",
+    "test": "assert add(1, 2) == 3\nassert math.isclose(add(0.1, 0.2), 0.3)",
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +50,10 @@ def judge(verifier, code, tests, **options):
         ("```\na\n```\n```bash\npip\n```", "pip\n"),
         ("```py\na\n```", "a\n"),
         ("  ```python\n  a\n  ```", "a\n"),
-        ("- so:\n    ```python\n    def f():\n        return 1\n    ```", "def f():\n    return 1\n"),
+        (
+            "- so:\n    ```python\n    def f():\n        return 1\n    ```",
+            "def f():\n    return 1\n",
+        ),
         ("- ```python\n  if x:\n      y\n  ```\nIt is done.", "if x:\n    y\n"),
         ("12. ~~~python\n    a\n    ~~~\n13. Words.", "a\n"),
         ("\t```python\n\tif x:\n\t\ty\n\t```", "if x:\n\ty\n"),
@@ -104,7 +112,10 @@ def test_standard_input_and_output(verifier):
     good = "a, b = map(int, input().split())\nprint(a + b)"
     assert judge(verifier, good, tests) == (("pass",) * 3, "")
     once = "print(3)"
-    assert judge(verifier, once, tests) == (("pass", "wrong"), r"for '3 4\n' expected '7', got '3\n'")
+    assert judge(verifier, once, tests) == (
+        ("pass", "wrong"),
+        r"for '3 4\n' expected '7', got '3\n'",
+    )
     assert judge(verifier, once, tests, stop_early=False)[0] == ("pass", "wrong", "wrong")
     assert judge(verifier, "1/0", tests) == (("error",), "ZeroDivisionError: division by zero")
     assert judge(verifier, "print(", tests)[1].startswith("SyntaxError: '(' was never closed")
@@ -117,7 +128,11 @@ def test_standard_input_and_output(verifier):
 @pytest.mark.slow
 def test_one_test_s_failure_does_not_touch_the_next(verifier):
     tests = {"inputs": ["0", "1"], "outputs": ["0", "1"]}
-    for bad in ("while True: pass", "import os; os._exit(9)", "open('left', 'w'); raise ValueError"):
+    for bad in (
+        "while True: pass",
+        "import os; os._exit(9)",
+        "open('left', 'w'); raise ValueError",
+    ):
         program = f"n = input()\nif n == '0':\n exec({bad!r})\nprint(n)"
         assert judge(verifier, program, tests, stop_early=False)[0][1] == "pass"
         call = {"fn_name": "f", "inputs": [["0"], ["1"]], "outputs": ["0", "1"]}
@@ -129,18 +144,36 @@ def test_one_test_s_failure_does_not_touch_the_next(verifier):
 def test_calls(verifier):
     assert judge(verifier, "def add(a, b): return a + b", ADD) == (("pass", "pass"), "")
     method = "class Solution:\n    def add(self, a: List[int], b: int) -> int: return a + b"
-    assert judge(verifier, method, {**ADD, "prelude": "from typing import *"})[0] == ("pass", "pass")
+    assert judge(verifier, method, {**ADD, "prelude": "from typing import *"})[0] == (
+        "pass",
+        "pass",
+    )
     assert judge(verifier, method, ADD) == (("error",), "NameError: name 'List' is not defined")
-    assert judge(verifier, "def add(a, b): return a", ADD) == (("wrong",), "add(*[1, 2]) is 1, expected 3")
-    assert judge(verifier, "def plus(a, b): return a", ADD)[1] == "NameError: the program defines no function 'add'"
-    assert judge(verifier, "def add(a, b): print('noise'); return a + b", ADD)[0] == ("pass", "pass")
+    assert judge(verifier, "def add(a, b): return a", ADD) == (
+        ("wrong",),
+        "add(*[1, 2]) is 1, expected 3",
+    )
+    assert (
+        judge(verifier, "def plus(a, b): return a", ADD)[1]
+        == "NameError: the program defines no function 'add'"
+    )
+    assert judge(verifier, "def add(a, b): print('noise'); return a + b", ADD)[0] == (
+        "pass",
+        "pass",
+    )
     assert judge(verifier, "def add(a, b): raise KeyError(a)", ADD) == (("error",), "KeyError: 1")
-    assert judge(verifier, "def add(a, b):\n while True: pass", ADD) == (("timeout",), "stopped at a time limit")
+    assert judge(verifier, "def add(a, b):\n while True: pass", ADD) == (
+        ("timeout",),
+        "stopped at a time limit",
+    )
     assert judge(verifier, "import time\ndef add(a, b): time.sleep(9)", ADD) == (
         ("timeout",),
         "stopped at a time limit",
     )
-    assert judge(verifier, "def add(a, b): return [0] * 10**12", ADD) == (("memory",), "MemoryError")
+    assert judge(verifier, "def add(a, b): return [0] * 10**12", ADD) == (
+        ("memory",),
+        "MemoryError",
+    )
     assert judge(verifier, "def add(a, b): return object()", ADD)[0] == ("error",)
     assert judge(verifier, "def add(a, b): return 10**5000", ADD)[0] == ("error",)
     deep = "def add(a, b):\n x = 3\n for _ in range(10**5): x = [x]\n return x"
@@ -158,15 +191,27 @@ def test_assertions(verifier):
             "ZeroDivisionError: division by zero",
         )
         assert judge(verifier, "def add(a, b):\n while True: pass", tests)[0] == ("timeout",)
-        assert judge(verifier, "def add(a, b): return bytearray(10**12)", tests) == (("memory",), "MemoryError")
-    assert judge(verifier, good, {"test": "assert ad(1) == 2"})[1] == "NameError: the program defines no function 'ad'"
-    assert judge(verifier, good, {"test": "assert add(1, 2) == 3\nraise OSError('x')"})[1] == "in the tests: OSError: x"
-    assert judge(verifier, good, {"test": "assert add(1,"})[1].startswith("in the tests: SyntaxError")
+        assert judge(verifier, "def add(a, b): return bytearray(10**12)", tests) == (
+            ("memory",),
+            "MemoryError",
+        )
+    assert (
+        judge(verifier, good, {"test": "assert ad(1) == 2"})[1]
+        == "NameError: the program defines no function 'ad'"
+    )
+    assert (
+        judge(verifier, good, {"test": "assert add(1, 2) == 3\nraise OSError('x')"})[1]
+        == "in the tests: OSError: x"
+    )
+    assert judge(verifier, good, {"test": "assert add(1,"})[1].startswith(
+        "in the tests: SyntaxError"
+    )
     slow = CodeVerifier(Limits(cpu_s=1, wall_s=1.0, program_s=2))
     assert judge(slow, good, {"test": "while True: add(1, 2)"})[0] == ("timeout",)
     assert judge(slow, good, {"test": "import time; time.sleep(9)"}) == (
-        ("timeout",), "2 s were not enough for the tests",
-    )  # fmt: skip
+        ("timeout",),
+        "2 s were not enough for the tests",
+    )
 
 
 def test_types_survive_the_way_to_the_assertions(verifier):
@@ -247,7 +292,9 @@ def test_a_verdict_cannot_be_forged(name, mode, kinds):
     verifier = CodeVerifier(LIMITS, mode)
     for tests in kinds:
         judgement = verifier.judge(FORGERIES[name], tests)
-        assert not judgement.passed and judgement.verdicts[0] in ("wrong", "error", "timeout"), judgement
+        assert not judgement.passed and judgement.verdicts[0] in ("wrong", "error", "timeout"), (
+            judgement
+        )
 
 
 def test_a_program_s_code_does_not_inherit_ours(verifier):
@@ -255,15 +302,23 @@ def test_a_program_s_code_does_not_inherit_ours(verifier):
     program = "def f(x: int): pass\nprint(f.__annotations__['x'] is int, sorted(k for k in globals() if k[0] != '_'))"
     assert verifier.judge(program, {"inputs": [""], "outputs": ["True ['f']"]}).passed
     program = "from __future__ import annotations\ndef f(x: Unknown): return x"
-    assert verifier.judge(program, {"fn_name": "f", "inputs": [[1]], "outputs": [1], "prelude": "import math"}).passed
+    assert verifier.judge(
+        program, {"fn_name": "f", "inputs": [[1]], "outputs": [1], "prelude": "import math"}
+    ).passed
 
 
 @pytest.mark.slow
 def test_the_whole_program_has_a_time_limit():
     verifier = CodeVerifier(Limits(cpu_s=1, wall_s=1.0, program_s=2))
     tests = {"inputs": ["x"] * 50, "outputs": ["x"] * 50}
-    judgement = verifier.judge("import time; time.sleep(0.5); print(input())", tests, stop_early=False)
-    assert judgement.verdicts[0] == "pass" and judgement.verdicts[-1] == "timeout" and len(judgement.verdicts) < 6
+    judgement = verifier.judge(
+        "import time; time.sleep(0.5); print(input())", tests, stop_early=False
+    )
+    assert (
+        judgement.verdicts[0] == "pass"
+        and judgement.verdicts[-1] == "timeout"
+        and len(judgement.verdicts) < 6
+    )
     assert re.fullmatch(r"2 s were not enough for \d tests", judgement.detail)
     assert judgement.wall_s < 6 and not judgement.passed
 
@@ -304,13 +359,22 @@ def test_threads_never_run_more_than_the_workers(monkeypatch):
 
     monkeypatch.setattr(judge_module, "Sandbox", Counted)
     verifier = CodeVerifier(LIMITS, workers=2)
-    programs = ["print(input())", "while True: pass", "1/0", "print(7)", "print(input())", "import os; os._exit(0)"]
+    programs = [
+        "print(input())",
+        "while True: pass",
+        "1/0",
+        "print(7)",
+        "print(input())",
+        "import os; os._exit(0)",
+    ]
     responses = [f"```python\n{program}\n```" for program in programs]
     results = {}
 
     def run(name):
         with ThreadPoolExecutor(6) as pool:
-            results[name] = list(pool.map(verifier, responses, [{"inputs": [name], "outputs": [name]}] * 6))
+            results[name] = list(
+                pool.map(verifier, responses, [{"inputs": [name], "outputs": [name]}] * 6)
+            )
 
     threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
     for thread in threads:
@@ -326,24 +390,41 @@ def test_threads_never_run_more_than_the_workers(monkeypatch):
 @pytest.mark.parametrize("name", ["humaneval", "humaneval+", "mbpp", "mbpp+", "taco"])
 def test_reference_solutions_pass_and_broken_ones_do_not(name, folder):
     path = DATA / folder / f"{name.replace('+', '_plus')}.jsonl"
-    problems = list(load_dataset_task(name, {"code": partial(verify_code, limits=LIMITS)}, path=path))
+    problems = list(
+        load_dataset_task(name, {"code": partial(verify_code, limits=LIMITS)}, path=path)
+    )
     assert problems
     for problem in problems:
         assert problem.verify(problem.solution) == 1.0, problem.id
-        broken = re.sub(r"\b(return|print)\b\(?", lambda m: m[0] + "(" * (m[0] == "print") + "0 and ", problem.solution)
+        broken = re.sub(
+            r"\b(return|print)\b\(?",
+            lambda m: m[0] + "(" * (m[0] == "print") + "0 and ",
+            problem.solution,
+        )
         assert problem.verify(broken) == 0.0, problem.id
 
 
 def test_livecodebench_rows():
     task = load_dataset_task(
-        "livecodebench", {"code": partial(verify_code, limits=LIMITS)}, path=DATA / "livecodebench.jsonl"
+        "livecodebench",
+        {"code": partial(verify_code, limits=LIMITS)},
+        path=DATA / "livecodebench.jsonl",
     )
     double, pair, mean = task
     assert double.prompt.startswith("You are given T") and "reads standard input" in double.prompt
-    assert "```python\nclass Solution:\n    def pairWithSum" in pair.prompt and "standard input" not in pair.prompt
+    assert (
+        "```python\nclass Solution:\n    def pairWithSum" in pair.prompt
+        and "standard input" not in pair.prompt
+    )
     assert [len(p.verify.keywords["answer"]["inputs"]) for p in task] == [3, 3, 2]
-    assert double.verify("```python\nfor _ in range(int(input())): print(int(input()) * 2)\n```") == 1.0
-    assert double.verify("```python\nfor _ in range(int(input())): print(int(input()) + 1)\n```") == 0.0
+    assert (
+        double.verify("```python\nfor _ in range(int(input())): print(int(input()) * 2)\n```")
+        == 1.0
+    )
+    assert (
+        double.verify("```python\nfor _ in range(int(input())): print(int(input()) + 1)\n```")
+        == 0.0
+    )
     solution = """```python
 class Solution:
     def pairWithSum(self, nums: List[int], target: int) -> List[int]:
@@ -351,14 +432,21 @@ class Solution:
 ```"""
     assert pair.verify(solution) == 1.0
     assert pair.verify(solution.replace("(i, j) for", "(j, i) for")) == 0.0
-    assert mean.verify("```python\nx = [*map(int, input().split())]\nprint(sum(x) / len(x))\n```") == 1.0
+    assert (
+        mean.verify("```python\nx = [*map(int, input().split())]\nprint(sum(x) / len(x))\n```")
+        == 1.0
+    )
 
 
 def test_the_hub_s_livecodebench_rows_are_judged_by_public_and_private_tests():
     verifiers = {"code": partial(verify_code, limits=LIMITS)}
-    *written, method = load_dataset_task("livecodebench", verifiers, path=DATA / "hub" / "livecodebench.jsonl")
+    *written, method = load_dataset_task(
+        "livecodebench", verifiers, path=DATA / "hub" / "livecodebench.jsonl"
+    )
     taco = list(load_dataset_task("taco", verifiers, path=DATA / "hub" / "taco.jsonl"))
-    assert [problem.verify(same.solution) for problem, same in zip(written, taco, strict=False)] == [1.0] * 4
+    assert [
+        problem.verify(same.solution) for problem, same in zip(written, taco, strict=False)
+    ] == [1.0] * 4
     assert [problem.verify(taco[0].solution) for problem in written] == [1.0, 0.0, 0.0, 0.0]
     loop = "for i in range(len(nums)) for j in range(i) if nums[i] + nums[j] == target"
     head = "class Solution:\n    def pairWithSum(self, nums, target):\n"

@@ -1,4 +1,6 @@
-"""What a program may use is counted in its own time and output, however busy the machine, and can be chosen."""
+"""What a program may use is counted in its own time and output, however busy the machine, and can
+be chosen.
+"""
 
 import json
 import os
@@ -72,14 +74,20 @@ def test_processor_time_of_a_family():
         first = family(process.pid)
         time.sleep(0.3)
         used = [sum(one.processor_s for one in seen) for seen in (first, family(process.pid))]
-        assert 0.4 <= used[0] < 1.5 and used[1] - used[0] < 0.05 and all(one.state == "S" for one in first)
+        assert (
+            0.4 <= used[0] < 1.5
+            and used[1] - used[0] < 0.05
+            and all(one.state == "S" for one in first)
+        )
         process.kill()
     assert family(process.pid) == []
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         time.sleep(0.3)
         assert [one.state for one in family(process.pid)] == ["R"]
         process.kill()
-    with subprocess.Popen(["sh", "-c", "sleep 9 & sleep 9 & wait"], start_new_session=True) as process:
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 9 & sleep 9 & wait"], start_new_session=True
+    ) as process:
         deadline = time.monotonic() + 20
         while len(family(process.pid)) < 3:
             assert time.monotonic() < deadline
@@ -104,11 +112,17 @@ def test_own_time_is_what_is_spent_on_the_processor_and_asleep(monkeypatch):
 @pytest.mark.slow
 def test_what_a_program_spends_before_it_ends_counts(monkeypatch):
     """Six tests of 0.6 s asleep, each of which ends the program: 2 s are over in the fourth."""
-    pretend(monkeypatch, 0.0)  # a look that finds a real one awake by chance leaves out what it slept
+    pretend(
+        monkeypatch, 0.0
+    )  # a look that finds a real one awake by chance leaves out what it slept
     program = "import os, time\ndef f(s):\n time.sleep(s)\n os._exit(1)"
     tests = {"fn_name": "f", "inputs": [[0.6]] * 6, "outputs": [1] * 6}
     judgement = CodeVerifier(Limits(program_s=2)).judge(program, tests, stop_early=False)
-    assert judgement.verdicts[0] == "error" and judgement.verdicts[-1] == "timeout" and len(judgement.verdicts) <= 4
+    assert (
+        judgement.verdicts[0] == "error"
+        and judgement.verdicts[-1] == "timeout"
+        and len(judgement.verdicts) <= 4
+    )
 
 
 @pytest.mark.slow
@@ -132,13 +146,18 @@ READS = [
 
 @pytest.mark.parametrize("program", READS)
 def test_standard_input_can_be_opened_by_name(program):
-    verdicts = CodeVerifier(LIMITS).judge(program, {"inputs": ["1\n2\n", "3\n4\n5\n"], "outputs": ["3", "12"]}).verdicts
+    verdicts = (
+        CodeVerifier(LIMITS)
+        .judge(program, {"inputs": ["1\n2\n", "3\n4\n5\n"], "outputs": ["3", "12"]})
+        .verdicts
+    )
     assert verdicts == ("pass", "pass")
 
 
 def test_other_files_open_as_ever():
     program = (
-        "open('x', 'w').write('7')\nprint(open('x').read())\ntry: open('/dev/none')\nexcept OSError: print('none')"
+        "open('x', 'w').write('7')\nprint(open('x').read())\n"
+        "try: open('/dev/none')\nexcept OSError: print('none')"
     )
     assert CodeVerifier(LIMITS).judge(program, {"inputs": [""], "outputs": ["7\nnone"]}).passed
 
@@ -155,10 +174,16 @@ def test_other_files_open_as_ever():
 def test_members_of_an_enumeration_of_values_arrive_as_values(definition, value):
     tests = {"fn_name": "f", "inputs": [[]], "outputs": [value]}
     for result in ("E.A", "[E.A][0]"):
-        judgement = CodeVerifier(LIMITS).judge(f"import enum\n{definition}\ndef f(): return {result}", tests)
+        judgement = CodeVerifier(LIMITS).judge(
+            f"import enum\n{definition}\ndef f(): return {result}", tests
+        )
         assert judgement.passed, judgement.detail
     nested = {**tests, "outputs": [{"k": [value]}]}
-    assert CodeVerifier(LIMITS).judge(f"import enum\n{definition}\ndef f(): return {{'k': (E.A,)}}", nested).passed
+    assert (
+        CodeVerifier(LIMITS)
+        .judge(f"import enum\n{definition}\ndef f(): return {{'k': (E.A,)}}", nested)
+        .passed
+    )
 
 
 def test_the_output_limit_is_an_option():
@@ -169,36 +194,50 @@ def test_the_output_limit_is_an_option():
     assert CodeVerifier(Limits(output_bytes=16 << 20)).judge(program, tests).passed
     call = {"fn_name": "f", "inputs": [[size]], "outputs": ["x" * size]}
     assert CodeVerifier(Limits()).judge("def f(n): return 'x' * n", call).verdicts == ("error",)
-    assert CodeVerifier(Limits(output_bytes=16 << 20)).judge("def f(n): return 'x' * n", call).passed
+    assert (
+        CodeVerifier(Limits(output_bytes=16 << 20)).judge("def f(n): return 'x' * n", call).passed
+    )
 
 
 @pytest.mark.parametrize(("spaces", "verdict"), [(0, "pass"), (60_000, "pass"), (70_000, "wrong")])
 def test_no_more_is_read_than_could_be_as_expected(spaces, verdict, monkeypatch):
-    """Sixteen times the expected output and 64 KiB; what is not read does not get in the way of the next test."""
+    """Sixteen times the expected output and 64 KiB; what is not read does not get in the way of the
+    next test.
+    """
     choose_isolation()  # found out by a program of its own, which is none of those counted here
     read = []
     real = Sandbox.receive_bytes
     monkeypatch.setattr(
-        Sandbox, "receive_bytes", lambda box, count, deadline: read.append(count) or real(box, count, deadline)
+        Sandbox,
+        "receive_bytes",
+        lambda box, count, deadline: read.append(count) or real(box, count, deadline),
     )
     tests = {"inputs": [str(spaces), "0"], "outputs": ["7", "7"]}
     judgement = CodeVerifier().judge("print(' ' * int(input()) + '7')", tests, stop_early=False)
     assert judgement.verdicts == (verdict, "pass")
     assert read == ([2] if verdict == "wrong" else [spaces + 2, 2])
-    assert judgement.detail == ("" if verdict == "pass" else "for '70000' expected '7', got 70002 bytes")
+    assert judgement.detail == (
+        "" if verdict == "pass" else "for '70000' expected '7', got 70002 bytes"
+    )
 
 
 def test_a_result_that_is_too_long_to_be_as_expected_is_not_read():
     tests = {"fn_name": "f", "inputs": [[70_000], [60_000]], "outputs": ["x", "x" * 60_000]}
     judgement = CodeVerifier().judge("def f(n): return 'x' * n", tests, stop_early=False)
-    assert judgement.verdicts == ("error", "pass") and judgement.detail == "a reply is over the limit of 65584 bytes"
+    assert (
+        judgement.verdicts == ("error", "pass")
+        and judgement.detail == "a reply is over the limit of 65584 bytes"
+    )
 
 
-@pytest.mark.parametrize(("output_bytes", "most"), [(8 << 20, 1 << 20), (1 << 24, 2 << 20), (1000, 65536)])
+@pytest.mark.parametrize(
+    ("output_bytes", "most"), [(8 << 20, 1 << 20), (1 << 24, 2 << 20), (1000, 65536)]
+)
 def test_a_result_for_assertions_has_an_eighth_of_the_output(output_bytes, most):
     verifier = CodeVerifier(Limits(output_bytes=output_bytes))
     judged = [
-        verifier.judge("def f(n): return 'x' * n", {"test": f"assert len(f({n})) == {n}"}) for n in (most - 99, most)
+        verifier.judge("def f(n): return 'x' * n", {"test": f"assert len(f({n})) == {n}"})
+        for n in (most - 99, most)
     ]
     assert judged[0].passed and judged[1].verdicts == ("error",)
     assert judged[1].detail == f"a reply is over the limit of {most} bytes"

@@ -1,4 +1,6 @@
-"""Answers taken out of responses and compared: right on public labels, and never longer than the limit."""
+"""Answers taken out of responses and compared: right on public labels, and never longer than the
+limit.
+"""
 
 import json
 import logging
@@ -45,7 +47,9 @@ HANGS = "9^{9^{9^{9}}}"
 
 
 def pairs(table):
-    """(answer, reference) of a table with several ``answer ~ reference`` on a line, two semicolons between."""
+    """(answer, reference) of a table with several ``answer ~ reference`` on a line, two semicolons
+    between.
+    """
     return [
         tuple(side.strip() for side in cell.split("~"))
         for line in table.split("\n")
@@ -134,12 +138,16 @@ def test_labelled_pairs(verifier, category):
     rows = [row for row in PAIRS if row["category"] == category]
     wrong = [row for row in rows if verifier.equal(row["answer"], row["reference"]) != row["equal"]]
     assert len(rows) >= 10
-    assert {row["answer"] for row in wrong} <= {"i^2", r"7 \pmod{12}"} and all(row["equal"] for row in wrong)
+    assert {row["answer"] for row in wrong} <= {"i^2", r"7 \pmod{12}"} and all(
+        row["equal"] for row in wrong
+    )
 
 
 def test_the_labelled_pairs_are_as_many_and_as_mixed_as_said():
     unequal = sum(not row["equal"] for row in PAIRS)
-    assert len(PAIRS) >= 800 and len({(row["answer"], row["reference"]) for row in PAIRS}) == len(PAIRS)
+    assert len(PAIRS) >= 800 and len({(row["answer"], row["reference"]) for row in PAIRS}) == len(
+        PAIRS
+    )
     assert 0.4 < unequal / len(PAIRS) < 0.6
 
 
@@ -173,11 +181,21 @@ def test_extraction_takes_any_text(text):
 
 @pytest.mark.parametrize(
     "flood",
-    ["\\boxed{" * 100_000, "\\boxed{}" * 100_000, "\\boxed{1}," * 50_000, "{" * 500_000, "1" * 500_000,
-     "####" * 100_000, "\\boxed " * 100_000, "\\boxed" + " " * 500_000, "\\boxed{" + "{}" * 200_000 + "}",
-     "1," * 200_000, "$ " * 300_000],
+    [
+        "\\boxed{" * 100_000,
+        "\\boxed{}" * 100_000,
+        "\\boxed{1}," * 50_000,
+        "{" * 500_000,
+        "1" * 500_000,
+        "####" * 100_000,
+        "\\boxed " * 100_000,
+        "\\boxed" + " " * 500_000,
+        "\\boxed{" + "{}" * 200_000 + "}",
+        "1," * 200_000,
+        "$ " * 300_000,
+    ],
     ids=lambda flood: flood[:10],
-)  # fmt: skip
+)
 def test_a_flood_of_marks_is_read_in_linear_time(flood):
     start = time.process_time()
     assert verify_math(flood, "5", last_number=True) == 0.0
@@ -220,7 +238,9 @@ def test_a_hanging_worker_ends_itself_when_its_parent_is_gone():
         print(psutil.Process().children()[0].pid, flush=True)
         os.kill(os.getpid(), 9)
     """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True
+    )
     worker = int(run.stdout)
     deadline = time.monotonic() + 10
     while psutil.pid_exists(worker) and psutil.Process(worker).status() != "zombie":
@@ -263,7 +283,9 @@ def test_an_answer_that_hung_is_not_tried_again():
 
 @pytest.mark.slow
 def test_the_limit_is_of_processor_time(monkeypatch, born):
-    """A comparison that was kept from the processor is not wrong for that; one that never gets it is, in the end."""
+    """A comparison that was kept from the processor is not wrong for that; one that never gets it
+    is, in the end.
+    """
     monkeypatch.setattr("sparrow.rewards.math.PATIENCE_S", 0.05)
     with MathVerifier(workers=1, limit_s=0.5) as verifier:
         assert verifier.equal("x+x", "2x")
@@ -304,7 +326,8 @@ def test_an_interrupted_request_leaves_no_stale_reply(monkeypatch):
         assert verifier.equal("x+x", "2x")
         with monkeypatch.context() as patch:
             patch.setattr(
-                "sparrow.rewards.sandbox.child.json.loads", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+                "sparrow.rewards.sandbox.child.json.loads",
+                lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt),
             )
             with pytest.raises(KeyboardInterrupt):
                 verifier.equal("x+x", "2x")
@@ -327,7 +350,10 @@ def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
     broken = tmp_path / "broken_worker.py"
     broken.write_text("import no_such_library")
     monkeypatch.setattr("sparrow.rewards.math.WORKER", broken)
-    with MathVerifier(1, 5) as verifier, pytest.raises(RewardError, match="No module named 'no_such_library'"):
+    with (
+        MathVerifier(1, 5) as verifier,
+        pytest.raises(RewardError, match="No module named 'no_such_library'"),
+    ):
         verifier.equal("x+x", "2x")
 
 
@@ -339,7 +365,9 @@ def test_an_impossible_verifier(workers, limit_s):
 
 def test_the_verifier_pickles_and_works_in_a_forked_process():
     verify = partial(verify_math, answer="2x")
-    assert pickle.loads(pickle.dumps(verify))(r"\boxed{x+x}") == 1.0  # the shared pool is running from here on
+    assert (
+        pickle.loads(pickle.dumps(verify))(r"\boxed{x+x}") == 1.0
+    )  # the shared pool is running from here on
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -352,7 +380,9 @@ def test_the_verifier_pickles_and_works_in_a_forked_process():
 
 @pytest.mark.slow
 def test_neither_trainer_nor_worker_pays_for_the_other_s_imports():
-    """Importing rewards loads no sympy; a worker does not load torch though the script that started it does."""
+    """Importing rewards loads no sympy; a worker does not load torch though the script that started
+    it does.
+    """
     program = """
         import sys
         import sparrow.rewards
@@ -364,7 +394,8 @@ def test_neither_trainer_nor_worker_pays_for_the_other_s_imports():
         assert worker.memory_info().rss < 200 * 2**20
         print("fine")
     """
-    # vLLM, where a test before has started it here, preloads a library out of torch's folder into every process.
+    # vLLM, where a test before has started it here, preloads a library out of torch's folder into
+    # every process.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     command = [sys.executable, "-c", textwrap.dedent(program)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

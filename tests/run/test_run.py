@@ -13,20 +13,34 @@ from sparrow.run import LoggedResponse, RunConfig, RunDir, RunLog, TrainerState
 from sparrow.run.directory import RECORDED
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import build_tokenizer
-from sparrow.train.config import DistillConfig, GuardConfig, LoraConfig, OptimizerConfig, TrainConfig
+from sparrow.train.config import (
+    DistillConfig,
+    GuardConfig,
+    LoraConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from sparrow.train.resume import resumed
 from tests.conftest import tiny_model
 from tests.train.test_trainer import make_trainer, metrics_of
 
-SCHEDULE = SparsitySchedule((2, 6), bin_tokens=100, page_size=10, dense_layers=(0,), provenance={"preset": "x"})
+SCHEDULE = SparsitySchedule(
+    (2, 6), bin_tokens=100, page_size=10, dense_layers=(0,), provenance={"preset": "x"}
+)
 
 
 def test_what_is_written_is_read_back(tmp_path):
     RunConfig({"tau": 0.9, "steps": 3}, SCHEDULE).save(tmp_path)
     made = RunDir(tmp_path, resume=False)
-    responses = [LoggedResponse(step, "p", "q", [" a", "b"], [0.5, None], 0.25, "stop", "7") for step in (1, 2, 3)]
+    responses = [
+        LoggedResponse(step, "p", "q", [" a", "b"], [0.5, None], 0.25, "stop", "7")
+        for step in (1, 2, 3)
+    ]
     for response in responses:
-        row = {name: {} for name in RECORDED} | {"step": response.step, "schedule": {"top_k": [response.step, "all"]}}
+        row = {name: {} for name in RECORDED} | {
+            "step": response.step,
+            "schedule": {"top_k": [response.step, "all"]},
+        }
         made.append_step(row, [response, response])
     log = RunLog.load(tmp_path)
     assert log.train == {"tau": 0.9, "steps": 3} and log.steps.tolist() == [1, 2, 3]
@@ -34,12 +48,16 @@ def test_what_is_written_is_read_back(tmp_path):
     assert log.schedules[1] == SCHEDULE.replace(top_k=(2, 2**30))
     state = TrainerState(3, 17, SCHEDULE, {"room_steps": [1]})
     state.save(tmp_path)
-    assert TrainerState.load(tmp_path) == state and TrainerState.load(tmp_path).schedule.provenance == {"preset": "x"}
+    assert TrainerState.load(tmp_path) == state and TrainerState.load(
+        tmp_path
+    ).schedule.provenance == {"preset": "x"}
 
 
 def test_a_run_keeps_its_budgets():
     config, budgets = TrainConfig(run_dir="run", steps=3), ((1, 1), (0.5, 1.5))
-    recorded = RunConfig(json.loads(json.dumps(asdict(config))), SCHEDULE.replace(head_budgets=budgets))
+    recorded = RunConfig(
+        json.loads(json.dumps(asdict(config))), SCHEDULE.replace(head_budgets=budgets)
+    )
     assert resumed(recorded, config, recorded.schedule, 1) == {}
     with pytest.raises(ConfigError, match=r"cannot go on with another schedule\.head_budgets"):
         resumed(recorded, config, SCHEDULE, 1)
@@ -51,8 +69,13 @@ def test_a_run_with_a_setting_that_is_gone_is_not_resumed_without_it(name, value
     plain = json.loads(json.dumps(asdict(config)))
     unused = plain["distill"] | {"step_down": [], "step_down_every": 10, "positions": 1.0}
     assert resumed(RunConfig(plain | {"distill": unused}, SCHEDULE), config, SCHEDULE, 1) == {}
-    with pytest.raises(ConfigError, match=rf"started with distill\.{name} .*, which this version no longer has; go on"):
-        resumed(RunConfig(plain | {"distill": unused | {name: value}}, SCHEDULE), config, SCHEDULE, 1)
+    with pytest.raises(
+        ConfigError,
+        match=rf"started with distill\.{name} .*, which this version no longer has; go on",
+    ):
+        resumed(
+            RunConfig(plain | {"distill": unused | {name: value}}, SCHEDULE), config, SCHEDULE, 1
+        )
 
 
 def test_a_step_that_lacks_what_readers_need_is_not_written(tmp_path):
@@ -95,10 +118,16 @@ def test_two_runs_in_one_directory_are_refused(tmp_path):
 def test_a_run_is_not_resumed_while_it_runs(tmp_path):
     def again(event, metrics):
         if event == "step" and metrics["step"] == 3:
-            before = (tmp_path / "metrics.jsonl").read_bytes(), (tmp_path / "config.json").read_bytes()
+            before = (
+                (tmp_path / "metrics.jsonl").read_bytes(),
+                (tmp_path / "config.json").read_bytes(),
+            )
             with pytest.raises(ConfigError, match="is in use by process"):
                 make_trainer(tmp_path, resume=True)
-            assert before == ((tmp_path / "metrics.jsonl").read_bytes(), (tmp_path / "config.json").read_bytes())
+            assert before == (
+                (tmp_path / "metrics.jsonl").read_bytes(),
+                (tmp_path / "config.json").read_bytes(),
+            )
             seen.append(metrics["step"])
 
     seen: list[int] = []
@@ -110,7 +139,9 @@ def test_a_run_is_not_resumed_while_it_runs(tmp_path):
 def test_a_lock_ends_with_its_process_and_keeps_others_out_until_then(tmp_path):
     lock = f"held = RunDir({str(tmp_path)!r}, False); held.lock()"
     code = f"import sys; from sparrow.run import RunDir; {lock}; print(1, flush=True); sys.stdin.read()"
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     process.stdout.readline()
     here = RunDir(tmp_path, resume=False)
     with pytest.raises(ConfigError, match=f"is in use by process {process.pid} on"):
@@ -159,10 +190,22 @@ def stopped(tmp_path):
     ("changes", "named"),
     [
         ({"seed": 6}, "seed; it was started with other settings: seed 5 -> 6;"),
-        ({"bin_tokens": 64}, "bin_tokens; it was started with other settings: bin_tokens null -> 64;"),
-        ({"lora": LoraConfig(alpha=64)}, "lora.alpha; it was started with other settings: lora.alpha 32 -> 64;"),
-        ({"lora": LoraConfig(r=4)}, "lora.r; it was started with other settings: lora.r null -> 4;"),
-        ({"distill": DistillConfig(enabled=True)}, r"distill.enabled; .*: distill.enabled false -> true;"),
+        (
+            {"bin_tokens": 64},
+            "bin_tokens; it was started with other settings: bin_tokens null -> 64;",
+        ),
+        (
+            {"lora": LoraConfig(alpha=64)},
+            "lora.alpha; it was started with other settings: lora.alpha 32 -> 64;",
+        ),
+        (
+            {"lora": LoraConfig(r=4)},
+            "lora.r; it was started with other settings: lora.r null -> 4;",
+        ),
+        (
+            {"distill": DistillConfig(enabled=True)},
+            r"distill.enabled; .*: distill.enabled false -> true;",
+        ),
     ],
 )
 def test_what_cannot_change_on_resume_is_refused(stopped, changes, named):
@@ -183,9 +226,15 @@ def test_what_may_change_on_resume_is_said_and_recorded(stopped, caplog):
     resumed.train()
     assert metrics_of(stopped)[2]["learning_rate"] == 1e-3
     recorded = json.loads((stopped / "config.json").read_text())
-    assert recorded["train"]["optimizer"]["learning_rate"] == 1e-3 and recorded["train"]["steps"] == 3
+    assert (
+        recorded["train"]["optimizer"]["learning_rate"] == 1e-3 and recorded["train"]["steps"] == 3
+    )
     (change,) = recorded["resumed"]
-    assert change["step"] == 2 and change["changed"]["tau"] == [0.86, 0.8] and len(change["changed"]) == 4
+    assert (
+        change["step"] == 2
+        and change["changed"]["tau"] == [0.86, 0.8]
+        and len(change["changed"]) == 4
+    )
 
 
 @pytest.mark.slow
@@ -193,12 +242,19 @@ def test_another_schedule_on_resume_is_used_and_another_layout_refused(stopped, 
     from tests.train import test_trainer
 
     monkeypatch.setattr(test_trainer, "SCHEDULE", test_trainer.SCHEDULE.replace(page_size=4))
-    with pytest.raises(ConfigError, match=r"another schedule.page_size; .* schedule.page_size 8 -> 4"):
+    with pytest.raises(
+        ConfigError, match=r"another schedule.page_size; .* schedule.page_size 8 -> 4"
+    ):
         make_trainer(stopped, resume=True)
     monkeypatch.undo()
     monkeypatch.setattr(test_trainer, "SCHEDULE", test_trainer.SCHEDULE.replace(top_k=(2, 3)))
     make_trainer(stopped, resume=True).train()
-    assert [row["schedule"]["top_k"] for row in metrics_of(stopped)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [row["schedule"]["top_k"] for row in metrics_of(stopped)] == [
+        [0, 1],
+        [0, 1],
+        [2, 3],
+        [2, 3],
+    ]
     monkeypatch.undo()
     assert RunLog.load(stopped).schedules[0].top_k == (0, 1)
 
@@ -207,7 +263,10 @@ def test_another_schedule_on_resume_is_used_and_another_layout_refused(stopped, 
 def test_a_finished_run_is_not_reconfigured(tmp_path):
     make_trainer(tmp_path, steps=2).train()
     before = (tmp_path / "config.json").read_bytes()
-    with pytest.raises(ConfigError, match=r"has finished its 2 steps, .* these differ: tau 0.86 -> 0.5; raise steps"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has finished its 2 steps, .* these differ: tau 0.86 -> 0.5; raise steps",
+    ):
         make_trainer(tmp_path, steps=2, resume=True, tau=0.5)
     with pytest.raises(ConfigError, match="has done 2 steps already, but steps is 1"):
         make_trainer(tmp_path, steps=1, resume=True)
@@ -239,7 +298,11 @@ def test_one_kind_of_tau_replaces_the_other_on_resume(name, tmp_path):
     RunConfig(recorded, SparsitySchedule.dense()).save(tmp_path)
     for option in (["--" + name.replace("_", "-"), "0.9"], [f"--{name}=0.9"]):
         train = parse(["train", "--resume", "--run-dir", str(tmp_path), *option])
-        assert {"tau": train.tau, "relative_tau": train.relative_tau} == {"tau": None, "relative_tau": None, name: 0.9}
+        assert {"tau": train.tau, "relative_tau": train.relative_tau} == {
+            "tau": None,
+            "relative_tau": None,
+            name: 0.9,
+        }
 
 
 @pytest.mark.slow
@@ -250,20 +313,52 @@ def test_train_resume_and_the_run_directory_suffice(tmp_path, capsys):
     tokenizer = build_tokenizer()
     tiny_model(vocab_size=len(tokenizer)).save_pretrained(checkpoint)
     tokenizer.save_pretrained(checkpoint)
-    settings = ["--model", str(checkpoint), "--task", "trace:lines=4", "--schedule", "fixed:1", "--steps", "1",
-                "--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "8", "--seed", "7",
-                "--correction.band", "0.5", "2", "--distill.no-policy-loss"]  # fmt: skip
+    settings = [
+        "--model",
+        str(checkpoint),
+        "--task",
+        "trace:lines=4",
+        "--schedule",
+        "fixed:1",
+        "--steps",
+        "1",
+        "--rollout.prompts",
+        "2",
+        "--rollout.samples",
+        "2",
+        "--rollout.max-new-tokens",
+        "8",
+        "--seed",
+        "7",
+        "--correction.band",
+        "0.5",
+        "2",
+        "--distill.no-policy-loss",
+    ]
     main(["train", *settings, "--run-dir", str(run)])
     main(["train", "--resume", "--run-dir", str(run), "--steps", "2"])
-    main(["train", f"--run_dir={run}", "--steps", "3", "--optimizer.learning-rate", "1e-5", "--resume"])
+    main(
+        [
+            "train",
+            f"--run_dir={run}",
+            "--steps",
+            "3",
+            "--optimizer.learning-rate",
+            "1e-5",
+            "--resume",
+        ]
+    )
     recorded = json.loads((run / "config.json").read_text())
     assert recorded["train"]["seed"] == 7 and recorded["train"]["correction"]["band"] == [0.5, 2]
     assert recorded["train"]["distill"]["policy_loss"] is False and len(metrics_of(run)) == 3
     assert [entry["changed"] for entry in recorded["resumed"]] == [
-        {"steps": [1, 2]}, {"steps": [2, 3], "optimizer.learning_rate": [1e-6, 1e-5]},
-    ]  # fmt: skip
+        {"steps": [1, 2]},
+        {"steps": [2, 3], "optimizer.learning_rate": [1e-6, 1e-5]},
+    ]
     with pytest.raises(SystemExit):
-        main(["train", "--resume", "--run-dir", str(run), "--steps", "4", "--task", "trace:lines=5"])
+        main(
+            ["train", "--resume", "--run-dir", str(run), "--steps", "4", "--task", "trace:lines=5"]
+        )
     refused = " ".join(capsys.readouterr().err.split())
     assert (
         'cannot go on with another task; it was started with other settings: steps 3 -> 4, task "trace:lines=4"'
@@ -271,4 +366,6 @@ def test_train_resume_and_the_run_directory_suffice(tmp_path, capsys):
     )
     with pytest.raises(SystemExit):
         main(["train", "--resume", "--run-dir", str(tmp_path / "none")])
-    assert "none holds no config.json, so it is no run directory" in " ".join(capsys.readouterr().err.split())
+    assert "none holds no config.json, so it is no run directory" in " ".join(
+        capsys.readouterr().err.split()
+    )

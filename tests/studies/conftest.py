@@ -17,4 +17,6 @@ def study(request):
     with pytest.MonkeyPatch.context() as patch:
         for folder in getattr(request.module, "FOLDERS", ("benchmarks", "studies/text")):
             patch.syspath_prepend(str(ROOT / folder))
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in request.module.MODULES})
+        yield SimpleNamespace(
+            **{name: importlib.import_module(name) for name in request.module.MODULES}
+        )

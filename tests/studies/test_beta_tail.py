@@ -1,4 +1,5 @@
-"""The Beta distribution of the tail: a fit that recovers known parameters, and its distance from resamples.
+"""The Beta distribution of the tail: a fit that recovers known parameters, and its distance from
+resamples.
 
 Shapes: T tokens.
 """
@@ -29,14 +30,18 @@ def test_beta_fit_recovers_known_parameters(study, a, b):
     assert fit.variance == pytest.approx(tail.var(), rel=0.03)
 
 
-@pytest.mark.parametrize("mirror", [False, True])  # the largest distance is once above, once below the fit
+@pytest.mark.parametrize(
+    "mirror", [False, True]
+)  # the largest distance is once above, once below the fit
 def test_beta_fit_agrees_with_scipy(study, mirror):
     tail = np.random.default_rng(3).beta(1.7, 0.8, 500)
     tail = 1 - tail if mirror else tail
     fit = study.beta_tail.beta_tail_fit(tail, cut=1.0)
     a, b, _, _ = stats.beta.fit(tail, floc=0, fscale=1)
     assert (fit.a, fit.b) == pytest.approx((a, b), rel=1e-4)
-    assert fit.ks == pytest.approx(stats.kstest(tail, stats.beta(fit.a, fit.b).cdf).statistic, abs=1e-12)
+    assert fit.ks == pytest.approx(
+        stats.kstest(tail, stats.beta(fit.a, fit.b).cdf).statistic, abs=1e-12
+    )
 
 
 def test_beta_fit_shows_what_is_no_beta(study):
@@ -67,7 +72,8 @@ def test_beta_fit_with_exact_zeros_and_cut_values(study):
     assert fit.n == 5000
     assert (fit.a, fit.b) == pytest.approx((inside.a, inside.b), rel=1e-5)
     assert (fit.a, fit.b) == pytest.approx((2.0, 1.0), rel=0.08)
-    # The KS statistic is that of the values as given: half of the tokens at exactly zero show in full.
+    # The KS statistic is that of the values as given: half of the tokens at exactly zero show in
+    # full.
     tail[:2500] = 0.0
     assert study.beta_tail.beta_tail_fit(tail).ks >= 0.5
 
@@ -86,7 +92,9 @@ def test_beta_fit_never_breaks(study, atoms, others):
         assert 0 < fit.ks <= 1 and 10 <= fit.n <= len(atoms + others)
 
 
-@pytest.mark.parametrize(("alpha", "cut", "message"), [([0.5], 0.0, "cut is 0"), ([-0.1], 0.9, "from -0.1")])
+@pytest.mark.parametrize(
+    ("alpha", "cut", "message"), [([0.5], 0.0, "cut is 0"), ([-0.1], 0.9, "from -0.1")]
+)
 def test_beta_fit_refuses(study, alpha, cut, message):
     with pytest.raises(ValueError, match=message):
         study.beta_tail.beta_tail_fit(alpha, cut)
@@ -94,13 +102,19 @@ def test_beta_fit_refuses(study, alpha, cut, message):
 
 def test_weighted_beta_ks_is_the_distance_of_the_repeated_tokens(study):
     rng = np.random.default_rng(4)
-    values, sequence = np.where(rng.random(400) < 0.4, 1, rng.beta(3, 0.6, 400)), np.repeat(np.arange(8), 50)
+    values, sequence = (
+        np.where(rng.random(400) < 0.4, 1, rng.beta(3, 0.6, 400)),
+        np.repeat(np.arange(8), 50),
+    )
     values[sequence == 7] = 1
     weights = np.array([[1.0] * 8, [2, 0, 3, 1, 1, 0, 1, 0], [0] * 7 + [8]])
     first, second, none = study.beta_tail.weighted_beta_ks(values, sequence, weights)
     assert first == study.beta_tail.beta_tail_fit(values).ks
     assert (
-        second == pytest.approx(study.beta_tail.beta_tail_fit(np.repeat(values, weights[1][sequence].astype(int))).ks)
+        second
+        == pytest.approx(
+            study.beta_tail.beta_tail_fit(np.repeat(values, weights[1][sequence].astype(int))).ks
+        )
         and second != first
     )
     assert math.isnan(none)  # no token of that sequence is in the tail

@@ -1,4 +1,6 @@
-"""The control study, small: its task's reward by hand, its engine against the reference, and all of it end to end."""
+"""The control study, small: its task's reward by hand, its engine against the reference, and all of
+it end to end.
+"""
 
 import json
 from itertools import product
@@ -40,7 +42,9 @@ NAMES = ["Currency", "LIMIT", "Stock", "__init__", "items", "math", "owner", "pr
 @pytest.fixture(scope="module")
 def parts(study):
     """The parts of a response's reward."""
-    return lambda response: study.task.reward_parts(PROMPT, study.task.bound_names(PROMPT), response)
+    return lambda response: study.task.reward_parts(
+        PROMPT, study.task.bound_names(PROMPT), response
+    )
 
 
 # --- the file's lines and units ---
@@ -50,7 +54,16 @@ def test_code_is_what_is_left_without_strings_comments_and_numbers(study):
     text = 'x = f"a # b" + y2  # c\n"""Doc\nimport os\nend""" + z\n  # only\n)\nr\'\'\'a\'\'\'\nq = "it\'s"'
     lines = study.task.read_lines(text)
     assert [line.code for line in lines] == ['x = "" + y0', "", "", "+ z", "", "", "", 'q = ""']
-    assert [line.in_string for line in lines] == [False, False, True, True, False, False, False, False]
+    assert [line.in_string for line in lines] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_units_are_statements_and_members_of_classes(study):
@@ -84,9 +97,19 @@ except ValueError:
     pass"""
     lines = study.task.read_lines(text)
     assert [(unit.start, unit.stop) for unit in study.task.units(lines)] == [
-        (0, 1), (1, 8), (8, 13), (13, 16), (16, 19), (19, 22), (22, 24), (24, 28)
-    ]  # fmt: skip
-    parsed = [study.task.parse([lines[i].text for i in unit]) is not None for unit in study.task.units(lines)]
+        (0, 1),
+        (1, 8),
+        (8, 13),
+        (13, 16),
+        (16, 19),
+        (19, 22),
+        (22, 24),
+        (24, 28),
+    ]
+    parsed = [
+        study.task.parse([lines[i].text for i in unit]) is not None
+        for unit in study.task.units(lines)
+    ]
     assert parsed == [True, True, True, True, True, True, False, True]
 
 
@@ -130,12 +153,21 @@ def test_shapes_of_lines(study, code, shape):
 def test_a_good_continuation_by_hand(study, parts):
     found = parts(GOOD)
     lines = [line.strip().replace('"nobody"', '""') for line in GOOD.splitlines() if line.strip()]
-    reading = [line for line in lines if any(f"{n}" in line for n in ("price_of", "self.owner", "math", "Stock"))]
+    reading = [
+        line
+        for line in lines
+        if any(f"{n}" in line for n in ("price_of", "self.owner", "math", "Stock"))
+    ]
     assert [lines.index(line) for line in reading] == [0, 2, 4, 6]
     shapes = [
-        "return x(x) for x = x.x)", "def x(x):", "if x.x = x:", 'raise x(")', "return x.x()", "def x(x):",
+        "return x(x) for x = x.x)",
+        "def x(x):",
+        "if x.x = x:",
+        'raise x(")',
+        "return x.x()",
+        "def x(x):",
         "return x(), x)",
-    ]  # fmt: skip
+    ]
     assert [study.task.shape(line) for line in lines] == shapes
     total, grounded = sum(map(len, shapes)), sum(len(shapes[i]) for i in (0, 2, 4, 6))
     assert found["valid"] == found["fresh"] == 1 and found["length"] == total / 160
@@ -147,16 +179,39 @@ def test_lines_that_are_alike_and_names_that_are_read_again_earn_nothing_more(pa
     lines = ["\n        self.a = LIMIT", "\n        self.b = items", "\n        self.c = owner"]
     assert parts(lines[0] + "\n")["reward"] == len("x.x = x") / 160
     assert (
-        parts("".join(lines[:2]) + "\n")["reward"] == parts("".join(lines) + "\n")["reward"] == 2 * len("x.x = x") / 160
+        parts("".join(lines[:2]) + "\n")["reward"]
+        == parts("".join(lines) + "\n")["reward"]
+        == 2 * len("x.x = x") / 160
     )
     read = ["\n        self.a = LIMIT", "\n        f(LIMIT)", "\n        return LIMIT"]
-    assert parts("".join(read) + "\n")["reward"] == (len("x.x = xx(x)") + 0.25 * len("return x")) / 160
+    assert (
+        parts("".join(read) + "\n")["reward"] == (len("x.x = xx(x)") + 0.25 * len("return x")) / 160
+    )
 
 
 def test_code_that_reads_no_names_of_the_prompt_earns_a_quarter_at_most(parts):
-    kinds = ("if a:", "while a(b):", "for a in b(c):", "with a as b:", "for a in b.c(d, 0):", "while a.b(c, d.e):")
-    ends = ("return b", "raise c(d)", "yield b.c", "assert a(b)", "del a.b.c", "pass", "break", "b = c.d(e)", "a()[b]")
-    code = "\n        pass\n" + "".join(f"{k}\n    {e}\n" for k, e in zip(kinds * 9, ends * 6, strict=True))
+    kinds = (
+        "if a:",
+        "while a(b):",
+        "for a in b(c):",
+        "with a as b:",
+        "for a in b.c(d, 0):",
+        "while a.b(c, d.e):",
+    )
+    ends = (
+        "return b",
+        "raise c(d)",
+        "yield b.c",
+        "assert a(b)",
+        "del a.b.c",
+        "pass",
+        "break",
+        "b = c.d(e)",
+        "a()[b]",
+    )
+    code = "\n        pass\n" + "".join(
+        f"{k}\n    {e}\n" for k, e in zip(kinds * 9, ends * 6, strict=True)
+    )
     varied = "".join(f"def f{'a' * i}(b):\n    {e}\n" for i, e in enumerate(ends))
     found = parts(code + varied)
     assert found["names"] == 0 and 0.1 < found["reward"] <= 0.25
@@ -173,7 +228,12 @@ def test_a_bad_unit_costs_its_own_lines_only(parts):
 
 
 @pytest.mark.parametrize(
-    "end", ["\n\ndef f():\n    x = Stock(", '\n\ndef f():\n    """Text\n    of many\n    lines', "\n\ncla"]
+    "end",
+    [
+        "\n\ndef f():\n    x = Stock(",
+        '\n\ndef f():\n    """Text\n    of many\n    lines',
+        "\n\ncla",
+    ],
 )
 def test_what_the_limit_cut_off_costs_nothing(parts, end):
     found = parts(GOOD + end)
@@ -183,18 +243,26 @@ def test_what_the_limit_cut_off_costs_nothing(parts, end):
 HACKS = {
     "nothing": "",
     "spaces": "\n\n    \n" * 50,
-    "the same line": "\n        return price_of(self.items)" + "\n        price_of(self.items)" * 99 + "\n",
+    "the same line": "\n        return price_of(self.items)"
+    + "\n        price_of(self.items)" * 99
+    + "\n",
     "copying the prompt": "\n        pass\n" + PROMPT + "\n        pass\n",
     "pass": "\n        pass" * 200 + "\n",
     "comments": "\n        # price_of(self.items, self.owner, LIMIT)" * 100 + "\n",
     "distinct comments": "".join(f"\n        # price_of(items, {i})" for i in range(100)) + "\n",
-    "one giant string": '\n        return """' + "".join(f"\nprice_of(LIMIT, {i})" for i in range(100)) + '\n"""\n',
+    "one giant string": '\n        return """'
+    + "".join(f"\nprice_of(LIMIT, {i})" for i in range(100))
+    + '\n"""\n',
     "an open string": '\n        """' + GOOD * 3,
-    "strings in a list": "\n        return [\n" + "".join(f'    "LIMIT {i}",\n' for i in range(99)) + "        ]\n",
+    "strings in a list": "\n        return [\n"
+    + "".join(f'    "LIMIT {i}",\n' for i in range(99))
+    + "        ]\n",
     "numbered": "\n        return 0\n" + "".join(f"x = {i}\n" for i in range(200)),
     "numbered names": "\n        return 0\n" + "".join(f"x{i} = {i}\n" for i in range(200)),
-    "numbered names read": "\n        return 0\n" + "".join(f"x{i} = LIMIT + {i}\n" for i in range(200)),
-    "lettered": "\n        return 0\n" + "".join(f"{a}{b} = 1\n" for a in "abcdefgh" for b in "abcdefgh"),
+    "numbered names read": "\n        return 0\n"
+    + "".join(f"x{i} = LIMIT + {i}\n" for i in range(200)),
+    "lettered": "\n        return 0\n"
+    + "".join(f"{a}{b} = 1\n" for a in "abcdefgh" for b in "abcdefgh"),
     "no syntax": "\n        return (price_of LIMIT Stock math" + " owner items\nx" * 50 + "\n",
     "brackets": "\n        return " + "(" * 500,
     "text": "\n\nThe stock has items and an owner. LIMIT is the limit of Stock.\n" * 20,
@@ -215,9 +283,13 @@ HACKS |= {
         "deeper and deeper": ["x = " + "LIMIT(" * i + "LIMIT" + ")" * i for i in range(40)],
         "more and more": [f"f({', '.join(LETTERS[:i])})" for i in range(1, 40)],
         "operators": [f"x = LIMIT {p} a {q} b {r} c" for p, q, r in product("+-*/%", repeat=3)],
-        "words": [f"x = LIMIT {p} a {q} b {r} c" for p, q, r in product(("and", "or", "is", "in"), repeat=3)],
+        "words": [
+            f"x = LIMIT {p} a {q} b {r} c"
+            for p, q, r in product(("and", "or", "is", "in"), repeat=3)
+        ],
         "brackets of two kinds": [
-            f"x = {''.join(o)}LIMIT{''.join(')]'['(['.index(c)] for c in reversed(o))}" for o in product("([", repeat=6)
+            f"x = {''.join(o)}LIMIT{''.join(')]'['(['.index(c)] for c in reversed(o))}"
+            for o in product("([", repeat=6)
         ],
         "imports": [line for v in LETTERS for line in (f"import {v}", f"from {v} import {v}")],
         "long names": [f"{v * 20} = {v * 15}({v * 10})" for v in LETTERS],
@@ -280,13 +352,20 @@ def test_problems_are_beginnings_of_files_and_the_same_everywhere(study, checkpo
         assert 200 <= len(tokenizer(problem.prompt).input_ids) <= 400
         assert problem.verify("\n    pass\n") < 0.01
     assert len({task.problem(i, 1).id for i in range(count)}) == count
-    assert [task.problem(i, 1).id for i in range(9)] == [study.task.Continue(folder).problem(i, 1).id for i in range(9)]
+    assert [task.problem(i, 1).id for i in range(9)] == [
+        study.task.Continue(folder).problem(i, 1).id for i in range(9)
+    ]
     assert [task.problem(i, 1).id for i in range(9)] != [task.problem(i, 2).id for i in range(9)]
-    assert [other.problem(i, 1).id for i in range(2)] == ["continue-held_out-0", "continue-held_out-1"]
+    assert [other.problem(i, 1).id for i in range(2)] == [
+        "continue-held_out-0",
+        "continue-held_out-1",
+    ]
     assert all("attention" in p["prompt"].partition("\n")[0] for p in other.problems)
 
 
-def test_a_checkpoint_that_does_not_say_which_tokenizer_it_has_is_refused(study, checkpoint, tmp_path):
+def test_a_checkpoint_that_does_not_say_which_tokenizer_it_has_is_refused(
+    study, checkpoint, tmp_path
+):
     (tmp_path / study.task.FILE).write_bytes((checkpoint[0] / study.task.FILE).read_bytes())
     with pytest.raises(FileNotFoundError, match="tokenizer_config"):
         study.task.Continue(tmp_path).problem(0)
@@ -313,9 +392,20 @@ def test_the_engine_follows_the_reference_beyond_one_span_of_the_cache(study, to
 def test_the_study_end_to_end(study, checkpoint, tmp_path, monkeypatch):
     folder, _ = checkpoint
     options = study.control.Options(
-        folder, tmp_path, steps=2, prompts=2, samples=2, held_out=3, held_out_every=2, calibration=24,
-        budgets=(1, 2, 40), targets=(0.5, 0.93), token_budget=512, max_new_tokens=24, top_n=400,
-    )  # fmt: skip
+        folder,
+        tmp_path,
+        steps=2,
+        prompts=2,
+        samples=2,
+        held_out=3,
+        held_out_every=2,
+        calibration=24,
+        budgets=(1, 2, 40),
+        targets=(0.5, 0.93),
+        token_budget=512,
+        max_new_tokens=24,
+        top_n=400,
+    )
     monkeypatch.setattr(study.many_runs, "use_gpu", lambda index: torch.device("cpu"))
     study.many_runs.write_schedules(options, study.control.calibrate)
     tables = json.loads((tmp_path / "schedules.json").read_text())
@@ -324,7 +414,9 @@ def test_the_study_end_to_end(study, checkpoint, tmp_path, monkeypatch):
     for name in ("dense-0", "p50-0", "p93-0", "p93-1"):
         study.many_runs.run(options, study.control.train, name, 0, float("inf"))
         rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        assert [row.get("step") for row in rows] == [None, 0, 1, 2, None] and rows[-1] == {"ended": "done"}
+        assert [row.get("step") for row in rows] == [None, 0, 1, 2, None] and rows[-1] == {
+            "ended": "done"
+        }
         assert [row["step"] for row in rows if "held_out" in row] == [0, 2]
         assert (rows[2]["tail"][0] > 0.999) == (name == "dense-0")
     for name in ("auto90-0", "p50-none-0", "p50-distill-0"):
@@ -332,32 +424,55 @@ def test_the_study_end_to_end(study, checkpoint, tmp_path, monkeypatch):
         rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         assert rows[-1] == {"ended": "done"} and len(rows) == 5, rows[-1]
         started[name] = rows
-    assert started["auto90-0"][0]["schedule"] == "auto90" and started["p50-none-0"][0]["correction"] == "none"
-    # The closed loop starts dense. A distilled actor is another model than the policy, which both arms train alike.
-    assert started["auto90-0"][0]["top_k"] == ["all"] and started["p50-distill-0"][0]["actor"] == "distilled"
+    assert (
+        started["auto90-0"][0]["schedule"] == "auto90"
+        and started["p50-none-0"][0]["correction"] == "none"
+    )
+    # The closed loop starts dense. A distilled actor is another model than the policy, which both
+    # arms train alike.
+    assert (
+        started["auto90-0"][0]["top_k"] == ["all"]
+        and started["p50-distill-0"][0]["actor"] == "distilled"
+    )
     assert started["p50-distill-0"][2]["tail"] == started["p50-none-0"][2]["tail"]
     assert started["p50-distill-0"][3]["tail"] != started["p50-none-0"][3]["tail"]
     for name in started:
         (tmp_path / f"{name}.jsonl").unlink()
     study.many_runs.run(options, study.control.train, "dense-1", 0, 0.0)
-    assert json.loads((tmp_path / "dense-1.jsonl").read_text().splitlines()[-1]) == {"ended": "time is over"}
+    assert json.loads((tmp_path / "dense-1.jsonl").read_text().splitlines()[-1]) == {
+        "ended": "time is over"
+    }
 
-    # A killed run's last line is cut off: with all its steps it counts, with one of two it does not.
-    lines = (tmp_path / "p50-0.jsonl").read_text().replace('"seed": 0', '"seed": 1').splitlines(keepends=True)
+    # A killed run's last line is cut off: with all its steps it counts, with one of two it does
+    # not.
+    lines = (
+        (tmp_path / "p50-0.jsonl")
+        .read_text()
+        .replace('"seed": 0', '"seed": 1')
+        .splitlines(keepends=True)
+    )
     (tmp_path / "p50-1.jsonl").write_text("".join(lines[:4]) + lines[3][:20])
     (tmp_path / "p50-2.jsonl").write_text("".join(lines[:3]) + lines[3][:20])
     (tmp_path / "p50-3.jsonl").write_text("")
 
     monkeypatch.setattr(
-        study.tables_text_training, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text())
+        study.tables_text_training,
+        "load",
+        lambda name: json.loads((tmp_path / f"{name}.json").read_text()),
     )
-    study.control_summary.main(study.control_summary.Options((tmp_path,), folder, tmp_path / "text_control.json"))
+    study.control_summary.main(
+        study.control_summary.Options((tmp_path,), folder, tmp_path / "text_control.json")
+    )
     lines = study.tables_text_training.text_control().splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["`dense`", "`p50`", "`p93`"]
     result = json.loads((tmp_path / "text_control.json").read_text())
     rows = result["rows"]
-    assert result["model"] == {"size": "tiny"} and result["ranking"] == {}  # two arms cannot be ranked
-    assert [row["seeds"] for row in rows] == [[0], [0, 1], [0, 1]] and rows[1]["reward_minus_dense"][1:] == [None, None]
+    assert (
+        result["model"] == {"size": "tiny"} and result["ranking"] == {}
+    )  # two arms cannot be ranked
+    assert [row["seeds"] for row in rows] == [[0], [0, 1], [0, 1]] and rows[1][
+        "reward_minus_dense"
+    ][1:] == [None, None]
 
 
 def made_up_run(arm, seed, reward, held_out):
@@ -374,14 +489,20 @@ def test_the_summarys_numbers_by_hand(study):
     ]
     assert s.end_reward(runs[0]) == pytest.approx(0.4) and s.held_out_end(runs[0], 7) == 0.3
     # The standard deviation of 0.4 and 0.6 over the root of 2 is 0.1; t(0.975, 1) is 12.706.
-    assert s.over_seeds(map(s.end_reward, runs[:2])) == pytest.approx([0.5, 0.5 - 1.2706, 0.5 + 1.2706], abs=1e-4)
+    assert s.over_seeds(map(s.end_reward, runs[:2])) == pytest.approx(
+        [0.5, 0.5 - 1.2706, 0.5 + 1.2706], abs=1e-4
+    )
     assert s.over_seeds([0.3]) == [0.3, None, None]
     # There is no dense run of seed 2.
     assert s.minus(runs[2:], "dense", runs, s.end_reward) == [pytest.approx(-0.1), None, None]
     assert s.minus(runs[3:], "dense", runs, s.end_reward) == [None, None, None]
     # Compared with p75's run of seed 0 over the five steps that both did.
     corrected = made_up_run("p75-obrs", 0, [0.1] * 5, [[0, 0.2]])
-    assert s.minus([corrected], "p75", [*runs, corrected], s.whole_reward) == [pytest.approx(0.1), None, None]
+    assert s.minus([corrected], "p75", [*runs, corrected], s.whole_reward) == [
+        pytest.approx(0.1),
+        None,
+        None,
+    ]
 
 
 def test_the_ranking_and_the_figures_points_by_hand(study):
@@ -395,7 +516,9 @@ def test_the_ranking_and_the_figures_points_by_hand(study):
     runs += [run(arm, seed, 0.5 + x, 0.1 + x, 0.6 - x) for arm, seed, x in arms]
     runs.append(run("p9", 7, 0.99, 0.0, 1.0))  # a seed without a dense run
     ranking = study.control_summary.ranking(runs, study.control_summary.whole_reward)
-    assert set(ranking) == {"p1", "p5", "p10", "mean", "KL"} and all(rho[0] == 1 for rho in ranking.values())
+    assert set(ranking) == {"p1", "p5", "p10", "mean", "KL"} and all(
+        rho[0] == 1 for rho in ranking.values()
+    )
     ranking = study.control_summary.ranking(runs, study.control_summary.held_out_end)
     assert all(rho[0] == -1 and rho[1] <= -1 for rho in ranking.values())
     points = study.control_figure.shares(runs, study.control_summary.end_reward)

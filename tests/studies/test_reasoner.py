@@ -1,4 +1,6 @@
-"""The stability study's own engine against the reference, and its statistics on numbers worked out by hand."""
+"""The stability study's own engine against the reference, and its statistics on numbers worked out
+by hand.
+"""
 
 import ast
 import importlib
@@ -23,7 +25,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "studies" / "reasoner"))
 import draft_acceptance
 import drafter_invariance
 from graph_engine import GraphEngine
-from stability_statistics import against_dense, arrival, last_reward, late_outcome, outcome, tau, threshold
+from stability_statistics import (
+    against_dense,
+    arrival,
+    last_reward,
+    late_outcome,
+    outcome,
+    tau,
+    threshold,
+)
 from stability_study import Arm, Options, as_if_large, fail, find_schedule, quantized, train
 from stability_summary import PAGE, load, render, tables
 
@@ -78,21 +88,34 @@ def test_the_graph_engine_is_dense_up_to_where_it_verifies_and_sparse_after_it()
     assert [np.isfinite(r.verification.acceptance).all() for r in rollouts] == [True, False, False]
     first = rollouts[0]
     cut = replace(
-        first, **{n: getattr(first, n)[: ends[0]] for n in ("response_ids", "logprobs", "top_ids", "top_logprobs")}
+        first,
+        **{
+            n: getattr(first, n)[: ends[0]]
+            for n in ("response_ids", "logprobs", "top_ids", "top_logprobs")
+        },
     )
     sparse = graph.score([cut], schedule, 1.0)[0]
     expected = np.minimum(np.exp(sparse.top_logprobs), np.exp(cut.top_logprobs)).sum(1)
-    assert first.verification.acceptance == pytest.approx(expected, abs=1e-4) and expected.min() < 0.99
+    assert (
+        first.verification.acceptance == pytest.approx(expected, abs=1e-4) and expected.min() < 0.99
+    )
     graph.verify_up_to(float("inf"))
-    again = engine(SparsitySchedule.dense(**LAYOUT)).generate(prompts(), Sampling(40, 1.0, VOCAB, seed=3))
-    for r, other in zip(graph.generate(prompts(), Sampling(40, 1.0, VOCAB, seed=3)), again, strict=True):
-        assert r.verification.tokens == len(r) and np.array_equal(r.response_ids, other.response_ids)
+    again = engine(SparsitySchedule.dense(**LAYOUT)).generate(
+        prompts(), Sampling(40, 1.0, VOCAB, seed=3)
+    )
+    for r, other in zip(
+        graph.generate(prompts(), Sampling(40, 1.0, VOCAB, seed=3)), again, strict=True
+    ):
+        assert r.verification.tokens == len(r) and np.array_equal(
+            r.response_ids, other.response_ids
+        )
 
 
 def test_tokens_are_priced_at_the_length_they_stand_for():
     schedule = SparsitySchedule((13, 21), bin_tokens=64, page_size=4, dense_layers=(0,))
     lossless, lossy = as_if_large(schedule, 192)(160, 0.99)
-    # 64 tokens stand for 2,000: 24 pages of 4 for 3,000 tokens, the pages of 16 at length 5,000 for 187 of them.
+    # 64 tokens stand for 2,000: 24 pages of 4 for 3,000 tokens, the pages of 16 at length 5,000 for
+    # 187 of them.
     large = SparsitySchedule((100, 187 - 2), dense_layers=(0, 1))
     expected = decode_step(SHAPES["qwen3-1.7b"], MACHINES["h200"], [5000] * 192, large).seconds
     assert lossy == pytest.approx(expected, rel=0.01) and 1.05 < lossless / lossy < 1.15
@@ -108,7 +131,9 @@ def test_eviction_keeps_the_budget_and_never_brings_a_token_back():
     assert not ((graph._alive[1:] & ~before).numpy() & written[:, None]).any()
     full = engine(SparsitySchedule.dense(**LAYOUT), evict=True)
     rollouts = full.generate(prompts(), Sampling(30, 1.0, 5, seed=3))
-    for rollout, scores in zip(rollouts, full.score(rollouts, SparsitySchedule.dense(), 1.0), strict=True):
+    for rollout, scores in zip(
+        rollouts, full.score(rollouts, SparsitySchedule.dense(), 1.0), strict=True
+    ):
         assert np.abs(rollout.logprobs - scores.logprobs).max() < 2e-4
 
 
@@ -126,14 +151,18 @@ def test_noise_is_mixed_in_where_it_should_be():
 def test_quantized_by_hand():
     weight = torch.tensor([[1.0, 0.4, -0.2], [3.0, -3.0, 1.4]])
     assert torch.allclose(quantized(weight, 2), torch.tensor([[1.0, 0.0, 0.0], [3.0, -3.0, 0.0]]))
-    assert torch.allclose(quantized(weight, 3), torch.tensor([[1.0, 1 / 3, -1 / 3], [3.0, -3.0, 1.0]]))
+    assert torch.allclose(
+        quantized(weight, 3), torch.tensor([[1.0, 1 / 3, -1 / 3], [3.0, -3.0, 1.0]])
+    )
     assert torch.equal(quantized(weight[0], 2), weight[0])
 
 
 def test_threshold_by_hand():
     assert threshold([0.7, 0.8, 0.9, 1.0], [True, True, False, False]) == pytest.approx(0.85)
     assert threshold([0.9, 0.8, 1.0, 0.7], [False, True, False, True]) == pytest.approx(0.85)
-    assert threshold([0.6, 0.7, 0.8, 0.9], [True, False, True, False]) == pytest.approx((0.65 + 0.85) / 2)
+    assert threshold([0.6, 0.7, 0.8, 0.9], [True, False, True, False]) == pytest.approx(
+        (0.65 + 0.85) / 2
+    )
 
 
 def made_up_run(arm, seed, reward, held_out):
@@ -143,16 +172,24 @@ def made_up_run(arm, seed, reward, held_out):
 def test_difference_to_dense_by_hand():
     """Runs are compared with the dense run of their seed, after as many steps."""
     runs = [
-        made_up_run("dense", 0, [0.0] * 10 + [0.8] * 10 + [1.0] * 10, [[0, 0.1], [10, 0.5], [20, 0.7], [30, 0.9]]),
+        made_up_run(
+            "dense",
+            0,
+            [0.0] * 10 + [0.8] * 10 + [1.0] * 10,
+            [[0, 0.1], [10, 0.5], [20, 0.7], [30, 0.9]],
+        ),
         made_up_run("dense", 1, [0.5] * 20, [[10, 0.5], [20, 0.5]]),
         made_up_run("a", 0, [0.0] * 10 + [0.7] * 10, [[0, 0.1], [10, 0.4], [20, 0.6]]),
         made_up_run("a", 1, [0.0] * 10 + [0.6] * 10, [[10, 0.5], [20, 0.5]]),
     ]
     assert last_reward(runs[0]) == 1.0 and outcome(runs[0]) == pytest.approx(0.8)
-    # Differences of -0.1 and 0.1: their standard deviation over the root of 2 is 0.1; t(0.975, 1) is 12.706.
+    # Differences of -0.1 and 0.1: their standard deviation over the root of 2 is 0.1; t(0.975, 1)
+    # is 12.706.
     assert against_dense(runs[2:], runs, last_reward) == pytest.approx((0.0, 1.2706), abs=1e-4)
     assert against_dense(runs[2:], runs, outcome) == pytest.approx((-0.05, 0.6353), abs=1e-4)
-    assert late_outcome(runs[0]) == pytest.approx(0.8) and late_outcome(runs[0], 20) == pytest.approx(0.6)
+    assert late_outcome(runs[0]) == pytest.approx(0.8) and late_outcome(
+        runs[0], 20
+    ) == pytest.approx(0.6)
     alone = against_dense(runs[2:3], runs, outcome)
     assert alone[0] == pytest.approx(-0.1) and np.isnan(alone[1])
 
@@ -167,7 +204,8 @@ def test_arrival_by_hand():
 def test_a_loop_begins_where_it_is_told(tmp_path):
     (tmp_path / "schedules.json").write_text('{"p86": [1, 2]}')
     dense, fixed, table = (
-        find_schedule(Arm(schedule), tmp_path / "schedules.json") for schedule in ("auto:90", "fixed:4", "auto:86:p86")
+        find_schedule(Arm(schedule), tmp_path / "schedules.json")
+        for schedule in ("auto:90", "fixed:4", "auto:86:p86")
     )
     assert dense.is_dense and fixed.top_k == (4,) and table.top_k == (1, 2)
     assert [tau({"schedule": name}) for name in ("auto:98", "auto:86:p86", "p92", "dial:985")] == [
@@ -193,19 +231,35 @@ def test_faults_reach_the_actor_and_stay(tmp_path):
 def test_a_step_of_a_run_is_recorded(tmp_path):
     path = tmp_path / "dense-0.jsonl"
     options = Options(
-        out=tmp_path, steps=1, prompts=2, lines=2, held_out_lines=2, held_out=2, held_out_every=1, calibration=2
+        out=tmp_path,
+        steps=1,
+        prompts=2,
+        lines=2,
+        held_out_lines=2,
+        held_out=2,
+        held_out_every=1,
+        calibration=2,
     )
     train(options, "dense", 0, torch.device("cpu"), float("inf"), path)
     start, before, step = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     assert start["arm"] == "dense" and before["step"] == 0 and step["step"] == 1
-    assert 0.99 < step["tail"][0] <= step["tail"][2] <= 1 and step["mean"] > 0.99, "actor and policy are one"
+    assert 0.99 < step["tail"][0] <= step["tail"][2] <= 1 and step["mean"] > 0.99, (
+        "actor and policy are one"
+    )
     assert sum(n for _, n, *_ in step["bins"]) == pytest.approx(16 * step["length"])
 
 
 def test_a_step_under_the_dial_is_recorded(tmp_path):
     path = tmp_path / "dial98-0.jsonl"
     options = Options(
-        out=tmp_path, steps=1, prompts=2, lines=2, held_out_lines=2, held_out=2, held_out_every=1, calibration=2
+        out=tmp_path,
+        steps=1,
+        prompts=2,
+        lines=2,
+        held_out_lines=2,
+        held_out=2,
+        held_out_every=1,
+        calibration=2,
     )
     train(options, "dial98", 0, torch.device("cpu"), float("inf"), path)
     start, _, step = map(json.loads, path.read_text(encoding="utf-8").splitlines())
@@ -215,7 +269,9 @@ def test_a_step_under_the_dial_is_recorded(tmp_path):
 
 @pytest.mark.parametrize("script", ["train_reasoner", "stability_study", "distill_study"])
 def test_what_a_script_imports_late_is_there(script):
-    source = (Path(__file__).parents[2] / "studies" / "reasoner" / f"{script}.py").read_text(encoding="utf-8")
+    source = (Path(__file__).parents[2] / "studies" / "reasoner" / f"{script}.py").read_text(
+        encoding="utf-8"
+    )
     wanted = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     ours = [node for node in wanted if node.module.startswith("sparrow")]
     assert ours
@@ -247,13 +303,19 @@ def test_acceptance_is_whole_where_all_is_read_and_less_where_little_is(checkpoi
 
 
 def test_chances_that_two_distributions_draw_the_same_token():
-    p, q = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]), torch.tensor([[0.25, 0.25, 0.5], [1.0, 0.0, 0.0]])
-    # Lengths [0, 0.5] and [0.5, 1] against [0, 0.25], [0.25, 0.5] and [0.5, 1]: only the first quarter coincides.
+    p, q = (
+        torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]),
+        torch.tensor([[0.25, 0.25, 0.5], [1.0, 0.0, 0.0]]),
+    )
+    # Lengths [0, 0.5] and [0.5, 1] against [0, 0.25], [0.25, 0.5] and [0.5, 1]: only the first
+    # quarter coincides.
     assert drafter_invariance.inverse_match(p, q) == pytest.approx((0.25 + 1) / 2)
     # P(same) = sum over v of 1 / sum over w of max(p(w) / p(v), q(w) / q(v)) = 2 / (1 + 1 + 2).
     generator = torch.Generator().manual_seed(0)
     many = (x.repeat(200, 1) for x in (p, q))
-    assert drafter_invariance.gumbel_match(*many, generator) == pytest.approx((0.5 + 1) / 2, abs=0.01)
+    assert drafter_invariance.gumbel_match(*many, generator) == pytest.approx(
+        (0.5 + 1) / 2, abs=0.01
+    )
 
 
 def test_a_seed_gives_dense_tokens_where_the_study_says_so(checkpoint, tmp_path):
@@ -263,6 +325,10 @@ def test_a_seed_gives_dense_tokens_where_the_study_says_so(checkpoint, tmp_path)
     little, everything = json.loads(out.read_text())["rows"]
     for row in (little, everything):
         assert row["cycles"]["drafter invariant, k = 2"]["as_dense"] == 2
-        assert row["kept"]["inverse"] <= row["kept"]["gumbel"] + 0.01 <= row["kept"]["rejection"] + 0.02
+        assert (
+            row["kept"]["inverse"]
+            <= row["kept"]["gumbel"] + 0.01
+            <= row["kept"]["rejection"] + 0.02
+        )
     assert little["kept"]["rejection"] < 0.99 < everything["kept"]["inverse"]
     assert little["cycles"]["rejection, k = 2"]["as_dense"] < 2

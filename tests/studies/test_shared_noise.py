@@ -1,4 +1,6 @@
-"""The chance that two distributions draw one token with the same Gumbel noise, and what is made of it for cycles."""
+"""The chance that two distributions draw one token with the same Gumbel noise, and what is made of
+it for cycles.
+"""
 
 import json
 
@@ -15,17 +17,27 @@ def distributions(seed: int, rows: int, vocab: int) -> torch.Tensor:
     """Some sharp and some flat, ``[rows, vocab]``; a fifth of the tokens has no probability at all."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, vocab, generator=generator) * torch.linspace(0.1, 4, rows)[:, None]
-    return logits.masked_fill(torch.rand(rows, vocab, generator=generator) < 0.2, float("-inf")).softmax(-1)
+    return logits.masked_fill(
+        torch.rand(rows, vocab, generator=generator) < 0.2, float("-inf")
+    ).softmax(-1)
 
 
 @pytest.mark.parametrize(
     ("p", "q", "chance"),
     [
         ((0.5, 0.5), (1.0, 0.0), 1 / 2),  # q's token is always the first, p's is half the time
-        ((0.5, 0.5, 0.0), (0.0, 0.5, 0.5), 1 / 3),  # the middle one's noise has to be the least of three
+        (
+            (0.5, 0.5, 0.0),
+            (0.0, 0.5, 0.5),
+            1 / 3,
+        ),  # the middle one's noise has to be the least of three
         ((0.0, 1.0), (1.0, 0.0), 0.0),
         ((0.2, 0.5, 0.3), (0.2, 0.5, 0.3), 1.0),
-        ((0.5, 0.3, 0.2), (0.2, 0.3, 0.5), 1 / (1 + 1.5 + 2.5) + 1 / (1 + 5 / 3 + 5 / 3) + 1 / (1 + 1.5 + 2.5)),
+        (
+            (0.5, 0.3, 0.2),
+            (0.2, 0.3, 0.5),
+            1 / (1 + 1.5 + 2.5) + 1 / (1 + 5 / 3 + 5 / 3) + 1 / (1 + 1.5 + 2.5),
+        ),
     ],
 )
 def test_the_chance_of_one_token_by_hand(study, p, q, chance):
@@ -58,7 +70,11 @@ def test_tokens_a_cycle_and_their_ratio_by_hand(study):
     kept, cycle = found["kept"], found["tokens_a_cycle"][2]
     assert [kept[name][0] for name in ("rejection", "shared noise", "ratio")] == [0.625, 0.55, 0.88]
     assert kept["at least"] == pytest.approx((1 + 3 * (0.5 / 1.5)) / 4, abs=1e-4)
-    assert cycle["rejection"] == [2.125, 1.75, 2.5]  # two texts; resamples of one of them are the ends
+    assert cycle["rejection"] == [
+        2.125,
+        1.75,
+        2.5,
+    ]  # two texts; resamples of one of them are the ends
     assert cycle["shared noise"] == [1.9, 1.6, 2.2]
     assert cycle["ratio"] == pytest.approx([1.9 / 2.125, 2.2 / 2.5, 1.6 / 1.75], abs=1e-4)
     assert found["tokens_a_cycle"][1]["rejection"][0] == 1.75
@@ -68,15 +84,38 @@ def test_the_whole_command_writes_what_the_table_reads(study, tmp_path, monkeypa
     context, path = 512, tmp_path / "text_shared_noise.json"
     tiny_model(max_position_embeddings=context).save_pretrained(tmp_path)
     (tmp_path / "card.json").write_text(json.dumps({"context": context}))
-    np.save(tmp_path / "held_out.npy", np.random.default_rng(0).integers(0, VOCAB, 3 * context).astype(np.uint16))
-    counts = ["--texts", "3", "--cycles", "2", "--drafts", "2", "4", "--budgets", "64", str(context + 64)]
+    np.save(
+        tmp_path / "held_out.npy",
+        np.random.default_rng(0).integers(0, VOCAB, 3 * context).astype(np.uint16),
+    )
+    counts = [
+        "--texts",
+        "3",
+        "--cycles",
+        "2",
+        "--drafts",
+        "2",
+        "4",
+        "--budgets",
+        "64",
+        str(context + 64),
+    ]
     study.shared_noise.main([str(tmp_path), "--out", str(path), *counts])
     sparse, everything = json.loads(path.read_text())["rows"]
     kept = sparse["kept"]
     assert kept["at least"] < kept["shared noise"][0] < kept["rejection"][0] < 0.95
     assert sparse["tokens_a_cycle"]["4"]["ratio"][0] < sparse["tokens_a_cycle"]["2"]["ratio"][0] < 1
-    assert everything["kept"]["shared noise"] == [1, 1, 1] and everything["tokens_a_cycle"]["4"]["ratio"][0] == 1
+    assert (
+        everything["kept"]["shared noise"] == [1, 1, 1]
+        and everything["tokens_a_cycle"]["4"]["ratio"][0] == 1
+    )
 
-    monkeypatch.setattr(study.tables_text, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text()))
+    monkeypatch.setattr(
+        study.tables_text, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text())
+    )
     lines = study.tables_text.text_shared_noise().splitlines()
-    assert len(lines) == 2 + 2 and lines[0].count("|") == lines[-1].count("|") == 7 and "5.00" in lines[-1]
+    assert (
+        len(lines) == 2 + 2
+        and lines[0].count("|") == lines[-1].count("|") == 7
+        and "5.00" in lines[-1]
+    )

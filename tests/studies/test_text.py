@@ -1,4 +1,6 @@
-"""The study of a language model of real text, small: corpus, training, checkpoint, acceptance of drafts, tables."""
+"""The study of a language model of real text, small: corpus, training, checkpoint, acceptance of
+drafts, tables.
+"""
 
 import json
 import sys
@@ -17,15 +19,37 @@ from tests.conftest import VOCAB, tiny_model
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("corpus", "train", "drafts", "acceptance", "vllm_acceptance", "tables_text", "fewer_bits", "rounding")
+MODULES = (
+    "corpus",
+    "train",
+    "drafts",
+    "acceptance",
+    "vllm_acceptance",
+    "tables_text",
+    "fewer_bits",
+    "rounding",
+)
 CONTEXT, PAGES = 512, 16
 
 
 @pytest.fixture(scope="module")
 def trained(study, tmp_path_factory):
-    """Folder, model and card of two layers trained for a second on this package, its attention held out."""
+    """Folder, model and card of two layers trained for a second on this package, its attention held
+    out.
+    """
     out = tmp_path_factory.mktemp("checkpoint")
-    options = ["--size", "tiny", "--context", str(CONTEXT), "--batch", "2", "--vocab", "600", "--seconds", "1"]
+    options = [
+        "--size",
+        "tiny",
+        "--context",
+        str(CONTEXT),
+        "--batch",
+        "2",
+        "--vocab",
+        "600",
+        "--seconds",
+        "1",
+    ]
     text = ["--text", str(ROOT / "sparrow"), "--held-out", "attention", "--tokens", "100000"]
     return out, *study.train.main([str(out), *options, *text])
 
@@ -61,7 +85,9 @@ def test_folders_are_held_out_by_name_at_any_depth(study, tmp_path):
     train, held = study.corpus.split(study.corpus.folders([tmp_path], ".py"), study.corpus.HELD_OUT)
     assert [[path.name for path in files] for files in train] == [["y.py"]]
     assert sorted(path.name for files in held for path in files) == ["x.py", "z.py"]
-    with pytest.raises(ValueError, match=r"3 folders with text, 0 of them held out by the names numpy"):
+    with pytest.raises(
+        ValueError, match=r"3 folders with text, 0 of them held out by the names numpy"
+    ):
         study.corpus.split(study.corpus.folders([tmp_path], ".py"), ["numpy"])
 
 
@@ -69,7 +95,9 @@ def test_a_copy_and_what_is_no_text_are_passed_over(study, tmp_path):
     write(tmp_path / "a", "x.py", "x = 1\n")
     write(tmp_path / "b", "copy.py", "x = 1\n")
     (tmp_path / "b" / "latin.py").write_bytes(b"# \xe9" * 1000)
-    found = list(study.corpus.texts([[tmp_path / "a/x.py"], sorted((tmp_path / "b").iterdir())], set()))
+    found = list(
+        study.corpus.texts([[tmp_path / "a/x.py"], sorted((tmp_path / "b").iterdir())], set())
+    )
     assert [text.splitlines()[0] for text in found] == [f"# file {tmp_path.name}/a/x.py"]
 
 
@@ -86,7 +114,8 @@ def test_tokens_begin_with_the_end_of_the_file_before_and_are_as_many_as_asked_f
 
 def test_the_learning_rate_warms_up_by_steps_and_falls_by_the_clock(study):
     found = [
-        study.train.learning_rate(step, share) for step, share in ((0, 0), (29, 0), (99, 0.3), (99, 0.65), (99, 1))
+        study.train.learning_rate(step, share)
+        for step, share in ((0, 0), (29, 0), (99, 0.3), (99, 0.65), (99, 1))
     ]
     assert found == pytest.approx([2e-3 / 60, 1e-3, 2e-3, 2e-3 * 0.525, 1e-4])
 
@@ -101,7 +130,9 @@ def test_transformers_loads_the_very_model_that_was_trained(study, trained):
     assert loaded.config.model_type == "qwen3" and loaded.config.head_dim == 64
     ids = study.train.windows(held, min(32, len(held) // CONTEXT), CONTEXT)
     assert card["held_out_loss"] == round(study.train.held_out_loss(loaded, ids), 4)
-    assert card["held_out_loss"] < study.train.held_out_loss(study.train.new_model("tiny", 600, CONTEXT), ids)
+    assert card["held_out_loss"] < study.train.held_out_loss(
+        study.train.new_model("tiny", 600, CONTEXT), ids
+    )
     assert json.loads((out / "card.json").read_text()) == card
 
 
@@ -109,7 +140,11 @@ def test_transformers_loads_the_tokenizer(trained):
     out, _, card = trained
     tokenizer = AutoTokenizer.from_pretrained(out)
     held = np.load(out / "held_out.npy")
-    assert len(tokenizer) == 600 and tokenizer.eos_token_id == 0 and card["held_out_tokens"] == len(held)
+    assert (
+        len(tokenizer) == 600
+        and tokenizer.eos_token_id == 0
+        and card["held_out_tokens"] == len(held)
+    )
     text = tokenizer.decode(held[1:400])
     assert text.startswith("# file ") and "attention/" in text.splitlines()[0]
     assert tokenizer(text)["input_ids"][:390] == held[1:391].tolist()
@@ -125,7 +160,9 @@ def test_windows_lie_apart_or_are_refused(study):
 # --- drafts ---
 
 
-def test_the_dense_distribution_is_the_models_and_drafts_that_read_everything_are_always_accepted(study, sharp):
+def test_the_dense_distribution_is_the_models_and_drafts_that_read_everything_are_always_accepted(
+    study, sharp
+):
     model, ids, start = sharp
     everything = study.acceptance.schedule(256 + 12)
     p, (found,) = study.acceptance.lossless(model, ids, start, 12, [(everything, 1)])
@@ -136,9 +173,13 @@ def test_the_dense_distribution_is_the_models_and_drafts_that_read_everything_ar
     assert torch.equal(found, torch.ones(2, 2, 12))
 
 
-@pytest.mark.parametrize("dense_layers, budgets", [((), ()), ((0, 2), ()), ((), ((0, 3), (0.5, 0.5)) * 2)])
+@pytest.mark.parametrize(
+    "dense_layers, budgets", [((), ()), ((0, 2), ()), ((), ((0, 3), (0.5, 0.5)) * 2)]
+)
 def test_a_cycle_is_what_the_actor_decodes_from_its_start_on(study, sharp, dense_layers, budgets):
-    """Selected anew at every step (reuse 1), they are the package's teacher-forced actor with all before as prompt."""
+    """Selected anew at every step (reuse 1), they are the package's teacher-forced actor with all
+    before as prompt.
+    """
     model, ids, start = sharp
     kept = study.acceptance.schedule(96, dense_layers).replace(head_budgets=budgets)
     p, (found,) = study.acceptance.lossless(model, ids, start, 12, [(kept, 1)])
@@ -217,13 +258,17 @@ def test_correlations_with_position_are_pearsons(study):
     alpha = np.clip(1 - position / 800 * rng.random(4800) ** 4, 0, 1)
     found = study.acceptance.correlations(alpha, position, text)
     estimate, low, high = found["tokens"]
-    assert estimate == pytest.approx(np.corrcoef(alpha, position)[0, 1]) and low < estimate < high < 0
+    assert (
+        estimate == pytest.approx(np.corrcoef(alpha, position)[0, 1]) and low < estimate < high < 0
+    )
     tails = [np.percentile(alpha[position // 100 == i], 5) for i in range(8)]
     assert found["p5 of bins"][0] == pytest.approx(np.corrcoef(tails, np.arange(8))[0, 1])
     assert found["p5 of bins"][0] < -0.9 < estimate
     short = position < 100
     short |= text > 0
-    assert list(study.acceptance.correlations(alpha[short], position[short], text[short])) == ["tokens"]
+    assert list(study.acceptance.correlations(alpha[short], position[short], text[short])) == [
+        "tokens"
+    ]
 
 
 def test_the_tail_of_a_beta_distribution_is_found_to_be_one(study):
@@ -235,7 +280,11 @@ def test_the_tail_of_a_beta_distribution_is_found_to_be_one(study):
     assert low < tail["ks"] < high < 0.06
     low, high = tail["fraction_interval"]
     assert low < 0.3 < high < low + 0.04 and low < tail["n"] / alpha.size < high
-    assert tail["ks"] < 0.03 and tail["a"] == pytest.approx(2.0, rel=0.1) and tail["b"] == pytest.approx(0.6, rel=0.1)
+    assert (
+        tail["ks"] < 0.03
+        and tail["a"] == pytest.approx(2.0, rel=0.1)
+        and tail["b"] == pytest.approx(0.6, rel=0.1)
+    )
     lumps = np.where(alpha < 0.7, 0.1, alpha)
     assert study.acceptance.shape(lumps, position)["beta_tail"]["ks"] > 0.1
     assert study.acceptance.shape(np.ones_like(alpha), position) == {}
@@ -245,11 +294,24 @@ def test_the_whole_command_writes_what_the_tables_read(study, trained, tmp_path,
     out, _, card = trained
     path = tmp_path / "text_acceptance.json"
     counts = ["--texts", "3", "--cycles", "2", "--batch", "2", "--prompt", "64"]
-    budgets = ["--budgets", "64", "528", "--reuse-budgets", "64", "--reuse", "8", "--dense-layers", "0"]
+    budgets = [
+        "--budgets",
+        "64",
+        "528",
+        "--reuse-budgets",
+        "64",
+        "--reuse",
+        "8",
+        "--dense-layers",
+        "0",
+    ]
     study.acceptance.main([str(out), "--out", str(path), *counts, *budgets])
     found = json.loads(path.read_text())
     assert found["model"] == card
-    rows = {(row["mode"], row["budget"], tuple(row["dense_layers"]), row["reuse"]): row for row in found["rows"]}
+    rows = {
+        (row["mode"], row["budget"], tuple(row["dense_layers"]), row["reuse"]): row
+        for row in found["rows"]
+    }
     assert len(rows) == 10
     for (mode, budget, _, _), row in rows.items():
         assert row["n"] == 3 * 2 * 12
@@ -261,22 +323,35 @@ def test_the_whole_command_writes_what_the_tables_read(study, trained, tmp_path,
     drafted = rows["lossless", 64, (), 1]
     assert -1 < drafted["correlation"]["tokens"][0] < 1 and 0 < drafted["beta_tail"]["ks"] < 1
 
-    monkeypatch.setattr(study.tables_text, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text()))
+    monkeypatch.setattr(
+        study.tables_text, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text())
+    )
     lines = study.tables_text.text_acceptance().splitlines()
     assert len(lines) == 2 + 4 and lines[-1].startswith("| 528 | 0 | 1.000 [1.000, 1.000] |")
     assert len(study.tables_text.text_lengths().splitlines()) == 2 + 4
     assert len(study.tables_text.text_reuse().splitlines()) == 2 + 2
     # With a dense layer, the small model may lose too little for a tail to be fitted.
-    lossy = [row for row in found["rows"] if (row["mode"], row["budget"], row["dense_layers"]) == ("lossy", 64, [])]
+    lossy = [
+        row
+        for row in found["rows"]
+        if (row["mode"], row["budget"], row["dense_layers"]) == ("lossy", 64, [])
+    ]
     path.write_text(json.dumps({**found, "rows": lossy}))
-    below, share = lossy[0]["beta_tail"]["n"] / lossy[0]["n"], lossy[0]["beta_tail"]["fraction_interval"]
+    below, share = (
+        lossy[0]["beta_tail"]["n"] / lossy[0]["n"],
+        lossy[0]["beta_tail"]["fraction_interval"],
+    )
     shown = f"{1 - below:.0%} [{1 - share[1]:.0%}, {1 - share[0]:.0%}]"
     first = study.tables_text.text_tail().splitlines()[2]
     assert shown in first and first.endswith("] |")
     for row in lossy:  # a file of before there were intervals
         del row["beta_tail"]["fraction_interval"], row["beta_tail"]["ks_interval"]
     path.write_text(json.dumps({**found, "rows": lossy}))
-    assert study.tables_text.text_tail().splitlines()[2].endswith(f"| {lossy[0]['beta_tail']['ks']:.3f} |")
+    assert (
+        study.tables_text.text_tail()
+        .splitlines()[2]
+        .endswith(f"| {lossy[0]['beta_tail']['ks']:.3f} |")
+    )
     path.write_text(json.dumps(found))
     assert f"{card['held_out_loss']:.2f} nats" in study.tables_text.text_model()
 
@@ -285,14 +360,18 @@ def test_the_whole_command_writes_what_the_tables_read(study, trained, tmp_path,
 
 
 class Engine:
-    """What ``generate`` uses of vLLM's engine, giving each request these numbers of tokens, step by step."""
+    """What ``generate`` uses of vLLM's engine, giving each request these numbers of tokens, step by
+    step.
+    """
 
     def __init__(self, given: dict[str, list[int]]) -> None:
         self.given = given
         self.prompts: dict[str, list[int]] = {}
 
     def add_request(self, name, prompt, sampling) -> None:
-        assert sampling.temperature == 1.0 and sampling.ignore_eos and sampling.output_kind == "delta"
+        assert (
+            sampling.temperature == 1.0 and sampling.ignore_eos and sampling.output_kind == "delta"
+        )
         self.prompts[name] = prompt["prompt_token_ids"]
 
     def has_unfinished_requests(self) -> bool:
@@ -302,13 +381,19 @@ class Engine:
         for name, counts in self.given.items():
             if counts:
                 tokens = [7] * counts.pop(0)
-                yield SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=tokens)], finished=not counts)
+                yield SimpleNamespace(
+                    request_id=name,
+                    outputs=[SimpleNamespace(token_ids=tokens)],
+                    finished=not counts,
+                )
 
 
 def test_a_steps_tokens_are_a_cycle_but_for_the_first_and_the_last(study, monkeypatch):
     kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
     monkeypatch.setitem(
-        sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **options: SimpleNamespace(**options))
+        sys.modules,
+        "vllm",
+        SimpleNamespace(SamplingParams=lambda **options: SimpleNamespace(**options)),
     )
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
     llm = SimpleNamespace(llm_engine=Engine({"0": [1, 9, 2, 4], "1": [1, 3]}))
@@ -317,7 +402,9 @@ def test_a_steps_tokens_are_a_cycle_but_for_the_first_and_the_last(study, monkey
 
 
 def test_the_chance_of_acceptance_is_the_mean_over_the_policys_own_tokens(study, sharp):
-    """Over all tokens that may follow, as often as the dense policy draws each, min(1, q/p) averages to acceptance."""
+    """Over all tokens that may follow, as often as the dense policy draws each, min(1, q/p)
+    averages to acceptance.
+    """
     model, ids, _ = sharp
     ids = ids[:1].repeat(VOCAB, 1)
     ids[:, 151] = torch.arange(VOCAB)
@@ -339,9 +426,13 @@ def test_cycles_are_compared_with_what_their_drafts_predict(study):
     found = study.vllm_acceptance.compare(start, emitted, alpha, ratio, [8, 20, 40])
     first, second = found["bins"]
     assert first["tokens_a_cycle"][0] == 2.5 and first["cycles"] == 2
-    assert first["predicted"]["sampled"] == pytest.approx(1 + ((0.8 + 0.5 * 0.5) + (1 + 1)) / 2, abs=1e-3)
+    assert first["predicted"]["sampled"] == pytest.approx(
+        1 + ((0.8 + 0.5 * 0.5) + (1 + 1)) / 2, abs=1e-3
+    )
     assert first["predicted"]["consecutive"] == pytest.approx(1 + ((0.8 + 0.4) + 2) / 2, abs=1e-3)
-    assert second["measured_over_predicted"] == pytest.approx(1.5 / (1 + (0.6 + 0.2 + 0.2) / 2), abs=1e-4)
+    assert second["measured_over_predicted"] == pytest.approx(
+        1.5 / (1 + (0.6 + 0.2 + 0.2) / 2), abs=1e-4
+    )
     assert found["mean_acceptance"] == pytest.approx(alpha.mean(), abs=1e-4)
 
 
@@ -403,12 +494,30 @@ def test_each_rounding_is_measured_alone_and_with_sparse_attention(study, tmp_pa
     model, card = tiny_model(max_position_embeddings=CONTEXT), {"context": CONTEXT}
     model.save_pretrained(tmp_path)
     (tmp_path / "card.json").write_text(json.dumps(card))
-    np.save(tmp_path / "held_out.npy", np.random.default_rng(0).integers(0, VOCAB, 3 * CONTEXT).astype(np.uint16))
+    np.save(
+        tmp_path / "held_out.npy",
+        np.random.default_rng(0).integers(0, VOCAB, 3 * CONTEXT).astype(np.uint16),
+    )
     everything = CONTEXT + 64
-    result = study.fewer_bits.main([
-        str(tmp_path), "--out", str(tmp_path / "bits.json"), "--budgets", "64", str(everything), "--dense-layers",
-        "--texts", "3", "--cycles", "8", "--prompt", "32", "--implementation", "reference",
-    ])  # fmt: skip
+    result = study.fewer_bits.main(
+        [
+            str(tmp_path),
+            "--out",
+            str(tmp_path / "bits.json"),
+            "--budgets",
+            "64",
+            str(everything),
+            "--dense-layers",
+            "--texts",
+            "3",
+            "--cycles",
+            "8",
+            "--prompt",
+            "32",
+            "--implementation",
+            "reference",
+        ]
+    )
     rows = {(row["rounded"], row["budget"]): row["mean"][0] for row in result["rows"]}
     assert len(rows) == len(result["rows"]) == 1 + 5 + 6 + 6
     assert rows["nothing", everything] == 1 and rows["nothing", 64] < 0.95
@@ -417,7 +526,9 @@ def test_each_rounding_is_measured_alone_and_with_sparse_attention(study, tmp_pa
     assert rows["both", None] < rows["cache", None] < rows["int8 cache", None] < 1
     changes = {(row["rounded"], row["budget"]): row.get("p5_change") for row in result["rows"]}
     p5 = {(row["rounded"], row["budget"]): row["p5"][0] for row in result["rows"]}
-    assert changes["nothing", 64] is None and changes["both", None] is None  # nothing to compare with
+    assert (
+        changes["nothing", 64] is None and changes["both", None] is None
+    )  # nothing to compare with
     change, low, high = changes["both", everything]
     assert low <= change <= high < 0 and abs(change - (p5["both", everything] - 1)) < 2e-4
     assert json.loads((tmp_path / "bits.json").read_text())["model"] == card
@@ -426,16 +537,46 @@ def test_each_rounding_is_measured_alone_and_with_sparse_attention(study, tmp_pa
 def test_actors_in_bfloat16_lose_what_bfloat16_takes_and_what_is_rounded_besides(study, tmp_path):
     tiny_model(max_position_embeddings=CONTEXT).save_pretrained(tmp_path)
     (tmp_path / "card.json").write_text(json.dumps({"context": CONTEXT}))
-    np.save(tmp_path / "held_out.npy", np.random.default_rng(0).integers(0, VOCAB, 3 * CONTEXT).astype(np.uint16))
+    np.save(
+        tmp_path / "held_out.npy",
+        np.random.default_rng(0).integers(0, VOCAB, 3 * CONTEXT).astype(np.uint16),
+    )
     everything = CONTEXT + 64
-    result = study.fewer_bits.main([
-        str(tmp_path), "--out", str(tmp_path / "bits.json"), "--budgets", str(everything), "--dense-layers",
-        "--texts", "3", "--cycles", "8", "--prompt", "32", "--implementation", "reference", "--bfloat16",
-        "--rounded", "both", "nothing",
-    ])  # fmt: skip
-    assert [row["rounded"] for row in result["rows"]] == ["all to bfloat16", "both", "nothing", "both"]
+    result = study.fewer_bits.main(
+        [
+            str(tmp_path),
+            "--out",
+            str(tmp_path / "bits.json"),
+            "--budgets",
+            str(everything),
+            "--dense-layers",
+            "--texts",
+            "3",
+            "--cycles",
+            "8",
+            "--prompt",
+            "32",
+            "--implementation",
+            "reference",
+            "--bfloat16",
+            "--rounded",
+            "both",
+            "nothing",
+        ]
+    )
+    assert [row["rounded"] for row in result["rows"]] == [
+        "all to bfloat16",
+        "both",
+        "nothing",
+        "both",
+    ]
     assert "p5_change" in result["rows"][-1]
     mean = {(row["rounded"], row["budget"]): row["mean"][0] for row in result["rows"]}
-    assert set(mean) == {("all to bfloat16", None), ("both", None), ("nothing", everything), ("both", everything)}
+    assert set(mean) == {
+        ("all to bfloat16", None),
+        ("both", None),
+        ("nothing", everything),
+        ("both", everything),
+    }
     assert abs(mean["nothing", everything] - mean["all to bfloat16", None]) < 1e-3
     assert mean["both", everything] < mean["nothing", everything] < 1

@@ -16,15 +16,31 @@ LOSSES = ("forward", "reverse", "overlap")
 MODULES = ("distill", "task", "tables_text")
 PROMPT, TOKENS, TRAIN, HELD_OUT = 64, 64, 48, 4
 OPTIONS = {
-    "prompt": PROMPT, "tokens": TOKENS, "train": TRAIN, "held-out": HELD_OUT, "calibration": 4, "pages": (1, 2),
-    "target": 0.9, "update": 2, "measure-at": (8, TRAIN), "drafts": (2, 4), "cycles": 2, "top-n": VOCAB,
+    "prompt": PROMPT,
+    "tokens": TOKENS,
+    "train": TRAIN,
+    "held-out": HELD_OUT,
+    "calibration": 4,
+    "pages": (1, 2),
+    "target": 0.9,
+    "update": 2,
+    "measure-at": (8, TRAIN),
+    "drafts": (2, 4),
+    "cycles": 2,
+    "top-n": VOCAB,
     "learning-rates": 3e-3,
-}  # fmt: skip
+}
 
 
 def command(folder, *more, **changed):
     """Arguments of the study; ``changed`` replaces ``OPTIONS``."""
-    flags = ["--samples", str(folder / "samples.npz"), "--out", str(folder / "text_distill.json"), *more]
+    flags = [
+        "--samples",
+        str(folder / "samples.npz"),
+        "--out",
+        str(folder / "text_distill.json"),
+        *more,
+    ]
     for name, value in (OPTIONS | changed).items():
         flags += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
     return [str(folder), "--dense-layers", *flags]
@@ -32,13 +48,19 @@ def command(folder, *more, **changed):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint, and random responses: nothing to learn but them, so the held-out ones are those trained on."""
+    """A checkpoint, and random responses: nothing to learn but them, so the held-out ones are those
+    trained on.
+    """
     out = tmp_path_factory.mktemp("checkpoint")
     tiny_model(max_position_embeddings=256).save_pretrained(out)
     (out / "card.json").write_text(json.dumps({"parameters": 1000, "held_out_loss": 4.5}))
     rng = np.random.default_rng(0)
     two = rng.integers(VOCAB, size=(2, PROMPT + TOKENS), dtype=np.uint16)
-    np.savez(out / "samples.npz", train=np.tile(two, (TRAIN // 2, 1)), held_out=np.tile(two, (HELD_OUT // 2, 1)))
+    np.savez(
+        out / "samples.npz",
+        train=np.tile(two, (TRAIN // 2, 1)),
+        held_out=np.tile(two, (HELD_OUT // 2, 1)),
+    )
     return out
 
 
@@ -63,7 +85,9 @@ def test_a_gain_compares_the_same_responses(study):
     assert found["mean"] == pytest.approx([0.1] * 3) and found["p5"] == pytest.approx([0.1] * 3)
     estimate, low, high = study.distill.gain(before, before**2)["p5"]
     assert low <= estimate <= high < 0
-    assert estimate == pytest.approx(np.percentile(before**2, 5) - np.percentile(before, 5), abs=1e-4)
+    assert estimate == pytest.approx(
+        np.percentile(before**2, 5) - np.percentile(before, 5), abs=1e-4
+    )
 
 
 def test_every_loss_teaches_the_actor_what_the_policy_does(result):
@@ -87,7 +111,9 @@ def test_the_schedule_is_the_one_nearest_to_the_target(result):
     assert result["schedule"]["top_k"] == [nearest["pages"]]
 
 
-def test_losses_that_are_there_are_kept_and_other_settings_refused(study, folder, result, monkeypatch):
+def test_losses_that_are_there_are_kept_and_other_settings_refused(
+    study, folder, result, monkeypatch
+):
     def refuse(*args):
         raise AssertionError("trained again")
 
@@ -101,24 +127,34 @@ def test_losses_that_are_there_are_kept_and_other_settings_refused(study, folder
 
 
 def test_an_actor_that_reads_everything_is_the_policy(study, folder):
-    given = {k.replace("-", "_"): v for k, v in OPTIONS.items()} | {"pages": (20,), "calibration": 2}
+    given = {k.replace("-", "_"): v for k, v in OPTIONS.items()} | {
+        "pages": (20,),
+        "calibration": 2,
+    }
     paths = {"checkpoint": folder, "samples": folder / "samples.npz"}
-    all_read = study.distill.Study(Namespace(**given, **paths, dense_layers=[], batch=2, sampled_together=4))
+    all_read = study.distill.Study(
+        Namespace(**given, **paths, dense_layers=[], batch=2, sampled_together=4)
+    )
     assert all_read.calibrate()[0]["p5"] == pytest.approx(1, abs=1e-5)
     drafted = all_read.drafting({})
     assert drafted["mean"][0] == 1 and drafted["tokens_a_cycle"][4] == [5.0, 5.0]
 
 
-def test_responses_are_dense_samples_of_the_last_tokens_of_prompts(study, folder, tmp_path, monkeypatch):
+def test_responses_are_dense_samples_of_the_last_tokens_of_prompts(
+    study, folder, tmp_path, monkeypatch
+):
     def tokenized(texts, add_special_tokens):
         assert not add_special_tokens
         return {"input_ids": [[int(text) % VOCAB] * 4 + [5] * (PROMPT - 1) for text in texts]}
 
     monkeypatch.setattr(study.distill.AutoTokenizer, "from_pretrained", lambda path: tokenized)
     monkeypatch.setattr(
-        study.distill, "Continue",
-        lambda path, kind: SimpleNamespace(problem=lambda i, seed: SimpleNamespace(prompt=str(i + 50 * seed))),
-    )  # fmt: skip
+        study.distill,
+        "Continue",
+        lambda path, kind: SimpleNamespace(
+            problem=lambda i, seed: SimpleNamespace(prompt=str(i + 50 * seed))
+        ),
+    )
     for name in ("config.json", "model.safetensors", "card.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     small = {"train": 4, "held-out": 2, "measure-at": (4,), "calibration": 2}
@@ -127,12 +163,18 @@ def test_responses_are_dense_samples_of_the_last_tokens_of_prompts(study, folder
         train, held_out = file["train"], file["held_out"]
     assert train.shape == (4, PROMPT + TOKENS) and train[:, 0].tolist() == [0, 1, 2, 3]
     assert held_out[:, 0].tolist() == [50, 51] and (held_out[:, 1:PROMPT] == 5).all()
-    assert len(np.unique(train[:, PROMPT:], axis=0)) == 4  # the model wrote them, each with its own noise
+    assert (
+        len(np.unique(train[:, PROMPT:], axis=0)) == 4
+    )  # the model wrote them, each with its own noise
 
 
 def test_the_table_has_a_line_for_every_row(study, folder, result, monkeypatch):
-    monkeypatch.setattr(study.tables_text, "load", lambda name: json.loads((folder / f"{name}.json").read_text()))
+    monkeypatch.setattr(
+        study.tables_text, "load", lambda name: json.loads((folder / f"{name}.json").read_text())
+    )
     lines = study.tables_text.text_distill().splitlines()
     assert len(lines) == 2 + len(result["rows"])
-    assert lines[2].startswith("| no adapter |  | 0 |") and lines[4].startswith(f"| forward KL | 0.003 | {TRAIN} |")
+    assert lines[2].startswith("| no adapter |  | 0 |") and lines[4].startswith(
+        f"| forward KL | 0.003 | {TRAIN} |"
+    )
     assert f"{TRAIN} responses" in study.tables_text.text_distill_setting()

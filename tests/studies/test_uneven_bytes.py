@@ -1,4 +1,6 @@
-"""Drafts whose layers, kv heads and pages share their bytes unevenly: totals, selections, calibration, comparison."""
+"""Drafts whose layers, kv heads and pages share their bytes unevenly: totals, selections,
+calibration, comparison.
+"""
 
 import json
 
@@ -24,10 +26,14 @@ def sharp(study):
 
 @pytest.fixture(scope="module")
 def calibration(study):
-    """Of 4 layers and 2 heads whose missed mass halves with every unit, and of which layer 2's head 1 has most."""
+    """Of 4 layers and 2 heads whose missed mass halves with every unit, and of which layer 2's head
+    1 has most.
+    """
     mass = np.array([[0.3, 0.2], [0.1, 0.1], [0.2, 0.9], [0.02, 0.01]])
     lost, heads = np.array([0.01, 0.01, 0.01, 0.2]), np.array([[0, 1], [1, 0], [0, 1], [1, 1]])
-    return study.uneven_budgets.Calibration(mass[..., None] * 0.5 ** np.arange(8), lost, heads, at=128)
+    return study.uneven_budgets.Calibration(
+        mass[..., None] * 0.5 ** np.arange(8), lost, heads, at=128
+    )
 
 
 def pages(study, model, ids, calibration, **options):
@@ -38,10 +44,18 @@ def pages(study, model, ids, calibration, **options):
     groups = [uneven.landmarks(k.unflatten(2, (-1, 4 * variant.page_size))) for k in dense.keys]
     followers = variant.followers(4)
     made = uneven.Uneven(
-        dense, START, 3, variant.layout, variant=variant, groups=groups,
+        dense,
+        START,
+        3,
+        variant.layout,
+        variant=variant,
+        groups=groups,
         top_k_LK=variant.top_k(calibration.tokens(variant.spread, variant.budget)),
-        heads={layer: calibration.heads_LK[layer].tolist() if variant.matched else [0, 1] for layer in followers},
-    )  # fmt: skip
+        heads={
+            layer: calibration.heads_LK[layer].tolist() if variant.matched else [0, 1]
+            for layer in followers
+        },
+    )
     return [dict(made.kept) for _ in study.drafts.draft(model, ids, made)]
 
 
@@ -53,11 +67,18 @@ def test_every_way_to_share_them_has_the_same_tokens_in_all(study, calibration, 
     ways = study.uneven_bytes.Spread.__args__
     shared = {spread: calibration.tokens(spread, budget) for spread in ways}
     for tokens in shared.values():
-        assert tokens.shape == (4, 2) and tokens.mean() == budget and tokens.min() >= 64 and (tokens % 16 == 0).all()
+        assert (
+            tokens.shape == (4, 2)
+            and tokens.mean() == budget
+            and tokens.min() >= 64
+            and (tokens % 16 == 0).all()
+        )
     assert (shared["even"] == budget).all()
     assert sum(len(np.unique(tokens)) > 1 for tokens in shared.values()) == len(ways) - 1
     by_head = ("heads of a layer", "heads of all layers", "weighted heads")
-    assert all((tokens[:, 0] == tokens[:, 1]).all() for way, tokens in shared.items() if way not in by_head)
+    assert all(
+        (tokens[:, 0] == tokens[:, 1]).all() for way, tokens in shared.items() if way not in by_head
+    )
     assert (shared["heads of a layer"].mean(1) == budget).all()
     assert shared["heads of all layers"].argmax() == 5  # layer 2, head 1 leaves most unread
     assert shared["weighted heads"].argmax() in (6, 7)  # but what layer 3 leaves unread costs most
@@ -65,7 +86,12 @@ def test_every_way_to_share_them_has_the_same_tokens_in_all(study, calibration, 
 
 
 def test_shares_by_hand(study):
-    assert study.uneven_budgets.by_shares([1, 1, 1, 3], 192).tolist() == [64 + 96, 64 + 80, 64 + 80, 64 + 256]
+    assert study.uneven_budgets.by_shares([1, 1, 1, 3], 192).tolist() == [
+        64 + 96,
+        64 + 80,
+        64 + 80,
+        64 + 256,
+    ]
 
 
 def test_bytes_by_hand(study):
@@ -78,11 +104,15 @@ def test_bytes_by_hand(study):
     short = (320 - 256) / 8  # one head of 320 tokens has no more than 256 to read
     assert read() == pytest.approx(pages[0] - short + pages[1])
     assert read(page_size=8, precision="fp8") == pytest.approx(read())
-    assert read(first_follower=1) == pytest.approx(pages[0] - short + np.mean([8, 8, 0, 0, 16, 16, 0, 0]))
+    assert read(first_follower=1) == pytest.approx(
+        pages[0] - short + np.mean([8, 8, 0, 0, 16, 16, 0, 0])
+    )
     # top-k pages 5, 1, 17, 5; two candidates for each are in 3, 1, 9, 3 groups, besides the newest
     first = [4, 4, 0, 4, 8, 8, 8, 8]
     second = [min(4 * 4, 16), 2 * 4, 0, 4 * 4, 4 * 4, 2 * 4, 32, 4 * 4]
-    least = np.minimum(np.add(first, second), [16, 16, 0, 16, 32, 32, 32, 32])  # no more than one level reads
+    least = np.minimum(
+        np.add(first, second), [16, 16, 0, 16, 32, 32, 32, 32]
+    )  # no more than one level reads
     assert read(candidates=2) == pytest.approx(pages[0] - short + 0.5 * least.mean())
 
 
@@ -94,7 +124,9 @@ def test_the_even_schedule_is_that_of_all_other_studies(study, sharp, calibratio
     even = study.uneven_bytes.Variant("", "", 128)
     kept = study.acceptance.schedule(128)
     (found,) = study.uneven_bytes.measure(model, [even], calibration, ids, START)
-    _, (known,) = study.acceptance.lossless(model, ids, START, study.uneven_bytes.DRAFTS, [(kept, 1)])
+    _, (known,) = study.acceptance.lossless(
+        model, ids, START, study.uneven_bytes.DRAFTS, [(kept, 1)]
+    )
     assert torch.equal(found, known) and found.mean() < 0.9
 
 
@@ -103,7 +135,9 @@ def test_heads_read_as_many_pages_as_they_were_given(study, sharp, calibration):
     for size in (16, 4):
         for step in pages(study, *sharp, calibration, spread="weighted heads", page_size=size):
             for layer, kept in step.items():
-                assert (kept.sum(-1)[0, :, 1] * size).tolist() == np.minimum(tokens[layer], 304).tolist()
+                assert (kept.sum(-1)[0, :, 1] * size).tolist() == np.minimum(
+                    tokens[layer], 304
+                ).tolist()
 
 
 def test_page_scores_by_hand(study):
@@ -117,31 +151,47 @@ def test_page_scores_by_hand(study):
     assert scores("mean query") == [0.0, 0.5, -0.5]
     assert scores("best head") == [6.0, 1.0, 1.0]  # of 6 and -6, 0 and 1, -2 and 1
     heads = torch.tensor([[6.0, 0.0], [-6.0, 1.0]]).div(2**0.5).exp()
-    assert scores("softmax") == pytest.approx([*(heads / heads.sum(-1, keepdim=True)).sum(0).tolist(), 0.0])
+    assert scores("softmax") == pytest.approx(
+        [*(heads / heads.sum(-1, keepdim=True)).sum(0).tolist(), 0.0]
+    )
 
 
 def test_two_levels_that_rank_every_group_are_one_and_fewer_are_not(study, sharp, calibration):
     one = pages(study, *sharp, calibration, budget=96)
     every = pages(study, *sharp, calibration, budget=96, candidates=100)
     some = pages(study, *sharp, calibration, budget=96, candidates=2)
-    assert all(torch.equal(one[step][layer], every[step][layer]) for step in range(3) for layer in range(4))
-    assert not torch.equal(one[0][0], some[0][0]) and torch.equal(one[0][0].sum(-1), some[0][0].sum(-1))
+    assert all(
+        torch.equal(one[step][layer], every[step][layer]) for step in range(3) for layer in range(4)
+    )
+    assert not torch.equal(one[0][0], some[0][0]) and torch.equal(
+        one[0][0].sum(-1), some[0][0].sum(-1)
+    )
 
 
 def test_a_page_in_a_poor_group_is_not_seen_and_the_newest_group_always_is(study, calibration):
     uneven = study.uneven_bytes
     variant = uneven.Variant("", "", 80, candidates=2)
-    marks = torch.zeros(1, 1, 16, 1)  # pages of 250 tokens: 0 to 14 full, 12 to 14 in a group that is not
-    marks[0, 0, 4:8, 0] = torch.tensor([9.0, -9.0, -9.0, -9.0])  # the best page of all, in the poorest group
+    marks = torch.zeros(
+        1, 1, 16, 1
+    )  # pages of 250 tokens: 0 to 14 full, 12 to 14 in a group that is not
+    marks[0, 0, 4:8, 0] = torch.tensor(
+        [9.0, -9.0, -9.0, -9.0]
+    )  # the best page of all, in the poorest group
     marks[0, 0, 8:12, 0] = torch.tensor([1.0, 2.0, 3.0, 1.0])
     marks[0, 0, 12:14, 0] = torch.tensor([2.5, -20.0])
     cache = study.drafts.DenseCache([marks], [marks], [marks])
 
     def kept(top_k):
         made = uneven.Uneven(
-            cache, torch.tensor([[249]]), 1, variant.layout, variant=variant, top_k_LK=np.array([[top_k]]),
-            groups=[marks.unflatten(2, (4, 4)).mean(3)], heads={},
-        )  # fmt: skip
+            cache,
+            torch.tensor([[249]]),
+            1,
+            variant.layout,
+            variant=variant,
+            top_k_LK=np.array([[top_k]]),
+            groups=[marks.unflatten(2, (4, 4)).mean(3)],
+            heads={},
+        )
         return made.select(0, torch.ones(1, 1, 1, 1))[0, 0, 0].nonzero().flatten().tolist()
 
     assert kept(2) == [0, 10, 12, 14, 15]
@@ -173,14 +223,19 @@ def test_missed_mass_is_what_a_selection_leaves_unread(study, sharp):
         def select(self, layer, q_BHRD):
             length = self.start_BR + self.step + 1
             scores = page_scores(q_BHRD, self.cache.landmarks[layer])
-            self.chosen = select_pages(scores, length, torch.full_like(length, 5), layout)  # 128 tokens with the others
+            self.chosen = select_pages(
+                scores, length, torch.full_like(length, 5), layout
+            )  # 128 tokens with the others
             return super().select(layer, q_BHRD)
 
         def weights(self, layer, q_BHRD, read_BKRT):
             weights = super().weights(layer, q_BHRD, read_BKRT)
             if layer == 0:
                 kept = self.chosen.repeat_interleave(16, -1)[:, :, None]
-                left.append(weights[..., :CONTEXT].masked_fill(kept, 0).sum(-1).mean((0, 2, 3)) * START.numel())
+                left.append(
+                    weights[..., :CONTEXT].masked_fill(kept, 0).sum(-1).mean((0, 2, 3))
+                    * START.numel()
+                )
                 self.first = self.chosen.float()
             if layer == 1:
                 mass = weights[..., :CONTEXT].mean(2).unflatten(-1, (-1, 16)).sum(-1)
@@ -192,13 +247,19 @@ def test_missed_mass_is_what_a_selection_leaves_unread(study, sharp):
     found = torch.stack(list(study.drafts.draft(model, ids, masses)), dim=2)
     torch.testing.assert_close(masses.missed[0][:, 1], sum(left), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(masses.caught[1], sum(other), rtol=1e-4, atol=1e-4)
-    assert (masses.missed[0].diff(dim=-1) <= 1e-4).all() and 0.01 < masses.missed[0][:, 1].mean() < 12
+    assert (masses.missed[0].diff(dim=-1) <= 1e-4).all() and 0.01 < masses.missed[0][
+        :, 1
+    ].mean() < 12
     assert masses.missed[0][:, -1].abs().max() < 1e-3
-    direct, _ = study.acceptance.lossless(model, ids, START, 3, [(study.acceptance.schedule(128), 1)])
+    direct, _ = study.acceptance.lossless(
+        model, ids, START, 3, [(study.acceptance.schedule(128), 1)]
+    )
     torch.testing.assert_close(found, direct, atol=1e-6, rtol=0)  # it drafts densely
 
 
-def test_a_calibration_is_an_average_over_drafts_and_gives_most_to_the_layer_that_loses_most(study, sharp):
+def test_a_calibration_is_an_average_over_drafts_and_gives_most_to_the_layer_that_loses_most(
+    study, sharp
+):
     model, ids = sharp
     found = study.uneven_budgets.calibrate(model, ids, START, 128)
     assert found.missed_LKU.shape == (4, 2, CONTEXT // 64) and found.missed_LKU.max() < 1
@@ -216,14 +277,20 @@ def test_curves_are_compared_at_the_same_bytes(study):
     uneven = study.uneven_bytes
     low, high, mine = (np.full((3, 2, 2), x) for x in (0.4, 0.8, 0.7))
     curve = [(100.0, low), (400.0, high)]
-    assert uneven.between(200.0, [100.0, 400.0], [np.array(0.4), np.array(0.8)]) == pytest.approx(0.6)
+    assert uneven.between(200.0, [100.0, 400.0], [np.array(0.4), np.array(0.8)]) == pytest.approx(
+        0.6
+    )
     assert uneven.at_bytes(200.0, [(200.0, mine)], curve, True) == pytest.approx([0.1] * 3)
     assert uneven.at_bytes(200.0, curve, None, False) == pytest.approx([0.6] * 3)
     assert uneven.reaches(0.6, [100.0, 400.0], [0.4, 0.8]) == pytest.approx(200)
     assert uneven.reaches(0.9, [100.0, 400.0], [0.4, 0.8]) is None
     noisy = np.random.default_rng(0).random((30, 4, 4))
-    paired = uneven.at_bytes(100.0, [(100.0, noisy + 0.01)], [(100.0, noisy), (400.0, noisy + 0.1)], True)
-    assert paired == pytest.approx([0.01] * 3)  # whatever texts are drawn, they are the same for both
+    paired = uneven.at_bytes(
+        100.0, [(100.0, noisy + 0.01)], [(100.0, noisy), (400.0, noisy + 0.1)], True
+    )
+    assert paired == pytest.approx(
+        [0.01] * 3
+    )  # whatever texts are drawn, they are the same for both
 
 
 @pytest.mark.slow
@@ -231,21 +298,43 @@ def test_the_whole_command_writes_what_the_tables_read(study, tmp_path, monkeypa
     path = tmp_path / "text_uneven.json"
     tiny_model(max_position_embeddings=CONTEXT).save_pretrained(tmp_path)
     (tmp_path / "card.json").write_text(json.dumps({"context": CONTEXT}))
-    np.save(tmp_path / "held_out.npy", np.random.default_rng(0).integers(0, VOCAB, 6 * CONTEXT).astype(np.uint16))
+    np.save(
+        tmp_path / "held_out.npy",
+        np.random.default_rng(0).integers(0, VOCAB, 6 * CONTEXT).astype(np.uint16),
+    )
     counts = ["--texts", "3", "--calibration", "2", "--cycles", "2", "--even", "64", "128", "512"]
-    study.uneven_bytes.main([
-        str(tmp_path), "--out", str(path), *counts, "--budgets", "128", "192", "--together", "128", "192",
-    ])  # fmt: skip
+    study.uneven_bytes.main(
+        [
+            str(tmp_path),
+            "--out",
+            str(path),
+            *counts,
+            "--budgets",
+            "128",
+            "192",
+            "--together",
+            "128",
+            "192",
+        ]
+    )
     found = json.loads(path.read_text())
     assert str(tmp_path) not in path.read_text()
     rows = {(row["study"], row["how"], row["budget"]): row for row in found["rows"]}
     assert len(rows) == len(found["rows"]) == 3 + 2 * (4 + 3 + 2 + 2 + 3 + 6)
-    assert rows["even", "even", 512]["mean"] == [1, 1, 1] and rows["even", "even", 64]["mean"][0] < 0.9
+    assert (
+        rows["even", "even", 512]["mean"] == [1, 1, 1] and rows["even", "even", 64]["mean"][0] < 0.9
+    )
     assert all(np.mean(row["tokens"]) == row["budget"] for row in found["rows"] if "tokens" in row)
     assert found["even_at_target"] and all(len(of["p5_at_half"]) == 3 for of in found["targets"])
 
-    monkeypatch.setattr(study.tables_text, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text()))
-    tables = {name: write() for name, write in study.tables_text.TABLES.items() if name.startswith("text uneven")}
+    monkeypatch.setattr(
+        study.tables_text, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text())
+    )
+    tables = {
+        name: write()
+        for name, write in study.tables_text.TABLES.items()
+        if name.startswith("text uneven")
+    }
     assert len(tables) == 8
     assert len(tables["text uneven even"].splitlines()) == 2 + 3
     assert len(tables["text uneven together"].splitlines()) == 2 + 12

@@ -1,4 +1,6 @@
-"""The study of reward against wall-clock, small: the widened model is the same function, and each arm runs in vLLM."""
+"""The study of reward against wall-clock, small: the widened model is the same function, and each
+arm runs in vLLM.
+"""
 
 import json
 import os
@@ -51,15 +53,23 @@ def test_a_widened_model_computes_the_same(study, copies):
 
 def test_kernels_are_told_apart_by_name(study):
     kernels = [
-        ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<x> > >", 4000.0),
-        ("attend", 3000.0), ("plan_kernel", 500.0), ("store_kernel", 500.0),
-        ("nvjet_sm90_tst_128x64_64x8_4x1_v_bz_TNT", 1000.0), ("triton_red_fused_attended_0", 1000.0),
-    ]  # fmt: skip
+        (
+            "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<x> > >",
+            4000.0,
+        ),
+        ("attend", 3000.0),
+        ("plan_kernel", 500.0),
+        ("store_kernel", 500.0),
+        ("nvjet_sm90_tst_128x64_64x8_4x1_v_bz_TNT", 1000.0),
+        ("triton_red_fused_attended_0", 1000.0),
+    ]
     assert study.wall_clock.breakdown(kernels, 4.0) == {"attention_ms": 2.0, "other_ms": 0.5}
 
 
 def run_arm(checkpoint, folder, arm, steps, tokens, seconds=480, ended="done"):
-    """The log's rows and the profile of a small run, in a process of its own: accelerate allows each one precision."""
+    """The log's rows and the profile of a small run, in a process of its own: accelerate allows
+    each one precision.
+    """
     arguments = [str(checkpoint), str(folder), arm, str(steps), str(tokens), str(seconds)]
     path = on_v2(folder) if arm == "lossless" else discoverable(folder)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, str(ROOT)])}
@@ -82,7 +92,9 @@ def test_an_arm_from_end_to_end(checkpoint, tmp_path, arm):
 
 
 def test_an_arm_that_the_clock_ends_is_judged_where_it_ends(checkpoint, tmp_path):
-    rows, _ = run_arm(checkpoint, tmp_path, "p86", steps=3, tokens=100, seconds=0, ended="time is over")
+    rows, _ = run_arm(
+        checkpoint, tmp_path, "p86", steps=3, tokens=100, seconds=0, ended="time is over"
+    )
     assert [row["step"] for row in rows if "held_out" in row] == [0, 1]
     assert [row["step"] for row in rows if "reward" in row] == [1]
 
@@ -90,8 +102,12 @@ def test_an_arm_that_the_clock_ends_is_judged_where_it_ends(checkpoint, tmp_path
 def test_the_lossless_arm_from_end_to_end(checkpoint, tmp_path):
     rows, timed = run_arm(checkpoint, tmp_path, "lossless", steps=1, tokens=80)
     (step,) = (row for row in rows if "reward" in row)
-    assert step["mean"] > 0.97 and timed["tokens_per_step"] >= 1  # the number of drafts is being chosen
-    assert rows[0]["top_k"] == step["top_k"] == [3]  # drafts read what was asked for in training, too
+    assert (
+        step["mean"] > 0.97 and timed["tokens_per_step"] >= 1
+    )  # the number of drafts is being chosen
+    assert (
+        rows[0]["top_k"] == step["top_k"] == [3]
+    )  # drafts read what was asked for in training, too
     assert step["tokens_per_cycle"] >= 1
 
 
@@ -100,7 +116,10 @@ def test_the_summarys_numbers_by_hand(study, tmp_path):
         start = {"arm": name, "seed": 0, "top_k": ["all"], "device": "GPU", "token_bytes": 4}
         start["options"] = {"checkpoint": "here", "out": "there", "samples": 2}
         rows = [start, {"step": 0, "held_out": {"policy": 0.1}}]
-        rows += [{"step": i, "reward": 0.1 * i, "length": 10.0, "seconds": [rollout, 1, 2, 1]} for i in range(1, 5)]
+        rows += [
+            {"step": i, "reward": 0.1 * i, "length": 10.0, "seconds": [rollout, 1, 2, 1]}
+            for i in range(1, 5)
+        ]
         if name == "lossless":
             rows[2]["tokens_per_cycle"], rows[3]["tokens_per_cycle"] = 4.0, 6.0
         rows[-1]["held_out"] = {"policy": 0.3}
@@ -118,14 +137,23 @@ def test_the_summarys_numbers_by_hand(study, tmp_path):
     result = json.loads(out.read_text())
     dense, lossless, lossy = result["rows"]
     assert [row["arm"] for row in result["rows"]] == ["dense", "lossless", "p86"]
-    assert result["models"] == [{"parameters": 5}] and result["arms"][0]["options"] == {"samples": 2}  # nothing local
+    assert result["models"] == [{"parameters": 5}] and result["arms"][0]["options"] == {
+        "samples": 2
+    }  # nothing local
     assert dense["reward"] == pytest.approx(0.25) and dense["minutes"] == pytest.approx(160 / 60)
     assert [run["tokens_per_cycle"] for run in result["arms"]] == [None, 5.0, None]
     assert lossy["rollout_speedup"] == pytest.approx(16 / 6) and lossless["rollout_speedup"] == 4
-    assert dense["rollout_share"] == pytest.approx([0.8] * 3) and lossy["rollout_share"] == pytest.approx([0.6] * 3)
+    assert dense["rollout_share"] == pytest.approx([0.8] * 3) and lossy[
+        "rollout_share"
+    ] == pytest.approx([0.6] * 3)
     assert dense["attention_share"] == pytest.approx(2 / 3)
     assert lossy["saved_by_attention"] == pytest.approx(0.8) and dense["saved_by_attention"] is None
-    assert result["arms"][2]["reward"] == [[100.0, 0.1], [110.0, 0.2], [120.0, pytest.approx(0.3)], [130.0, 0.4]]
+    assert result["arms"][2]["reward"] == [
+        [100.0, 0.1],
+        [110.0, 0.2],
+        [120.0, pytest.approx(0.3)],
+        [130.0, 0.4],
+    ]
     assert result["arms"][2]["held_out"] == [[0.0, 0.1], [130.0, 0.3]]
 
     again = tmp_path / "again"  # the model trained once more
@@ -145,8 +173,11 @@ def test_the_summarys_numbers_by_hand(study, tmp_path):
 
 def test_the_part_of_a_rollout_is_resampled_by_step(study):
     run = {"seconds": {"rollout": 15.0, "score": 2.0, "update": 2.0, "sync": 1.0}}
-    run["reward"] = [[end, 0.0] for end in (9.0, 19.0, 49.0)]  # steps of 10 and 30 s after the first
-    # A resample has steps of 10, 20 or 30 s in the mean, with chances of 1/4, 1/2, 1/4; the others take 5 s.
+    run["reward"] = [
+        [end, 0.0] for end in (9.0, 19.0, 49.0)
+    ]  # steps of 10 and 30 s after the first
+    # A resample has steps of 10, 20 or 30 s in the mean, with chances of 1/4, 1/2, 1/4; the others
+    # take 5 s.
     assert study.wall_clock_summary.rollout_share(run) == pytest.approx([3 / 4, 1 / 2, 5 / 6])
 
 
@@ -154,12 +185,23 @@ def test_steps_are_paired_by_hand(study):
     def run(name, model, reward):
         return {"arm": name, "model": model, "seed": 0, "steps": len(reward), "reward": reward}
 
-    dense = [run("dense", 0, [[9.0, 0.1], [19.0, 0.2], [39.0, 0.4], [99.0, 1]]), run("dense", 1, [[5.0, 0], [15.0, 0]])]
-    ours = [run("p86", 0, [[7.0, 0.1], [12.0, 0.4], [22.0, 0.4]]), run("p86", 1, [[9.0, 0.1], [11.0, 0.1]])]
+    dense = [
+        run("dense", 0, [[9.0, 0.1], [19.0, 0.2], [39.0, 0.4], [99.0, 1]]),
+        run("dense", 1, [[5.0, 0], [15.0, 0]]),
+    ]
+    ours = [
+        run("p86", 0, [[7.0, 0.1], [12.0, 0.4], [22.0, 0.4]]),
+        run("p86", 1, [[9.0, 0.1], [11.0, 0.1]]),
+    ]
     (row,) = study.wall_clock_summary.paired([*dense, *ours])
     # 10 and 20 s against 5 and 10, 10 against 2; the first steps, and dense's fourth, are left out.
     gain, low, high = row["step_speedup"]
-    assert row["pairs"] == 5 and gain == pytest.approx(40 / 17) and low == pytest.approx(2.0) and high <= 5.0
+    assert (
+        row["pairs"] == 5
+        and gain == pytest.approx(40 / 17)
+        and low == pytest.approx(2.0)
+        and high <= 5.0
+    )
     assert row["reward_minus_dense"] == pytest.approx([0.2 / 3, 0.1])
 
 
@@ -169,7 +211,8 @@ def test_the_figures_bars_are_a_steps_seconds(study, tmp_path, monkeypatch):
     seconds = {"rollout": 8.0, "score": 2.0, "update": 4.0, "sync": 1.0}
     faster = [{"arm": "p86", "seconds": {**seconds, "rollout": rollout}} for rollout in (2.0, 4.0)]
     runs = [
-        {"steps": 2, "reward": [[1, 0.1], [2, 0.2]], **run} for run in ({"arm": "dense", "seconds": seconds}, *faster)
+        {"steps": 2, "reward": [[1, 0.1], [2, 0.2]], **run}
+        for run in ({"arm": "dense", "seconds": seconds}, *faster)
     ]
     figure.draw_steps(ax, figure.over_seeds(runs), {"p86": 1.5})
     bars = [(round(bar.get_x(), 6), bar.get_width()) for bar in ax.patches if bar.get_width()]
@@ -192,10 +235,22 @@ def main(checkpoint, folder, arm, steps, tokens, seconds):
         patches.apply(patches.CPU_WEIGHTS)
     (folder / "schedules.json").write_text(json.dumps({"p86": [3, 4]}))
     options = wall_clock.Options(
-        checkpoint, arm, folder, copies=2, steps=steps, prompts=2, samples=2, max_new_tokens=tokens, top_n=400,
-        held_out=2, held_out_every=2, token_budget=2048, draft_pages=3, seconds=seconds,
+        checkpoint,
+        arm,
+        folder,
+        copies=2,
+        steps=steps,
+        prompts=2,
+        samples=2,
+        max_new_tokens=tokens,
+        top_n=400,
+        held_out=2,
+        held_out_every=2,
+        token_budget=2048,
+        draft_pages=3,
+        seconds=seconds,
         engine={"enforce_eager": True},
-    )  # fmt: skip
+    )
     wall_clock.main(options)
     log = folder / f"{arm}-0.jsonl"
     written = log.read_bytes()

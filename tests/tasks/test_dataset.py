@@ -1,4 +1,6 @@
-"""Dataset rows as a task: read in their real format, streamed reproducibly, refused with the place of the fault."""
+"""Dataset rows as a task: read in their real format, streamed reproducibly, refused with the place
+of the fault.
+"""
 
 import base64
 import json
@@ -35,12 +37,20 @@ ROWS = [{"question": f"What is {n}+0?", "answer": str(n)} for n in range(10)]
 
 
 def task(rows=ROWS, **options) -> DatasetTask:
-    return DatasetTask("sums", rows, FORMATS["qa"], VERIFIERS, extractors={"math": extract_answer}, **options)
+    return DatasetTask(
+        "sums", rows, FORMATS["qa"], VERIFIERS, extractors={"math": extract_answer}, **options
+    )
 
 
 def facts(problem):
     """All of a problem; two partial objects are equal only if they are one."""
-    return problem.id, problem.prompt, problem.verify.func, problem.verify.keywords, problem.solution
+    return (
+        problem.id,
+        problem.prompt,
+        problem.verify.func,
+        problem.verify.keywords,
+        problem.solution,
+    )
 
 
 def write(path: Path, rows) -> Path:
@@ -53,25 +63,40 @@ def test_gsm8k_rows():
     first = problems[0]
     assert first.id == "gsm8k-0"
     assert first.prompt.startswith("Natalia sold clips to 48 of her friends in April,")
-    assert first.prompt.endswith("\n\nPlease reason step by step, and put your final answer within \\boxed{}.")
+    assert first.prompt.endswith(
+        "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+    )
     assert first.verify("72") == 1.0 and first.verify("71") == 0.0
     assert first.solution.startswith("Natalia sold 48/2") and first.solution.endswith("#### 72")
-    assert [p.verify.keywords["answer"] for p in problems] == ["72", "10", "5", "42", "1080", "850000", "-7"]
+    assert [p.verify.keywords["answer"] for p in problems] == [
+        "72",
+        "10",
+        "5",
+        "42",
+        "1080",
+        "850000",
+        "-7",
+    ]
 
 
-@pytest.mark.parametrize(("name", "answers"), [("aime24", ["204", "113", "371"]), ("amc23", ["27", "36", "45"])])
+@pytest.mark.parametrize(
+    ("name", "answers"), [("aime24", ["204", "113", "371"]), ("amc23", ["27", "36", "45"])]
+)
 def test_competition_rows(name, answers):
     problems = list(load_dataset_task(name, VERIFIERS, path=DATA / f"{name}.jsonl"))
     assert [p.verify.keywords["answer"] for p in problems] == answers
     assert all(
-        p.prompt.split("\n\n")[0] in {row["question"] for row in load_rows(DATA / f"{name}.jsonl")} for p in problems
+        p.prompt.split("\n\n")[0] in {row["question"] for row in load_rows(DATA / f"{name}.jsonl")}
+        for p in problems
     )
 
 
 def test_problems_say_what_is_expected():
     (problem,) = task([{"problem": "2+2?", "answer": 4}])
     assert problem.answer == "4"
-    checked = load_dataset_task("mbpp", {**VERIFIERS, "code": VERIFIERS["math"]}, path=DATA / "mbpp.jsonl")
+    checked = load_dataset_task(
+        "mbpp", {**VERIFIERS, "code": VERIFIERS["math"]}, path=DATA / "mbpp.jsonl"
+    )
     assert all(problem.answer is None for problem in checked), "tests are no text to read"
     synthetic = load_task("trace", lines=4).problem(0)
     assert synthetic.verify(f"answer: {synthetic.answer}") == 1.0
@@ -86,12 +111,16 @@ def test_every_epoch_is_a_permutation_and_every_index_a_pure_function(epoch, see
     stream = [task().problem(10 * epoch + i, seed) for i in range(10)]
     assert {p.id for p in stream} == {f"sums-{i}" for i in range(10)}
     again = task()
-    assert [facts(again.problem(10 * epoch + i, seed)) for i in reversed(range(10))] == list(map(facts, stream[::-1]))
+    assert [facts(again.problem(10 * epoch + i, seed)) for i in reversed(range(10))] == list(
+        map(facts, stream[::-1])
+    )
 
 
 def test_epochs_and_seeds_differ():
     orders = {
-        tuple(task().problem(10 * epoch + i, seed).id for i in range(10)) for epoch in range(3) for seed in range(3)
+        tuple(task().problem(10 * epoch + i, seed).id for i in range(10))
+        for epoch in range(3)
+        for seed in range(3)
     }
     assert len(orders) == 9
 
@@ -106,12 +135,21 @@ def test_rows_in_order_for_evaluation():
 
 
 def test_duplicates_and_long_prompts_are_dropped_and_counted(caplog):
-    rows = [*ROWS, {"question": " what IS  3+0?", "answer": "3"}, {"question": "Why? " * 100, "answer": "1"}]
+    rows = [
+        *ROWS,
+        {"question": " what IS  3+0?", "answer": "3"},
+        {"question": "Why? " * 100, "answer": "1"},
+    ]
     kept = task(rows, max_length=100)
-    assert caplog.messages == ["the dataset: dropped 2 of 12 rows: 1 duplicate, 1 too long"] and len(kept) == 10
+    assert (
+        caplog.messages == ["the dataset: dropped 2 of 12 rows: 1 duplicate, 1 too long"]
+        and len(kept) == 10
+    )
     longest = max(len(p.prompt) for p in kept)
     assert len(task(rows, max_length=longest)) == 10
-    with pytest.raises(ConfigError, match=r"no problem of 12 rows \(11 too long, 1 duplicate\); raise max_length"):
+    with pytest.raises(
+        ConfigError, match=r"no problem of 12 rows \(11 too long, 1 duplicate\); raise max_length"
+    ):
         task(rows, max_length=longest - 1)
 
 
@@ -122,7 +160,9 @@ def test_an_id_names_the_row_whatever_was_dropped_before_it():
 
 def test_template_and_chat_rendering():
     rows = [{"question": "Is {x} \\in {question}?", "answer": "yes"}]
-    prompt = next(iter(task(rows, template="Q: {question} {y}\nA:", render="<user>{}<assistant>".format))).prompt
+    prompt = next(
+        iter(task(rows, template="Q: {question} {y}\nA:", render="<user>{}<assistant>".format))
+    ).prompt
     assert prompt == "<user>Q: Is {x} \\in {question}? {y}\nA:<assistant>"
     with pytest.raises(ConfigError, match=r"no \{question\}"):
         task(template="Solve.")
@@ -146,7 +186,10 @@ def test_local_files_of_every_kind(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "2+2?"}, "row 2 of .*rows.jsonl has no answer or final_answer; its fields are question;"),
+        (
+            {"question": "2+2?"},
+            "row 2 of .*rows.jsonl has no answer or final_answer; its fields are question;",
+        ),
         (
             {"question": "2+2?", "answer": " "},
             "row 2 of .* has no answer or final_answer; its fields are question, answer;",
@@ -167,7 +210,9 @@ def test_a_row_that_lacks_something_is_named(tmp_path, row, message):
 
 def test_a_gsm8k_row_without_its_mark(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"question": "2+2?", "answer": "It is 4."}])
-    with pytest.raises(ConfigError, match=r"row 1 of .* cannot be used: its answer does not end in '#### n'"):
+    with pytest.raises(
+        ConfigError, match=r"row 1 of .* cannot be used: its answer does not end in '#### n'"
+    ):
         load_dataset_task("gsm8k", VERIFIERS, path=path)
 
 
@@ -188,7 +233,9 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
 
 
 def test_a_missing_file():
-    with pytest.raises(ConfigError, match=r"no dataset file at /nowhere/rows.jsonl; expected a .jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"no dataset file at /nowhere/rows.jsonl; expected a .jsonl"
+    ):
         load_dataset_task("gsm8k", VERIFIERS, path="/nowhere/rows.jsonl")
 
 
@@ -212,15 +259,21 @@ def test_the_hub_s_rows_are_asked_for_by_name_config_and_split(monkeypatch):
 
     asked = []
     monkeypatch.setattr(
-        datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or datasets.Dataset.from_list(ROWS)
+        datasets,
+        "load_dataset",
+        lambda *a, **k: asked.append((a, k)) or datasets.Dataset.from_list(ROWS),
     )
-    loaded = DatasetTask("sums", dataset.load_hub_rows(FORMATS["gsm8k"], "test"), FORMATS["qa"], VERIFIERS)
+    loaded = DatasetTask(
+        "sums", dataset.load_hub_rows(FORMATS["gsm8k"], "test"), FORMATS["qa"], VERIFIERS
+    )
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
     assert [p.prompt for p in loaded] == [p.prompt for p in task()]
 
 
 def test_names_and_verifiers_that_are_not_there():
-    with pytest.raises(ConfigError, match=r"no file or dataset 'gsm9k'; known datasets: .*gsm8k.*; with options"):
+    with pytest.raises(
+        ConfigError, match=r"no file or dataset 'gsm9k'; known datasets: .*gsm8k.*; with options"
+    ):
         load_dataset_task("gsm9k", VERIFIERS)
     with pytest.raises(ConfigError, match="'qa' is read from a local file; give its path"):
         load_dataset_task("qa", VERIFIERS)
@@ -237,7 +290,9 @@ def test_the_reference_solutions_earn_full_reward():
             assert problem.verify(f"It is \\boxed{{{answer}}}.") == 1.0
             assert problem.verify(problem.solution or f"#### {answer}") == 1.0
             assert problem.verify(f"It is \\boxed{{{answer}1}}.") == 0.0
-    last = load_dataset_task("gsm8k", {"math": partial(verify_math, last_number=True)}, path=DATA / "gsm8k.jsonl")
+    last = load_dataset_task(
+        "gsm8k", {"math": partial(verify_math, last_number=True)}, path=DATA / "gsm8k.jsonl"
+    )
     assert next(iter(last)).verify("So she sold 72 clips.") == 1.0
 
 
@@ -253,26 +308,52 @@ def test_local_files_need_neither_torch_nor_the_hub_s_client():
 
 def read(name: str, file: str | None = None, kind: str = "math"):
     path = DATA / f"{file or 'hub/' + name.replace('-', '_')}.jsonl"
-    return list(load_dataset_task(name, {kind: same}, path=path, extractors={"math": extract_answer}))
+    return list(
+        load_dataset_task(name, {kind: same}, path=path, extractors={"math": extract_answer})
+    )
 
 
 @pytest.mark.parametrize("name", sorted(name for name, format in FORMATS.items() if format.hub))
 def test_five_rows_in_the_columns_of_every_data_set_on_the_hub_become_five_problems(name, caplog):
     path = DATA / "hub" / f"{name.replace('-', '_').replace('+', '_plus')}.jsonl"
     verifiers = {**VERIFIERS, "code": same}
-    problems = list(load_dataset_task(name, verifiers, path=path, extractors={"math": extract_answer}))
+    problems = list(
+        load_dataset_task(name, verifiers, path=path, extractors={"math": extract_answer})
+    )
     assert len(problems) == 5 and not caplog.messages
-    asked = "```python code block." if FORMATS[name].kind == "code" else "\n\nPlease reason step by step, and put your"
-    assert all(asked in problem.prompt and "{question}" not in problem.prompt for problem in problems)
+    asked = (
+        "```python code block."
+        if FORMATS[name].kind == "code"
+        else "\n\nPlease reason step by step, and put your"
+    )
+    assert all(
+        asked in problem.prompt and "{question}" not in problem.prompt for problem in problems
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "start", "answers"),
     [
-        ("math", "A rectangle is three times", ["108", "56", r"\frac{1}{3}", r"3+\sqrt{2}", "[-2, 3]"]),
-        ("math500", "A rectangle is three times", ["108", "56", r"\frac{1}{3}", r"3+\sqrt{2}", "[-2, 3]"]),
-        ("deepscaler", "A rectangle is three times", ["108", "56", r"\frac{1}{3}", r"3+\sqrt{2}", "[-2, 3]"]),
-        ("polaris", "A rectangle is three times", ["108", "56", r"\frac{1}{3}", r"3+\sqrt{2}", "[-2, 3]"]),
+        (
+            "math",
+            "A rectangle is three times",
+            ["108", "56", r"\frac{1}{3}", r"3+\sqrt{2}", "[-2, 3]"],
+        ),
+        (
+            "math500",
+            "A rectangle is three times",
+            ["108", "56", r"\frac{1}{3}", r"3+\sqrt{2}", "[-2, 3]"],
+        ),
+        (
+            "deepscaler",
+            "A rectangle is three times",
+            ["108", "56", r"\frac{1}{3}", r"3+\sqrt{2}", "[-2, 3]"],
+        ),
+        (
+            "polaris",
+            "A rectangle is three times",
+            ["108", "56", r"\frac{1}{3}", r"3+\sqrt{2}", "[-2, 3]"],
+        ),
         ("dapo-math", "How many ordered pairs", ["80", "924", "1", "67", "54"]),
         ("aime24", "How many ordered pairs", ["80", "924", "1", "67", "54"]),
         ("aime25", "Three fair dice", ["14", "60", "351", "25", "36"]),
@@ -281,14 +362,16 @@ def test_five_rows_in_the_columns_of_every_data_set_on_the_hub_become_five_probl
         ("amc22-24", "Three fair dice", ["14", "60", "351", "25", "36"]),
         ("gsm8k", "Mara bakes 4 trays", ["18", "6", "1300", "10", "6"]),
     ],
-)  # fmt: skip
+)
 def test_math_formats(name, start, answers):
     from sparrow.rewards import verify_math
 
     problems = read(name)
     assert [p.verify.keywords["answer"] for p in problems] == answers
     assert problems[0].prompt.startswith(start)
-    assert problems[0].prompt.endswith("\n\nPlease reason step by step, and put your final answer within \\boxed{}.")
+    assert problems[0].prompt.endswith(
+        "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+    )
     for answer, other in pairwise(answers):
         assert verify_math(f"So it is \\boxed{{{answer}}}.", answer) == 1.0
         assert verify_math(f"So it is \\boxed{{{answer}}}.", other) == 0.0
@@ -318,7 +401,9 @@ def test_answers_boxed_in_a_solution(solution, answer):
 
 @pytest.mark.parametrize("solution", ["It is 5.", r"\boxed", r"\boxed{5", ""])
 def test_a_solution_without_a_boxed_answer_is_refused(solution):
-    with pytest.raises(ConfigError, match=r"row 1 of the dataset (cannot be used: it has no answer|has no answer)"):
+    with pytest.raises(
+        ConfigError, match=r"row 1 of the dataset (cannot be used: it has no answer|has no answer)"
+    ):
         task([{"problem": "What?", "solution": solution}])
 
 
@@ -333,11 +418,23 @@ def test_taco_rows(caplog):
     assert caplog.messages[0].endswith("dropped 1 of 3 rows: 1 unusable")
     tests = call.verify.keywords["answer"]
     assert tests["fn_name"] == "is_sorted_and_how" and tests["inputs"][1] == [[15, 7, 3, -8]]
-    assert tests["outputs"] == ["yes, ascending", "yes, descending", "no"]  # one by one, out of their lists
-    assert "The function is called is_sorted_and_how." in call.prompt and "def is_sorted_and_how(arr):" in call.prompt
-    assert call.prompt.endswith("in one ```python code block.") and "standard input" not in call.prompt
+    assert tests["outputs"] == [
+        "yes, ascending",
+        "yes, descending",
+        "no",
+    ]  # one by one, out of their lists
+    assert (
+        "The function is called is_sorted_and_how." in call.prompt
+        and "def is_sorted_and_how(arr):" in call.prompt
+    )
+    assert (
+        call.prompt.endswith("in one ```python code block.") and "standard input" not in call.prompt
+    )
     tests = stdin.verify.keywords["answer"]
-    assert tests == {"inputs": ["3 4\n", "10 -2\n", "7 7"], "outputs": ["7\n-1\n", "8\n12\n", "14\n0"]}
+    assert tests == {
+        "inputs": ["3 4\n", "10 -2\n", "7 7"],
+        "outputs": ["7\n-1\n", "8\n12\n", "14\n0"],
+    }
     assert "reads standard input" in stdin.prompt
     assert stdin.solution.startswith("```python\na, b = ")
 
@@ -345,26 +442,36 @@ def test_taco_rows(caplog):
 def test_results_that_are_lists_stay_lists():
     row = {
         "question": "?",
-        "input_output": json.dumps({"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1], [1, 2]]}),
+        "input_output": json.dumps(
+            {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1], [1, 2]]}
+        ),
     }
     (problem,) = DatasetTask("taco", [row], FORMATS["taco"], {"code": same})
     assert problem.verify.keywords["answer"]["outputs"] == [[1], [1, 2]]
 
 
 @pytest.mark.parametrize(
-    "tests", ["", None, "{", "{}", '{"inputs": ["1"], "outputs": []}', '{"inputs": [' + "9" * 5000 + "]}"]
+    "tests",
+    ["", None, "{", "{}", '{"inputs": ["1"], "outputs": []}', '{"inputs": [' + "9" * 5000 + "]}"],
 )
 def test_taco_rows_that_nobody_can_use_are_counted(tests, caplog):
     good = {"question": "1?", "input_output": json.dumps({"inputs": ["1"], "outputs": ["1"]})}
-    task = DatasetTask("taco", [{"question": "0?", "input_output": tests}, good], FORMATS["taco"], {"code": same})
-    assert caplog.messages == ["the dataset: dropped 1 of 2 rows: 1 unusable"] and [p.id for p in task] == ["taco-1"]
+    task = DatasetTask(
+        "taco", [{"question": "0?", "input_output": tests}, good], FORMATS["taco"], {"code": same}
+    )
+    assert caplog.messages == ["the dataset: dropped 1 of 2 rows: 1 unusable"] and [
+        p.id for p in task
+    ] == ["taco-1"]
 
 
 def test_humaneval_and_mbpp_rows():
     first, _, helper, _ = read("humaneval", "humaneval", kind="code")
     tests = helper.verify.keywords["answer"]
     assert first.prompt.startswith("Complete this function:\n```python\nfrom typing import List")
-    assert tests["entry_point"] == "make_palindrome" and "def is_palindrome" in tests["setup"] == tests["prelude"]
+    assert (
+        tests["entry_point"] == "make_palindrome"
+        and "def is_palindrome" in tests["setup"] == tests["prelude"]
+    )
     assert helper.solution.endswith("return string + string[:beginning_of_suffix][::-1]\n\n```")
     similar = read("mbpp", "mbpp", kind="code")[0]
     assert similar.prompt.startswith(
@@ -372,7 +479,9 @@ def test_humaneval_and_mbpp_rows():
     )
     assert similar.prompt.count("assert similar_elements(") == 3
     (plus,) = read("mbpp+", "mbpp_plus", kind="code")
-    assert "np.allclose" in plus.verify.keywords["answer"]["test"] and "np.allclose" not in plus.prompt
+    assert (
+        "np.allclose" in plus.verify.keywords["answer"]["test"] and "np.allclose" not in plus.prompt
+    )
 
 
 @pytest.mark.parametrize(
@@ -407,7 +516,12 @@ def test_livecodebench_s_pickles_run_nothing(tmp_path):
         ("é", "cannot be used"),
     ):
         with pytest.raises(ConfigError, match=message):
-            DatasetTask("x", [{**row, "private_test_cases": private}], FORMATS["livecodebench"], {"code": same})
+            DatasetTask(
+                "x",
+                [{**row, "private_test_cases": private}],
+                FORMATS["livecodebench"],
+                {"code": same},
+            )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -416,16 +530,26 @@ def test_repositories_that_need_their_files_named(monkeypatch):
 
     asked = []
     monkeypatch.setattr(
-        datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or datasets.Dataset.from_list(ROWS)
+        datasets,
+        "load_dataset",
+        lambda *a, **k: asked.append((a, k)) or datasets.Dataset.from_list(ROWS),
     )
     dataset.load_hub_rows(FORMATS["taco"], "train")
     dataset.load_hub_rows(FORMATS["livecodebench"], "test")
     assert asked == [
-        (("parquet",), {"data_files": {"train": ["hf://datasets/BAAI/TACO/ALL/train-*.parquet"]}, "split": "train"}),
+        (
+            ("parquet",),
+            {
+                "data_files": {"train": ["hf://datasets/BAAI/TACO/ALL/train-*.parquet"]},
+                "split": "train",
+            },
+        ),
         (
             ("json",),
             {
-                "data_files": {"test": ["hf://datasets/livecodebench/code_generation_lite/test*.jsonl"]},
+                "data_files": {
+                    "test": ["hf://datasets/livecodebench/code_generation_lite/test*.jsonl"]
+                },
                 "split": "test",
             },
         ),

@@ -1,4 +1,6 @@
-"""Tasks: problems are a pure function of (index, seed), solutions verify, text survives the tokenizer."""
+"""Tasks: problems are a pure function of (index, seed), solutions verify, text survives the
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,20 @@ seeds = st.integers(0, 10**6)
 
 
 def run_program(prompt: str) -> int:
-    """An independent interpreter that uses every value up: a value read twice or overwritten unread is an error."""
+    """An independent interpreter that uses every value up: a value read twice or overwritten unread
+    is an error.
+    """
     values: dict[str, int] = {}
     for line in prompt.removeprefix("program:\n").removesuffix("trace:\n").splitlines():
         expression, name = line.strip().split(" -> ")
         words = expression.split(" ")
         numbers = [int(word) if word.isdigit() else values.pop(word) for word in words[::2]]
         assert name not in values
-        result = numbers[0] if len(words) == 1 else numbers[0] + (numbers[1] if words[1] == "+" else -numbers[1])
+        result = (
+            numbers[0]
+            if len(words) == 1
+            else numbers[0] + (numbers[1] if words[1] == "+" else -numbers[1])
+        )
         values[name] = result % 10
     (last,) = values.values()
     return last
@@ -69,7 +77,9 @@ def test_problems_are_a_pure_function_of_index_and_seed() -> None:
     task = Trace(12)
     problems = [task.problem(i, seed) for seed in range(5) for i in range(40)]
     again = [task.problem(i, seed) for seed in range(5) for i in range(40)]
-    assert [(p.id, p.prompt, p.solution) for p in again] == [(p.id, p.prompt, p.solution) for p in problems]
+    assert [(p.id, p.prompt, p.solution) for p in again] == [
+        (p.id, p.prompt, p.solution) for p in problems
+    ]
     assert len({p.prompt for p in problems}) == len({p.id for p in problems}) == 200
 
 
@@ -103,7 +113,8 @@ def test_slip_miscalculates_the_stated_share_of_results() -> None:
 
 
 def test_links_are_drawn_from_an_urn() -> None:
-    # Weight 1/2 for each of 8 words plus 1 for each use: the second word repeats the first with (1/2 + 1) / (4 + 1).
+    # Weight 1/2 for each of 8 words plus 1 for each use: the second word repeats the first with
+    # (1/2 + 1) / (4 + 1).
     repeated = 0
     for index in range(4000):
         solution = Trace(2).problem(index).solution
@@ -155,7 +166,10 @@ def test_tokenizer_is_small_and_loads_from_a_folder(tmp_path: Path) -> None:
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = " 7 then ba 7\nanswer: 7<eos>"
     assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
-    assert loaded.decode(loaded(text)["input_ids"], skip_special_tokens=True) == " 7 then ba 7\nanswer: 7"
+    assert (
+        loaded.decode(loaded(text)["input_ids"], skip_special_tokens=True)
+        == " 7 then ba 7\nanswer: 7"
+    )
     assert loaded("what")["input_ids"] == [loaded.unk_token_id]
 
 
@@ -192,15 +206,22 @@ def reasoner() -> Any:
 
 def test_reasoner_has_the_tasks_vocabulary() -> None:
     transformers = pytest.importorskip("transformers")
-    assert transformers.AutoTokenizer.from_pretrained(REASONER).get_vocab() == build_tokenizer().get_vocab()
+    assert (
+        transformers.AutoTokenizer.from_pretrained(REASONER).get_vocab()
+        == build_tokenizer().get_vocab()
+    )
 
 
 def test_reasoner_solves_unseen_programs_greedily(reasoner: Any) -> None:
     tokenizer = build_tokenizer()
     problems = [Trace(8).problem(i, seed=1) for i in range(8)]
-    inputs = tokenizer([p.prompt for p in problems], padding=True, return_tensors="pt", return_token_type_ids=False)
+    inputs = tokenizer(
+        [p.prompt for p in problems], padding=True, return_tensors="pt", return_token_type_ids=False
+    )
     output = reasoner.generate(**inputs, max_new_tokens=96, do_sample=False)
-    texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    texts = tokenizer.batch_decode(
+        output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
     assert [p.verify(text) for p, text in zip(problems, texts, strict=True)] == [1.0] * 8
 
 
@@ -244,4 +265,9 @@ def test_impossible_tasks_are_refused(make: Callable[[], object], message: str) 
 
 def test_tasks_load_neither_torch_nor_transformers() -> None:
     code = "import sys, sparrow.tasks; print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )

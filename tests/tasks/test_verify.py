@@ -1,4 +1,6 @@
-"""Several responses judged at a time: the first error is raised, nothing begins after it, and a hang has a limit."""
+"""Several responses judged at a time: the first error is raised, nothing begins after it, and a
+hang has a limit.
+"""
 
 import time
 
@@ -13,7 +15,11 @@ SLOW_S = 0.3
 
 
 def judged(verify, count, **options):
-    return verify_all([Problem(str(i), "", verify) for i in range(count)], [str(i) for i in range(count)], **options)
+    return verify_all(
+        [Problem(str(i), "", verify) for i in range(count)],
+        [str(i) for i in range(count)],
+        **options,
+    )
 
 
 def test_rewards_are_in_the_order_of_responses():

@@ -1,4 +1,6 @@
-"""One of several processes of ``test_ranks``: ``python -m tests.train.ranks_worker SCENARIO FOLDER``."""
+"""One of several processes of ``test_ranks``: ``python -m tests.train.ranks_worker SCENARIO
+FOLDER``.
+"""
 
 import copy
 import json
@@ -21,17 +23,23 @@ from tests.conftest import tiny_model
 from tests.train.test_trainer import SCHEDULE, EarlyWords
 
 PLAIN = TrainConfig(
-    steps=3, save_every=1, seed=5,
+    steps=3,
+    save_every=1,
+    seed=5,
     rollout=RolloutConfig(prompts=3, samples=3, max_new_tokens=16, top_n=8, resample=1),
     optimizer=OptimizerConfig(learning_rate=3e-3, token_budget=100, minibatches=2),
-)  # fmt: skip
+)
 DISTILLED = replace(
-    PLAIN, steps=2, distill=DistillConfig(enabled=True, rank=4),
+    PLAIN,
+    steps=2,
+    distill=DistillConfig(enabled=True, rank=4),
     optimizer=OptimizerConfig(learning_rate=3e-3, token_budget=100, gradient_checkpointing=True),
-)  # fmt: skip
+)
 
 
-def trainer(config: TrainConfig, run_dir: Path, task=None, listener=lambda event, metrics: None, seed=0) -> Trainer:
+def trainer(
+    config: TrainConfig, run_dir: Path, task=None, listener=lambda event, metrics: None, seed=0
+) -> Trainer:
     tokenizer = build_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer), initializer_range=0.1, seed=seed)
     engine = HFEngine(copy.deepcopy(model), SCHEDULE, eos_ids=[tokenizer.eos_token_id])
@@ -47,7 +55,9 @@ def shard_on_cpu() -> None:
     def made(self, *args, fsdp_plugin=None, **kwargs):
         make(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
-            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.distributed_type = PartialState._shared_state["distributed_type"] = (
+                DistributedType.FSDP
+            )
             self.fsdp_plugin = fsdp_plugin
 
     AcceleratorState.__init__ = made
@@ -59,13 +69,17 @@ def agree(folder: Path) -> None:
 
 def lose(folder: Path) -> None:
     shard_on_cpu()
-    stopping(folder)(trainer(DISTILLED, folder / "fsdp", listener=dies_after(folder / "fsdp", step=1)).train)
+    stopping(folder)(
+        trainer(DISTILLED, folder / "fsdp", listener=dies_after(folder / "fsdp", step=1)).train
+    )
 
 
 def resume(folder: Path) -> None:
     shard_on_cpu()
     resumed = trainer(replace(DISTILLED, resume=True), folder / "fsdp")
-    assert resumed.step == 1 and all(type(p).__name__ == "DTensor" for p in resumed.learner.plain_scorer.parameters())
+    assert resumed.step == 1 and all(
+        type(p).__name__ == "DTensor" for p in resumed.learner.plain_scorer.parameters()
+    )
     resumed.train()
 
 
@@ -73,7 +87,11 @@ def dies_after(run: Path, step: int) -> Callable[[str, dict], None]:
     """The second process is killed in the update after this step's checkpoint."""
 
     def die(event: str, metrics: dict) -> None:
-        if os.environ["RANK"] == "1" and event == "update" and (run / "checkpoints" / f"step-{step}").exists():
+        if (
+            os.environ["RANK"] == "1"
+            and event == "update"
+            and (run / "checkpoints" / f"step-{step}").exists()
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
 
     return die
@@ -122,6 +140,9 @@ def fail(folder: Path) -> None:
 
 if __name__ == "__main__":
     {"agree": agree, "lose": lose, "resume": resume, "fail": fail}[sys.argv[1]](Path(sys.argv[2]))
-    if sys.argv[1] in ("lose", "fail"):  # with its other process dead, torch's own threads may abort an orderly end
+    if sys.argv[1] in (
+        "lose",
+        "fail",
+    ):  # with its other process dead, torch's own threads may abort an orderly end
         sys.stderr.flush()
         os._exit(0)

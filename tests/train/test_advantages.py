@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from sparrow.train.advantages import compute_advantages
 
-# Group 7 is rows 0, 2, 4, 5 with rewards 1 0 0 0; group 3 is rows 1, 3, 6 with equal rewards; group 5 is row 7 alone.
+# Group 7 is rows 0, 2, 4, 5 with rewards 1 0 0 0; group 3 is rows 1, 3, 6 with equal rewards; group
+# 5 is row 7 alone.
 GROUPS = torch.tensor([7, 3, 7, 3, 7, 7, 3, 5])
 REWARDS = torch.tensor([1.0, 0.1, 0.0, 0.1, 0.0, 0.0, 0.1, 1.0])
 
@@ -19,7 +20,8 @@ def rows(first: float, others: float) -> list[float]:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        # mean 1/4, deviations 3/4 and -1/4, sum of squares 9/16 + 3/16 = 3/4, sample std sqrt((3/4) / 3) = 1/2
+        # mean 1/4, deviations 3/4 and -1/4, sum of squares 9/16 + 3/16 = 3/4, sample std sqrt((3/4)
+        # / 3) = 1/2
         ("grpo", rows(1.5, -0.5)),
         ("dr_grpo", rows(0.75, -0.25)),
         # the others of row 0 average 0; those of each other row average 1/3
@@ -42,7 +44,9 @@ def test_equal_rewards_give_exactly_zero(kind):
     assert metrics["zero_variance_fraction"] == 1.0
 
 
-batches = st.lists(st.tuples(st.integers(0, 64), st.integers(-2, 2)), min_size=1, max_size=12)  # 64ths: exact sums
+batches = st.lists(
+    st.tuples(st.integers(0, 64), st.integers(-2, 2)), min_size=1, max_size=12
+)  # 64ths: exact sums
 
 
 @settings(deadline=None)
@@ -50,7 +54,9 @@ batches = st.lists(st.tuples(st.integers(0, 64), st.integers(-2, 2)), min_size=1
 def test_invariants(batch, random):
     rewards = torch.tensor([reward / 64 for reward, _ in batch])
     groups = torch.tensor([group for _, group in batch])
-    standard, centred, left_out = (compute_advantages(kind, rewards, groups)[0] for kind in ("grpo", "dr_grpo", "rloo"))
+    standard, centred, left_out = (
+        compute_advantages(kind, rewards, groups)[0] for kind in ("grpo", "dr_grpo", "rloo")
+    )
     for group in groups.unique():
         members = groups == group
         n = int(members.sum())
@@ -81,7 +87,10 @@ def test_no_gradient_reaches_the_rewards():
         (lambda: compute_advantages("grpo", REWARDS[:3], GROUPS), "same, non-zero length"),
         (lambda: compute_advantages("grpo", REWARDS[:0], GROUPS[:0]), "same, non-zero length"),
         (lambda: compute_advantages("grpo", REWARDS, GROUPS.float()), "integer group ids"),
-        (lambda: compute_advantages("rloo", REWARDS.where(GROUPS != 5, torch.nan), GROUPS), "reward 7 is nan"),
+        (
+            lambda: compute_advantages("rloo", REWARDS.where(GROUPS != 5, torch.nan), GROUPS),
+            "reward 7 is nan",
+        ),
     ],
 )
 def test_errors(call, message):

@@ -1,4 +1,6 @@
-"""Collecting a step's experience: what a reward is made of, which groups are replaced, and that processes agree."""
+"""Collecting a step's experience: what a reward is made of, which groups are replaced, and that
+processes agree.
+"""
 
 import json
 import threading
@@ -35,9 +37,19 @@ def test_overlong_penalty_by_hand():
 def test_reward_is_the_sum_of_its_named_parts():
     assert reward_parts(1.0, True, 10, 10, RewardConfig()) == {"correct": 1.0}
     config = RewardConfig(format=0.1, overlong="penalty", overlong_window=4)
-    assert reward_parts(0.0, True, 9, 10, config) == {"correct": 0.0, "format": 0.1, "overlong": -0.75}
-    assert reward_parts(1.0, False, 5, 10, config) == {"correct": 1.0, "format": 0.0, "overlong": 0.0}
-    assert reward_parts(1.0, False, 9, 10, RewardConfig(overlong="penalty"))["overlong"] == -0.5  # a fifth of 10
+    assert reward_parts(0.0, True, 9, 10, config) == {
+        "correct": 0.0,
+        "format": 0.1,
+        "overlong": -0.75,
+    }
+    assert reward_parts(1.0, False, 5, 10, config) == {
+        "correct": 1.0,
+        "format": 0.0,
+        "overlong": 0.0,
+    }
+    assert (
+        reward_parts(1.0, False, 9, 10, RewardConfig(overlong="penalty"))["overlong"] == -0.5
+    )  # a fifth of 10
 
 
 def test_reward_metrics_by_hand():
@@ -56,7 +68,10 @@ def test_reward_metrics_by_hand():
 def test_bad_settings_are_refused():
     for make, message in (
         (lambda: RewardConfig(format=-1), "reward.format is -1"),
-        (lambda: TrainConfig(reward=RewardConfig(overlong_window=2000)), "overlong_window is 2000.*at most.*1024"),
+        (
+            lambda: TrainConfig(reward=RewardConfig(overlong_window=2000)),
+            "overlong_window is 2000.*at most.*1024",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             make()
@@ -95,13 +110,32 @@ def test_math_and_code_train_together_from_the_command_line(tmp_path, capsys):
     tiny_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "sums.jsonl").write_text(
-        "".join(json.dumps({"question": f"{i} + 1 ?", "answer": str(i + 1)}) + "\n" for i in range(8))
+        "".join(
+            json.dumps({"question": f"{i} + 1 ?", "answer": str(i + 1)}) + "\n" for i in range(8)
+        )
     )
     tests = json.dumps({"inputs": ["1\n"], "outputs": ["1\n"]})
     rows = [{"question": f"echo {i} times", "input_output": tests} for i in range(8)]
     (tmp_path / "code.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sizes = ["--rollout.prompts", "3", "--rollout.samples", "2", "--rollout.max-new-tokens", "8", "--steps", "1"]
-    command = ["train", "--model", str(tmp_path / "model"), "--run-dir", str(tmp_path / "run"), *sizes, "--dataset"]
+    sizes = [
+        "--rollout.prompts",
+        "3",
+        "--rollout.samples",
+        "2",
+        "--rollout.max-new-tokens",
+        "8",
+        "--steps",
+        "1",
+    ]
+    command = [
+        "train",
+        "--model",
+        str(tmp_path / "model"),
+        "--run-dir",
+        str(tmp_path / "run"),
+        *sizes,
+        "--dataset",
+    ]
     main(
         [
             *command,
@@ -126,7 +160,10 @@ def test_math_and_code_train_together_from_the_command_line(tmp_path, capsys):
 
 def test_a_bundled_task_says_what_answer_a_response_states():
     problem = load_task("trace", lines=4).problem(0)
-    assert problem.extract(problem.solution) == problem.solution[-1] and problem.extract("answer: none") is None
+    assert (
+        problem.extract(problem.solution) == problem.solution[-1]
+        and problem.extract("answer: none") is None
+    )
     assert problem.source == "trace"
 
 
@@ -137,11 +174,15 @@ class Digits:
     """Problem i asks for i; responses to every third one all fail."""
 
     def problem(self, index: int, seed: int = 0) -> Problem:
-        return Problem(str(index), f" {index % 10}", lambda text: 0.0 if index % 3 == 0 else float("+" in text))
+        return Problem(
+            str(index), f" {index % 10}", lambda text: 0.0 if index % 3 == 0 else float("+" in text)
+        )
 
 
 class Signs:
-    """Answers plus to the even and minus to the odd samples of a prompt, which it knows by their seeds."""
+    """Answers plus to the even and minus to the odd samples of a prompt, which it knows by their
+    seeds.
+    """
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
@@ -182,9 +223,13 @@ def collected(ranks: int, prompts=8, resample=2, cursor=0):
     )
 
     def process(rank: int) -> None:
-        config = TrainConfig(rollout=RolloutConfig(prompts=prompts, samples=2, max_new_tokens=4, resample=resample))
+        config = TrainConfig(
+            rollout=RolloutConfig(prompts=prompts, samples=2, max_new_tokens=4, resample=resample)
+        )
         place = Threads(rank, barrier, slots)
-        found[rank] = Collector(config, build_tokenizer(), Digits(), engines[rank], place).collect(cursor)
+        found[rank] = Collector(config, build_tokenizer(), Digits(), engines[rank], place).collect(
+            cursor
+        )
 
     threads = [threading.Thread(target=process, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
@@ -196,15 +241,22 @@ def collected(ranks: int, prompts=8, resample=2, cursor=0):
 
 def test_groups_of_equal_rewards_are_replaced_until_none_is_left():
     (one,), (engine,) = collected(1)
-    # Of 0..7 the problems 0, 3, 6 are level; 8, 9, 10 replace them, 9 is level too, and 11 replaces it.
+    # Of 0..7 the problems 0, 3, 6 are level; 8, 9, 10 replace them, 9 is level too, and 11 replaces
+    # it.
     assert [p.id for p in one.problems[::2]] == ["8", "1", "2", "11", "4", "5", "10", "7"]
     assert one.cursor == 12 and [g.problem.id for g in one.drawn] == [str(i) for i in range(12)]
-    assert one.rewards.tolist() == [1.0, 0.0] * 8 and one.groups.tolist() == [i for i in range(8) for _ in "ab"]
+    assert one.rewards.tolist() == [1.0, 0.0] * 8 and one.groups.tolist() == [
+        i for i in range(8) for _ in "ab"
+    ]
     assert len(set(engine.seeds)) == len(engine.seeds) == 24, "a response has a seed of its own"
     (bounded,), _ = collected(1, resample=1)
-    assert [p.id for p in bounded.problems[6:8]] == ["9", "9"] and bounded.cursor == 11, "what is left stays"
+    assert [p.id for p in bounded.problems[6:8]] == ["9", "9"] and bounded.cursor == 11, (
+        "what is left stays"
+    )
     (plain,), _ = collected(1, resample=0, cursor=6)
-    assert [p.id for p in plain.problems[::2]] == [str(i) for i in range(6, 14)] and plain.cursor == 14
+    assert [p.id for p in plain.problems[::2]] == [
+        str(i) for i in range(6, 14)
+    ] and plain.cursor == 14
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
@@ -215,7 +267,9 @@ def test_every_process_knows_what_one_alone_would_have_collected(ranks):
         assert one.cursor == alone.cursor and one.rewards.tolist() == alone.rewards.tolist()
         assert [p.id for p in one.problems] == [p.id for p in alone.problems]
         assert [g.problem.id for g in one.drawn] == [g.problem.id for g in alone.drawn]
-    assert sorted(seed for e in engines for seed in e.seeds) == sorted(engine.seeds), "and sampled its share of it"
+    assert sorted(seed for e in engines for seed in e.seeds) == sorted(engine.seeds), (
+        "and sampled its share of it"
+    )
     assert max(len(e.seeds) for e in engines) <= min(len(e.seeds) for e in engines) + 3
 
 
@@ -228,7 +282,10 @@ def test_one_slow_verifier_holds_up_itself_only():
 
     config = TrainConfig(rollout=RolloutConfig(prompts=8, samples=2, max_new_tokens=4))
     place = Threads(0, threading.Barrier(1), [None])
-    assert Collector(config, build_tokenizer(), Meeting(), Signs(), place).collect(0).rewards.tolist() == [1.0] * 16
+    assert (
+        Collector(config, build_tokenizer(), Meeting(), Signs(), place).collect(0).rewards.tolist()
+        == [1.0] * 16
+    )
 
 
 # --- in the trainer ---
@@ -259,7 +316,8 @@ def test_resampled_run_is_resumed_exactly(tmp_path):
     assert metrics_of(tmp_path / "parts") == rows
     assert all(row["reward"]["prompts"] > 4 for row in rows)
     drawn = [
-        json.loads(line)["problem"] for line in Path(tmp_path / "whole", "rollouts.jsonl").read_text().splitlines()
+        json.loads(line)["problem"]
+        for line in Path(tmp_path / "whole", "rollouts.jsonl").read_text().splitlines()
     ]
     assert len(set(drawn)) == len(drawn), "no problem is drawn twice"
 
@@ -267,7 +325,10 @@ def test_resampled_run_is_resumed_exactly(tmp_path):
 def test_penalised_run_logs_its_parts(tmp_path):
     make_trainer(tmp_path, steps=1, **RESAMPLED).train()
     reward = metrics_of(tmp_path)[0]["reward"]
-    assert reward["mean"] == pytest.approx(sum(reward["parts"].values())) and -1 <= reward["parts"]["overlong"] < 0
+    assert (
+        reward["mean"] == pytest.approx(sum(reward["parts"].values()))
+        and -1 <= reward["parts"]["overlong"] < 0
+    )
 
 
 @pytest.mark.slow
@@ -283,9 +344,13 @@ def test_truncated_responses_have_no_loss(tmp_path, monkeypatch):
     rollout = RolloutConfig(prompts=8, samples=8, max_new_tokens=24, top_n=8)
     make_trainer(tmp_path / "keep", steps=1, rollout=rollout).train()
     keep, seen = seen, []
-    make_trainer(tmp_path / "mask", steps=1, rollout=rollout, reward=RewardConfig(overlong="mask")).train()
+    make_trainer(
+        tmp_path / "mask", steps=1, rollout=rollout, reward=RewardConfig(overlong="mask")
+    ).train()
     assert [length for _, length in keep] == [length for _, length in seen]
     # 24 tokens may also be a response that ended by itself there, in theory.
     assert all(advantage == 0 for advantage, length in seen if length == 24)
     assert all(a == b for (a, _), (b, length) in zip(keep, seen, strict=True) if length < 24)
-    assert 0 < sum(length < 24 for _, length in seen) < 64 and any(a for a, length in keep if length == 24)
+    assert 0 < sum(length < 24 for _, length in seen) < 64 and any(
+        a for a, length in keep if length == 24
+    )

@@ -15,13 +15,26 @@ from sparrow.errors import ConfigError
 from sparrow.train.config import CorrectionConfig
 from sparrow.train.corrections import Correction, compute_correction
 
-KINDS = ["none", "token_tis", "sequence_tis", "geometric_tis", "icepop", "sparse_rl", "obrs", "m2po"]
+KINDS = [
+    "none",
+    "token_tis",
+    "sequence_tis",
+    "geometric_tis",
+    "icepop",
+    "sparse_rl",
+    "obrs",
+    "m2po",
+]
 
 
 def batch(*ratios: list[float]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """log p, log q, mask of right-padded sequences with these ratios p/q; log q = 0 keeps log p/q exact."""
+    """log p, log q, mask of right-padded sequences with these ratios p/q; log q = 0 keeps log p/q
+    exact.
+    """
     longest = max(len(row) for row in ratios)
-    log_p_BT = torch.full((len(ratios), longest), torch.nan, dtype=torch.float64)  # NaN padding must never be read
+    log_p_BT = torch.full(
+        (len(ratios), longest), torch.nan, dtype=torch.float64
+    )  # NaN padding must never be read
     for row, values in zip(log_p_BT, ratios, strict=True):
         row[: len(values)] = torch.tensor([math.log(r) for r in values], dtype=torch.float64)
     mask_BT = ~log_p_BT.isnan()
@@ -36,9 +49,13 @@ def correct(kind: str, log_p, log_q, mask, z_BT=None, uniform_BT=None, **options
     generator = torch.Generator().manual_seed(0)
     z, uniform = (torch.rand(mask.shape, generator=generator) for _ in range(2))
     return compute_correction(
-        CorrectionConfig(kind, **options), log_p, log_q, mask,
-        z_BT=z if z_BT is None else z_BT, uniform_BT=uniform if uniform_BT is None else uniform_BT,
-    )  # fmt: skip
+        CorrectionConfig(kind, **options),
+        log_p,
+        log_q,
+        mask,
+        z_BT=z if z_BT is None else z_BT,
+        uniform_BT=uniform if uniform_BT is None else uniform_BT,
+    )
 
 
 def assert_correction(actual: Correction, weights: list[list[float]], kept: list[list[int]]):
@@ -102,24 +119,41 @@ def test_sequence_tis_by_hand():
 
 
 def test_icepop_by_hand():
-    correction = correct("icepop", *EXAMPLE)  # 0.5 is in the band of 0.5 to 5, its ends included; 1/4 and 1/8 are not
+    correction = correct(
+        "icepop", *EXAMPLE
+    )  # 0.5 is in the band of 0.5 to 5, its ends included; 1/4 and 1/8 are not
     assert_correction(correction, [[1, 4, 0.5], [0, 0, 0]], [[1, 1, 1], [0, 0, 0]])
     assert correction.metrics["masked_fraction"] == pytest.approx(2 / 5)
     assert correction.metrics["dropped_sequence_fraction"] == pytest.approx(1 / 2)
     assert correction.metrics["weight_mean"] == pytest.approx(5.5 / 5)
-    assert correction.metrics["ess_sequence"] == pytest.approx(1 / 2)  # one sequence of two carries all weight
+    assert correction.metrics["ess_sequence"] == pytest.approx(
+        1 / 2
+    )  # one sequence of two carries all weight
     assert_correction(correct("icepop", *batch([5, 5.001])), [[5, 0]], [[1, 0]])
-    assert_correction(correct("icepop", *EXAMPLE, band=(0.2, 3.0)), [[1, 0, 0.5], [0.25, 0, 0]], [[1, 0, 1], [1, 0, 0]])
+    assert_correction(
+        correct("icepop", *EXAMPLE, band=(0.2, 3.0)),
+        [[1, 0, 0.5], [0.25, 0, 0]],
+        [[1, 0, 1], [1, 0, 0]],
+    )
 
 
 def test_sparse_rl_by_hand():
-    # First: 4 and 1.6 leave the band of 0.5 to 1.5. Second: one ratio below 1e-4 takes the good tokens with it.
+    # First: 4 and 1.6 leave the band of 0.5 to 1.5. Second: one ratio below 1e-4 takes the good
+    # tokens with it.
     correction = correct("sparse_rl", *batch([1, 4, 0.5, 1.6, 1.5], [1, 9e-5, 1], [1, 2e-4]))
     assert_correction(
-        correction, [[1, 0, 0.5, 0, 1.5], [0] * 5, [1, 0, 0, 0, 0]], [[1, 0, 1, 0, 1], [0] * 5, [1, 0, 0, 0, 0]]
+        correction,
+        [[1, 0, 0.5, 0, 1.5], [0] * 5, [1, 0, 0, 0, 0]],
+        [[1, 0, 1, 0, 1], [0] * 5, [1, 0, 0, 0, 0]],
     )
-    assert correct("sparse_rl", *EXAMPLE, reject_below=0.2).mask_BT.tolist() == [[True, False, True], [False] * 3]
-    assert correct("sparse_rl", *EXAMPLE, band=(0.2, 4.0)).mask_BT.tolist() == [[True] * 3, [True, False, False]]
+    assert correct("sparse_rl", *EXAMPLE, reject_below=0.2).mask_BT.tolist() == [
+        [True, False, True],
+        [False] * 3,
+    ]
+    assert correct("sparse_rl", *EXAMPLE, band=(0.2, 4.0)).mask_BT.tolist() == [
+        [True] * 3,
+        [True, False, False],
+    ]
     assert correction.metrics["masked_fraction"] == pytest.approx(6 / 10)
     assert correction.metrics["dropped_sequence_fraction"] == pytest.approx(1 / 3)
 
@@ -135,20 +169,32 @@ def test_obrs_by_hand():
     assert capped.metrics["clipped_fraction"] == pytest.approx(1 / 5)
     # lambda = 2 halves the acceptance, 1/2, 1, 1/4 | 1/8, 1/16, and weighs Z max(2, r).
     uniform_BT[0, 0] = 0.4
-    half = correct("obrs", *EXAMPLE, z_BT=z_BT, uniform_BT=uniform_BT, obrs_lambda=2.0, cap=UNCAPPED)
+    half = correct(
+        "obrs", *EXAMPLE, z_BT=z_BT, uniform_BT=uniform_BT, obrs_lambda=2.0, cap=UNCAPPED
+    )
     assert_correction(half, [[1.6, 2.4, 0], [0, 0, 0]], [[1, 1, 0], [0, 0, 0]])
 
 
 def test_obrs_allows_for_a_rounded_normalizer():
-    assert correct("obrs", *EXAMPLE, z_BT=torch.full((2, 3), 1 + 1e-6), uniform_BT=torch.zeros(2, 3)).mask_BT.sum() == 5
+    assert (
+        correct(
+            "obrs", *EXAMPLE, z_BT=torch.full((2, 3), 1 + 1e-6), uniform_BT=torch.zeros(2, 3)
+        ).mask_BT.sum()
+        == 5
+    )
 
 
 def test_m2po_by_hand():
-    # log r: 0.5 0.1 | -0.2 0.3, squares 0.25 0.01 | 0.04 0.09; means of the smallest 0.01 0.025 0.0467 0.0975
+    # log r: 0.5 0.1 | -0.2 0.3, squares 0.25 0.01 | 0.04 0.09; means of the smallest 0.01 0.025
+    # 0.0467 0.0975
     example = batch([math.exp(0.5), math.exp(0.1)], [math.exp(-0.2), math.exp(0.3)])
     two = [[0, math.exp(0.1)], [math.exp(-0.2), 0]]
     assert_correction(correct("m2po", *example), two, [[0, 1], [1, 0]])
-    assert_correction(correct("m2po", *example, m2_bound=0.05), [two[0], [two[1][0], math.exp(0.3)]], [[0, 1], [1, 1]])
+    assert_correction(
+        correct("m2po", *example, m2_bound=0.05),
+        [two[0], [two[1][0], math.exp(0.3)]],
+        [[0, 1], [1, 1]],
+    )
     nothing = correct("m2po", *example, m2_bound=0.005)
     assert_correction(nothing, [[0, 0], [0, 0]], [[0, 0], [0, 0]])
     assert nothing.metrics["ess_token"] == nothing.metrics["ess_sequence"] == 0.0
@@ -164,7 +210,9 @@ log_ratios = st.one_of(st.floats(-0.5, 0.5), st.floats(-20, 20), st.just(0.0))
 sequences = st.lists(st.lists(log_ratios, max_size=6), min_size=1, max_size=4).filter(any)
 
 
-def padded(rows: list[list[float]], padding: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def padded(
+    rows: list[list[float]], padding: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     T = max(map(len, rows))
     log_r = torch.tensor([row + [padding] * (T - len(row)) for row in rows], dtype=torch.float64)
     mask = torch.tensor([[t < len(row) for t in range(T)] for row in rows])
@@ -231,7 +279,9 @@ def test_m2po_keeps_the_bound_and_no_fewer_tokens_than_it_must(rows, bound):
         assert m2[kept].mean().item() <= bound * (1 + 1e-12)
     if dropped:
         assert dropped[0] >= m2[kept].max().item() if kept.any() else True
-        assert torch.tensor([*m2[kept].tolist(), dropped[0]]).double().mean().item() > bound * (1 - 1e-12)
+        assert torch.tensor([*m2[kept].tolist(), dropped[0]]).double().mean().item() > bound * (
+            1 - 1e-12
+        )
 
 
 distributions = st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5).map(
@@ -250,22 +300,40 @@ def test_obrs_expectation_is_the_target(p_V, q_V, obrs_lambda):
     mask = torch.ones(1, 5, dtype=torch.bool)
     below = correct("obrs", log_p, log_q, mask, uniform_BT=(accept_V * (1 - 1e-9))[None], **options)
     above = correct(
-        "obrs", log_p, log_q, mask, uniform_BT=(accept_V * (1 + 1e-9)).clamp(max=1 - 1e-12)[None], **options
+        "obrs",
+        log_p,
+        log_q,
+        mask,
+        uniform_BT=(accept_V * (1 + 1e-9)).clamp(max=1 - 1e-12)[None],
+        **options,
     )
     assert below.mask_BT.all()
     assert torch.equal(above.mask_BT[0], accept_V == 1)
-    torch.testing.assert_close(q_V * accept_V * below.weight_BT[0].double(), z * p_V, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(
+        q_V * accept_V * below.weight_BT[0].double(), z * p_V, rtol=1e-5, atol=1e-8
+    )
 
 
 def test_obrs_acceptance_over_a_grid_of_draws():
-    """The same without being told the acceptance probability: average over 10,000 evenly spaced draws."""
-    p_V, q_V = torch.tensor([0.5, 0.3, 0.15, 0.05]).double(), torch.tensor([0.1, 0.3, 0.2, 0.4]).double()
+    """The same without being told the acceptance probability: average over 10,000 evenly spaced
+    draws.
+    """
+    p_V, q_V = (
+        torch.tensor([0.5, 0.3, 0.15, 0.05]).double(),
+        torch.tensor([0.1, 0.3, 0.2, 0.4]).double(),
+    )
     n = 10_000
     uniform = ((torch.arange(n).double() + 0.5) / n)[:, None].expand(n, 4)
-    log_p, log_q, mask = p_V.log().expand(n, 4), q_V.log().expand(n, 4), torch.ones(n, 4, dtype=torch.bool)
+    log_p, log_q, mask = (
+        p_V.log().expand(n, 4),
+        q_V.log().expand(n, 4),
+        torch.ones(n, 4, dtype=torch.bool),
+    )
     z = torch.full((n, 4), 0.1 + 0.3 + 0.15 + 0.05).double()
     correction = correct("obrs", log_p, log_q, mask, z_BT=z, uniform_BT=uniform, cap=UNCAPPED)
-    torch.testing.assert_close(q_V * correction.weight_BT.double().mean(0), 0.6 * p_V, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        q_V * correction.weight_BT.double().mean(0), 0.6 * p_V, rtol=0, atol=1e-4
+    )
     # Dividing by the accepted share instead of all draws removes Z: the estimate of E_p itself.
     accepted = (q_V * correction.mask_BT.double().mean(0)).sum().item()
     assert accepted == pytest.approx(0.6, abs=1e-4)
@@ -280,7 +348,9 @@ def test_32k_tokens_neither_overflow_nor_underflow(kind, dtype):
     correction = correct(kind, log_p, log_q, torch.ones(2, T, dtype=torch.bool))
     assert correction.weight_BT.isfinite().all()
     assert all(map(math.isfinite, correction.metrics.values()))
-    assert correction.metrics["ess_sequence_ratio"] == pytest.approx(0.5)  # one of the two outweighs all
+    assert correction.metrics["ess_sequence_ratio"] == pytest.approx(
+        0.5
+    )  # one of the two outweighs all
     expected = {"sequence_tis": (2.0, 0.0), "geometric_tis": (math.exp(0.5), math.exp(-0.5))}
     if kind in expected:
         assert correction.weight_BT[:, 0].tolist() == pytest.approx(expected[kind])
@@ -288,14 +358,18 @@ def test_32k_tokens_neither_overflow_nor_underflow(kind, dtype):
 
 def test_32k_tokens_keep_the_digits_of_the_product():
     log_q = torch.full((1, 32_768), -0.7, dtype=torch.float64)
-    correction = correct("sequence_tis", log_q + 1e-5, log_q, torch.ones(1, 32_768, dtype=torch.bool))
+    correction = correct(
+        "sequence_tis", log_q + 1e-5, log_q, torch.ones(1, 32_768, dtype=torch.bool)
+    )
     assert correction.weight_BT[0, 0].item() == pytest.approx(math.exp(0.32768), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_stop(kind):
     log_p, log_q, mask = padded([[0.1, -0.3], [0.2]])
-    assert not correct(kind, log_p.requires_grad_(), log_q.requires_grad_(), mask).weight_BT.requires_grad
+    assert not correct(
+        kind, log_p.requires_grad_(), log_q.requires_grad_(), mask
+    ).weight_BT.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -304,14 +378,24 @@ def test_gradients_stop(kind):
         (lambda: correct("none", EXAMPLE[0], EXAMPLE[1][:1], EXAMPLE[2]), r"one shape \[B, T\]"),
         (lambda: correct("none", EXAMPLE[0], EXAMPLE[1], EXAMPLE[2].float()), "pass a bool tensor"),
         (lambda: correct("none", EXAMPLE[0], EXAMPLE[1], EXAMPLE[2] & False), "no response token"),
-        (lambda: correct("none", EXAMPLE[0], EXAMPLE[1] - math.inf, EXAMPLE[2]), "token 0 of sequence 0 .* log q -inf"),
         (
-            lambda: correct("obrs", *EXAMPLE, z_BT=torch.ones(2, 3), uniform_BT=torch.full((2, 3), 1.5)),
+            lambda: correct("none", EXAMPLE[0], EXAMPLE[1] - math.inf, EXAMPLE[2]),
+            "token 0 of sequence 0 .* log q -inf",
+        ),
+        (
+            lambda: correct(
+                "obrs", *EXAMPLE, z_BT=torch.ones(2, 3), uniform_BT=torch.full((2, 3), 1.5)
+            ),
             r"uniform_BT leaves \[0, 1\]",
         ),
-        (lambda: correct("obrs", *EXAMPLE, z_BT=torch.ones(2), uniform_BT=torch.ones(2, 3)), r"z_BT has shape \(2,\)"),
         (
-            lambda: correct("obrs", *EXAMPLE, z_BT=torch.full((2, 3), 1.001), uniform_BT=torch.zeros(2, 3)),
+            lambda: correct("obrs", *EXAMPLE, z_BT=torch.ones(2), uniform_BT=torch.ones(2, 3)),
+            r"z_BT has shape \(2,\)",
+        ),
+        (
+            lambda: correct(
+                "obrs", *EXAMPLE, z_BT=torch.full((2, 3), 1.001), uniform_BT=torch.zeros(2, 3)
+            ),
             r"z_BT leaves \[0, 1\]",
         ),
     ],
@@ -334,7 +418,10 @@ def test_errors(call, message):
 )
 def test_config_is_validated(options):
     (name,) = options
-    with pytest.raises(ConfigError, match=rf"^correction\.{name} is .*, but must be .*; change correction\.{name}\.$"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^correction\.{name} is .*, but must be .*; change correction\.{name}\.$",
+    ):
         CorrectionConfig(**options)
 
 

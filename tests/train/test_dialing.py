@@ -1,4 +1,6 @@
-"""What the dial is told of a step: which tokens count as drafted, verified and unverified, and what the log says."""
+"""What the dial is told of a step: which tokens count as drafted, verified and unverified, and what
+the log says.
+"""
 
 import json
 from dataclasses import replace
@@ -35,14 +37,27 @@ def rollout(prompt, tokens, verified, alpha):
 def test_tokens_are_told_apart_by_hand():
     rollouts = [rollout(10, 4, 2, [np.nan, 0.5]), rollout(30, 2, 2, [0.25, 0.75])]
     acceptances = [
-        TokenAcceptance(x := np.linspace(0.1, 0.4, len(r)), x, SCHEDULE.page_end(len(r.prompt_ids) + np.arange(len(r))))
+        TokenAcceptance(
+            x := np.linspace(0.1, 0.4, len(r)),
+            x,
+            SCHEDULE.page_end(len(r.prompt_ids) + np.arange(len(r))),
+        )
         for r in rollouts
     ]
-    assert [a.lower.tolist() for a in dialing.verified(rollouts, acceptances)] == [[0.1, 0.2], [0.1, 0.4]]
-    assert [a.lower.tolist() for a in dialing.unverified(rollouts, acceptances)] == [[pytest.approx(0.3), 0.4], []]
+    assert [a.lower.tolist() for a in dialing.verified(rollouts, acceptances)] == [
+        [0.1, 0.2],
+        [0.1, 0.4],
+    ]
+    assert [a.lower.tolist() for a in dialing.unverified(rollouts, acceptances)] == [
+        [pytest.approx(0.3), 0.4],
+        [],
+    ]
     drafted = dialing.drafted(rollouts, SCHEDULE)
     assert [a.lower.tolist() for a in drafted] == [[0.5], [0.25, 0.75]]
-    assert [a.position.tolist() for a in drafted] == [[12], [32, 32]]  # 11 cached tokens, and 30 and 31
+    assert [a.position.tolist() for a in drafted] == [
+        [12],
+        [32, 32],
+    ]  # 11 cached tokens, and 30 and 31
 
 
 def test_a_turn_is_told_of_its_step_by_hand():
@@ -55,8 +70,9 @@ def test_a_turn_is_told_of_its_step_by_hand():
     said = dialing.turn(dial, rollouts, acceptances, SCHEDULE, Ceiling(), 0)
     assert said["verified_up_to"] == 32 and said["unverified_fraction"] == 0.5
     assert [(b["start"], b["mode"], b["p5"], b["verdict"]) for b in said["bins"]] == [
-        (16, "lossless", pytest.approx(0.95), "ready"), (32, "lossy", 0.92, "holds")
-    ]  # fmt: skip
+        (16, "lossless", pytest.approx(0.95), "ready"),
+        (32, "lossy", 0.92, "holds"),
+    ]
     assert said["speedup"] == pytest.approx((2 + 2) / (2 + 1))
     assert dial.verified_up_to == 16
     json.dumps(said)
@@ -67,10 +83,15 @@ def trainer(run_dir, dial, steps=4, resume=False):
     model = tiny_model(vocab_size=len(tokenizer), initializer_range=0.1)
     engine = HFEngine(model, Decoding("auto", SCHEDULE, 4), eos_ids=[tokenizer.eos_token_id])
     config = TrainConfig(
-        run_dir=str(run_dir), steps=steps, save_every=1, seed=5, resume=resume, tau=0.1,
+        run_dir=str(run_dir),
+        steps=steps,
+        save_every=1,
+        seed=5,
+        resume=resume,
+        tau=0.1,
         rollout=RolloutConfig(mode="auto", prompts=4, samples=4, max_new_tokens=24, top_n=200),
         optimizer=OptimizerConfig(learning_rate=3e-3, token_budget=200),
-    )  # fmt: skip
+    )
     return Trainer(config, model, tokenizer, EarlyWords(), engine, SCHEDULE, dial=dial)
 
 
@@ -83,7 +104,9 @@ def test_a_run_turns_the_dial_and_goes_on_exactly_where_it_was(tmp_path):
     trainer(tmp_path / "whole", cheap()).train()
     whole = metrics_of(tmp_path / "whole")
     ends = [row["dial"]["verified_up_to"] for row in whole]
-    assert ends[0] is None and ends[1] < float("inf") and whole[0]["dial"]["unverified_fraction"] == 0
+    assert (
+        ends[0] is None and ends[1] < float("inf") and whole[0]["dial"]["unverified_fraction"] == 0
+    )
     assert whole[-1]["dial"]["unverified_fraction"] > whole[1]["dial"]["unverified_fraction"] > 0.05
     assert whole[0]["mismatch"]["mean"] > 0.999 > whole[-1]["mismatch"]["mean"]
     trainer(tmp_path / "cut", cheap(), steps=2).train()
@@ -98,8 +121,13 @@ def test_an_engine_that_verifies_all_or_nothing_is_refused_by_name(tmp_path):
         pass
 
     made = TrainConfig(run_dir=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"Server verifies all of a response or nothing.*take mode lossless or lossy"):
-        Trainer(made, tiny_model(), build_tokenizer(), EarlyWords(), Server(), SCHEDULE, dial=cheap())
+    with pytest.raises(
+        ConfigError,
+        match=r"Server verifies all of a response or nothing.*take mode lossless or lossy",
+    ):
+        Trainer(
+            made, tiny_model(), build_tokenizer(), EarlyWords(), Server(), SCHEDULE, dial=cheap()
+        )
 
 
 @pytest.mark.slow
@@ -119,12 +147,17 @@ def test_the_correction_leaves_verified_tokens_alone():
     dense = engine.score(rollouts, SparsitySchedule.dense(), 1.0)
     mask = pad([np.ones(len(r), bool) for r in rollouts])
     config = replace(TrainConfig().correction, cap=10.0)
-    found = compute_correction(config, pad([s.logprobs for s in dense]), pad([r.logprobs for r in rollouts]), mask)
+    found = compute_correction(
+        config, pad([s.logprobs for s in dense]), pad([r.logprobs for r in rollouts]), mask
+    )
     exact = rollouts[0].verification.tokens
     assert {r.verification.tokens for r in rollouts} == {exact} and 20 < exact < 24
     assert (found.weight_BT[:, :exact] - 1).abs().max() < 1e-3
     assert (found.weight_BT[:, exact:] - 1).abs().mean() > 0.05
-    # As the trainer measures it: what was verified is as good as the engine's rounding, what was not is not.
-    alpha = [token_acceptance(r, s.top_logprobs, SCHEDULE) for r, s in zip(rollouts, dense, strict=True)]
+    # As the trainer measures it: what was verified is as good as the engine's rounding, what was
+    # not is not.
+    alpha = [
+        token_acceptance(r, s.top_logprobs, SCHEDULE) for r, s in zip(rollouts, dense, strict=True)
+    ]
     assert min(a.lower.min() for a in dialing.verified(rollouts, alpha)) > 0.9999
     assert np.mean([a.lower.mean() for a in dialing.unverified(rollouts, alpha)]) < 0.99

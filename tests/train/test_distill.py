@@ -14,7 +14,13 @@ from sparrow.model.actor import keep_attention, set_schedule, teacher_forced
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import build_tokenizer
 from sparrow.train import distill
-from sparrow.train.config import DistillConfig, GuardConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from sparrow.train.config import (
+    DistillConfig,
+    GuardConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from sparrow.train.distill import Adapter, Distiller, bucket_kl, worst_responses
 from sparrow.train.lora import base_weights, merged_weights
 from sparrow.train.trainer import Trainer
@@ -29,7 +35,9 @@ def model_():
     return tiny_model(vocab_size=len(build_tokenizer()), initializer_range=0.3)
 
 
-def run(run_dir, distill, steps=1, schedule=SCHEDULE, learning_rate=1e-3, closed_loop=False, **changes) -> Trainer:
+def run(
+    run_dir, distill, steps=1, schedule=SCHEDULE, learning_rate=1e-3, closed_loop=False, **changes
+) -> Trainer:
     tokenizer = build_tokenizer()
     engine = HFEngine(model_(), schedule, eos_ids=[])
     config = TrainConfig(
@@ -41,7 +49,9 @@ def run(run_dir, distill, steps=1, schedule=SCHEDULE, learning_rate=1e-3, closed
         distill=distill,
         **changes,
     )
-    trainer = Trainer(config, model_(), tokenizer, EarlyWords(), engine, schedule, closed_loop=closed_loop)
+    trainer = Trainer(
+        config, model_(), tokenizer, EarlyWords(), engine, schedule, closed_loop=closed_loop
+    )
     trainer.train()
     return trainer
 
@@ -76,16 +86,29 @@ def test_phi_gets_no_gradient_from_the_dense_loss_and_theta_none_from_the_sparse
     model.zero_grad()
     with adapter.active(), teacher_forced(model, [10, 10]):
         model(input_ids=ids).logits.square().mean().backward()
-    assert all(p.grad is None or not p.grad.any() for n, p in model.named_parameters() if "lora_" not in n)
+    assert all(
+        p.grad is None or not p.grad.any() for n, p in model.named_parameters() if "lora_" not in n
+    )
     assert any(p.grad.any() for p in adapter.parameters)
 
 
 def test_checkpointed_layers_keep_what_sparse_attention_found(tmp_path, monkeypatch):
     contexts = []
-    monkeypatch.setattr(distill, "keep_attention", lambda: contexts.append(keep_attention()) or contexts[-1])
-    config = TrainConfig(run_dir=str(tmp_path), optimizer=OptimizerConfig(gradient_checkpointing=True), distill=ON)
+    monkeypatch.setattr(
+        distill, "keep_attention", lambda: contexts.append(keep_attention()) or contexts[-1]
+    )
+    config = TrainConfig(
+        run_dir=str(tmp_path), optimizer=OptimizerConfig(gradient_checkpointing=True), distill=ON
+    )
     model = model_()
-    Trainer(config, model, build_tokenizer(), EarlyWords(), HFEngine(model_(), SCHEDULE, eos_ids=[]), SCHEDULE)
+    Trainer(
+        config,
+        model,
+        build_tokenizer(),
+        EarlyWords(),
+        HFEngine(model_(), SCHEDULE, eos_ids=[]),
+        SCHEDULE,
+    )
     with teacher_forced(model.train(), [10]):
         model(input_ids=torch.randint(0, 151, (1, 60))).logits.sum().backward()
     assert len(contexts) == model.config.num_hidden_layers
@@ -119,7 +142,8 @@ def test_actor_weights_are_merged_out_of_place():
     ids = torch.randint(0, 151, (1, 50))
     with adapter.active():
         adapted = model(input_ids=ids).logits.float()
-    # Merged weights are rounded to bf16 once more than the adapter path: a relative error of 2^-8 per layer.
+    # Merged weights are rounded to bf16 once more than the adapter path: a relative error of 2^-8
+    # per layer.
     assert (actor(input_ids=ids).logits.float() - adapted).norm() < 0.05 * adapted.norm()
     assert (model(input_ids=ids).logits.float() - adapted).norm() > 0.2 * adapted.norm()
 
@@ -132,7 +156,10 @@ def test_the_layers_gradients_are_those_of_a_lora():
     model.double()
     layer = model.model.layers[1].mlp.up_proj
     A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    x, d_out = torch.randn(2, 9, A.shape[1]).double().requires_grad_(), torch.randn(2, 9, B.shape[0]).double()
+    x, d_out = (
+        torch.randn(2, 9, A.shape[1]).double().requires_grad_(),
+        torch.randn(2, 9, B.shape[0]).double(),
+    )
     with adapter.active():
         found = torch.autograd.grad(layer(x), (x, A, B), d_out)
         with torch.autocast("cpu", torch.bfloat16):
@@ -140,7 +167,9 @@ def test_the_layers_gradients_are_those_of_a_lora():
         weight = layer.base_layer.weight + layer.scaling["default"] * B @ A
         expected = torch.autograd.grad(x @ weight.T, (x, A, B), d_out)
     for ours, coarse, direct in zip(found, rounded, expected, strict=True):
-        torch.testing.assert_close(ours, direct, atol=1e-5, rtol=1e-5)  # weights are merged in float32
+        torch.testing.assert_close(
+            ours, direct, atol=1e-5, rtol=1e-5
+        )  # weights are merged in float32
         assert (coarse - direct).norm() < 0.02 * direct.norm()
 
 
@@ -181,12 +210,17 @@ def test_both_are_saved_and_resumed_and_the_adapter_is_standard_peft(tmp_path):
 
     adapted = PeftModel.from_pretrained(model_(), tmp_path / "parts" / "adapter")
     adapted.base_model.model.load_state_dict(
-        {n.replace(".weight", ".base_layer.weight") if "_proj" in n else n: p for n, p in theta(resumed).items()},
+        {
+            n.replace(".weight", ".base_layer.weight") if "_proj" in n else n: p
+            for n, p in theta(resumed).items()
+        },
         strict=False,
     )
     ids = torch.randint(0, 151, (1, 50))
     actual = adapted(input_ids=ids).logits
-    torch.testing.assert_close(actual, resumed.engine.model(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        actual, resumed.engine.model(input_ids=ids).logits, atol=1e-4, rtol=1e-4
+    )
     again = Adapter(model_(), replace(ON, adapter=str(tmp_path / "parts" / "adapter")), SCHEDULE)
     phi = [p for n, p in resumed.model.named_parameters() if "lora_" in n]
     assert all(torch.equal(a, b) for a, b in zip(again.parameters, phi, strict=True))
@@ -196,7 +230,9 @@ def test_both_are_saved_and_resumed_and_the_adapter_is_standard_peft(tmp_path):
 def test_the_closed_loop_takes_a_distilled_actor_to_fewer_pages_where_it_holds_tau(tmp_path):
     roomy = SCHEDULE.replace(top_k=(8, 8))
     easy = run(tmp_path / "easy", ON, steps=2, schedule=roomy, closed_loop=True, tau=0.01)
-    assert easy.schedule.top_k[0] == 5 and easy.engine.schedule == easy.schedule  # 8 pages of 11, with 3 always kept
+    assert (
+        easy.schedule.top_k[0] == 5 and easy.engine.schedule == easy.schedule
+    )  # 8 pages of 11, with 3 always kept
     state = json.loads((tmp_path / "easy" / "checkpoints" / "step-2" / "state.json").read_text())
     assert state["schedule"]["top_k"] == list(easy.schedule.top_k)
     hard = run(tmp_path / "hard", ON, steps=2, schedule=roomy, closed_loop=True, tau=0.9999)
@@ -208,7 +244,9 @@ def test_the_adapter_follows_a_schedule_that_the_guard_raises(tmp_path):
     run(tmp_path, ON, steps=3, guard=GuardConfig("raise", threshold=0.999, patience=1))
     rows = metrics_of(tmp_path)
     tables = [row["schedule"]["top_k"][0] for row in rows]
-    assert tables == [0, 2, 5] and all("distill" in row for row in rows)  # 3, 5, 8 pages with the 3 always kept
+    assert tables == [0, 2, 5] and all(
+        "distill" in row for row in rows
+    )  # 3, 5, 8 pages with the 3 always kept
 
 
 def test_bucket_kl_by_hand_and_as_a_bound():
@@ -217,14 +255,21 @@ def test_bucket_kl_by_hand_and_as_a_bound():
     # 0.5 ln 2 + 0 + 0.25 ln(0.25 / 0.5) = 0.25 ln 2
     assert bucket_kl(p, q).item() == pytest.approx(0.25 * np.log(2), abs=1e-6)
     generator = torch.Generator().manual_seed(0)
-    full_p, full_q = (torch.randn(64, 30, generator=generator).mul(2).log_softmax(-1) for _ in range(2))
+    full_p, full_q = (
+        torch.randn(64, 30, generator=generator).mul(2).log_softmax(-1) for _ in range(2)
+    )
     exact = (full_p.exp() * (full_p - full_q)).sum(-1)
     torch.testing.assert_close(bucket_kl(full_p, full_q), exact, atol=1e-4, rtol=1e-4)
     assert (bucket_kl(full_p[:, :7], full_q[:, :7]) <= exact + 1e-5).all()
 
 
 def test_worst_responses_have_the_lowest_tail():
-    acceptance = [np.full(9, 0.9), np.array([0.2] + [1.0] * 8), np.full(3, 0.95), np.array([0.1] + [1.0] * 99)]
+    acceptance = [
+        np.full(9, 0.9),
+        np.array([0.2] + [1.0] * 8),
+        np.full(3, 0.95),
+        np.array([0.1] + [1.0] * 99),
+    ]
     assert worst_responses(acceptance, 0.5) == [0, 1]
     assert worst_responses(acceptance, 0.75) == [0, 1, 2]
     assert worst_responses(acceptance, 0.01) == [1]
@@ -234,13 +279,19 @@ def test_worst_responses_have_the_lowest_tail():
 def test_responses_left_out_take_no_forward_pass(tmp_path, monkeypatch):
     scored = []
     stock = Distiller.actor_logprobs
-    monkeypatch.setattr(Distiller, "actor_logprobs", lambda self, e, rows: scored.extend(rows) or stock(self, e, rows))
+    monkeypatch.setattr(
+        Distiller,
+        "actor_logprobs",
+        lambda self, e, rows: scored.extend(rows) or stock(self, e, rows),
+    )
     trainer = run(tmp_path, replace(ON, responses=0.25))
     assert len(scored) == len(set(scored)) == 4
     row = metrics_of(tmp_path)[0]
     assert 0 < row["distill"]["tokens"] <= 4 * 40 < row["response"]["tokens"]
     _, phi = trainer.learner.optimizer.param_groups
-    assert phi["params"] and all(p in trainer.learner.optimizer.state for p in phi["params"]), "phi was trained"
+    assert phi["params"] and all(p in trainer.learner.optimizer.state for p in phi["params"]), (
+        "phi was trained"
+    )
 
 
 def test_bad_input_is_one_sentence(tmp_path):
@@ -248,7 +299,8 @@ def test_bad_input_is_one_sentence(tmp_path):
         Adapter(model_(), ON, SparsitySchedule.dense())
     for targets in (("warp_proj",), ("q_proj", "warp_proj")):
         with pytest.raises(
-            ConfigError, match="cannot put a LoRA on warp_proj: the linear layers of this model are down_"
+            ConfigError,
+            match="cannot put a LoRA on warp_proj: the linear layers of this model are down_",
         ):
             Adapter(model_(), replace(ON, target_modules=targets), SCHEDULE)
     with pytest.raises(ConfigError, match=r"kl_coef is -1"):
@@ -271,9 +323,17 @@ def test_an_adapter_of_another_base_is_refused_and_one_of_a_trained_base_is_not(
         p.data += 0.1 * p.std() * torch.randn_like(p) if p.ndim > 1 else 0.0
     Adapter(trained, config, SCHEDULE)
     with pytest.raises(ConfigError, match="was trained on other weights"):
-        Adapter(tiny_model(vocab_size=len(build_tokenizer()), initializer_range=0.3, seed=1), config, SCHEDULE)
-    save_file(load_file(tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_model.safetensors")
-    Adapter(tiny_model(vocab_size=len(build_tokenizer()), seed=1), config, SCHEDULE)  # not said what it was trained on
+        Adapter(
+            tiny_model(vocab_size=len(build_tokenizer()), initializer_range=0.3, seed=1),
+            config,
+            SCHEDULE,
+        )
+    save_file(
+        load_file(tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_model.safetensors"
+    )
+    Adapter(
+        tiny_model(vocab_size=len(build_tokenizer()), seed=1), config, SCHEDULE
+    )  # not said what it was trained on
 
 
 def test_teacher_forced_pass_uses_the_actual_schedule():

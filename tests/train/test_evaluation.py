@@ -1,4 +1,6 @@
-"""Evaluations and exports while a run goes on: none is lost or repeated, and training is as it would be without."""
+"""Evaluations and exports while a run goes on: none is lost or repeated, and training is as it
+would be without.
+"""
 
 import json
 from dataclasses import replace
@@ -23,18 +25,24 @@ from tests.train.test_trainer import EarlyWords, make_trainer, metrics_of
 
 def words(tag: str, count: int) -> list[Problem]:
     """A benchmark like the task, with prompts that it has not."""
-    return [replace(EarlyWords().problem(i), id=f"{tag}-{i}", prompt=f" {i % 10} +" * (12 + i)) for i in range(count)]
+    return [
+        replace(EarlyWords().problem(i), id=f"{tag}-{i}", prompt=f" {i % 10} +" * (12 + i))
+        for i in range(count)
+    ]
 
 
 def evaluations_of(run_dir) -> list[dict]:
-    rows = [json.loads(line) for line in Path(run_dir, "evaluations.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in Path(run_dir, "evaluations.jsonl").read_text().splitlines()
+    ]
     for row in rows:
         row.pop("seconds")
     return rows
 
 
 EVALUATED = dict(
-    eval=EvalConfig(every=2, benchmark=("words",), k=2, top_p=0.9), export=ExportConfig(every=1, keep=2, best=True)
+    eval=EvalConfig(every=2, benchmark=("words",), k=2, top_p=0.9),
+    export=ExportConfig(every=1, keep=2, best=True),
 )
 
 
@@ -43,7 +51,10 @@ def test_evaluations_leave_training_as_it_is_to_the_bit(tmp_path):
     plain = make_trainer(tmp_path / "plain", steps=3)
     plain.train()
     made = make_trainer(
-        tmp_path / "run", steps=3, benchmarks={"words": words("a", 3), "more": words("b", 2)}, **EVALUATED
+        tmp_path / "run",
+        steps=3,
+        benchmarks={"words": words("a", 3), "more": words("b", 2)},
+        **EVALUATED,
     )
     logged = []
     made.accelerator.log = lambda values, step: logged.append((step, values))
@@ -67,12 +78,19 @@ def test_an_evaluation_is_what_sparrow_eval_finds_of_the_export(tmp_path):
     made.train()
     for row in evaluations_of(tmp_path)[1:]:
         folder = tmp_path / "exports" / f"step-{row['step']}"
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        model, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(folder),
+            AutoTokenizer.from_pretrained(folder),
+        )
         engine = HFEngine(
-            model.eval(), SparsitySchedule.dense(page_size=8, dense_layers=(0,)), [tokenizer.eos_token_id]
+            model.eval(),
+            SparsitySchedule.dense(page_size=8, dense_layers=(0,)),
+            [tokenizer.eos_token_id],
         )
         sampling = Sampling(24, top_n=0, seed=5, top_p=0.9)
-        result = run_benchmark(engine, tokenizer, words("a", 4), sampling, 2, tmp_path / "eval", "words", "dense", row)
+        result = run_benchmark(
+            engine, tokenizer, words("a", 4), sampling, 2, tmp_path / "eval", "words", "dense", row
+        )
         assert row["eval"]["words"]["mean"]["value"] == result.mean.value
         assert row["eval"]["words"]["tokens"] == result.tokens
 
@@ -87,7 +105,9 @@ def test_exports_are_few_load_by_themselves_and_know_the_best(tmp_path):
     assert {"best", "step-5", "step-6", f"step-{best}"} <= found and len(found) <= 5
     assert (tmp_path / "exports" / "best").resolve().name == f"step-{best}"
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "exports" / "step-6")
-    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), made.model.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(again.parameters(), made.model.parameters(), strict=True)
+    )
     assert len(AutoTokenizer.from_pretrained(tmp_path / "exports" / "best")) == len(made.tokenizer)
 
 
@@ -124,7 +144,9 @@ def test_a_run_that_was_stopped_has_every_evaluation_and_export_once(tmp_path, m
     assert {p.name for p in (tmp_path / "run" / "exports").iterdir()} == {
         p.name for p in (tmp_path / "whole" / "exports").iterdir()
     }
-    again, straight = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("run", "whole"))
+    again, straight = (
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("run", "whole")
+    )
     assert all(torch.equal(again[name], straight[name]) for name in straight)
 
 
@@ -133,7 +155,10 @@ def test_a_run_that_was_stopped_has_every_evaluation_and_export_once(tmp_path, m
     [
         (dict(eval=lambda: EvalConfig(every=2)), "benchmark is .*given with every"),
         (dict(eval=lambda: EvalConfig(benchmark=("aime24",))), "benchmark is .*left out without"),
-        (dict(export=lambda: ExportConfig(best=True)), "export.best is True, but must be off without eval.every"),
+        (
+            dict(export=lambda: ExportConfig(best=True)),
+            "export.best is True, but must be off without eval.every",
+        ),
         (
             dict(
                 rollout=lambda: RolloutConfig(mode="lossless"),
@@ -150,7 +175,10 @@ def test_evaluations_that_cannot_be_are_refused(settings, message):
 
 def test_the_best_is_the_first_with_the_highest_mean_over_benchmarks():
     def row(step, *means):
-        return {"step": step, "eval": {str(i): {"mean": {"value": mean}} for i, mean in enumerate(means)}}
+        return {
+            "step": step,
+            "eval": {str(i): {"mean": {"value": mean}} for i, mean in enumerate(means)},
+        }
 
     assert best_step([]) is None
     assert best_step([row(0, 0.2, 0.4), row(2, 0.5, 0.3), row(4, 0.4, 0.4), row(6, 0.3, 0.3)]) == 2

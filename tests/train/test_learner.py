@@ -1,4 +1,6 @@
-"""What learns: the learning rate's curve, the reference, a LoRA on the policy; each resumes to the same numbers."""
+"""What learns: the learning rate's curve, the reference, a LoRA on the policy; each resumes to the
+same numbers.
+"""
 
 import copy
 
@@ -10,7 +12,14 @@ from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
 from sparrow.tasks import build_tokenizer
 from sparrow.train import learner
-from sparrow.train.config import DistillConfig, LoraConfig, LossConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from sparrow.train.config import (
+    DistillConfig,
+    LoraConfig,
+    LossConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from sparrow.train.trainer import Trainer
 from tests.conftest import tiny_model
 from tests.train.test_trainer import SCHEDULE, EarlyWords, make_trainer, metrics_of
@@ -22,7 +31,8 @@ CHANGES = {
     "cosine": dict(optimizer=OptimizerConfig(RATE, lr_scheduler_type="cosine", token_budget=200)),
     "lora": dict(lora=LoraConfig(r=4), loss=LossConfig(beta=0.5)),
     "weight decay and dual clip": dict(
-        optimizer=OptimizerConfig(RATE, weight_decay=0.1, token_budget=200), loss=LossConfig(clip_ratio_c=3.0)
+        optimizer=OptimizerConfig(RATE, weight_decay=0.1, token_budget=200),
+        loss=LossConfig(clip_ratio_c=3.0),
     ),
 }
 
@@ -32,8 +42,20 @@ def trainer_of(run_dir, **changes) -> Trainer:
     tokenizer = build_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer), initializer_range=0.1, num_hidden_layers=2)
     engine = HFEngine(copy.deepcopy(model), SCHEDULE, eos_ids=[tokenizer.eos_token_id])
-    settings = dict(run_dir=str(run_dir), steps=3, save_every=2, optimizer=OptimizerConfig(RATE, token_budget=200))
-    return Trainer(TrainConfig(**{**settings, **FEW, **changes}), model, tokenizer, EarlyWords(), engine, SCHEDULE)
+    settings = dict(
+        run_dir=str(run_dir),
+        steps=3,
+        save_every=2,
+        optimizer=OptimizerConfig(RATE, token_budget=200),
+    )
+    return Trainer(
+        TrainConfig(**{**settings, **FEW, **changes}),
+        model,
+        tokenizer,
+        EarlyWords(),
+        engine,
+        SCHEDULE,
+    )
 
 
 @pytest.mark.slow
@@ -54,7 +76,8 @@ def test_each_resumes_to_the_same_numbers(name, tmp_path):
     whole, resumed = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "killed")
     assert len(whole) == 3 and resumed == whole
     trained, again = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / n / "model").state_dict() for n in ("whole", "killed")
+        AutoModelForCausalLM.from_pretrained(tmp_path / n / "model").state_dict()
+        for n in ("whole", "killed")
     )
     assert all(torch.equal(trained[key], again[key]) for key in trained)
 
@@ -62,8 +85,12 @@ def test_each_resumes_to_the_same_numbers(name, tmp_path):
 @pytest.mark.slow
 def test_the_largest_log_ratio_is_that_of_all_minibatches(tmp_path, monkeypatch):
     largest = []
-    monkeypatch.setattr(learner, "check_finite", lambda metrics, bound: largest.append(metrics["log_ratio_abs_max"]))
-    made = make_trainer(tmp_path, steps=1, optimizer=OptimizerConfig(RATE, token_budget=200, minibatches=2), **FEW)
+    monkeypatch.setattr(
+        learner, "check_finite", lambda metrics, bound: largest.append(metrics["log_ratio_abs_max"])
+    )
+    made = make_trainer(
+        tmp_path, steps=1, optimizer=OptimizerConfig(RATE, token_budget=200, minibatches=2), **FEW
+    )
     made.train()
     assert largest[0] < largest[1] == metrics_of(tmp_path)[0]["loss"]["log_ratio_abs_max"]
 
@@ -82,8 +109,12 @@ def test_the_reference_is_the_model_of_the_start(tmp_path):
 
 
 def test_a_lora_is_all_that_trains_and_the_engine_gets_it_merged(tmp_path):
-    made = trainer_of(tmp_path, lora=LoraConfig(r=4, target_modules=("q_proj", "v_proj")), **CHANGES["beta"])
-    before = {name: p.detach().clone() for name, p in made.model.named_parameters() if "lora_" not in name}
+    made = trainer_of(
+        tmp_path, lora=LoraConfig(r=4, target_modules=("q_proj", "v_proj")), **CHANGES["beta"]
+    )
+    before = {
+        name: p.detach().clone() for name, p in made.model.named_parameters() if "lora_" not in name
+    }
     made.train()
     after = dict(made.model.named_parameters())
     assert all(torch.equal(after[name], p) for name, p in before.items())
@@ -93,13 +124,21 @@ def test_a_lora_is_all_that_trains_and_the_engine_gets_it_merged(tmp_path):
     logits = made.model(input_ids=ids).logits
     for model in (exported.eval(), made.engine.model):
         torch.testing.assert_close(model(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-4)
-    start = tiny_model(vocab_size=len(build_tokenizer()), initializer_range=0.1, num_hidden_layers=2)
-    changed = {n for n, p in exported.named_parameters() if not torch.equal(p, dict(start.named_parameters())[n])}
+    start = tiny_model(
+        vocab_size=len(build_tokenizer()), initializer_range=0.1, num_hidden_layers=2
+    )
+    changed = {
+        n
+        for n, p in exported.named_parameters()
+        if not torch.equal(p, dict(start.named_parameters())[n])
+    }
     assert changed == {f"model.layers.{i}.self_attn.{n}_proj.weight" for i in (0, 1) for n in "qv"}
 
 
 def test_a_lora_needs_layers_to_be_on_and_no_adapter_beside_it(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot put a LoRA on lm_head: the linear layers of this model are"):
+    with pytest.raises(
+        ConfigError, match=r"cannot put a LoRA on lm_head: the linear layers of this model are"
+    ):
         trainer_of(tmp_path, lora=LoraConfig(r=4, target_modules=("lm_head",)))
     with pytest.raises(ConfigError, match=r"distill.enabled is True, but must be off with lora.r"):
         TrainConfig(lora=LoraConfig(r=4), distill=DistillConfig(enabled=True))
@@ -108,11 +147,17 @@ def test_a_lora_needs_layers_to_be_on_and_no_adapter_beside_it(tmp_path):
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 2])
 def test_the_learning_rate_is_transformers_own(kind, warmup, tmp_path):
-    made = make_trainer(tmp_path, steps=6, optimizer=OptimizerConfig(RATE, lr_scheduler_type=kind, warmup_steps=warmup))
+    made = make_trainer(
+        tmp_path,
+        steps=6,
+        optimizer=OptimizerConfig(RATE, lr_scheduler_type=kind, warmup_steps=warmup),
+    )
     ours = [made.learner._learning_rate(step) for step in range(6)]
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=RATE)
     name = "constant_with_warmup" if kind == "constant" else kind
-    scheduler = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=6 + (warmup > 0))
+    scheduler = get_scheduler(
+        name, optimizer, num_warmup_steps=warmup, num_training_steps=6 + (warmup > 0)
+    )
     theirs = []
     for _ in range(6 + (warmup > 0)):
         theirs.append(optimizer.param_groups[0]["lr"])

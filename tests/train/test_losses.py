@@ -1,4 +1,5 @@
-"""The policy loss against numbers worked out by hand, and its exactness under gradient accumulation.
+"""The policy loss against numbers worked out by hand, and its exactness under gradient
+accumulation.
 
 Shapes: B sequences, T response tokens.
 """
@@ -13,7 +14,13 @@ from hypothesis import strategies as st
 
 from sparrow.errors import ConfigError, TrainingDiverged
 from sparrow.train.config import LossConfig
-from sparrow.train.losses import Normalizers, check_finite, count_normalizers, merge_metrics, policy_loss
+from sparrow.train.losses import (
+    Normalizers,
+    check_finite,
+    count_normalizers,
+    merge_metrics,
+    policy_loss,
+)
 
 # Ratios pi/p_old 1.5 0.5 with advantage 1, and 1.5 0.5 0.5 with advantage -2; clip range 0.8 to 1.28.
 #   1.5:  min( 1.5,  1.28) =  1.28, loss -1.28, clipped above  |  min(-3, -2.56) = -3,   loss 3
@@ -41,7 +48,9 @@ def example() -> torch.Tensor:
 )
 def test_by_hand(normalization, expected):
     config = LossConfig(normalization=normalization)
-    loss, metrics = policy_loss(example(), OLD, ADVANTAGES, MASK, WEIGHT, config, count_normalizers(MASK, 10))
+    loss, metrics = policy_loss(
+        example(), OLD, ADVANTAGES, MASK, WEIGHT, config, count_normalizers(MASK, 10)
+    )
     assert loss.item() == pytest.approx(expected)
     assert metrics == pytest.approx(
         {
@@ -56,13 +65,16 @@ def test_by_hand(normalization, expected):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "low", "high"), [(1.5, 1, 0, 1), (1.5, -1, 0, 0), (0.5, 1, 0, 0), (0.5, -1, 1, 0)]
+    ("ratio", "advantage", "low", "high"),
+    [(1.5, 1, 0, 1), (1.5, -1, 0, 0), (0.5, 1, 0, 0), (0.5, -1, 1, 0)],
 )
 def test_a_clip_is_active_on_its_side_of_the_advantage_only(ratio, advantage, low, high):
     one, mask = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
     logp = (math.log(ratio) * one).requires_grad_()
     advantages = torch.tensor([float(advantage)])
-    loss, metrics = policy_loss(logp, 0 * one, advantages, mask, one, LossConfig(), count_normalizers(mask, 1))
+    loss, metrics = policy_loss(
+        logp, 0 * one, advantages, mask, one, LossConfig(), count_normalizers(mask, 1)
+    )
     loss.backward()
     assert (metrics["clip_low_fraction"], metrics["clip_high_fraction"]) == (low, high)
     assert (logp.grad.item() == 0) == bool(low + high)
@@ -72,8 +84,11 @@ def test_gradient_by_hand():
     logp = example()
     config = LossConfig(normalization="dapo")
     policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, config, NORMALIZERS)[0].backward()
-    # -weight A ratio / 5 where no clip is active; 0 where one is, where the weight is 0, and on padding.
-    expected = torch.tensor([[0.0, -1 * 1 * 0.5 / 5, 0.0], [1 * 2 * 1.5 / 5, 0.0, 0.0]], dtype=torch.float64)
+    # -weight A ratio / 5 where no clip is active; 0 where one is, where the weight is 0, and on
+    # padding.
+    expected = torch.tensor(
+        [[0.0, -1 * 1 * 0.5 / 5, 0.0], [1 * 2 * 1.5 / 5, 0.0, 0.0]], dtype=torch.float64
+    )
     torch.testing.assert_close(logp.grad, expected)
 
 
@@ -93,16 +108,21 @@ def test_on_policy_gradient_is_reinforce():
 
 
 def test_dual_clip_by_hand():
-    # With c = 1.2 the second row's 1.5 counts as 1.2, its clipped 0.5 as 0.8 still; the first, of advantage 1, as ever.
+    # With c = 1.2 the second row's 1.5 counts as 1.2, its clipped 0.5 as 0.8 still; the first, of
+    # advantage 1, as ever.
     config = LossConfig(clip_ratio_c=1.2)
     logp = example()
     loss, metrics = policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, config, NORMALIZERS)
-    assert loss.item() == pytest.approx((-3.06 + 2.4 + 0.8) / 5) and metrics["clip_c_fraction"] == 1 / 5
+    assert (
+        loss.item() == pytest.approx((-3.06 + 2.4 + 0.8) / 5)
+        and metrics["clip_c_fraction"] == 1 / 5
+    )
     loss.backward()
     assert logp.grad[1, 0] == 0 and logp.grad[0, 1] != 0
     # An advantage that is not negative has no such bound, however small.
     small = [
-        policy_loss(logp, OLD, ADVANTAGES.abs() / 10, MASK, WEIGHT, c, NORMALIZERS)[0] for c in (config, LossConfig())
+        policy_loss(logp, OLD, ADVANTAGES.abs() / 10, MASK, WEIGHT, c, NORMALIZERS)[0]
+        for c in (config, LossConfig())
     ]
     assert small[0] == small[1]
     with pytest.raises(ConfigError, match=r"loss.clip_ratio_c is 1.0, but must be greater than 1"):
@@ -110,10 +130,13 @@ def test_dual_clip_by_hand():
 
 
 def test_kl_to_the_reference_by_hand():
-    # The reference has twice the policy's chance everywhere: 2 - 1 - log 2 a token, whatever the token's weight.
+    # The reference has twice the policy's chance everywhere: 2 - 1 - log 2 a token, whatever the
+    # token's weight.
     logp = example()
     reference = torch.where(MASK, logp.detach() + math.log(2), math.inf)
-    plain, without = policy_loss(example(), OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(), NORMALIZERS)
+    plain, without = policy_loss(
+        example(), OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(), NORMALIZERS
+    )
     config = LossConfig(beta=0.1)
     loss, metrics = policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, config, NORMALIZERS, reference)
     assert metrics["kl"] == pytest.approx(1 - math.log(2)) and "kl" not in without
@@ -121,14 +144,26 @@ def test_kl_to_the_reference_by_hand():
     before = example()
     policy_loss(before, OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(), NORMALIZERS)[0].backward()
     loss.backward()
-    # d/dlogp of exp(r - logp) - (r - logp) - 1 is 1 - exp(r - logp) = -1, times beta over the tokens.
+    # d/dlogp of exp(r - logp) - (r - logp) - 1 is 1 - exp(r - logp) = -1, times beta over the
+    # tokens.
     torch.testing.assert_close(logp.grad - before.grad, torch.where(MASK, -0.1 / 5, 0.0).double())
 
 
 def test_beta_and_the_reference_come_together():
     for beta, reference in ((0.1, None), (0.0, OLD)):
-        with pytest.raises(ValueError, match=r"pass the reference's log-probs where it is above 0, and only there"):
-            policy_loss(example(), OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(beta=beta), NORMALIZERS, reference)
+        with pytest.raises(
+            ValueError, match=r"pass the reference's log-probs where it is above 0, and only there"
+        ):
+            policy_loss(
+                example(),
+                OLD,
+                ADVANTAGES,
+                MASK,
+                WEIGHT,
+                LossConfig(beta=beta),
+                NORMALIZERS,
+                reference,
+            )
 
 
 def test_the_mean_over_tokens_is_the_default():
@@ -147,10 +182,14 @@ def test_gradient_flows_through_the_policy_alone():
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 def test_padding_is_never_read(garbage):
     clean = example()
-    reference, expected = policy_loss(clean, OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(), NORMALIZERS)
+    reference, expected = policy_loss(
+        clean, OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(), NORMALIZERS
+    )
     reference.backward()
     logp, old, weight = (torch.where(MASK, x.detach(), garbage) for x in (clean, OLD, WEIGHT))
-    loss, metrics = policy_loss(logp.requires_grad_(), old, ADVANTAGES, MASK, weight, LossConfig(), NORMALIZERS)
+    loss, metrics = policy_loss(
+        logp.requires_grad_(), old, ADVANTAGES, MASK, weight, LossConfig(), NORMALIZERS
+    )
     loss.backward()
     assert loss.item() == reference.item() and metrics == expected
     assert torch.equal(logp.grad, clean.grad)
@@ -208,7 +247,9 @@ def test_merge_metrics_by_hand():
     assert merge_metrics(parts) == {"loss": -0.75, "log_ratio_abs_max": 3.0}
 
 
-@pytest.mark.parametrize("values", [(math.nan, 1.0, 2.0), (1.0, math.nan, 2.0), (1.0, 2.0, math.nan)])
+@pytest.mark.parametrize(
+    "values", [(math.nan, 1.0, 2.0), (1.0, math.nan, 2.0), (1.0, 2.0, math.nan)]
+)
 def test_merge_metrics_keeps_nan(values):
     assert math.isnan(merge_metrics({"x_max": value} for value in values)["x_max"])
 
@@ -220,7 +261,9 @@ def test_exploded_ratio_is_detected():
     logp[1, 2] += 21.0  # finite loss, weight 0: still a policy that has run away
     _, metrics = policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(), NORMALIZERS)
     check_finite(metrics, 21.5)
-    with pytest.raises(TrainingDiverged, match=r"is 21, above the bound of 20; lower the learning rate"):
+    with pytest.raises(
+        TrainingDiverged, match=r"is 21, above the bound of 20; lower the learning rate"
+    ):
         check_finite(metrics, 20.0)
 
 
@@ -260,5 +303,7 @@ def test_errors(call, message):
 )
 def test_config_is_validated(options):
     (name,) = options
-    with pytest.raises(ConfigError, match=rf"^loss\.{name} is .*, but must be .*; change loss\.{name}\.$"):
+    with pytest.raises(
+        ConfigError, match=rf"^loss\.{name} is .*, but must be .*; change loss\.{name}\.$"
+    ):
         LossConfig(**options)

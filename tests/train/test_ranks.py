@@ -1,4 +1,6 @@
-"""Several processes: they train what one would, say the same when something fails, and notice a dead one."""
+"""Several processes: they train what one would, say the same when something fails, and notice a
+dead one.
+"""
 
 import json
 import os
@@ -43,7 +45,10 @@ def test_every_process_has_as_many_passes_and_every_row_counts_once(lengths, cou
         process.rank, process.count = rank, count
         passes.append(process.micro_batches(rows, sparse, budget))
     assert len({len(groups) for groups in passes}) == 1
-    assert sorted(row for groups in passes for group, counts in groups if counts for row in group) == rows
+    assert (
+        sorted(row for groups in passes for group, counts in groups if counts for row in group)
+        == rows
+    )
     for group, counts in (g for groups in passes for g in groups):
         assert group and (len(group) == 1 or max(sparse[i] for i in group) * len(group) <= budget)
         assert counts or sparse[group[0]] == min(lengths)
@@ -54,16 +59,26 @@ def environments(count: int) -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    world = dict(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    world = dict(
+        WORLD_SIZE=str(count),
+        LOCAL_WORLD_SIZE=str(count),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )
     own = [dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)]
-    return [{**os.environ, **world, **rank, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"} for rank in own]
+    return [
+        {**os.environ, **world, **rank, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+        for rank in own
+    ]
 
 
 def launch(scenario: str, folder: Path, count: int = 2) -> list[tuple[int, str]]:
     """Exit code and standard error of each of ``count`` processes."""
     command = [sys.executable, "-m", "tests.train.ranks_worker", scenario, str(folder)]
     processes = [
-        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=world, cwd=Path(__file__).parents[2])
+        subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=world, cwd=Path(__file__).parents[2]
+        )
         for world in environments(count)
     ]
     try:
@@ -87,15 +102,21 @@ def numbers(row: dict, prefix: str = "") -> dict[str, float]:
 def assert_same_run(one: Path, other: Path) -> None:
     """The same samples, and the same numbers but for the order of float32 sums."""
     samples = [
-        [json.loads(line) for line in Path(run, "rollouts.jsonl").read_text().splitlines()] for run in (one, other)
+        [json.loads(line) for line in Path(run, "rollouts.jsonl").read_text().splitlines()]
+        for run in (one, other)
     ]
     for a, b in zip(*samples, strict=True):
-        assert a.pop("acceptance") == pytest.approx(b.pop("acceptance"), abs=2e-4)  # rounded to 1e-4
+        assert a.pop("acceptance") == pytest.approx(
+            b.pop("acceptance"), abs=2e-4
+        )  # rounded to 1e-4
         assert a == b
     rows = [[numbers(row) for row in metrics_of(run)] for run in (one, other)]
     assert len(rows[0]) == len(rows[1])
     for a, b in zip(*rows, strict=True):
-        a, b = ({k: v for k, v in row.items() if "imbalance" not in k and "histogram" not in k} for row in (a, b))
+        a, b = (
+            {k: v for k, v in row.items() if "imbalance" not in k and "histogram" not in k}
+            for row in (a, b)
+        )
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
     weights = [load_file(run / "model" / "model.safetensors") for run in (one, other)]
     # Where a gradient is nothing but rounding, Adam makes a whole step of it.
@@ -122,7 +143,10 @@ def test_a_sharded_run_that_lost_a_process_goes_on_as_if_it_had_not(tmp_path):
     assert [code for code, _ in ended] == [0, 0], ended[0][1][-3000:] + ended[1][1][-3000:]
     trainer(DISTILLED, tmp_path / "whole").train()
     assert_same_run(tmp_path / "whole", tmp_path / "fsdp")
-    phi = [load_file(tmp_path / run / "adapter" / "adapter_model.safetensors") for run in ("whole", "fsdp")]
+    phi = [
+        load_file(tmp_path / run / "adapter" / "adapter_model.safetensors")
+        for run in ("whole", "fsdp")
+    ]
     assert phi[0].keys() == phi[1].keys()
     assert np.mean([(phi[0][k] - phi[1][k]).abs().mean().item() for k in phi[0]]) < 1e-5
 
@@ -139,7 +163,9 @@ def test_failures_are_one_sentence_and_leave_a_checkpoint(tmp_path):
     assert "No space left" in disk and "resumed from step 1" in disk
     assert lost.startswith("ProcessLost: a process of this run died") and "--resume goes on" in lost
     for run, step in (("reward", 2), ("disk", 1), ("killed", 2)):
-        assert max(p.name for p in (tmp_path / run / "checkpoints").glob("step-*")) == f"step-{step}"
+        assert (
+            max(p.name for p in (tmp_path / run / "checkpoints").glob("step-*")) == f"step-{step}"
+        )
     # One process goes on where two stopped, and ends where one alone would have.
     from dataclasses import replace
 

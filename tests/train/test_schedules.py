@@ -1,4 +1,6 @@
-"""What moves the schedule: the closed loop on made-up plants, each mover by hand, and all in the trainer."""
+"""What moves the schedule: the closed loop on made-up plants, each mover by hand, and all in the
+trainer.
+"""
 
 import logging
 from dataclasses import replace
@@ -32,13 +34,17 @@ from tests.train.test_trainer import make_trainer, metrics_of
 TAU = 0.9
 
 
-def seen(bin: int, p5: float, low: float | None = None, high: float | None = None, sequences: int = 64) -> BinMismatch:
+def seen(
+    bin: int, p5: float, low: float | None = None, high: float | None = None, sequences: int = 64
+) -> BinMismatch:
     low, high = p5 if low is None else low, p5 if high is None else high
     return BinMismatch(bin, bin * 2000, (bin + 1) * 2000, 10**4, sequences, 0.99, p5, low, high, p5)
 
 
 def turn(top_k, *bins, room_steps=(), floor=(), tau=TAU):
-    control = next_schedule(Control(SparsitySchedule(tuple(top_k)), tuple(room_steps), tuple(floor)), bins, tau)
+    control = next_schedule(
+        Control(SparsitySchedule(tuple(top_k)), tuple(room_steps), tuple(floor)), bins, tau
+    )
     return control.schedule.top_k, control.room_steps
 
 
@@ -51,7 +57,9 @@ def test_what_dense_rollouts_do_not_score_is_not_asked_for_without_a_word():
         return movers.complaint(measured), movers.complaint(measured)
 
     first, second = complaints(0.98)
-    assert "at lengths 2000-4000 dense rollouts of this engine have p5 0.951 [0.948, 0.955]" in first
+    assert (
+        "at lengths 2000-4000 dense rollouts of this engine have p5 0.951 [0.948, 0.955]" in first
+    )
     assert "no schedule holds 0.98; lower tau" in first and second is None
     assert complaints(0.955) == complaints(0.98, closed_loop=False) == (None, None)
 
@@ -65,10 +73,13 @@ def noisy(bin: int, relative: float, half=0.002, ceiling=0.95) -> BinMismatch:
 
 def test_a_relative_tau_moves_schedules_by_what_sparsity_takes():
     start, relative = SparsitySchedule((97, 200)), Tau(0.9, relative=True)
-    # No p5 here comes near 0.95, so the absolute loop raises whatever it is given; and 0.99 is not told from dense.
+    # No p5 here comes near 0.95, so the absolute loop raises whatever it is given; and 0.99 is not
+    # told from dense.
     assert ClosedLoop(Tau(0.96)).propose(start, start, report(noisy(0, 0.94))).top_k[0] > 97
     loop = ClosedLoop(relative)
-    assert loop.propose(start, start, report(noisy(0, 0.94))) == start and loop.state()["room_steps"] == (1,)
+    assert loop.propose(start, start, report(noisy(0, 0.94))) == start and loop.state()[
+        "room_steps"
+    ] == (1,)
     assert loop.propose(start, start, report(noisy(0, 0.94))).top_k[0] < 97
     raised = ClosedLoop(relative).propose(start, start, report(noisy(0, 0.88)))
     rejected = 1 - relative.scale([noisy(0, 0.88)])[0].interval_low
@@ -88,12 +99,17 @@ def test_what_is_too_near_the_ceiling_to_be_told_stays_dense_and_says_so():
     dense = report(noisy(0, 1.0))
     for _ in range(3):
         assert movers.next(SparsitySchedule.dense(), dense).pages(1900) >= 122
-    assert "relative tau 0.99 lets p5 fall to 0.949, which is not told apart" in movers.complaint(dense)
+    assert "relative tau 0.99 lets p5 fall to 0.949, which is not told apart" in movers.complaint(
+        dense
+    )
 
 
 def test_exactly_one_tau_is_given():
     assert (TrainConfig().tau, TrainConfig().relative_tau) == (0.86, None)
-    assert (TrainConfig(relative_tau=0.9).tau, TrainConfig(relative_tau=0.9).relative_tau) == (None, 0.9)
+    assert (TrainConfig(relative_tau=0.9).tau, TrainConfig(relative_tau=0.9).relative_tau) == (
+        None,
+        0.9,
+    )
     with pytest.raises(ConfigError, match=r"relative_tau is 0\.9, but must be left out beside tau"):
         TrainConfig(tau=0.8, relative_tau=0.9)
 
@@ -102,37 +118,57 @@ def test_exactly_one_tau_is_given():
 
 
 def test_too_low_is_raised_at_once_in_proportion_and_at_most_doubled():
-    assert turn([17, 27, 40], seen(0, 0.881), seen(1, 0.92)) == ((21, 27, 40), (0, 1))  # 20 * 1.19 = 23.8
-    assert turn([17, 27, 99], seen(0, 0.3), seen(1, 0.905))[0] == (37, 37, 99)  # doubled, and the longer bin with it
+    assert turn([17, 27, 40], seen(0, 0.881), seen(1, 0.92)) == (
+        (21, 27, 40),
+        (0, 1),
+    )  # 20 * 1.19 = 23.8
+    assert turn([17, 27, 99], seen(0, 0.3), seen(1, 0.905))[0] == (
+        37,
+        37,
+        99,
+    )  # doubled, and the longer bin with it
     assert turn([0, 27, 40], seen(0, 0.8999), seen(1, 0.905))[0] == (1, 27, 40)  # one page at least
 
 
 def test_the_lower_limit_decides():
     assert turn([17, 40], seen(0, 0.95, low=0.881))[0] == (21, 40)
-    assert turn([17, 40], seen(0, 0.95, low=0.905), room_steps=[1]) == ((17, 40), (0,))  # holds, without room
+    assert turn([17, 40], seen(0, 0.95, low=0.905), room_steps=[1]) == (
+        (17, 40),
+        (0,),
+    )  # holds, without room
 
 
 def test_room_lowers_a_third_of_the_way_after_two_steps_and_by_a_quarter_at_most():
     assert turn([97, 200], seen(0, 0.9359)) == ((97, 200), (1,))
-    assert turn([97, 200], seen(0, 0.9359), room_steps=[1]) == ((83, 200), (0,))  # 100 * 0.641 ** (1 / 3) = 86.2
+    assert turn([97, 200], seen(0, 0.9359), room_steps=[1]) == (
+        (83, 200),
+        (0,),
+    )  # 100 * 0.641 ** (1 / 3) = 86.2
     assert turn([97, 200], seen(0, 0.9999), room_steps=[1]) == ((72, 200), (0,))
 
 
 def test_what_failed_or_left_no_room_is_the_floor():
     def floors(p5, floor=()):
-        return next_schedule(Control(SparsitySchedule((17, 40)), (), floor), [seen(0, p5)], TAU).floor
+        return next_schedule(
+            Control(SparsitySchedule((17, 40)), (), floor), [seen(0, p5)], TAU
+        ).floor
 
     assert floors(0.95) == (0,) and floors(0.905) == (17,) and floors(0.881) == (18,)
     assert floors(0.905, (20,)) == (20,)  # it never sinks
     assert turn([97, 200], seen(0, 0.9999), room_steps=[1], floor=[90])[0] == (90, 200)
-    # A schedule lowered by hand is not raised where it has room, and goes back to what is known where it fails.
+    # A schedule lowered by hand is not raised where it has room, and goes back to what is known
+    # where it fails.
     assert turn([97, 200], seen(0, 0.9999), room_steps=[1], floor=[99])[0] == (97, 200)
     assert turn([17, 200], seen(0, 0.881), floor=[60])[0] == (60, 200)
 
 
 def test_a_dense_start_goes_down_by_bounded_steps_and_stays_dense_beyond_what_was_seen():
     assert turn([ALL_PAGES], seen(0, 1.0), seen(1, 1.0)) == ((122, 247, ALL_PAGES), (1, 1))
-    assert turn([122, 247, ALL_PAGES], seen(0, 1.0), seen(1, 1.0), room_steps=[1, 1])[0] == (90, 184, ALL_PAGES)
+    assert turn([122, 247, ALL_PAGES], seen(0, 1.0), seen(1, 1.0), room_steps=[1, 1])[0] == (
+        90,
+        184,
+        ALL_PAGES,
+    )
 
 
 def test_a_bin_is_never_raised_beyond_its_whole_cache():
@@ -140,11 +176,30 @@ def test_a_bin_is_never_raised_beyond_its_whole_cache():
 
 
 def test_bins_with_few_responses_keep_their_pages_unless_they_surely_fail():
-    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.99, sequences=7), room_steps=[1, 1]) == ((27, 40, 60), (0, 0))
-    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.99, sequences=8), room_steps=[0, 1])[0] == (27, 29, 60)
-    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.8, high=0.92, sequences=7))[0] == (27, 40, 60)
-    assert turn([27, 37, 60], seen(0, 0.905), seen(1, 0.8, high=0.881, sequences=7))[0] == (27, 45, 60)
-    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.2, low=nan, high=nan, sequences=1))[0] == (27, 40, 60)
+    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.99, sequences=7), room_steps=[1, 1]) == (
+        (27, 40, 60),
+        (0, 0),
+    )
+    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.99, sequences=8), room_steps=[0, 1])[0] == (
+        27,
+        29,
+        60,
+    )
+    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.8, high=0.92, sequences=7))[0] == (
+        27,
+        40,
+        60,
+    )
+    assert turn([27, 37, 60], seen(0, 0.905), seen(1, 0.8, high=0.881, sequences=7))[0] == (
+        27,
+        45,
+        60,
+    )
+    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.2, low=nan, high=nan, sequences=1))[0] == (
+        27,
+        40,
+        60,
+    )
 
 
 def test_dead_bins_follow_the_first_one_that_can_be_judged():
@@ -158,7 +213,11 @@ def test_below_and_raise_bins():
     assert below(bins, 0.8) == bins[:1]
     assert below(enough := [seen(0, 0.79, sequences=8)], 0.8) == enough
     assert raise_bins(SparsitySchedule((17, 17, 40)), bins[:1]).top_k == (27, 27, 40)
-    assert raise_bins(SparsitySchedule((17, ALL_PAGES)), bins[:2]).top_k == (27, ALL_PAGES, ALL_PAGES)
+    assert raise_bins(SparsitySchedule((17, ALL_PAGES)), bins[:2]).top_k == (
+        27,
+        ALL_PAGES,
+        ALL_PAGES,
+    )
 
 
 # --- the movers, each by hand ---
@@ -185,9 +244,11 @@ def test_the_guard_is_not_alarmed_by_loose_bounds_but_says_what_is_not_known():
         assert watching.propose(dense, dense, seen_now) is dense
         assert not watching.alarm and watching.steps_below == 0 and not watching.stops
         assert watching.warning == (
-            None if step != 2 else "whether p5 of acceptance reaches 0.84 is not known at lengths 0-2000: the actor's "
+            None
+            if step != 2
+            else "whether p5 of acceptance reaches 0.84 is not known at lengths 0-2000: the actor's "
             "lists of 20 tokens put it between 0.310 and 0.990; longer ones (rollout.top_n) tell"
-        )  # fmt: skip
+        )
 
 
 def test_the_guard_acts_where_p5_is_known_to_be_too_low():
@@ -211,8 +272,15 @@ def test_the_guard_acts_when_p1_is_known_to_have_fallen_to_half_of_its_best():
 def test_a_dense_actor_is_not_advised_to_read_more():
     watching, dense = guard("raise"), SparsitySchedule.dense()
     assert watching.propose(dense, dense, report(seen(0, 0.5))) is dense
-    assert watching.alarm and "denser" not in str(watching.warning) and "more pages" not in watching.remedy
-    assert "though samples come from all that is cached: not sparsity is the cause, but weights" in watching.reason
+    assert (
+        watching.alarm
+        and "denser" not in str(watching.warning)
+        and "more pages" not in watching.remedy
+    )
+    assert (
+        "though samples come from all that is cached: not sparsity is the cause, but weights"
+        in watching.reason
+    )
     short = SparsitySchedule((122, 130))  # dense up to 2,000 tokens: 122 + 3 pages of 16
     watching.propose(short, short, report(seen(0, 0.5)))
     assert "though samples come from all that is cached" in watching.reason
@@ -221,7 +289,10 @@ def test_a_dense_actor_is_not_advised_to_read_more():
 
 
 def test_lossless_samples_are_not_mended_by_more_pages():
-    watching, drafts = guard("stop", rollout=RolloutConfig(mode="lossless")), SparsitySchedule.fixed(61)
+    watching, drafts = (
+        guard("stop", rollout=RolloutConfig(mode="lossless")),
+        SparsitySchedule.fixed(61),
+    )
     assert watching.propose(drafts, drafts, report(seen(0, 0.5))) is drafts
     assert watching.stops and "though samples come from all that is cached" in watching.reason
     assert "denser" not in watching.reason and "more pages" not in watching.remedy
@@ -231,9 +302,12 @@ def test_what_the_closed_loop_raises_the_guard_does_not_raise_again():
     config = TrainConfig(tau=0.9, guard=GuardConfig("raise", patience=1))
     start = SparsitySchedule((17, 27, 40))
     movers = Movers(config, closed_loop=True)
-    # The loop raises the first bin to 20 * 1.9; the second has few responses, which it leaves and so does the guard.
+    # The loop raises the first bin to 20 * 1.9; the second has few responses, which it leaves and
+    # so does the guard.
     after = movers.next(start, report(seen(0, 0.81), seen(1, 0.8, high=0.95, sequences=7)))
-    assert after.top_k == turn([17, 27, 40], seen(0, 0.81))[0] == (35, 35, 40) and movers.guard.alarm
+    assert (
+        after.top_k == turn([17, 27, 40], seen(0, 0.81))[0] == (35, 35, 40) and movers.guard.alarm
+    )
 
 
 def test_both_movers_may_be_on_and_remember_where_they_were():
@@ -243,7 +317,9 @@ def test_both_movers_may_be_on_and_remember_where_they_were():
     again = Movers(config, closed_loop=True)
     again.load(movers.state())
     assert again.state() == movers.state() and again.state()["closed_loop"]["room_steps"] == (1,)
-    again.load({"closed_loop": {"calm": [1], "floor": [9]}, "step_down": {"rung": 1}})  # a checkpoint of 0.1.0
+    again.load(
+        {"closed_loop": {"calm": [1], "floor": [9]}, "step_down": {"rung": 1}}
+    )  # a checkpoint of 0.1.0
     assert again.state() == {**movers.state(), "closed_loop": {"room_steps": (1,), "floor": (9,)}}
 
 
@@ -255,10 +331,14 @@ def test_both_movers_may_be_on_and_remember_where_they_were():
     noise=st.floats(0, 0.004),
     seed=st.integers(0, 99),
 )
-def test_reaches_tau_from_anywhere_stays_and_recovers_within_two_steps(exponent, needed, start, noise, seed):
-    """Plants whose rejected share falls as a power of the pages read, needing more of them at greater length.
+def test_reaches_tau_from_anywhere_stays_and_recovers_within_two_steps(
+    exponent, needed, start, noise, seed
+):
+    """Plants whose rejected share falls as a power of the pages read, needing more of them at
+    greater length.
 
-    At last the actor gets worse from one step to the next, as when its adapter is lost, and needs twice the pages.
+    At last the actor gets worse from one step to the next, as when its adapter is lost, and needs
+    twice the pages.
     """
     needed = np.maximum.accumulate(needed)
     rng = np.random.default_rng(seed)
@@ -266,19 +346,29 @@ def test_reaches_tau_from_anywhere_stays_and_recovers_within_two_steps(exponent,
     for step in range(63):
         if step == 60:
             needed = 2 * needed
-        pages = np.array([min(control.schedule.top_k[min(i, len(control.schedule.top_k) - 1)] + 3, 125 * (i + 1))
-                          for i in range(len(needed))])  # fmt: skip
+        pages = np.array(
+            [
+                min(
+                    control.schedule.top_k[min(i, len(control.schedule.top_k) - 1)] + 3,
+                    125 * (i + 1),
+                )
+                for i in range(len(needed))
+            ]
+        )
         whole = pages == 125 * (np.arange(len(needed)) + 1)
         p5 = np.where(whole, 1.0, 1 - np.minimum(1, (1 - TAU) * (needed / pages) ** exponent))
         measured = np.clip(p5 + noise * rng.standard_normal(len(p5)), 0, 1)
         bins = [seen(i, p, p - 2 * noise, p + 2 * noise) for i, p in enumerate(measured)]
         after = next_schedule(control, bins, TAU)
-        assert all(a <= b for a, b in zip(after.schedule.top_k, after.schedule.top_k[1:], strict=False))
+        assert all(
+            a <= b for a, b in zip(after.schedule.top_k, after.schedule.top_k[1:], strict=False)
+        )
         if step == 62:
             assert np.all(p5 >= TAU - 0.02)
         elif 30 <= step < 60:
             assert np.all(p5 >= TAU - 0.02)
-            # A longer bin may read more than it needs, where a shorter one needs that much; and all by one page.
+            # A longer bin may read more than it needs, where a shorter one needs that much; and all
+            # by one page.
             one_less = 1 - (1 - TAU) * (needed[0] / (pages[0] - 1)) ** exponent
             assert one_less <= TAU + 0.02 + 4 * noise
         control = after
@@ -286,24 +376,37 @@ def test_reaches_tau_from_anywhere_stays_and_recovers_within_two_steps(exponent,
 
 @pytest.mark.parametrize("surer", [0.0, 0.5])
 def test_settles_on_the_measured_plant_and_takes_no_freed_pages_back(surer):
-    """Four bins as the bundled reasoner's, rejecting 5 % at so many pages and less with their power -4 to -2.5.
+    """Four bins as the bundled reasoner's, rejecting 5 % at so many pages and less with their power
+    -4 to -2.5.
 
-    p5 is as noisy as 192 responses made it. ``surer``: by what share the rejected part falls over 60 steps.
+    p5 is as noisy as 192 responses made it. ``surer``: by what share the rejected part falls over
+    60 steps.
     """
     tau, needed, exponent = 0.97, np.array([15, 20, 33, 38]), np.array([4.0, 3.4, 2.8, 2.5])
     rng = np.random.default_rng(0)
     control = Control(SparsitySchedule.dense(bin_tokens=64, page_size=4))
     history, tables = [], []
     for step in range(60):
-        k = np.array([control.schedule.top_k[min(i, len(control.schedule.top_k) - 1)] for i in range(2, 6)])
+        k = np.array(
+            [control.schedule.top_k[min(i, len(control.schedule.top_k) - 1)] for i in range(2, 6)]
+        )
         pages = np.minimum(k + 3, 16 * np.arange(3, 7))
-        rejected = 0.05 * (1 - surer * step / 60) * (needed / pages) ** exponent * (pages < 16 * np.arange(3, 7))
+        rejected = (
+            0.05
+            * (1 - surer * step / 60)
+            * (needed / pages) ** exponent
+            * (pages < 16 * np.arange(3, 7))
+        )
         p5 = 1 - rejected * np.exp(0.06 * rng.standard_normal(4))
         history.append(1 - rejected)
         tables.append(pages.tolist())
-        control = next_schedule(control, [seen(i + 2, p, p - 0.07 * (1 - p)) for i, p in enumerate(p5)], tau)
+        control = next_schedule(
+            control, [seen(i + 2, p, p - 0.07 * (1 - p)) for i, p in enumerate(p5)], tau
+        )
     assert np.all(np.abs(np.array(history)[12:] - tau) <= 0.02)
-    assert np.sum(np.diff(tables[20:], axis=0) < 0) <= 4 and np.all(np.array(tables[-1]) <= 1.2 * np.array(tables[20]))
+    assert np.sum(np.diff(tables[20:], axis=0) < 0) <= 4 and np.all(
+        np.array(tables[-1]) <= 1.2 * np.array(tables[20])
+    )
 
 
 # --- in the trainer ---
@@ -311,19 +414,33 @@ def test_settles_on_the_measured_plant_and_takes_no_freed_pages_back(surer):
 LAYOUT = dict(bin_tokens=32, page_size=4, dense_layers=(0,))
 
 
-def reasoner_trainer(run_dir, schedule, closed_loop=True, listener=None, tau=0.95, **changes) -> Trainer:
+def reasoner_trainer(
+    run_dir, schedule, closed_loop=True, listener=None, tau=0.95, **changes
+) -> Trainer:
     import torch
 
-    model, tokenizer = load_model(str(Path(sparrow.__file__).parent / "reasoner"), "fp32", torch.device("cpu"))
+    model, tokenizer = load_model(
+        str(Path(sparrow.__file__).parent / "reasoner"), "fp32", torch.device("cpu")
+    )
     engine = HFEngine(model, schedule, eos_ids(model, tokenizer))
     config = TrainConfig(
-        run_dir=str(run_dir), steps=4, save_every=100, tau=tau,
+        run_dir=str(run_dir),
+        steps=4,
+        save_every=100,
+        tau=tau,
         rollout=RolloutConfig(prompts=8, samples=2, max_new_tokens=120),
         optimizer=OptimizerConfig(learning_rate=1e-6),
-    )  # fmt: skip
+    )
     kwargs = {"listener": listener} if listener else {}
     return Trainer(
-        replace(config, **changes), model, tokenizer, Trace(10), engine, schedule, closed_loop=closed_loop, **kwargs
+        replace(config, **changes),
+        model,
+        tokenizer,
+        Trace(10),
+        engine,
+        schedule,
+        closed_loop=closed_loop,
+        **kwargs,
     )
 
 
@@ -335,10 +452,14 @@ def tables(run_dir) -> list[list]:
 def test_a_schedule_halved_by_hand_recovers_within_two_steps(tmp_path):
     def halve(event, metrics):
         if event == "step" and metrics["step"] == 1:
-            trainer.set_schedule(trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k)))
+            trainer.set_schedule(
+                trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k))
+            )
             trainer.engine.set_schedule(trainer.schedule)
 
-    trainer = reasoner_trainer(tmp_path, SparsitySchedule((5, 9, 14, 16, 20, 21), **LAYOUT), listener=halve)
+    trainer = reasoner_trainer(
+        tmp_path, SparsitySchedule((5, 9, 14, 16, 20, 21), **LAYOUT), listener=halve
+    )
     trainer.train()
     _, fault, _, after = [r["mismatch"]["bins"] for r in metrics_of(tmp_path)]
     hit = [b["bin"] for b in fault if b["n_sequences"] >= 8 and b["interval_low"] < 0.94]
@@ -349,7 +470,8 @@ def test_a_schedule_halved_by_hand_recovers_within_two_steps(tmp_path):
 
 @pytest.mark.slow
 def test_closed_loop_resumes_to_the_same_numbers(tmp_path):
-    # Lists that cover the vocabulary: the lower bound on acceptance is then 1 while the actor is dense.
+    # Lists that cover the vocabulary: the lower bound on acceptance is then 1 while the actor is
+    # dense.
     changes = dict(steps=5, closed_loop=True, rollout=RolloutConfig(4, 4, 24, top_n=151))
     whole = make_trainer(tmp_path / "whole", **changes)
     whole.train()
@@ -385,7 +507,9 @@ def test_the_loops_floors_are_forgotten_with_the_tau_they_were_found_under(tmp_p
 
 @pytest.mark.slow
 def test_nothing_that_moves_the_schedule_excludes_another(tmp_path):
-    made = make_trainer(tmp_path / "c", steps=2, closed_loop=True, bin_tokens=7, guard=GuardConfig("raise"))
+    made = make_trainer(
+        tmp_path / "c", steps=2, closed_loop=True, bin_tokens=7, guard=GuardConfig("raise")
+    )
     made.train()
     assert {row["mismatch"]["bin_tokens"] for row in metrics_of(tmp_path / "c")} == {7}
     # The loop was told of the schedule's own bins of 32 tokens, not of the report's.
@@ -405,15 +529,23 @@ def test_a_dense_run_with_short_lists_is_not_stopped(tmp_path, monkeypatch, capl
         make_trainer(tmp_path, guard=GuardConfig("stop", patience=2)).train()
     rows = metrics_of(tmp_path)
     assert [row["kv"]["read_fraction"] for row in rows] == [1.0] * 4
-    assert all(row["mismatch"]["bins"][0]["lower_bound"] < 0.84 for row in rows), "or this shows nothing"
+    assert all(row["mismatch"]["bins"][0]["lower_bound"] < 0.84 for row in rows), (
+        "or this shows nothing"
+    )
     assert [row["guard"]["steps_below"] for row in rows] == [0] * 4
-    assert [r.message for r in caplog.records if "whether p5 of acceptance reaches 0.84 is not known" in r.message]
+    assert [
+        r.message
+        for r in caplog.records
+        if "whether p5 of acceptance reaches 0.84 is not known" in r.message
+    ]
 
 
 @pytest.mark.slow
 def test_guard_warns_once_and_logs_every_step(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        make_trainer(tmp_path, rollout=EXACT, guard=GuardConfig(threshold=0.999, patience=2)).train()
+        make_trainer(
+            tmp_path, rollout=EXACT, guard=GuardConfig(threshold=0.999, patience=2)
+        ).train()
     assert [r.message for r in caplog.records if "p5" in r.message] == [
         "p5 of acceptance has been below 0.999, or p1 below half of its best, for 2 steps, so training may collapse; "
         "a denser schedule prevents it"
@@ -424,16 +556,27 @@ def test_guard_warns_once_and_logs_every_step(tmp_path, caplog):
 
 @pytest.mark.slow
 def test_guard_raises_the_schedule(tmp_path):
-    make_trainer(tmp_path, rollout=EXACT, guard=GuardConfig("raise", threshold=0.999, patience=2)).train()
-    assert tables(tmp_path) == [[0, 1], [0, 1], [0, 3, 3], [0, 6, 6]]  # 4, 6, 9 pages with the 3 always kept
+    make_trainer(
+        tmp_path, rollout=EXACT, guard=GuardConfig("raise", threshold=0.999, patience=2)
+    ).train()
+    assert tables(tmp_path) == [
+        [0, 1],
+        [0, 1],
+        [0, 3, 3],
+        [0, 6, 6],
+    ]  # 4, 6, 9 pages with the 3 always kept
 
 
 @pytest.mark.slow
 def test_guard_stops_with_a_checkpoint_that_resumes(tmp_path):
     guard = GuardConfig("stop", threshold=0.999, patience=3)
-    with pytest.raises(TrainingDiverged, match=r"below 0.999, .* for 3 steps.*checkpoint of step 3 is saved"):
+    with pytest.raises(
+        TrainingDiverged, match=r"below 0.999, .* for 3 steps.*checkpoint of step 3 is saved"
+    ):
         make_trainer(tmp_path, rollout=EXACT, guard=guard, save_every=100).train()
-    resumed = make_trainer(tmp_path, rollout=EXACT, guard=replace(guard, action="raise"), resume=True)
+    resumed = make_trainer(
+        tmp_path, rollout=EXACT, guard=replace(guard, action="raise"), resume=True
+    )
     assert resumed.step == 3 and resumed.movers.guard.steps_below == 3
     resumed.train()
     assert len(metrics_of(tmp_path)) == 4
@@ -445,8 +588,24 @@ def test_auto_on_the_command_line(tmp_path):
 
     layout = tmp_path / "layout.json"
     layout.write_text(SparsitySchedule.dense(**LAYOUT).to_json())
-    common = ["train", "--model", "reasoner", "--task", "trace:lines=4", "--steps", "2", "--rollout.prompts", "4",
-              "--rollout.samples", "2", "--rollout.max-new-tokens", "50", "--tau", "0.9", "--run-dir"]  # fmt: skip
+    common = [
+        "train",
+        "--model",
+        "reasoner",
+        "--task",
+        "trace:lines=4",
+        "--steps",
+        "2",
+        "--rollout.prompts",
+        "4",
+        "--rollout.samples",
+        "2",
+        "--rollout.max-new-tokens",
+        "50",
+        "--tau",
+        "0.9",
+        "--run-dir",
+    ]
     main([*common, str(tmp_path / "run"), "--schedule", f"auto:{layout}"])
     assert tables(tmp_path / "run")[0] == ["all"] and tables(tmp_path / "run")[1][-1] == "all"
     assert len(tables(tmp_path / "run")[1]) > 1

@@ -1,4 +1,6 @@
-"""The training loop: it learns, it resumes to the same numbers, and what goes wrong costs no finished step."""
+"""The training loop: it learns, it resumes to the same numbers, and what goes wrong costs no
+finished step.
+"""
 
 import json
 import os
@@ -47,21 +49,39 @@ class EarlyWords:
 
 
 def make_trainer(
-    run_dir, steps=4, task=None, model=None, listener=None, closed_loop=False, benchmarks=None, **changes
+    run_dir,
+    steps=4,
+    task=None,
+    model=None,
+    listener=None,
+    closed_loop=False,
+    benchmarks=None,
+    **changes,
 ) -> Trainer:
     tokenizer = build_tokenizer()
     model = model or tiny_model(vocab_size=len(tokenizer), initializer_range=0.1)
     engine = HFEngine(model, SCHEDULE, eos_ids=[tokenizer.eos_token_id])
     defaults = dict(
-        run_dir=str(run_dir), steps=steps, save_every=2, seed=5,
+        run_dir=str(run_dir),
+        steps=steps,
+        save_every=2,
+        seed=5,
         rollout=RolloutConfig(prompts=4, samples=4, max_new_tokens=24, top_n=8),
         optimizer=OptimizerConfig(learning_rate=3e-3, token_budget=200),
-    )  # fmt: skip
+    )
     config = TrainConfig(**{**defaults, **changes})
     kwargs = {"listener": listener} if listener else {}
     task = task or EarlyWords()
     return Trainer(
-        config, model, tokenizer, task, engine, SCHEDULE, closed_loop=closed_loop, benchmarks=benchmarks, **kwargs
+        config,
+        model,
+        tokenizer,
+        task,
+        engine,
+        SCHEDULE,
+        closed_loop=closed_loop,
+        benchmarks=benchmarks,
+        **kwargs,
     )
 
 
@@ -74,7 +94,9 @@ def metrics_of(run_dir) -> list[dict]:
 
 def test_tied_embeddings_are_written_once_wherever_the_weights_were(tmp_path, monkeypatch):
     # Copies, as of shards or from a GPU, no longer share memory with what they are tied to.
-    monkeypatch.setattr(saving, "whole", lambda weights: ((name, weight.clone()) for name, weight in weights))
+    monkeypatch.setattr(
+        saving, "whole", lambda weights: ((name, weight.clone()) for name, weight in weights)
+    )
     made = make_trainer(tmp_path, steps=1)
     made.train()
     written = load_file(tmp_path / "model" / "model.safetensors")
@@ -85,18 +107,24 @@ def test_tied_embeddings_are_written_once_wherever_the_weights_were(tmp_path, mo
 
 @pytest.mark.slow
 def test_reward_rises_and_every_metric_is_there(tmp_path):
-    make_trainer(tmp_path, steps=16, optimizer=OptimizerConfig(learning_rate=1e-2, token_budget=200)).train()
+    make_trainer(
+        tmp_path, steps=16, optimizer=OptimizerConfig(learning_rate=1e-2, token_budget=200)
+    ).train()
     rows = metrics_of(tmp_path)
     assert [r["step"] for r in rows] == list(range(1, 17))
     assert sum(r["reward"]["mean"] for r in rows[-3:]) / 3 > rows[0]["reward"]["mean"] + 0.3
     first = rows[0]
     assert 0 < first["kv"]["read_fraction"] < 0.95
     assert 0.05 < first["mismatch"]["mean"] < 1 and len(first["mismatch"]["bins"]) >= 1
-    assert first["correction"]["ess_token"] < 1 and first["loss"]["ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert first["correction"]["ess_token"] < 1 and first["loss"]["ratio_mean"] == pytest.approx(
+        1, abs=1e-4
+    )
     assert first["response"]["tokens"] == pytest.approx(first["response"]["mean"] * 16)
     saved = [json.loads(line) for line in Path(tmp_path, "rollouts.jsonl").read_text().splitlines()]
     assert len(saved) == 16 * 4 and len({r["problem"] for r in saved[:4]}) == 4
-    assert all(len(r["tokens"]) == len(r["acceptance"]) and r["answer"] == "early words" for r in saved)
+    assert all(
+        len(r["tokens"]) == len(r["acceptance"]) and r["answer"] == "early words" for r in saved
+    )
     assert Path(tmp_path, "model", "model.safetensors").exists()
     assert sorted(p.name for p in Path(tmp_path, "checkpoints").iterdir()) == ["step-14", "step-16"]
 
@@ -105,12 +133,16 @@ def test_reward_rises_and_every_metric_is_there(tmp_path):
 def test_a_listener_is_told_of_each_phase(tmp_path):
     told = []
     optimizer = OptimizerConfig(learning_rate=3e-3, token_budget=200, minibatches=2)
-    make_trainer(tmp_path, steps=1, listener=lambda event, _: told.append(event), optimizer=optimizer).train()
+    make_trainer(
+        tmp_path, steps=1, listener=lambda event, _: told.append(event), optimizer=optimizer
+    ).train()
     assert told == ["ceiling", "rollout", "score", "update", "step"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["none", "sequence_tis", "geometric_tis", "icepop", "sparse_rl", "obrs", "m2po"])
+@pytest.mark.parametrize(
+    "kind", ["none", "sequence_tis", "geometric_tis", "icepop", "sparse_rl", "obrs", "m2po"]
+)
 def test_every_correction_trains(tmp_path, kind):
     make_trainer(tmp_path, steps=1, correction=CorrectionConfig(kind=kind)).train()
     assert metrics_of(tmp_path)[0]["correction"]["weight_mean"] >= 0
@@ -127,11 +159,20 @@ def test_every_advantage_and_minibatches_train(tmp_path, advantage):
 @pytest.mark.slow
 def test_token_budget_and_checkpointing_do_not_change_the_update(tmp_path):
     results = []
-    for i, changes in enumerate([dict(token_budget=10**6), dict(token_budget=60), dict(gradient_checkpointing=True)]):
-        trainer = make_trainer(tmp_path / str(i), steps=1, optimizer=OptimizerConfig(learning_rate=1e-3, **changes))
+    for i, changes in enumerate(
+        [dict(token_budget=10**6), dict(token_budget=60), dict(gradient_checkpointing=True)]
+    ):
+        trainer = make_trainer(
+            tmp_path / str(i), steps=1, optimizer=OptimizerConfig(learning_rate=1e-3, **changes)
+        )
         trainer.train()
         results.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
-    start = torch.cat([p.detach().flatten() for p in tiny_model(vocab_size=151, initializer_range=0.1).parameters()])
+    start = torch.cat(
+        [
+            p.detach().flatten()
+            for p in tiny_model(vocab_size=151, initializer_range=0.1).parameters()
+        ]
+    )
     assert start.shape != results[0].shape or (results[0] - start).abs().max() > 1e-4
     for other in results[1:]:
         assert (results[0] - other).abs().median() < 1e-6
@@ -145,7 +186,9 @@ def test_checkpointing_recomputes_layers_in_updates_and_lets_the_actor_decode(tm
         trainer = make_trainer(tmp_path / str(checkpointing), steps=1, optimizer=optimizer)
         count = [0]
         mlp = trainer.model.get_decoder().layers[1].mlp
-        mlp.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + torch.is_grad_enabled()))
+        mlp.register_forward_pre_hook(
+            lambda *_, count=count: count.__setitem__(0, count[0] + torch.is_grad_enabled())
+        )
         trainer.train()
         calls.append(count[0])
         assert not trainer.model.training and not any(m.training for m in trainer.model.modules())
@@ -191,8 +234,12 @@ class Choosing(HFEngine):
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_a_resumed_run_drafts_as_much_as_it_did_where_it_had_logged_that(tmp_path, monkeypatch, changed):
-    """Two steps were logged after the checkpoint. With other rollouts the run is another one anyway."""
+def test_a_resumed_run_drafts_as_much_as_it_did_where_it_had_logged_that(
+    tmp_path, monkeypatch, changed
+):
+    """Two steps were logged after the checkpoint. With other rollouts the run is another one
+    anyway.
+    """
     monkeypatch.setattr("tests.train.test_trainer.HFEngine", Choosing)
     first = make_trainer(tmp_path, steps=4, save_every=2)
     first.train()
@@ -200,7 +247,11 @@ def test_a_resumed_run_drafts_as_much_as_it_did_where_it_had_logged_that(tmp_pat
     shutil.rmtree(tmp_path / "checkpoints" / "step-4")
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "dra')  # a process that was killed
-    changes = {"rollout": RolloutConfig(prompts=4, samples=4, max_new_tokens=20, top_n=8)} if changed else {}
+    changes = (
+        {"rollout": RolloutConfig(prompts=4, samples=4, max_new_tokens=20, top_n=8)}
+        if changed
+        else {}
+    )
     resumed = make_trainer(tmp_path, steps=6, resume=True, **changes)
     resumed.train()
     again = [row["drafts"]["choices"] for row in metrics_of(tmp_path)]
@@ -237,10 +288,14 @@ def test_ctrl_c_saves_the_last_finished_step(tmp_path, phase):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("returned", "message"), [(None, "raised KeyError: 'answer'"), (float("nan"), "returned nan")])
+@pytest.mark.parametrize(
+    ("returned", "message"), [(None, "raised KeyError: 'answer'"), (float("nan"), "returned nan")]
+)
 def test_bad_reward_names_the_problem_and_keeps_finished_steps(tmp_path, returned, message):
     with pytest.raises(RewardError, match=rf"problem 'words-12' {message}.*resume"):
-        make_trainer(tmp_path, steps=9, save_every=100, task=EarlyWords(fail_from=12, fail_with=returned)).train()
+        make_trainer(
+            tmp_path, steps=9, save_every=100, task=EarlyWords(fail_from=12, fail_with=returned)
+        ).train()
     make_trainer(tmp_path, steps=4, resume=True).train()
     assert len(metrics_of(tmp_path)) == 4
 
@@ -288,7 +343,9 @@ def test_run_directory_is_not_overwritten(tmp_path):
 
 
 def test_another_precision_in_one_process_is_refused_before_anything_is_written(tmp_path):
-    make_trainer(tmp_path / "first").run_dir.release()  # as the tests of this process before it, in float32
+    make_trainer(
+        tmp_path / "first"
+    ).run_dir.release()  # as the tests of this process before it, in float32
     message = "precision is 'bf16', but this process has trained in 'fp32' before, .*; start this run in a process of"
     with pytest.raises(ConfigError, match=message):
         make_trainer(tmp_path / "second", optimizer=OptimizerConfig(precision="bf16"))
@@ -297,13 +354,17 @@ def test_another_precision_in_one_process_is_refused_before_anything_is_written(
 
 
 def start_process(run_dir, steps: int, resume: bool = False) -> subprocess.Popen:
-    """The run in a process of its own, with one thread: float32 sums depend on how many share the work."""
+    """The run in a process of its own, with one thread: float32 sums depend on how many share the
+    work.
+    """
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
         "from tests.train import test_trainer as t\n"
         f"t.make_trainer({str(run_dir)!r}, steps={steps}, resume={resume}).train()"
     )
-    return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
 
 
 @pytest.mark.slow
@@ -332,18 +393,31 @@ def test_the_tail_by_length_reaches_tensorboard_under_stable_names(tmp_path):
     events = EventAccumulator(str(tmp_path / "sparrow"))
     events.Reload()
     rows = metrics_of(tmp_path)
-    found = {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    found = {
+        name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]
+    }
     bins = [row["mismatch"]["bins"] for row in rows]
     assert [(b["start"], b["end"]) for b in bins[0]] == [(0, 32), (32, 64)]
-    columns = {"": "lower_bound", "/low": "interval_low", "/high": "interval_high", "/upper": "upper_bound"}
+    columns = {
+        "": "lower_bound",
+        "/low": "interval_low",
+        "/high": "interval_high",
+        "/upper": "upper_bound",
+    }
     for name, key in columns.items():
-        assert found[f"sparrow/p5/32-64{name}"] == pytest.approx([b[1][key] for b in bins], abs=1e-6)
-    assert found["sparrow/p5"] == pytest.approx([min(b["lower_bound"] for b in both) for both in bins], abs=1e-6)
+        assert found[f"sparrow/p5/32-64{name}"] == pytest.approx(
+            [b[1][key] for b in bins], abs=1e-6
+        )
+    assert found["sparrow/p5"] == pytest.approx(
+        [min(b["lower_bound"] for b in both) for both in bins], abs=1e-6
+    )
     assert found["reward/mean"] == pytest.approx([row["reward"]["mean"] for row in rows], abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(tmp_path, name, monkeypatch):
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
+    tmp_path, name, monkeypatch
+):
     monkeypatch.setattr("sparrow.train.trackers.get_available_trackers", lambda: ["tensorboard"])
     message = f"trackers is tensorboard {name}, but the package '{name}' is not installed; pip install {name}"
     with pytest.raises(ConfigError, match=message):
@@ -353,7 +427,9 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(t
 
 @dataclass
 class Noisy:
-    """An engine whose log-probs are those of other numerics: what it lists is a little off, dense or not."""
+    """An engine whose log-probs are those of other numerics: what it lists is a little off, dense
+    or not.
+    """
 
     engine: HFEngine
 
@@ -381,16 +457,22 @@ def test_p5_is_logged_beside_that_of_dense_rollouts_of_the_same_engines(tmp_path
     made.train()
     (row,) = metrics_of(tmp_path)
     bins = row["mismatch"]["bins"]
-    assert len(bins) > 1 and all(0.5 < b["ceiling_low"] <= b["ceiling"] <= b["ceiling_high"] < 0.95 for b in bins)
+    assert len(bins) > 1 and all(
+        0.5 < b["ceiling_low"] <= b["ceiling"] <= b["ceiling_high"] < 0.95 for b in bins
+    )
 
 
 @pytest.mark.slow
 def test_a_ceiling_is_measured_once_and_survives_a_resumption(tmp_path, monkeypatch):
     measured = []
     real = Trainer._measure_ceiling
-    monkeypatch.setattr(Trainer, "_measure_ceiling", lambda self: (measured.append(self.step), real(self)))
+    monkeypatch.setattr(
+        Trainer, "_measure_ceiling", lambda self: (measured.append(self.step), real(self))
+    )
     make_trainer(tmp_path, steps=1, rollout=WHOLE_LISTS).train()
     make_trainer(tmp_path, steps=2, rollout=WHOLE_LISTS, resume=True).train()
-    first, second = ([b["ceiling"] for b in row["mismatch"]["bins"]] for row in metrics_of(tmp_path))
+    first, second = (
+        [b["ceiling"] for b in row["mismatch"]["bins"]] for row in metrics_of(tmp_path)
+    )
     assert measured == [0] and first == second
     assert all(0.999 < c <= 1 for c in first)  # the engine is the trainer's own model

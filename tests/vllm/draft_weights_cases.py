@@ -11,8 +11,13 @@ import torch
 from torch.nn.functional import linear
 
 from tests.vllm.lossless_cases import (  # isort: skip  before vLLM is imported
-    assert_greedy_and_dense, counters, engine, generate, lossless, tokens_of,
-)  # fmt: skip
+    assert_greedy_and_dense,
+    counters,
+    engine,
+    generate,
+    lossless,
+    tokens_of,
+)
 from vllm import logger
 
 from sparrow.errors import ConfigError, UnsupportedModel
@@ -55,12 +60,16 @@ def rounded(x):
 
 @contextlib.contextmanager
 def rounding(model, rounds=True):
-    """A model of transformers whose linear layers multiply rounded tokens and weights, all but the output layer."""
+    """A model of transformers whose linear layers multiply rounded tokens and weights, all but the
+    output layer.
+    """
 
     def product(layer):
         return lambda x: linear(rounded(x), rounded(layer.weight), layer.bias)
 
-    layers = [layer for layer in model.model.modules() if isinstance(layer, torch.nn.Linear) and rounds]
+    layers = [
+        layer for layer in model.model.modules() if isinstance(layer, torch.nn.Linear) and rounds
+    ]
     for layer in layers:
         layer.forward = product(layer)
     yield
@@ -70,17 +79,24 @@ def rounding(model, rounds=True):
 
 @torch.no_grad()
 def gap(cached_by, model, found, written, rounds=True):
-    """How far vLLM's drafts are from those of a model with rounded weights, on average over drafts, in total variation.
+    """How far vLLM's drafts are from those of a model with rounded weights, on average over drafts,
+    in total variation.
 
     The cache before each draft is that of ``cached_by``, and drafts add to it what they compute.
     """
     gaps = []
     for i, own in by_sequence(found, written).items():
         for cycle in own:
-            cache = cached_by(torch.tensor([written[i][: cycle["cached"]]]), use_cache=True).past_key_values
+            cache = cached_by(
+                torch.tensor([written[i][: cycle["cached"]]]), use_cache=True
+            ).past_key_values
             with rounding(model, rounds):
                 for token, logits in zip(cycle["ids"], cycle["q"], strict=False):
-                    expected = model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1].softmax(-1)
+                    expected = (
+                        model(torch.tensor([[token]]), past_key_values=cache)
+                        .logits[0, -1]
+                        .softmax(-1)
+                    )
                     gaps.append(float((logits.softmax(-1) - expected).abs().sum() / 2))
     assert len(gaps) > 50
     return np.mean(gaps)
@@ -94,13 +110,22 @@ def answered(llm, found, seed=3):
     return [[*p, *ids] for p, ids in zip(ASKED, tokens_of(completions), strict=True)]
 
 
-def test_drafts_are_those_of_rounded_weights_and_the_meter_tells_their_acceptance(old_and_new, cycles):
+def test_drafts_are_those_of_rounded_weights_and_the_meter_tells_their_acceptance(
+    old_and_new, cycles
+):
     folder, model, *_ = old_and_new
     with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
         llm.collective_rpc("sparrow_acceptance")
         written = answered(llm, cycles)
-        metered = DraftAcceptance.from_dict(llm.collective_rpc("sparrow_acceptance")[0]["acceptance"])
-    assert gap(model, model, cycles, written) < 0.01 < 0.03 < gap(model, model, cycles, written, rounds=False)
+        metered = DraftAcceptance.from_dict(
+            llm.collective_rpc("sparrow_acceptance")[0]["acceptance"]
+        )
+    assert (
+        gap(model, model, cycles, written)
+        < 0.01
+        < 0.03
+        < gap(model, model, cycles, written, rounds=False)
+    )
     alphas = []
     for cycle in cycles:
         p, q = (cycle[name].double().softmax(-1) for name in ("p", "q"))
@@ -109,21 +134,29 @@ def test_drafts_are_those_of_rounded_weights_and_the_meter_tells_their_acceptanc
     with engine(folder, lossless(K, pages=EVERYTHING)) as llm:  # by the model's own weights
         llm.collective_rpc("sparrow_acceptance")
         written = answered(llm, cycles)
-        metered = DraftAcceptance.from_dict(llm.collective_rpc("sparrow_acceptance")[0]["acceptance"])
+        metered = DraftAcceptance.from_dict(
+            llm.collective_rpc("sparrow_acceptance")[0]["acceptance"]
+        )
     assert gap(model, model, cycles, written, rounds=False) < 1e-4 and metered.mean > 0.9999
 
 
 def test_another_schedule_is_measured_with_the_weights_proper(old_and_new):
     decoding = lossless(K, pages=EVERYTHING, draft_weights="fp8")
-    with engine(old_and_new[0], replace(decoding, meter_schedule=decoding.schedule, meter_every=1)) as llm:
+    with engine(
+        old_and_new[0], replace(decoding, meter_schedule=decoding.schedule, meter_every=1)
+    ) as llm:
         generate(llm, ASKED, 24, temperature=1.0, seed=3)
         report = llm.collective_rpc("sparrow_acceptance")[0]
-    drafts, metered = (DraftAcceptance.from_dict(part["acceptance"]) for part in (report, report["metered"]))
+    drafts, metered = (
+        DraftAcceptance.from_dict(part["acceptance"]) for part in (report, report["metered"])
+    )
     assert metered.drafts > 20 and metered.mean > 0.9999 and drafts.mean < 0.98
 
 
 def test_a_compiled_model_drafts_with_the_copy_too(old_and_new, monkeypatch):
-    """Which weights are read is not fixed while torch.compile traces, which happens in a dense step."""
+    """Which weights are read is not fixed while torch.compile traces, which happens in a dense
+    step.
+    """
     folder, model, *_ = old_and_new
     monkeypatch.setattr(torch._dynamo.config, "disable", False)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
@@ -131,7 +164,9 @@ def test_a_compiled_model_drafts_with_the_copy_too(old_and_new, monkeypatch):
     acceptance = []
     for enforce_eager in (True, False):
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        with engine(folder, lossless(4, pages=EVERYTHING, draft_weights="fp8"), enforce_eager=enforce_eager) as llm:
+        with engine(
+            folder, lossless(4, pages=EVERYTHING, draft_weights="fp8"), enforce_eager=enforce_eager
+        ) as llm:
             llm.collective_rpc("sparrow_acceptance")
             assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 12))
             generate(llm, ASKED, 24, temperature=1.0, seed=3)
@@ -148,12 +183,16 @@ def test_a_compiled_model_drafts_with_the_copy_too(old_and_new, monkeypatch):
 def test_what_it_takes_is_said(tmp_path, monkeypatch):
     said, init = [], logger.init_logger
     ours = SimpleNamespace(info=said.append)
-    monkeypatch.setattr(logger, "init_logger", lambda name: ours if name == "vllm.sparrow" else init(name))
+    monkeypatch.setattr(
+        logger, "init_logger", lambda name: ours if name == "vllm.sparrow" else init(name)
+    )
     checkpoint(tmp_path, num_hidden_layers=2, intermediate_size=100)  # no multiple of 16
     with engine(tmp_path, lossless(2, draft_weights="fp8")) as llm:
         assert tokens_of(generate(llm, ASKED, 4))
         [told] = llm.collective_rpc("sparrow_describe")
-    outputs = 2 * (2 * 4 * 32 + 64)  # of the projections to queries, keys, values and from the heads
+    outputs = 2 * (
+        2 * 4 * 32 + 64
+    )  # of the projections to queries, keys, values and from the heads
     size = 2 * (64 * (4 + 2 * 2) * 32 + 4 * 32 * 64) + 4 * outputs
     assert told["draft_weights"] == "fp8" and told["draft_weight_bytes"] == size
     assert (told["draft_layers"], told["draft_layers_in_16_bits"]) == (4, 4)
@@ -167,7 +206,9 @@ def test_a_model_without_a_layer_to_copy_is_refused(tmp_path):
     odd = dict(hidden_size=60, head_dim=32, intermediate_size=100)
     checkpoint(tmp_path, num_hidden_layers=2, **odd)
     with (
-        pytest.raises(UnsupportedModel, match="Qwen3ForCausalLM has no linear layer of multiples of 16 inputs"),
+        pytest.raises(
+            UnsupportedModel, match="Qwen3ForCausalLM has no linear layer of multiples of 16 inputs"
+        ),
         engine(tmp_path, lossless(2, draft_weights="fp8")),
     ):
         pass
@@ -176,7 +217,9 @@ def test_a_model_without_a_layer_to_copy_is_refused(tmp_path):
 def test_an_engine_whose_drafts_have_no_copy_says_so(old_and_new):
     with engine(old_and_new[0], lossless(2)) as llm:
         assert "draft_weight_bytes" not in llm.collective_rpc("sparrow_describe")[0]
-        with pytest.raises(ConfigError, match=r"have no copy of the weights; start it with .* draft_weights 'fp8'"):
+        with pytest.raises(
+            ConfigError, match=r"have no copy of the weights; start it with .* draft_weights 'fp8'"
+        ):
             llm.collective_rpc("sparrow_renew_draft_weights")
 
 
@@ -192,7 +235,10 @@ def negate(worker):
 
 @torch.no_grad()
 def negate_by_vllm(worker):
-    weights = [(name, -w if "mlp" in name else w) for name, w in worker.model_runner.model.named_parameters()]
+    weights = [
+        (name, -w if "mlp" in name else w)
+        for name, w in worker.model_runner.model.named_parameters()
+    ]
     worker.reload_weights(weights_iterator=weights, is_checkpoint_format=False)
 
 
@@ -213,7 +259,12 @@ def test_the_copy_follows_the_weights_however_they_are_loaded(old_and_new, cycle
         def follows(other):
             nonlocal model
             before, model, written = model, other, answered(llm, cycles)
-            assert gap(model, model, cycles, written) < 0.01 < 0.1 < gap(model, before, cycles, written)
+            assert (
+                gap(model, model, cycles, written)
+                < 0.01
+                < 0.1
+                < gap(model, before, cycles, written)
+            )
 
         addresses = llm.collective_rpc(where_copies_are)
         llm.collective_rpc("sparrow_load_weights", args=(weights,))
@@ -231,7 +282,9 @@ def test_the_copy_follows_the_weights_however_they_are_loaded(old_and_new, cycle
 
 
 def copies(worker):
-    methods = [getattr(layer, "quant_method", None) for layer in worker.model_runner.model.modules()]
+    methods = [
+        getattr(layer, "quant_method", None) for layer in worker.model_runner.model.modules()
+    ]
     return [method for method in methods if isinstance(method, DraftLinearMethod)]
 
 
@@ -240,7 +293,9 @@ def where_copies_are(worker):
 
 
 def test_the_copy_is_made_again_after_sleep(old_and_new, cycles):
-    """On a CPU vLLM itself does not sleep; here what its allocator would drop, the copy included, is overwritten."""
+    """On a CPU vLLM itself does not sleep; here what its allocator would drop, the copy included,
+    is overwritten.
+    """
     folder, _, new, weights = old_and_new
     with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
         answered(llm, cycles)
@@ -263,14 +318,18 @@ def lose_copies(worker):
 def test_each_tensor_parallel_worker_copies_its_part(old_and_new, tmp_path, monkeypatch):
     folder, model, new, weights = old_and_new
     monkeypatch.setenv("PYTHONPATH", on_v2(tmp_path))
-    with engine(folder, lossless(4, pages=EVERYTHING, draft_weights="fp8"), tensor_parallel_size=2) as llm:
+    with engine(
+        folder, lossless(4, pages=EVERYTHING, draft_weights="fp8"), tensor_parallel_size=2
+    ) as llm:
         assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 16))
         llm.collective_rpc("sparrow_load_weights", args=(weights,))
         llm.reset_prefix_cache()
         assert_greedy_and_dense(new, ASKED, generate(llm, ASKED, 16))
         llm.collective_rpc("sparrow_acceptance")
         generate(llm, ASKED, 24, temperature=1.0, seed=3)
-        metered = DraftAcceptance.from_dict(llm.collective_rpc("sparrow_acceptance")[0]["acceptance"])
+        metered = DraftAcceptance.from_dict(
+            llm.collective_rpc("sparrow_acceptance")[0]["acceptance"]
+        )
         sizes = [told["draft_weight_bytes"] for told in llm.collective_rpc("sparrow_describe")]
     whole = 2 * (64 * (4 + 2 * 2) * 32 + 4 * 32 * 64 + 3 * 64 * 96)
     assert len(sizes) == 2 and all(whole / 2 < size < 0.6 * whole for size in sizes)

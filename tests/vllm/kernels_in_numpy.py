@@ -1,9 +1,11 @@
-"""Runs Triton kernels on a CPU by numpy, over ten times as fast as Triton's interpreter, which also checks types.
+"""Runs Triton kernels on a CPU by numpy, over ten times as fast as Triton's interpreter, which also
+checks types.
 
-It knows what simple kernels need; a kernel that names anything else of the language is left to the interpreter. Values
-are numpy arrays, scalars those without axes. All programs of a launch run at once, as rows of these arrays; where they
-part (an ``if``, the length of a loop), each side starts again by itself, for nothing is stored before the end. A kernel
-whose blocks have two axes, or that reads what an atomic operation wrote, runs program by program.
+It knows what simple kernels need; a kernel that names anything else of the language is left to the
+interpreter. Values are numpy arrays, scalars those without axes. All programs of a launch run at
+once, as rows of these arrays; where they part (an ``if``, the length of a loop), each side starts
+again by itself, for nothing is stored before the end. A kernel whose blocks have two axes, or that
+reads what an atomic operation wrote, runs program by program.
 """
 
 import ast
@@ -18,7 +20,10 @@ import triton.language as tl
 from triton._C.libtriton import interpreter as memory
 from triton.runtime import interpreter
 
-TYPES = {getattr(torch, n): getattr(np, n) for n in ("int8", "uint8", "int16", "int32", "int64", "float32", "float64")}
+TYPES = {
+    getattr(torch, n): getattr(np, n)
+    for n in ("int8", "uint8", "int16", "int32", "int64", "float32", "float64")
+}
 TYPES |= {torch.bool: np.bool_, torch.uint64: np.uint64}
 
 
@@ -65,7 +70,9 @@ class Pointer:
         self.dtype = types.SimpleNamespace(element_ty=dtype)
 
     def __add__(self, offset):
-        return Pointer(self.address + np.asarray(offset, np.int64) * self.element.itemsize, self.element.type)
+        return Pointer(
+            self.address + np.asarray(offset, np.int64) * self.element.itemsize, self.element.type
+        )
 
     __radd__ = __add__
 
@@ -89,7 +96,9 @@ def _forward_store(loaded, address, mask, stored):
     if stored is None or loaded.size * stored[0].size > FEW or loaded.dtype != stored[1].dtype:
         raise OneByOne
     there, x, written = (each.ravel() for each in stored)
-    same = (address.reshape(-1, 1) == there) & mask.reshape(-1, 1).astype(bool) & written.astype(bool)
+    same = (
+        (address.reshape(-1, 1) == there) & mask.reshape(-1, 1).astype(bool) & written.astype(bool)
+    )
     which = same.any(1)
     loaded.reshape(-1)[which] = x[same[which].argmax(1)]
 
@@ -102,7 +111,9 @@ def _axis(x, axis):
 
 
 def _range(*bounds, **_):
-    """As ``range``, but programs that run at once part only where they repeat a loop differently often."""
+    """As ``range``, but programs that run at once part only where they repeat a loop differently
+    often.
+    """
     begin, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
     for i in range(int(value(-(-(end - begin) // step)))):
         yield begin + i * step
@@ -130,7 +141,9 @@ class Language(types.SimpleNamespace):
     log = staticmethod(lambda x: value(np.log(x)))
     min = staticmethod(lambda x, axis=None: value(np.min(x, **_axis(x, axis))))
     sum = staticmethod(
-        lambda x, axis=None: value(np.sum(x, **_axis(x, axis), dtype=x.dtype if x.dtype.kind == "f" else None))
+        lambda x, axis=None: value(
+            np.sum(x, **_axis(x, axis), dtype=x.dtype if x.dtype.kind == "f" else None)
+        )
     )
     cumsum = staticmethod(lambda x, axis=0: value(np.cumsum(x, _axis(x, axis)["axis"])))
     argmax = staticmethod(lambda x, axis=None: value(np.argmax(x, **_axis(x, axis)), np.int32))
@@ -151,7 +164,11 @@ class Language(types.SimpleNamespace):
         return (largest, self.argmax(x, axis)) if return_indices else largest
 
     def cast(self, x, dtype):
-        return Pointer(np.asarray(x, np.int64), dtype[1]) if isinstance(dtype, tuple) else x.astype(dtype)
+        return (
+            Pointer(np.asarray(x, np.int64), dtype[1])
+            if isinstance(dtype, tuple)
+            else x.astype(dtype)
+        )
 
     def load(self, pointer, mask=None, other=0, **_):
         shape, (address, mask, other) = _places(pointer, mask, other if other is not None else 0)
@@ -184,7 +201,9 @@ class Language(types.SimpleNamespace):
             change(address, x, mask, *more)
         else:
             stored = None if more else (address, x, mask)
-            self.later.append((*_span(address, mask, x.itemsize), lambda: change(address, x, mask, *more), stored))
+            self.later.append(
+                (*_span(address, mask, x.itemsize), lambda: change(address, x, mask, *more), stored)
+            )
 
     def rand(self, seed, offset):
         """Uniform in [0, 1) by Philox 4x32-10, as Triton's ``rand``."""
@@ -194,10 +213,19 @@ class Language(types.SimpleNamespace):
         c = [np.asarray(offset).astype(np.uint32).astype(np.uint64), zero, zero, zero]
         for _ in range(10):
             b, a = c[2] * np.uint64(0xCD9E8D57), c[0] * np.uint64(0xD2511F53)
-            c = [b >> np.uint64(32) ^ c[1] ^ key[0], b & low, a >> np.uint64(32) ^ c[3] ^ key[1], a & low]
-            key = [(k + np.uint64(w)) & low for k, w in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)]
+            c = [
+                b >> np.uint64(32) ^ c[1] ^ key[0],
+                b & low,
+                a >> np.uint64(32) ^ c[3] ^ key[1],
+                a & low,
+            ]
+            key = [
+                (k + np.uint64(w)) & low for k, w in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)
+            ]
         bits = c[0].astype(np.uint32).astype(np.int32)
-        return value(np.where(bits < 0, -bits - 1, bits).astype(np.float32) * np.float32(4.6566127342e-10))
+        return value(
+            np.where(bits < 0, -bits - 1, bits).astype(np.float32) * np.float32(4.6566127342e-10)
+        )
 
 
 language = Language()
@@ -211,20 +239,28 @@ def _is_libdevice(x):
 
 def _is_known(kernel, seen):
     """Whether a kernel, and every one that it calls, uses only what ``Language`` has."""
-    if kernel in seen or kernel.fn.__module__.endswith(".watermark"):  # called only where somebody asks for watermarks
+    if kernel in seen or kernel.fn.__module__.endswith(
+        ".watermark"
+    ):  # called only where somebody asks for watermarks
         return True
     seen.add(kernel)
     nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))))
     if any(isinstance(n, ast.Subscript) for n in nodes):
         _one_by_one.add(kernel)
     used = {
-        n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "tl"
+        n.attr
+        for n in nodes
+        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "tl"
     }
     if any(not hasattr(language, name) for name in used):
         return False
     names = [kernel.fn.__globals__.get(name) for name in kernel.fn.__code__.co_names]
-    modules = [x for x in names if isinstance(x, types.ModuleType) and not _is_libdevice(x) and x is not tl]
-    return not modules and all(_is_known(x, seen) for x in names if isinstance(x, interpreter.InterpretedFunction))
+    modules = [
+        x for x in names if isinstance(x, types.ModuleType) and not _is_libdevice(x) and x is not tl
+    ]
+    return not modules and all(
+        _is_known(x, seen) for x in names if isinstance(x, interpreter.InterpretedFunction)
+    )
 
 
 def _function(kernel):
@@ -244,7 +280,9 @@ def _function(kernel):
             else:
                 ours[name] = x
     fn = kernel.fn
-    made = types.FunctionType(fn.__code__, _globals[id(theirs)], fn.__name__, fn.__defaults__, fn.__closure__)
+    made = types.FunctionType(
+        fn.__code__, _globals[id(theirs)], fn.__name__, fn.__defaults__, fn.__closure__
+    )
     made.__kwdefaults__ = fn.__kwdefaults__
     return made
 
@@ -283,7 +321,9 @@ LARGE = 1024  # blocks of this many tokens and more are cut to the size of a tes
 def run(self, *args, grid, warmup, **kwargs):
     if self not in _ready:
         called = set()
-        _ready[self] = (_function(self), inspect.signature(self.fn)) if _is_known(self, called) else None
+        _ready[self] = (
+            (_function(self), inspect.signature(self.fn)) if _is_known(self, called) else None
+        )
         if called & _one_by_one:
             _one_by_one.add(self)
     if _ready[self] is None:
@@ -320,7 +360,11 @@ def run(self, *args, grid, warmup, **kwargs):
 
 def _at_once(fn, given, programs):
     """What these programs change, in order of each program's own changes."""
-    language.program, language.programs, language.later = programs[:, :, None], programs.shape[1], []
+    language.program, language.programs, language.later = (
+        programs[:, :, None],
+        programs.shape[1],
+        [],
+    )
     try:
         fn(**given)
         return language.later
@@ -328,7 +372,9 @@ def _at_once(fn, given, programs):
         ways = parted.args[0]
     finally:
         language.later = None
-    return [each for way in np.unique(ways) for each in _at_once(fn, given, programs[:, ways == way])]
+    return [
+        each for way in np.unique(ways) for each in _at_once(fn, given, programs[:, ways == way])
+    ]
 
 
 def install():

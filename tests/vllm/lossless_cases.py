@@ -1,4 +1,6 @@
-"""Lossless mode in a real vLLM, by the model runner of GPUs; ``test_lossless.py`` runs this in its own processes."""
+"""Lossless mode in a real vLLM, by the model runner of GPUs; ``test_lossless.py`` runs this in its
+own processes.
+"""
 
 import contextlib
 import gc
@@ -37,7 +39,9 @@ from sparrow.vllm.cpu import CpuImpl
 from sparrow.vllm.meter import overlap
 from tests.vllm.tiny_vllm import prompts
 
-topk_topp_sampler.HAS_TRITON = False  # the interpreter cannot run that kernel; vLLM has the same in torch
+topk_topp_sampler.HAS_TRITON = (
+    False  # the interpreter cannot run that kernel; vLLM has the same in torch
+)
 DRAFTS = SparsitySchedule(top_k=(1,), bin_tokens=100, recent_pages=1, dense_layers=())
 RAGGED = [300, 17, 150, 511, 64, 33, 400, 90, 16, 15, 31, 222, 275, 128, 47, 350]
 FEW = [300, 17, 150, 64, 33, 15]
@@ -51,7 +55,9 @@ def lossless(k=4, adapt=False, pages=1, **options):
 
 @contextlib.contextmanager
 def engine(folder, decoding=None, **options):
-    """An engine that is gone afterwards: vLLM keeps its process groups in one place for all engines of a process."""
+    """An engine that is gone afterwards: vLLM keeps its process groups in one place for all engines
+    of a process.
+    """
     given = {} if decoding is None else {"additional_config": {"sparrow": decoding.to_dict()}}
     llm = LLM(model=str(folder), skip_tokenizer_init=True, **{**tiny.OPTIONS, **given, **options})
     try:
@@ -69,7 +75,10 @@ def parameters(tokens, **sampling):
 
 def generate(llm, asked, tokens, **sampling):
     wanted = parameters(tokens, **sampling)
-    return [o.outputs[0] for o in llm.generate([{"prompt_token_ids": p} for p in asked], wanted, use_tqdm=False)]
+    return [
+        o.outputs[0]
+        for o in llm.generate([{"prompt_token_ids": p} for p in asked], wanted, use_tqdm=False)
+    ]
 
 
 def tokens_of(completions):
@@ -77,7 +86,12 @@ def tokens_of(completions):
 
 
 def logprobs_of(completion):
-    return np.array([at[token].logprob for at, token in zip(completion.logprobs, completion.token_ids, strict=True)])
+    return np.array(
+        [
+            at[token].logprob
+            for at, token in zip(completion.logprobs, completion.token_ids, strict=True)
+        ]
+    )
 
 
 def counters(llm):
@@ -92,7 +106,9 @@ def dense(model, prompt, response):
 
 
 def assert_greedy_and_dense(model, asked, completions):
-    """Each token is the dense policy's best, rounding ties aside, and its log-prob is the dense one."""
+    """Each token is the dense policy's best, rounding ties aside, and its log-prob is the dense
+    one.
+    """
     for prompt, completion in zip(asked, completions, strict=True):
         ids = list(completion.token_ids)
         log_p = dense(model, prompt, ids)
@@ -139,7 +155,9 @@ def test_overlap_is_the_reference_in_double_precision(temper):
             float(reference_overlap(target[row], draft[sequence[row], place[row]], t)), abs=1e-6
         )
     assert found[5:].isnan().all()  # a greedy sequence, and no draft
-    assert float(overlap(draft[:1, 0], draft, sequence[:1], place[:1], heat, True)) == pytest.approx(1.0, abs=1e-6)
+    assert float(
+        overlap(draft[:1, 0], draft, sequence[:1], place[:1], heat, True)
+    ) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_kernels_give_by_numpy_what_tritons_interpreter_gives(monkeypatch):
@@ -155,19 +173,33 @@ def test_kernels_give_by_numpy_what_tritons_interpreter_gives(monkeypatch):
     starts = torch.arange(0, 39, 3, dtype=torch.int32)
 
     def updated():
-        counts, computed, written, lengths = (torch.zeros(n, dtype=torch.int32) for n in ((12, 97), 12, (12, 9), 12))
+        counts, computed, written, lengths = (
+            torch.zeros(n, dtype=torch.int32) for n in ((12, 97), 12, (12, 9), 12)
+        )
         newest = torch.zeros(12, dtype=torch.int64)
-        post_update(rows, computed, newest, counts, tokens, numbers, 3 - numbers, starts, written, lengths)
+        post_update(
+            rows, computed, newest, counts, tokens, numbers, 3 - numbers, starts, written, lengths
+        )
         return counts, computed, written, lengths, newest
 
     def run():
-        drawn = [gumbel_sample(logits, rows, heat, seeds, places, True, is_drafting) for is_drafting in (False, True)]
+        drawn = [
+            gumbel_sample(logits, rows, heat, seeds, places, True, is_drafting)
+            for is_drafting in (False, True)
+        ]
         scores = compute_token_logprobs(logits, drawn[0][:, None])
-        return [*drawn, scores, overlap(logits, drafts, rows // 3, rows % 2, heat, True).nan_to_num(), *updated()]
+        return [
+            *drawn,
+            scores,
+            overlap(logits, drafts, rows // 3, rows % 2, heat, True).nan_to_num(),
+            *updated(),
+        ]
 
     monkeypatch.setattr(kernels_in_numpy, "AT_ONCE", 5)
     ours = run()
-    monkeypatch.setattr(kernels_in_numpy.interpreter.InterpretedFunction, "run", kernels_in_numpy._interpreted)
+    monkeypatch.setattr(
+        kernels_in_numpy.interpreter.InterpretedFunction, "run", kernels_in_numpy._interpreted
+    )
     theirs = run()
     assert (ours[0] != ours[1]).any()
     assert ours[4].max() == 3
@@ -203,7 +235,9 @@ def test_greedy_tokens_are_stock_vllms_where_heads_of_drafts_have_budgets(folder
 def stock(tmp_path_factory):
     """A folder with a model, 64 ragged prompts, and what stock vLLM answers to them."""
     folder = tmp_path_factory.mktemp("stock")
-    tiny.checkpoint(folder, num_hidden_layers=2, initializer_range=0.1)  # few pages are enough for some drafts
+    tiny.checkpoint(
+        folder, num_hidden_layers=2, initializer_range=0.1
+    )  # few pages are enough for some drafts
     asked = prompts(*RAGGED * 4, seed=1)
     with engine(folder) as llm:
         return folder, asked, tokens_of(generate(llm, asked, 256, logprobs=None))
@@ -230,7 +264,9 @@ def test_greedy_tokens_of_64_ragged_prompts_are_stock_vllms(stock, monkeypatch, 
 
 
 class Landmarks:
-    """Compares, whenever drafting begins, the landmarks of all full pages with the means of the cached keys."""
+    """Compares, whenever drafting begins, the landmarks of all full pages with the means of the
+    cached keys.
+    """
 
     def __init__(self, monkeypatch):
         from sparrow.vllm.speculator import SparseSpeculator
@@ -282,7 +318,9 @@ def test_landmarks_of_rejected_tokens_that_are_left_would_be_found(folder, monke
     stock = attention.update_landmarks
 
     def of_prompts_only(layers, slot_mapping, **options):
-        if len(slot_mapping) > 100:  # all prompts are read in one pass; verification reads 9 tokens a sequence
+        if (
+            len(slot_mapping) > 100
+        ):  # all prompts are read in one pass; verification reads 9 tokens a sequence
             stock(layers, slot_mapping, **options)
 
     found = Landmarks(monkeypatch)
@@ -305,14 +343,22 @@ def test_only_draft_steps_store_for_kernels_that_decode_next(folder, monkeypatch
         generate(llm, [[1, 2, 3]], 20)
         cycles = llm.collective_rpc("sparrow_acceptance")[0]["cycles"][4]
     drafts, verifications = stores[True, 1], stores[False, 5]
-    assert cycles >= 4 and drafts == 4 * cycles * (layers - 1), "the layer that drafts read whole is vLLM's"
+    assert cycles >= 4 and drafts == 4 * cycles * (layers - 1), (
+        "the layer that drafts read whole is vLLM's"
+    )
     assert layers * (cycles - 2) <= verifications <= layers * cycles
-    assert stores[False, 1] == 4 * cycles and not any(n for (next_, size), n in stores.items() if next_ and size > 1)
+    assert stores[False, 1] == 4 * cycles and not any(
+        n for (next_, size), n in stores.items() if next_ and size > 1
+    )
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 cache needs AVX-512 on a CPU")
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 cache needs AVX-512 on a CPU"
+)
 def test_an_fp8_cache_is_stock_vllms_which_drafts_read_as_well(folder, monkeypatch):
-    """vLLM stores keys and values with scales of its own in prefill and verification, drafts with the same."""
+    """vLLM stores keys and values with scales of its own in prefill and verification, drafts with
+    the same.
+    """
     asked, found, accepted = prompts(*FEW, seed=2), Landmarks(monkeypatch), []
     stock_scales = attention.set_default_quant_scales
 
@@ -339,14 +385,21 @@ def test_an_fp8_cache_is_stock_vllms_which_drafts_read_as_well(folder, monkeypat
     for pages in (2, 1000):
         got = served(lossless(4, pages=pages), "fp8")
         assert tokens_of(got) == tokens_of(stock)
-        assert all(np.abs(logprobs_of(a) - logprobs_of(b)).max() < 1e-4 for a, b in zip(got, stock, strict=True))
+        assert all(
+            np.abs(logprobs_of(a) - logprobs_of(b)).max() < 1e-4
+            for a, b in zip(got, stock, strict=True)
+        )
     served(lossless(4, pages=1000), "auto")
     few, everything, wide_everything = accepted
-    assert few < 0.5 and everything == wide_everything, "drafts that read everything are all accepted, but for the ends"
+    assert few < 0.5 and everything == wide_everything, (
+        "drafts that read everything are all accepted, but for the ends"
+    )
     assert found.worst < 1e-5 and found.pages > 500
 
 
-def test_steps_without_drafts_pass_the_speculator_by_and_are_counted_as_if_not(folder, model, monkeypatch):
+def test_steps_without_drafts_pass_the_speculator_by_and_are_counted_as_if_not(
+    folder, model, monkeypatch
+):
     found, asked, told, calls = Landmarks(monkeypatch), prompts(*FEW, seed=2), [], [0]
     for passes_by in (True, False):
         if not passes_by:
@@ -360,14 +413,22 @@ def test_steps_without_drafts_pass_the_speculator_by_and_are_counted_as_if_not(f
         assert_greedy_and_dense(model, asked, got)
         calls.append(found.calls)
     assert found.worst < 1e-5 and found.pages > 100
-    assert told[0] == told[1] and told[0][1].keys() == {0, 4} and told[0][0]["emitted"] >= 39 * len(asked)
+    assert (
+        told[0] == told[1]
+        and told[0][1].keys() == {0, 4}
+        and told[0][0]["emitted"] >= 39 * len(asked)
+    )
     assert calls[1] < calls[2] - calls[1] == sum(told[1][1].values())
 
 
-@pytest.mark.parametrize(("drafts", "to_verify", "is_idle"), [(0, {}, True), (2, {}, False), (0, {"a": [-1]}, False)])
+@pytest.mark.parametrize(
+    ("drafts", "to_verify", "is_idle"), [(0, {}, True), (2, {}, False), (0, {"a": [-1]}, False)]
+)
 def test_a_step_is_idle_if_it_neither_verifies_drafts_nor_makes_any(drafts, to_verify, is_idle):
     drafting = SimpleNamespace(budget=0)
-    scheduled = SimpleNamespace(num_spec_tokens_to_schedule=drafts, scheduled_spec_decode_tokens=to_verify)
+    scheduled = SimpleNamespace(
+        num_spec_tokens_to_schedule=drafts, scheduled_spec_decode_tokens=to_verify
+    )
     speculator.SparseSpeculator.begin_step(drafting, scheduled)
     assert (drafting.is_idle, drafting.num_drafts, drafting.budget) == (is_idle, drafts, 0)
     scheduled.sparrow_budget = 1
@@ -382,10 +443,14 @@ def test_rows_are_chunked_preempted_and_cut_at_the_end_of_the_context(folder, mo
     preempted = []
     stock = Scheduler._preempt_request
     monkeypatch.setattr(
-        Scheduler, "_preempt_request", lambda self, *a, **kw: preempted.append(1) or stock(self, *a, **kw)
+        Scheduler,
+        "_preempt_request",
+        lambda self, *a, **kw: preempted.append(1) or stock(self, *a, **kw),
     )
     asked = prompts(90, 17, 70, 64, 33, 100, seed=3)
-    small = dict(num_gpu_blocks_override=12, max_model_len=128, max_num_batched_tokens=48, max_num_seqs=6)
+    small = dict(
+        num_gpu_blocks_override=12, max_model_len=128, max_num_batched_tokens=48, max_num_seqs=6
+    )
     with engine(folder, lossless(4), **small) as llm:
         got = generate(llm, asked, 60)
     assert len(preempted) > 0
@@ -396,12 +461,16 @@ def test_rows_are_chunked_preempted_and_cut_at_the_end_of_the_context(folder, mo
 
 def test_drafts_see_as_many_blocks_as_kernels_have_a_workspace_for(folder, model):
     asked = prompts(90, 17, seed=3)
-    with engine(folder, lossless(4), max_model_len=130) as llm:  # vLLM pads 5 blocks of 32 tokens to 8
+    with engine(
+        folder, lossless(4), max_model_len=130
+    ) as llm:  # vLLM pads 5 blocks of 32 tokens to 8
         got = generate(llm, asked, 60)
 
         def widths(worker):
             speculator = worker.model_runner.speculator
-            return speculator.block_tables.input_block_tables[0].shape[1], speculator._step(2).block_table.shape[1]
+            return speculator.block_tables.input_block_tables[0].shape[1], speculator._step(
+                2
+            ).block_table.shape[1]
 
         assert llm.collective_rpc(widths) == [(8, 5)]
     assert [len(c.token_ids) for c in got] == [40, 60]
@@ -413,14 +482,18 @@ def test_a_second_turn_finds_a_dense_cache(folder, model):
     with engine(folder, lossless(4)) as llm:
         first = generate(llm, asked, 40)
         turns = [[*p, *c.token_ids, 5, 6, 7] for p, c in zip(asked, first, strict=True)]
-        outputs = llm.generate([{"prompt_token_ids": p} for p in turns], parameters(12), use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": p} for p in turns], parameters(12), use_tqdm=False
+        )
     assert [o.num_cached_tokens for o in outputs] == [(len(t) - 4) // 32 * 32 for t in turns]
     assert_greedy_and_dense(model, turns, [o.outputs[0] for o in outputs])
 
 
 def test_responses_end_inside_accepted_drafts(folder, model):
     asked = prompts(64, seed=5)
-    with engine(folder, lossless(8, pages=40)) as llm:  # drafts that read everything are all accepted
+    with engine(
+        folder, lossless(8, pages=40)
+    ) as llm:  # drafts that read everything are all accepted
         whole = generate(llm, asked, 20)[0]
         ids = list(whole.token_ids)
         for tokens in (1, 2, 5, 9, 10):
@@ -470,8 +543,15 @@ def test_greedy_tokens_under_logits_processors_are_stock_vllms(folder):
     for decoding in (None, lossless(4)):
         with engine(folder, decoding) as llm:
             answers.append([tokens_of(generate(llm, asked, 16, **each)) for each in PROCESSORS])
-            for refused in () if decoding is None else (dict(logit_bias={3: 4.0}), dict(temperature=1.0, min_p=0.1)):
-                with pytest.raises(ValueError, match=r"'lossless' does not serve (min_p|logit_bias).*; leave it out"):
+            for refused in (
+                ()
+                if decoding is None
+                else (dict(logit_bias={3: 4.0}), dict(temperature=1.0, min_p=0.1))
+            ):
+                with pytest.raises(
+                    ValueError,
+                    match=r"'lossless' does not serve (min_p|logit_bias).*; leave it out",
+                ):
                     generate(llm, asked, 16, **refused)
     for each, stock, ours in zip(PROCESSORS, *answers, strict=True):
         assert ours == stock, each
@@ -513,9 +593,12 @@ def test_a_seed_repeats_to_the_bit_and_logprobs_are_dense(folder, model):
 
 
 SEEDED = [
-    dict(temperature=1.0, n=2), dict(temperature=0.7, top_p=0.9), dict(temperature=1.3, top_k=20),
-    dict(temperature=1.0, presence_penalty=1.0), dict(temperature=0.0),
-]  # fmt: skip
+    dict(temperature=1.0, n=2),
+    dict(temperature=0.7, top_p=0.9),
+    dict(temperature=1.3, top_k=20),
+    dict(temperature=1.0, presence_penalty=1.0),
+    dict(temperature=0.0),
+]
 
 
 def seeded(llm, asked, tokens=24):
@@ -529,7 +612,9 @@ def seeded(llm, asked, tokens=24):
 
 
 def test_a_seeds_tokens_are_stock_vllms_whatever_drafts(tmp_path, monkeypatch):
-    """With ``drafter_invariant``: any number of drafts, pages and batches, and a number of drafts that changes."""
+    """With ``drafter_invariant``: any number of drafts, pages and batches, and a number of drafts
+    that changes.
+    """
     tiny.checkpoint(tmp_path, num_hidden_layers=2, initializer_range=0.15)
     asked = prompts(*FEW, seed=13)
     with engine(tmp_path) as llm:
@@ -552,13 +637,17 @@ def test_a_seeds_tokens_are_stock_vllms_whatever_drafts(tmp_path, monkeypatch):
 
 
 def test_drafts_drawn_with_the_tokens_own_noise_are_mostly_kept(folder, monkeypatch):
-    """At least a / (2 - a) of them and at most a, where a is their acceptance; with other noise far fewer."""
+    """At least a / (2 - a) of them and at most a, where a is their acceptance; with other noise far
+    fewer.
+    """
     asked = prompts(*FEW, *FEW, seed=14)
     stock, shares = speculator.gumbel_sample, []
     for other_noise in (False, True):
         if other_noise:
             monkeypatch.setattr(
-                speculator, "gumbel_sample", lambda *args, **named: stock(*args, **{**named, "is_drafting": True})
+                speculator,
+                "gumbel_sample",
+                lambda *args, **named: stock(*args, **{**named, "is_drafting": True}),
             )
         with engine(folder, lossless(1, pages=4, drafter_invariant=True)) as llm:
             generate(llm, asked, 120, temperature=1.0, seed=5)
@@ -577,10 +666,14 @@ def enumerated(model, prompt, tokens, temperature):
     V = model.config.vocab_size
     p, written = np.ones(1), np.zeros((1, 0), int)
     for _ in range(tokens):
-        logits = torch.cat([model(torch.tensor([[*prompt, *row]])).logits[:, -1].detach() for row in written])
+        logits = torch.cat(
+            [model(torch.tensor([[*prompt, *row]])).logits[:, -1].detach() for row in written]
+        )
         log_p = torch.log_softmax(logits.double() / temperature, -1)
         p = (p[:, None] * log_p.exp().numpy()).reshape(-1)
-        written = np.concatenate([written.repeat(V, 0), np.tile(np.arange(V), len(written))[:, None]], 1)
+        written = np.concatenate(
+            [written.repeat(V, 0), np.tile(np.arange(V), len(written))[:, None]], 1
+        )
     return p
 
 
@@ -594,29 +687,45 @@ def likelihood(counts, p):
 
 
 SAMPLES = {
-    "exact": 20_000, "any number of drafts": 20_000, "worst drafts": 10_000, "shared noise": 20_000,
+    "exact": 20_000,
+    "any number of drafts": 20_000,
+    "worst drafts": 10_000,
+    "shared noise": 20_000,
     "no resampling": 2_000,
-}  # fmt: skip
+}
 EXACT = ("exact", "any number of drafts", "worst drafts")
 
 
 @pytest.mark.parametrize("variant", SAMPLES)
 def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
     """The dense policy's, whatever is drafted; and two defects that it would show."""
-    # Of 108 models tried, the one whose drafts, three in ten of them rejected, would show shared noise best.
-    adapts = variant == "any number of drafts"  # which changes with every step, at a temperature below 1
+    # Of 108 models tried, the one whose drafts, three in ten of them rejected, would show shared
+    # noise best.
+    adapts = (
+        variant == "any number of drafts"
+    )  # which changes with every step, at a temperature below 1
     V, T = 12, 3 if variant in EXACT[:2] else 2  # in fewer outcomes a bias is found sooner
-    model = tiny.checkpoint(tmp_path, vocab_size=V, num_hidden_layers=2, initializer_range=0.35, seed=7)
+    model = tiny.checkpoint(
+        tmp_path, vocab_size=V, num_hidden_layers=2, initializer_range=0.35, seed=7
+    )
     prompt = np.random.default_rng(1).integers(0, V, 150).tolist()
     stock = speculator.gumbel_sample
     if adapts:
         turns = iter(range(10**6))
         monkeypatch.setattr(DraftLength, "choose", lambda *_: (2, 0, 1)[next(turns) % 3])
     elif variant == "worst drafts":  # rejected as often as can be
-        monkeypatch.setattr(speculator, "gumbel_sample", lambda logits, *args, **named: stock(-logits, *args, **named))
-    elif variant == "shared noise":  # real drafts, drawn from the noise that replaces them when they are rejected
         monkeypatch.setattr(
-            speculator, "gumbel_sample", lambda *args, **named: stock(*args, **{**named, "is_drafting": False})
+            speculator,
+            "gumbel_sample",
+            lambda logits, *args, **named: stock(-logits, *args, **named),
+        )
+    elif (
+        variant == "shared noise"
+    ):  # real drafts, drawn from the noise that replaces them when they are rejected
+        monkeypatch.setattr(
+            speculator,
+            "gumbel_sample",
+            lambda *args, **named: stock(*args, **{**named, "is_drafting": False}),
         )
     elif variant == "no resampling":  # a rejected draft stays
         from vllm.v1.worker.gpu.spec_decode import rejection_sampler
@@ -627,10 +736,14 @@ def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
         def keep_rejected(*args, **named):
             tokens, count = verify(*args, **named)
             draft_sampled, first = args[2], args[3]
-            at = first[:-1] + count  # the draft that was judged last is the token after those that were accepted
+            at = (
+                first[:-1] + count
+            )  # the draft that was judged last is the token after those that were accepted
             rows = torch.arange(len(count))
             rejected = at < first[1:]
-            tokens[rows[rejected], count[rejected].long() - 1] = draft_sampled[at[rejected].long()].to(tokens.dtype)
+            tokens[rows[rejected], count[rejected].long() - 1] = draft_sampled[
+                at[rejected].long()
+            ].to(tokens.dtype)
             return tokens, count
 
         monkeypatch.setattr(rejection_sampler, "rejection_sample", keep_rejected)
@@ -638,13 +751,16 @@ def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
     temperature = 0.8 if adapts else 1.0
     with engine(tmp_path, lossless(T - 1, adapt=adapts), **layout) as llm:
         wanted = [
-            parameters(T, temperature=temperature, seed=10**6 + i, logprobs=None) for i in range(SAMPLES[variant])
+            parameters(T, temperature=temperature, seed=10**6 + i, logprobs=None)
+            for i in range(SAMPLES[variant])
         ]
         outputs = llm.generate([{"prompt_token_ids": prompt}] * len(wanted), wanted, use_tqdm=False)
         counts = counters(llm)
     assert 0 < counts["accepted"] < counts["drafted"]
     code = np.array([o.outputs[0].token_ids for o in outputs]) @ (V ** np.arange(T - 1, -1, -1))
-    p_value = likelihood(np.bincount(code, minlength=V**T), enumerated(model, prompt, T, temperature))
+    p_value = likelihood(
+        np.bincount(code, minlength=V**T), enumerated(model, prompt, T, temperature)
+    )
     print(variant, p_value)  # shown where the test fails
     assert p_value > 1e-3 if variant in EXACT else p_value < 1e-4
 
@@ -657,7 +773,9 @@ def test_the_draft_schedule_changes_between_calls(folder, model):
     shares = {}
     with engine(folder, lossless(4)) as llm:
         for pages in (1, 40, 2):
-            llm.collective_rpc("sparrow_set_schedule", args=(DRAFTS.replace(top_k=(pages,)).to_dict(),))
+            llm.collective_rpc(
+                "sparrow_set_schedule", args=(DRAFTS.replace(top_k=(pages,)).to_dict(),)
+            )
             llm.reset_prefix_cache()
             counters(llm)
             assert_greedy_and_dense(model, asked, generate(llm, asked, 15))
@@ -668,7 +786,9 @@ def test_the_draft_schedule_changes_between_calls(folder, model):
 
 
 def test_what_drafts_read_changes_with_every_cycle(folder, model, monkeypatch):
-    """Each budget's drafts are verified, and counted, as its own; tokens and counters are those of the budgets held."""
+    """Each budget's drafts are verified, and counted, as its own; tokens and counters are those of
+    the budgets held.
+    """
     asked = prompts(*FEW, seed=9)
     found = Landmarks(monkeypatch)
     monkeypatch.setattr(DraftLength, "choose", lambda *_: 4)
@@ -694,16 +814,23 @@ def test_what_drafts_read_changes_with_every_cycle(folder, model, monkeypatch):
     assert by_budget[0].mean < by_budget[1].mean < by_budget[2].mean
     for (alone, _), budget in zip(held, (0, 2), strict=True):
         assert [part["multiple"] for part in alone["budgets"]] == [DRAFT_BUDGETS[budget]]
-        off = [abs(DraftAcceptance.from_dict(alone["acceptance"]).mean - each.mean) for each in by_budget]
+        off = [
+            abs(DraftAcceptance.from_dict(alone["acceptance"]).mean - each.mean)
+            for each in by_budget
+        ]
         assert min(off) == off[budget]
-    few, mixed, many = (each["pages_read"] / each["drafted"] for each in (held[0][1], counts, held[1][1]))
+    few, mixed, many = (
+        each["pages_read"] / each["drafted"] for each in (held[0][1], counts, held[1][1])
+    )
     assert 1.2 * few < mixed < many / 1.2
 
 
 def test_each_draft_step_reads_what_the_schedule_says_at_its_length(folder, monkeypatch):
     from sparrow import attention
 
-    schedule = DRAFTS.replace(top_k=tuple(range(1, 21)), bin_tokens=16)  # some cycles end in another bin
+    schedule = DRAFTS.replace(
+        top_k=tuple(range(1, 21)), bin_tokens=16
+    )  # some cycles end in another bin
     decode, steps = attention.paged_decode, []
 
     @wraps(decode)
@@ -712,10 +839,19 @@ def test_each_draft_step_reads_what_the_schedule_says_at_its_length(folder, monk
         return decode(*args, **named)
 
     monkeypatch.setattr(attention, "paged_decode", watched)
-    with engine(folder, Decoding.lossless(schedule, draft_tokens=4, adapt_draft_tokens=False)) as llm:
+    with engine(
+        folder, Decoding.lossless(schedule, draft_tokens=4, adapt_draft_tokens=False)
+    ) as llm:
         generate(llm, prompts(17, 33, 90, seed=4), 48)
-    read = [(rows, top_k) for length, pages in steps for rows, top_k in zip(length, pages, strict=True) if rows]
-    assert len(set(read)) > 20 and all(top_k == schedule.pages(np.array([rows]))[0] for rows, top_k in read)
+    read = [
+        (rows, top_k)
+        for length, pages in steps
+        for rows, top_k in zip(length, pages, strict=True)
+        if rows
+    ]
+    assert len(set(read)) > 20 and all(
+        top_k == schedule.pages(np.array([rows]))[0] for rows, top_k in read
+    )
 
 
 def test_weights_change_between_rollouts(folder, model, tmp_path):
@@ -730,7 +866,8 @@ def test_weights_change_between_rollouts(folder, model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [dict(adapt=True), dict(adapt=True, max_num_seqs=1), dict(adapt=False, async_scheduling=False)]
+    "options",
+    [dict(adapt=True), dict(adapt=True, max_num_seqs=1), dict(adapt=False, async_scheduling=False)],
 )
 def test_scheduling_does_not_change_greedy_tokens(folder, model, options):
     adapt, others = options["adapt"], {k: v for k, v in options.items() if k != "adapt"}

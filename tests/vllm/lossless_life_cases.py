@@ -1,4 +1,6 @@
-"""What happens to an engine in lossless mode while it lives, in a real vLLM; see ``test_lossless.py``."""
+"""What happens to an engine in lossless mode while it lives, in a real vLLM; see
+``test_lossless.py``.
+"""
 
 import gc
 from types import SimpleNamespace
@@ -12,7 +14,14 @@ from vllm import logger
 
 from sparrow.rollout import Sampling
 from sparrow.vllm.adapt import DraftLength
-from tests.vllm.lossless_cases import Landmarks, assert_greedy_and_dense, generate, logprobs_of, parameters, tokens_of
+from tests.vllm.lossless_cases import (
+    Landmarks,
+    assert_greedy_and_dense,
+    generate,
+    logprobs_of,
+    parameters,
+    tokens_of,
+)
 from tests.vllm.tiny_vllm import engine, prompts
 
 ASKED = prompts(150, 17, 64, 33, seed=31)
@@ -23,7 +32,9 @@ SIZES = (100, 1500, 1500)
 
 
 def lose(worker, level):
-    """What is left of a worker's memory after vLLM's sleep: neither the KV cache, nor at level 2 the weights."""
+    """What is left of a worker's memory after vLLM's sleep: neither the KV cache, nor at level 2
+    the weights.
+    """
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
         whole = torch.empty(0, dtype=layer.kv_cache.dtype).set_(layer.kv_cache.untyped_storage())
         whole.normal_(std=30.0)
@@ -59,8 +70,12 @@ def test_an_engine_repeats_what_another_chose_and_so_its_samples(old_and_new, mo
     answers, kept = [], []
     for seed, replayed in ((1, False), (2, False), (3, True)):
         clock = np.random.default_rng(seed)  # stands in for it
-        monkeypatch.setattr(DraftLength, "choose", lambda *_, clock=clock: int(clock.choice((0, 1, 3, 4))))
-        monkeypatch.setattr(DraftLength, "choose_budget", lambda *_, clock=clock: int(clock.integers(3)))
+        monkeypatch.setattr(
+            DraftLength, "choose", lambda *_, clock=clock: int(clock.choice((0, 1, 3, 4)))
+        )
+        monkeypatch.setattr(
+            DraftLength, "choose_budget", lambda *_, clock=clock: int(clock.integers(3))
+        )
         with engine(folder, decoding, max_num_seqs=4) as made:
             made.generate(asked[:2], sampling)  # something else was sampled before
             made.counters()
@@ -70,7 +85,9 @@ def test_an_engine_repeats_what_another_chose_and_so_its_samples(old_and_new, mo
             answers.append([r.response_ids.tolist() for r in made.generate(asked, sampling)])
             counters = made.counters()
         kept.append(counters.choices)
-        assert counters.to_dict()["drafts"]["choices"] == [list(choice) for choice in counters.choices]
+        assert counters.to_dict()["drafts"]["choices"] == [
+            list(choice) for choice in counters.choices
+        ]
     assert answers[2] == answers[0] != answers[1]
     assert kept[2] == kept[0] != kept[1] and len(kept[0]) > 5
 
@@ -80,12 +97,17 @@ def test_an_engine_repeats_what_another_chose_and_so_its_samples(old_and_new, mo
 
 def tokens_cached(worker):
     states = worker.model_runner.req_states
-    return {name.split("-")[0]: int(states.num_computed_tokens.gpu[i]) for name, i in states.req_id_to_index.items()}
+    return {
+        name.split("-")[0]: int(states.num_computed_tokens.gpu[i])
+        for name, i in states.req_id_to_index.items()
+    }
 
 
 @torch.no_grad()
 def mixed(old, new, ids, cached):
-    """Log-probs ``[T, V]`` after each token where one model has read the first ``cached`` of them, another the rest."""
+    """Log-probs ``[T, V]`` after each token where one model has read the first ``cached`` of them,
+    another the rest.
+    """
     first = old(torch.tensor([ids[:cached]]), use_cache=True)
     rest = new(torch.tensor([ids[cached:]]), past_key_values=first.past_key_values)
     return torch.cat([first.logits[0], rest.logits[0]]).double().log_softmax(-1).numpy()
@@ -115,7 +137,9 @@ def test_drafts_of_old_weights_are_verified_by_new_ones(old_and_new):
         own = log_p[np.arange(len(log_p)), completion.token_ids]
         assert (log_p.max(1) - own).max() < 1e-4
         assert np.abs(own - logprobs_of(completion)).max() < 1e-4
-        of_old = cases.dense(old, prompt, completion.token_ids)[np.arange(len(own)), completion.token_ids]
+        of_old = cases.dense(old, prompt, completion.token_ids)[
+            np.arange(len(own)), completion.token_ids
+        ]
         assert np.abs(own - of_old).max() > 0.1  # the new weights were in use
 
 
@@ -134,7 +158,9 @@ def test_a_new_engine_repeats_samples_only_with_as_many_drafts(old_and_new, monk
         monkeypatch.setattr(DraftLength, "choose", lambda *_: 1)
         other = generate(llm, ASKED, **second)
     for a, b in zip(wanted, again, strict=True):
-        assert list(a.token_ids) == list(b.token_ids) and np.array_equal(logprobs_of(a), logprobs_of(b))
+        assert list(a.token_ids) == list(b.token_ids) and np.array_equal(
+            logprobs_of(a), logprobs_of(b)
+        )
     assert tokens_of(other) != tokens_of(wanted)  # what was drafted takes other random numbers
 
 
@@ -163,7 +189,9 @@ def metrics(llm):
 def test_what_it_takes_is_said_at_start(old_and_new, monkeypatch):
     said, init = [], logger.init_logger
     ours = SimpleNamespace(info=said.append)
-    monkeypatch.setattr(logger, "init_logger", lambda name: ours if name == "vllm.sparrow" else init(name))
+    monkeypatch.setattr(
+        logger, "init_logger", lambda name: ours if name == "vllm.sparrow" else init(name)
+    )
     stock = 2 * 32 * 2 * 32 * 4  # bytes of a block of 32 tokens
     padded, in_8_bits = stock + 2 * 2 * 32 * 4, stock + 2 * 2 * 32  # with two landmarks
     assert 1 - stock / padded == pytest.approx(0.0303, abs=1e-4)
@@ -175,7 +203,9 @@ def test_what_it_takes_is_said_at_start(old_and_new, monkeypatch):
     assert blocks == [2**26 // (2 * size) for size in (stock, padded, in_8_bits)]
     line, other = said
     assert "landmarks (fp8_e4m3) 0.8% of the KV cache" in other
-    assert line.endswith("landmarks (auto) 3.0% of the KV cache, drafts up to 2 tokens of it for each sequence")
+    assert line.endswith(
+        "landmarks (auto) 3.0% of the KV cache, drafts up to 2 tokens of it for each sequence"
+    )
 
 
 def test_thousands_of_requests_leave_nothing_behind(old_and_new):
@@ -187,7 +217,9 @@ def test_thousands_of_requests_leave_nothing_behind(old_and_new):
         for n in SIZES:
             asked = prompts(*rng.integers(1, 40, n).tolist(), seed=n)
             lengths = rng.integers(1, 8, n).tolist()
-            wanted = [parameters(t, temperature=1.0, seed=i, logprobs=None) for i, t in enumerate(lengths)]
+            wanted = [
+                parameters(t, temperature=1.0, seed=i, logprobs=None) for i, t in enumerate(lengths)
+            ]
             before = metrics(llm)
             outputs = llm.generate([{"prompt_token_ids": p} for p in asked], wanted, use_tqdm=False)
             assert [len(o.outputs[0].token_ids) for o in outputs] == lengths

@@ -1,4 +1,6 @@
-"""Lossless mode in a real vLLM against the reference in transformers, cycle by cycle; see ``test_lossless.py``."""
+"""Lossless mode in a real vLLM against the reference in transformers, cycle by cycle; see
+``test_lossless.py``.
+"""
 
 from functools import wraps
 
@@ -22,7 +24,9 @@ BUDGETS = ((0, 2), (1.5, 0.5))  # means of 1, whichever layers are dense
 
 
 def recorded_cycles(monkeypatch):
-    """Every verification of a sequence by vLLM: its place, tokens before it, drafts, logits of both, what came out."""
+    """Every verification of a sequence by vLLM: its place, tokens before it, drafts, logits of
+    both, what came out.
+    """
     found = []
     stock = rejection_sampler.rejection_sample
 
@@ -33,10 +37,14 @@ def recorded_cycles(monkeypatch):
             if end - begin == K + 1:
                 found.append(
                     dict(
-                        place=int(place[b]), cached=int(position[begin]), ids=inputs[begin:end].tolist(),
-                        p=target[begin:end].clone(), q=draft[place[b], :K].clone(), count=int(count[b]),
+                        place=int(place[b]),
+                        cached=int(position[begin]),
+                        ids=inputs[begin:end].tolist(),
+                        p=target[begin:end].clone(),
+                        q=draft[place[b], :K].clone(),
+                        count=int(count[b]),
                     )
-                )  # fmt: skip
+                )
         return sampled, count
 
     monkeypatch.setattr(rejection_sampler, "rejection_sample", recorded)
@@ -54,7 +62,9 @@ def by_sequence(cycles, written):
     for place in {c["place"] for c in cycles}:
         own = [c for c in cycles if c["place"] == place]
         [i] = [
-            i for i, ids in enumerate(written) if all(ids[c["cached"] : c["cached"] + 1] == c["ids"][:1] for c in own)
+            i
+            for i, ids in enumerate(written)
+            if all(ids[c["cached"] : c["cached"] + 1] == c["ids"][:1] for c in own)
         ]
         found[i] = own
     return found
@@ -67,12 +77,18 @@ def reference_cycle(model, monkeypatch, ids, cycle, temperature):
     given = [torch.tensor([token]) for token in cycle["ids"][1:]]
     draw = speculative.draw
     with monkeypatch.context() as patch:
-        patch.setattr(speculative, "verify", lambda p, q, *args: seen.extend((p[0], q[0])) or stock(p, q, *args))
+        patch.setattr(
+            speculative,
+            "verify",
+            lambda p, q, *args: seen.extend((p[0], q[0])) or stock(p, q, *args),
+        )
         patch.setattr(speculative, "draw", lambda *args: given.pop(0) if given else draw(*args))
         sequence = speculative.CachedSequences(model, torch.zeros(1, dtype=torch.long))
         sequence.read(torch.tensor([ids[: cycle["cached"]]]), 1)
         kept = torch.arange(K + 1) < cycle["count"] - 1
-        uniform = torch.stack([torch.zeros(K + 1), (~kept).double() * (1 - 1e-9), torch.zeros(K + 1)]).double()
+        uniform = torch.stack(
+            [torch.zeros(K + 1), (~kept).double() * (1 - 1e-9), torch.zeros(K + 1)]
+        ).double()
         newest = torch.tensor(cycle["ids"][:1])
         done = speculative.speculate(
             sequence, newest, torch.tensor([K]), speculative.Shape(temperature), uniform[:, None]
@@ -89,14 +105,18 @@ def made(tmp_path_factory):
     return folder, model
 
 
-@pytest.mark.parametrize("changes", [dict(landmark_dtype="fp8_e4m3"), dict(head_budgets=BUDGETS), {}])
+@pytest.mark.parametrize(
+    "changes", [dict(landmark_dtype="fp8_e4m3"), dict(head_budgets=BUDGETS), {}]
+)
 def test_distributions_and_acceptance_are_the_references(made, monkeypatch, cycles, changes):
     (folder, model), asked = made, prompts(*LENGTHS, seed=21)
     set_schedule(model, DRAFTS.replace(top_k=(PAGES,), **changes))  # the other tests' at last
     with cases.engine(folder, cases.lossless(K, pages=PAGES, **changes)) as llm:
         llm.collective_rpc("sparrow_acceptance")
         completions = generate(llm, asked, 24, temperature=0.7, seed=3)
-        metered = DraftAcceptance.from_dict(llm.collective_rpc("sparrow_acceptance")[0]["acceptance"])
+        metered = DraftAcceptance.from_dict(
+            llm.collective_rpc("sparrow_acceptance")[0]["acceptance"]
+        )
     written = [[*p, *ids] for p, ids in zip(asked, tokens_of(completions), strict=True)]
     acceptance = []
     for i, own in by_sequence(cycles, written).items():
@@ -112,7 +132,9 @@ def test_distributions_and_acceptance_are_the_references(made, monkeypatch, cycl
 
 @torch.no_grad()
 def test_another_schedule_is_measured_on_the_way(made, cycles):
-    """What it measures is the reference's, and tokens, log-probs and counts are as without it, to the bit."""
+    """What it measures is the reference's, and tokens, log-probs and counts are as without it, to
+    the bit.
+    """
     (folder, model), asked = made, prompts(*LENGTHS, seed=23)
     drafts = DRAFTS.replace(top_k=(PAGES,), head_budgets=BUDGETS)
     other = drafts.replace(top_k=(1, 4), bin_tokens=150, dense_layers=(1,))
@@ -138,14 +160,22 @@ def test_another_schedule_is_measured_on_the_way(made, cycles):
         for cycle in own:
             sequence = speculative.CachedSequences(model, torch.zeros(1, dtype=torch.long))
             sequence.read(torch.tensor([written[i][: cycle["cached"]]]), 1)
-            sparse, p = sequence.read(torch.tensor([cycle["ids"][:1]]))[0, 0], cycle["p"][0].double().softmax(-1)
+            sparse, p = (
+                sequence.read(torch.tensor([cycle["ids"][:1]]))[0, 0],
+                cycle["p"][0].double().softmax(-1),
+            )
             expected.append(float(torch.minimum((sparse.double() / 0.7).softmax(-1), p).sum()))
             length.append(cycle["cached"] + 1)
     set_schedule(model, DRAFTS.replace(top_k=(PAGES,)))
     found = runs[1][1]
     assert found["schedule"] == other.to_dict() and np.std(expected) > 0.1
-    measured, reference = DraftAcceptance.from_dict(found["acceptance"]), DraftAcceptance.of(expected, length, 150)
-    assert measured.drafts == len(expected) > 20 and np.allclose(measured.sums, reference.sums, atol=1e-3)
+    measured, reference = (
+        DraftAcceptance.from_dict(found["acceptance"]),
+        DraftAcceptance.of(expected, length, 150),
+    )
+    assert measured.drafts == len(expected) > 20 and np.allclose(
+        measured.sums, reference.sums, atol=1e-3
+    )
     half = DraftAcceptance.from_dict(runs[2][1]["acceptance"])
     assert 0.3 < half.drafts / measured.drafts < 0.7
 

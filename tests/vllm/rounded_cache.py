@@ -1,4 +1,6 @@
-"""What engines with a KV cache in 8 bits are held against: transformers with every key and value rounded likewise."""
+"""What engines with a KV cache in 8 bits are held against: transformers with every key and value
+rounded likewise.
+"""
 
 import contextlib
 from types import SimpleNamespace
@@ -31,11 +33,11 @@ def flat(scales):
 
 @contextlib.contextmanager
 def rounded(scales):
-    """Inside, transformers attends to keys and values rounded to e4m3 or, without scales, to int8; lists what they
-    were, by layer.
+    """Inside, transformers attends to keys and values rounded to e4m3 or, without scales, to int8;
+    lists what they were, by layer.
 
-    Of e4m3, it is given keys as they are stored, without their scale, and queries times that scale: what landmarks in
-    8 bits are is then the same too.
+    Of e4m3, it is given keys as they are stored, without their scale, and queries times that scale:
+    what landmarks in 8 bits are is then the same too.
     """
     seen = []
 
@@ -61,10 +63,12 @@ def gaps(a, b):
 
 
 def agree(a, b, few=0.0):
-    """Whether log-probs are the same, up to numbers so close between two e4m3 values that 1e-7 rounds them apart.
+    """Whether log-probs are the same, up to numbers so close between two e4m3 values that 1e-7
+    rounds them apart.
 
-    A batch of these prompts has 400,000 keys and values, so that a few are. Tokens that read one differ by 1e-3, the
-    others by 1e-5; where a page was selected by it, a ``few`` differ by more. Without rounding the median is 0.05.
+    A batch of these prompts has 400,000 keys and values, so that a few are. Tokens that read one
+    differ by 1e-3, the others by 1e-5; where a page was selected by it, a ``few`` differ by more.
+    Without rounding the median is 0.05.
     """
     apart = gaps(a, b)
     return bool(np.quantile(apart, 0.5) < 5e-4 and np.quantile(apart, 1 - few) < 1e-2)
@@ -72,7 +76,9 @@ def agree(a, b, few=0.0):
 
 def as_rounded(rollouts, reference, schedule, sparrow):
     with rounded(scales_of(sparrow)):
-        return agree(rollouts, reference.score(rollouts, schedule, 1.0), 0.0 if schedule.is_dense else 0.03)
+        return agree(
+            rollouts, reference.score(rollouts, schedule, 1.0), 0.0 if schedule.is_dense else 0.03
+        )
 
 
 def as_prompts(sparrow, rollouts):
@@ -81,7 +87,9 @@ def as_prompts(sparrow, rollouts):
 
     parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     requests = [{"prompt_token_ids": [*r.prompt_ids, *r.response_ids.tolist()]} for r in rollouts]
-    for rollout, output in zip(rollouts, sparrow.llm.generate(requests, parameters, use_tqdm=False), strict=True):
+    for rollout, output in zip(
+        rollouts, sparrow.llm.generate(requests, parameters, use_tqdm=False), strict=True
+    ):
         end = output.prompt_logprobs[-len(rollout) :]
         own = [at[int(token)].logprob for at, token in zip(end, rollout.response_ids, strict=True)]
         yield SimpleNamespace(logprobs=np.array(own))

@@ -10,9 +10,12 @@ from sparrow.vllm import adapt
 from sparrow.vllm.adapt import DraftLength, tokens_per_cycle
 
 CHOICES = (0, 4, 8)
-# Milliseconds of a dense step, of a draft and of a token verified in excess: measured shapes, rounded.
+# Milliseconds of a dense step, of a draft and of a token verified in excess: measured shapes,
+# rounded.
 LONG = dict(dense=26.0, draft=4.5, verified=0.4)  # 64 x 15,000: reading the cache is all the work
-SHORT = dict(dense=4.1, draft=3.8, verified=0.15)  # 64 x 1,024: a draft costs as much as the step it saves
+SHORT = dict(
+    dense=4.1, draft=3.8, verified=0.15
+)  # 64 x 1,024: a draft costs as much as the step it saves
 
 
 def cycle_time(drafts, dense, draft, verified):
@@ -23,7 +26,9 @@ def best(acceptance, machine):
     return max(CHOICES, key=lambda k: tokens_per_cycle(acceptance, k) / cycle_time(k, **machine))
 
 
-def simulate(chooser, cycles, acceptance, machine, rows=64, length=15_000, seed=0, hiccup=lambda i: 1.0):
+def simulate(
+    chooser, cycles, acceptance, machine, rows=64, length=15_000, seed=0, hiccup=lambda i: 1.0
+):
     """Drafts of each cycle, and tokens per second of all of them together."""
     rng = np.random.default_rng(seed)
     chosen, seconds, tokens = [], 0.0, 0
@@ -32,7 +37,9 @@ def simulate(chooser, cycles, acceptance, machine, rows=64, length=15_000, seed=
         took = cycle_time(k, **machine) * rng.normal(1, 0.01) * hiccup(i)
         accepted = (rng.random((rows, k)) < acceptance).cumprod(1).sum(1)
         if chooser.is_watching:
-            chooser.observe(rows, length, k, took, int(accepted.sum()), int(np.minimum(accepted + 1, k).sum()))
+            chooser.observe(
+                rows, length, k, took, int(accepted.sum()), int(np.minimum(accepted + 1, k).sum())
+            )
         chosen.append(k)
         seconds += took
         tokens += int(accepted.sum()) + rows
@@ -40,7 +47,8 @@ def simulate(chooser, cycles, acceptance, machine, rows=64, length=15_000, seed=
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "machine", "expected"), [(0.95, LONG, 8), (0.7, LONG, 4), (0.3, LONG, 0), (0.95, SHORT, 0)]
+    ("acceptance", "machine", "expected"),
+    [(0.95, LONG, 8), (0.7, LONG, 4), (0.3, LONG, 0), (0.95, SHORT, 0)],
 )
 def test_it_settles_on_the_fastest_number_of_drafts(acceptance, machine, expected):
     assert best(acceptance, machine) == expected
@@ -49,7 +57,9 @@ def test_it_settles_on_the_fastest_number_of_drafts(acceptance, machine, expecte
     assert chosen[200:].count(expected) >= 0.98 * len(chosen[200:])
 
 
-@pytest.mark.parametrize(("acceptance", "machine"), [(0.95, LONG), (0.7, LONG), (0.3, LONG), (0.95, SHORT)])
+@pytest.mark.parametrize(
+    ("acceptance", "machine"), [(0.95, LONG), (0.7, LONG), (0.3, LONG), (0.95, SHORT)]
+)
 def test_probing_costs_less_than_two_percent(acceptance, machine):
     k = best(acceptance, machine)
     ideal = 64 * tokens_per_cycle(acceptance, k) / cycle_time(k, **machine)
@@ -66,13 +76,17 @@ def test_one_hiccup_does_not_change_the_choice():
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("growth", [0, 5])  # tokens a cycle, at which the batch soon counts as another one
+@pytest.mark.parametrize(
+    "growth", [0, 5]
+)  # tokens a cycle, at which the batch soon counts as another one
 def test_dense_steps_that_were_slow_at_first_are_found_to_be_the_fastest(seed, growth):
     """One sequence, every step waiting for the host: four drafts are a fifth slower than none."""
     machine, chooser, chosen = dict(dense=2.1, draft=2.0, verified=0.0), DraftLength(CHOICES), []
     for i in range(120):
         machine["dense"] = 3.4 if i < 3 else 2.1
-        chosen += simulate(chooser, 1, 0.9, machine, rows=1, length=1190 + growth * i, seed=1000 * seed + i)[0]
+        chosen += simulate(
+            chooser, 1, 0.9, machine, rows=1, length=1190 + growth * i, seed=1000 * seed + i
+        )[0]
     assert chosen[3:16].count(4) >= 4  # it was misled
     assert chosen[40:].count(0) >= 0.9 * len(chosen[40:])
 
@@ -89,7 +103,9 @@ def test_dense_steps_are_timed_again_however_late_drafts_came_into_use():
 
 
 def test_one_slow_dense_step_does_not_hide_what_is_known_of_others():
-    """Four drafts win by a third. At the next length the only dense step so far seems to take as long as a pause."""
+    """Four drafts win by a third. At the next length the only dense step so far seems to take as
+    long as a pause.
+    """
     machine, chooser = dict(dense=7.0, draft=3.8, verified=0.15), DraftLength(CHOICES)
     assert simulate(chooser, 100, 0.95, machine, length=1000)[0][-1] == 4
     assert chooser.choose(64, 1500) == 4
@@ -107,16 +123,25 @@ def test_what_lost_is_tried_again_when_acceptance_has_changed():
 def test_what_lost_is_tried_again_less_and_less_often():
     """Sequences grow to lengths that are told apart meanwhile; the count of cycles goes on."""
     chooser, first, most = DraftLength(CHOICES), adapt.TRY_AGAIN, adapt.TRY_AGAIN_MOST
-    chosen = [simulate(chooser, 1, 0.3, LONG, length=4000 + i / 2, seed=i)[0][0] for i in range(3 * most + 100)]
+    chosen = [
+        simulate(chooser, 1, 0.3, LONG, length=4000 + i / 2, seed=i)[0][0]
+        for i in range(3 * most + 100)
+    ]
     tried = np.flatnonzero(chosen)
-    begun = [int(i) + 1 for i, before in zip(tried, [-first, *tried], strict=False) if i - before > 100]
+    begun = [
+        int(i) + 1 for i, before in zip(tried, [-first, *tried], strict=False) if i - before > 100
+    ]
     due = [*(first << i for i in range((most // first).bit_length())), 2 * most, 3 * most]
     assert len(begun) == len(due) + 1 and begun[0] < 20
-    assert all(0 <= at - cycle <= adapt.THINK_DENSE for at, cycle in zip(begun[1:], due, strict=True))
+    assert all(
+        0 <= at - cycle <= adapt.THINK_DENSE for at, cycle in zip(begun[1:], due, strict=True)
+    )
 
 
 def test_sequences_that_outgrow_the_lengths_seen_so_far():
-    """A batch grows past lengths at which drafting nothing lost, and nothing else was timed at the new ones yet."""
+    """A batch grows past lengths at which drafting nothing lost, and nothing else was timed at the
+    new ones yet.
+    """
     chooser = DraftLength(CHOICES)
     for length in range(4_000, 30_000, 8):
         machine = dict(LONG, dense=26.0 * length / 15_000)
@@ -144,7 +169,9 @@ def test_growing_sequences_are_not_timed_from_nothing_at_every_length(acceptance
                 last = ended[2]
             tokens = accepted.mean() + 1
             seconds += took
-            ideal += tokens * min(cycle_time(k, **machine) / tokens_per_cycle(acceptance, k) for k in CHOICES)
+            ideal += tokens * min(
+                cycle_time(k, **machine) / tokens_per_cycle(acceptance, k) for k in CHOICES
+            )
             length += tokens
         share.append(ideal / seconds)
     assert share[0] > 0.95
@@ -153,10 +180,15 @@ def test_growing_sequences_are_not_timed_from_nothing_at_every_length(acceptance
 
 @pytest.mark.parametrize("acceptance", [0.95, 0.9, 0.5])
 @pytest.mark.parametrize(
-    ("rows", "length", "dense", "draft"), [(64, 320, 3.9, 3.75), (64, 1024, 4.9, 3.95), (8, 1024, 2.5, 2.3)]
+    ("rows", "length", "dense", "draft"),
+    [(64, 320, 3.9, 3.75), (64, 1024, 4.9, 3.95), (8, 1024, 2.5, 2.3)],
 )
-def test_where_drafting_hardly_pays_it_is_left_alone_though_times_scatter(rows, length, dense, draft, acceptance):
-    """Short contexts on an H200: drafts gain or lose a few percent, less than the times of dense steps scatter by."""
+def test_where_drafting_hardly_pays_it_is_left_alone_though_times_scatter(
+    rows, length, dense, draft, acceptance
+):
+    """Short contexts on an H200: drafts gain or lose a few percent, less than the times of dense
+    steps scatter by.
+    """
     machine, floor = dict(dense=dense, draft=draft, verified=0.0), []
     for seed in range(8):
         chooser, rng, seconds, tokens = DraftLength(CHOICES), np.random.default_rng(seed), 0.0, 0.0
@@ -185,7 +217,9 @@ def test_few_steps_are_watched_where_nothing_is_drafted(acceptance, drafts, watc
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.95])
 def test_a_choice_that_may_be_repeated_is_the_one_that_would_be_made(acceptance):
-    """Two choosers see the same times. One is asked at every step, the other only where it has to be."""
+    """Two choosers see the same times. One is asked at every step, the other only where it has to
+    be.
+    """
     always, seldom = DraftLength(CHOICES), DraftLength(CHOICES)
     rng, repeated, asked, drafts, before = np.random.default_rng(0), 0, 0, 0, 0
     for _ in range(6_000):
@@ -216,7 +250,9 @@ def test_what_is_far_too_slow_is_timed_twice_only():
 
 
 def late(chooser, steps, machine, acceptance, rows=8, length=1024, under_way=2):
-    """Drafts of each cycle, where the times of a cycle are known ``under_way`` cycles later, as in vLLM."""
+    """Drafts of each cycle, where the times of a cycle are known ``under_way`` cycles later, as in
+    vLLM.
+    """
     rng, chosen = np.random.default_rng(0), [0]
     for _ in range(steps):
         if len(chosen) > under_way:
@@ -225,7 +261,13 @@ def late(chooser, steps, machine, acceptance, rows=8, length=1024, under_way=2):
             judged = int(np.minimum(accepted + 1, k).sum())
             if k or before == k:
                 chooser.observe(
-                    rows, length, k, cycle_time(k, **machine), int(accepted.sum()), judged, first=before != k
+                    rows,
+                    length,
+                    k,
+                    cycle_time(k, **machine),
+                    int(accepted.sum()),
+                    judged,
+                    first=before != k,
                 )
         chosen.append(chooser.choose(rows, length))
     return chosen[1:]
@@ -256,7 +298,9 @@ def test_a_first_time_speaks_only_against_a_number():
     assert chooser.choose(64, 1024) == 0 and chooser.settled(64, 1024) == 0
 
 
-@pytest.mark.parametrize(("scatter", "steps"), [(0.005, adapt.DENSE_ALIKE), (0.2, adapt.DENSE_PROBES)])
+@pytest.mark.parametrize(
+    ("scatter", "steps"), [(0.005, adapt.DENSE_ALIKE), (0.2, adapt.DENSE_PROBES)]
+)
 def test_dense_steps_that_are_alike_are_timed_less_often(scatter, steps):
     chooser, rng, taken = DraftLength((0, 4)), np.random.default_rng(1), 0
     while chooser.choose(64, 15_000) == 0:
@@ -310,7 +354,9 @@ def test_of_the_times_the_middle_half_counts():
     ],
 )
 def test_a_host_that_looks_late_is_not_misled(rows, length, machine, acceptance):
-    """Every 0.4 seconds the host pauses while two cycles end, and so believes that the second took no time."""
+    """Every 0.4 seconds the host pauses while two cycles end, and so believes that the second took
+    no time.
+    """
     floor = []
     for seed in range(6):
         chooser, rng, seconds, tokens = DraftLength(CHOICES), np.random.default_rng(seed), 0.0, 0.0
@@ -324,7 +370,9 @@ def test_a_host_that_looks_late_is_not_misled(rows, length, machine, acceptance)
             accepted = (rng.random((rows, k)) < acceptance).cumprod(1).sum(1)
             judged = int(np.minimum(accepted + 1, k).sum())
             if k == last:
-                chooser.observe(rows, length + tokens, k, 0.002 if late else took, int(accepted.sum()), judged)
+                chooser.observe(
+                    rows, length + tokens, k, 0.002 if late else took, int(accepted.sum()), judged
+                )
             last = k
             tokens += accepted.mean() + 1
         floor.append(tokens * machine["dense"] / 1000 / seconds)
@@ -332,9 +380,14 @@ def test_a_host_that_looks_late_is_not_misled(rows, length, machine, acceptance)
 
 
 def test_times_of_another_batch_follow_the_number_of_drafts_that_was_timed_first():
-    """Milliseconds of 4B: 48 sequences, then 21 longer ones, which begin with four drafts; eight are 7 % faster."""
+    """Milliseconds of 4B: 48 sequences, then 21 longer ones, which begin with four drafts; eight
+    are 7 % faster.
+    """
     chooser = DraftLength(CHOICES)
-    many, few = dict(dense=23.4, draft=4.9, verified=0.45), dict(dense=17.6, draft=4.2, verified=0.43)
+    many, few = (
+        dict(dense=23.4, draft=4.9, verified=0.45),
+        dict(dense=17.6, draft=4.2, verified=0.43),
+    )
     assert simulate(chooser, 100, 0.95, many, rows=48, length=11_500)[0][-1] == 8
     for _ in range(adapt.PROBES):
         chooser.observe(21, 16_800, 4, cycle_time(4, **few), 76, 80)
@@ -343,7 +396,9 @@ def test_times_of_another_batch_follow_the_number_of_drafts_that_was_timed_first
 
 
 def test_a_smaller_batch_tries_dense_steps_though_only_drafts_were_timed_there():
-    """Eight drafts win by little. In a smaller batch a cycle of theirs gains more time than a dense step takes."""
+    """Eight drafts win by little. In a smaller batch a cycle of theirs gains more time than a dense
+    step takes.
+    """
     chooser = DraftLength((0, 8))
     many, few = dict(dense=7.0, draft=6.0, verified=0.1), dict(dense=4.5, draft=5.3, verified=0.1)
     assert simulate(chooser, 100, 0.99, many, rows=48, length=1000)[0][-1] == 8
@@ -354,8 +409,8 @@ def test_a_smaller_batch_tries_dense_steps_though_only_drafts_were_timed_there()
 
 
 def test_times_at_other_lengths_follow_those_of_dense_steps():
-    """Four drafts lose by a seventh at 320 tokens. At longer sequences dense steps are timed first, and tell that four
-    drafts lose there as well."""
+    """Four drafts lose by a seventh at 320 tokens. At longer sequences dense steps are timed first,
+    and tell that four drafts lose there as well."""
     chooser, drafted = DraftLength(CHOICES), []
     for length in range(320, 1344):
         machine = dict(dense=9.5 + 0.0003 * length, draft=8.6, verified=0.5)
@@ -373,16 +428,21 @@ FEW = dict(dense=8.2, draft=2.0, read=0.15, verified=0.05)  # 8 x 30,000
 MIDDLE = dict(dense=26.0, draft=2.5, read=2.0, verified=0.4)  # 64 x 15,000
 
 
-def with_budgets(cycles, acceptance, dense, draft, read, verified, rows=64, length=15_000, seed=0, scatter=0.01):
-    """The chooser, its budgets by cycle, and tokens per second over those with the best drafts; as under async
-    scheduling, a cycle is known three cycles after it was chosen. ``acceptance`` is by budget."""
+def with_budgets(
+    cycles, acceptance, dense, draft, read, verified, rows=64, length=15_000, seed=0, scatter=0.01
+):
+    """The chooser, its budgets by cycle, and tokens per second over those with the best drafts; as
+    under async scheduling, a cycle is known three cycles after it was chosen. ``acceptance`` is by
+    budget."""
     chooser, rng = DraftLength((0, 4, 8, 12), DRAFT_BUDGETS), np.random.default_rng(seed)
 
     def took(drafts, budget):
         return (dense + drafts * (draft + read * DRAFT_BUDGETS[budget] + verified)) / 1000
 
     speeds = [
-        tokens_per_cycle(acceptance[b], k) / took(k, b) for b in range(len(DRAFT_BUDGETS)) for k in chooser.choices
+        tokens_per_cycle(acceptance[b], k) / took(k, b)
+        for b in range(len(DRAFT_BUDGETS))
+        for k in chooser.choices
     ]
     chosen, seconds, tokens = [], 0.0, 0.0
     for _ in range(cycles):
@@ -390,11 +450,23 @@ def with_budgets(cycles, acceptance, dense, draft, read, verified, rows=64, leng
             (before, cycle) = chosen[-4:-2]
             k, budget = cycle
             accepted = (rng.random((rows, k)) < acceptance[budget]).cumprod(1).sum(1)
-            judged, passed = int(np.minimum(accepted + 1, k).sum()), took(k, budget) * rng.normal(1, scatter)
+            judged, passed = (
+                int(np.minimum(accepted + 1, k).sum()),
+                took(k, budget) * rng.normal(1, scatter),
+            )
             seconds, tokens = seconds + passed, tokens + accepted.mean() + 1
             if k or before[0] == k:
                 is_first = before != cycle if k else False
-                chooser.observe(rows, length, k, passed, int(accepted.sum()), judged, first=is_first, budget=budget)
+                chooser.observe(
+                    rows,
+                    length,
+                    k,
+                    passed,
+                    int(accepted.sum()),
+                    judged,
+                    first=is_first,
+                    budget=budget,
+                )
         k = chooser.choose(rows, length)
         chosen.append((k, chooser.choose_budget(rows, length, k)))
     return chooser, [budget for k, budget in chosen if k], tokens / seconds / max(speeds)
@@ -410,7 +482,9 @@ def as_expected(acceptance):
 )
 def test_drafts_read_what_makes_them_fastest(acceptance, machine, rows, multiple):
     for seed in range(4):
-        chooser, budgets, share = with_budgets(1500, as_expected(acceptance), **machine, rows=rows, seed=seed)
+        chooser, budgets, share = with_budgets(
+            1500, as_expected(acceptance), **machine, rows=rows, seed=seed
+        )
         assert DRAFT_BUDGETS[budgets[-1]] == multiple
         assert chooser.budgets_in_use() == ({} if multiple == 1 else {f"{rows} x 16384": multiple})
         assert share > 0.97
@@ -444,15 +518,22 @@ def test_other_budgets_are_tried_with_the_settled_number_of_drafts_only():
 def test_a_schedule_that_was_given_is_held():
     chooser = DraftLength(CHOICES)
     simulate(chooser, 400, 0.99, LONG)
-    assert chooser.budgets == (1.0,) and chooser.choose_budget(64, 15_000, chooser.settled(64, 15_000)) == 0
+    assert (
+        chooser.budgets == (1.0,)
+        and chooser.choose_budget(64, 15_000, chooser.settled(64, 15_000)) == 0
+    )
     assert chooser.budgets_in_use() == {}
 
 
 def test_few_sequences_do_not_wander_between_budgets():
-    """Of one sequence five cycles say little about acceptance, and here drafts take as long whatever they read."""
+    """Of one sequence five cycles say little about acceptance, and here drafts take as long
+    whatever they read.
+    """
     machine, shares = dict(FEW, read=0.02), []
     for seed in range(6):
-        _, budgets, share = with_budgets(1500, as_expected(0.945), **machine, rows=1, seed=seed, scatter=0.03)
+        _, budgets, share = with_budgets(
+            1500, as_expected(0.945), **machine, rows=1, seed=seed, scatter=0.03
+        )
         assert (np.diff(budgets) != 0).sum() < 30
         shares.append(share)
     assert np.mean(shares) > 0.99

@@ -1,4 +1,6 @@
-"""The operation that a linear layer with an fp8 copy calls: on a GPU vLLM's kernels, on a CPU their arithmetic."""
+"""The operation that a linear layer with an fp8 copy calls: on a GPU vLLM's kernels, on a CPU their
+arithmetic.
+"""
 
 from types import SimpleNamespace
 
@@ -39,8 +41,14 @@ def error(found, expected):
 
 @pytest.mark.parametrize("tokens", [(1,), (3, 5), (64,), (257,)])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_drafts_get_the_product_of_rounded_tokens_and_weights_and_others_the_layers_own(tokens, has_bias):
-    x, weight, bias = random(*tokens, 512), random(192, 512, seed=2), random(192, seed=3) if has_bias else None
+def test_drafts_get_the_product_of_rounded_tokens_and_weights_and_others_the_layers_own(
+    tokens, has_bias
+):
+    x, weight, bias = (
+        random(*tokens, 512),
+        random(192, 512, seed=2),
+        random(192, seed=3) if has_bias else None,
+    )
     layer, method = copied(weight)
     assert torch.equal(method.apply(layer, x, bias), linear(x, weight, bias))
     with drafting():
@@ -59,7 +67,9 @@ def test_rows_have_scales_of_their_own_and_zeros_stay_zeros():
     assert torch.equal(own[0], torch.zeros(64, device=DEVICE)) and method.scales.isfinite().all()
     assert ((own - weight.float()).abs().amax(1) <= weight.float().abs().amax(1) / 16 + 1e-6).all()
     with drafting():
-        assert torch.equal(method.apply(layer, torch.zeros_like(weight)[:2]), torch.zeros_like(weight)[:2, :16])
+        assert torch.equal(
+            method.apply(layer, torch.zeros_like(weight)[:2]), torch.zeros_like(weight)[:2, :16]
+        )
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
@@ -80,4 +90,8 @@ def test_a_cuda_graph_holds_the_product_that_it_was_captured_with():
         for graph in graphs:
             graph.replay()
         assert error(outputs[0], linear(rounded(x), rounded(weight))) < 0.01
-        assert error(outputs[1], linear(x.double(), weight.double())) < 0.01 < error(outputs[0], outputs[1].double())
+        assert (
+            error(outputs[1], linear(x.double(), weight.double()))
+            < 0.01
+            < error(outputs[0], outputs[1].double())
+        )

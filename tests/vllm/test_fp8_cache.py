@@ -61,14 +61,19 @@ def test_scales_stay_while_something_is_cached(folder):
         assert logprob_gap(sparrow.generate(PROMPTS, SAMPLED), first) < 1e-5
         assert len(sparrow.generate([[7]], SAMPLED)[0]) == 24  # one token, but not the first prompt
         sparrow.rpc("sparrow_renew_kv_scales")
-        with pytest.raises(ConfigError, match="reset the prefix cache before sparrow_renew_kv_scales"):
+        with pytest.raises(
+            ConfigError, match="reset the prefix cache before sparrow_renew_kv_scales"
+        ):
             sparrow.generate(PROMPTS[2:3], SAMPLED)
 
 
 @tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
 def test_scales_are_not_taken_from_one_token(folder):
-    with fp8_engine(folder) as sparrow, pytest.raises(ConfigError, match="first prompts, which must have two tokens"):
+    with (
+        fp8_engine(folder) as sparrow,
+        pytest.raises(ConfigError, match="first prompts, which must have two tokens"),
+    ):
         sparrow.generate([[7]], SAMPLED)
 
 
@@ -76,7 +81,10 @@ def test_scales_are_not_taken_from_one_token(folder):
 @pytest.mark.slow
 def test_what_is_beyond_the_range_is_clamped_and_counted(folder, reference, monkeypatch):
     monkeypatch.setattr(fp8, "MARGIN", 0.75)
-    prompt, cached = PROMPTS[2:3], len(PROMPTS[2]) + SAMPLED.max_new_tokens - 1  # the last token is not cached
+    prompt, cached = (
+        PROMPTS[2:3],
+        len(PROMPTS[2]) + SAMPLED.max_new_tokens - 1,
+    )  # the last token is not cached
     with fp8_engine(folder, UNBOUNDED) as sparrow:
         rollouts = sparrow.generate(prompt, SAMPLED)
         counted, scales = kv_clipped(sparrow), scales_of(sparrow)
@@ -104,7 +112,11 @@ def test_what_is_beyond_the_range_is_clamped_and_counted(folder, reference, monk
         (1e38, torch.bfloat16, 2.0**119),
         (1000.0, torch.float16, 16.0),
         (60_000.0, torch.float16, 128.0),  # 448 * 256 would be infinite in float16
-        (1e-7, torch.float16, 2.0**-15),  # the smallest e4m3, 2^-9, times this is the smallest float16
+        (
+            1e-7,
+            torch.float16,
+            2.0**-15,
+        ),  # the smallest e4m3, 2^-9, times this is the smallest float16
     ],
 )
 def test_scales_are_the_least_powers_of_two_that_leave_room(largest, dtype, scale):
@@ -116,7 +128,13 @@ def test_only_tokens_that_the_step_stores_may_be_read():
     cache = fp8.Fp8Cache(torch.device("cpu"))
     table = torch.tensor([[3, 4, 0], [3, 7, 9]], dtype=torch.int32)
     slots = torch.cat([torch.arange(48, 80), torch.arange(112, 128)])  # blocks 3, 4 and 7
-    for computed, beyond in (([0, 0], False), ([0, 16], False), ([0, 32], False), ([0, 33], True), ([0, 48], True)):
+    for computed, beyond in (
+        ([0, 0], False),
+        ([0, 16], False),
+        ([0, 32], False),
+        ([0, 33], True),
+        ([0, 48], True),
+    ):
         cache.begin_step(0, table, np.array(computed), 16)
         assert cache.reads_beyond(slots) == beyond
     # A sequence that goes on within a block of which an earlier step filled the beginning.
@@ -129,7 +147,9 @@ def test_weights_that_are_quantised_come_in_one_file(monkeypatch):
     weights = {f"w{i}": torch.randn(7, 2) for i in range(5)}
     assert sum(1 for _ in client.weight_files(weights.items())) == 3
     [held] = [load_file(path) for path in client.weight_files(weights.items(), whole=True)]
-    assert held.keys() == weights.keys() and all(torch.equal(held[name], weights[name]) for name in weights)
+    assert held.keys() == weights.keys() and all(
+        torch.equal(held[name], weights[name]) for name in weights
+    )
     assert list(client.weight_files([], whole=True)) == []
 
 
@@ -145,12 +165,18 @@ GATE, UP, DOWN = (f"mlp.{x}_proj.weight" for x in ("gate", "up", "down"))
         ([f"{i}.{each}" for each in (K, V, Q) for i in range(2)], None),
         ([f"0.{Q}"], r"0.self_attn.q_proj.weight .*\['k_proj', 'v_proj'\]"),
         ([f"0.{UP}", f"1.{GATE}"], "is quantised together with"),
-        ([f"0.{Q}", f"0.{V}", f"1.{K}", f"1.{Q}", f"1.{V}"], r"0.self_attn.[qv]_proj.weight .*\['k_proj'\]"),
+        (
+            [f"0.{Q}", f"0.{V}", f"1.{K}", f"1.{Q}", f"1.{V}"],
+            r"0.self_attn.[qv]_proj.weight .*\['k_proj'\]",
+        ),
     ],
 )
 def test_what_is_quantised_as_one_is_given_as_one(names, message):
     model = SimpleNamespace(
-        packed_modules_mapping={"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+        packed_modules_mapping={
+            "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+            "gate_up_proj": ["gate_proj", "up_proj"],
+        }
     )
     weights = [(name, torch.zeros(1)) for name in names]
     refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()

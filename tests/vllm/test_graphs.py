@@ -1,4 +1,6 @@
-"""For which batches lossless mode has CUDA graphs, and that each batch is served by one; captures none."""
+"""For which batches lossless mode has CUDA graphs, and that each batch is served by one; captures
+none.
+"""
 
 import inspect
 from types import SimpleNamespace
@@ -25,23 +27,37 @@ def test_graphs_are_captured_for_every_batch_with_and_without_drafts():
 
 
 def manager(init_candidates):
-    """vLLM's chooser of graphs for ``ROWS`` sequences, with what it would have after capturing them."""
+    """vLLM's chooser of graphs for ``ROWS`` sequences, with what it would have after capturing
+    them.
+    """
     made = CudaGraphManager.__new__(CudaGraphManager)
     sizes = graphs.capture_sizes(ROWS, CHOICES)
     ranges = [(n, n, drafts) for n, drafts in enumerate(CHOICES, start=1)]
     speculative = SimpleNamespace(
-        uses_dynamic_speculative_decoding=lambda: True, num_speculative_tokens_per_batch_size=ranges,
-    )  # fmt: skip
+        uses_dynamic_speculative_decoding=lambda: True,
+        num_speculative_tokens_per_batch_size=ranges,
+    )
     vars(made).update(
         vllm_config=SimpleNamespace(
-            speculative_config=speculative, num_speculative_tokens=CHOICES[-1],
+            speculative_config=speculative,
+            num_speculative_tokens=CHOICES[-1],
             cache_config=SimpleNamespace(use_kda_recoverssm=False),
         ),
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1]),
-        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, max_num_reqs=ROWS, decode_query_len=CHOICES[-1] + 1,
-        varlen_decode=False, ubatch_runner=None, lora_capture_cases=[0], _lora_dispatch_map={}, _max_lora_case=0,
-        _candidates={}, _capture_descs={}, _graphs_captured=True,
-    )  # fmt: skip
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1]
+        ),
+        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+        max_num_reqs=ROWS,
+        decode_query_len=CHOICES[-1] + 1,
+        varlen_decode=False,
+        ubatch_runner=None,
+        lora_capture_cases=[0],
+        _lora_dispatch_map={},
+        _max_lora_case=0,
+        _candidates={},
+        _capture_descs={},
+        _graphs_captured=True,
+    )
     init_candidates(made)
     return made
 
@@ -64,7 +80,9 @@ def served(manager, rows, drafts):
 def test_a_whole_graph_serves_every_number_of_sequences_and_drafts(stock_and_ours):
     stock, ours = stock_and_ours
     steps = [(rows, drafts) for rows in range(1, ROWS + 1) for drafts in CHOICES]
-    assert any(served(stock, *step).cg_mode != CUDAGraphMode.FULL for step in steps)  # else the patch may go
+    assert any(
+        served(stock, *step).cg_mode != CUDAGraphMode.FULL for step in steps
+    )  # else the patch may go
     for rows, drafts in steps:
         graph = served(ours, rows, drafts)
         assert graph.cg_mode == CUDAGraphMode.FULL and graph.uniform_token_count == drafts + 1

@@ -1,4 +1,6 @@
-"""A KV cache in 8 bits: real vLLM engines on CPU, against transformers with every key and value rounded likewise."""
+"""A KV cache in 8 bits: real vLLM engines on CPU, against transformers with every key and value
+rounded likewise.
+"""
 
 import numpy as np
 import pytest
@@ -15,7 +17,9 @@ from tests.vllm.rounded_cache import PROMPTS, agree, as_prompts, as_rounded, fla
 from tests.vllm.tiny_vllm import SMALL, UNBOUNDED, engine, logprob_gap, same_tokens
 
 SAMPLED = Sampling(max_new_tokens=24, temperature=1.0, top_n=0, seed=3)
-GREEDY = Sampling(max_new_tokens=24, temperature=0.0, top_n=0)  # log-probs are those at a temperature of 1
+GREEDY = Sampling(
+    max_new_tokens=24, temperature=0.0, top_n=0
+)  # log-probs are those at a temperature of 1
 TOLD = {"fp8": None, INT8: 0}  # of scales, before the first prompts
 CACHES = pytest.mark.parametrize("name", ["fp8", INT8])
 
@@ -30,17 +34,25 @@ def is_far_from(rollouts, exact, name):
 def grouped(monkeypatch):
     """The groups of rows that each prefill was divided into."""
     seen, groups = [], kv_cache.groups
-    monkeypatch.setattr("sparrow.vllm.backend.groups", lambda lengths: seen.append(list(groups(lengths))) or seen[-1])
+    monkeypatch.setattr(
+        "sparrow.vllm.backend.groups",
+        lambda lengths: seen.append(list(groups(lengths))) or seen[-1],
+    )
     return seen
 
 
 @tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
 @CACHES
-def test_log_probs_are_those_of_rounded_keys_and_values(name, folder, reference, monkeypatch, grouped):
+def test_log_probs_are_those_of_rounded_keys_and_values(
+    name, folder, reference, monkeypatch, grouped
+):
     with engine(folder, SMALL, kv_cache_dtype=name) as sparrow:
         told = sparrow.describe()
-        assert told["kv_cache"] == {"fp8": "fp8_e4m3"}.get(name, name) and told.get("kv_scales", 0) == TOLD[name]
+        assert (
+            told["kv_cache"] == {"fp8": "fp8_e4m3"}.get(name, name)
+            and told.get("kv_scales", 0) == TOLD[name]
+        )
         rollouts = sparrow.generate(PROMPTS, SAMPLED)
         assert as_rounded(rollouts, reference, SMALL, sparrow)
         assert is_far_from(rollouts, reference.score(rollouts, SMALL, 1.0), name)
@@ -92,12 +104,22 @@ def test_landmarks_in_8_bits_are_those_of_stored_keys(name, folder, reference):
 @pytest.mark.parametrize(
     "schedule, options, copied_tokens",
     [
-        (SMALL, dict(max_num_batched_tokens=96, max_num_seqs=4), 64),  # prompts in chunks, among decode rows
-        (UNBOUNDED, dict(num_gpu_blocks_override=24, max_model_len=576, enable_prefix_caching=False), 65_536),
+        (
+            SMALL,
+            dict(max_num_batched_tokens=96, max_num_seqs=4),
+            64,
+        ),  # prompts in chunks, among decode rows
+        (
+            UNBOUNDED,
+            dict(num_gpu_blocks_override=24, max_model_len=576, enable_prefix_caching=False),
+            65_536,
+        ),
     ],
     ids=["chunked-prefill", "preemption"],
 )
-def test_scheduling_does_not_matter(name, folder, reference, monkeypatch, grouped, schedule, options, copied_tokens):
+def test_scheduling_does_not_matter(
+    name, folder, reference, monkeypatch, grouped, schedule, options, copied_tokens
+):
     monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
     with engine(folder, schedule, kv_cache_dtype=name, **options) as sparrow:
         for _ in range(2):  # the second time from the prefix cache, where there is one
@@ -119,12 +141,16 @@ def test_new_weights_need_no_new_scales_in_int8(tmp_path, folder):
     with engine(tmp_path, SMALL, kv_cache_dtype=INT8) as fresh:
         expected = fresh.generate(PROMPTS, SAMPLED)
     with engine(folder, SMALL, kv_cache_dtype=INT8) as sparrow:
-        assert len(sparrow.generate([[7]], SAMPLED)[0]) == 24  # one token, from which fp8 cannot set scales
+        assert (
+            len(sparrow.generate([[7]], SAMPLED)[0]) == 24
+        )  # one token, from which fp8 cannot set scales
         first = sparrow.generate(PROMPTS, SAMPLED)
         assert logprob_gap(first, expected) > 1e-2
         sparrow.update_weights(louder.named_parameters())
         assert logprob_gap(sparrow.generate(PROMPTS, SAMPLED), expected) < 1e-5
-        with pytest.raises(ConfigError, match="gives every token scales of its own, so there are none to renew"):
+        with pytest.raises(
+            ConfigError, match="gives every token scales of its own, so there are none to renew"
+        ):
             sparrow.rpc("sparrow_renew_kv_scales")
 
 
@@ -135,12 +161,18 @@ def test_on_a_gpu_int8_needs_nothing_of_vllms_attention(monkeypatch):
     from sparrow.vllm.cuda import CudaBackend, CudaFlashBackend
 
     seen = []
-    stock = classmethod(lambda cls, head_size, dtype, kv_cache_dtype, *more, **named: seen.append(kv_cache_dtype))
+    stock = classmethod(
+        lambda cls, head_size, dtype, kv_cache_dtype, *more, **named: seen.append(kv_cache_dtype)
+    )
     monkeypatch.setattr(FlashAttentionBackend, "supports_combination", stock)
     for backend in (CudaBackend, CudaFlashBackend):
-        assert backend.supports_kv_cache_dtype(INT8) and not backend.supports_kv_cache_dtype("fp8_per_token_head")
+        assert backend.supports_kv_cache_dtype(INT8) and not backend.supports_kv_cache_dtype(
+            "fp8_per_token_head"
+        )
         for name in (INT8, "fp8"):
-            backend.supports_combination(128, torch.bfloat16, name, 16, False, False, False, False, None)
+            backend.supports_combination(
+                128, torch.bfloat16, name, 16, False, False, False, False, None
+            )
     assert not FlashAttentionBackend.supports_kv_cache_dtype(INT8) and seen == ["auto", "fp8"] * 2
 
 
@@ -152,20 +184,31 @@ def test_a_copy_is_what_is_stored_times_its_scale():
     kv_cache.copy_blocks(codes, torch.tensor([2, 0]), scale_K, out)
     assert torch.equal(out.double(), codes.double()[[2, 0]] * scale_K[:, None, None].double())
     codes = torch.randint(-127, 128, (3, 2, 6, 7), dtype=torch.int8)
-    exponents = torch.randint(77, 178, (3, 2, 2, 6), dtype=torch.uint8)[:, :, 1]  # a part of a block, as in vLLM's
+    exponents = torch.randint(77, 178, (3, 2, 2, 6), dtype=torch.uint8)[
+        :, :, 1
+    ]  # a part of a block, as in vLLM's
     kv_cache.copy_blocks(codes, torch.tensor([2, 0]), exponents, out)
-    assert torch.equal(out.double(), codes.double()[[2, 0]] * scale_of(exponents[[2, 0]])[..., None].double())
+    assert torch.equal(
+        out.double(), codes.double()[[2, 0]] * scale_of(exponents[[2, 0]])[..., None].double()
+    )
 
 
 def test_copied_blocks_are_every_block_of_the_rows_once_and_in_order():
     table = torch.arange(100, 148, dtype=torch.int32).view(4, 12)[1:, :8]  # a part of vLLM's table
     lengths = np.array([17, 16, 65])
     copied = kv_cache.copied_blocks(table, lengths, 16)
-    assert copied.blocks.tolist() == [112, 113, 124, 136, 137, 138, 139, 140] and copied.blocks.dtype == torch.int64
+    assert (
+        copied.blocks.tolist() == [112, 113, 124, 136, 137, 138, 139, 140]
+        and copied.blocks.dtype == torch.int64
+    )
     assert copied.table.dtype == torch.int32 and copied.table.shape == (3, 5)
     for row, count in enumerate((2, 1, 5)):
-        assert torch.equal(copied.blocks[copied.table[row].long()][:count], table[row, :count].long())
-    assert copied.table.min() >= 0 and copied.table.max() < len(copied.blocks)  # vLLM may read ahead
+        assert torch.equal(
+            copied.blocks[copied.table[row].long()][:count], table[row, :count].long()
+        )
+    assert copied.table.min() >= 0 and copied.table.max() < len(
+        copied.blocks
+    )  # vLLM may read ahead
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,9 @@ def test_they_read_as_the_stock_lists_do(update, asked, width):
         update[1](ours, each)
     assert len(ours.logprobs) == sum(STEPS)
     for field in fields(FlatLogprobs):
-        assert list(getattr(ours.logprobs, field.name)) == getattr(stock.logprobs, field.name), field.name
+        assert list(getattr(ours.logprobs, field.name)) == getattr(stock.logprobs, field.name), (
+            field.name
+        )
     assert list(ours.logprobs) == list(stock.logprobs) and ours.logprobs[2] == stock.logprobs[2]
     for part in (slice(-2, None), slice(1, 3), slice(6, None)):
         assert list(ours.logprobs[part]) == list(stock.logprobs[part])
@@ -68,7 +70,9 @@ def test_lists_with_text_stay_stock(update):
     update[1](text, only)
     update[1](plain, only)
     assert text.logprobs.decoded_tokens == ["a", "a", "a"] and type(text.logprobs) is FlatLogprobs
-    assert len(plain.logprobs) == 1 and set(plain.logprobs[0]) == set(only.logprob_token_ids[0].tolist())
+    assert len(plain.logprobs) == 1 and set(plain.logprobs[0]) == set(
+        only.logprob_token_ids[0].tolist()
+    )
 
 
 def test_they_take_a_tenth_of_the_memory(update):

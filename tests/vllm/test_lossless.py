@@ -1,6 +1,7 @@
 """Runs the cases of lossless mode, each part in a process of its own, two at a time.
 
-vLLM chooses its model runner and Triton its interpreter when they are imported, which other tests may have done before.
+vLLM chooses its model runner and Triton its interpreter when they are imported, which other tests
+may have done before.
 """
 
 import os
@@ -31,14 +32,20 @@ def run(part):
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", names, str(FOLDER / file)],
         env={**os.environ, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"},
-        cwd=FOLDER.parents[1], capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=FOLDER.parents[1],
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.fixture(scope="module")
 def runs(request):
     """What becomes of each part that was asked for."""
-    wanted = [item.callspec.params["part"] for item in request.session.items if item.parent is request.node]
+    wanted = [
+        item.callspec.params["part"]
+        for item in request.session.items
+        if item.parent is request.node
+    ]
     with ThreadPoolExecutor(2) as pool:
         yield {part: pool.submit(run, part) for part in wanted}
 

@@ -15,10 +15,19 @@ vllm = pytest.importorskip("vllm")
 
 def arguments(**given):
     stock = dict(
-        model="m", speculative_config=None, scheduler_cls=None, async_scheduling=None, attention_backend=None,
-        attention_config=None, compilation_config=None, cudagraph_capture_sizes=None, max_cudagraph_capture_size=None,
-        enforce_eager=False, max_num_seqs=None, additional_config={},
-    )  # fmt: skip
+        model="m",
+        speculative_config=None,
+        scheduler_cls=None,
+        async_scheduling=None,
+        attention_backend=None,
+        attention_config=None,
+        compilation_config=None,
+        cudagraph_capture_sizes=None,
+        max_cudagraph_capture_size=None,
+        enforce_eager=False,
+        max_num_seqs=None,
+        additional_config={},
+    )
     return SimpleNamespace(**{**stock, **given})
 
 
@@ -36,8 +45,11 @@ def cuda_version(monkeypatch):
 def test_vllm_is_told_that_the_model_drafts_for_itself():
     made = prepared(Decoding.lossless(draft_tokens=5, adapt_draft_tokens=False))
     assert made.speculative_config == {
-        "method": "draft_model", "model": "m", "num_speculative_tokens": 5, "draft_sample_method": "probabilistic",
-    }  # fmt: skip
+        "method": "draft_model",
+        "model": "m",
+        "num_speculative_tokens": 5,
+        "draft_sample_method": "probabilistic",
+    }
     assert made.async_scheduling is True and made.scheduler_cls is None
 
 
@@ -60,10 +72,14 @@ def test_preparing_twice_changes_nothing(cuda_version, on_cpu, adapts, monkeypat
 
 
 def test_on_a_gpu_the_backend_and_the_sizes_of_graphs_are_chosen(cuda_version):
-    made = prepared(Decoding.lossless(draft_tokens=8, adapt_draft_tokens=False), on_cpu=False, max_num_seqs=3)
+    made = prepared(
+        Decoding.lossless(draft_tokens=8, adapt_draft_tokens=False), on_cpu=False, max_num_seqs=3
+    )
     assert made.attention_backend == "CUSTOM"
     assert made.cudagraph_capture_sizes == [1, 2, 3, 9, 18, 27]
-    kept = prepared(on_cpu=False, attention_config={"backend": "CUSTOM"}, cudagraph_capture_sizes=[1, 2])
+    kept = prepared(
+        on_cpu=False, attention_config={"backend": "CUSTOM"}, cudagraph_capture_sizes=[1, 2]
+    )
     assert kept.attention_backend is None and kept.cudagraph_capture_sizes == [1, 2]
     assert prepared(on_cpu=False, enforce_eager=True).cudagraph_capture_sizes is None
 
@@ -71,11 +87,18 @@ def test_on_a_gpu_the_backend_and_the_sizes_of_graphs_are_chosen(cuda_version):
 def test_the_choices_of_drafts():
     assert lossless.draft_choices(Decoding.lossless(draft_tokens=8)) == (0, 3, 5, 8)
     assert lossless.draft_choices(Decoding.lossless(draft_tokens=1)) == (0, 1)
-    assert lossless.draft_choices(Decoding.lossless(draft_tokens=8, adapt_draft_tokens=False)) == (8,)
+    assert lossless.draft_choices(Decoding.lossless(draft_tokens=8, adapt_draft_tokens=False)) == (
+        8,
+    )
 
 
 def test_synthetic_acceptance_may_be_asked_for():
-    made = prepared(speculative_config={"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.9]})
+    made = prepared(
+        speculative_config={
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": [0.9],
+        }
+    )
     assert made.speculative_config["rejection_sample_method"] == "synthetic"
     assert made.speculative_config["method"] == "draft_model"
 
@@ -87,9 +110,15 @@ def test_synthetic_acceptance_may_be_asked_for():
             dict(speculative_config={"method": "ngram"}),
             "makes vLLM's speculative_config itself, got {'method': 'ngram'",
         ),
-        (dict(speculative_config={"num_speculative_tokens": 3}), "speculative_config itself, .*leave it out"),
+        (
+            dict(speculative_config={"num_speculative_tokens": 3}),
+            "speculative_config itself, .*leave it out",
+        ),
         (dict(scheduler_cls="mine.Scheduler"), "scheduler_cls is 'mine.Scheduler'; leave it out"),
-        (dict(async_scheduling=False), "async_scheduling=False and a number of drafts that adapts exclude each other"),
+        (
+            dict(async_scheduling=False),
+            "async_scheduling=False and a number of drafts that adapts exclude each other",
+        ),
     ],
 )
 def test_options_that_exclude_it_are_refused(given, message):
@@ -99,13 +128,20 @@ def test_options_that_exclude_it_are_refused(given, message):
 
 def test_drafts_cannot_be_both_compared_and_rejected_by_given_rates():
     rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.9]}
-    with pytest.raises(ConfigError, match="rejection_sample_method is 'synthetic'; leave one of them out"):
+    with pytest.raises(
+        ConfigError, match="rejection_sample_method is 'synthetic'; leave one of them out"
+    ):
         prepared(Decoding.lossless(drafter_invariant=True), speculative_config=rates)
-    assert prepared(Decoding.lossless(drafter_invariant=True)).speculative_config["method"] == "draft_model"
+    assert (
+        prepared(Decoding.lossless(drafter_invariant=True)).speculative_config["method"]
+        == "draft_model"
+    )
 
 
 def test_a_compiled_model_whose_drafts_have_a_copy_is_kept_apart(monkeypatch):
-    """From one without, also where a variable asks for the copy: vLLM tells them apart by its configuration."""
+    """From one without, also where a variable asks for the copy: vLLM tells them apart by its
+    configuration.
+    """
     monkeypatch.setenv("SPARROW_MODE", '{"mode": "lossless", "draft_weights": "fp8"}')
     decoding = config.requested(arguments())
     made = prepared(decoding, additional_config={"theirs": 1})
@@ -127,7 +163,11 @@ def test_a_fixed_number_of_drafts_takes_other_schedulers():
         ("0.24.0", False, "does not run in vLLM 0.24.0; install vllm 0.26 to 0.33"),
         ("0.34.0", False, "does not run in vLLM 0.34.0"),
         ("0.31.0", True, "on CPU with vLLM 0.32 and 0.33, not with 0.31.0"),
-        ("0.32.0", False, "never run on a GPU with vLLM 0.32.0, .*set SPARROW_UNTESTED_VLLM=1 to try it"),
+        (
+            "0.32.0",
+            False,
+            "never run on a GPU with vLLM 0.32.0, .*set SPARROW_UNTESTED_VLLM=1 to try it",
+        ),
     ],
 )
 def test_versions_it_cannot_run_in_are_refused(version, on_cpu, message, monkeypatch):
@@ -149,22 +189,33 @@ def test_an_untested_version_runs_if_told_to(monkeypatch):
     [
         (dict(speculative_config=None), "vLLM was not told to speculate"),
         (dict(use_v2_model_runner=False), "it needs vLLM's V2 model runner"),
-        (dict(parallel=dict(pipeline_parallel_size=2)), "it does not run with pipeline parallelism; use tensor"),
+        (
+            dict(parallel=dict(pipeline_parallel_size=2)),
+            "it does not run with pipeline parallelism; use tensor",
+        ),
         (
             dict(parallel=dict(data_parallel_size=2)),
             "it does not run with vLLM's data parallelism; start an engine for",
         ),
-        (dict(lora_config=object()), "its drafts would not follow the adapter .*; drop enable_lora and load merged"),
+        (
+            dict(lora_config=object()),
+            "its drafts would not follow the adapter .*; drop enable_lora and load merged",
+        ),
     ],
 )
 def test_engines_that_would_not_draft_are_refused(wrong, message):
-    parallel = SimpleNamespace(**{"pipeline_parallel_size": 1, "data_parallel_size": 1, **wrong.pop("parallel", {})})
+    parallel = SimpleNamespace(
+        **{"pipeline_parallel_size": 1, "data_parallel_size": 1, **wrong.pop("parallel", {})}
+    )
     made = SimpleNamespace(
         **{
-            "speculative_config": object(), "use_v2_model_runner": True, "parallel_config": parallel,
-            "lora_config": None, **wrong,
+            "speculative_config": object(),
+            "use_v2_model_runner": True,
+            "parallel_config": parallel,
+            "lora_config": None,
+            **wrong,
         }
-    )  # fmt: skip
+    )
     with pytest.raises(ConfigError, match=f"mode 'lossless': {message}"):
         lossless.check_supported(made)
 
@@ -172,20 +223,34 @@ def test_engines_that_would_not_draft_are_refused(wrong, message):
 @pytest.mark.parametrize(
     ("wrong", "capability", "message"),
     [
-        (dict(quant_config=object(), quantization="fp8"), 90, r"vLLM quantises the weights already \(fp8\)"),
+        (
+            dict(quant_config=object(), quantization="fp8"),
+            90,
+            r"vLLM quantises the weights already \(fp8\)",
+        ),
         (dict(is_moe=True), 90, "the weights of experts have no copy"),
-        (dict(dtype=torch.float32), 90, "vLLM's fp8 kernels give 16 bits, and the model's dtype is torch.float32"),
+        (
+            dict(dtype=torch.float32),
+            90,
+            "vLLM's fp8 kernels give 16 bits, and the model's dtype is torch.float32",
+        ),
         ({}, 80, r"the GPU has no fp8 products \(compute capability 8.9 and later have\)"),
         ({}, 89, None),
     ],
 )
-def test_engines_whose_weights_cannot_have_a_copy_are_refused(monkeypatch, wrong, capability, message):
+def test_engines_whose_weights_cannot_have_a_copy_are_refused(
+    monkeypatch, wrong, capability, message
+):
     from vllm import platforms
 
-    gpu = SimpleNamespace(is_cuda=lambda: True, has_device_capability=lambda needed: capability >= needed)
+    gpu = SimpleNamespace(
+        is_cuda=lambda: True, has_device_capability=lambda needed: capability >= needed
+    )
     monkeypatch.setattr(platforms, "_current_platform", gpu)
     model = {"quantization": None, "is_moe": False, "dtype": torch.bfloat16, **wrong}
-    made = SimpleNamespace(quant_config=model.pop("quant_config", None), model_config=SimpleNamespace(**model))
+    made = SimpleNamespace(
+        quant_config=model.pop("quant_config", None), model_config=SimpleNamespace(**model)
+    )
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
         lossless.check_draft_weights(made, on_cpu=False)
 
@@ -194,7 +259,9 @@ def test_a_batch_invariant_engine_has_no_draft_weights(monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     model = SimpleNamespace(quantization=None, is_moe=False, dtype=torch.float32)
     with pytest.raises(ConfigError, match="unset VLLM_BATCH_INVARIANT; or leave draft_weights out"):
-        lossless.check_draft_weights(SimpleNamespace(quant_config=None, model_config=model), on_cpu=True)
+        lossless.check_draft_weights(
+            SimpleNamespace(quant_config=None, model_config=model), on_cpu=True
+        )
 
 
 def test_a_copy_of_the_weights_is_made_again_whichever_way_vllm_changes_them(monkeypatch):
@@ -206,17 +273,24 @@ def test_a_copy_of_the_weights_is_made_again_whichever_way_vllm_changes_them(mon
         raise ValueError(info)
 
     worker = SimpleNamespace(
-        reload_weights=lambda **given: done.append(given), update_weights=update_weights,
+        reload_weights=lambda **given: done.append(given),
+        update_weights=update_weights,
         finish_weight_update=lambda: "done",
-    )  # fmt: skip
+    )
     runtime = SimpleNamespace(renew_draft_weights=lambda: stale.append(len(stale)))
     monkeypatch.setattr(patches, "find", lambda vllm_config: runtime)
     patches.follow_weights(worker, None)
     worker.reload_weights(weights_path="somewhere")
     with pytest.raises(ValueError, match="half"):  # some may have been written
         worker.update_weights("half")
-    assert worker.finish_weight_update() == "done" and done == [{"weights_path": "somewhere"}] and len(stale) == 3
-    monkeypatch.setattr(patches, "find", lambda vllm_config: None)  # before layers have their backend
+    assert (
+        worker.finish_weight_update() == "done"
+        and done == [{"weights_path": "somewhere"}]
+        and len(stale) == 3
+    )
+    monkeypatch.setattr(
+        patches, "find", lambda vllm_config: None
+    )  # before layers have their backend
     worker.reload_weights()
     assert len(stale) == 3
 
@@ -230,13 +304,20 @@ def test_requests_that_drafts_do_not_serve_are_refused_by_name(name):
     from sparrow.vllm import plugin
 
     plugin.register()
-    value = dict(structured_outputs=StructuredOutputsParams(choice=["a"]), min_p=0.25, logit_bias={3: 4.0})[name]
+    value = dict(
+        structured_outputs=StructuredOutputsParams(choice=["a"]), min_p=0.25, logit_bias={3: 4.0}
+    )[name]
     asked = SamplingParams(**{name: value})
     target = SimpleNamespace(model="m")
-    ours, other = (SimpleNamespace(method="draft_model", model=m, target_model_config=target) for m in ("m", "small"))
+    ours, other = (
+        SimpleNamespace(method="draft_model", model=m, target_model_config=target)
+        for m in ("m", "small")
+    )
     SamplingParams()._validate_spec_decode(ours)
     asked._validate_spec_decode(None)
-    with pytest.raises(ValueError, match=f"^mode 'lossless' does not serve {name}, got .*; leave it out, or start"):
+    with pytest.raises(
+        ValueError, match=f"^mode 'lossless' does not serve {name}, got .*; leave it out, or start"
+    ):
         asked._validate_spec_decode(ours)
     with contextlib.suppress(VLLMValidationError):  # vLLM's own word, where it has one
         asked._validate_spec_decode(other)

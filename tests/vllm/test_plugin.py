@@ -37,7 +37,9 @@ def lengths(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def step(made: Runtime, length_B: torch.Tensor, is_prefilling: torch.Tensor | None = None) -> torch.Tensor:
+def step(
+    made: Runtime, length_B: torch.Tensor, is_prefilling: torch.Tensor | None = None
+) -> torch.Tensor:
     top_k_B = made.begin_step(len(length_B), is_prefilling)
     made.look_up(length_B)
     return top_k_B
@@ -48,7 +50,10 @@ def step(made: Runtime, length_B: torch.Tensor, is_prefilling: torch.Tensor | No
     [
         (dict(page_size=8), "meter_schedule has page_size 8, drafts 16; both read the same cache"),
         (dict(landmark_dtype="fp8_e4m3"), "has landmark_dtype 'fp8_e4m3', drafts 'auto'"),
-        (dict(dense_layers=(1, 2)), r"reads layers \[0\] sparsely, which drafts read whole; .* has, \[1, 2\]"),
+        (
+            dict(dense_layers=(1, 2)),
+            r"reads layers \[0\] sparsely, which drafts read whole; .* has, \[1, 2\]",
+        ),
         (
             dict(head_budgets=((1,),) * 4),
             "meter_schedule has other head_budgets, but all steps of a layer",
@@ -75,11 +80,15 @@ def test_steps_under_another_table_are_not_counted():
 @pytest.mark.parametrize("version", ["0.24.0", "0.25.0", "0.34.0"])
 def test_other_versions_are_refused_by_name(version, monkeypatch):
     monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", version)
-    with pytest.raises(ConfigError, match=f"does not run in vLLM {version}; install vllm 0.26 to 0.33"):
+    with pytest.raises(
+        ConfigError, match=f"does not run in vLLM {version}; install vllm 0.26 to 0.33"
+    ):
         versions.check(on_cpu=False)
 
 
-@pytest.mark.parametrize("version, on_cpu", [("0.26.0", 0), ("0.31.2", 0), ("0.32.0rc1", 1), ("0.33.1+cpu", 1)])
+@pytest.mark.parametrize(
+    "version, on_cpu", [("0.26.0", 0), ("0.31.2", 0), ("0.32.0rc1", 1), ("0.33.1+cpu", 1)]
+)
 def test_versions_that_it_runs_in_are_taken(version, on_cpu, monkeypatch):
     monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", version)
     versions.check(on_cpu)
@@ -91,7 +100,9 @@ def test_a_worker_of_another_version_is_refused_before_it_takes_memory(monkeypat
     from sparrow.vllm import patches
 
     with pytest.raises(ConfigError, match=r"does not run in vLLM 0\.34\.0"):
-        patches._checked_init_device(lambda worker: None)(SimpleNamespace(vllm_config=vllm_config()))
+        patches._checked_init_device(lambda worker: None)(
+            SimpleNamespace(vllm_config=vllm_config())
+        )
 
 
 def test_the_cache_is_viewed_as_kernels_want_it():
@@ -122,7 +133,11 @@ def test_where_a_schedule_reads_the_cache_a_cpu_takes_kernels_that_leave_keys_in
         builder.runtime, builder.isa = arguments[2], "amx"
 
     monkeypatch.setattr(cpu.SparseBuilder, "__init__", with_amx)
-    monkeypatch.setattr(cpu.CpuBuilder, "_set_isa_to_layers", lambda builder, names: told.append((builder.isa, names)))
+    monkeypatch.setattr(
+        cpu.CpuBuilder,
+        "_set_isa_to_layers",
+        lambda builder, names: told.append((builder.isa, names)),
+    )
     cpu.CpuBuilder("spec", ["layer"], "a runtime", "cpu")
     assert told == [("vec", ["layer"])]
     assert cpu.CpuBuilder("spec", ["layer"], None, "cpu").isa == "amx" and len(told) == 1
@@ -139,18 +154,26 @@ def test_page_counts_of_a_step():
     # A length of 64 fills four pages and is in the second bin already, as the published edges are.
     assert step(made, lengths(0, 48, 49, 63, 64, 400)).tolist() == [ALL_PAGES, 2, 4, 4, 4, 4]
     # Rows in prefill read everything; padding rows may be missing from the flags.
-    assert step(made, lengths(48, 17, 0), torch.tensor([False, True])).tolist() == [2, ALL_PAGES, ALL_PAGES]
+    assert step(made, lengths(48, 17, 0), torch.tensor([False, True])).tolist() == [
+        2,
+        ALL_PAGES,
+        ALL_PAGES,
+    ]
     assert step(made, lengths(48, 17, 0)).tolist() == [2, 2, ALL_PAGES]
     made.set_schedule(SparsitySchedule(top_k=(7, 8, 9), bin_tokens=100, dense_layers=(0,)))
     assert step(made, lengths(96, 97, 400)).tolist() == [7, 8, 9]
-    made.set_schedule(SparsitySchedule.dense(dense_layers=(5,), page_size=8))  # reads everything, so no layout matters
+    made.set_schedule(
+        SparsitySchedule.dense(dense_layers=(5,), page_size=8)
+    )  # reads everything, so no layout matters
     assert step(made, lengths(1)).tolist() == [ALL_PAGES]
     with pytest.raises(ConfigError, match=r"'page_size': 16.*'page_size': 8"):
         made.set_schedule(SCHEDULE.replace(page_size=8))
 
 
 def test_the_settings_of_lossless_mode_are_told():
-    asked = Decoding.lossless(SCHEDULE, draft_tokens=3, adapt_draft_tokens=False, meter_schedule=SCHEDULE)
+    asked = Decoding.lossless(
+        SCHEDULE, draft_tokens=3, adapt_draft_tokens=False, meter_schedule=SCHEDULE
+    )
     told = Runtime(asked, max_rows=8, max_length=400, device=torch.device("cpu")).describe()
     settings = asked.to_dict()
     assert settings.pop("draft_schedule") == told["schedule"]
@@ -190,7 +213,9 @@ def test_counters_by_hand():
 
 
 def test_counters_know_which_budget_drafts_read():
-    decoding = Decoding.lossless(SparsitySchedule.fixed(5, dense_layers=()), adapt_draft_budget=True)
+    decoding = Decoding.lossless(
+        SparsitySchedule.fixed(5, dense_layers=()), adapt_draft_budget=True
+    )
     made = Runtime(decoding, max_rows=8, max_length=400, device=torch.device("cpu"))
     made.sparse_layers, used = [0], []
     made.meter = SimpleNamespace(use=used.append)
@@ -210,7 +235,9 @@ def test_counters_know_which_budget_drafts_read():
 
 @pytest.mark.parametrize("passes", [1, PLAIN_PASSES - 1, PLAIN_PASSES, 2 * PLAIN_PASSES + 3])
 def test_passes_without_drafts_are_counted_whenever_they_are_summed(passes):
-    made = Runtime(Decoding.lossless(SCHEDULE), max_rows=8, max_length=400, device=torch.device("cpu"))
+    made = Runtime(
+        Decoding.lossless(SCHEDULE), max_rows=8, max_length=400, device=torch.device("cpu")
+    )
     made.sparse_layers, made.dense_layers = [1, 2], [0]
     for i in range(passes):
         made.count_plain_pass(np.array([100 + i, 2**31 - 1], np.int32)[: 1 + i % 2])
@@ -244,9 +271,13 @@ def test_a_running_engine_keeps_its_budgets():
     made = runtime(UNEVEN)
     made.set_schedule(UNEVEN.replace(top_k=(7,)))
     made.set_schedule(SparsitySchedule.dense())
-    for other in (SCHEDULE, UNEVEN.replace(head_budgets=UNEVEN.head_budgets[:1] + UNEVEN.head_budgets[:0:-1])):
+    for other in (
+        SCHEDULE,
+        UNEVEN.replace(head_budgets=UNEVEN.head_budgets[:1] + UNEVEN.head_budgets[:0:-1]),
+    ):
         with pytest.raises(
-            ConfigError, match=r"not their layout or head_budgets; it was started with \{'head_budgets': "
+            ConfigError,
+            match=r"not their layout or head_budgets; it was started with \{'head_budgets': ",
         ):
             made.set_schedule(other)
     assert made.describe()["schedule"]["top_k"] == ["all"]
@@ -258,15 +289,27 @@ def test_a_running_engine_keeps_its_budgets():
 def test_a_worker_has_the_budgets_of_its_heads():
     made = runtime(UNEVEN)
     assert made.head_budgets(1, 4, 0, 1).tolist() == [0, 256, 512, 768]
-    assert [made.head_budgets(1, 2, rank, 2).tolist() for rank in range(2)] == [[0, 256], [512, 768]]
-    assert [made.head_budgets(1, 1, rank, 4).tolist() for rank in range(4)] == [[0], [256], [512], [768]]
+    assert [made.head_budgets(1, 2, rank, 2).tolist() for rank in range(2)] == [
+        [0, 256],
+        [512, 768],
+    ]
+    assert [made.head_budgets(1, 1, rank, 4).tolist() for rank in range(4)] == [
+        [0],
+        [256],
+        [512],
+        [768],
+    ]
     copies = [made.head_budgets(3, 1, rank, 8) for rank in range(8)]  # a head on two ranks each
-    assert [int(x) for x in copies] == [0, 0, 256, 256, 256, 256, 512, 512] and copies[0].dtype == torch.int32
+    assert [int(x) for x in copies] == [0, 0, 256, 256, 256, 256, 512, 512] and copies[
+        0
+    ].dtype == torch.int32
     assert runtime().head_budgets(1, 4, 0, 1) is None
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 400), min_size=1, max_size=8), max_size=6), st.integers(1, 64))
+@given(
+    st.lists(st.lists(st.integers(0, 400), min_size=1, max_size=8), max_size=6), st.integers(1, 64)
+)
 def test_counters_add_up_over_any_steps(steps, bin_pages):
     schedule = SCHEDULE.replace(bin_tokens=16 * bin_pages, top_k=(1, 2, 5))
     made = runtime(schedule, sparse=2, dense=2)
@@ -276,7 +319,9 @@ def test_counters_add_up_over_any_steps(steps, bin_pages):
     counts = made.counters()
     assert counts["rows"] == len(every)
     assert counts["tokens_held"] == 4 * every.sum()
-    assert counts["tokens_read"] == 2 * every.sum() + 2 * sum(schedule.tokens_read(int(n)) for n in every)
+    assert counts["tokens_read"] == 2 * every.sum() + 2 * sum(
+        schedule.tokens_read(int(n)) for n in every
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,10 +342,15 @@ def test_batches_that_no_graph_holds_are_named_in_the_log(mode, most, said, monk
     monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
     monkeypatch.setattr(config, "requested", lambda of: Decoding.lossy(SCHEDULE))
     compilation = SimpleNamespace(
-        cudagraph_mode=vllm.CUDAGraphMode[mode], cudagraph_capture_sizes=[1, 2, 4, *range(8, 121, 8)],
+        cudagraph_mode=vllm.CUDAGraphMode[mode],
+        cudagraph_capture_sizes=[1, 2, 4, *range(8, 121, 8)],
         static_forward_context={"layer": SimpleNamespace(impl=SimpleNamespace(runtime=runtime()))},
-    )  # fmt: skip
-    control.check(SimpleNamespace(compilation_config=compilation, scheduler_config=SimpleNamespace(max_num_seqs=most)))
+    )
+    control.check(
+        SimpleNamespace(
+            compilation_config=compilation, scheduler_config=SimpleNamespace(max_num_seqs=most)
+        )
+    )
     assert len(warnings) == bool(said) and re.match(said, "".join(warnings))
 
 
@@ -309,14 +359,20 @@ def test_kernels_are_those_asked_for_or_the_best_that_can(monkeypatch):
         return config.kernels(SimpleNamespace(additional_config=additional))
 
     monkeypatch.delenv("SPARROW_KERNELS", raising=False)
-    assert asked({}) is None and asked(None) is None and asked({"sparrow_kernels": "triton"}) == "triton"
+    assert (
+        asked({}) is None
+        and asked(None) is None
+        and asked({"sparrow_kernels": "triton"}) == "triton"
+    )
     monkeypatch.setenv("SPARROW_KERNELS", "cuda")
     assert asked({}) == "cuda" and asked({"sparrow_kernels": "triton"}) == "triton"
     with pytest.raises(ConfigError, match="unknown sparrow_kernels 'flash'"):
         asked({"sparrow_kernels": "flash"})
 
 
-def test_a_schedule_comes_from_the_config_first_and_from_the_environment_otherwise(monkeypatch, tmp_path):
+def test_a_schedule_comes_from_the_config_first_and_from_the_environment_otherwise(
+    monkeypatch, tmp_path
+):
     def asked(additional):
         decoding = config.requested(SimpleNamespace(additional_config=additional))
         return decoding and decoding.schedule
@@ -327,7 +383,11 @@ def test_a_schedule_comes_from_the_config_first_and_from_the_environment_otherwi
     assert asked({"sparrow": SCHEDULE.to_dict()}) == SCHEDULE
     assert asked({"sparrow": "fixed:9"}) == SparsitySchedule.fixed(9)
     (tmp_path / "schedule.json").write_text(SCHEDULE.to_json())
-    for text in (str(tmp_path / "schedule.json"), SCHEDULE.to_json(), "  " + json.dumps(SCHEDULE.to_dict())):
+    for text in (
+        str(tmp_path / "schedule.json"),
+        SCHEDULE.to_json(),
+        "  " + json.dumps(SCHEDULE.to_dict()),
+    ):
         monkeypatch.setenv("SPARROW_SCHEDULE", text)
         assert asked({}) == SCHEDULE
         assert asked({"sparrow": "dense"}).is_dense
@@ -350,7 +410,9 @@ def test_a_schedule_comes_from_the_config_first_and_from_the_environment_otherwi
         (' {"mode": "lossless", "draft_tokens": 4}', "", Decoding.lossless(draft_tokens=4)),
     ],
 )
-def test_the_environment_says_the_mode_and_what_is_read_or_drafted(mode, schedule, expected, monkeypatch):
+def test_the_environment_says_the_mode_and_what_is_read_or_drafted(
+    mode, schedule, expected, monkeypatch
+):
     monkeypatch.setenv("SPARROW_MODE", mode)
     monkeypatch.setenv("SPARROW_SCHEDULE", schedule)
     assert config.from_environment() == expected
@@ -365,16 +427,24 @@ def test_settings_in_two_variables_are_refused(monkeypatch):
 
 def vllm_config(model=None, **parts):
     model = dict(
-        architecture="Some", use_mla=False, is_encoder_decoder=False, is_hybrid=False, is_attention_free=False,
-        runner_type="generate", get_head_size=lambda: 128, get_total_num_hidden_layers=lambda: 4,
+        architecture="Some",
+        use_mla=False,
+        is_encoder_decoder=False,
+        is_hybrid=False,
+        is_attention_free=False,
+        runner_type="generate",
+        get_head_size=lambda: 128,
+        get_total_num_hidden_layers=lambda: 4,
         get_total_num_kv_heads=lambda: 4,
-    ) | (model or {})  # fmt: skip
+    ) | (model or {})
     whole = dict(
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto"), speculative_config=None, kv_transfer_config=None,
-    )  # fmt: skip
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=None,
+        kv_transfer_config=None,
+    )
     return SimpleNamespace(model_config=SimpleNamespace(**model), **(whole | parts))
 
 
@@ -385,8 +455,14 @@ def vllm_config(model=None, **parts):
         (dict(model=dict(is_encoder_decoder=True)), "cross-attention"),
         (dict(model=dict(is_hybrid=True)), "layers without attention"),
         (dict(model=dict(runner_type="pooling")), "the runner 'pooling'"),
-        (dict(model=dict(get_total_num_hidden_layers=lambda: 0)), "layer 0 dense but the model has 0 layers"),
-        (dict(speculative_config=SimpleNamespace(method="eagle3")), r"speculative decoding \(eagle3\)"),
+        (
+            dict(model=dict(get_total_num_hidden_layers=lambda: 0)),
+            "layer 0 dense but the model has 0 layers",
+        ),
+        (
+            dict(speculative_config=SimpleNamespace(method="eagle3")),
+            r"speculative decoding \(eagle3\)",
+        ),
         (dict(kv_transfer_config=object()), "a KV connector"),
         (
             dict(cache_config=SimpleNamespace(cache_dtype="fp8_e5m2")),
@@ -401,7 +477,11 @@ def vllm_config(model=None, **parts):
             "vLLM's own KV scales; drop calculate_kv_scales",
         ),
         (
-            dict(cache_config=SimpleNamespace(cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=["0"])),
+            dict(
+                cache_config=SimpleNamespace(
+                    cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=["0"]
+                )
+            ),
             "kv_cache_dtype_skip_layers.*drop it",
         ),
         (
@@ -409,11 +489,15 @@ def vllm_config(model=None, **parts):
             "kv_cache_dtype='fp8_per_token_head'; set kv_cache_dtype='auto', 'fp8' or",
         ),
         (
-            dict(parallel_config=SimpleNamespace(decode_context_parallel_size=2, use_ubatching=False)),
+            dict(
+                parallel_config=SimpleNamespace(decode_context_parallel_size=2, use_ubatching=False)
+            ),
             "decode context parallelism",
         ),
         (
-            dict(parallel_config=SimpleNamespace(decode_context_parallel_size=1, use_ubatching=True)),
+            dict(
+                parallel_config=SimpleNamespace(decode_context_parallel_size=1, use_ubatching=True)
+            ),
             "dual-batch overlap",
         ),
     ],
@@ -432,7 +516,10 @@ def test_lossless_mode_takes_fp8_caches_alone(monkeypatch, on_cpu):
         config.check_supported(made, Decoding.lossy(SCHEDULE), on_cpu)
         if name != "int8_per_token_head":
             config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu)
-    with pytest.raises(ConfigError, match=r"in lossless mode, where vLLM would have to read int8 itself; set .* 'fp8'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"in lossless mode, where vLLM would have to read int8 itself; set .* 'fp8'",
+    ):
         config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu)
 
 
@@ -441,14 +528,19 @@ def test_what_an_fp8_cache_is_and_clips_is_told(monkeypatch):
     worker = SimpleNamespace(
         vllm_config=SimpleNamespace(
             compilation_config=SimpleNamespace(
-                cudagraph_mode=None, cudagraph_capture_sizes=[],
-                static_forward_context={"layer": SimpleNamespace(impl=SimpleNamespace(runtime=made))},
+                cudagraph_mode=None,
+                cudagraph_capture_sizes=[],
+                static_forward_context={
+                    "layer": SimpleNamespace(impl=SimpleNamespace(runtime=made))
+                },
             ),
             scheduler_config=SimpleNamespace(max_num_seqs=8),
         )
-    )  # fmt: skip
+    )
     logger = SimpleNamespace(info=said.append)
-    assert not {"kv_cache", "kv_scales"} & set(made.describe()) and "kv_clipped" not in made.counters()
+    assert (
+        not {"kv_cache", "kv_scales"} & set(made.describe()) and "kv_clipped" not in made.counters()
+    )
     with pytest.raises(ConfigError, match=r"no fp8 KV cache.*kv_cache_dtype='fp8'"):
         control.sparrow_renew_kv_scales(worker)
     made.cache_in_8_bits = torch.float8_e4m3fn
@@ -474,19 +566,24 @@ def test_what_an_fp8_cache_is_and_clips_is_told(monkeypatch):
         assert said[1].endswith("of the KV cache")
         made.cache_in_8_bits = torch.int8
         control.check(worker.vllm_config)
-        assert said[2].endswith("of the KV cache, which is int8_per_token_head (scales by token and kv head)")
+        assert said[2].endswith(
+            "of the KV cache, which is int8_per_token_head (scales by token and kv head)"
+        )
 
 
 def test_what_an_int8_cache_is_is_told():
     made = runtime()
     made.cache_in_8_bits = torch.int8
-    assert made.describe()["kv_cache"] == "int8_per_token_head" and "kv_scales" not in made.describe()
+    assert (
+        made.describe()["kv_cache"] == "int8_per_token_head" and "kv_scales" not in made.describe()
+    )
     assert "kv_clipped" not in made.counters()
     layers = {"layer": SimpleNamespace(impl=SimpleNamespace(runtime=made))}
     compilation = SimpleNamespace(static_forward_context=layers)
     worker = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
     with pytest.raises(
-        ConfigError, match=r"'int8_per_token_head' gives every token scales .* none to renew; drop the call"
+        ConfigError,
+        match=r"'int8_per_token_head' gives every token scales .* none to renew; drop the call",
     ):
         control.sparrow_renew_kv_scales(worker)
 
@@ -496,18 +593,31 @@ def test_in_lossless_mode_an_fp8_cache_has_vllms_scales(monkeypatch):
     made = Runtime(decoding, 4, 100, torch.device("cpu"))
     made.cache_in_8_bits, made.meter = torch.float8_e4m3fn, SimpleNamespace(metered=None)
     cache = made.fp8_cache = fp8.Fp8Cache(torch.device("cpu"), sets_scales=False)
-    for of_layer, expected in ((torch.tensor(0.25), [0.25, 0.25]), (torch.tensor([0.5, 2.0]), [0.5, 2.0])):
-        scales = fp8.LayerScales(2, cache, SimpleNamespace(_k_scale=of_layer, _v_scale=4 * of_layer))
-        assert scales.values.k.tolist() == expected and scales.values.v.tolist() == [4 * x for x in expected]
+    for of_layer, expected in (
+        (torch.tensor(0.25), [0.25, 0.25]),
+        (torch.tensor([0.5, 2.0]), [0.5, 2.0]),
+    ):
+        scales = fp8.LayerScales(
+            2, cache, SimpleNamespace(_k_scale=of_layer, _v_scale=4 * of_layer)
+        )
+        assert scales.values.k.tolist() == expected and scales.values.v.tolist() == [
+            4 * x for x in expected
+        ]
         made.begin_serving()
-        scales.settle(torch.full((1, 2, 8), 1e4), torch.full((1, 2, 8), 1e4), torch.zeros(1, dtype=torch.int64))
+        scales.settle(
+            torch.full((1, 2, 8), 1e4),
+            torch.full((1, 2, 8), 1e4),
+            torch.zeros(1, dtype=torch.int64),
+        )
         assert scales.values.k.tolist() == expected
     assert made.describe()["kv_cache"] == "fp8_e4m3" and "kv_scales" not in made.describe()
     assert "kv_clipped" not in made.counters()
     layers = {"layer": SimpleNamespace(impl=SimpleNamespace(runtime=made))}
     compilation = SimpleNamespace(static_forward_context=layers)
     worker = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
-    with pytest.raises(ConfigError, match="the scales of an fp8 KV cache are vLLM's own, and stay; drop the call"):
+    with pytest.raises(
+        ConfigError, match="the scales of an fp8 KV cache are vLLM's own, and stay; drop the call"
+    ):
         control.sparrow_renew_kv_scales(worker)
     if importlib.util.find_spec("vllm"):
         importlib.import_module("vllm.triton_utils")  # it logs, too
@@ -516,7 +626,9 @@ def test_in_lossless_mode_an_fp8_cache_has_vllms_scales(monkeypatch):
         monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
         monkeypatch.setattr(config, "requested", lambda of: decoding)
         control.check(worker.vllm_config)
-        assert "verifies them; samples are the policy's with a KV cache in fp8_e4m3; logits" in said[0]
+        assert (
+            "verifies them; samples are the policy's with a KV cache in fp8_e4m3; logits" in said[0]
+        )
 
 
 def test_a_schedule_that_is_measured_on_the_way_is_said_at_start(monkeypatch):
@@ -529,8 +641,13 @@ def test_a_schedule_that_is_measured_on_the_way_is_said_at_start(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr("vllm.logger.init_logger", lambda name: SimpleNamespace(info=said.append))
     monkeypatch.setattr(config, "requested", lambda of: decoding)
-    control.check(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)))
-    assert "in one of 7 cycles" in said[0] and "layers read whole [0], top-k pages by 64 tokens [3, 5]" in said[0]
+    control.check(
+        SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    )
+    assert (
+        "in one of 7 cycles" in said[0]
+        and "layers read whole [0], top-k pages by 64 tokens [3, 5]" in said[0]
+    )
 
 
 def test_heads_that_kernels_do_not_take_are_refused_on_a_gpu_alone():
@@ -555,9 +672,14 @@ def test_heads_that_kernels_do_not_take_are_refused_on_a_gpu_alone():
 )
 def test_layers_with_another_attention_are_refused_by_name(wrong, message):
     plain = dict(
-        kv_cache_dtype="auto", sliding_window=None, attn_type="decoder", alibi_slopes=None, logits_soft_cap=None,
-        sinks=None, kv_sharing_target_layer_name=None,
-    )  # fmt: skip
+        kv_cache_dtype="auto",
+        sliding_window=None,
+        attn_type="decoder",
+        alibi_slopes=None,
+        logits_soft_cap=None,
+        sinks=None,
+        kv_sharing_target_layer_name=None,
+    )
     config.check_layer(plain)
     with pytest.raises(UnsupportedModel, match=message):
         config.check_layer(plain | wrong)
@@ -577,7 +699,10 @@ def test_find_looks_through_a_models_layers():
 
 def test_weight_files_carry_every_tensor_and_leave_nothing(monkeypatch):
     monkeypatch.setattr(client, "CHUNK_BYTES", 70)
-    weights = {f"w{i}": torch.randn(5, 3).T if i % 2 else torch.randn(7, dtype=torch.bfloat16) for i in range(7)}
+    weights = {
+        f"w{i}": torch.randn(5, 3).T if i % 2 else torch.randn(7, dtype=torch.bfloat16)
+        for i in range(7)
+    }
     seen, paths = {}, []
     for path in client.weight_files(weights.items()):
         paths.append(path)
@@ -589,7 +714,9 @@ def test_weight_files_carry_every_tensor_and_leave_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("free, in_memory", [(64, False), (10**6, True)])
-def test_weights_that_shared_memory_cannot_hold_go_to_the_disk(monkeypatch, tmp_path, free, in_memory):
+def test_weights_that_shared_memory_cannot_hold_go_to_the_disk(
+    monkeypatch, tmp_path, free, in_memory
+):
     (shared := tmp_path / "shared").mkdir()
     monkeypatch.setattr(client, "SHARED_MEMORY", str(shared))
     monkeypatch.setattr(client.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
@@ -602,21 +729,34 @@ def test_weights_that_shared_memory_cannot_hold_go_to_the_disk(monkeypatch, tmp_
 def test_a_servers_lists_are_cut_and_sorted(as_text):
     def entry(token, logprob):
         return (
-            {"token": f"token_id:{token}", "logprob": logprob} if as_text else {"token_id": token, "logprob": logprob}
+            {"token": f"token_id:{token}", "logprob": logprob}
+            if as_text
+            else {"token_id": token, "logprob": logprob}
         )
 
     def position(sampled, *best):  # the sampled token in front, three entries in all
         return {**entry(*sampled), "top_logprobs": [entry(*e) for e in (sampled, *best)][:3]}
 
-    content = [position((9, -7.0), (4, -0.1), (5, -0.2), (6, -3.0)), position((5, -0.2), (4, -0.1), (6, -3.0))]
-    rollout = _rollout([1], {"logprobs": {"content": content}, "token_ids": [9, 5], "finish_reason": "length"}, top_n=2)
-    assert rollout.response_ids.tolist() == [9, 5] and rollout.logprobs.tolist() == pytest.approx([-7.0, -0.2])
+    content = [
+        position((9, -7.0), (4, -0.1), (5, -0.2), (6, -3.0)),
+        position((5, -0.2), (4, -0.1), (6, -3.0)),
+    ]
+    rollout = _rollout(
+        [1],
+        {"logprobs": {"content": content}, "token_ids": [9, 5], "finish_reason": "length"},
+        top_n=2,
+    )
+    assert rollout.response_ids.tolist() == [9, 5] and rollout.logprobs.tolist() == pytest.approx(
+        [-7.0, -0.2]
+    )
     assert rollout.top_ids.tolist() == [[4, 5], [4, 5]]
     assert rollout.top_logprobs.ravel().tolist() == pytest.approx([-0.1, -0.2] * 2)
 
 
 def test_no_server_is_one_clear_sentence():
-    with pytest.raises(EngineError, match=r"no vLLM server answers at http://localhost:9 .*start one"):
+    with pytest.raises(
+        EngineError, match=r"no vLLM server answers at http://localhost:9 .*start one"
+    ):
         VLLMServer("http://localhost:9/", SCHEDULE)
 
 
@@ -668,7 +808,9 @@ def test_a_patch_of_a_name_that_moved_stops_with_its_name(monkeypatch):
     monkeypatch.setattr(vllm, "sparrow_test", stock, raising=False)
 
     def patch(target="vllm:sparrow_test", versions=">=0.1", parameters=("a",)):
-        return (patches.Patch(target, versions, "", lambda stock: lambda a: stock(a) + 1, parameters),)
+        return (
+            patches.Patch(target, versions, "", lambda stock: lambda a: stock(a) + 1, parameters),
+        )
 
     patches.apply(patch(versions="<0.1"))
     assert vllm.sparrow_test is stock
@@ -684,19 +826,24 @@ def test_a_patch_of_a_name_that_moved_stops_with_its_name(monkeypatch):
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_worker_is_watched_whoever_calls_its_runner(drafts):
-    """Ray's executor calls the model runner itself; warm-up steps preempt nothing and are no user's."""
+    """Ray's executor calls the model runner itself; warm-up steps preempt nothing and are no
+    user's.
+    """
     from sparrow.vllm import patches
 
     calls = []
     runtime = SimpleNamespace(
-        count_preempted=lambda n: calls.append(n), begin_serving=lambda: calls.append("serving"),
-    )  # fmt: skip
+        count_preempted=lambda n: calls.append(n),
+        begin_serving=lambda: calls.append("serving"),
+    )
     vllm_config = SimpleNamespace(
         compilation_config=SimpleNamespace(
             static_forward_context={"layer": SimpleNamespace(impl=SimpleNamespace(runtime=runtime))}
         )
     )
-    runner = SimpleNamespace(execute_model=lambda output, *rest, dummy_run=False: (output, rest, dummy_run))
+    runner = SimpleNamespace(
+        execute_model=lambda output, *rest, dummy_run=False: (output, rest, dummy_run)
+    )
     told = []
     if drafts:
         runner.speculator = SimpleNamespace(begin_step=told.append)
@@ -712,4 +859,6 @@ def test_a_worker_is_watched_whoever_calls_its_runner(drafts):
     assert runner.execute_model(step, None, dummy_run=False) == (step, (None,), False)
     assert runner.execute_model(SimpleNamespace(preempted_req_ids=set()))[1:] == ((), False)
     assert calls == ["serving", 2]
-    assert [each.preempted_req_ids for each in told] == ([None, {"a", "b"}, set()] if drafts else [])
+    assert [each.preempted_req_ids for each in told] == (
+        [None, {"a", "b"}, set()] if drafts else []
+    )

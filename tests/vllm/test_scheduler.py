@@ -30,7 +30,9 @@ def make(monkeypatch):
         spec = SimpleNamespace(num_speculative_tokens_per_batch_size=ranges)
         setting = {"sparrow": {"mode": "lossless", "adapt_draft_budget": adapts_budget}}
         self.vllm_config = SimpleNamespace(speculative_config=spec, additional_config=setting)
-        self.dynamic_sd_lookup = [0, *CHOICES, *[CHOICES[-1]] * most][: most + 1]  # as vLLM makes it of the ranges
+        self.dynamic_sd_lookup = [0, *CHOICES, *[CHOICES[-1]] * most][
+            : most + 1
+        ]  # as vLLM makes it of the ranges
         self.running, self.requests = [], {}
 
     monkeypatch.setattr(AsyncScheduler, "__init__", init)
@@ -51,26 +53,34 @@ def make(monkeypatch):
 
 def run(scheduler, lengths):
     """Sequences of these lengths, by name."""
-    scheduler.requests = {name: SimpleNamespace(num_computed_tokens=n) for name, n in lengths.items()}
+    scheduler.requests = {
+        name: SimpleNamespace(num_computed_tokens=n) for name, n in lengths.items()
+    }
     scheduler.running = list(scheduler.requests.values())
 
 
 def step(scheduler, names, drafts, emitted, seconds=0.01, budget=0):
-    """One step of these sequences, each with so many drafts of one budget, that gave each ``emitted`` tokens."""
+    """One step of these sequences, each with so many drafts of one budget, that gave each
+    ``emitted`` tokens.
+    """
     scheduler.clock.now += seconds
     output = SimpleNamespace(
         num_scheduled_tokens=dict.fromkeys(names, drafts + 1),
         scheduled_spec_decode_tokens=dict.fromkeys(names, [-1] * drafts) if drafts else {},
     )
     setattr(output, module.VERIFIED, budget)
-    scheduler.update_from_output(output, SimpleNamespace(sampled_token_ids=[[5] * n for n in emitted]))
+    scheduler.update_from_output(
+        output, SimpleNamespace(sampled_token_ids=[[5] * n for n in emitted])
+    )
 
 
 @pytest.fixture
 def observed(monkeypatch):
     found = []
     monkeypatch.setattr(
-        module.DraftLength, "observe", lambda self, *what, first, budget: found.append((*what, first, budget))
+        module.DraftLength,
+        "observe",
+        lambda self, *what, first, budget: found.append((*what, first, budget)),
     )
     return found
 
@@ -100,20 +110,31 @@ def test_a_step_is_noted_with_what_it_accepted_and_judged(make, observed):
     observed.clear()
     for _ in range(2):
         step(scheduler, ["a", "b", "c"], 0, [1, 1, 1])
-    assert observed == [(3, 200.0, 0, pytest.approx(0.01), 0, 0, False, 0)]  # not the first, which came after drafts
+    assert observed == [
+        (3, 200.0, 0, pytest.approx(0.01), 0, 0, False, 0)
+    ]  # not the first, which came after drafts
 
 
 @pytest.mark.parametrize(
-    ("dense", "verified", "draft", "drafts"), [(2.9, 3.9, 2.8, 0), (26.0, 27.6, 4.5, 4)], ids=["short", "long"]
+    ("dense", "verified", "draft", "drafts"),
+    [(2.9, 3.9, 2.8, 0), (26.0, 27.6, 4.5, 4)],
+    ids=["short", "long"],
 )
-def test_a_dense_step_does_not_seem_slow_because_the_next_one_drafts(make, dense, verified, draft, drafts):
-    """The host launches a step before it sees the end of the one before, and takes twice as long for one with drafts.
+def test_a_dense_step_does_not_seem_slow_because_the_next_one_drafts(
+    make, dense, verified, draft, drafts
+):
+    """The host launches a step before it sees the end of the one before, and takes twice as long
+    for one with drafts.
 
-    Milliseconds of the GPU. Where contexts are short, dense steps wait for the host, and drafts give fewer tokens.
+    Milliseconds of the GPU. Where contexts are short, dense steps wait for the host, and drafts
+    give fewer tokens.
     """
     scheduler, names, rng = make(), ["a", "b", "c", "d"], np.random.default_rng(0)
     run(scheduler, dict.fromkeys(names, 320))
-    host = free = end = 0.0  # when the host has launched a step, the GPU has done all so far, and the pass has ended
+    host = free = end = (
+        # when the host has launched a step, the GPU has done all so far, and the pass has ended
+        0.0
+    )
     verifies, makes, chosen = None, 0, []
     for _ in range(600):
         scheduler.schedule()
@@ -145,8 +166,12 @@ def test_the_first_step_with_other_drafts_is_marked(make, observed):
     for drafts in (0, 0, 2, 2, 4, 0, 0):
         step(scheduler, ["a", "b"], drafts, [1, 1])
     assert [(drafts, first) for _, _, drafts, *_, first, _ in observed] == [
-        (0, False), (2, True), (2, False), (4, True), (0, False),
-    ]  # fmt: skip
+        (0, False),
+        (2, True),
+        (2, False),
+        (4, True),
+        (0, False),
+    ]
 
 
 def test_a_step_is_noted_for_what_its_drafts_read(make, observed):
@@ -156,11 +181,17 @@ def test_a_step_is_noted_for_what_its_drafts_read(make, observed):
     for drafts, budget in ((2, 1), (2, 1), (2, 0), (2, 0), (0, 0), (0, 0), (0, 1)):
         step(scheduler, ["a", "b"], drafts, [1, 1], budget=budget)
     assert [(drafts, first, budget) for _, _, drafts, *_, first, budget in observed] == [
-        (2, False, 1), (2, True, 0), (2, False, 0), (0, False, 0), (0, False, 1),
-    ]  # fmt: skip
+        (2, False, 1),
+        (2, True, 0),
+        (2, False, 0),
+        (0, False, 0),
+        (0, False, 1),
+    ]
 
 
-def test_workers_are_told_what_drafts_read_and_the_scheduler_what_those_it_verifies_read(make, monkeypatch):
+def test_workers_are_told_what_drafts_read_and_the_scheduler_what_those_it_verifies_read(
+    make, monkeypatch
+):
     scheduler, budgets = make(budgets=True), iter((1, 2, 2, 0))
     run(scheduler, {"a": 100})
     monkeypatch.setattr(module.DraftLength, "choose", lambda *_: 2)
@@ -174,7 +205,9 @@ def test_workers_are_told_what_drafts_read_and_the_scheduler_what_those_it_verif
 
 
 def test_what_drafts_would_read_is_not_asked_of_dense_steps(make, monkeypatch):
-    """They keep the budget that drafts of such batches have: a dense step is timed for the batch with that budget."""
+    """They keep the budget that drafts of such batches have: a dense step is timed for the batch
+    with that budget.
+    """
     scheduler = make(budgets=True)
     run(scheduler, {"a": 100})
     scheduler.draft_length._budget_of[adapt._step(1), adapt._step(100)] = 2
@@ -228,14 +261,19 @@ def test_what_was_chosen_is_kept_and_can_be_repeated(make, monkeypatch):
     first, again = make(budgets=True, keeps=True), make(budgets=True, keeps=True)
     told = chosen(first, [(4, 1), (4, 1), (2, 0), (2, 2), (2, 2)], monkeypatch)
     choices = first.take_choices()
-    assert choices == [(0, 1.0, 1), (4, 1.0, 2), (2, 0.5, 1), (2, 2.0, 2)] and first.take_choices() == []
+    assert (
+        choices == [(0, 1.0, 1), (4, 1.0, 2), (2, 0.5, 1), (2, 2.0, 2)]
+        and first.take_choices() == []
+    )
     again.replay(choices)
     assert chosen(again, [(0, 1)] * 5, monkeypatch) == told
     assert again.take_choices() == choices
     unread = make(budgets=True)  # in a server nobody would ever take them
     chosen(unread, [(4, 1)], monkeypatch)
     assert unread.take_choices() == []
-    assert chosen(again, [(0, 1)] * 2, monkeypatch)[1:] == [(0, 1)] * 2, "a replay ends with what it was for"
+    assert chosen(again, [(0, 1)] * 2, monkeypatch)[1:] == [(0, 1)] * 2, (
+        "a replay ends with what it was for"
+    )
 
 
 def test_steps_between_two_choices_are_kept_too(make, monkeypatch):
@@ -249,7 +287,9 @@ def test_steps_between_two_choices_are_kept_too(make, monkeypatch):
     assert len(asked) == 2 and scheduler.take_choices() == [(0, 1.0, 8)]
 
 
-@pytest.mark.parametrize(("steps", "warning"), [(1, "have ended"), (9, "some were left"), (6, None)])
+@pytest.mark.parametrize(
+    ("steps", "warning"), [(1, "have ended"), (9, "some were left"), (6, None)]
+)
 def test_a_replay_that_does_not_fit_is_told(make, monkeypatch, steps, warning):
     scheduler, said = make(), []
     scheduler._logger = SimpleNamespace(info=lambda *_: None, warning=said.append)
@@ -261,7 +301,10 @@ def test_a_replay_that_does_not_fit_is_told(make, monkeypatch, steps, warning):
 
 def test_drafts_that_an_engine_does_not_choose_among_are_not_repeated(make):
     for choice in ((3, 1.0, 1), (2, 0.5, 1)):
-        with pytest.raises(ConfigError, match=r"cannot repeat .* chooses among \(0, 2, 4\) and \(1.0,\); start it as"):
+        with pytest.raises(
+            ConfigError,
+            match=r"cannot repeat .* chooses among \(0, 2, 4\) and \(1.0,\); start it as",
+        ):
             make().replay([choice])
 
 
@@ -275,7 +318,13 @@ def test_what_is_added_to_a_step_reaches_the_workers():
 def test_steps_that_are_not_alike_are_not_timed(make, observed):
     scheduler = make()
     run(scheduler, {"a": 100, "b": 300})
-    for names, drafts in ((["a", "b"], 4), (["a"], 4), (["a", "b"], 2), (["a", "b"], 3), (["a", "b"], 3)):
+    for names, drafts in (
+        (["a", "b"], 4),
+        (["a"], 4),
+        (["a", "b"], 2),
+        (["a", "b"], 3),
+        (["a", "b"], 3),
+    ):
         step(scheduler, names, drafts, [1] * len(names))  # 3 is none of the choices
     step(scheduler, ["a", "b"], 2, [1, 1])
     step(scheduler, ["a", "b"], 2, [0, 1])  # "a" was in prefill
@@ -283,7 +332,9 @@ def test_steps_that_are_not_alike_are_not_timed(make, observed):
 
 
 def test_the_length_of_a_step_is_that_of_the_sequences_that_are_left(make, observed):
-    """The next step is under way when a response ends, so a step's sequences may have ended before it is noted."""
+    """The next step is under way when a response ends, so a step's sequences may have ended before
+    it is noted.
+    """
     scheduler = make()
     run(scheduler, {"a": 1000, "b": 3000})
     step(scheduler, ["a", "b"], 2, [1, 1])

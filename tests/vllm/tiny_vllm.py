@@ -21,13 +21,21 @@ from tests.conftest import VOCAB, tiny_model
 torch.set_num_threads(1)
 # Before vLLM reads them: threads that others may use too, nothing compiled, nothing fetched.
 for name, value in dict(
-    VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
-    VLLM_NO_USAGE_STATS="1", TORCHDYNAMO_DISABLE="1", HF_HUB_OFFLINE="1",
-).items():  # fmt: skip
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+    TORCHDYNAMO_DISABLE="1",
+    HF_HUB_OFFLINE="1",
+).items():
     os.environ.setdefault(name, value)
 
 OPTIONS: dict[str, Any] = dict(
-    dtype="float32", enforce_eager=True, kv_cache_memory_bytes=64 * 2**20, block_size=32, max_model_len=1024
+    dtype="float32",
+    enforce_eager=True,
+    kv_cache_memory_bytes=64 * 2**20,
+    block_size=32,
+    max_model_len=1024,
 )
 SMALL = SparsitySchedule(top_k=(2, 3, 4, 6), bin_tokens=100, dense_layers=(0,))
 """Sparse from the first hundred tokens on, in all layers but the first."""
@@ -46,13 +54,17 @@ def checkpoint(folder: Path, **changes: Any) -> PreTrainedModel:
 
 
 def discoverable(folder: Path) -> str:
-    """A ``PYTHONPATH`` with which other processes find the plugin, also in a checkout that was not installed."""
+    """A ``PYTHONPATH`` with which other processes find the plugin, also in a checkout that was not
+    installed.
+    """
     path = [str(Path(__file__).parents[2]), *sys.path]
     if not entry_points(group="vllm.general_plugins", name="sparrow"):
         described = folder / "plugin" / "sparrow_rl-0.dist-info"
         described.mkdir(parents=True)
         (described / "METADATA").write_text("Metadata-Version: 2.1\nName: sparrow-rl\nVersion: 0\n")
-        (described / "entry_points.txt").write_text("[vllm.general_plugins]\nsparrow = sparrow.vllm.plugin:register\n")
+        (described / "entry_points.txt").write_text(
+            "[vllm.general_plugins]\nsparrow = sparrow.vllm.plugin:register\n"
+        )
         path.append(str(described.parent))
     return os.pathsep.join(path)
 
@@ -69,7 +81,9 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def engine(folder: Path, schedule: SparsitySchedule = SMALL, **options: Any) -> Iterator[VLLMEngine]:
+def engine(
+    folder: Path, schedule: SparsitySchedule = SMALL, **options: Any
+) -> Iterator[VLLMEngine]:
     made = VLLMEngine(str(folder), schedule, **{**OPTIONS, **options})
     try:
         yield made
@@ -82,5 +96,7 @@ def same_tokens(a: list[Rollout], b: list[Rollout]) -> bool:
 
 
 def logprob_gap(a: list[Any], b: list[Any]) -> float:
-    """Largest difference of the sampled tokens' log-probs, over rollouts or scores of the same tokens."""
+    """Largest difference of the sampled tokens' log-probs, over rollouts or scores of the same
+    tokens.
+    """
     return max(float(np.abs(x.logprobs - y.logprobs).max()) for x, y in zip(a, b, strict=True))

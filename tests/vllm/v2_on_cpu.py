@@ -1,6 +1,8 @@
-"""vLLM's V2 model runner on a CPU, which GPUs run by default: its Triton kernels in Triton's interpreter.
+"""vLLM's V2 model runner on a CPU, which GPUs run by default: its Triton kernels in Triton's
+interpreter.
 
-Import it before vLLM. vLLM asks only whether Triton has a backend for the device; nothing is compiled.
+Import it before vLLM. vLLM asks only whether Triton has a backend for the device; nothing is
+compiled.
 """
 
 import os
@@ -13,13 +15,17 @@ import triton.language.extra.libdevice as libdevice
 from triton.backends import backends
 from triton.runtime import interpreter
 
-backends.setdefault("cpu", SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False), compiler=None))
+backends.setdefault(
+    "cpu", SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False), compiler=None)
+)
 
 _patch_tensor = interpreter._patch_lang_tensor
 
 
 def _patched_tensor(tensor, scope):
-    """numpy 2.4 makes no number of an array with one element any more; Triton 3.6's interpreter relies on that."""
+    """numpy 2.4 makes no number of an array with one element any more; Triton 3.6's interpreter
+    relies on that.
+    """
     _patch_tensor(tensor, scope)
     for name in ("__index__", "__int__"):
         scope.set_attr(tensor, name, lambda self: int(self.handle.data.reshape(-1)[0]))

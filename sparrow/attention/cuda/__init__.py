@@ -1,5 +1,12 @@
 """A CUDA kernel for page-sparse decoding on Hopper GPUs, compiled where it runs."""
 
-from sparrow.attention.cuda.launch import CudaConfig, Launches, check, few_rows, run, unsupported_reason
+from sparrow.attention.cuda.launch import (
+    CudaConfig,
+    Launches,
+    check,
+    few_rows,
+    run,
+    unsupported_reason,
+)
 
 __all__ = ["CudaConfig", "Launches", "check", "few_rows", "run", "unsupported_reason"]

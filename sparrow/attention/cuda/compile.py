@@ -1,4 +1,6 @@
-"""Compiles CUDA C++ on the user's machine with the NVRTC that torch brings, and launches it on torch's stream."""
+"""Compiles CUDA C++ on the user's machine with the NVRTC that torch brings, and launches it on
+torch's stream.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,17 @@ class Kernel:
         shared_bytes: dynamic shared memory of a launch.
         device: a CUDA device.
 
-    Raises ConfigError: NVRTC's Python bindings are missing. RuntimeError: an error of the compiler or the driver.
+    Raises ConfigError: NVRTC's Python bindings are missing. RuntimeError: an error of the compiler
+    or the driver.
     """
 
     def __init__(
-        self, file: str, name: str, defines: Mapping[str, int], shared_bytes: int, device: torch.device
+        self,
+        file: str,
+        name: str,
+        defines: Mapping[str, int],
+        shared_bytes: int,
+        device: torch.device,
     ) -> None:
         driver, _ = _bindings()
         with torch.cuda.device(device):
@@ -39,10 +47,14 @@ class Kernel:
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _call(driver.cuFuncSetAttribute, self._function, limit, shared_bytes)
         attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.id = (
+            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        )
         attribute.value.programmaticStreamSerializationAllowed = 1
         self._config = driver.CUlaunchConfig()
-        self._config.gridDimY = self._config.gridDimZ = self._config.blockDimY = self._config.blockDimZ = 1
+        self._config.gridDimY = self._config.gridDimZ = self._config.blockDimY = (
+            self._config.blockDimZ
+        ) = 1
         self._config.sharedMemBytes = shared_bytes
         self._config.attrs, self._config.numAttrs = [attribute], 1
         self._launch = driver.cuLaunchKernelEx
@@ -57,15 +69,22 @@ class Kernel:
 
 
 @cache
-def compiled(file: str, defines: tuple[tuple[str, int], ...], target: str, *options: str) -> tuple[bytes, str]:
+def compiled(
+    file: str, defines: tuple[tuple[str, int], ...], target: str, *options: str
+) -> tuple[bytes, str]:
     """Machine code for ``target`` (``sm_90``), and the compiler's log; needs no GPU."""
     _, nvrtc = _bindings()
     folder = Path(__file__).parent
     options = (f"--gpu-architecture={target}", f"--include-path={folder}", *options)
-    given = [option.encode() for option in (*options, *(f"-D{name}={value}" for name, value in defines))]
-    program = _call(nvrtc.nvrtcCreateProgram, (folder / file).read_bytes(), file.encode(), 0, [], [])
+    given = [
+        option.encode() for option in (*options, *(f"-D{name}={value}" for name, value in defines))
+    ]
+    program = _call(
+        nvrtc.nvrtcCreateProgram, (folder / file).read_bytes(), file.encode(), 0, [], []
+    )
     (result,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
-    # NVRTC writes into the bytes that it is given. Python shares bytes objects of length 1, so this must be longer.
+    # NVRTC writes into the bytes that it is given. Python shares bytes objects of length 1, so this
+    # must be longer.
     log = bytes(cast(int, _call(nvrtc.nvrtcGetProgramLogSize, program)) + 1)
     _call(nvrtc.nvrtcGetProgramLog, program, log)
     said = log.partition(b"\0")[0].decode()

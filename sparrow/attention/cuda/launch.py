@@ -1,4 +1,5 @@
-"""Launcher of the CUDA kernel: what it can serve, how a batch is divided, and what is passed to the kernel.
+"""Launcher of the CUDA kernel: what it can serve, how a batch is divided, and what is passed to the
+kernel.
 
 Shapes as in ``attention/decode.py``.
 """
@@ -30,7 +31,8 @@ from sparrow.attention.pages import FP8
 PAGE_SIZE, HEAD_DIMS, MAX_GROUP = 16, (64, 128), 8
 BINS, CANDIDATES = 1024, 256
 SHARED = 16  # words of program.cuh's struct ``Shared``, besides 3 for each warp
-FEW_ITEMS = 0.3  # items per multiprocessor; with fewer, Triton is faster, since several programs rank one row
+# items per multiprocessor; with fewer, Triton is faster, since several programs rank one row
+FEW_ITEMS = 0.3
 
 
 @dataclass(frozen=True)
@@ -40,40 +42,68 @@ class CudaConfig:
     warps: int  # warps of a program, a power of 2
     stages: int  # pages in flight per warp
     resident: int  # programs that are to fit on a multiprocessor
-    parts: int = 1  # parts that every row is cut into, roughly; if 1, only rows far longer than the mean are cut
+    # parts that every row is cut into, roughly; if 1, only rows far longer than the mean are cut
+    parts: int = 1
     part_pages: int = 8  # kept pages worth a program of their own
 
     def shared_bytes(self, key_bytes: int, capacity: int) -> int:
-        """Shared memory of a program whose rows have up to ``capacity`` pages, of keys of ``key_bytes``, their own
-        scale included."""
+        """Shared memory of a program whose rows have up to ``capacity`` pages, of keys of
+        ``key_bytes``, their own scale included."""
         ring = self.warps * self.stages * 2 * PAGE_SIZE * key_bytes
-        return ring + capacity * 4 + capacity // 4 + BINS * 4 + CANDIDATES * 8 + 4 * SHARED + 12 * self.warps
+        return (
+            ring
+            + capacity * 4
+            + capacity // 4
+            + BINS * 4
+            + CANDIDATES * 8
+            + 4 * SHARED
+            + 12 * self.warps
+        )
 
     def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
-        """What to ask of the plan. Parts wait for their row's first part, which starts earlier and never waits."""
+        """What to ask of the plan. Parts wait for their row's first part, which starts earlier and
+        never waits.
+        """
         if self.parts > 1:
-            extra, resident = (self.parts - 1) * items, 2**30  # parts as small as their number allows
+            extra, resident = (
+                (self.parts - 1) * items,
+                2**30,
+            )  # parts as small as their number allows
         else:
             extra = min(2, self.resident) * multiprocessors - kv_heads
             resident = self.resident * multiprocessors
-        return Division(max(1, extra // kv_heads) * kv_heads, resident, self.part_pages * PAGE_SIZE, ranks=True)
+        return Division(
+            max(1, extra // kv_heads) * kv_heads, resident, self.part_pages * PAGE_SIZE, ranks=True
+        )
 
 
 @cache
 def choose_config(
-    items: int, head_dim: int, capacity: int, limits: DeviceLimits, dtype: torch.dtype = torch.bfloat16
+    items: int,
+    head_dim: int,
+    capacity: int,
+    limits: DeviceLimits,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> CudaConfig:
-    """The configuration for ``items`` (sequences x kv heads) of up to ``capacity`` pages and a cache in ``dtype``."""
+    """The configuration for ``items`` (sequences x kv heads) of up to ``capacity`` pages and a
+    cache in ``dtype``.
+    """
     if items <= limits.multiprocessors:
         config = CudaConfig(warps=8, stages=3, resident=1)
     else:  # at 1 to 1.5 items per multiprocessor, whole rows would leave a third of the multiprocessors idle
-        config = CudaConfig(warps=4, stages=3, resident=2, parts=4 if items <= 1.5 * limits.multiprocessors else 1)
+        config = CudaConfig(
+            warps=4, stages=3, resident=2, parts=4 if items <= 1.5 * limits.multiprocessors else 1
+        )
     config = replace(config, stages=config.stages * 2 // dtype.itemsize)  # as many bytes in flight
     while (
         config.shared_bytes(key_bytes(head_dim, dtype), capacity)
         > (limits.shared_memory + 1024) // config.resident - 1024
     ):
-        config = replace(config, stages=config.stages - 1) if config.stages > 1 else replace(config, resident=1)
+        config = (
+            replace(config, stages=config.stages - 1)
+            if config.stages > 1
+            else replace(config, resident=1)
+        )
     return config
 
 
@@ -94,7 +124,9 @@ def unsupported_reason(
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "the CUDA kernel is for Hopper GPUs (H100, H200); take Triton's"
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        return "the CUDA kernel is compiled with cuda-bindings, which are not installed; take Triton's"
+        return (
+            "the CUDA kernel is compiled with cuda-bindings, which are not installed; take Triton's"
+        )
     if (
         page_size != PAGE_SIZE
         or head_dim not in HEAD_DIMS
@@ -116,12 +148,22 @@ def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
     )
     if reason:
         raise ValueError(reason)
-    tensors = dict(keys=batch.k_cache, values=batch.v_cache, landmarks=batch.landmark_cache, queries=batch.q_BHD)
+    tensors = dict(
+        keys=batch.k_cache,
+        values=batch.v_cache,
+        landmarks=batch.landmark_cache,
+        queries=batch.q_BHD,
+    )
     if batch.cache_scales is not None and batch.k_cache.dtype == torch.int8:
-        tensors |= {"scales of keys": batch.cache_scales.k, "scales of values": batch.cache_scales.v}
+        tensors |= {
+            "scales of keys": batch.cache_scales.k,
+            "scales of values": batch.cache_scales.v,
+        }
     for name, x in tensors.items():
         if x.data_ptr() % 16 or any(stride * x.element_size() % 16 for stride in x.stride()[:-1]):
-            raise ValueError(f"the CUDA kernel copies 16 bytes at a time: {name} must be aligned to that")
+            raise ValueError(
+                f"the CUDA kernel copies 16 bytes at a time: {name} must be aligned to that"
+            )
 
 
 def run(
@@ -130,10 +172,12 @@ def run(
     reuse_plan: bool = False,
     config: CudaConfig | None = None,
 ) -> Tensor:
-    """One decode step, see ``sparrow.attention.paged_decode``; ``config`` stands in for the shipped one in tests.
+    """One decode step, see ``sparrow.attention.paged_decode``; ``config`` stands in for the shipped
+    one in tests.
 
-    With ``reuse_plan``, ranking starts before the preceding launch has ended if that launch allows it, as only
-    ``triton.store_tokens`` does: nothing but the newest tokens may depend on that launch.
+    With ``reuse_plan``, ranking starts before the preceding launch has ended if that launch allows
+    it, as only ``triton.store_tokens`` does: nothing but the newest tokens may depend on that
+    launch.
     """
     assert workspace is not None  # ``check`` refuses None
     launches = Launches(batch, workspace, config)
@@ -147,62 +191,134 @@ class _Arguments(ctypes.Structure):
     """``Args`` of program.cuh."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "q", "k", "v", "landmarks", "table", "out", "rows", "partial", "stats", "ready", "counters", "plan",
-            "k_scales", "v_scales", "head_budgets",
-        )),
-        *((name, ctypes.c_longlong) for name in (
-            "q_row", "q_head", "block", "head", "token", "landmark_block", "landmark_page", "landmark_head",
-            "table_row", "out_row", "out_head", "rows_row",
-        )),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "q",
+                "k",
+                "v",
+                "landmarks",
+                "table",
+                "out",
+                "rows",
+                "partial",
+                "stats",
+                "ready",
+                "counters",
+                "plan",
+                "k_scales",
+                "v_scales",
+                "head_budgets",
+            )
+        ),
+        *(
+            (name, ctypes.c_longlong)
+            for name in (
+                "q_row",
+                "q_head",
+                "block",
+                "head",
+                "token",
+                "landmark_block",
+                "landmark_page",
+                "landmark_head",
+                "table_row",
+                "out_row",
+                "out_head",
+                "rows_row",
+            )
+        ),
         ("scale_log2", ctypes.c_float),
-        ("count", ctypes.c_int), ("rank_before_wait", ctypes.c_int), ("capacity", ctypes.c_int),
-        ("scale_block", ctypes.c_longlong), ("scale_head", ctypes.c_longlong),
-    )  # fmt: skip
+        ("count", ctypes.c_int),
+        ("rank_before_wait", ctypes.c_int),
+        ("capacity", ctypes.c_int),
+        ("scale_block", ctypes.c_longlong),
+        ("scale_head", ctypes.c_longlong),
+    )
 
 
 class Launches:
-    """The plan and the kernel of one decode step, with their arguments; benchmarks time them separately."""
+    """The plan and the kernel of one decode step, with their arguments; benchmarks time them
+    separately.
+    """
 
-    def __init__(self, batch: DecodeBatch, workspace: DecodeWorkspace, config: CudaConfig | None = None) -> None:
+    def __init__(
+        self, batch: DecodeBatch, workspace: DecodeWorkspace, config: CudaConfig | None = None
+    ) -> None:
         limits = device_limits(batch.q_BHD.device)
         self.batch, self.workspace = batch, workspace
         self.capacity = -(-batch.max_pages // 32) * 32
-        self.config = config or choose_config(batch.items, batch.head_dim, self.capacity, limits, batch.k_cache.dtype)
+        self.config = config or choose_config(
+            batch.items, batch.head_dim, self.capacity, limits, batch.k_cache.dtype
+        )
         self.division = self.config.division(batch.items, batch.kv_heads, limits.multiprocessors)
 
     def plan(self) -> None:
-        """Divides the batch among the programs; good for every layer with these lengths and budgets."""
+        """Divides the batch among the programs; good for every layer with these lengths and
+        budgets.
+        """
         divide(self.batch, self.workspace, self.division)
 
     def attend(self, rank_before_wait: bool = False) -> None:
         """Ranks, selects and attends, in one launch."""
         b, w, c, scales = self.batch, self.workspace, self.config, self.batch.cache_scales
         defines = dict(
-            D=b.head_dim, G=b.group, K=b.kv_heads, PER_BLOCK=b.pages_per_block, SINK=b.layout.sink_pages,
-            RECENT=b.layout.recent_pages, BF16=int(b.q_BHD.dtype == torch.bfloat16),
-            FP8_CACHE=int(b.k_cache.dtype == FP8), INT8_CACHE=int(b.k_cache.dtype == torch.int8),
-            FP8_LANDMARKS=int(b.landmark_cache.dtype == FP8), WARPS=c.warps, STAGES=c.stages, RESIDENT=c.resident,
-            BINS=BINS, CANDIDATES=CANDIDATES,
-        )  # fmt: skip
+            D=b.head_dim,
+            G=b.group,
+            K=b.kv_heads,
+            PER_BLOCK=b.pages_per_block,
+            SINK=b.layout.sink_pages,
+            RECENT=b.layout.recent_pages,
+            BF16=int(b.q_BHD.dtype == torch.bfloat16),
+            FP8_CACHE=int(b.k_cache.dtype == FP8),
+            INT8_CACHE=int(b.k_cache.dtype == torch.int8),
+            FP8_LANDMARKS=int(b.landmark_cache.dtype == FP8),
+            WARPS=c.warps,
+            STAGES=c.stages,
+            RESIDENT=c.resident,
+            BINS=BINS,
+            CANDIDATES=CANDIDATES,
+        )
         shared_bytes = c.shared_bytes(key_bytes(b.head_dim, b.k_cache.dtype), self.capacity)
         kernel = _kernel(tuple(defines.items()), shared_bytes, b.q_BHD.device)
         tensors = (
-            b.q_BHD, b.k_cache, b.v_cache, b.landmark_cache, b.block_table_BM, b.out_BHD, w.rows, w.partial, w.stats,
-            *w.counters, w.plan, scales and scales.k, scales and scales.v, b.head_budgets_K,
-        )  # fmt: skip
+            b.q_BHD,
+            b.k_cache,
+            b.v_cache,
+            b.landmark_cache,
+            b.block_table_BM,
+            b.out_BHD,
+            w.rows,
+            w.partial,
+            w.stats,
+            *w.counters,
+            w.plan,
+            scales and scales.k,
+            scales and scales.v,
+            b.head_budgets_K,
+        )
         strides = (
-            *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3], *b.landmark_cache.stride()[:3], b.block_table_BM.stride(0),
-            *b.out_BHD.stride()[:2], w.rows.stride(0),
-        )  # fmt: skip
+            *b.q_BHD.stride()[:2],
+            *b.k_cache.stride()[:3],
+            *b.landmark_cache.stride()[:3],
+            b.block_table_BM.stride(0),
+            *b.out_BHD.stride()[:2],
+            w.rows.stride(0),
+        )
         arguments = _Arguments(
-            *(None if x is None else x.data_ptr() for x in tensors), *strides,
-            b.scale * math.log2(math.e), len(b.q_BHD), int(rank_before_wait), self.capacity,
+            *(None if x is None else x.data_ptr() for x in tensors),
+            *strides,
+            b.scale * math.log2(math.e),
+            len(b.q_BHD),
+            int(rank_before_wait),
+            self.capacity,
             *((0, 0) if scales is None else scales.strides),
-        )  # fmt: skip
+        )
         kernel(b.items + self.division.extra_programs, 32 * c.warps, arguments)
 
 
 @cache
-def _kernel(defines: tuple[tuple[str, int], ...], shared_bytes: int, device: torch.device) -> Kernel:
+def _kernel(
+    defines: tuple[tuple[str, int], ...], shared_bytes: int, device: torch.device
+) -> Kernel:
     return Kernel("decode.cu", "attend", dict(defines), shared_bytes, device)

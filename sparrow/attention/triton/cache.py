@@ -1,6 +1,8 @@
-"""Triton kernels that keep a paged cache up to date: the newest tokens, and the landmarks of the pages they fill.
+"""Triton kernels that keep a paged cache up to date: the newest tokens, and the landmarks of the
+pages they fill.
 
-Shapes: K kv heads, D head dim (padded to DP), P page size; PER_BLOCK pages make a block of the cache.
+Shapes: K kv heads, D head dim (padded to DP), P page size; PER_BLOCK pages make a block of the
+cache.
 """
 
 import triton
@@ -9,12 +11,28 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
 def landmark_kernel(
-    k_cache, landmarks, scales, distances, slots, count,
-    stride_block, stride_head, stride_token, stride_mark_block, stride_mark_page, stride_mark_head,
-    stride_scale_block, stride_scale_head,
-    D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PER_BLOCK: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Recomputes the mean key of every page whose last slot is among this program's ``SLOTS`` slots, in one layer.
+    k_cache,
+    landmarks,
+    scales,
+    distances,
+    slots,
+    count,
+    stride_block,
+    stride_head,
+    stride_token,
+    stride_mark_block,
+    stride_mark_page,
+    stride_mark_head,
+    stride_scale_block,
+    stride_scale_head,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Recomputes the mean key of every page whose last slot is among this program's ``SLOTS``
+    slots, in one layer.
 
     ``scales`` are those of keys in int8, else None.
     """
@@ -31,25 +49,55 @@ def landmark_kernel(
         block = page // PER_BLOCK
         _write_mean(
             k_cache + block * stride_block + head * stride_head,
-            landmarks + block * stride_mark_block + page % PER_BLOCK * stride_mark_page + head * stride_mark_head,
-            scales, block * stride_scale_block + head * stride_scale_head, page % PER_BLOCK, stride_token, D, DP, P,
-        )  # fmt: skip
+            landmarks
+            + block * stride_mark_block
+            + page % PER_BLOCK * stride_mark_page
+            + head * stride_mark_head,
+            scales,
+            block * stride_scale_block + head * stride_scale_head,
+            page % PER_BLOCK,
+            stride_token,
+            D,
+            DP,
+            P,
+        )
         pending = tl.where(pending == page, -1, pending)
         page = tl.max(pending, 0)
 
 
 @triton.jit
 def store_kernel(
-    key, value, k_cache, v_cache, k_scales, v_scales, clipped, slots,
-    stride_key_row, stride_key_head, stride_value_row, stride_value_head, stride_block, stride_head, stride_token,
-    stride_scale_block, stride_scale_head,
-    K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
-    LEAST: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
-    """Stores the keys and values of one token in the block and place that its slot gives, if it has a slot.
+    key,
+    value,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    clipped,
+    slots,
+    stride_key_row,
+    stride_key_head,
+    stride_value_row,
+    stride_value_head,
+    stride_block,
+    stride_head,
+    stride_token,
+    stride_scale_block,
+    stride_scale_head,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """Stores the keys and values of one token in the block and place that its slot gives, if it has
+    a slot.
 
-    For a cache in e4m3 they are divided by their scales; ``clipped`` counts the tokens that it cannot hold then. For a
-    cache in int8 they get scales, which are stored too.
+    For a cache in e4m3 they are divided by their scales; ``clipped`` counts the tokens that it
+    cannot hold then. For a cache in int8 they get scales, which are stored too.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -66,16 +114,24 @@ def store_kernel(
         if k_cache.dtype.element_ty == tl.float8e4nv:
             key_KD = key_KD.to(tl.float32) / tl.load(k_scales + h, mask=h < K, other=1.0)
             value_KD = value_KD.to(tl.float32) / tl.load(v_scales + h, mask=h < K, other=1.0)
-            largest = tl.max(tl.max(tl.where(mask, tl.maximum(tl.abs(key_KD), tl.abs(value_KD)), 0.0), 1), 0)
+            largest = tl.max(
+                tl.max(tl.where(mask, tl.maximum(tl.abs(key_KD), tl.abs(value_KD)), 0.0), 1), 0
+            )
             if largest > 448.0:
                 tl.atomic_add(clipped, 1, sem="relaxed")
             key_KD = round_to_e4m3(key_KD).to(tl.float8e4nv)
             value_KD = round_to_e4m3(value_KD).to(tl.float8e4nv)
         if k_cache.dtype.element_ty == tl.int8:
-            at = slot // TOKENS * stride_scale_block + slot % TOKENS + tl.arange(0, KP) * stride_scale_head
+            at = (
+                slot // TOKENS * stride_scale_block
+                + slot % TOKENS
+                + tl.arange(0, KP) * stride_scale_head
+            )
             key_KD, exponent_K = _to_int8(tl.where(mask, key_KD.to(tl.float32), 0.0), LEAST, MOST)
             tl.store(k_scales + at, exponent_K, mask=tl.arange(0, KP) < K)
-            value_KD, exponent_K = _to_int8(tl.where(mask, value_KD.to(tl.float32), 0.0), LEAST, MOST)
+            value_KD, exponent_K = _to_int8(
+                tl.where(mask, value_KD.to(tl.float32), 0.0), LEAST, MOST
+            )
             tl.store(v_scales + at, exponent_K, mask=tl.arange(0, KP) < K)
         tl.store(k_cache + place, key_KD, mask=mask)
         tl.store(v_cache + place, value_KD, mask=mask)
@@ -83,22 +139,55 @@ def store_kernel(
 
 @triton.jit
 def complete_page(
-    k, mark, scales, table, length, stride_block, stride_token, stride_mark_block, stride_mark_page, stride_scale_block,
-    D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PER_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Writes the landmark of a row's last page if the newest token filled it; nobody ranks that page in this step."""
+    k,
+    mark,
+    scales,
+    table,
+    length,
+    stride_block,
+    stride_token,
+    stride_mark_block,
+    stride_mark_page,
+    stride_scale_block,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+):
+    """Writes the landmark of a row's last page if the newest token filled it; nobody ranks that
+    page in this step.
+    """
     if (length > 0) & (length % P == 0):
         page = length // P - 1
         block = tl.load(table + page // PER_BLOCK).to(tl.int64)
         _write_mean(
-            k + block * stride_block, mark + block * stride_mark_block + page % PER_BLOCK * stride_mark_page,
-            scales, block * stride_scale_block, page % PER_BLOCK, stride_token, D, DP, P,
-        )  # fmt: skip
+            k + block * stride_block,
+            mark + block * stride_mark_block + page % PER_BLOCK * stride_mark_page,
+            scales,
+            block * stride_scale_block,
+            page % PER_BLOCK,
+            stride_token,
+            D,
+            DP,
+            P,
+        )
 
 
 @triton.jit
-def _write_mean(k, mark, scales, first_scale, page, stride_token, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr):
-    """Stores the mean key of one page of a block; the scales of its keys, if any, begin at ``first_scale``."""
+def _write_mean(
+    k,
+    mark,
+    scales,
+    first_scale,
+    page,
+    stride_token,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+):
+    """Stores the mean key of one page of a block; the scales of its keys, if any, begin at
+    ``first_scale``.
+    """
     token = page * P + tl.arange(0, P)
     d = tl.arange(0, DP)
     k_PD = tl.load(k + token[:, None] * stride_token + d[None, :], mask=(d < D)[None, :], other=0.0)
@@ -113,10 +202,15 @@ def _write_mean(k, mark, scales, first_scale, page, stride_token, D: tl.constexp
 
 @triton.jit
 def round_to_e4m3(x):
-    """The nearest e4m3 value, with ties to even and clamped to 448: in float32, the same on all devices."""
+    """The nearest e4m3 value, with ties to even and clamped to 448: in float32, the same on all
+    devices.
+    """
     x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)  # at least 2^-6: subnormals lie below
-    # Adding a float32 that is 20 binary places larger, so that its last place is e4m3's, rounds to that place.
+    exponent = tl.maximum(
+        x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23
+    )  # at least 2^-6: subnormals lie below
+    # Adding a float32 that is 20 binary places larger, so that its last place is e4m3's, rounds to
+    # that place.
     large = ((exponent + (20 << 23)) | 0x400000).to(tl.float32, bitcast=True)
     return (x + large) - large
 
@@ -129,8 +223,12 @@ def scale_of(exponent):
 
 @triton.jit
 def _to_int8(x_KD, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """``to_int8`` of ``attention/int8.py``: codes, and exponent bytes between ``LEAST`` and ``MOST``."""
-    bits = tl.max(x_KD.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # ordered like the floats, and NaN above them
+    """``to_int8`` of ``attention/int8.py``: codes, and exponent bytes between ``LEAST`` and
+    ``MOST``.
+    """
+    bits = tl.max(
+        x_KD.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1
+    )  # ordered like the floats, and NaN above them
     exponent = tl.minimum(tl.maximum(((bits + 0x1FFFF) >> 23) - 6, LEAST), MOST)
     x_KD *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     x_KD = tl.where((bits < 0x7F800000)[:, None], tl.minimum(tl.maximum(x_KD, -127.0), 127.0), 0.0)

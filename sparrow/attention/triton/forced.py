@@ -1,6 +1,7 @@
 """Launchers of the teacher-forced kernels, and their place in autograd.
 
-Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages.
+Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K, D head dim, P page size, N
+pages.
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ from sparrow.attention.triton import forced_select
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM, MAX_GROUP, MAX_PAGES = 256, 16, 16384
 SCORE_BYTES = 2**27  # scratch for the scores of a chunk of positions
-# How the work is cut for heads of 256 bytes: keys per step of the loop, warps and pipeline stages; for the gradients of
-# keys and values, rows of queries per step, keys of a program, warps and stages.
+# How the work is cut for heads of 256 bytes: keys per step of the loop, warps and pipeline stages;
+# for the gradients of keys and values, rows of queries per step, keys of a program, warps and
+# stages.
 FORWARD_TILES, QUERY_TILES, KEY_TILES = (64, 4, 3), (64, 4, 2), (32, 64, 4, 3)
 
 
 class Selection(NamedTuple):
     """The pages every position keeps."""
 
-    masks: Tensor  # int32 [B * K, tiles, N]; bit i is set where position ``tile * BT + i`` keeps the page
-    lists: Tensor  # int64 [B * K, tiles, N]; the pages that some position of the tile keeps, in order, with their masks
+    # int32 [B * K, tiles, N]; bit i is set where position ``tile * BT + i`` keeps the page
+    masks: Tensor
+    # int64 [B * K, tiles, N]; the pages that some position of the tile keeps, in order, with their
+    # masks
+    lists: Tensor
     counts: Tensor  # int32 [B * K, tiles]; how many pages each tile lists
 
 
@@ -50,10 +55,18 @@ class _Context(Protocol):
 
 
 def teacher_forced(
-    q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, start_B: Tensor, length_B: Tensor, prompt_B: Tensor,
-    top_k_BT: Tensor, layout: PageLayout, scale: float, head_budgets_K: Tensor | None = None,
+    q_BHTD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    start_B: Tensor,
+    length_B: Tensor,
+    prompt_B: Tensor,
+    top_k_BT: Tensor,
+    layout: PageLayout,
+    scale: float,
+    head_budgets_K: Tensor | None = None,
     kept: list[Kept] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Every position reads what decoding would have read; see ``sparrow.attention.teacher_forced``."""
     _check(q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout)
     if not scale > 0:
@@ -66,9 +79,19 @@ def teacher_forced(
 class _TeacherForced(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context, q: Tensor, k: Tensor, v: Tensor, start: Tensor, length: Tensor, prompt: Tensor, top_k: Tensor,
-        head_budgets: Tensor | None, layout: PageLayout, scale: float, kept: list[Kept] | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: _Context,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        start: Tensor,
+        length: Tensor,
+        prompt: Tensor,
+        top_k: Tensor,
+        head_budgets: Tensor | None,
+        layout: PageLayout,
+        scale: float,
+        kept: list[Kept] | None,
+    ) -> Tensor:
         if kept:
             selection, out, lse = kept.pop()
         else:
@@ -95,7 +118,14 @@ class Call:
     """The launches of one call; takes arguments that ``teacher_forced`` has checked."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, start: Tensor, length: Tensor, layout: PageLayout, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        start: Tensor,
+        length: Tensor,
+        layout: PageLayout,
+        scale: float,
     ) -> None:
         B, H, T, D = q.shape
         self.K = k.shape[1]
@@ -107,23 +137,35 @@ class Call:
         self.tile_count = triton.cdiv(T, self.BT)
         self.run_pages = max(1, min(8, KEY_TILES[1] // layout.page_size))
         self.runs = triton.cdiv(self.N, self.run_pages)
-        self.heads = dict(K=self.K, G=H // self.K, GP=GP, D=D, DP=max(16, triton.next_power_of_2(D)))
+        self.heads = dict(
+            K=self.K, G=H // self.K, GP=GP, D=D, DP=max(16, triton.next_power_of_2(D))
+        )
         self.more_warps = 2 if self.BT * GP > 64 or q.element_size() > 2 else 1
         self.row_bytes = self.heads["DP"] * q.element_size()
         self.shared_memory = device_limits(q.device).shared_memory - 4096
 
     def step(self, rows: int, resident: int, stages: int) -> int:
-        """Rows of two tensors that a step of a loop takes: fewer if they are wide or the shared memory is small."""
+        """Rows of two tensors that a step of a loop takes: fewer if they are wide or the shared
+        memory is small.
+        """
         rows = rows * 256 // max(256, self.row_bytes)
         while rows > 16 and (resident + 2 * stages * rows) * self.row_bytes > self.shared_memory:
             rows //= 2
         return max(16, rows)
 
-    def select(self, prompt: Tensor, top_k: Tensor, head_budgets: Tensor | None = None) -> Selection:
+    def select(
+        self, prompt: Tensor, top_k: Tensor, head_budgets: Tensor | None = None
+    ) -> Selection:
         """Selects the pages of every position, one chunk of positions at a time."""
         layout, device, N = self.layout, self.q.device, self.N
         P, K = layout.page_size, self.K
-        C = max(32, min(triton.next_power_of_2(self.T), 2 ** ((SCORE_BYTES // (4 * N * self.items)).bit_length() - 1)))
+        C = max(
+            32,
+            min(
+                triton.next_power_of_2(self.T),
+                2 ** ((SCORE_BYTES // (4 * N * self.items)).bit_length() - 1),
+            ),
+        )
         marks = self.k.new_empty(self.items, N, self.heads["D"])
         selection = Selection(
             torch.zeros(self.items, self.tile_count, N, dtype=torch.int32, device=device),
@@ -131,30 +173,87 @@ class Call:
             torch.empty(self.items, self.tile_count, dtype=torch.int32, device=device),
         )
         forced_select.landmark_kernel[(triton.cdiv(N, 16), self.items)](
-            self.k, marks, self.start, self.length, *self.k.stride()[:3], N, K=K, D=self.heads["D"],
-            DP=self.heads["DP"], P=P, TILE=16, FP8=layout.landmark_dtype == "fp8_e4m3", num_warps=2,
-        )  # fmt: skip
+            self.k,
+            marks,
+            self.start,
+            self.length,
+            *self.k.stride()[:3],
+            N,
+            K=K,
+            D=self.heads["D"],
+            DP=self.heads["DP"],
+            P=P,
+            TILE=16,
+            FP8=layout.landmark_dtype == "fp8_e4m3",
+            num_warps=2,
+        )
         scores = torch.empty(self.items * C * N, dtype=torch.float32, device=device)
-        kept = torch.empty(self.items * C * triton.next_power_of_2(max(N, 32)) // 32, dtype=torch.int32, device=device)
+        kept = torch.empty(
+            self.items * C * triton.next_power_of_2(max(N, 32)) // 32,
+            dtype=torch.int32,
+            device=device,
+        )
         BN = self.step(128, self.BT * self.heads["GP"], 1)
         for first in range(0, self.T, C):
             pages = min(N, triton.cdiv(first + C, P))
             block = triton.next_power_of_2(max(pages, 32))
             tiles = min(C // self.BT, self.tile_count - first // self.BT)
             forced_select.score_kernel[(tiles, triton.cdiv(pages, BN), self.items)](
-                self.q, marks, scores, self.start, self.length, prompt, top_k, head_budgets,
-                *self.q.stride()[:3], *top_k.stride(), first, N, pages, **self.heads, P=P, SINK=layout.sink_pages,
-                RECENT=layout.recent_pages, C=C, BT=self.BT, BN=BN, num_warps=4,
-            )  # fmt: skip
+                self.q,
+                marks,
+                scores,
+                self.start,
+                self.length,
+                prompt,
+                top_k,
+                head_budgets,
+                *self.q.stride()[:3],
+                *top_k.stride(),
+                first,
+                N,
+                pages,
+                **self.heads,
+                P=P,
+                SINK=layout.sink_pages,
+                RECENT=layout.recent_pages,
+                C=C,
+                BT=self.BT,
+                BN=BN,
+                num_warps=4,
+            )
             forced_select.select_kernel[(min(C, self.T - first), self.items)](
-                scores, kept, self.length, prompt, top_k, head_budgets, self.start, *top_k.stride(), first, pages, K=K,
-                P=P, SINK=layout.sink_pages, RECENT=layout.recent_pages, C=C, BLOCK=block,
+                scores,
+                kept,
+                self.length,
+                prompt,
+                top_k,
+                head_budgets,
+                self.start,
+                *top_k.stride(),
+                first,
+                pages,
+                K=K,
+                P=P,
+                SINK=layout.sink_pages,
+                RECENT=layout.recent_pages,
+                C=C,
+                BLOCK=block,
                 num_warps=max(1, block // 2048),
-            )  # fmt: skip
+            )
             forced_select.tile_kernel[(tiles, self.items)](
-                kept, *selection, self.length, first, N, self.tile_count, K=K, C=C, BT=self.BT, WORDS=block // 32,
-                BW=min(4, block // 32), num_warps=4,
-            )  # fmt: skip
+                kept,
+                *selection,
+                self.length,
+                first,
+                N,
+                self.tile_count,
+                K=K,
+                C=C,
+                BT=self.BT,
+                WORDS=block // 32,
+                BW=min(4, block // 32),
+                num_warps=4,
+            )
         return selection
 
     def attend(self, selection: Selection) -> tuple[Tensor, Tensor]:
@@ -165,25 +264,72 @@ class Call:
         tokens, warps, stages = FORWARD_TILES
         tokens = self.step(tokens, self.BT * self.heads["GP"], stages)
         kernels.forward_kernel[(self.tile_count, self.items)](
-            self.q, self.k, self.v, out, lse, self.start, self.length, selection.lists, selection.counts,
-            self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3], *out.stride()[:3],
-            T, self.N, self.tile_count, **self.heads, P=self.layout.page_size, BT=self.BT,
-            NP=max(1, tokens // self.layout.page_size), num_warps=warps * self.more_warps, num_stages=stages,
-        )  # fmt: skip
+            self.q,
+            self.k,
+            self.v,
+            out,
+            lse,
+            self.start,
+            self.length,
+            selection.lists,
+            selection.counts,
+            self.log2_scale,
+            *self.q.stride()[:3],
+            *self.k.stride()[:3],
+            *self.v.stride()[:3],
+            *out.stride()[:3],
+            T,
+            self.N,
+            self.tile_count,
+            **self.heads,
+            P=self.layout.page_size,
+            BT=self.BT,
+            NP=max(1, tokens // self.layout.page_size),
+            num_warps=warps * self.more_warps,
+            num_stages=stages,
+        )
         return out, lse
 
-    def query_gradient(self, out: Tensor, lse: Tensor, d_out: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
-        """Gradient of the queries, and ``delta`` ``[B, H, T]``: each position's output times its gradient."""
+    def query_gradient(
+        self, out: Tensor, lse: Tensor, d_out: Tensor, selection: Selection
+    ) -> tuple[Tensor, Tensor]:
+        """Gradient of the queries, and ``delta`` ``[B, H, T]``: each position's output times its
+        gradient.
+        """
         d_q, delta = torch.zeros_like(self.q), torch.empty_like(lse)
         tokens, warps, stages = QUERY_TILES
         tokens = self.step(tokens, 2 * self.BT * self.heads["GP"], stages)
         kernels.query_gradient_kernel[(self.tile_count, self.items)](
-            self.q, self.k, self.v, out, d_out, d_q, lse, delta, self.start, self.length, selection.lists,
-            selection.counts, self.scale, self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3],
-            *self.v.stride()[:3], *out.stride()[:3], *d_out.stride()[:3], *d_q.stride()[:3], self.T, self.N,
-            self.tile_count, **self.heads, P=self.layout.page_size, BT=self.BT,
-            NP=max(1, tokens // self.layout.page_size), num_warps=warps * self.more_warps, num_stages=stages,
-        )  # fmt: skip
+            self.q,
+            self.k,
+            self.v,
+            out,
+            d_out,
+            d_q,
+            lse,
+            delta,
+            self.start,
+            self.length,
+            selection.lists,
+            selection.counts,
+            self.scale,
+            self.log2_scale,
+            *self.q.stride()[:3],
+            *self.k.stride()[:3],
+            *self.v.stride()[:3],
+            *out.stride()[:3],
+            *d_out.stride()[:3],
+            *d_q.stride()[:3],
+            self.T,
+            self.N,
+            self.tile_count,
+            **self.heads,
+            P=self.layout.page_size,
+            BT=self.BT,
+            NP=max(1, tokens // self.layout.page_size),
+            num_warps=warps * self.more_warps,
+            num_stages=stages,
+        )
         return d_q, delta
 
     def key_gradient(
@@ -196,23 +342,53 @@ class Call:
         keys = max(16, P * self.run_pages)
         rows = self.step(rows, 2 * keys, stages)
         kernels.key_gradient_kernel[(self.runs, self.items)](
-            self.q, self.k, self.v, d_out, d_k, d_v, lse, delta, self.start, self.length, *readers,
-            self.scale, self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3],
-            *d_out.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3], self.T, self.runs, **self.heads, P=P,
-            PAGES=self.run_pages, KEYS=keys, BT=rows // self.heads["GP"], num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+            self.q,
+            self.k,
+            self.v,
+            d_out,
+            d_k,
+            d_v,
+            lse,
+            delta,
+            self.start,
+            self.length,
+            *readers,
+            self.scale,
+            self.log2_scale,
+            *self.q.stride()[:3],
+            *self.k.stride()[:3],
+            *self.v.stride()[:3],
+            *d_out.stride()[:3],
+            *d_k.stride()[:3],
+            *d_v.stride()[:3],
+            self.T,
+            self.runs,
+            **self.heads,
+            P=P,
+            PAGES=self.run_pages,
+            KEYS=keys,
+            BT=rows // self.heads["GP"],
+            num_warps=warps,
+            num_stages=stages,
+        )
         return d_k, d_v
 
     def readers(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """Where each run's list ends, ``[B * K * runs]``, and the lists: the positions that keep any page of a run."""
+        """Where each run's list ends, ``[B * K * runs]``, and the lists: the positions that keep
+        any page of a run.
+        """
         counts = torch.empty(self.items * self.runs, dtype=torch.int32, device=self.q.device)
         sizes = (self.N, self.tile_count, self.runs)
         shape = dict(K=self.K, BT=self.BT, PAGES=self.run_pages, ROWS=4, BN=8)
         grid = (triton.cdiv(self.runs, 8), self.items)
-        kernels.reader_count_kernel[grid](selection.masks, self.length, counts, *sizes, **shape, num_warps=4)
+        kernels.reader_count_kernel[grid](
+            selection.masks, self.length, counts, *sizes, **shape, num_warps=4
+        )
         ends = counts.cumsum(0)
         readers = torch.empty(int(ends[-1]), dtype=torch.int32, device=self.q.device)
-        kernels.reader_list_kernel[grid](selection.masks, self.length, ends, readers, *sizes, **shape, num_warps=4)
+        kernels.reader_list_kernel[grid](
+            selection.masks, self.length, ends, readers, *sizes, **shape, num_warps=4
+        )
         return ends, readers
 
 
@@ -222,12 +398,23 @@ def _packed(x: Tensor) -> Tensor:
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, length: Tensor, prompt: Tensor, top_k: Tensor, layout: PageLayout
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    length: Tensor,
+    prompt: Tensor,
+    top_k: Tensor,
+    layout: PageLayout,
 ) -> None:
     B, H, T, D = q.shape
     P = layout.page_size
-    if q.device.type == "cpu" and isinstance(kernels.forward_kernel, triton.JITFunction):  # not Triton's interpreter
-        raise ValueError("the kernels run on a GPU, got tensors on the CPU; use implementation='reference'")
+    if q.device.type == "cpu" and isinstance(
+        kernels.forward_kernel, triton.JITFunction
+    ):  # not Triton's interpreter
+        raise ValueError(
+            "the kernels run on a GPU, got tensors on the CPU; use implementation='reference'"
+        )
     if P & (P - 1) or P > 64:
         raise ValueError(f"pages of {P} tokens have no kernel, expected a power of two up to 64")
     if D > MAX_HEAD_DIM or H // k.shape[1] > MAX_GROUP or triton.cdiv(T, P) > MAX_PAGES:
@@ -236,12 +423,19 @@ def _check(
             f"to {MAX_HEAD_DIM}, {MAX_GROUP} and {MAX_PAGES}; use implementation='reference'"
         )
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must all be float16, bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}")
+        raise ValueError(
+            f"q, k and v must all be float16, bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if any(x.shape[1] * x.stride(1) >= 2**31 or T * x.stride(2) >= 2**31 for x in (q, k, v)):
-        raise ValueError(f"sequences of {T} columns are beyond 32-bit offsets; split the batch or the heads")
+        raise ValueError(
+            f"sequences of {T} columns are beyond 32-bit offsets; split the batch or the heads"
+        )
     for name, x, shape in (
-        ("start_B", start, (B,)), ("length_B", length, (B,)), ("prompt_B", prompt, (B,)), ("top_k_BT", top_k, (B, T)),
-    ):  # fmt: skip
+        ("start_B", start, (B,)),
+        ("length_B", length, (B,)),
+        ("prompt_B", prompt, (B,)),
+        ("top_k_BT", top_k, (B, T)),
+    ):
         if x.shape != shape or x.device != q.device or x.is_floating_point():
             got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
             raise ValueError(f"{name} must be integers {shape} on {q.device}, got {got}")

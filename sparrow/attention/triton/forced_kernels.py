@@ -1,15 +1,18 @@
-"""Triton kernels of teacher-forced page attention: attend and differentiate; ``forced_select`` has chosen the pages.
+"""Triton kernels of teacher-forced page attention: attend and differentiate; ``forced_select`` has
+chosen the pages.
 
-Queries are cut into tiles of BT consecutive positions times the G heads of a group. A bit mask per page says which
-positions of a tile keep it (``masks``: bit i is the tile's i-th position); the pages that any position of a tile keeps
-are listed, and the tile's program reads those and no others. For the gradients of keys and values the same bits are
-turned into a list of the positions that keep any page of a run of neighbouring pages, and one program per run reads
-exactly those. Nothing is added atomically: results are the same bits every time.
+Queries are cut into tiles of BT consecutive positions times the G heads of a group. A bit mask per
+page says which positions of a tile keep it (``masks``: bit i is the tile's i-th position); the
+pages that any position of a tile keeps are listed, and the tile's program reads those and no
+others. For the gradients of keys and values the same bits are turned into a list of the positions
+that keep any page of a run of neighbouring pages, and one program per run reads exactly those.
+Nothing is added atomically: results are the same bits every time.
 
-Everything is indexed by position in the sequence; columns before a row's start and after its end are never read.
+Everything is indexed by position in the sequence; columns before a row's start and after its end
+are never read.
 
-Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K (padded to GP), D head dim (padded to DP), P page
-size, N pages. An item is one sequence and kv head.
+Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K (padded to GP), D head dim
+(padded to DP), P page size, N pages. An item is one sequence and kv head.
 """
 
 import triton
@@ -21,14 +24,18 @@ from sparrow.attention.triton.kernels import load_rows
 
 @triton.jit
 def _pages_before(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
-    """Listed pages that lie wholly before a tile; the list continues with all of the tile's own pages."""
+    """Listed pages that lie wholly before a tile; the list continues with all of the tile's own
+    pages.
+    """
     last = tl.minimum(tile * BT + BT, size) - 1
     return count - (last // P + 1 - (tile * BT + 1) // P)
 
 
 @triton.jit
 def _tokens(entry, slot, end, NP: tl.constexpr, P: tl.constexpr):
-    """Positions of the tokens of NP listed pages, end to end, and masks of who keeps them: nobody beyond ``end``."""
+    """Positions of the tokens of NP listed pages, end to end, and masks of who keeps them: nobody
+    beyond ``end``.
+    """
     token = entry.to(tl.int32)[:, None] * P + tl.arange(0, P)[None, :]
     mask = tl.where(slot < end, (entry >> 32).to(tl.int32), 0)
     mask = tl.broadcast_to(mask[:, None], (NP, P))
@@ -37,9 +44,27 @@ def _tokens(entry, slot, end, NP: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q_MD, k, v, lists, begin, end, size, bit, position, acc, total, maximum, scale_log2, stride_k, stride_v,
-    CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, NP: tl.constexpr,
-):  # fmt: skip
+    q_MD,
+    k,
+    v,
+    lists,
+    begin,
+    end,
+    size,
+    bit,
+    position,
+    acc,
+    total,
+    maximum,
+    scale_log2,
+    stride_k,
+    stride_v,
+    CAUSAL: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    NP: tl.constexpr,
+):
     # Entries are loaded one step before their use, so that the pipeline sees no chain of loads.
     slot = begin + tl.arange(0, NP)
     entry = tl.load(lists + tl.maximum(tl.minimum(slot, end - 1), 0))
@@ -66,13 +91,43 @@ def _attend(
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, lse, start, length, lists, counts, scale_log2,
-    stride_q_row, stride_q_head, stride_q_token, stride_k_row, stride_k_head, stride_k_token,
-    stride_v_row, stride_v_head, stride_v_token, stride_out_row, stride_out_head, stride_out_token, T, N, TILES,
-    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    BT: tl.constexpr, NP: tl.constexpr,
-):  # fmt: skip
-    """Attention of one tile to its pages; also the base-2 logarithm of each row's softmax denominator."""
+    q,
+    k,
+    v,
+    out,
+    lse,
+    start,
+    length,
+    lists,
+    counts,
+    scale_log2,
+    stride_q_row,
+    stride_q_head,
+    stride_q_token,
+    stride_k_row,
+    stride_k_head,
+    stride_k_token,
+    stride_v_row,
+    stride_v_head,
+    stride_v_token,
+    stride_out_row,
+    stride_out_head,
+    stride_out_token,
+    T,
+    N,
+    TILES,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    BT: tl.constexpr,
+    NP: tl.constexpr,
+):
+    """Attention of one tile to its pages; also the base-2 logarithm of each row's softmax
+    denominator.
+    """
     tile = TILES - 1 - tl.program_id(0)  # the tiles with the longest history first
     item = tl.program_id(1).to(tl.int64)
     b = item // K
@@ -81,7 +136,9 @@ def forward_kernel(
         base = tl.load(start + b).to(tl.int64)
         position, head, bit, inside = tile_rows(tile, size, BT, GP, G)
         head += (item % K).to(tl.int32) * G
-        q_MD = load_rows(q + b * stride_q_row, (base + position) * stride_q_token + head * stride_q_head, D, DP)
+        q_MD = load_rows(
+            q + b * stride_q_row, (base + position) * stride_q_token + head * stride_q_head, D, DP
+        )
         k += b * stride_k_row + item % K * stride_k_head + base * stride_k_token
         v += b * stride_v_row + item % K * stride_v_head + base * stride_v_token
         lists += (item * TILES + tile) * N
@@ -91,13 +148,49 @@ def forward_kernel(
         acc = tl.zeros((BT * GP, DP), tl.float32)
         before = _pages_before(tile, size, count, P, BT)
         acc, total, maximum = _attend(
-            q_MD, k, v, lists, 0, before, size, bit, position, acc, total, maximum,
-            scale_log2, stride_k_token, stride_v_token, False, D, DP, P, NP,
-        )  # fmt: skip
+            q_MD,
+            k,
+            v,
+            lists,
+            0,
+            before,
+            size,
+            bit,
+            position,
+            acc,
+            total,
+            maximum,
+            scale_log2,
+            stride_k_token,
+            stride_v_token,
+            False,
+            D,
+            DP,
+            P,
+            NP,
+        )
         acc, total, maximum = _attend(
-            q_MD, k, v, lists, before, count, size, bit, position, acc, total, maximum,
-            scale_log2, stride_k_token, stride_v_token, True, D, DP, P, NP,
-        )  # fmt: skip
+            q_MD,
+            k,
+            v,
+            lists,
+            before,
+            count,
+            size,
+            bit,
+            position,
+            acc,
+            total,
+            maximum,
+            scale_log2,
+            stride_k_token,
+            stride_v_token,
+            True,
+            D,
+            DP,
+            P,
+            NP,
+        )
         d = tl.arange(0, DP)
         place = (base + position) * stride_out_token + head * stride_out_head
         result = (acc / total[:, None]).to(out.dtype.element_ty)
@@ -108,9 +201,28 @@ def forward_kernel(
 
 @triton.jit
 def _differentiate(
-    q_MD, do_MD, k, v, lists, begin, end, size, bit, position, lse_M, delta_M, acc, scale_log2, stride_k, stride_v,
-    CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, NP: tl.constexpr,
-):  # fmt: skip
+    q_MD,
+    do_MD,
+    k,
+    v,
+    lists,
+    begin,
+    end,
+    size,
+    bit,
+    position,
+    lse_M,
+    delta_M,
+    acc,
+    scale_log2,
+    stride_k,
+    stride_v,
+    CAUSAL: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    NP: tl.constexpr,
+):
     slot = begin + tl.arange(0, NP)
     entry = tl.load(lists + tl.maximum(tl.minimum(slot, end - 1), 0))
     for _ in range(begin, end, NP):
@@ -133,14 +245,53 @@ def _differentiate(
 
 @triton.jit
 def query_gradient_kernel(
-    q, k, v, out, d_out, d_q, lse, delta, start, length, lists, counts, scale, scale_log2,
-    stride_q_row, stride_q_head, stride_q_token, stride_k_row, stride_k_head, stride_k_token,
-    stride_v_row, stride_v_head, stride_v_token, stride_out_row, stride_out_head, stride_out_token,
-    stride_do_row, stride_do_head, stride_do_token, stride_dq_row, stride_dq_head, stride_dq_token, T, N, TILES,
-    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    BT: tl.constexpr, NP: tl.constexpr,
-):  # fmt: skip
-    """Gradient of one tile's queries, over the same pages; also ``delta``, each row's output times its gradient."""
+    q,
+    k,
+    v,
+    out,
+    d_out,
+    d_q,
+    lse,
+    delta,
+    start,
+    length,
+    lists,
+    counts,
+    scale,
+    scale_log2,
+    stride_q_row,
+    stride_q_head,
+    stride_q_token,
+    stride_k_row,
+    stride_k_head,
+    stride_k_token,
+    stride_v_row,
+    stride_v_head,
+    stride_v_token,
+    stride_out_row,
+    stride_out_head,
+    stride_out_token,
+    stride_do_row,
+    stride_do_head,
+    stride_do_token,
+    stride_dq_row,
+    stride_dq_head,
+    stride_dq_token,
+    T,
+    N,
+    TILES,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    BT: tl.constexpr,
+    NP: tl.constexpr,
+):
+    """Gradient of one tile's queries, over the same pages; also ``delta``, each row's output times
+    its gradient.
+    """
     tile = TILES - 1 - tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
     b = item // K
@@ -150,9 +301,15 @@ def query_gradient_kernel(
         position, head, bit, inside = tile_rows(tile, size, BT, GP, G)
         head += (item % K).to(tl.int32) * G
         column = base + position
-        q_MD = load_rows(q + b * stride_q_row, column * stride_q_token + head * stride_q_head, D, DP)
-        do_MD = load_rows(d_out + b * stride_do_row, column * stride_do_token + head * stride_do_head, D, DP)
-        out_MD = load_rows(out + b * stride_out_row, column * stride_out_token + head * stride_out_head, D, DP)
+        q_MD = load_rows(
+            q + b * stride_q_row, column * stride_q_token + head * stride_q_head, D, DP
+        )
+        do_MD = load_rows(
+            d_out + b * stride_do_row, column * stride_do_token + head * stride_do_head, D, DP
+        )
+        out_MD = load_rows(
+            out + b * stride_out_row, column * stride_out_token + head * stride_out_head, D, DP
+        )
         stat = (b * K * G + head) * T + position
         lse_M = tl.load(lse + stat)
         delta_M = tl.sum(do_MD.to(tl.float32) * out_MD.to(tl.float32), 1)
@@ -164,13 +321,51 @@ def query_gradient_kernel(
         acc = tl.zeros((BT * GP, DP), tl.float32)
         before = _pages_before(tile, size, count, P, BT)
         acc = _differentiate(
-            q_MD, do_MD, k, v, lists, 0, before, size, bit, position, lse_M, delta_M, acc,
-            scale_log2, stride_k_token, stride_v_token, False, D, DP, P, NP,
-        )  # fmt: skip
+            q_MD,
+            do_MD,
+            k,
+            v,
+            lists,
+            0,
+            before,
+            size,
+            bit,
+            position,
+            lse_M,
+            delta_M,
+            acc,
+            scale_log2,
+            stride_k_token,
+            stride_v_token,
+            False,
+            D,
+            DP,
+            P,
+            NP,
+        )
         acc = _differentiate(
-            q_MD, do_MD, k, v, lists, before, count, size, bit, position, lse_M, delta_M, acc,
-            scale_log2, stride_k_token, stride_v_token, True, D, DP, P, NP,
-        )  # fmt: skip
+            q_MD,
+            do_MD,
+            k,
+            v,
+            lists,
+            before,
+            count,
+            size,
+            bit,
+            position,
+            lse_M,
+            delta_M,
+            acc,
+            scale_log2,
+            stride_k_token,
+            stride_v_token,
+            True,
+            D,
+            DP,
+            P,
+            NP,
+        )
         d = tl.arange(0, DP)
         place = column * stride_dq_token + head * stride_dq_head
         result = (acc * scale).to(d_q.dtype.element_ty)
@@ -179,39 +374,68 @@ def query_gradient_kernel(
 
 
 @triton.jit
-def _readers(masks, place, row, tiles, n, N, ROWS: tl.constexpr, BT: tl.constexpr, PAGES: tl.constexpr):
-    """Which pages of every run the positions of some tiles keep: ``[ROWS, BT, runs]``, bit i for a run's i-th page."""
+def _readers(
+    masks, place, row, tiles, n, N, ROWS: tl.constexpr, BT: tl.constexpr, PAGES: tl.constexpr
+):
+    """Which pages of every run the positions of some tiles keep: ``[ROWS, BT, runs]``, bit i for a
+    run's i-th page.
+    """
     tile = row + tl.arange(0, ROWS)
     bits = tl.zeros((ROWS, BT, n.shape[0]), tl.int32)
     for i in tl.static_range(PAGES):
         page = n * PAGES + i
         there = (tile < tiles)[:, None] & (page < N)[None, :]
-        mask = tl.load(masks + place + tile.to(tl.int64)[:, None] * N + page[None, :], mask=there, other=0)
+        mask = tl.load(
+            masks + place + tile.to(tl.int64)[:, None] * N + page[None, :], mask=there, other=0
+        )
         bits += ((mask[:, None, :] >> tl.arange(0, BT)[None, :, None]) & 1) << i
     return bits
 
 
 @triton.jit
 def reader_count_kernel(
-    masks, length, counts, N, TILES, RUNS,
-    K: tl.constexpr, BT: tl.constexpr, PAGES: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    masks,
+    length,
+    counts,
+    N,
+    TILES,
+    RUNS,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    PAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+):
     """How many positions keep any page of each run: ``[B, K, RUNS]``."""
     item = tl.program_id(1).to(tl.int64)
     tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     total = tl.zeros((ROWS, BT, BN), tl.int32)
     for row in range(0, tiles, ROWS):
-        total += (_readers(masks, item * TILES * N, row, tiles, n, N, ROWS, BT, PAGES) != 0).to(tl.int32)
+        total += (_readers(masks, item * TILES * N, row, tiles, n, N, ROWS, BT, PAGES) != 0).to(
+            tl.int32
+        )
     tl.store(counts + item * RUNS + n, tl.sum(tl.sum(total, 0), 0), mask=n < RUNS)
 
 
 @triton.jit
 def reader_list_kernel(
-    masks, length, ends, readers, N, TILES, RUNS,
-    K: tl.constexpr, BT: tl.constexpr, PAGES: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """The positions that keep any page of a run, in order, run after run; the low PAGES bits say which pages."""
+    masks,
+    length,
+    ends,
+    readers,
+    N,
+    TILES,
+    RUNS,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    PAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """The positions that keep any page of a run, in order, run after run; the low PAGES bits say
+    which pages.
+    """
     item = tl.program_id(1).to(tl.int64)
     tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -243,16 +467,55 @@ def _add(total, lost, part, COMPENSATED: tl.constexpr):
 
 @triton.jit
 def key_gradient_kernel(
-    q, k, v, d_out, d_k, d_v, lse, delta, start, length, ends, readers, scale, scale_log2,
-    stride_q_row, stride_q_head, stride_q_token, stride_k_row, stride_k_head, stride_k_token,
-    stride_v_row, stride_v_head, stride_v_token, stride_do_row, stride_do_head, stride_do_token,
-    stride_dk_row, stride_dk_head, stride_dk_token, stride_dv_row, stride_dv_head, stride_dv_token, T, RUNS,
-    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    PAGES: tl.constexpr, KEYS: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
-    """Gradients of one run's keys and values: a loop over the positions that keep any of its pages, BT at a time.
+    q,
+    k,
+    v,
+    d_out,
+    d_k,
+    d_v,
+    lse,
+    delta,
+    start,
+    length,
+    ends,
+    readers,
+    scale,
+    scale_log2,
+    stride_q_row,
+    stride_q_head,
+    stride_q_token,
+    stride_k_row,
+    stride_k_head,
+    stride_k_token,
+    stride_v_row,
+    stride_v_head,
+    stride_v_token,
+    stride_do_row,
+    stride_do_head,
+    stride_do_token,
+    stride_dk_row,
+    stride_dk_head,
+    stride_dk_token,
+    stride_dv_row,
+    stride_dv_head,
+    stride_dv_token,
+    T,
+    RUNS,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    PAGES: tl.constexpr,
+    KEYS: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Gradients of one run's keys and values: a loop over the positions that keep any of its pages,
+    BT at a time.
 
-    Every position keeps the first page, so float32 is summed with compensation: rounding would grow with the length.
+    Every position keeps the first page, so float32 is summed with compensation: rounding would grow
+    with the length.
     """
     COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
     run = tl.program_id(0)
@@ -266,8 +529,12 @@ def key_gradient_kernel(
         own = (j < PAGES * P) & (token < size)
         page_bit = tl.where(own, 1 << tl.minimum(j // P, PAGES - 1), 0)
         source = base + tl.minimum(token, size - 1)
-        k_ND = load_rows(k + b * stride_k_row + item % K * stride_k_head, source * stride_k_token, D, DP)
-        v_ND = load_rows(v + b * stride_v_row + item % K * stride_v_head, source * stride_v_token, D, DP)
+        k_ND = load_rows(
+            k + b * stride_k_row + item % K * stride_k_head, source * stride_k_token, D, DP
+        )
+        v_ND = load_rows(
+            v + b * stride_v_row + item % K * stride_v_head, source * stride_v_token, D, DP
+        )
         cell = item * RUNS + run
         begin = tl.load(ends + cell - 1, mask=cell > 0, other=0)
         count = (tl.load(ends + cell) - begin).to(tl.int32)
@@ -283,7 +550,9 @@ def key_gradient_kernel(
         reader = tl.arange(0, BT)
         entry = tl.load(readers + tl.minimum(reader, count - 1))
         for _ in range(0, count, BT):
-            kept = tl.where((reader < count)[:, None] & (tl.arange(0, GP) < G)[None, :], entry[:, None], 0)
+            kept = tl.where(
+                (reader < count)[:, None] & (tl.arange(0, GP) < G)[None, :], entry[:, None], 0
+            )
             kept = tl.reshape(kept, (BT * GP,))
             position = tl.reshape(tl.broadcast_to((entry >> PAGES)[:, None], (BT, GP)), (BT * GP,))
             reader += BT
@@ -293,7 +562,9 @@ def key_gradient_kernel(
             lse_M = tl.load(lse + stat + position)
             delta_M = tl.load(delta + stat + position)
             logit = tl.dot(k_ND, tl.trans(q_MD), input_precision="ieee") * scale_log2
-            seen = ((kept[None, :] & page_bit[:, None]) != 0) & (token[:, None] <= position[None, :])
+            seen = ((kept[None, :] & page_bit[:, None]) != 0) & (
+                token[:, None] <= position[None, :]
+            )
             weight = tl.where(seen, tl.exp2(logit - lse_M[None, :]), 0.0)
             part = tl.dot(weight.to(do_MD.dtype), do_MD, input_precision="ieee")
             dv_ND, dv_lost = _add(dv_ND, dv_lost, part, COMPENSATED)
@@ -307,4 +578,8 @@ def key_gradient_kernel(
         d_v += b * stride_dv_row + item % K * stride_dv_head
         dk_ND = (dk_ND * scale).to(d_k.dtype.element_ty)
         tl.store(d_k + (source * stride_dk_token)[:, None] + d[None, :], dk_ND, mask=cells)
-        tl.store(d_v + (source * stride_dv_token)[:, None] + d[None, :], dv_ND.to(d_v.dtype.element_ty), mask=cells)
+        tl.store(
+            d_v + (source * stride_dv_token)[:, None] + d[None, :],
+            dv_ND.to(d_v.dtype.element_ty),
+            mask=cells,
+        )

@@ -1,4 +1,5 @@
-"""Triton kernels that select pages for teacher forcing: bits for every position, and a list for a tile of positions.
+"""Triton kernels that select pages for teacher forcing: bits for every position, and a list for a
+tile of positions.
 
 Shapes as in ``forced_kernels``; C positions in a chunk.
 """
@@ -13,10 +14,24 @@ from sparrow.attention.triton.kernels import above_and_tied, load_rows
 
 @triton.jit
 def landmark_kernel(
-    k, landmarks, start, length, stride_row, stride_head, stride_token, N,
-    K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
-):  # fmt: skip
-    """Mean keys ``[B, K, N, D]`` of full pages; zeros for the rest. With FP8, rounded to e4m3 in the keys' dtype."""
+    k,
+    landmarks,
+    start,
+    length,
+    stride_row,
+    stride_head,
+    stride_token,
+    N,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    TILE: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Mean keys ``[B, K, N, D]`` of full pages; zeros for the rest. With FP8, rounded to e4m3 in
+    the keys' dtype.
+    """
     item = tl.program_id(1).to(tl.int64)
     b = item // K
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -26,17 +41,25 @@ def landmark_kernel(
     token = tl.load(start + b).to(tl.int64) + n * P
     total = tl.zeros((TILE, DP), tl.float32)
     for p in range(P):
-        total += tl.load(k + (token + p)[:, None] * stride_token + d[None, :], mask=full, other=0.0).to(tl.float32)
+        total += tl.load(
+            k + (token + p)[:, None] * stride_token + d[None, :], mask=full, other=0.0
+        ).to(tl.float32)
     mean = total / P
     if FP8:
         mean = round_to_e4m3(mean)
     mean = mean.to(landmarks.dtype.element_ty)
-    tl.store(landmarks + (item * N + n[:, None]) * D + d[None, :], mean, mask=(n < N)[:, None] & (d < D)[None, :])
+    tl.store(
+        landmarks + (item * N + n[:, None]) * D + d[None, :],
+        mean,
+        mask=(n < N)[:, None] & (d < D)[None, :],
+    )
 
 
 @triton.jit
 def tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
-    """For each row of a tile: its position and head (clamped to what exists), its position's bit, whether it exists."""
+    """For each row of a tile: its position and head (clamped to what exists), its position's bit,
+    whether it exists.
+    """
     row = tl.arange(0, BT * GP)
     position = tile * BT + row // GP
     head = row % GP
@@ -46,12 +69,36 @@ def tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["head_budgets"])
 def score_kernel(
-    q, landmarks, scores, start, length, prompt, top_k, head_budgets, stride_row, stride_head, stride_token,
-    stride_top_k_row, stride_top_k_token, first, N, pages,
-    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    SINK: tl.constexpr, RECENT: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Scores ``[B, K, C, pages]`` of C positions from ``first`` on: sums over the group, which rank like means.
+    q,
+    landmarks,
+    scores,
+    start,
+    length,
+    prompt,
+    top_k,
+    head_budgets,
+    stride_row,
+    stride_head,
+    stride_token,
+    stride_top_k_row,
+    stride_top_k_token,
+    first,
+    N,
+    pages,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    SINK: tl.constexpr,
+    RECENT: tl.constexpr,
+    C: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Scores ``[B, K, C, pages]`` of C positions from ``first`` on: sums over the group, which rank
+    like means.
 
     Tiles of positions that keep every page are left out.
     """
@@ -61,33 +108,61 @@ def score_kernel(
     tile = first // BT + tl.program_id(0)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     position, head, _, inside = tile_rows(tile, size, BT, GP, G)
-    top = tl.load(top_k + b * stride_top_k_row + (tl.load(start + b) + position) * stride_top_k_token, mask=inside)
+    top = tl.load(
+        top_k + b * stride_top_k_row + (tl.load(start + b) + position) * stride_top_k_token,
+        mask=inside,
+    )
     top = of_head(top, head_budgets, item % K)
-    is_sparse = inside & (position >= tl.load(prompt + b)) & (position // P + 1 - SINK - RECENT > top)
+    is_sparse = (
+        inside & (position >= tl.load(prompt + b)) & (position // P + 1 - SINK - RECENT > top)
+    )
     pages_below = tl.max(tl.where(is_sparse, position // P + 1 - RECENT, 0), 0)
     if tl.program_id(1) * BN < pages_below:
         q += b * stride_row + item % K * G * stride_head
-        q_MD = load_rows(q, (tl.load(start + b) + position) * stride_token + head * stride_head, D, DP)
+        q_MD = load_rows(
+            q, (tl.load(start + b) + position) * stride_token + head * stride_head, D, DP
+        )
         marks_ND = load_rows(landmarks + item * N * D, tl.minimum(n, N - 1) * D, D, DP)
         score = tl.dot(q_MD, tl.trans(marks_ND), input_precision="ieee")
         if GP != G:
             score = tl.where((tl.arange(0, BT * GP) % GP < G)[:, None], score, 0.0)
         score = tl.sum(tl.reshape(score, (BT, GP, BN)), 1)
         row = tl.program_id(0) * BT + tl.arange(0, BT)
-        tl.store(scores + (item * C + row[:, None]) * pages + n[None, :], score, mask=(n < pages)[None, :])
+        tl.store(
+            scores + (item * C + row[:, None]) * pages + n[None, :],
+            score,
+            mask=(n < pages)[None, :],
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=["head_budgets"])
 def select_kernel(
-    scores, kept, length, prompt, top_k, head_budgets, start, stride_top_k_row, stride_top_k_token, first, pages,
-    K: tl.constexpr, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    scores,
+    kept,
+    length,
+    prompt,
+    top_k,
+    head_budgets,
+    start,
+    stride_top_k_row,
+    stride_top_k_token,
+    first,
+    pages,
+    K: tl.constexpr,
+    P: tl.constexpr,
+    SINK: tl.constexpr,
+    RECENT: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Bits ``[B, K, C, BLOCK / 32]`` of the pages each position keeps: ``select_pages``."""
     item = tl.program_id(1).to(tl.int64)
     b = item // K
     position = first + tl.program_id(0)
     if position < tl.load(length + b):
-        top = tl.load(top_k + b * stride_top_k_row + (tl.load(start + b) + position) * stride_top_k_token).to(tl.int32)
+        top = tl.load(
+            top_k + b * stride_top_k_row + (tl.load(start + b) + position) * stride_top_k_token
+        ).to(tl.int32)
         top = of_head(top, head_budgets, item % K)
         own, ranked, budget, _ = page_counts(position + 1, top, P, SINK, RECENT)
         budget = tl.where(position < tl.load(prompt + b), ranked, budget)
@@ -99,16 +174,30 @@ def select_kernel(
         above, tied, need = above_and_tied(score, is_ranked, ranked, budget)
         tied_before = tl.cumsum(tied.to(tl.int32), 0) - tied.to(tl.int32)
         keep = above | (tied & (tied_before < need)) | ((n < own) & ~is_ranked)
-        word = tl.sum(tl.reshape(keep.to(tl.int32), (BLOCK // 32, 32)) << tl.arange(0, 32)[None, :], 1)
+        word = tl.sum(
+            tl.reshape(keep.to(tl.int32), (BLOCK // 32, 32)) << tl.arange(0, 32)[None, :], 1
+        )
         tl.store(kept + row * (BLOCK // 32) + tl.arange(0, BLOCK // 32), word)
 
 
 @triton.jit
 def tile_kernel(
-    kept, masks, lists, counts, length, first, N, TILES,
-    K: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, WORDS: tl.constexpr, BW: tl.constexpr,
-):  # fmt: skip
-    """From a chunk's bits: every page's mask over a tile's positions, and the list of pages whose mask is not empty.
+    kept,
+    masks,
+    lists,
+    counts,
+    length,
+    first,
+    N,
+    TILES,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    BT: tl.constexpr,
+    WORDS: tl.constexpr,
+    BW: tl.constexpr,
+):
+    """From a chunk's bits: every page's mask over a tile's positions, and the list of pages whose
+    mask is not empty.
 
     An entry of the list has the page in its lower half and the mask in its upper half.
     """
@@ -122,7 +211,11 @@ def tile_kernel(
     count = 0
     if tile * BT < size:
         for w in range(0, WORDS, BW):
-            word = tl.load(kept + row[:, None] * WORDS + w + tl.arange(0, BW)[None, :], mask=inside[:, None], other=0)
+            word = tl.load(
+                kept + row[:, None] * WORDS + w + tl.arange(0, BW)[None, :],
+                mask=inside[:, None],
+                other=0,
+            )
             bit = (word[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
             mask = tl.reshape(tl.sum(bit << t[:, None, None], 0), (BW * 32,))
             n = w * 32 + tl.arange(0, BW * 32)

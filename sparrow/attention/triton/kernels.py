@@ -1,13 +1,14 @@
 """Triton kernels of page-sparse decoding: rank pages, attend to the kept ones.
 
-A row's kept pages are a list of page ids in the order of the sequence; "kept tokens" are the tokens of that
-list laid end to end, so one index runs over them whatever the page size, and only the last page is partly
-filled. Everything about a row (length, top_k) is read on the device and the grid depends on shapes alone, so
-a captured CUDA graph stays right while lengths and budgets change. ``pages.py`` specifies what they compute.
+A row's kept pages are a list of page ids in the order of the sequence; "kept tokens" are the tokens
+of that list laid end to end, so one index runs over them whatever the page size, and only the last
+page is partly filled. Everything about a row (length, top_k) is read on the device and the grid
+depends on shapes alone, so a captured CUDA graph stays right while lengths and budgets change.
+``pages.py`` specifies what they compute.
 
-Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, M blocks in a row
-of the block table. An item is one sequence and kv head. PER_BLOCK = block tokens / P pages of P tokens make a
-block of the cache; page id = block * PER_BLOCK + page within the block.
+Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, M
+blocks in a row of the block table. An item is one sequence and kv head. PER_BLOCK = block tokens /
+P pages of P tokens make a block of the cache; page id = block * PER_BLOCK + page within the block.
 """
 
 import triton
@@ -18,8 +19,9 @@ from sparrow.attention.triton.cache import complete_page, scale_of
 
 LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
-# Steps that split the range of scores as floats; they suffice for ordinary scores. What is left (an outlier
-# that stretches the range, ties) is finished on their bit patterns, in at most 21 further steps.
+# Steps that split the range of scores as floats; they suffice for ordinary scores. What is left (an
+# outlier that stretches the range, ties) is finished on their bit patterns, in at most 21 further
+# steps.
 FLOAT_STEPS = tl.constexpr(12)
 
 
@@ -33,7 +35,9 @@ def _split_work(work, split, used, TILE: tl.constexpr):
 
 @triton.jit
 def _arrives_last(counter, expected):
-    """Whether this is the last of the ``expected`` programs to arrive; the others' stores are then visible."""
+    """Whether this is the last of the ``expected`` programs to arrive; the others' stores are then
+    visible.
+    """
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
     if last:
@@ -57,7 +61,9 @@ def load_rows(base, offset_T, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _load_block_rows(base_T1, block_T, inside_T, stride_block, D: tl.constexpr, DP: tl.constexpr):
-    """Rows of ``D`` elements, one of each block at the offset ``base_T1``; zeros up to ``DP`` and outside."""
+    """Rows of ``D`` elements, one of each block at the offset ``base_T1``; zeros up to ``DP`` and
+    outside.
+    """
     d = tl.arange(0, DP)
     rows = base_T1 + d[None, :] + (block_T.to(tl.int64) * stride_block)[:, None]
     mask = inside_T[:, None] if D == DP else inside_T[:, None] & (d < D)[None, :]
@@ -66,9 +72,20 @@ def _load_block_rows(base_T1, block_T, inside_T, stride_block, D: tl.constexpr, 
 
 @triton.jit
 def _score(
-    q_D, landmark, table, row, begin, end, stride_block, stride_page,
-    D: tl.constexpr, DP: tl.constexpr, PER_BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    q_D,
+    landmark,
+    table,
+    row,
+    begin,
+    end,
+    stride_block,
+    stride_page,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Writes the scores of pages ``begin .. end - 1`` to ``row``."""
     for first in tl.range(begin, end, TILE, num_stages=STAGES):
         n = first + tl.arange(0, TILE)
@@ -80,10 +97,11 @@ def _score(
 
 @triton.jit
 def above_and_tied(score, is_ranked, ranked, budget):
-    """Which ranked pages score above the threshold, which equal it, and how many of the latter to take for ``budget``.
+    """Which ranked pages score above the threshold, which equal it, and how many of the latter to
+    take for ``budget``.
 
-    The threshold is found in steps. Each step counts how many scores reach each of two guesses, until exactly
-    ``budget`` scores reach one or a single value is left.
+    The threshold is found in steps. Each step counts how many scores reach each of two guesses,
+    until exactly ``budget`` scores reach one or a single value is left.
     """
     score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0
     key = tl.where(is_ranked, _order(score.to(tl.int32, bitcast=True)), LOWEST)
@@ -102,7 +120,9 @@ def above_and_tied(score, is_ranked, ranked, budget):
             first = _order((low_score + width * (1 / 3)).to(tl.int32, bitcast=True))
             second = _order((low_score + width * (2 / 3)).to(tl.int32, bitcast=True))
         else:
-            third = ((high - low).to(tl.uint32) // 3).to(tl.int32)  # the difference can exceed an int32
+            third = ((high - low).to(tl.uint32) // 3).to(
+                tl.int32
+            )  # the difference can exceed an int32
             first = low + third
             second = high - third
         first = tl.minimum(tl.maximum(first, low + 1), high - 1)
@@ -112,9 +132,13 @@ def above_and_tied(score, is_ranked, ranked, budget):
         at_first = count & 0xFFFF
         at_second = count >> 16
         low = tl.where(at_second >= budget, second, tl.where(at_first >= budget, first, low))
-        at_low = tl.where(at_second >= budget, at_second, tl.where(at_first >= budget, at_first, at_low))
+        at_low = tl.where(
+            at_second >= budget, at_second, tl.where(at_first >= budget, at_first, at_low)
+        )
         high = tl.where(at_second >= budget, high, tl.where(at_first >= budget, second, first))
-        at_high = tl.where(at_second >= budget, at_high, tl.where(at_first >= budget, at_second, at_first))
+        at_high = tl.where(
+            at_second >= budget, at_high, tl.where(at_first >= budget, at_second, at_first)
+        )
         step += 1
     above = is_ranked & (key >= high)
     return above, is_ranked & (key >= low) & ~above, budget - at_high
@@ -122,10 +146,17 @@ def above_and_tied(score, is_ranked, ranked, budget):
 
 @triton.jit
 def _select_block(
-    table, row, pages, ranked, budget,
-    SINK: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Replaces the scores in ``row`` by the ids of the kept pages, in order; ``BLOCK`` is at least ``pages``.
+    table,
+    row,
+    pages,
+    ranked,
+    budget,
+    SINK: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Replaces the scores in ``row`` by the ids of the kept pages, in order; ``BLOCK`` is at least
+    ``pages``.
 
     Of equal scores at the threshold the earlier pages are taken.
     """
@@ -143,15 +174,25 @@ def _select_block(
     position = (before & 0xFFFF) + tl.minimum(tied_before, need)
     tl.debug_barrier()  # every thread has read its scores before the list overwrites them
     ids = row.to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.store(ids + position, block * PER_BLOCK + n % PER_BLOCK, mask=kept | (tied & (tied_before < need)))
+    tl.store(
+        ids + position, block * PER_BLOCK + n % PER_BLOCK, mask=kept | (tied & (tied_before < need))
+    )
 
 
 @triton.jit
 def _select(
-    table, row, pages, ranked, budget,
-    SINK: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``_select_block`` at a width that fits the row, so that short rows in a wide table stay cheap."""
+    table,
+    row,
+    pages,
+    ranked,
+    budget,
+    SINK: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``_select_block`` at a width that fits the row, so that short rows in a wide table stay
+    cheap.
+    """
     if (BLOCK > 256) & (pages <= 256):
         _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, 256)
     elif (BLOCK > 2048) & (pages <= 2048):
@@ -170,22 +211,46 @@ def _mean_query(q, stride_head, G: tl.constexpr, D: tl.constexpr, DP: tl.constex
 
 
 @triton.jit
-def _group_queries(q, stride_head, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+def _group_queries(
+    q, stride_head, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+):
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
-    return tl.load(q + g[:, None] * stride_head + d[None, :], mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
+    return tl.load(
+        q + g[:, None] * stride_head + d[None, :],
+        mask=(g < G)[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
 
 
 @triton.jit
 def _attend(
-    q_GD, ids, k, v, k_scales, v_scales, begin, end, listed, stride_block, stride_token, stride_scale_block, scale_log2,
-    GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PER_BLOCK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Softmax over kept tokens ``begin .. end - 1``: unnormalised output, sum and maximum (base-2 logits) per head.
+    q_GD,
+    ids,
+    k,
+    v,
+    k_scales,
+    v_scales,
+    begin,
+    end,
+    listed,
+    stride_block,
+    stride_token,
+    stride_scale_block,
+    scale_log2,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Softmax over kept tokens ``begin .. end - 1``: unnormalised output, sum and maximum (base-2
+    logits) per head.
 
-    ``ids`` are the pages of a list, or the blocks of the block table where all are kept; a page starts at ``begin``.
-    Keys and values in e4m3 are multiplied as they are stored, in the queries' dtype; those in int8 with their scales,
-    which that dtype holds exactly.
+    ``ids`` are the pages of a list, or the blocks of the block table where all are kept; a page
+    starts at ``begin``. Keys and values in e4m3 are multiplied as they are stored, in the queries'
+    dtype; those in int8 with their scales, which that dtype holds exactly.
     """
     maximum = tl.full((GP,), -1e30, tl.float32)
     total = tl.zeros((GP,), tl.float32)
@@ -206,18 +271,28 @@ def _attend(
             page = tl.where(listed, entry, entry * PER_BLOCK + n % PER_BLOCK)
             block = page // PER_BLOCK
             token += (page % PER_BLOCK) * P
-        k_TD = _load_block_rows(k + token[:, None] * stride_token, block, inside, stride_block, D, DP)
+        k_TD = _load_block_rows(
+            k + token[:, None] * stride_token, block, inside, stride_block, D, DP
+        )
         if k.dtype.element_ty == tl.int8:
             at = block.to(tl.int64) * stride_scale_block + token
-            k_TD = k_TD.to(tl.float32) * scale_of(tl.load(k_scales + at, mask=inside, other=127))[:, None]
+            k_TD = (
+                k_TD.to(tl.float32)
+                * scale_of(tl.load(k_scales + at, mask=inside, other=127))[:, None]
+            )
         logit = tl.dot(q_GD, tl.trans(k_TD.to(q_GD.dtype))) * scale_log2
         logit = tl.where(inside[None, :], logit, float("-inf"))
         highest = tl.maximum(maximum, tl.max(logit, 1))
         weight = tl.exp2(logit - highest[:, None])
         shrink = tl.exp2(maximum - highest)
-        v_TD = _load_block_rows(v + token[:, None] * stride_token, block, inside, stride_block, D, DP)
+        v_TD = _load_block_rows(
+            v + token[:, None] * stride_token, block, inside, stride_block, D, DP
+        )
         if k.dtype.element_ty == tl.int8:
-            v_TD = v_TD.to(tl.float32) * scale_of(tl.load(v_scales + at, mask=inside, other=127))[:, None]
+            v_TD = (
+                v_TD.to(tl.float32)
+                * scale_of(tl.load(v_scales + at, mask=inside, other=127))[:, None]
+            )
         acc = acc * shrink[:, None] + tl.dot(weight.to(q_GD.dtype), v_TD.to(q_GD.dtype))
         total = total * shrink + tl.sum(weight, 1)
         maximum = highest
@@ -226,30 +301,73 @@ def _attend(
 
 @triton.jit
 def _store_output(
-    out, stride_head, acc, total, v_scale, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+    out,
+    stride_head,
+    acc,
+    total,
+    v_scale,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
 ):
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
     total = tl.where(total > 0.0, total, 1.0)  # a row without tokens returns zeros
     result = acc * (v_scale / total)[:, None]
     mask = (g < G)[:, None] & (d < D)[None, :]
-    tl.store(out + g[:, None] * stride_head + d[None, :], result.to(out.dtype.element_ty), mask=mask)
+    tl.store(
+        out + g[:, None] * stride_head + d[None, :], result.to(out.dtype.element_ty), mask=mask
+    )
 
 
-@triton.jit(do_not_specialize=["splits", "rank_before_wait"], do_not_specialize_on_alignment=["head_budgets"])
+@triton.jit(
+    do_not_specialize=["splits", "rank_before_wait"],
+    do_not_specialize_on_alignment=["head_budgets"],
+)
 def rank_kernel(
-    q, k_cache, landmarks, key_scales, table, length, top_k, head_budgets, rows, counters, splits, rank_before_wait,
-    stride_q_row, stride_q_head, stride_block, stride_head, stride_token,
-    stride_mark_block, stride_mark_page, stride_mark_head, stride_scale_block, stride_scale_head, stride_table,
+    q,
+    k_cache,
+    landmarks,
+    key_scales,
+    table,
+    length,
+    top_k,
+    head_budgets,
+    rows,
+    counters,
+    splits,
+    rank_before_wait,
+    stride_q_row,
+    stride_q_head,
+    stride_block,
+    stride_head,
+    stride_token,
+    stride_mark_block,
+    stride_mark_page,
+    stride_mark_head,
+    stride_scale_block,
+    stride_scale_head,
+    stride_table,
     stride_rows,
-    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK: tl.constexpr,
-    SCORE_TILE: tl.constexpr, SCORE_STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    K: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    SINK: tl.constexpr,
+    RECENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCORE_TILE: tl.constexpr,
+    SCORE_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Several programs score the pages of an item; the last to finish selects.
 
-    With ``rank_before_wait``, the preceding launch only stores the newest tokens, and ranking does not wait for it.
-    ``key_scales`` are those of keys in int8, else None.
+    With ``rank_before_wait``, the preceding launch only stores the newest tokens, and ranking does
+    not wait for it. ``key_scales`` are those of keys in int8, else None.
     """
     if PDL:
         if rank_before_wait == 0:
@@ -271,9 +389,20 @@ def rank_kernel(
     if (split < used) & (budget < ranked):
         begin, end = _split_work(to_score, split, used, SCORE_TILE)
         _score(
-            q_D, landmarks, table, row, SINK + begin, SINK + end, stride_mark_block, stride_mark_page,
-            D, DP, PER_BLOCK, SCORE_TILE, SCORE_STAGES,
-        )  # fmt: skip
+            q_D,
+            landmarks,
+            table,
+            row,
+            SINK + begin,
+            SINK + end,
+            stride_mark_block,
+            stride_mark_page,
+            D,
+            DP,
+            PER_BLOCK,
+            SCORE_TILE,
+            SCORE_STAGES,
+        )
         tl.debug_barrier()
         last = used == 1
         if used > 1:
@@ -286,22 +415,67 @@ def rank_kernel(
         if key_scales is not None:
             key_scales += head * stride_scale_head
         complete_page(
-            k_cache + head * stride_head, landmarks, key_scales, table, tokens_in_row,
-            stride_block, stride_token, stride_mark_block, stride_mark_page, stride_scale_block, D, DP, P, PER_BLOCK,
-        )  # fmt: skip
+            k_cache + head * stride_head,
+            landmarks,
+            key_scales,
+            table,
+            tokens_in_row,
+            stride_block,
+            stride_token,
+            stride_mark_block,
+            stride_mark_page,
+            stride_scale_block,
+            D,
+            DP,
+            P,
+            PER_BLOCK,
+        )
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["head_budgets"])
 def attend_kernel(
-    q, k_cache, v_cache, k_scales, v_scales, head_budgets, table, out, rows, partial, stats, counters, plan, count,
-    stride_q_row, stride_q_head, stride_block, stride_head, stride_token, stride_scale_block, stride_scale_head,
-    stride_table, stride_out_row, stride_out_head, stride_rows, scale_log2,
-    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    head_budgets,
+    table,
+    out,
+    rows,
+    partial,
+    stats,
+    counters,
+    plan,
+    count,
+    stride_q_row,
+    stride_q_head,
+    stride_block,
+    stride_head,
+    stride_token,
+    stride_scale_block,
+    stride_scale_head,
+    stride_table,
+    stride_out_row,
+    stride_out_head,
+    stride_rows,
+    scale_log2,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    SINK: tl.constexpr,
+    RECENT: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Each program attends to one part of an item's kept tokens.
 
-    The last program of an item to finish adds the parts in order, so that the result does not depend on timing.
+    The last program of an item to finish adds the parts in order, so that the result does not
+    depend on timing.
     """
     work = tl.program_id(0)
     entry = plan + work // K * ENTRY
@@ -333,10 +507,26 @@ def attend_kernel(
         if PDL:
             tl.extra.cuda.gdc_wait()
         acc, total, maximum = _attend(
-            q_GD, tl.where(listed, ids, table), k_cache, v_cache + head * stride_head, k_scales, v_scales,
-            begin, tl.minimum(begin + size, tokens), listed, stride_block, stride_token, stride_scale_block, scale_log2,
-            GP, D, DP, P, PER_BLOCK, TILE,
-        )  # fmt: skip
+            q_GD,
+            tl.where(listed, ids, table),
+            k_cache,
+            v_cache + head * stride_head,
+            k_scales,
+            v_scales,
+            begin,
+            tl.minimum(begin + size, tokens),
+            listed,
+            stride_block,
+            stride_token,
+            stride_scale_block,
+            scale_log2,
+            GP,
+            D,
+            DP,
+            P,
+            PER_BLOCK,
+            TILE,
+        )
         out += at * stride_out_row + head * G * stride_out_head
         if parts == 1:
             _store_output(out, stride_out_head, acc, total, v_scale, G, GP, D, DP)
@@ -359,7 +549,9 @@ def attend_kernel(
                     highest = tl.maximum(maximum, its_maximum)
                     shrink = tl.exp2(maximum - highest)
                     weight = tl.exp2(its_maximum - highest)
-                    total = total * shrink + weight * tl.load(stats + other * 2 * G + G + g, mask=g < G, other=0.0)
+                    total = total * shrink + weight * tl.load(
+                        stats + other * 2 * G + G + g, mask=g < G, other=0.0
+                    )
                     theirs = tl.load(partial + other * G * D + cell, mask=mask, other=0.0)
                     acc = acc * shrink[:, None] + weight[:, None] * theirs
                     maximum = highest

@@ -1,4 +1,5 @@
-"""Launchers of the Triton kernels: check what can be checked without touching the device, pick tiles, launch.
+"""Launchers of the Triton kernels: check what can be checked without touching the device, pick
+tiles, launch.
 
 Shapes as in ``attention/decode.py``; T tokens.
 """
@@ -40,10 +41,11 @@ def run(
     reuse_plan: bool = False,
     config: LaunchConfig | None = None,
 ) -> Tensor:
-    """One decode step, see ``sparrow.attention.paged_decode``; ``config`` stands in for the chosen one in tests.
+    """One decode step, see ``sparrow.attention.paged_decode``; ``config`` stands in for the chosen
+    one in tests.
 
-    With ``reuse_plan``, ranking starts before the preceding launch has ended if that launch allows it, as only
-    ``store_tokens`` here does: nothing but the newest tokens may depend on that launch.
+    With ``reuse_plan``, ranking starts before the preceding launch has ended if that launch allows
+    it, as only ``store_tokens`` here does: nothing but the newest tokens may depend on that launch.
     """
     assert workspace is not None  # ``check`` refuses None
     launches = Launches(batch, workspace, config)
@@ -57,22 +59,37 @@ def run(
 class Launches:
     """The kernels of one decode step, with their arguments; benchmarks time them separately."""
 
-    def __init__(self, batch: DecodeBatch, workspace: DecodeWorkspace, config: LaunchConfig | None = None) -> None:
+    def __init__(
+        self, batch: DecodeBatch, workspace: DecodeWorkspace, config: LaunchConfig | None = None
+    ) -> None:
         self.batch, self.workspace, layout, D = batch, workspace, batch.layout, batch.head_dim
         padded = triton.next_power_of_2(D)
         self.config = config or choose(
-            batch.items, batch.kv_heads, padded * batch.k_cache.element_size(), device_limits(batch.q_BHD.device)
+            batch.items,
+            batch.kv_heads,
+            padded * batch.k_cache.element_size(),
+            device_limits(batch.q_BHD.device),
         )
         self.constants = dict(
-            K=batch.kv_heads, G=batch.group, GP=16, D=D, DP=padded, P=layout.page_size,
-            PER_BLOCK=batch.pages_per_block, SINK=layout.sink_pages, RECENT=layout.recent_pages,
-        )  # fmt: skip
-        # A launch may begin while the one before it ends, and waits for it on the device; GPUs before Hopper cannot.
+            K=batch.kv_heads,
+            G=batch.group,
+            GP=16,
+            D=D,
+            DP=padded,
+            P=layout.page_size,
+            PER_BLOCK=batch.pages_per_block,
+            SINK=layout.sink_pages,
+            RECENT=layout.recent_pages,
+        )
+        # A launch may begin while the one before it ends, and waits for it on the device; GPUs
+        # before Hopper cannot.
         overlap = _can_overlap(batch.q_BHD)
         self.options = dict(PDL=overlap, launch_pdl=overlap)
 
     def plan(self) -> None:
-        """Divides the batch among the programs that attend; good for every layer with these lengths and budgets."""
+        """Divides the batch among the programs that attend; good for every layer with these lengths
+        and budgets.
+        """
         c = self.config
         division = Division(c.extra_programs, c.resident_programs, c.part_tokens, ranks=False)
         divide(self.batch, self.workspace, division)
@@ -82,30 +99,70 @@ class Launches:
         b, w, c = self.batch, self.workspace, self.config
         scales = b.cache_scales if b.k_cache.dtype == torch.int8 else None
         kernels.rank_kernel[(b.items, c.rank_splits)](
-            b.q_BHD, b.k_cache, b.landmark_cache, scales and scales.k, b.block_table_BM, b.length_B, b.top_k_B,
-            b.head_budgets_K, w.rows, w.counters[0], c.rank_splits, int(rank_before_wait), *b.q_BHD.stride()[:2],
-            *b.k_cache.stride()[:3], *b.landmark_cache.stride()[:3], *_strides(scales), b.block_table_BM.stride(0),
+            b.q_BHD,
+            b.k_cache,
+            b.landmark_cache,
+            scales and scales.k,
+            b.block_table_BM,
+            b.length_B,
+            b.top_k_B,
+            b.head_budgets_K,
+            w.rows,
+            w.counters[0],
+            c.rank_splits,
+            int(rank_before_wait),
+            *b.q_BHD.stride()[:2],
+            *b.k_cache.stride()[:3],
+            *b.landmark_cache.stride()[:3],
+            *_strides(scales),
+            b.block_table_BM.stride(0),
             w.rows.stride(0),
-            BLOCK=max(16, triton.next_power_of_2(b.max_pages)), SCORE_TILE=c.score_pages,
-            SCORE_STAGES=c.score_stages + 1, **self.constants, **self.options, num_warps=c.rank_warps,
-        )  # fmt: skip
+            BLOCK=max(16, triton.next_power_of_2(b.max_pages)),
+            SCORE_TILE=c.score_pages,
+            SCORE_STAGES=c.score_stages + 1,
+            **self.constants,
+            **self.options,
+            num_warps=c.rank_warps,
+        )
 
     def attend(self) -> None:
         """Attention over the kept pages."""
         b, w, c, scales = self.batch, self.workspace, self.config, self.batch.cache_scales
         kernels.attend_kernel[(b.items + c.extra_programs,)](
-            b.q_BHD, b.k_cache, b.v_cache, scales and scales.k, scales and scales.v, b.head_budgets_K,
-            b.block_table_BM, b.out_BHD, w.rows, w.partial, w.stats, w.counters[1],
-            w.plan, len(b.q_BHD), *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3], *_strides(scales),
-            b.block_table_BM.stride(0), *b.out_BHD.stride()[:2], w.rows.stride(0), b.scale * math.log2(math.e),
-            TILE=c.attend_tokens, **self.constants, **self.options,
-            num_warps=c.attend_warps, num_stages=2 * c.attend_stages + 1,  # a tile waits for its page ids first
+            b.q_BHD,
+            b.k_cache,
+            b.v_cache,
+            scales and scales.k,
+            scales and scales.v,
+            b.head_budgets_K,
+            b.block_table_BM,
+            b.out_BHD,
+            w.rows,
+            w.partial,
+            w.stats,
+            w.counters[1],
+            w.plan,
+            len(b.q_BHD),
+            *b.q_BHD.stride()[:2],
+            *b.k_cache.stride()[:3],
+            *_strides(scales),
+            b.block_table_BM.stride(0),
+            *b.out_BHD.stride()[:2],
+            w.rows.stride(0),
+            b.scale * math.log2(math.e),
+            TILE=c.attend_tokens,
+            **self.constants,
+            **self.options,
+            num_warps=c.attend_warps,
+            num_stages=2 * c.attend_stages + 1,  # a tile waits for its page ids first
             maxnreg=c.registers,
-        )  # fmt: skip
+        )
 
 
 def update_landmarks(layers: CachedLayers, slot_mapping_T: Tensor, layout: PageLayout) -> None:
-    """Recomputes the landmarks of the pages that these slots complete; see ``sparrow.attention.update_landmarks``."""
+    """Recomputes the landmarks of the pages that these slots complete; see
+    ``sparrow.attention.update_landmarks``.
+    """
     k_cache, landmark_cache = layers.keys, layers.landmarks
     check_cache(k_cache, landmark_cache, layout)
     _check_device(k_cache, layout)
@@ -114,34 +171,69 @@ def update_landmarks(layers: CachedLayers, slot_mapping_T: Tensor, layout: PageL
         return
     slots = layout.page_size  # in prefill, about one page is completed in so many slots
     cache.landmark_kernel[(triton.cdiv(T, slots), K, len(layers.caches))](
-        k_cache, landmark_cache, layers.scales, layers.distance_L3, slot_mapping_T, T,
-        *k_cache.stride()[:3], *landmark_cache.stride()[:3],
+        k_cache,
+        landmark_cache,
+        layers.scales,
+        layers.distance_L3,
+        slot_mapping_T,
+        T,
+        *k_cache.stride()[:3],
+        *landmark_cache.stride()[:3],
         *((0, 0) if layers.scales is None else layers.scales.stride()[:2]),
-        D=D, DP=triton.next_power_of_2(D), P=layout.page_size, PER_BLOCK=landmark_cache.shape[1], SLOTS=slots,
+        D=D,
+        DP=triton.next_power_of_2(D),
+        P=layout.page_size,
+        PER_BLOCK=landmark_cache.shape[1],
+        SLOTS=slots,
         num_warps=1,
-    )  # fmt: skip
+    )
 
 
 def store_tokens(
-    key_TKD: Tensor, value_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor,
-    scales: CacheScales | None = None, clipped: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Stores each token's keys and values in its slot (-1: none); the caches are as in ``DecodeBatch``.
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping_T: Tensor,
+    scales: CacheScales | None = None,
+    clipped: Tensor | None = None,
+) -> None:
+    """Stores each token's keys and values in its slot (-1: none); the caches are as in
+    ``DecodeBatch``.
 
-    A cache in float8_e4m3fn needs ``scales`` and ``clipped``, int64 [1], which counts the tokens of which a key or
-    value was beyond 448 times its scale, and clamped to that. Of a cache in int8, ``scales`` are stored too. If the
-    next launch on the stream is a decode step that reuses its plan, it ranks pages meanwhile.
+    A cache in float8_e4m3fn needs ``scales`` and ``clipped``, int64 [1], which counts the tokens of
+    which a key or value was beyond 448 times its scale, and clamped to that. Of a cache in int8,
+    ``scales`` are stored too. If the next launch on the stream is a decode step that reuses its
+    plan, it ranks pages meanwhile.
     """
     (T,), (_, K, D), overlap = slot_mapping_T.shape, key_TKD.shape, _can_overlap(k_cache)
     if T == 0:
         return
     least, most = (exponent + BIAS for exponent in exponent_limits(key_TKD.dtype))
     cache.store_kernel[(T,)](
-        key_TKD, value_TKD, k_cache, v_cache, scales and scales.k, scales and scales.v, clipped, slot_mapping_T,
-        *key_TKD.stride()[:2], *value_TKD.stride()[:2],
-        *k_cache.stride()[:3], *_strides(scales), K=K, KP=triton.next_power_of_2(K), D=D, DP=triton.next_power_of_2(D),
-        TOKENS=k_cache.shape[2], LEAST=least, MOST=most, PDL=overlap, launch_pdl=overlap, num_warps=4,
-    )  # fmt: skip
+        key_TKD,
+        value_TKD,
+        k_cache,
+        v_cache,
+        scales and scales.k,
+        scales and scales.v,
+        clipped,
+        slot_mapping_T,
+        *key_TKD.stride()[:2],
+        *value_TKD.stride()[:2],
+        *k_cache.stride()[:3],
+        *_strides(scales),
+        K=K,
+        KP=triton.next_power_of_2(K),
+        D=D,
+        DP=triton.next_power_of_2(D),
+        TOKENS=k_cache.shape[2],
+        LEAST=least,
+        MOST=most,
+        PDL=overlap,
+        launch_pdl=overlap,
+        num_warps=4,
+    )
 
 
 def _strides(scales: CacheScales | None) -> tuple[int, int]:
@@ -155,6 +247,8 @@ def _can_overlap(x: Tensor) -> bool:
 def _check_device(k_cache: Tensor, layout: PageLayout) -> None:
     interpreted = not isinstance(kernels.attend_kernel, triton.JITFunction)
     if k_cache.device.type == "cpu" and not interpreted:
-        raise ValueError("the kernels run on a GPU, got tensors on the CPU; use implementation='reference'")
+        raise ValueError(
+            "the kernels run on a GPU, got tensors on the CPU; use implementation='reference'"
+        )
     if lacking := fp8_lacking(k_cache.device, k_cache.dtype, layout.landmark_dtype):
         raise ValueError(lacking)

@@ -1,7 +1,8 @@
-"""Launch configurations for an H200, fitted to other devices' limits; ``benchmarks/decode_kernels.py`` times them.
+"""Launch configurations for an H200, fitted to other devices' limits;
+``benchmarks/decode_kernels.py`` times them.
 
-Nothing is tuned when a user starts. On anything but an H100 or H200 (A100, L40S, B200) they are an untested start
-within the device's limits.
+Nothing is tuned when a user starts. On anything but an H100 or H200 (A100, L40S, B200) they are an
+untested start within the device's limits.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class LaunchConfig:
     extra_programs: int  # attending programs besides one for each item; a multiple of the kv heads
     attend_warps: int  # warps of an attending program
     part_tokens: int  # kept tokens worth a program of their own
-    registers: int  # most registers of an attending thread, so that enough programs fit side by side
+    registers: (
+        int  # most registers of an attending thread, so that enough programs fit side by side
+    )
     resident_programs: int  # attending programs that run at once
 
 
@@ -56,10 +59,11 @@ def _tiles(items: int, multiprocessors: int) -> _Tiles:
 
 
 def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
-    """Programs for further parts of rows: as many as the items leave room for or, if there are more items than
-    multiprocessors, about two for every multiprocessor.
+    """Programs for further parts of rows: as many as the items leave room for or, if there are more
+    items than multiprocessors, about two for every multiprocessor.
 
-    A grid beyond the device's room is spread unevenly, even if most of its programs find nothing to do.
+    A grid beyond the device's room is spread unevenly, even if most of its programs find nothing to
+    do.
     """
     room = multiprocessors - items if items <= multiprocessors else 2 * multiprocessors - kv_heads
     return max(1, room // kv_heads) * kv_heads
@@ -67,13 +71,15 @@ def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
 
 @cache
 def choose(items: int, kv_heads: int, head_bytes: int, limits: DeviceLimits) -> LaunchConfig:
-    """The configuration for ``items`` (sequences x ``kv_heads``) and cached heads of ``head_bytes``, a power of 2.
+    """The configuration for ``items`` (sequences x ``kv_heads``) and cached heads of
+    ``head_bytes``, a power of 2.
 
     It depends on shapes alone, so that a captured graph replays what it was captured with.
     """
     tiles = _tiles(items, limits.multiprocessors)
     tokens = max(16, min(128, tiles.attend_tokens * 256 // head_bytes))
-    # Tiles stop growing at 128 rows; heads too narrow to fill larger ones have more of them in flight.
+    # Tiles stop growing at 128 rows; heads too narrow to fill larger ones have more of them in
+    # flight.
     more = max(1, min(2, 256 * tiles.attend_tokens // (head_bytes * tokens)))
     config = LaunchConfig(
         score_pages=max(16, min(128, tiles.score_pages * 256 // head_bytes)),

@@ -1,4 +1,6 @@
-"""What every vLLM engine does in the same way, whether its vLLM runs in this process or behind HTTP."""
+"""What every vLLM engine does in the same way, whether its vLLM runs in this process or behind
+HTTP.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,16 @@ CHUNK_BYTES = 2**30  # weights are handed to other processes in files of about t
 
 
 class Client(ABC):
-    """Controls the workers of one vLLM that was started with a schedule; see ``sparrow.engines.base.Engine``."""
+    """Controls the workers of one vLLM that was started with a schedule; see
+    ``sparrow.engines.base.Engine``.
+    """
 
     schedule: SparsitySchedule
 
     def connect(self, context: int) -> None:
-        """Ask the workers for their schedule and mode; ``context`` is the most tokens that a sequence may have."""
+        """Ask the workers for their schedule and mode; ``context`` is the most tokens that a
+        sequence may have.
+        """
         self.context = context
         self._described = self.rpc("sparrow_describe")
         self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
@@ -41,7 +47,9 @@ class Client(ABC):
         self.counters()  # forget what vLLM's own warm-up steps read
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Raises PromptError: see ``Sampling.check``. ConfigError: a truncation that drafts would not follow."""
+        """Raises PromptError: see ``Sampling.check``. ConfigError: a truncation that drafts would
+        not follow.
+        """
         sampling.check(prompts, self.context)
         if sampling.truncated and self._is_lossless:
             raise ConfigError(
@@ -80,18 +88,23 @@ class Client(ABC):
         self.drop_prefixes()
 
     def _forget_cached(self) -> None:
-        """After new weights: drop prefixes, and take new scales for an fp8 KV cache from the next prompts."""
+        """After new weights: drop prefixes, and take new scales for an fp8 KV cache from the next
+        prompts.
+        """
         self.drop_prefixes()
         if "kv_scales" in self._described[0]:
             self.rpc("sparrow_renew_kv_scales")
 
     def drop_prefixes(self) -> None:
-        """Drop cached prefixes, whose keys and values were computed with other weights or under other budgets.
+        """Drop cached prefixes, whose keys and values were computed with other weights or under
+        other budgets.
 
         Raises SparrowError: requests are running.
         """
         if not self.reset_prefix_cache():
-            raise SparrowError("vLLM cannot drop its prefix cache while requests run; wait for them to end")
+            raise SparrowError(
+                "vLLM cannot drop its prefix cache while requests run; wait for them to end"
+            )
 
     def counters(self) -> Counters:
         counters = tally(self._described, self.rpc)
@@ -104,7 +117,9 @@ class Client(ABC):
         return counters
 
 
-def tally(described: Sequence[Mapping[str, Any]], rpc: Callable[[str], Sequence[Mapping[str, Any]]]) -> Counters:
+def tally(
+    described: Sequence[Mapping[str, Any]], rpc: Callable[[str], Sequence[Mapping[str, Any]]]
+) -> Counters:
     """What all workers of one vLLM have done since they were last asked.
 
     Args:
@@ -116,7 +131,9 @@ def tally(described: Sequence[Mapping[str, Any]], rpc: Callable[[str], Sequence[
     stages = {(*d["sparse_layers"], *d["dense_layers"]) for d in described}
     copies = len(counts) // len(stages)
     read, held = (sum(c[name] for c in counts) // copies for name in ("tokens_read", "tokens_held"))
-    preemptions = counts[0].get("preemptions", 0)  # every worker counts all; the plugin of 0.1.0 counts none
+    preemptions = counts[0].get(
+        "preemptions", 0
+    )  # every worker counts all; the plugin of 0.1.0 counts none
     if described[0]["mode"] != "lossless":
         return Counters(read, held, preemptions)
     acceptance = rpc("sparrow_acceptance")[0]
@@ -124,7 +141,8 @@ def tally(described: Sequence[Mapping[str, Any]], rpc: Callable[[str], Sequence[
     drafted, accepted, emitted = (counts[0][name] for name in ("drafted", "accepted", "emitted"))
     parts = (acceptance, acceptance.get("metered"))
     drafts, metered = (
-        DraftAcceptance.from_dict(part["acceptance"]) if part else DraftAcceptance.empty() for part in parts
+        DraftAcceptance.from_dict(part["acceptance"]) if part else DraftAcceptance.empty()
+        for part in parts
     )
     return Counters(read, held, preemptions, drafted, accepted, emitted - accepted, drafts, metered)
 
@@ -132,7 +150,8 @@ def tally(described: Sequence[Mapping[str, Any]], rpc: Callable[[str], Sequence[
 def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> Iterator[str]:
     """Weights for other processes of this machine, as paths of safetensors files.
 
-    A file is gone once the next one is asked for. ``whole``: one file, for an engine that quantises its weights.
+    A file is gone once the next one is asked for. ``whole``: one file, for an engine that quantises
+    its weights.
     """
     chunk: dict[str, Tensor] = {}
     size = 0
@@ -150,20 +169,30 @@ def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> 
 
 @contextlib.contextmanager
 def _saved(chunk: dict[str, Tensor], size: int) -> Iterator[str]:
-    """A safetensors file of ``size`` bytes of weights: in memory, or where containers leave too little, on disk."""
+    """A safetensors file of ``size`` bytes of weights: in memory, or where containers leave too
+    little, on disk.
+    """
     from safetensors.torch import save_file
 
-    in_memory = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 1.1 * size
-    with tempfile.TemporaryDirectory(prefix="sparrow-weights-", dir=SHARED_MEMORY if in_memory else None) as folder:
+    in_memory = (
+        os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 1.1 * size
+    )
+    with tempfile.TemporaryDirectory(
+        prefix="sparrow-weights-", dir=SHARED_MEMORY if in_memory else None
+    ) as folder:
         path = str(Path(folder) / "weights.safetensors")
         save_file(chunk, path)
         yield path
 
 
-def rollout(prompt: Sequence[int], tokens: Sequence[int], ids: np.ndarray, logprobs: np.ndarray, end: Any) -> Rollout:
-    """A rollout from ids and log-probs ``[T, 1 + n]``: the sampled token's, then those of the likeliest, best first.
+def rollout(
+    prompt: Sequence[int], tokens: Sequence[int], ids: np.ndarray, logprobs: np.ndarray, end: Any
+) -> Rollout:
+    """A rollout from ids and log-probs ``[T, 1 + n]``: the sampled token's, then those of the
+    likeliest, best first.
 
-    Raises EngineError: a response that ended neither by itself nor at its limit, such as one that was aborted.
+    Raises EngineError: a response that ended neither by itself nor at its limit, such as one that
+    was aborted.
     """
     if end not in ("stop", "length"):
         raise EngineError(

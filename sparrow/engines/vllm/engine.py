@@ -31,27 +31,32 @@ from sparrow.vllm import config, patches, plugin
 class VLLMEngine(Client):
     """Rollouts by vLLM, its scheduler in this process and, with one device, its model too.
 
-    Args:
-        model: directory or Hugging Face name of a checkpoint.
-        schedule: what the actor may read (in lossy mode), or how to decode; ``set_schedule`` can later change its page
+    Args: model: directory or Hugging Face name of a checkpoint. schedule: what the actor may read
+        (in lossy mode), or how to decode; ``set_schedule`` can later change its page
             counts but not its page layout.
-        options: more arguments of ``vllm.LLM``, such as ``tensor_parallel_size``, ``gpu_memory_utilization``,
-            ``max_model_len``, ``max_num_seqs`` or ``enforce_eager``.
+        options: more arguments of ``vllm.LLM``, such as ``tensor_parallel_size``,
+            ``gpu_memory_utilization``, ``max_model_len``, ``max_num_seqs`` or ``enforce_eager``.
 
-    Raises ConfigError, UnsupportedModel: vLLM is missing or too old, or cannot decode this model under a schedule.
+    Raises ConfigError, UnsupportedModel: vLLM is missing or too old, or cannot decode this model
+    under a schedule.
     """
 
     def __init__(self, model: str, schedule: SparsitySchedule | Decoding, **options: Any) -> None:
-        # vLLM reads this when an engine is made. The scheduler must run here so that tensors can be passed as they are.
+        # vLLM reads this when an engine is made. The scheduler must run here so that tensors can be
+        # passed as they are.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         try:
             from vllm import LLM
             from vllm.platforms import current_platform
         except ImportError as error:
-            raise ConfigError(f"the vLLM engine needs vLLM ({error}); pip install -e '.[vllm]' in a clone") from error
+            raise ConfigError(
+                f"the vLLM engine needs vLLM ({error}); pip install -e '.[vllm]' in a clone"
+            ) from error
         plugin.register()
         patches.apply(patches.LISTS)
-        model_processes = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+        model_processes = options.get("tensor_parallel_size", 1) * options.get(
+            "pipeline_parallel_size", 1
+        )
         training_processes = int(os.environ.get("WORLD_SIZE", 1))
         if model_processes > 1 < training_processes:
             raise ConfigError(
@@ -62,14 +67,18 @@ class VLLMEngine(Client):
             check_discoverable()
         self._has_memory = not current_platform.is_cpu()
         self._asleep = False
-        additional = {**options.pop("additional_config", {}), config.KEY: Decoding.load(schedule).to_dict()}
+        additional = {
+            **options.pop("additional_config", {}),
+            config.KEY: Decoding.load(schedule).to_dict(),
+        }
         defaults: dict[str, Any] = dict(
             attention_backend="CUSTOM",
             additional_config=additional,
             enable_sleep_mode=self._has_memory,
             logprobs_mode="processed_logprobs",  # at the sampling temperature
             max_logprobs=-1,
-            # Makes vLLM take its rank from the launcher's environment and leave the other processes' engines alone.
+            # Makes vLLM take its rank from the launcher's environment and leave the other
+            # processes' engines alone.
             distributed_executor_backend="external_launcher" if training_processes > 1 else None,
             skip_tokenizer_init=Path(model).is_dir() and not any(Path(model).glob("tokenizer*")),
         )
@@ -90,11 +99,17 @@ class VLLMEngine(Client):
         self.check(prompts, sampling)
         parameters = [
             SamplingParams(
-                max_tokens=sampling.max_new_tokens, temperature=sampling.temperature, logprobs=sampling.top_n,
-                top_k=sampling.top_k or 0, top_p=sampling.top_p, seed=seed, detokenize=False, flat_logprobs=True,
+                max_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                logprobs=sampling.top_n,
+                top_k=sampling.top_k or 0,
+                top_p=sampling.top_p,
+                seed=seed,
+                detokenize=False,
+                flat_logprobs=True,
             )
             for seed in sampling.request_seeds(len(prompts))
-        ]  # fmt: skip
+        ]
         requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         with self._given_up_if_interrupted():
             shows_bar = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
@@ -104,16 +119,23 @@ class VLLMEngine(Client):
 
     def counters(self) -> Counters:
         counters = super().counters()
-        return replace(counters, choices=tuple(self._scheduler.take_choices())) if self._scheduler else counters
+        return (
+            replace(counters, choices=tuple(self._scheduler.take_choices()))
+            if self._scheduler
+            else counters
+        )
 
     def replay(self, choices: Sequence[tuple[int, float, int]]) -> None:
         """See ``DraftReplayer.replay``."""
         if self._scheduler is None:
-            raise ConfigError("this vLLM engine does not choose how much it drafts; start it with adapt_draft_tokens")
+            raise ConfigError(
+                "this vLLM engine does not choose how much it drafts; start it with adapt_draft_tokens"
+            )
         self._scheduler.replay(choices)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Engine.update_weights``; where the model is in this process, weights are not copied through the host.
+        """See ``Engine.update_weights``; where the model is in this process, weights are not copied
+        through the host.
 
         Raises ConfigError: a name the model does not have.
         """
@@ -130,24 +152,31 @@ class VLLMEngine(Client):
 
     @contextlib.contextmanager
     def _given_up_if_interrupted(self) -> Iterator[None]:
-        """Whatever ends ``generate`` early, such as Ctrl-C, ends its requests: the next call would go on with them."""
+        """Whatever ends ``generate`` early, such as Ctrl-C, ends its requests: the next call would
+        go on with them.
+        """
         try:
             yield
         except BaseException:
             engine = self.llm.llm_engine
-            with contextlib.suppress(Exception):  # what ended it is raised again, whether or not vLLM still answers
+            with contextlib.suppress(
+                Exception
+            ):  # what ended it is raised again, whether or not vLLM still answers
                 engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
 
     def sleep(self) -> None:
-        """See ``Engine.sleep``: weights move to the host, and the KV cache is dropped. Does nothing on a CPU."""
+        """See ``Engine.sleep``: weights move to the host, and the KV cache is dropped. Does nothing
+        on a CPU.
+        """
         if self._has_memory and not self._asleep:
             self.llm.sleep(level=1)
             self._asleep = True
 
     def wake(self) -> None:
         if self._asleep:
-            torch.cuda.empty_cache()  # torch still holds what training has freed; vLLM could not use it
+            # torch still holds what training has freed; vLLM could not use it
+            torch.cuda.empty_cache()
             self.llm.wake_up()
             self._asleep = False
 
@@ -156,22 +185,25 @@ class VLLMEngine(Client):
         self.wake()
         from vllm.platforms import current_platform
 
-        # A trainer that has ended torch's process group has ended vLLM's groups too, and vLLM's shutdown would fail.
+        # A trainer that has ended torch's process group has ended vLLM's groups too, and vLLM's
+        # shutdown would fail.
         if not self._in_process or torch.distributed.is_initialized():
             self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
         if self._has_memory:
             torch.cuda.empty_cache()
-            # vLLM keeps one pool of graph memory per process. It is gone once no graph uses it, but the next engine's
-            # capture would ask for it.
+            # vLLM keeps one pool of graph memory per process. It is gone once no graph uses it, but
+            # the next engine's capture would ask for it.
             platform: Any = type(current_platform)
             platform._global_graph_pool = None
 
 
 @contextlib.contextmanager
 def _undone_if_refused() -> Iterator[None]:
-    """If vLLM does not start, tear down what it set up in this process; the trainer's process groups stay."""
+    """If vLLM does not start, tear down what it set up in this process; the trainer's process
+    groups stay.
+    """
     from vllm.distributed import cleanup_dist_env_and_memory
 
     was_initialized = torch.distributed.is_initialized()
@@ -184,12 +216,15 @@ def _undone_if_refused() -> Iterator[None]:
 
 
 def check_discoverable() -> None:
-    """Make sure that vLLM's other processes will load the plugin, which they can find only by its entry point.
+    """Make sure that vLLM's other processes will load the plugin, which they can find only by its
+    entry point.
 
     Raises ConfigError: they would not load it.
     """
     allowed = os.environ.get("VLLM_PLUGINS")
-    if not entry_points(group=plugin.GROUP, name=plugin.NAME) or plugin.NAME not in (allowed or plugin.NAME).split(","):
+    if not entry_points(group=plugin.GROUP, name=plugin.NAME) or plugin.NAME not in (
+        allowed or plugin.NAME
+    ).split(","):
         raise ConfigError(
             f"vLLM's worker processes would not load Sparrow (VLLM_PLUGINS={allowed}); install sparrow-rl with pip, "
             f"and name {plugin.NAME!r} in VLLM_PLUGINS or leave it unset"
@@ -197,8 +232,12 @@ def check_discoverable() -> None:
 
 
 def rollout_of(prompt: Sequence[int], completion: Any, top_n: int) -> Rollout:
-    """A rollout from vLLM's completion, whose lists hold the sampled token, then the most likely ones, best first."""
+    """A rollout from vLLM's completion, whose lists hold the sampled token, then the most likely
+    ones, best first.
+    """
     T = len(completion.token_ids)
     ids = np.asarray(completion.logprobs.token_ids, dtype=np.int32).reshape(T, -1)[:, : top_n + 1]
-    logprobs = np.asarray(completion.logprobs.logprobs, dtype=np.float32).reshape(T, -1)[:, : top_n + 1]
+    logprobs = np.asarray(completion.logprobs.logprobs, dtype=np.float32).reshape(T, -1)[
+        :, : top_n + 1
+    ]
     return rollout(prompt, completion.token_ids, ids, logprobs, completion.finish_reason)

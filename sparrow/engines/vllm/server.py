@@ -31,8 +31,8 @@ T = TypeVar("T")
 CONNECTIONS = 256  # requests in flight at a time; vLLM itself would queue any beyond these
 ANSWER_S = 600.0  # longest wait for an answer to anything but a prompt
 CHECK_S, STALL_S = 15.0, 300.0
-"""How often a server that answers no prompt is asked whether it makes progress, and for how long it may make none; one
-that answers but does not count tokens is waited for."""
+"""How often a server that answers no prompt is asked whether it makes progress, and for how long it
+may make none; one that answers but does not count tokens is waited for."""
 
 
 class VLLMServer(Client):
@@ -40,18 +40,21 @@ class VLLMServer(Client):
 
     docs/vllm.md ("Sparrow's own trainer") has the command that starts it.
 
-    Args:
-        url: such as ``http://localhost:8000``.
-        schedule: what the actor may read, or how to decode. If its page counts differ from the server's, the server's
-            are changed at once; whether the server is lossless was fixed when it was started, and so were the other
-            settings of that mode, which are the server's where they are left at their defaults.
-        controls: whether this client sets schedules and weights; of several processes that share a server, one does.
+    Args: url: such as ``http://localhost:8000``. schedule: what the actor may read, or how to
+        decode. If its page counts differ from the server's, the server's
+            are changed at once; whether the server is lossless was fixed when it was started, and
+            so were the other settings of that mode, which are the server's where they are left at
+            their defaults.
+        controls: whether this client sets schedules and weights; of several processes that share a
+        server, one does.
 
-    Raises EngineError: no server answers. ConfigError: the server does not run Sparrow, runs in another mode, lacks a
-    setting of lossless mode or cannot be controlled.
+    Raises EngineError: no server answers. ConfigError: the server does not run Sparrow, runs in
+    another mode, lacks a setting of lossless mode or cannot be controlled.
     """
 
-    def __init__(self, url: str, schedule: SparsitySchedule | Decoding, controls: bool = True) -> None:
+    def __init__(
+        self, url: str, schedule: SparsitySchedule | Decoding, controls: bool = True
+    ) -> None:
         self._url = url.rstrip("/")
         self._controls = controls
         self.connect(json.loads(self._request("GET", "/v1/models"))["data"][0]["max_model_len"])
@@ -68,7 +71,9 @@ class VLLMServer(Client):
             self.set_schedule(decoding.schedule)
 
     def _check_settings(self, decoding: Decoding) -> None:
-        """Raises ConfigError: a setting of lossless mode, other than the default, that the server does not have."""
+        """Raises ConfigError: a setting of lossless mode, other than the default, that the server
+        does not have.
+        """
         for name in (each for each in LOSSLESS_SETTINGS if each != "draft_schedule"):
             default = getattr(Decoding.lossless(), name)
             theirs = self._described[0].get(name, default)
@@ -87,30 +92,46 @@ class VLLMServer(Client):
         self.check(prompts, sampling)
         # The server puts the sampled token in front and then cuts the list to the number asked for.
         common: dict[str, Any] = dict(
-            max_tokens=sampling.max_new_tokens, temperature=sampling.temperature, logprobs=sampling.top_n + 1,
-            detokenize=False, top_k=sampling.top_k or 0, top_p=sampling.top_p,
-        )  # fmt: skip
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            logprobs=sampling.top_n + 1,
+            detokenize=False,
+            top_k=sampling.top_k or 0,
+            top_p=sampling.top_p,
+        )
         bodies: list[dict[str, Any]] = [
-            {"token_ids": [int(token) for token in prompt], "sampling_params": {**common, "seed": seed}}
+            {
+                "token_ids": [int(token) for token in prompt],
+                "sampling_params": {**common, "seed": seed},
+            }
             for prompt, seed in zip(prompts, sampling.request_seeds(len(prompts)), strict=True)
         ]
         with self._reached():
             choices = _finished(self._choices(bodies))
-        return [_rollout(prompt, choice, sampling.top_n) for prompt, choice in zip(prompts, choices, strict=True)]
+        return [
+            _rollout(prompt, choice, sampling.top_n)
+            for prompt, choice in zip(prompts, choices, strict=True)
+        ]
 
     async def _choices(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         limits = httpx.Limits(max_connections=CONNECTIONS)
-        async with httpx.AsyncClient(base_url=self._url, limits=limits, timeout=None, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=self._url, limits=limits, timeout=None, trust_env=False
+        ) as client:
 
             async def send(body: dict[str, Any]) -> dict[str, Any]:
-                return json.loads(_content(await client.post("/inference/v1/generate", json=body)))["choices"][0]
+                return json.loads(_content(await client.post("/inference/v1/generate", json=body)))[
+                    "choices"
+                ][0]
 
             requests = [asyncio.create_task(send(body)) for body in bodies]
             waiting, since = set(requests), time.monotonic()
             generated: int | None = -1
             try:
                 while waiting:
-                    done, waiting = await asyncio.wait(waiting, timeout=CHECK_S, return_when=asyncio.FIRST_EXCEPTION)
+                    done, waiting = await asyncio.wait(
+                        waiting, timeout=CHECK_S, return_when=asyncio.FIRST_EXCEPTION
+                    )
                     for request in done:
                         request.result()
                     before, generated = generated, self._generated()
@@ -128,7 +149,8 @@ class VLLMServer(Client):
                 await asyncio.gather(*requests, return_exceptions=True)
 
     def _generated(self) -> int | None:
-        """Tokens the server has read and written since it was started; -1 without an answer, None if it does not count.
+        """Tokens the server has read and written since it was started; -1 without an answer, None
+        if it does not count.
 
         vLLM counts none with ``--disable-log-stats``.
         """
@@ -136,7 +158,9 @@ class VLLMServer(Client):
             metrics = self._request("GET", "/metrics", timeout=CHECK_S).decode()
         except EngineError:
             return -1
-        counts = re.findall(r"^vllm:(?:prompt|generation)_tokens_total\{[^}]*\} (\S+)", metrics, re.M)
+        counts = re.findall(
+            r"^vllm:(?:prompt|generation)_tokens_total\{[^}]*\} (\S+)", metrics, re.M
+        )
         return int(sum(map(float, counts))) if counts else None
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -152,14 +176,22 @@ class VLLMServer(Client):
             self.schedule = schedule
 
     def counters(self) -> Counters:
-        """See ``Engine.counters``; only the client that controls the server reports counts, for all clients."""
+        """See ``Engine.counters``; only the client that controls the server reports counts, for all
+        clients.
+        """
         return super().counters() if self._controls else Counters(0, 0)
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         try:
-            return json.loads(self._request("POST", "/collective_rpc", {"method": method, "args": args}))["results"]
+            return json.loads(
+                self._request("POST", "/collective_rpc", {"method": method, "args": args})
+            )["results"]
         except HTTPStatusError as error:
-            remedy = "VLLM_SERVER_DEV_MODE=1" if error.status == 404 else "a Sparrow schedule that allows this"
+            remedy = (
+                "VLLM_SERVER_DEV_MODE=1"
+                if error.status == 404
+                else "a Sparrow schedule that allows this"
+            )
             raise ConfigError(
                 f"the vLLM server at {self._url} refused {method} ({error}); start it with {remedy}"
             ) from error
@@ -174,16 +206,21 @@ class VLLMServer(Client):
             self._request("POST", "/sleep?level=1")
 
     def wake(self) -> None:
-        torch.cuda.empty_cache()  # torch still holds what training has freed; the server could not use it
+        # torch still holds what training has freed; the server could not use it
+        torch.cuda.empty_cache()
         if self._controls:
             self._request("POST", "/wake_up")
 
     def close(self) -> None:
         """Does nothing: whoever started the server stops it."""
 
-    def _request(self, verb: str, path: str, body: dict[str, Any] | None = None, timeout: float = ANSWER_S) -> bytes:
+    def _request(
+        self, verb: str, path: str, body: dict[str, Any] | None = None, timeout: float = ANSWER_S
+    ) -> bytes:
         with self._reached():
-            return _content(httpx.request(verb, self._url + path, json=body, timeout=timeout, trust_env=False))
+            return _content(
+                httpx.request(verb, self._url + path, json=body, timeout=timeout, trust_env=False)
+            )
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
@@ -203,7 +240,9 @@ def _content(answer: httpx.Response) -> bytes:
 
 
 def _finished(work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, run in a separate thread if this one already runs an event loop, as in a notebook."""
+    """The result of ``work``, run in a separate thread if this one already runs an event loop, as
+    in a notebook.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -229,11 +268,17 @@ def _rollout(prompt: Sequence[int], choice: dict[str, Any], top_n: int) -> Rollo
         [position, *sorted(position["top_logprobs"], key=lambda entry: -entry["logprob"])[:top_n]]
         for position in choice["logprobs"]["content"]
     ]
-    ids = np.array([[_token_id(entry) for entry in row] for row in rows], np.int32).reshape(len(rows), top_n + 1)
-    logprobs = np.array([[entry["logprob"] for entry in row] for row in rows], np.float32).reshape(ids.shape)
+    ids = np.array([[_token_id(entry) for entry in row] for row in rows], np.int32).reshape(
+        len(rows), top_n + 1
+    )
+    logprobs = np.array([[entry["logprob"] for entry in row] for row in rows], np.float32).reshape(
+        ids.shape
+    )
     return rollout(prompt, choice["token_ids"], ids, logprobs, choice["finish_reason"])
 
 
 def _token_id(entry: dict[str, Any]) -> int:
     # 0.32 sends numbers, older versions "token_id:17".
-    return entry["token_id"] if "token_id" in entry else int(entry["token"].removeprefix("token_id:"))
+    return (
+        entry["token_id"] if "token_id" in entry else int(entry["token"].removeprefix("token_id:"))
+    )

@@ -1,4 +1,6 @@
-"""A place for untrusted programs: it bounds what they can reach, spend and say, and judges them by tests."""
+"""A place for untrusted programs: it bounds what they can reach, spend and say, and judges them by
+tests.
+"""
 
 from sparrow.rewards.sandbox.box import Isolation, Sandbox, choose_isolation
 from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError

@@ -28,25 +28,32 @@ from sparrow.rewards.sandbox.walls import ENVIRONMENT, Held, Wall
 
 Isolation = Literal["auto", "bwrap", "session", "none"]
 
-_START_S = 60.0  # seconds a sandbox may take to start: no program runs yet, and the machine may be busy
+_START_S = (
+    60.0  # seconds a sandbox may take to start: no program runs yet, and the machine may be busy
+)
 _STARTS = 4  # how many starts are tried: others may have taken all processes or memory for a moment
 _log = logging.getLogger(__name__)
 
 _INSTALL = (
-    "install the package bubblewrap (apt install bubblewrap, dnf install bubblewrap) where user namespaces are allowed"
+    "install the package bubblewrap (apt install bubblewrap, dnf install bubblewrap) "
+    "where user namespaces are allowed"
 )
 
 
 @cache
 def _fault(wall: Wall) -> str | None:
-    """Why programs cannot be held by ``wall`` on this machine, None if they can; found out by running a program."""
+    """Why programs cannot be held by ``wall`` on this machine, None if they can; found out by
+    running a program.
+    """
     if wall.held == "bwrap" and shutil.which("bwrap") is None:
         return "bubblewrap is not installed"
     if wall.held == "session" and (version := landlock_version()) < LANDLOCK_NEEDED:
         return f"this kernel's Landlock is of version {version}, and {LANDLOCK_NEEDED} is needed (Linux 6.2)"
     program = "import threading\nthread = threading.Thread(target=print, args=(6 * 7,))\nthread.start(); thread.join()"
     try:
-        with Sandbox({"mode": "stdio", "prelude": "", "code": program}, Limits(), wall, starts=1) as box:
+        with Sandbox(
+            {"mode": "stdio", "prelude": "", "code": program}, Limits(), wall, starts=1
+        ) as box:
             box.send({"stdin": ""}, time.monotonic() + _START_S)
             reply = box.receive(time.monotonic() + _START_S)
             said = box.receive_bytes(reply.get("stdout_bytes", 0), time.monotonic() + _START_S)
@@ -57,7 +64,9 @@ def _fault(wall: Wall) -> str | None:
 
 @cache
 def _wall(held: Held) -> Wall:
-    """The wall of this kind to use on this machine: where it works, the one with a user id for each sandbox."""
+    """The wall of this kind to use on this machine: where it works, the one with a user id for each
+    sandbox.
+    """
     if held == "bwrap" and os.geteuid() == 0 and _fault(Wall("bwrap", own_user=True)) is None:
         return Wall("bwrap", own_user=True)
     return Wall(held)
@@ -67,7 +76,13 @@ def _wall(held: Held) -> Wall:
 def _announce(held: Held) -> None:
     wall = _wall(held)
     grouped = cgroup.parent() is not None
-    tasks = "by the kernel" if grouped or wall.counted_by_kernel else "by counting" if held != "bwrap" else "not at all"
+    tasks = (
+        "by the kernel"
+        if grouped or wall.counted_by_kernel
+        else "by counting"
+        if held != "bwrap"
+        else "not at all"
+    )
     bounds = (
         f"tasks are bounded {tasks}, processor time, memory and the size of a file by resource limits, files by "
         f"{'a file system of their own and ' * (held == 'bwrap')}counting, replies by their size and shape, "
@@ -80,11 +95,16 @@ def _announce(held: Held) -> None:
             bounds,
         )
     else:
-        _log.info("generated programs are held by %s: %s", {"bwrap": "bubblewrap"}.get(held, "Landlock"), bounds)
+        _log.info(
+            "generated programs are held by %s: %s",
+            {"bwrap": "bubblewrap"}.get(held, "Landlock"),
+            bounds,
+        )
 
 
 def choose_isolation(isolation: Isolation = "auto") -> Held:
-    """The isolation that will be used, once it is found to work; ``auto`` is bubblewrap. Its bounds are logged once.
+    """The isolation that will be used, once it is found to work; ``auto`` is bubblewrap. Its bounds
+    are logged once.
 
     Raises RewardError: it does not work here. ValueError: no such isolation.
     """
@@ -100,8 +120,12 @@ def choose_isolation(isolation: Isolation = "auto") -> Held:
             "isolation='session' (Landlock, weaker) or isolation='none' (nothing is kept from them)"
         )
     if held == "session":
-        raise RewardError(f"generated programs cannot be held by Landlock here: {fault}; {_INSTALL}")
-    raise RewardError(f"generated programs cannot be held to their limits here: {fault}; use another machine")
+        raise RewardError(
+            f"generated programs cannot be held by Landlock here: {fault}; {_INSTALL}"
+        )
+    raise RewardError(
+        f"generated programs cannot be held to their limits here: {fault}; use another machine"
+    )
 
 
 class Sandbox(Child):
@@ -117,7 +141,11 @@ class Sandbox(Child):
     """
 
     def __init__(
-        self, request: Mapping[str, Any], limits: Limits, isolation: Held | Wall, starts: int = _STARTS
+        self,
+        request: Mapping[str, Any],
+        limits: Limits,
+        isolation: Held | Wall,
+        starts: int = _STARTS,
     ) -> None:
         self._wall = isolation if isinstance(isolation, Wall) else _wall(isolation)
         for left in reversed(range(starts)):
@@ -156,14 +184,20 @@ class Sandbox(Child):
                     os.close(fd)
             stack.callback(super().close)
             whole = {"cpu_s": math.ceil(limits.cpu_s), "program_s": math.ceil(limits.program_s)}
-            request = {**request, **self._wall.request(folder), "limits": {**asdict(limits), **whole}}
+            request = {
+                **request,
+                **self._wall.request(folder),
+                "limits": {**asdict(limits), **whole},
+            }
             self.send({**request, "filter": program_filter()}, time.monotonic() + _START_S)
             self.receive(time.monotonic() + _START_S)
             self._undo = stack.pop_all()
 
     @property
     def stopped_by_limit(self) -> bool:
-        """Whether it ended by itself, and by a signal with which the limit on processor time ends a process."""
+        """Whether it ended by itself, and by a signal with which the limit on processor time ends a
+        process.
+        """
         signals = (signal.SIGXCPU, signal.SIGKILL)
         return self.status in {code for number in signals for code in (-number, 128 + number)}
 
@@ -172,14 +206,16 @@ class Sandbox(Child):
         if self.process.returncode is not None:
             return
         if self._report is not None and (first := self._first_process()):
-            # Killing the namespace's first process ends all others in it. Killing bubblewrap itself would do so
-            # too, but would leave that process for whoever is process 1 here to reap, and that may be nobody.
+            # Killing the namespace's first process ends all others in it. Killing bubblewrap itself
+            # would do so too, but would leave that process for whoever is process 1 here to reap,
+            # and that may be nobody.
             with suppress(ProcessLookupError):
                 os.kill(first, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
                 return
-        # The group outlives a leader that has ended, and keeps its number as long as the leader is not waited for.
+        # The group outlives a leader that has ended, and keeps its number as long as the leader is
+        # not waited for.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -194,7 +230,9 @@ class Sandbox(Child):
         return None if not said or "exit-code" in said[-1] else said[0].get("child-pid")
 
     def close(self) -> None:
-        """End every process inside and remove its files. A failure is logged: it is no reason to stop a run."""
+        """End every process inside and remove its files. A failure is logged: it is no reason to
+        stop a run.
+        """
         try:
             self._undo.close()
         except (OSError, ValueError) as error:

@@ -1,5 +1,5 @@
-"""A control group (version 2) for each sandbox, if this process may make groups: the group bounds the total of what
-a program uses, including the kernel's memory for it.
+"""A control group (version 2) for each sandbox, if this process may make groups: the group bounds
+the total of what a program uses, including the kernel's memory for it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,20 @@ _log = logging.getLogger(__name__)
 
 @cache
 def parent() -> Path | None:
-    """The group in which groups that bound memory and tasks can be made: this process's own or the one above it."""
-    own = next((line[3:].strip() for line in _lines("/proc/self/cgroup") if line.startswith("0::")), None)
+    """The group in which groups that bound memory and tasks can be made: this process's own or the
+    one above it.
+    """
+    own = next(
+        (line[3:].strip() for line in _lines("/proc/self/cgroup") if line.startswith("0::")), None
+    )
     mounts = [line.split() for line in _lines("/proc/self/mountinfo") if " - cgroup2 " in line]
     if own is None or not mounts:
         return None
     folder = Path(mounts[0][4]) / own.lstrip("/")
     for group in dict.fromkeys((folder.parent, folder)):
-        if _NEEDED.issubset(" ".join(_lines(group / "cgroup.subtree_control")).split()) and _works(group):
+        if _NEEDED.issubset(" ".join(_lines(group / "cgroup.subtree_control")).split()) and _works(
+            group
+        ):
             return group
     return None
 
@@ -70,7 +76,9 @@ def make(group: Path, limits: Limits) -> Path:
 
 
 def enter(group: Path, command: list[str]) -> list[str]:
-    """A command that runs ``command`` in the group from its start, so that whatever it starts is in it too."""
+    """A command that runs ``command`` in the group from its start, so that whatever it starts is in
+    it too.
+    """
     return ["/bin/sh", "-c", 'echo 0 > "$0/cgroup.procs" && exec "$@"', str(group), *command]
 
 

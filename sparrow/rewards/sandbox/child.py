@@ -1,4 +1,6 @@
-"""A process that is sent objects and answers with objects, one line of JSON each; every wait for it has a limit."""
+"""A process that is sent objects and answers with objects, one line of JSON each; every wait for it
+has a limit.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class ChildEndedError(Exception):
 
 
 class Child:
-    """A process and its pipes, in a session of its own: an interrupt typed at the trainer does not reach it.
+    """A process and its pipes, in a session of its own: an interrupt typed at the trainer does not
+    reach it.
 
     Args:
         command, options: of ``subprocess.Popen``.
@@ -37,11 +40,19 @@ class Child:
     def __init__(self, command: Sequence[str], **options: Any) -> None:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, **options
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            bufsize=0,
+            start_new_session=True,
+            **options,
         )
         self.status: int | None = None
         self._input, self._output, self._errors = (
-            end.fileno() for end in (self.process.stdin, self.process.stdout, self.process.stderr) if end
+            end.fileno()
+            for end in (self.process.stdin, self.process.stdout, self.process.stderr)
+            if end
         )
         os.set_blocking(self._input, False)
         self._unread = bytearray()
@@ -49,8 +60,8 @@ class Child:
     def send(self, message: Mapping[str, Any], deadline: float) -> None:
         """Hand an object over.
 
-        Raises ChildTimeoutError: not taken by the deadline (of ``time.monotonic``). ChildEndedError: nobody takes it
-        any more.
+        Raises ChildTimeoutError: not taken by the deadline (of ``time.monotonic``).
+        ChildEndedError: nobody takes it any more.
         """
         rest = memoryview(json.dumps(message).encode() + b"\n")
         while rest:
@@ -61,9 +72,11 @@ class Child:
                 raise self._ended() from error
 
     def receive(self, deadline: float, most: int = MOST_BYTES) -> dict[str, Any]:
-        """The next answer. It may come from a hostile program: only its form is checked, and that it is cheap to read.
+        """The next answer. It may come from a hostile program: only its form is checked, and that
+        it is cheap to read.
 
-        Raises ChildTimeoutError: none by the deadline. ChildEndedError: the process ended, or sent something else.
+        Raises ChildTimeoutError: none by the deadline. ChildEndedError: the process ended, or sent
+        something else.
         """
         searched = 0
         while (end := self._unread.find(b"\n", searched)) < 0 and len(self._unread) <= most:
@@ -79,7 +92,8 @@ class Child:
             raise ChildEndedError(f"the reply cannot be read: {error}") from error
 
     def receive_within(self, time_limit: OwnTime, most: int = MOST_BYTES) -> dict[str, Any]:
-        """The next answer of a program, whose own time is counted against ``time_limit`` while it is awaited.
+        """The next answer of a program, whose own time is counted against ``time_limit`` while it
+        is awaited.
 
         Raises ChildTimeoutError: it has none left. ChildEndedError: as ``receive``.
         """
@@ -145,14 +159,20 @@ class Child:
         return ChildEndedError(said[-1] if said else f"ended with status {self.status}")
 
     def _ends_by_itself(self) -> bool:
-        """Whether it ends within a moment. It is not reaped: its number must stay its own until its group is killed."""
+        """Whether it ends within a moment. It is not reaped: its number must stay its own until its
+        group is killed.
+        """
         deadline = time.monotonic() + _ENDING_S
         try:
-            while os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            while (
+                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
+            ):
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.002)
-        except ChildProcessError:  # this process lets the kernel reap its children, or it was reaped before
+        except (
+            ChildProcessError
+        ):  # this process lets the kernel reap its children, or it was reaped before
             pass
         return True
 

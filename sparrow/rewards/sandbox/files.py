@@ -11,10 +11,11 @@ _log = logging.getLogger(__name__)
 
 
 def remove(folder: str) -> None:
-    """Remove a folder in which no process works any more; what cannot be removed is named in a warning.
+    """Remove a folder in which no process works any more; what cannot be removed is named in a
+    warning.
 
-    A program may have nested folders deeper than any path can name or recursion can follow, so before a folder is
-    removed, the folders in it are moved to the top.
+    A program may have nested folders deeper than any path can name or recursion can follow, so
+    before a folder is removed, the folders in it are moved to the top.
     """
     number, mark = 0, secrets.token_hex(8)
     pending = [folder]

@@ -3,16 +3,19 @@
 The tests of a problem are a plain mapping, so that datasets can carry them:
 
 - ``{"inputs": [...], "outputs": [...]}``: standard input and expected standard output of each test;
-- the same with ``"fn_name"``: each input is a list of arguments, each output the expected result, both JSON values;
-- ``{"test": code, "setup": code, "entry_point": name}``: test code with assertions, as HumanEval and MBPP have it.
-  ``setup`` runs before it; with an ``entry_point``, the test code's ``check`` is called with that function.
+- the same with ``"fn_name"``: each input is a list of arguments, each output the expected result,
+both JSON values;
+- ``{"test": code, "setup": code, "entry_point": name}``: test code with assertions, as HumanEval
+  and MBPP have it. ``setup`` runs before it; with an ``entry_point``, the test code's ``check`` is
+  called with that function.
 
 A ``"prelude"`` in any of them is code that runs before the program, such as imports.
 
-A program in bubblewrap cannot fake its verdict. For the first two kinds this process compares outputs, and the
-expected ones never enter the sandbox. For assertions, the test code runs in a sandbox of its own and calls the program
-in another, see ``sandbox.inside.exchange``; the price is that objects of a program's own classes can be called, read
-and handed back, but not compared. Limits count the program's own time, see ``OwnTime``.
+A program in bubblewrap cannot fake its verdict. For the first two kinds this process compares
+outputs, and the expected ones never enter the sandbox. For assertions, the test code runs in a
+sandbox of its own and calls the program in another, see ``sandbox.inside.exchange``; the price is
+that objects of a program's own classes can be called, read and handed back, but not compared.
+Limits count the program's own time, see ``OwnTime``.
 """
 
 from __future__ import annotations
@@ -41,19 +44,37 @@ Verdict = Literal["pass", "wrong", "error", "timeout", "memory"]
 Tests = Mapping[str, Any]
 
 FLOAT_TOLERANCE = 1e-6
-"""Relative, and absolute below 1; it applies only if the expected number is written with a point or an exponent."""
+"""Relative, and absolute below 1; it applies only if the expected number is written with a point or
+an exponent.
+"""
 
 _show = Repr().repr
 _WORD = re.compile(r"\S+|\n")
 _DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
 _DETAIL_CHARS = 400
 _MARGIN_S = 5.0
-"""Seconds beyond a test's limits before this side stops waiting for the sandbox, which enforces them itself."""
+"""Seconds beyond a test's limits before this side stops waiting for the sandbox, which enforces
+them itself.
+"""
 _ROOM_BYTES, _ROOM_TIMES = 1 << 16, 16
-"""Output is not read if it is longer than ``_ROOM_TIMES`` times the expected output plus ``_ROOM_BYTES``."""
+"""Output is not read if it is longer than ``_ROOM_TIMES`` times the expected output plus
+``_ROOM_BYTES``.
+"""
 _SHARE = 8  # a result that crosses to assertions may have at most ``output_bytes`` divided by this
 _TESTS_BYTES = 64 << 20  # longest message of test code, which is trusted
-_RELAYED = ("value", "raised", "kinds", "with", "printed", "changed", "call", "look", "attribute", "args", "kwargs")
+_RELAYED = (
+    "value",
+    "raised",
+    "kinds",
+    "with",
+    "printed",
+    "changed",
+    "call",
+    "look",
+    "attribute",
+    "args",
+    "kwargs",
+)
 """The keys of a program's replies that are passed on to the tests. Verdicts are not among them."""
 
 
@@ -90,23 +111,36 @@ def _close(actual: float, expected: float) -> bool:
 
 
 def same_output(actual: str, expected: str) -> bool:
-    """Whether two outputs agree: line by line and word by word, spaces aside, decimal numbers within tolerance."""
-    # One word at a time: a list of its words would take a hundred times the size of a hostile output.
+    """Whether two outputs agree: line by line and word by word, spaces aside, decimal numbers
+    within tolerance.
+    """
+    # One word at a time: a list of its words would take a hundred times the size of a hostile
+    # output.
     words = (_WORD.finditer(side.rstrip()) for side in (actual, expected))
     return all(a and b and _same_token(a[0], b[0]) for a, b in zip_longest(*words))
 
 
 def same_value(actual: Any, expected: Any) -> bool:
-    """Whether a result agrees with an expected JSON value: tuples as lists, keys as text, floats within tolerance."""
+    """Whether a result agrees with an expected JSON value: tuples as lists, keys as text, floats
+    within tolerance.
+    """
     if isinstance(expected, Mapping):
         if not isinstance(actual, Mapping):
             return False
-        ours, theirs = ({str(key): value for key, value in side.items()} for side in (actual, expected))
-        return ours.keys() == theirs.keys() and all(same_value(ours[key], theirs[key]) for key in theirs)
+        ours, theirs = (
+            {str(key): value for key, value in side.items()} for side in (actual, expected)
+        )
+        return ours.keys() == theirs.keys() and all(
+            same_value(ours[key], theirs[key]) for key in theirs
+        )
     if isinstance(expected, (list, tuple)):
         alike = isinstance(actual, (list, tuple)) and len(actual) == len(expected)
         return alike and all(map(same_value, actual, expected))
-    if isinstance(expected, float) and isinstance(actual, (int, float)) and not isinstance(actual, bool):
+    if (
+        isinstance(expected, float)
+        and isinstance(actual, (int, float))
+        and not isinstance(actual, bool)
+    ):
         return _close(actual, expected)
     return bool(actual == expected)  # as Python has it: 3.0 equals 3, and True equals 1
 
@@ -114,25 +148,32 @@ def same_value(actual: Any, expected: Any) -> bool:
 class Judge:
     """Judges programs, a bounded number at a time; callers beyond that wait.
 
-    Args:
-        limits: what a program may use.
-        isolation: ``auto`` and ``bwrap`` use bubblewrap and refuse to go on without it; ``session`` uses Landlock and a
-            filter on system calls, which is weaker; ``none`` keeps none of this user's files or memory from programs.
-        workers: how many programs run at a time; by default, as many as there are processors this process may use.
+    Args: limits: what a program may use. isolation: ``auto`` and ``bwrap`` use bubblewrap and
+        refuse to go on without it; ``session`` uses Landlock and a
+            filter on system calls, which is weaker; ``none`` keeps none of this user's files or
+            memory from programs.
+        workers: how many programs run at a time; by default, as many as there are processors this
+        process may use.
 
     Thread-safe; holds no process between programs.
     """
 
-    def __init__(self, limits: Limits | None = None, isolation: Isolation = "auto", workers: int | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        isolation: Isolation = "auto",
+        workers: int | None = None,
+    ) -> None:
         self.limits, self.isolation = limits or Limits(), isolation
         self.workers = workers or len(os.sched_getaffinity(0))
         self._free = threading.BoundedSemaphore(self.workers)
 
     def judge(self, code: str, tests: Tests, *, stop_early: bool = True) -> Judgement:
-        """Run ``code`` against ``tests``, only up to the first that is not passed if ``stop_early``.
+        """Run ``code`` against ``tests``, only up to the first that is not passed if
+        ``stop_early``.
 
-        Raises RewardError: programs cannot be run here, or not with the isolation asked for. ValueError: the tests are
-        of none of the three kinds.
+        Raises RewardError: programs cannot be run here, or not with the isolation asked for.
+        ValueError: the tests are of none of the three kinds.
         """
         held = choose_isolation(self.isolation)
         with self._free:
@@ -143,7 +184,9 @@ class Judge:
             elif "inputs" in tests and len(tests["inputs"]) == len(tests["outputs"]):
                 number, results = len(tests["inputs"]), run.each(tests, stop_early)
             else:
-                raise ValueError(f"tests need 'test', or as many 'inputs' as 'outputs'; got {list(tests)}")
+                raise ValueError(
+                    f"tests need 'test', or as many 'inputs' as 'outputs'; got {list(tests)}"
+                )
         verdicts = tuple(verdict for verdict, _ in results)
         detail = next((text for verdict, text in results if verdict != "pass"), "")
         return Judgement(verdicts, number, detail, time.monotonic() - start)
@@ -171,7 +214,9 @@ class _Run:
 
         Raises ChildTimeoutError, ChildEndedError: see ``Child``.
         """
-        time_limit = OwnTime(min(limit_s or self.limits.wall_s, self.limits.program_s - self.spent_s))
+        time_limit = OwnTime(
+            min(limit_s or self.limits.wall_s, self.limits.program_s - self.spent_s)
+        )
         try:
             return box.receive_within(time_limit, most)
         finally:
@@ -186,14 +231,21 @@ class _Run:
             for given, expected in zip(tests["inputs"], tests["outputs"], strict=True):
                 box = box or self._sandbox("serve" if name else "stdio")
                 try:
-                    result = self._call(box, name, given, expected) if name else self._feed(box, given, expected)
+                    result = (
+                        self._call(box, name, given, expected)
+                        if name
+                        else self._feed(box, given, expected)
+                    )
                 except (ChildTimeoutError, ChildEndedError) as error:
                     result = _broken(error, box)
                     box.close()
                     box = None
                 spent = self.spent_s >= self.limits.program_s
                 if spent:
-                    result = "timeout", f"{self.limits.program_s:g} s were not enough for {len(results) + 1} tests"
+                    result = (
+                        "timeout",
+                        f"{self.limits.program_s:g} s were not enough for {len(results) + 1} tests",
+                    )
                 results.append(result)
                 if result[0] != "pass" and (stop_early or spent):
                     break
@@ -203,7 +255,9 @@ class _Run:
         return results
 
     def _most(self, expected: str) -> int:
-        """Bytes beyond which no reply can be as expected. Long replies cost memory that malloc keeps."""
+        """Bytes beyond which no reply can be as expected. Long replies cost memory that malloc
+        keeps.
+        """
         return min(self.limits.output_bytes, _ROOM_BYTES + _ROOM_TIMES * len(expected))
 
     def _feed(self, box: Sandbox, given: str, expected: str) -> tuple[Verdict, str]:
@@ -223,7 +277,9 @@ class _Run:
         verdict: Verdict = outcome if outcome in ("timeout", "memory") else "error"
         return verdict, str(reply.get("detail"))
 
-    def _call(self, box: Sandbox, name: str, given: Sequence[Any], expected: Any) -> tuple[Verdict, str]:
+    def _call(
+        self, box: Sandbox, name: str, given: Sequence[Any], expected: Any
+    ) -> tuple[Verdict, str]:
         call = {"call": name, "args": pack(list(given)), "kwargs": pack({})}
         self._send(box, call)
         reply = self._receive(box, self._most(repr(expected)))
@@ -233,9 +289,16 @@ class _Run:
             actual = unpack(reply["value"])
             if same_value(actual, expected):
                 return "pass", ""
-            return "wrong", f"{name}(*{_show(given)}) is {_show(actual)}, expected {_show(expected)}"
-        except Exception as error:  # whatever a program has made of its result, it must not stop a run
-            return "wrong", f"the result cannot be read: {type(error).__name__}: {error}"[:_DETAIL_CHARS]
+            return (
+                "wrong",
+                f"{name}(*{_show(given)}) is {_show(actual)}, expected {_show(expected)}",
+            )
+        except (
+            Exception
+        ) as error:  # whatever a program has made of its result, it must not stop a run
+            return "wrong", f"the result cannot be read: {type(error).__name__}: {error}"[
+                :_DETAIL_CHARS
+            ]
 
     def assertions(self, tests: Tests) -> tuple[Verdict, str]:
         """Verdict of test code."""
@@ -245,9 +308,13 @@ class _Run:
             "test": tests["test"],
             "entry_point": tests.get("entry_point"),
         }
-        # The tests are trusted and may need more memory than the program is given, e.g. to import numpy.
+        # The tests are trusted and may need more memory than the program is given, e.g. to import
+        # numpy.
         roomy = replace(self.limits, memory_bytes=max(self.limits.memory_bytes, 1 << 30))
-        with Sandbox(judge_request, roomy, self.held) as judge, self._sandbox("serve", exchange=True) as program:
+        with (
+            Sandbox(judge_request, roomy, self.held) as judge,
+            self._sandbox("serve", exchange=True) as program,
+        ):
             while True:
                 try:
                     said = self._receive(judge, _TESTS_BYTES, self.limits.program_s)
@@ -259,7 +326,9 @@ class _Run:
                     return "error", f"in the tests: {error}"
                 try:
                     self._send(program, said)
-                    reply = self._receive(program, max(_ROOM_BYTES, self.limits.output_bytes // _SHARE))
+                    reply = self._receive(
+                        program, max(_ROOM_BYTES, self.limits.output_bytes // _SHARE)
+                    )
                 except (ChildTimeoutError, ChildEndedError) as error:
                     return _broken(error, program)
                 with suppress(ChildTimeoutError, ChildEndedError):  # the next receive reports it
@@ -267,7 +336,11 @@ class _Run:
 
 
 def _raised(said: object) -> tuple[Verdict, str]:
-    detail = said[:_DETAIL_CHARS] if isinstance(said, str) else "the reply is neither a result nor an error"
+    detail = (
+        said[:_DETAIL_CHARS]
+        if isinstance(said, str)
+        else "the reply is neither a result nor an error"
+    )
     return ("memory" if detail.startswith("MemoryError") else "error"), detail
 
 

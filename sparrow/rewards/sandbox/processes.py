@@ -19,7 +19,9 @@ def look(pid: int) -> Process:
     """One process. Raises OSError: no process has this number."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
-    return Process(fields[0].decode(), int(fields[1]), sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK"))
+    return Process(
+        fields[0].decode(), int(fields[1]), sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    )
 
 
 def family(root: int) -> list[Process]:
@@ -30,6 +32,8 @@ def family(root: int) -> list[Process]:
             if name.isdigit():
                 processes[int(name)] = look(int(name))
     members = {root} & processes.keys()
-    while more := {pid for pid, process in processes.items() if process.parent in members} - members:
+    while (
+        more := {pid for pid, process in processes.items() if process.parent in members} - members
+    ):
         members |= more
     return [processes[pid] for pid in members]

@@ -1,9 +1,10 @@
 """The system calls a judged program may not make, as a seccomp filter for x86-64 and arm64.
 
-The filter is a second wall inside bubblewrap's namespaces; where there is no bubblewrap, it and Landlock are the wall.
-The program is one process that starts no other, signals nobody but itself, opens no socket, changes no file's owner,
-mode or attributes, and uses none of the kernel's larger interfaces. Of the calls that are newer than the ones listed
-here, it may make only those in ``_NEW``.
+The filter is a second wall inside bubblewrap's namespaces; where there is no bubblewrap, it and
+Landlock are the wall. The program is one process that starts no other, signals nobody but itself,
+opens no socket, changes no file's owner, mode or attributes, and uses none of the kernel's larger
+interfaces. Of the calls that are newer than the ones listed here, it may make only those in
+``_NEW``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Iterable
 from sparrow.errors import RewardError
 
 Instruction = tuple[int, int, int, int | str]
-"""Code, jump if true, jump if false, constant; ``"pid"`` stands for the filtered process's own id."""
+"""Code, jump if true, jump if false, constant; ``"pid"`` stands for the filtered process's own id.
+"""
 
 _EPERM, _ENOTTY, _ENOSYS = 1, 25, 38
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -24,61 +26,160 @@ _CLONE_THREAD, _O_ASYNC = 0x10000, 0x2000
 _X32 = 0x40000000
 
 _ARCHES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7), "arm64": (1, 0xC00000B7)}
-_CLONE, _PRLIMIT, _FCNTL, _IOCTL, _PRCTL, _SENDTO = (56, 220), (302, 261), (72, 25), (16, 29), (157, 167), (44, 206)
+_CLONE, _PRLIMIT, _FCNTL, _IOCTL, _PRCTL, _SENDTO = (
+    (56, 220),
+    (302, 261),
+    (72, 25),
+    (16, 29),
+    (157, 167),
+    (44, 206),
+)
 _TO_SELF_ONLY = ((62, 129), (234, 131))  # kill, tgkill
 
-# From 424 on, both processors have the same numbers. Allowed are close_range, openat2, faccessat2, epoll_pwait2,
-# futex_waitv, cachestat, futex_wake, futex_wait, futex_requeue and mseal. clone3 is not among them: it hides its flags
-# behind a pointer, and the C library uses clone in its place.
+# From 424 on, both processors have the same numbers. Allowed are close_range, openat2, faccessat2,
+# epoll_pwait2, futex_waitv, cachestat, futex_wake, futex_wait, futex_requeue and mseal. clone3 is
+# not among them: it hides its flags behind a pointer, and the C library uses clone in its place.
 _FIRST_NEW, _NEW = 424, (436, 437, 439, 441, 449, 451, 454, 455, 456, 462)
 
-# Signals to a chosen process when a file has something (F_SETOWN, F_SETSIG, F_SETOWN_EX), leases, notification of
-# changes in a folder, and pipes with more memory than usual.
+# Signals to a chosen process when a file has something (F_SETOWN, F_SETSIG, F_SETOWN_EX), leases,
+# notification of changes in a folder, and pipes with more memory than usual.
 _FCNTL_REFUSED = (8, 10, 15, 1024, 1026, 1031)
 _F_SETFL = 4
-# Whether a file is a terminal, its size, how many bytes can be read, whether it blocks, whether programs inherit it.
+# Whether a file is a terminal, its size, how many bytes can be read, whether it blocks, whether
+# programs inherit it.
 _IOCTL_ALLOWED = (0x5401, 0x802C542A, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
-# Names of threads and mappings, huge pages, timers, and reading what is set; nothing that lets it outlive its parent.
+# Names of threads and mappings, huge pages, timers, and reading what is set; nothing that lets it
+# outlive its parent.
 _PRCTL_ALLOWED = (2, 3, 15, 16, 21, 23, 29, 30, 38, 39, 41, 42, 0x53564D41)
 
 _DENIED: dict[str, tuple[int | None, int | None]] = {
     # other processes
-    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "ptrace": (101, 117),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "setsid": (112, 157), "setpgid": (109, 154),
-    "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
-    "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
-    "migrate_pages": (256, 238), "move_pages": (279, 239), "kcmp": (312, 272),
+    "fork": (57, None),
+    "vfork": (58, None),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "setsid": (112, 157),
+    "setpgid": (109, 154),
+    "setpriority": (141, 140),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "kcmp": (312, 272),
     # who it is: with another user or group, the program would also no longer end with its parent
-    "setuid": (105, 146), "setgid": (106, 144), "setreuid": (113, 145), "setregid": (114, 143),
-    "setgroups": (116, 159), "setresuid": (117, 147), "setresgid": (119, 149), "setfsuid": (122, 151),
-    "setfsgid": (123, 152), "capset": (126, 91), "personality": (135, 92), "seccomp": (317, 277),
+    "setuid": (105, 146),
+    "setgid": (106, 144),
+    "setreuid": (113, 145),
+    "setregid": (114, 143),
+    "setgroups": (116, 159),
+    "setresuid": (117, 147),
+    "setresgid": (119, 149),
+    "setfsuid": (122, 151),
+    "setfsgid": (123, 152),
+    "capset": (126, 91),
+    "personality": (135, 92),
+    "seccomp": (317, 277),
     # sockets: the program has only a pair of its own, which asyncio needs
-    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
-    "accept4": (288, 242), "sendmsg": (46, 211), "sendmmsg": (307, 269), "setsockopt": (54, 208),
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    "setsockopt": (54, 208),
     # memory that no limit counts, and objects that all processes of a user or a machine share
-    "memfd_create": (319, 279), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190),
-    "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189),
-    "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181), "io_setup": (206, 0),
-    "mlock": (149, 228), "mlockall": (151, 230), "mlock2": (325, 284), "vmsplice": (278, 75),
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "memfd_create": (319, 279),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+    "io_setup": (206, 0),
+    "mlock": (149, 228),
+    "mlockall": (151, 230),
+    "mlock2": (325, 284),
+    "vmsplice": (278, 75),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
     # files: other means bound what they contain, but not who owns them and what else they carry
-    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, None), "fchown": (93, 55),
-    "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
-    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
-    "mknod": (133, None), "mknodat": (259, 33), "inotify_init": (253, None), "inotify_init1": (294, 26),
-    "fanotify_init": (300, 262), "sync": (162, 81), "syncfs": (306, 267), "quotactl": (179, 60),
-    "open_by_handle_at": (304, 265), "truncate": (76, 45),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "mknod": (133, None),
+    "mknodat": (259, 33),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
+    "sync": (162, 81),
+    "syncfs": (306, 267),
+    "quotactl": (179, 60),
+    "open_by_handle_at": (304, 265),
+    "truncate": (76, 45),
     # namespaces, mounts, the machine, and the kernel's larger interfaces
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
-    "chroot": (161, 51), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
-    "syslog": (103, 116), "sethostname": (170, 161), "setdomainname": (171, 162), "iopl": (172, None),
-    "ioperm": (173, None), "modify_ldt": (154, None), "reboot": (169, 142), "swapon": (167, 224),
-    "swapoff": (168, 225), "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171),
-    "clock_adjtime": (305, 266), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
-    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "acct": (163, 89), "vhangup": (153, 58),
-}  # fmt: skip
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "syslog": (103, 116),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "modify_ldt": (154, None),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "acct": (163, 89),
+    "vhangup": (153, 58),
+}
 
 
 def _errno(number: int) -> Instruction:
@@ -105,7 +206,9 @@ def program_filter() -> list[Instruction]:
     """The filter for this machine's processor. Raises RewardError: neither x86-64 nor arm64."""
     machine = platform.machine()
     if machine not in _ARCHES:
-        raise RewardError(f"programs can be judged on x86_64 and aarch64, not on {machine!r}; use such a machine")
+        raise RewardError(
+            f"programs can be judged on x86_64 and aarch64, not on {machine!r}; use such a machine"
+        )
     column, arch = _ARCHES[machine]
     refuse = _errno(_EPERM)
     code: list[Instruction] = [

@@ -21,8 +21,14 @@ from sparrow.rewards.sandbox.limits import Limits
 
 Held = Literal["bwrap", "session", "none"]
 
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
-               "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+}
 
 _INSIDE = Path(__file__).with_name("inside")
 _count = itertools.count(random.randrange(1 << 24))
@@ -33,13 +39,15 @@ class Wall:
     """One way of holding programs."""
 
     held: Held
-    own_user: bool = False  # bubblewrap of a privileged user, who gives each sandbox a user id that nobody else has
+    # bubblewrap of a privileged user, who gives each sandbox a user id that nobody else has
+    own_user: bool = False
 
     @property
     def counted_by_kernel(self) -> bool:
         """Whether the kernel bounds a program's tasks without counting others with them.
 
-        A user id of the sandbox's own does that, and since Linux 5.14 so does a user namespace, except root's.
+        A user id of the sandbox's own does that, and since Linux 5.14 so does a user namespace,
+        except root's.
         """
         release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
         return self.own_user or (self.held == "bwrap" and os.geteuid() != 0 and release >= (5, 14))
@@ -47,7 +55,9 @@ class Wall:
     def command(self, limits: Limits) -> list[str]:
         """The command that starts the harness."""
         _compile()
-        return _bwrap(limits, self.own_user) if self.held == "bwrap" else _python(str(_INSIDE.parent))
+        return (
+            _bwrap(limits, self.own_user) if self.held == "bwrap" else _python(str(_INSIDE.parent))
+        )
 
     def request(self, folder: str) -> dict[str, Any]:
         """What the harness must know about the wall; ``folder`` is the program's own."""
@@ -70,7 +80,9 @@ def _folders() -> list[str]:
 
 
 def _user_id() -> int:
-    """A user id that no user and no other sandbox here has: as high as this process's user namespace goes."""
+    """A user id that no user and no other sandbox here has: as high as this process's user
+    namespace goes.
+    """
     maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     ids = max(int(first) + int(length) for first, _, length in maps)
     room = min(1 << 30, ids // 2)
@@ -80,8 +92,16 @@ def _user_id() -> int:
 def _bwrap(limits: Limits, own_user: bool) -> list[str]:
     binary = shutil.which("bwrap") or "bwrap"
     command = [binary, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    if own_user:  # no user namespace: in one, root stays root to the kernel and no limit on tasks holds
-        command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    if (
+        own_user
+    ):  # no user namespace: in one, root stays root to the kernel and no limit on tasks holds
+        command += [
+            "--unshare-ipc",
+            "--unshare-pid",
+            "--unshare-net",
+            "--unshare-uts",
+            "--unshare-cgroup-try",
+        ]
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--perms", "1777"]
     else:
         command += ["--unshare-user", "--unshare-all", "--uid", "65534", "--gid", "65534"]
@@ -90,7 +110,11 @@ def _bwrap(limits: Limits, own_user: bool) -> list[str]:
     else:  # bubblewrap before 0.7 cannot bound a tmpfs, so /tmp cannot be written at all
         command += ["--dir", "/tmp", "--chdir", "/tmp"]
     if own_user:  # otherwise only root may enter the parent folders that bubblewrap makes
-        above = {str(parent) for path in (*_folders(), *_CACHES, "/sandbox/inside") for parent in Path(path).parents}
+        above = {
+            str(parent)
+            for path in (*_folders(), *_CACHES, "/sandbox/inside")
+            for parent in Path(path).parents
+        }
         for parent in sorted(above - {"/", "/tmp"}):
             command += ["--perms", "0755", "--dir", parent]
     # These are bound after /tmp is made private, since Python itself may be in /tmp.
@@ -103,8 +127,25 @@ def _bwrap(limits: Limits, own_user: bool) -> list[str]:
             command += ["--ro-bind", link, link]
     for path in _CACHES:
         command += ["--ro-bind-try", path, path]
-    command += ["--ro-bind", str(_INSIDE), "/sandbox/inside", "--dev", "/dev", "--tmpfs", "/dev/pts"]
-    command += ["--remount-ro", "/dev/pts", "--remount-ro", "/dev", "--hostname", "sandbox", "--remount-ro", "/"]
+    command += [
+        "--ro-bind",
+        str(_INSIDE),
+        "/sandbox/inside",
+        "--dev",
+        "/dev",
+        "--tmpfs",
+        "/dev/pts",
+    ]
+    command += [
+        "--remount-ro",
+        "/dev/pts",
+        "--remount-ro",
+        "/dev",
+        "--hostname",
+        "sandbox",
+        "--remount-ro",
+        "/",
+    ]
     return [*command, "--", *_python("/sandbox")]
 
 
@@ -115,13 +156,20 @@ def _bwrap_sizes(binary: str) -> bool:
 
 @cache
 def _compile() -> None:
-    """Compile the harness if its folder can be written. Inside it cannot be, so each program would do it again."""
+    """Compile the harness if its folder can be written. Inside it cannot be, so each program would
+    do it again.
+    """
     compileall.compile_dir(_INSIDE, maxlevels=0, quiet=2)
 
 
 def _python(folder: str) -> list[str]:
-    """Python running the package ``inside`` of a folder, which programs then do not find on their path."""
-    # Without the .pth files of installed packages, such as editable ones, Python starts in a third of the time.
+    """Python running the package ``inside`` of a folder, which programs then do not find on their
+    path.
+    """
+    # Without the .pth files of installed packages, such as editable ones, Python starts in a third
+    # of the time.
     start = "import sys, site; site.addpackage = lambda *_: None; site.main(); "
-    start += f"sys.path.insert(0, {folder!r}); from inside.main import main; del sys.path[0]; main()"
+    start += (
+        f"sys.path.insert(0, {folder!r}); from inside.main import main; del sys.path[0]; main()"
+    )
     return [sys.executable, "-s", "-S", "-P", "-c", start]

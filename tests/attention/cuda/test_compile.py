@@ -1,4 +1,6 @@
-"""What can be held about the CUDA kernel without a GPU: it compiles, and says why where it cannot serve."""
+"""What can be held about the CUDA kernel without a GPU: it compiles, and says why where it cannot
+serve.
+"""
 
 import ctypes
 import itertools
@@ -15,39 +17,74 @@ from sparrow.attention.decode import H200
 from sparrow.attention.pages import FP8
 
 DEFINES = dict(
-    D=128, G=2, K=8, PER_BLOCK=1, SINK=1, RECENT=2, BF16=1, FP8_CACHE=0, INT8_CACHE=0, FP8_LANDMARKS=0, WARPS=4,
-    STAGES=3, RESIDENT=2, BINS=1024, CANDIDATES=256,
-)  # fmt: skip
+    D=128,
+    G=2,
+    K=8,
+    PER_BLOCK=1,
+    SINK=1,
+    RECENT=2,
+    BF16=1,
+    FP8_CACHE=0,
+    INT8_CACHE=0,
+    FP8_LANDMARKS=0,
+    WARPS=4,
+    STAGES=3,
+    RESIDENT=2,
+    BINS=1024,
+    CANDIDATES=256,
+)
 
 
 @pytest.mark.parametrize("FP8_LANDMARKS", [0, 1])
-@pytest.mark.parametrize("cache", [{}, dict(FP8_CACHE=1), dict(INT8_CACHE=1)], ids=["16 bits", "fp8", "int8"])
-@pytest.mark.parametrize("changes", [{}, dict(D=64, G=8, BF16=0, PER_BLOCK=4, WARPS=8, STAGES=1, SINK=0, RECENT=3)])
+@pytest.mark.parametrize(
+    "cache", [{}, dict(FP8_CACHE=1), dict(INT8_CACHE=1)], ids=["16 bits", "fp8", "int8"]
+)
+@pytest.mark.parametrize(
+    "changes", [{}, dict(D=64, G=8, BF16=0, PER_BLOCK=4, WARPS=8, STAGES=1, SINK=0, RECENT=3)]
+)
 def test_the_source_compiles_for_hopper(changes, cache, FP8_LANDMARKS):
     pytest.importorskip("cuda.bindings.nvrtc")
     defines = DEFINES | changes | cache | dict(FP8_LANDMARKS=FP8_LANDMARKS)
     code, _ = compiled("decode.cu", tuple(defines.items()), "sm_90")
     assert code.startswith(b"\x7fELF") and b"attend" in code
-    assert [bytes([n])[0] for n in range(256)] == list(range(256)), "the compiler wrote into bytes that Python shares"
+    assert [bytes([n])[0] for n in range(256)] == list(range(256)), (
+        "the compiler wrote into bytes that Python shares"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "D, G, cache, FP8_LANDMARKS", [
-        *((D, G, torch.bfloat16, 0) for D, G in ((128, 1), (128, 2), (128, 4), (128, 8), (64, 2), (64, 8))),
-        (128, 4, torch.bfloat16, 1), (64, 8, torch.bfloat16, 1),
-        *((D, G, in_8_bits, marks) for D, G, marks in ((128, 4, 0), (64, 8, 0), (128, 8, 1))
-          for in_8_bits in (FP8, torch.int8)),
+    "D, G, cache, FP8_LANDMARKS",
+    [
+        *(
+            (D, G, torch.bfloat16, 0)
+            for D, G in ((128, 1), (128, 2), (128, 4), (128, 8), (64, 2), (64, 8))
+        ),
+        (128, 4, torch.bfloat16, 1),
+        (64, 8, torch.bfloat16, 1),
+        *(
+            (D, G, in_8_bits, marks)
+            for D, G, marks in ((128, 4, 0), (64, 8, 0), (128, 8, 1))
+            for in_8_bits in (FP8, torch.int8)
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("items", [8, 512])
-def test_shipped_configurations_spill_nothing_and_their_programs_fit_side_by_side(items, D, G, cache, FP8_LANDMARKS):
+def test_shipped_configurations_spill_nothing_and_their_programs_fit_side_by_side(
+    items, D, G, cache, FP8_LANDMARKS
+):
     pytest.importorskip("cuda.bindings.nvrtc")
     config = launch.choose_config(items, D, 2560, H200, cache)
     defines = DEFINES | dict(
-        D=D, G=G, FP8_CACHE=int(cache == FP8), INT8_CACHE=int(cache == torch.int8), FP8_LANDMARKS=FP8_LANDMARKS,
-        WARPS=config.warps, STAGES=config.stages, RESIDENT=config.resident,
-    )  # fmt: skip
+        D=D,
+        G=G,
+        FP8_CACHE=int(cache == FP8),
+        INT8_CACHE=int(cache == torch.int8),
+        FP8_LANDMARKS=FP8_LANDMARKS,
+        WARPS=config.warps,
+        STAGES=config.stages,
+        RESIDENT=config.resident,
+    )
     _, log = compiled("decode.cu", tuple(defines.items()), "sm_90", "--ptxas-options=-v")
     assert set(re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)) == {"0"}
     registers = -(-int(re.search(r"Used (\d+) registers", log)[1]) // 8) * 8
@@ -70,7 +107,11 @@ def test_the_launcher_hands_over_what_the_source_declares():
 def test_the_compilers_words_reach_the_user():
     pytest.importorskip("cuda.bindings.nvrtc")
     with pytest.raises(RuntimeError, match=r'decode\.cu did not compile.*"WARPS" is undefined'):
-        compiled("decode.cu", tuple((name, value) for name, value in DEFINES.items() if name != "WARPS"), "sm_90")
+        compiled(
+            "decode.cu",
+            tuple((name, value) for name, value in DEFINES.items() if name != "WARPS"),
+            "sm_90",
+        )
 
 
 def test_a_gpu_that_is_not_there_is_named():
@@ -79,7 +120,11 @@ def test_a_gpu_that_is_not_there_is_named():
 
 @pytest.mark.parametrize(
     "items, D, capacity, dtype",
-    list(itertools.product([1, 132, 140, 512], [64, 128], [32, 2560, 16384], [torch.int8, FP8, torch.bfloat16])),
+    list(
+        itertools.product(
+            [1, 132, 140, 512], [64, 128], [32, 2560, 16384], [torch.int8, FP8, torch.bfloat16]
+        )
+    ),
 )
 def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacity, dtype):
     config = launch.choose_config(items, D, capacity, H200, dtype)
@@ -92,8 +137,11 @@ def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacit
 
 def test_the_shared_memory_holds_what_the_source_lays_out():
     ring, bins, candidates, words = 4 * 3 * 2 * 16 * 256, 4 * 1024, 8 * 256, 4 * (3 * 4 + 2)
-    assert CudaConfig(4, 3, 2).shared_bytes(256, 2560) >= ring + bins + candidates + words + 4 * 2560 + 2560 // 4
+    assert (
+        CudaConfig(4, 3, 2).shared_bytes(256, 2560)
+        >= ring + bins + candidates + words + 4 * 2560 + 2560 // 4
+    )
     exponents = 4 * 3 * 2 * 16
-    assert CudaConfig(4, 3, 2).shared_bytes(launch.key_bytes(128, torch.int8), 2560) - exponents == CudaConfig(
-        4, 3, 2
-    ).shared_bytes(128, 2560)
+    assert CudaConfig(4, 3, 2).shared_bytes(
+        launch.key_bytes(128, torch.int8), 2560
+    ) - exponents == CudaConfig(4, 3, 2).shared_bytes(128, 2560)

@@ -1,14 +1,18 @@
-"""The teacher-forced Triton kernels against the reference: on a GPU, or in the interpreter when TRITON_INTERPRET=1.
+"""The teacher-forced Triton kernels against the reference: on a GPU, or in the interpreter when
+TRITON_INTERPRET=1.
 
-``test_interpreted.py`` runs this file in the interpreter. Queries and keys are small multiples of 1/2 (and
-queries of the group size), so scores are exact in float32 whatever the order of summation, ties are everywhere, and
-the selected pages must be *equal* to the reference's. Every buffer holds NaN outside the sequences.
+``test_interpreted.py`` runs this file in the interpreter. Queries and keys are small multiples of
+1/2 (and queries of the group size), so scores are exact in float32 whatever the order of summation,
+ties are everywhere, and the selected pages must be *equal* to the reference's. Every buffer holds
+NaN outside the sequences.
 
-Error bound: the kernel's error against the reference in float64 is at most twice that of the reference run in the
-kernel's own precision on the same inputs, plus half a unit in the last place of the result's largest entry. The
-reference runs on the CPU: a GPU's mean multiplies by a rounded 1 / G, which breaks ties.
+Error bound: the kernel's error against the reference in float64 is at most twice that of the
+reference run in the kernel's own precision on the same inputs, plus half a unit in the last place
+of the result's largest entry. The reference runs on the CPU: a GPU's mean multiplies by a rounded 1
+/ G, which breaks ties.
 
-Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages.
+Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K, D head dim, P page size, N
+pages.
 """
 
 import os
@@ -23,7 +27,10 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 if INTERPRETED:
     from tests.attention.triton import triton_interpreter  # noqa: F401
 else:
-    pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+    pytestmark = [
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ]
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
@@ -39,7 +46,9 @@ from tests.conftest import tiny_model  # noqa: E402
 
 @dataclass
 class Case:
-    """What ``teacher_forced`` takes, on ``DEVICE``, and the gradient of its result; NaN outside the sequences."""
+    """What ``teacher_forced`` takes, on ``DEVICE``, and the gradient of its result; NaN outside the
+    sequences.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -52,8 +61,12 @@ class Case:
     layout: PageLayout
     budgets: torch.Tensor | None = None
 
-    def results(self, implementation: str, dtype: torch.dtype, device: str = DEVICE) -> list[torch.Tensor]:
-        """Output and gradients of q, k and v, in float64 on the CPU; the reference is given 1 in place of NaN."""
+    def results(
+        self, implementation: str, dtype: torch.dtype, device: str = DEVICE
+    ) -> list[torch.Tensor]:
+        """Output and gradients of q, k and v, in float64 on the CPU; the reference is given 1 in
+        place of NaN.
+        """
         outside = 1.0 if implementation == "reference" else float("nan")
         q, k, v, d_out = (
             x.to(device, dtype).nan_to_num(outside).detach().requires_grad_()
@@ -61,7 +74,15 @@ class Case:
         )
         rows = (x.to(device) for x in (self.start, self.length, self.prompt, self.top_k))
         budgets = None if self.budgets is None else self.budgets.to(device)
-        out = teacher_forced(q, k, v, *rows, layout=self.layout, implementation=implementation, head_budgets_K=budgets)
+        out = teacher_forced(
+            q,
+            k,
+            v,
+            *rows,
+            layout=self.layout,
+            implementation=implementation,
+            head_budgets_K=budgets,
+        )
         out.backward(d_out)
         return [x.double().cpu() for x in (out, q.grad, k.grad, v.grad)]
 
@@ -72,29 +93,40 @@ def make_case(
     K: int = 2,
     G: int = 2,
     D: int = 64,
-    layout: PageLayout = PageLayout(),  # noqa: B008
+    layout: PageLayout = PageLayout(),
     top_k: int | None = None,
     dtype: torch.dtype = torch.float16,
     seed: int = 0,
 ) -> Case:
-    """``rows`` are (start, length, prompt); ``top_k`` None: another number of pages at every column."""
+    """``rows`` are (start, length, prompt); ``top_k`` None: another number of pages at every
+    column.
+    """
     generator = torch.Generator().manual_seed(seed)
     T = max(start + length for start, length, _ in rows) + 3
     start, length, prompt = (torch.tensor(x) for x in zip(*rows, strict=True))
 
     def halves(heads: int, largest: int) -> torch.Tensor:
-        return torch.randint(-largest, largest + 1, (len(rows), heads, T, D), generator=generator).float() / 2
+        return (
+            torch.randint(
+                -largest, largest + 1, (len(rows), heads, T, D), generator=generator
+            ).float()
+            / 2
+        )
 
-    # Keys come in pages of equal tokens plus a little: landmarks are exact, ties common, pages unlike each other.
+    # Keys come in pages of equal tokens plus a little: landmarks are exact, ties common, pages
+    # unlike each other.
     q, k = halves(K * G, 2) * (G if G & (G - 1) else 1), halves(K, 2)
     v, d_out = (torch.randn(len(rows), h, T, D, generator=generator) for h in (K, K * G))
     column = torch.arange(T)
     outside = (column < start[:, None]) | (column >= (start + length)[:, None])
     q, k, v, d_out = (
-        x.masked_fill(outside[:, None, :, None], float("nan")).to(DEVICE, dtype) for x in (q, k, v, d_out)
+        x.masked_fill(outside[:, None, :, None], float("nan")).to(DEVICE, dtype)
+        for x in (q, k, v, d_out)
     )
     pages = (
-        torch.full((len(rows), T), top_k) if top_k is not None else (column // 7 % 5 + torch.arange(len(rows))[:, None])
+        torch.full((len(rows), T), top_k)
+        if top_k is not None
+        else (column // 7 % 5 + torch.arange(len(rows))[:, None])
     )
     return Case(q, k, v, d_out, *(x.to(DEVICE) for x in (start, length, prompt, pages)), layout)
 
@@ -103,7 +135,9 @@ def check(case: Case, dtype: torch.dtype) -> None:
     found = case.results("triton", dtype)
     exact = case.results("reference", torch.float64, "cpu")
     rough = case.results("reference", dtype, "cpu")
-    for name, x, truth, other in zip(("out", "d_q", "d_k", "d_v"), found, exact, rough, strict=True):
+    for name, x, truth, other in zip(
+        ("out", "d_q", "d_k", "d_v"), found, exact, rough, strict=True
+    ):
         assert x.isfinite().all(), name
         unit = torch.finfo(dtype).eps * truth.abs().max()
         error, allowed = (x - truth).abs().max(), 2 * (other - truth).abs().max() + unit / 2
@@ -115,7 +149,9 @@ def kept(case: Case) -> torch.Tensor:
     """What the kernels select: bool ``[B, K, T, N]`` by position."""
     call = Call(case.q, case.k, case.v, case.start, case.length, case.layout, 1.0)
     masks, lists, counts = call.select(case.prompt, case.top_k, case.budgets)
-    for mask, pages, count in zip(masks.flatten(0, 1), lists.flatten(0, 1), counts.flatten(), strict=True):
+    for mask, pages, count in zip(
+        masks.flatten(0, 1), lists.flatten(0, 1), counts.flatten(), strict=True
+    ):
         entries = pages[:count]
         assert (entries & 0xFFFFFFFF).tolist() == mask.nonzero()[:, 0].tolist()
         assert torch.equal((entries >> 32).int(), mask[mask != 0])
@@ -131,9 +167,13 @@ def expected_pages(case: Case, b: int) -> torch.Tensor:
     q, k = case.q[b : b + 1, :, own].cpu(), case.k[b : b + 1, :, own].cpu()
     N = -(-length // P)
     whole = k[:, :, : length // P * P].unflatten(2, (length // P, P))
-    marks = torch.nn.functional.pad(landmarks(whole, case.layout.landmark_dtype), (0, 0, 0, N - length // P))
+    marks = torch.nn.functional.pad(
+        landmarks(whole, case.layout.landmark_dtype), (0, 0, 0, N - length // P)
+    )
     t, budgets = torch.arange(length), None if case.budgets is None else case.budgets.cpu()
-    keep = select_pages(page_scores(q, marks), t[None] + 1, case.top_k[b : b + 1, own].cpu(), case.layout, budgets)
+    keep = select_pages(
+        page_scores(q, marks), t[None] + 1, case.top_k[b : b + 1, own].cpu(), case.layout, budgets
+    )
     dense = (t < int(case.prompt[b]))[:, None] & (torch.arange(N) <= t[:, None] // P)
     return (keep | dense)[0]
 
@@ -171,7 +211,9 @@ def test_selects_what_decoding_selects_by_landmarks_in_8_bits(dtype):
     # Means of 16 such keys need more bits, so that other pages rank first.
     case.k.copy_(torch.randint(-20, 21, case.k.shape, generator=torch.Generator().manual_seed(1)))
     check_selection(case)
-    assert not torch.equal(expected_pages(case, 0), expected_pages(replace(case, layout=PageLayout(16)), 0))
+    assert not torch.equal(
+        expected_pages(case, 0), expected_pages(replace(case, layout=PageLayout(16)), 0)
+    )
 
 
 def test_positions_in_several_chunks(monkeypatch):
@@ -182,23 +224,39 @@ def test_positions_in_several_chunks(monkeypatch):
 @pytest.mark.parametrize(
     ("G", "D", "page_size", "dtype"),
     [
-        (1, 64, 4, torch.float16), (2, 96, 8, torch.bfloat16), (3, 128, 4, torch.float16),
-        (5, 16, 4, torch.bfloat16), (8, 64, 4, torch.float16), (4, 32, 2, torch.float32),
+        (1, 64, 4, torch.float16),
+        (2, 96, 8, torch.bfloat16),
+        (3, 128, 4, torch.float16),
+        (5, 16, 4, torch.bfloat16),
+        (8, 64, 4, torch.float16),
+        (4, 32, 2, torch.float32),
     ],
-)  # fmt: skip
+)
 def test_output_and_gradients(G, D, page_size, dtype):
     check(make_case(ROWS[:2], K=2 if G == 2 else 1, G=G, D=D, layout=PageLayout(page_size)), dtype)
 
 
 def test_other_layouts():
     small = dict(K=1, D=16)
-    check(make_case([(2, 40, 3)], layout=PageLayout(4, sink_pages=0, recent_pages=1), top_k=0, **small), torch.float16)
-    check(make_case([(2, 40, 3)], layout=PageLayout(2, sink_pages=3, recent_pages=2), top_k=2, **small), torch.float16)
+    check(
+        make_case(
+            [(2, 40, 3)], layout=PageLayout(4, sink_pages=0, recent_pages=1), top_k=0, **small
+        ),
+        torch.float16,
+    )
+    check(
+        make_case(
+            [(2, 40, 3)], layout=PageLayout(2, sink_pages=3, recent_pages=2), top_k=2, **small
+        ),
+        torch.float16,
+    )
 
 
 def test_a_budget_that_covers_everything_is_dense_attention():
     case = make_case([(0, 40, 1)], K=1, D=16, layout=PageLayout(4), top_k=ALL_PAGES)
-    assert torch.equal(case.results("triton", torch.float16)[0], prompted(case).results("triton", torch.float16)[0])
+    assert torch.equal(
+        case.results("triton", torch.float16)[0], prompted(case).results("triton", torch.float16)[0]
+    )
     out = torch.nn.functional.scaled_dot_product_attention(
         *(x[:, :, :40].double() for x in (case.q, case.k, case.v)), is_causal=True, enable_gqa=True
     )
@@ -211,8 +269,13 @@ def prompted(case: Case) -> Case:
 
 def test_strided_inputs_and_other_integers_change_nothing():
     case = make_case(ROWS[1:], K=1, D=16, layout=PageLayout(4))
-    apart = [torch.empty(*x.transpose(1, 2).shape[:-1], 24, dtype=x.dtype, device=DEVICE) for x in (case.q, case.k)]
-    q, k = (y[..., :16].transpose(1, 2).copy_(x) for x, y in zip((case.q, case.k), apart, strict=True))
+    apart = [
+        torch.empty(*x.transpose(1, 2).shape[:-1], 24, dtype=x.dtype, device=DEVICE)
+        for x in (case.q, case.k)
+    ]
+    q, k = (
+        y[..., :16].transpose(1, 2).copy_(x) for x, y in zip((case.q, case.k), apart, strict=True)
+    )
     rows = (case.start, case.length, case.prompt, case.top_k)
     options = dict(layout=case.layout, implementation="triton")
     expected = teacher_forced(case.q, case.k, case.v, *rows, **options)
@@ -227,7 +290,9 @@ def test_autocast_casts_as_dense_attention_does():
     with torch.autocast(DEVICE, torch.bfloat16):
         out = teacher_forced(q, case.k, case.v.bfloat16(), *rows, **options)
     assert out.dtype == torch.bfloat16
-    assert torch.equal(out, teacher_forced(*(x.bfloat16() for x in (q, case.k, case.v)), *rows, **options))
+    assert torch.equal(
+        out, teacher_forced(*(x.bfloat16() for x in (q, case.k, case.v)), *rows, **options)
+    )
     out.backward(torch.ones_like(out))
     assert q.grad.dtype == torch.float32
 
@@ -237,7 +302,9 @@ def test_a_model_trains_through_the_kernels(autocast):
     found = []
     for implementation in ("reference", "triton"):
         model = tiny_model(num_hidden_layers=2, head_dim=16).train().to(DEVICE)
-        actor.set_schedule(model, SparsitySchedule((1, 2), bin_tokens=16, page_size=2, dense_layers=(0,)))
+        actor.set_schedule(
+            model, SparsitySchedule((1, 2), bin_tokens=16, page_size=2, dense_layers=(0,))
+        )
         model.gradient_checkpointing_enable({"use_reentrant": False})
         ids = torch.arange(2, 50, device=DEVICE).view(2, 24)
         mask = torch.ones_like(ids)
@@ -247,7 +314,10 @@ def test_a_model_trains_through_the_kernels(autocast):
             torch.autocast(DEVICE, torch.bfloat16, enabled=autocast),
         ):
             loss = (
-                model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()[mask.bool()].square().mean()
+                model(input_ids=ids, attention_mask=mask, use_cache=False)
+                .logits.float()[mask.bool()]
+                .square()
+                .mean()
             )
         assert forcing.implementation == implementation
         loss.backward()
@@ -260,14 +330,21 @@ def test_a_checkpointed_layer_runs_neither_selection_nor_attention_again(monkeyp
     calls, gradients = {"select": 0, "attend": 0}, []
     for name in calls:
         method = getattr(Call, name)
-        monkeypatch.setattr(Call, name, lambda self, *a, name=name, method=method: count(name) or method(self, *a))
+        monkeypatch.setattr(
+            Call, name, lambda self, *a, name=name, method=method: count(name) or method(self, *a)
+        )
 
     def count(name):
         calls[name] += 1
 
-    for options in ({"use_reentrant": False}, {"use_reentrant": False, "context_fn": actor.keep_attention}):
+    for options in (
+        {"use_reentrant": False},
+        {"use_reentrant": False, "context_fn": actor.keep_attention},
+    ):
         model = tiny_model(num_hidden_layers=3, head_dim=16).train().to(DEVICE)
-        actor.set_schedule(model, SparsitySchedule((1, 2), bin_tokens=16, page_size=2, dense_layers=(0,)))
+        actor.set_schedule(
+            model, SparsitySchedule((1, 2), bin_tokens=16, page_size=2, dense_layers=(0,))
+        )
         model.gradient_checkpointing_enable(options)
         calls.update(select=0, attend=0)
         losses = []
@@ -286,21 +363,34 @@ def refuse(match: str, case: Case, **changes) -> None:
     case = replace(case, **changes)
     with pytest.raises(ValueError, match=match):
         teacher_forced(
-            case.q, case.k, case.v, case.start, case.length, case.prompt, case.top_k, layout=case.layout,
+            case.q,
+            case.k,
+            case.v,
+            case.start,
+            case.length,
+            case.prompt,
+            case.top_k,
+            layout=case.layout,
             implementation="triton",
-        )  # fmt: skip
+        )
 
 
 def test_what_the_kernels_cannot_serve_is_refused_by_name():
     case = make_case([(0, 20, 1)], D=16, layout=PageLayout(4))
     refuse("pages of 12 tokens", case, layout=PageLayout(12))
     refuse("must all be float16", case, q=case.q.double(), k=case.k.double(), v=case.v.double())
-    refuse("must all be float16, bfloat16 or float32, got torch.float16, torch.bfloat16", case, k=case.k.bfloat16())
+    refuse(
+        "must all be float16, bfloat16 or float32, got torch.float16, torch.bfloat16",
+        case,
+        k=case.k.bfloat16(),
+    )
     refuse("head dim 264, 2 query heads", make_case([(0, 20, 1)], D=264))
     refuse("head dim 16, 17 query heads", make_case([(0, 20, 1)], D=16, K=1, G=17))
     with pytest.raises(ValueError, match=r"scale must be positive, got 0\.0"):
         rows = (case.start, case.length, case.prompt, case.top_k)
-        teacher_forced(case.q, case.k, case.v, *rows, layout=case.layout, implementation="triton", scale=0.0)
+        teacher_forced(
+            case.q, case.k, case.v, *rows, layout=case.layout, implementation="triton", scale=0.0
+        )
     refuse(r"top_k_BT must be integers \(1, 23\)", case, top_k=case.top_k[:, :5])
 
 
@@ -326,15 +416,30 @@ def test_compensated_sums_do_not_lose_with_their_length():
 @pytest.mark.parametrize(
     ("G", "D", "page_size", "dtype"),
     [
-        (1, 64, 16, torch.bfloat16), (2, 128, 16, torch.bfloat16), (2, 128, 8, torch.float16),
-        (3, 96, 16, torch.bfloat16), (4, 128, 16, torch.float16), (5, 64, 4, torch.float16),
-        (6, 64, 32, torch.bfloat16), (7, 128, 16, torch.bfloat16), (8, 128, 16, torch.bfloat16),
-        (2, 64, 4, torch.float32), (4, 128, 16, torch.float32), (2, 256, 16, torch.bfloat16),
+        (1, 64, 16, torch.bfloat16),
+        (2, 128, 16, torch.bfloat16),
+        (2, 128, 8, torch.float16),
+        (3, 96, 16, torch.bfloat16),
+        (4, 128, 16, torch.float16),
+        (5, 64, 4, torch.float16),
+        (6, 64, 32, torch.bfloat16),
+        (7, 128, 16, torch.bfloat16),
+        (8, 128, 16, torch.bfloat16),
+        (2, 64, 4, torch.float32),
+        (4, 128, 16, torch.float32),
+        (2, 256, 16, torch.bfloat16),
         (16, 128, 16, torch.bfloat16),
     ],
-)  # fmt: skip
+)
 def test_thousands_of_positions(G, D, page_size, dtype):
-    case = make_case([(0, 2001, 300), (77, 1500, 1)], G=G, D=D, layout=PageLayout(page_size), top_k=20, dtype=dtype)
+    case = make_case(
+        [(0, 2001, 300), (77, 1500, 1)],
+        G=G,
+        D=D,
+        layout=PageLayout(page_size),
+        top_k=20,
+        dtype=dtype,
+    )
     check_selection(case)
     check(case, dtype)
     first, second = (case.results("triton", dtype) for _ in range(2))
@@ -344,18 +449,28 @@ def test_thousands_of_positions(G, D, page_size, dtype):
 @pytest.mark.gpu
 def test_memory_and_many_chunks_at_32k():
     case = make_case([(0, 32_768, 300)], K=8, G=2, D=128, top_k=253, dtype=torch.bfloat16)
-    case = replace(case, q=torch.randn_like(case.q), k=torch.randn_like(case.k), v=torch.randn_like(case.v))
+    case = replace(
+        case, q=torch.randn_like(case.q), k=torch.randn_like(case.k), v=torch.randn_like(case.v)
+    )
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     rows = (case.start, case.length, case.prompt, case.top_k)
     with torch.no_grad():
-        out = teacher_forced(case.q, case.k, case.v, *rows, layout=case.layout, implementation="triton")
+        out = teacher_forced(
+            case.q, case.k, case.v, *rows, layout=case.layout, implementation="triton"
+        )
     assert torch.cuda.max_memory_allocated() - before < 700 * 2**20
-    # The last positions once more, by the reference, in a call that has only them as queries after the prompt.
+    # The last positions once more, by the reference, in a call that has only them as queries after
+    # the prompt.
     t = torch.tensor([300, 5000, 20_000, 32_767], device=DEVICE)
     picked = reference.decode(
-        case.q[0, :, t].transpose(0, 1).float(), *(x.float().expand(4, -1, -1, -1) for x in (case.k, case.v)), None,
-        t + 1, torch.full((4,), 253, device=DEVICE), case.layout, 128**-0.5,
-    )  # fmt: skip
+        case.q[0, :, t].transpose(0, 1).float(),
+        *(x.float().expand(4, -1, -1, -1) for x in (case.k, case.v)),
+        None,
+        t + 1,
+        torch.full((4,), 253, device=DEVICE),
+        case.layout,
+        128**-0.5,
+    )
     # Landmarks are rounded to bfloat16 here and not there: a page in a thousand may change places.
     assert (out[0, :, t].transpose(0, 1).float() - picked).abs().mean() < 2e-3

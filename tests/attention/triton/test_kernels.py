@@ -1,14 +1,17 @@
-"""The decode kernels against the reference: on a GPU, or Triton's in their interpreter when TRITON_INTERPRET=1.
+"""The decode kernels against the reference: on a GPU, or Triton's in their interpreter when
+TRITON_INTERPRET=1.
 
-``test_interpreted.py`` runs this file in the interpreter, which has to be switched on before triton is
-imported. Queries and landmarks hold small integers, so scores are exact in float32 whatever the order of
-summation, ties are everywhere, and the selected pages must be *equal* to the reference's. Every buffer holds NaN
-wherever a sequence has no token.
+``test_interpreted.py`` runs this file in the interpreter, which has to be switched on before triton
+is imported. Queries and landmarks hold small integers, so scores are exact in float32 whatever the
+order of summation, ties are everywhere, and the selected pages must be *equal* to the reference's.
+Every buffer holds NaN wherever a sequence has no token.
 
-Error bound: the kernel's error against the reference in float64 is at most twice that of the reference run in the
-kernel's own precision on the same inputs, plus half a unit in the last place of the result's dtype.
+Error bound: the kernel's error against the reference in float64 is at most twice that of the
+reference run in the kernel's own precision on the same inputs, plus half a unit in the last place
+of the result's dtype.
 
-Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, M blocks.
+Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, M
+blocks.
 """
 
 import os
@@ -25,7 +28,10 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 if INTERPRETED:
     from tests.attention.triton import triton_interpreter  # noqa: F401
 else:
-    pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+    pytestmark = [
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ]
 
 from sparrow.attention import (  # noqa: E402
     CachedLayers,
@@ -47,12 +53,21 @@ from sparrow.schedule import ALL_PAGES  # noqa: E402
 
 ONE = LaunchConfig(16, 1, 1, 4, 32, 2, 24, 4, 64, 128, 132)  # programs that rank an item
 FP8, E4M3, INT8 = PageLayout(landmark_dtype="fp8_e4m3"), torch.float8_e4m3fn, torch.int8
-CACHES = pytest.mark.parametrize("cache_dtype", [None, E4M3, INT8], ids=["16-bit cache", "fp8 cache", "int8 cache"])
+CACHES = pytest.mark.parametrize(
+    "cache_dtype", [None, E4M3, INT8], ids=["16-bit cache", "fp8 cache", "int8 cache"]
+)
 THREE = LaunchConfig(16, 2, 3, 4, 32, 1, 24, 4, 64, 128, 132)
 CUDA = cuda.CudaConfig(4, 3, 2)
-CUDA_CONFIGS = [] if INTERPRETED else [CUDA, cuda.CudaConfig(2, 1, 4), cuda.CudaConfig(8, 1, 1, parts=3, part_pages=2)]
+CUDA_CONFIGS = (
+    []
+    if INTERPRETED
+    else [CUDA, cuda.CudaConfig(2, 1, 4), cuda.CudaConfig(8, 1, 1, parts=3, part_pages=2)]
+)
 TRITON = [pytest.param(ONE, id="one"), pytest.param(THREE, id="three")]
-PATHS = [*TRITON, *(pytest.param(c, id=f"cuda {c.warps} {c.stages} {c.resident}") for c in CUDA_CONFIGS)]
+PATHS = [
+    *TRITON,
+    *(pytest.param(c, id=f"cuda {c.warps} {c.stages} {c.resident}") for c in CUDA_CONFIGS),
+]
 Config = LaunchConfig | cuda.CudaConfig | None
 LENGTHS = [0, 1, 5, 15, 16, 17, 40, 47, 48, 49, 200, 256, 333, 517]
 
@@ -74,28 +89,45 @@ class Case:
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return (
-            self.q, self.k_cache, self.v_cache, self.landmark_cache, self.table, self.length,
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.landmark_cache,
+            self.table,
+            self.length,
             self.top_k,
-        )  # fmt: skip
+        )
 
     def batch(self, out: torch.Tensor | None = None) -> DecodeBatch:
         out = torch.empty_like(self.q) if out is None else out
-        return DecodeBatch(*self.inputs(), out, self.layout, self.q.shape[-1] ** -0.5, self.scales, self.budgets)
+        return DecodeBatch(
+            *self.inputs(), out, self.layout, self.q.shape[-1] ** -0.5, self.scales, self.budgets
+        )
 
     def expected(self, dtype: torch.dtype) -> torch.Tensor:
         """The reference with queries in ``dtype``, on the CPU."""
         q, *rest = (x.cpu() for x in self.inputs())
         names = ("k_cache", "v_cache", "landmark_cache", "table", "length", "top_k")
         scales = self.scales and CacheScales(*(x.cpu() for x in (self.scales.k, self.scales.v)))
-        own = dict(zip(names, rest, strict=True), budgets=None if self.budgets is None else self.budgets.cpu())
+        own = dict(
+            zip(names, rest, strict=True),
+            budgets=None if self.budgets is None else self.budgets.cpu(),
+        )
         return reference.run(replace(self, q=q.to(dtype), scales=scales, **own).batch())
 
 
 def make_caches(
-    kind: str, blocks: int, K: int, block_tokens: int, D: int, layout: PageLayout, dtype: torch.dtype,
+    kind: str,
+    blocks: int,
+    K: int,
+    block_tokens: int,
+    D: int,
+    layout: PageLayout,
+    dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Keys, values and landmarks as views of one NaN-filled allocation; the landmarks in each block's padded tail.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys, values and landmarks as views of one NaN-filled allocation; the landmarks in each
+    block's padded tail.
 
     ``make_scales`` has the room for scales of keys and values in int8 before them.
     """
@@ -105,26 +137,40 @@ def make_caches(
     before_marks = size + 2 * block_tokens * K * (dtype == INT8)
     stride = before_marks + pages * K * D * max(1, mark.itemsize // dtype.itemsize) + tail
     if dtype == torch.int8:
-        memory = torch.full((blocks * stride,), -128, dtype=dtype, device=DEVICE)  # which no token has
+        memory = torch.full(
+            (blocks * stride,), -128, dtype=dtype, device=DEVICE
+        )  # which no token has
     else:
         memory = torch.full((blocks * stride,), float("nan"), device=DEVICE).to(dtype)
     if kind == "2NHD":  # keys and values as two planes: (blocks, 2, N, H, D)
-        kv = memory.as_strided((blocks, 2, block_tokens, K, D), (stride, block_tokens * K * D, K * D, D, 1))
+        kv = memory.as_strided(
+            (blocks, 2, block_tokens, K, D), (stride, block_tokens * K * D, K * D, D, 1)
+        )
         k, v = kv[:, 0].transpose(1, 2), kv[:, 1].transpose(1, 2)
     elif kind == "HN2D":  # vLLM 0.26 and later: (blocks, H, N, 2 D)
-        kv = memory.as_strided((blocks, K, block_tokens, 2 * D), (stride, block_tokens * 2 * D, 2 * D, 1))
+        kv = memory.as_strided(
+            (blocks, K, block_tokens, 2 * D), (stride, block_tokens * 2 * D, 2 * D, 1)
+        )
         k, v = kv.split(D, dim=-1)
     else:  # NH2D: tokens before heads
-        kv = memory.as_strided((blocks, block_tokens, K, 2 * D), (stride, K * 2 * D, 2 * D, 1)).transpose(1, 2)
+        kv = memory.as_strided(
+            (blocks, block_tokens, K, 2 * D), (stride, K * 2 * D, 2 * D, 1)
+        ).transpose(1, 2)
         k, v = kv.split(D, dim=-1)
     in_marks = [n * dtype.itemsize // mark.itemsize for n in (stride, before_marks)]
-    marks = memory.view(mark).as_strided((blocks, pages, K, D), (in_marks[0], K * D, D, 1), in_marks[1])
-    marks.view(torch.uint8 if mark.itemsize == 1 else torch.int16).fill_(0x7F if mark.itemsize == 1 else 0x7FFF)  # NaN
+    marks = memory.view(mark).as_strided(
+        (blocks, pages, K, D), (in_marks[0], K * D, D, 1), in_marks[1]
+    )
+    marks.view(torch.uint8 if mark.itemsize == 1 else torch.int16).fill_(
+        0x7F if mark.itemsize == 1 else 0x7FFF
+    )  # NaN
     return k, v, marks
 
 
 def make_scales(k: torch.Tensor) -> CacheScales:
-    """Room for the scales of a cache in int8 from ``make_caches``; 255, which reads as NaN, where no token is."""
+    """Room for the scales of a cache in int8 from ``make_caches``; 255, which reads as NaN, where
+    no token is.
+    """
     blocks, K, N, D = k.shape
     memory = torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(
         k.untyped_storage(), 2 * K * N * D, (blocks, K, 2, N), (k.stride(0), 2 * N, N, 1)
@@ -147,7 +193,7 @@ def make_case(
     K: int = 2,
     G: int = 2,
     D: int = 64,
-    layout: PageLayout = PageLayout(),  # noqa: B008
+    layout: PageLayout = PageLayout(),
     pages_per_block: int = 1,
     dtype: torch.dtype = torch.float16,
     kind: str = "HN2D",
@@ -157,7 +203,9 @@ def make_case(
     spread: int = 3,
     budgets: tuple[float, ...] = (),
 ) -> Case:
-    """Random keys and values; those in int8 differ by up to 2^``spread`` between tokens, a few values are all zero."""
+    """Random keys and values; those in int8 differ by up to 2^``spread`` between tokens, a few
+    values are all zero.
+    """
     rng = torch.Generator().manual_seed(seed)
     P, B = layout.page_size, len(lengths)
     block_tokens = P * pages_per_block
@@ -165,7 +213,9 @@ def make_case(
     blocks = sum(needed) + extra_blocks
     k, v, marks = make_caches(kind, blocks, K, block_tokens, D, layout, dtype, cache_dtype)
     scales = (
-        CacheScales(*(2.0 ** (torch.arange(K) % 3 - i).to(DEVICE) for i in (4, 1))) if cache_dtype == E4M3 else None
+        CacheScales(*(2.0 ** (torch.arange(K) % 3 - i).to(DEVICE) for i in (4, 1)))
+        if cache_dtype == E4M3
+        else None
     )
     scales = make_scales(k) if cache_dtype == INT8 else scales
     order = torch.randperm(blocks, generator=rng)
@@ -176,28 +226,49 @@ def make_case(
         used += needed[b]
         table[b, : needed[b]] = ids
         token = torch.arange(length)
-        at = (ids[token // block_tokens].to(DEVICE), slice(None), (token % block_tokens).to(DEVICE))  # [length, K, ...]
+        at = (
+            ids[token // block_tokens].to(DEVICE),
+            slice(None),
+            (token % block_tokens).to(DEVICE),
+        )  # [length, K, ...]
         for i, cache in enumerate((k, v)):
             entries = torch.randn(length, K, D, generator=rng).to(DEVICE)
             if cache_dtype == INT8:
                 loud = torch.randint(0, spread if i else 2, (length, K, 1), generator=rng)
-                entries = entries * ((loud < 1) | (torch.rand(length, K, 1, generator=rng) > 0.1)).to(DEVICE)
-                entries, (scales.k, scales.v)[i][at] = to_int8((entries * 2.0 ** loud.to(DEVICE)).to(dtype))
+                entries = entries * (
+                    (loud < 1) | (torch.rand(length, K, 1, generator=rng) > 0.1)
+                ).to(DEVICE)
+                entries, (scales.k, scales.v)[i][at] = to_int8(
+                    (entries * 2.0 ** loud.to(DEVICE)).to(dtype)
+                )
             elif scales is not None:
                 entries = entries / (scales.k, scales.v)[i][:, None]
             put(cache, at, entries.to(cache.dtype))
         page = torch.arange(length // P)
-        values = torch.randint(-3, 4, (len(page), K, D), generator=rng).to(DEVICE, dtype).to(marks.dtype)
-        put(marks, (ids[page // pages_per_block].to(DEVICE), (page % pages_per_block).to(DEVICE)), values)
+        values = (
+            torch.randint(-3, 4, (len(page), K, D), generator=rng).to(DEVICE, dtype).to(marks.dtype)
+        )
+        put(
+            marks,
+            (ids[page // pages_per_block].to(DEVICE), (page % pages_per_block).to(DEVICE)),
+            values,
+        )
     q_BKGD = torch.randint(-2, 3, (B, K, G, D), generator=rng)
     q_BKGD[:, :, 0] -= q_BKGD.sum(2) % G  # a group's mean is an integer
     qkv = torch.full((B, (G + 2) * K, D), float("nan"), dtype=dtype, device=DEVICE)
     qkv[:, : K * G] = q_BKGD.flatten(1, 2).to(DEVICE, dtype)
     return Case(
-        qkv[:, : K * G], k, v, marks, table.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        torch.tensor(top_k, dtype=torch.int32, device=DEVICE), layout, scales,
+        qkv[:, : K * G],
+        k,
+        v,
+        marks,
+        table.to(DEVICE),
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        torch.tensor(top_k, dtype=torch.int32, device=DEVICE),
+        layout,
+        scales,
         torch.tensor(budgets, device=DEVICE).mul(256).int() if budgets else None,
-    )  # fmt: skip
+    )
 
 
 def make_workspace(case: Case) -> DecodeWorkspace:
@@ -210,11 +281,15 @@ def make_workspace(case: Case) -> DecodeWorkspace:
     workspace.plan = torch.empty(3 * B + 500, 8, dtype=torch.int32, device=DEVICE)
     for buffer in (workspace.rows, workspace.partial, workspace.stats):
         buffer.fill_(float("nan"))
-    workspace.plan.fill_(-(2**20))  # no row: who reads what was not planned reads outside the tensors
+    workspace.plan.fill_(
+        -(2**20)
+    )  # no row: who reads what was not planned reads outside the tensors
     return workspace
 
 
-def decode(config: Config, batch: DecodeBatch, workspace: DecodeWorkspace, reuse_plan: bool = False) -> torch.Tensor:
+def decode(
+    config: Config, batch: DecodeBatch, workspace: DecodeWorkspace, reuse_plan: bool = False
+) -> torch.Tensor:
     """By the implementation that ``config`` is for."""
     if isinstance(config, cuda.CudaConfig):
         cuda.check(batch, workspace)
@@ -224,7 +299,9 @@ def decode(config: Config, batch: DecodeBatch, workspace: DecodeWorkspace, reuse
 
 
 def run(case: Case, config: Config, workspace: DecodeWorkspace | None = None) -> torch.Tensor:
-    """The kernels' output, written into a strided, NaN-filled view; the counters must be back at zero."""
+    """The kernels' output, written into a strided, NaN-filled view; the counters must be back at
+    zero.
+    """
     workspace = workspace or make_workspace(case)
     B, H, D = case.q.shape
     wide = torch.full((B, H + 1, D), float("nan"), dtype=case.q.dtype, device=DEVICE)
@@ -242,9 +319,13 @@ def check(case: Case, config: Config) -> None:
         assert torch.equal(out, run(case, config))
     exact, low = case.expected(torch.float64), case.expected(case.q.dtype).double()
     error = (out.cpu().double() - exact).norm(dim=-1)
-    bound = 2 * (low - exact).norm(dim=-1).amax() + torch.finfo(out.dtype).eps / 2 * exact.norm(dim=-1)
+    bound = 2 * (low - exact).norm(dim=-1).amax() + torch.finfo(out.dtype).eps / 2 * exact.norm(
+        dim=-1
+    )
     worst = (error - bound).argmax()
-    assert (error <= bound).all(), f"error {error.flatten()[worst]:.2e} over the bound {bound.flatten()[worst]:.2e}"
+    assert (error <= bound).all(), (
+        f"error {error.flatten()[worst]:.2e} over the bound {bound.flatten()[worst]:.2e}"
+    )
 
 
 def kept_pages(workspace: DecodeWorkspace, item: int, count: int) -> list[int]:
@@ -259,14 +340,21 @@ def test_every_length(config, top_k):
 
 @pytest.mark.parametrize("config", PATHS)
 def test_rows_of_a_batch_have_their_own_length_and_budget(config):
-    check(make_case([517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], pages_per_block=2), config)
+    check(
+        make_case([517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], pages_per_block=2),
+        config,
+    )
 
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("split", [False, True], ids=["as shipped", "small parts"])
-@pytest.mark.parametrize("budgets", [(0.0, 4.0, 0.125, 1.0), (1.5, 0.5, 1.0, 1.0), (64.0, 0.0, 1 / 256, 3.9)])
+@pytest.mark.parametrize(
+    "budgets", [(0.0, 4.0, 0.125, 1.0), (1.5, 0.5, 1.0, 1.0), (64.0, 0.0, 1 / 256, 3.9)]
+)
 def test_heads_have_budgets_of_their_own(config, split, budgets):
-    """Rows where some heads keep every page and others do not, in one part or in many, and some none by score."""
+    """Rows where some heads keep every page and others do not, in one part or in many, and some
+    none by score.
+    """
     case = make_case(
         [700, 517, 0, 333, 333, 48, 200, 16],
         [8, 3, 5, ALL_PAGES, 0, 1, 9, 300],
@@ -275,9 +363,9 @@ def test_heads_have_budgets_of_their_own(config, split, budgets):
         budgets=budgets,
     )
     exact = case.expected(torch.float64)
-    assert (exact != replace(case, budgets=None).expected(torch.float64)).flatten(1).any(1).tolist() == [
-        row not in (2, 3, 4, 5, 7) for row in range(8)
-    ]
+    assert (exact != replace(case, budgets=None).expected(torch.float64)).flatten(1).any(
+        1
+    ).tolist() == [row not in (2, 3, 4, 5, 7) for row in range(8)]
     check(case, small_parts(config) if split else config)
 
 
@@ -322,39 +410,62 @@ SHAPES = [
     (16, 64, 32, 2, torch.float16, "2NHD", THREE),
     (16, 80, 16, 1, torch.bfloat16, "2NHD", ONE),
     (1, 256, 64, 2, torch.float16, "NH2D", THREE),
-    *(() if INTERPRETED else (
-        (1, 64, 16, 1, torch.float16, "HN2D", CUDA),
-        (3, 128, 16, 4, torch.float16, "2NHD", CUDA),
-        (5, 64, 16, 2, torch.bfloat16, "NH2D", CUDA),
-        (8, 128, 16, 1, torch.bfloat16, "HN2D", CUDA),
-    )),
-]  # fmt: skip
+    *(
+        ()
+        if INTERPRETED
+        else (
+            (1, 64, 16, 1, torch.float16, "HN2D", CUDA),
+            (3, 128, 16, 4, torch.float16, "2NHD", CUDA),
+            (5, 64, 16, 2, torch.bfloat16, "NH2D", CUDA),
+            (8, 128, 16, 1, torch.bfloat16, "HN2D", CUDA),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
 @CACHES
 @pytest.mark.parametrize("G, D, P, per_block, dtype, kind, config", SHAPES)
-def test_shapes_dtypes_and_cache_layouts(G, D, P, per_block, dtype, kind, config, cache_dtype, landmark_dtype):
+def test_shapes_dtypes_and_cache_layouts(
+    G, D, P, per_block, dtype, kind, config, cache_dtype, landmark_dtype
+):
     layout = PageLayout(P, landmark_dtype=landmark_dtype)
     case = make_case(
-        [0, 37, 19 * P + 3], [2, 2, 5], K=2, G=G, D=D, layout=layout, pages_per_block=per_block, dtype=dtype,
-        kind=kind, cache_dtype=cache_dtype,
-    )  # fmt: skip
+        [0, 37, 19 * P + 3],
+        [2, 2, 5],
+        K=2,
+        G=G,
+        D=D,
+        layout=layout,
+        pages_per_block=per_block,
+        dtype=dtype,
+        kind=kind,
+        cache_dtype=cache_dtype,
+    )
     check(case, config)
     if not INTERPRETED:
-        check(replace(case, budgets=torch.tensor([640, 128], dtype=torch.int32, device=DEVICE)), config)
+        check(
+            replace(case, budgets=torch.tensor([640, 128], dtype=torch.int32, device=DEVICE)),
+            config,
+        )
 
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_cache_in_8_bits(config, dtype):
-    case = make_case([517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], dtype=dtype, cache_dtype=E4M3)
+    case = make_case(
+        [517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], dtype=dtype, cache_dtype=E4M3
+    )
     check(case, config)
     before, scales = run(case, config).clone(), case.scales
     # Powers of 2 in the scales are powers of 2 in queries and results, so this holds to the bit.
-    assert torch.equal(run(replace(case, scales=CacheScales(scales.k, scales.v * 4)), config), before * 4)
+    assert torch.equal(
+        run(replace(case, scales=CacheScales(scales.k, scales.v * 4)), config), before * 4
+    )
     case.q.mul_(0.5)
-    assert torch.equal(run(replace(case, scales=CacheScales(scales.k * 2, scales.v)), config), before)
+    assert torch.equal(
+        run(replace(case, scales=CacheScales(scales.k * 2, scales.v)), config), before
+    )
     # Queries beyond float16's range, and a group whose queries are all zero.
     if dtype == torch.bfloat16:
         case.q.mul_(2.0**41)
@@ -366,15 +477,22 @@ def test_a_cache_in_8_bits(config, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("spread", [8, 21])
 def test_a_cache_in_int8(config, dtype, spread):
-    """Values whose scales differ by 2^20, among them some that are all zero; keys and values tiny and huge."""
-    shape = dict(dtype=dtype, cache_dtype=INT8, spread=min(spread, 13) if dtype == torch.float16 else spread)
-    case = make_case([517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], pages_per_block=2, **shape)
+    """Values whose scales differ by 2^20, among them some that are all zero; keys and values tiny
+    and huge.
+    """
+    shape = dict(
+        dtype=dtype, cache_dtype=INT8, spread=min(spread, 13) if dtype == torch.float16 else spread
+    )
+    case = make_case(
+        [517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], pages_per_block=2, **shape
+    )
     assert set(case.scales.v.flatten().tolist()) > {255, 77 if dtype == torch.bfloat16 else 103}
     check(case, config)
     check(case, small_parts(config))
     case.scales.v[case.scales.v < 130] -= 20 if dtype == torch.bfloat16 else 0
     check(case, config)
-    # Keys that the queries make up for; queries beyond float16's range, and a group whose queries are all zero.
+    # Keys that the queries make up for; queries beyond float16's range, and a group whose queries
+    # are all zero.
     if dtype == torch.bfloat16:
         case.q.mul_(2.0**41)
         case.q[2] = 0
@@ -410,7 +528,9 @@ def test_a_row_of_zeros_in_int8_is_zero(config):
 def test_every_key_and_value_in_8_bits_is_read_exactly(config, cache_dtype):
     every = torch.arange(256, dtype=torch.uint8).view(cache_dtype).float()
     every = every[~every.isnan() & (every > -128 if cache_dtype == INT8 else True)].to(DEVICE)
-    case = make_case([len(every)], [ALL_PAGES], K=1, G=1, dtype=torch.float16, cache_dtype=cache_dtype)
+    case = make_case(
+        [len(every)], [ALL_PAGES], K=1, G=1, dtype=torch.float16, cache_dtype=cache_dtype
+    )
 
     def scaled(k_scale: float, v_scale: float) -> Case:
         if cache_dtype == E4M3:
@@ -427,7 +547,8 @@ def test_every_key_and_value_in_8_bits_is_read_exactly(config, cache_dtype):
         rows[: len(every)] = x_TD
         cache[blocks, 0] = rows.view(-1, 16, 64).to(cache_dtype)
 
-    case.q.zero_()  # all tokens weigh the same: each dimension holds one of them, times what is left of the mean
+    # all tokens weigh the same: each dimension holds one of them, times what is left of the mean
+    case.q.zero_()
     for first in range(0, len(every), 64):
         own = torch.arange(64, device=DEVICE) + first
         held = torch.zeros(len(every), 64, device=DEVICE)
@@ -443,7 +564,10 @@ def test_every_key_and_value_in_8_bits_is_read_exactly(config, cache_dtype):
     k_scale = 2**-3 if cache_dtype == E4M3 else 2**-2
     expected = (every.double() * k_scale / 8).softmax(0)
     for t in range(0, len(every), 5):
-        fill(case.v_cache, (torch.arange(len(every), device=DEVICE) == t)[:, None] * torch.ones(64, device=DEVICE))
+        fill(
+            case.v_cache,
+            (torch.arange(len(every), device=DEVICE) == t)[:, None] * torch.ones(64, device=DEVICE),
+        )
         weight = run(scaled(k_scale, 1.0), config)[0, 0]
         assert torch.allclose(weight.double(), expected[t].expand(64), rtol=2e-3, atol=1e-7)
 
@@ -452,7 +576,11 @@ def test_every_key_and_value_in_8_bits_is_read_exactly(config, cache_dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_ranking_by_landmarks_in_8_bits(config, dtype):
     case = make_case(
-        [517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], layout=FP8, pages_per_block=2, dtype=dtype
+        [517, 0, 333, 333, 48, 200],
+        [3, 5, ALL_PAGES, 0, 1, 9],
+        layout=FP8,
+        pages_per_block=2,
+        dtype=dtype,
     )
     check(case, config)
     # Queries beyond float16's range, and a group whose queries are all zero.
@@ -474,18 +602,29 @@ def test_the_shipped_table_serves_small_and_large_batches():
     check(make_case([40] * 50 + [100], [1] * 51, K=4, G=1), None)
 
 
-def scored_case(scores: list[float], top_k: int, dtype: torch.dtype, layout: PageLayout = PageLayout()) -> Case:  # noqa: B008
-    """One sequence whose page n is scored ``scores[n]``: the query picks dimension 0 of the landmarks."""
-    case = make_case([16 * len(scores)], [top_k], K=1, G=1, dtype=dtype, layout=layout, extra_blocks=0)
+def scored_case(
+    scores: list[float], top_k: int, dtype: torch.dtype, layout: PageLayout = PageLayout()
+) -> Case:
+    """One sequence whose page n is scored ``scores[n]``: the query picks dimension 0 of the
+    landmarks.
+    """
+    case = make_case(
+        [16 * len(scores)], [top_k], K=1, G=1, dtype=dtype, layout=layout, extra_blocks=0
+    )
     case.q.zero_()
     case.q[..., 0] = 1
     scores_N = torch.tensor(scores, device=DEVICE, dtype=dtype)
-    marks_ND = torch.copysign(torch.zeros(len(scores), 64, device=DEVICE, dtype=dtype), scores_N[:, None])
-    marks_ND[:, 0] = scores_N  # and zeros of its sign, so that -0.0 stays -0.0 when the products are added
+    marks_ND = torch.copysign(
+        torch.zeros(len(scores), 64, device=DEVICE, dtype=dtype), scores_N[:, None]
+    )
+    marks_ND[:, 0] = (
+        scores_N  # and zeros of its sign, so that -0.0 stays -0.0 when the products are added
+    )
     # As bytes: not every torch assigns to an index in 8 bits.
-    cache, marks = (x.view(torch.uint8 if layout is FP8 else x.dtype) for x in (
-        case.landmark_cache, marks_ND.to(case.landmark_cache.dtype)
-    ))  # fmt: skip
+    cache, marks = (
+        x.view(torch.uint8 if layout is FP8 else x.dtype)
+        for x in (case.landmark_cache, marks_ND.to(case.landmark_cache.dtype))
+    )
     cache[case.table[0, : len(scores)].long(), 0, 0] = marks
     return case
 
@@ -495,7 +634,7 @@ def check_selection(
     top_k: int,
     config: Config,
     dtype: torch.dtype = torch.bfloat16,
-    layout: PageLayout = PageLayout(),  # noqa: B008
+    layout: PageLayout = PageLayout(),
     budgets: torch.Tensor | None = None,
 ) -> None:
     budgets = budgets if budgets is None else budgets.to(DEVICE)
@@ -506,9 +645,12 @@ def check_selection(
     run(case, config, workspace)
     rounded = torch.tensor(scores).to(dtype).float()
     keep_N = select_pages(
-        rounded[None, None, None], torch.tensor([[16 * len(scores)]]), torch.tensor([[top_k]]), case.layout,
+        rounded[None, None, None],
+        torch.tensor([[16 * len(scores)]]),
+        torch.tensor([[top_k]]),
+        case.layout,
         budgets if budgets is None else budgets.cpu(),
-    )[0, 0, 0]  # fmt: skip
+    )[0, 0, 0]
     if budgets is not None:
         check(case, config)
     if keep_N.all():
@@ -557,13 +699,16 @@ def test_every_landmark_in_8_bits_is_read_exactly(config, dtype):
 @given(
     st.lists(
         st.one_of(
-            st.integers(-2, 2).map(float), st.floats(-1e4, 1e4, width=16), st.floats(-(2.0**127), 2.0**127, width=32)
+            st.integers(-2, 2).map(float),
+            st.floats(-1e4, 1e4, width=16),
+            st.floats(-(2.0**127), 2.0**127, width=32),
         ),
-        min_size=1, max_size=50,
+        min_size=1,
+        max_size=50,
     ),
     st.integers(0, 55),
     st.sampled_from([ONE, THREE] if INTERPRETED else [ONE, THREE, CUDA]),
-)  # fmt: skip
+)
 def test_selection_is_exact(scores, top_k, config):
     check_selection(scores, top_k, config)
 
@@ -573,29 +718,41 @@ def test_a_full_budget_is_the_dense_result_bit_for_bit():
     dense = run(case, ONE)
     case.top_k[:] = torch.tensor([-(-333 // 16) - 3, -(-517 // 16) - 3])
     assert torch.equal(run(case, ONE), dense)
-    assert torch.equal(dense, run(replace(case, landmark_cache=torch.zeros_like(case.landmark_cache)), ONE))
+    assert torch.equal(
+        dense, run(replace(case, landmark_cache=torch.zeros_like(case.landmark_cache)), ONE)
+    )
 
 
 def small_parts(config: Config) -> Config:
-    return replace(config, part_pages=2) if isinstance(config, cuda.CudaConfig) else replace(config, part_tokens=32)
+    return (
+        replace(config, part_pages=2)
+        if isinstance(config, cuda.CudaConfig)
+        else replace(config, part_tokens=32)
+    )
 
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("top_k", [2, ALL_PAGES])
 def test_long_rows_are_shared_out(config, top_k):
     """Rows far longer than the mean, dense and ranked, and more work than the programs of a launch."""
-    case = make_case([700, 17, 64, 333, 40], [ALL_PAGES, 1, ALL_PAGES, top_k, 3], G=3, pages_per_block=2)
+    case = make_case(
+        [700, 17, 64, 333, 40], [ALL_PAGES, 1, ALL_PAGES, top_k, 3], G=3, pages_per_block=2
+    )
     fine = small_parts(config)
     check(case, fine)
     if isinstance(fine, LaunchConfig):
         check(case, replace(fine, extra_programs=4))
-    case = make_case([700, 17, 64, 333, 40], [3 * top_k + 20, 1, 0, 1, 3] if top_k == 2 else [top_k] * 5)
+    case = make_case(
+        [700, 17, 64, 333, 40], [3 * top_k + 20, 1, 0, 1, 3] if top_k == 2 else [top_k] * 5
+    )
     check(case, fine)
 
 
 def test_extra_programs_without_a_plan_are_refused():
     case = make_case([100], [2], K=8)
-    with pytest.raises(ValueError, match="extra programs must be a multiple of the 8 kv heads, got 20"):
+    with pytest.raises(
+        ValueError, match="extra programs must be a multiple of the 8 kv heads, got 20"
+    ):
         decode(replace(ONE, extra_programs=20), case.batch(), make_workspace(case))
 
 
@@ -603,16 +760,32 @@ def test_extra_programs_without_a_plan_are_refused():
 @pytest.mark.parametrize("target", [5, 6, 20])
 @pytest.mark.parametrize(
     "lengths",
-    [[900] * 5, [900, 880, 860, 840, 820], [3000, 700, 2000, 60, 1200], [5000, 1, 0, 16, 17], [130, 100, 90, 80, 70]],
+    [
+        [900] * 5,
+        [900, 880, 860, 840, 820],
+        [3000, 700, 2000, 60, 1200],
+        [5000, 1, 0, 16, 17],
+        [130, 100, 90, 80, 70],
+    ],
 )
 def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target, P):
     tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     everything = torch.full_like(tokens, ALL_PAGES)
     plan = torch.full((len(lengths) + target, 8), -1, dtype=torch.int32, device=DEVICE)
     resident = len(lengths) + target
-    plan_kernel[(1,)](tokens, everything, plan, len(lengths), target, resident, P, 1, 2, 64, 16, False)
-    entries, slots, largest = [entry[:4] for entry in plan.tolist() if entry[0] < len(lengths)], set(), 0.0
-    assert all(entry[4:6] == [lengths[entry[0]], ALL_PAGES] for entry in plan.tolist() if entry[0] < len(lengths))
+    plan_kernel[(1,)](
+        tokens, everything, plan, len(lengths), target, resident, P, 1, 2, 64, 16, False
+    )
+    entries, slots, largest = (
+        [entry[:4] for entry in plan.tolist() if entry[0] < len(lengths)],
+        set(),
+        0.0,
+    )
+    assert all(
+        entry[4:6] == [lengths[entry[0]], ALL_PAGES]
+        for entry in plan.tolist()
+        if entry[0] < len(lengths)
+    )
     work = [lengths[b] // of // P for b, _, of, _ in entries]
     assert work == sorted(work, reverse=True)
     started = [b for b, part, _, _ in entries if part == 0]
@@ -630,15 +803,24 @@ def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target
 
 @pytest.mark.parametrize(
     "config, dtype",
-    [(config, dtype) for config in (ONE, THREE, *CUDA_CONFIGS) for dtype in (torch.float16, torch.bfloat16)],
+    [
+        (config, dtype)
+        for config in (ONE, THREE, *CUDA_CONFIGS)
+        for dtype in (torch.float16, torch.bfloat16)
+    ],
 )
 @pytest.mark.parametrize("layout", [PageLayout(), FP8], ids=["auto", "fp8"])
 @CACHES
 def test_decoding_completes_landmarks(config, dtype, layout, cache_dtype):
     case = make_case(
-        [48, 47, 0, 64, 5], [0, 9, 1, ALL_PAGES, 2], D=64 if config in CUDA_CONFIGS else 80, pages_per_block=2,
-        dtype=dtype, layout=layout, cache_dtype=cache_dtype,
-    )  # fmt: skip
+        [48, 47, 0, 64, 5],
+        [0, 9, 1, ALL_PAGES, 2],
+        D=64 if config in CUDA_CONFIGS else 80,
+        pages_per_block=2,
+        dtype=dtype,
+        layout=layout,
+        cache_dtype=cache_dtype,
+    )
     if cache_dtype is not None:
         case.k_cache.copy_(torch.randint(-8, 9, case.k_cache.shape).float().to(cache_dtype))
     if cache_dtype == INT8:
@@ -648,13 +830,19 @@ def test_decoding_completes_landmarks(config, dtype, layout, cache_dtype):
         case.k_cache.copy_(torch.randint(-8, 9, case.k_cache.shape))
         case.k_cache[..., :5] *= 128
     expected = case.landmark_cache.clone()
-    slots = torch.tensor([case.table[b, 1] * 32 + at for b, at in ((0, 15), (3, 31))], device=DEVICE)
+    slots = torch.tensor(
+        [case.table[b, 1] * 32 + at for b, at in ((0, 15), (3, 31))], device=DEVICE
+    )
     layer = (case.k_cache, expected, *([case.scales.k] if cache_dtype == INT8 else []))
     update_landmarks(CachedLayers([layer]), slots, layout=case.layout, implementation="triton")
-    assert not torch.equal(expected.float().nan_to_num(7.0), case.landmark_cache.float().nan_to_num(7.0))
+    assert not torch.equal(
+        expected.float().nan_to_num(7.0), case.landmark_cache.float().nan_to_num(7.0)
+    )
     by_reference = case.landmark_cache.cpu().clone()
     run(case, config)
-    assert torch.equal(case.landmark_cache.float().nan_to_num(7.0), expected.float().nan_to_num(7.0))
+    assert torch.equal(
+        case.landmark_cache.float().nan_to_num(7.0), expected.float().nan_to_num(7.0)
+    )
     replace(case, landmark_cache=by_reference).expected(case.q.dtype)
     error = (by_reference.float() - expected.cpu().float()).nan_to_num(0.0).abs()
     eps = 0.0 if layout is FP8 else torch.finfo(dtype).eps
@@ -666,7 +854,8 @@ def test_decoding_completes_landmarks(config, dtype, layout, cache_dtype):
 def test_landmarks_in_8_bits_are_the_references(kind, dtype):
     P, K, D, layout = 8, 2, 80, PageLayout(8, landmark_dtype="fp8_e4m3")
     k, _, marks = make_caches(kind, 6, K, 2 * P, D, layout, dtype)
-    # Multiples of 2^-10, whose sums are exact; means from below e4m3's smallest value to beyond its largest.
+    # Multiples of 2^-10, whose sums are exact; means from below e4m3's smallest value to beyond its
+    # largest.
     scale = 2.0 ** (torch.arange(6) * 4 - 10)
     k[:] = (torch.randint(-8, 9, k.shape) * scale[:, None, None, None]).to(DEVICE, dtype)
     expected = marks.clone()
@@ -683,18 +872,25 @@ def test_landmarks_are_recomputed_when_a_page_is_completed(kind, dtype):
     P, per_block, K, D = 8, 2, 2, 80
     k, _, marks = make_caches(kind, 5, K, P * per_block, D, PageLayout(P), dtype)
     k[:, :, :] = torch.randn(5, K, P * per_block, D).to(DEVICE, dtype)
-    # Page 1 of block 3 and page 0 of block 1 are completed; page 0 of block 4 is not; -1 and -9 are padding.
+    # Page 1 of block 3 and page 0 of block 1 are completed; page 0 of block 4 is not; -1 and -9 are
+    # padding.
     slots = torch.tensor([-1, 3 * 16 + 15, 4 * 16 + 6, -9, 1 * 16 + 6, 1 * 16 + 7], device=DEVICE)
-    update_landmarks(CachedLayers([(k, marks)]), slots, layout=PageLayout(P), implementation="triton")
+    update_landmarks(
+        CachedLayers([(k, marks)]), slots, layout=PageLayout(P), implementation="triton"
+    )
     written = ~marks.float().isnan().all(-1)
     assert written.nonzero().tolist() == [[1, 0, 0], [1, 0, 1], [3, 1, 0], [3, 1, 1]]
     for block, page in ((1, 0), (3, 1)):
         exact = k[block, :, page * P : page * P + P].double().mean(1)
         unit = torch.finfo(dtype).eps
         error = (marks[block, page].double() - exact).abs()
-        assert (error <= unit / 2 * 1.001 * exact.abs() + torch.finfo(dtype).smallest_normal * unit).all()
+        assert (
+            error <= unit / 2 * 1.001 * exact.abs() + torch.finfo(dtype).smallest_normal * unit
+        ).all()
     again = marks.float()
-    update_landmarks(CachedLayers([(k, marks)]), slots.int(), layout=PageLayout(P), implementation="triton")
+    update_landmarks(
+        CachedLayers([(k, marks)]), slots.int(), layout=PageLayout(P), implementation="triton"
+    )
     assert torch.equal(marks.float().nan_to_num(7.0), again.nan_to_num(7.0))
 
 
@@ -709,7 +905,9 @@ def test_landmarks_of_a_long_prefill_equal_the_references_in_all_layers(layout, 
     parts = (x.split(70) for x in (keys, marks, *scales))
     caches = list(zip(*parts, strict=True))  # a layer each, in one allocation
     expected = [(k, marks.clone(), *scale) for k, marks, *scale in caches]
-    slots = torch.cat([torch.arange(5, 600), torch.tensor([-1] * 7), torch.arange(640, 1119)]).to(DEVICE)
+    slots = torch.cat([torch.arange(5, 600), torch.tensor([-1] * 7), torch.arange(640, 1119)]).to(
+        DEVICE
+    )
     assert len(slots) > 1024
     for layer in expected:
         reference.update_landmarks(CachedLayers([layer]), slots, layout)
@@ -735,7 +933,9 @@ def test_tokens_are_stored_in_their_slots(kind):
 @pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
 def test_tokens_are_stored_in_8_bits_as_the_reference_stores_them(kind):
     K, D, slots = 3, 80, torch.tensor([37, -1, 64, 3, 5], device=DEVICE)
-    qkv = torch.randn(5, 9, D).to(DEVICE, torch.bfloat16) * 2.0 ** torch.randint(-12, 6, (5, 9, D)).to(DEVICE)
+    qkv = torch.randn(5, 9, D).to(DEVICE, torch.bfloat16) * 2.0 ** torch.randint(
+        -12, 6, (5, 9, D)
+    ).to(DEVICE)
     key, value = qkv.clamp_(-50, 50)[:, 3:6], qkv[:, 6:]
     key[0, 1, 7], value[2, 2, 5], key[2, 0, 0], value[4, 0, 0] = 1e4, -1e30, 1e30, 448 * 2.0**-3
     scales = CacheScales(*(2.0 ** torch.tensor([-3.0, 0.0, 2.0], device=DEVICE) for _ in "kv"))
@@ -772,13 +972,20 @@ def test_tokens_are_stored_in_int8_as_the_reference_stores_them(kind, dtype):
     for a, b in zip(*stored, strict=True):
         assert torch.equal(a, b)
     (k, v, k_scales, v_scales), _ = stored
-    assert int((k != -128).sum()) == int((v != -128).sum()) == 4 * K * D and int((k_scales < 255).sum()) == 4 * K
-    assert v_scales[4, 2, 0] == 127 and v_scales[0, 0, 3] == 255  # 127 is the largest code of the scale 1; NaN
+    assert (
+        int((k != -128).sum()) == int((v != -128).sum()) == 4 * K * D
+        and int((k_scales < 255).sum()) == 4 * K
+    )
+    assert (
+        v_scales[4, 2, 0] == 127 and v_scales[0, 0, 3] == 255
+    )  # 127 is the largest code of the scale 1; NaN
     assert k[0, 1, 3, [1, 3, 5, 79]].tolist() == [0, 2, 2, 126]
     for t, block, place in ((0, 2, 5), (2, 4, 0), (4, 0, 5)):
         for cache, scale, x in ((k, k_scales, key), (v, v_scales, value)):
             back = from_int8(cache[block, :, place], scale[block, :, place], dtype).double()
-            half_a_step = scale_of(scale[block, :, place])[..., None].double() / 2  # exact, as powers on a GPU are not
+            half_a_step = (
+                scale_of(scale[block, :, place])[..., None].double() / 2
+            )  # exact, as powers on a GPU are not
             assert ((back - x[t].double()).abs() <= half_a_step).all()
 
 
@@ -799,9 +1006,13 @@ def test_decoding_reads_what_was_stored_just_before(config, cache_dtype):
     decode(config, batch, workspace)
     for _ in range(3):
         out.fill_(float("nan"))
-        for cache in (case.k_cache, case.v_cache) if cache_dtype is None else (case.scales.k, case.scales.v):
+        for cache in (
+            (case.k_cache, case.v_cache) if cache_dtype is None else (case.scales.k, case.scales.v)
+        ):
             cache[blocks, :, places] = float("nan") if cache_dtype is None else 255
-        sparrow_triton.store_tokens(*newest, case.k_cache, case.v_cache, blocks * 16 + places, case.scales)
+        sparrow_triton.store_tokens(
+            *newest, case.k_cache, case.v_cache, blocks * 16 + places, case.scales
+        )
         decode(config, batch, workspace, reuse_plan=True)
         assert torch.equal(out, expected)
 
@@ -811,7 +1022,9 @@ def test_the_public_operation_takes_exactly_the_implementation_asked_for():
     workspace = make_workspace(case)
     out = torch.empty_like(case.q)
     options = dict(layout=case.layout, out=out)
-    assert paged_decode(*case.inputs(), implementation="triton", workspace=workspace, **options) is out
+    assert (
+        paged_decode(*case.inputs(), implementation="triton", workspace=workspace, **options) is out
+    )
     assert torch.equal(out, run(case, None))
     cpu = [x.cpu() for x in case.inputs()]
     by_reference = paged_decode(*cpu, layout=case.layout, implementation="reference")
@@ -828,22 +1041,38 @@ def test_the_public_operation_takes_exactly_the_implementation_asked_for():
 
 
 def check_shipped_cuda(one_row: Case) -> None:
-    """Asked for by name, the CUDA kernel decodes one row as it decodes forty: these bits and no others."""
+    """Asked for by name, the CUDA kernel decodes one row as it decodes forty: these bits and no
+    others.
+    """
     for case in (one_row, make_case([333] * 40, [4] * 40, K=4)):
         out, capacity = torch.empty_like(case.q), -(-case.table.shape[1] // 32) * 32
         config = cuda.launch.choose_config(len(case.q) * case.k_cache.shape[1], 64, capacity, H200)
-        paged_decode(*case.inputs(), implementation="cuda", layout=case.layout, out=out, workspace=make_workspace(case))
+        paged_decode(
+            *case.inputs(),
+            implementation="cuda",
+            layout=case.layout,
+            out=out,
+            workspace=make_workspace(case),
+        )
         assert torch.equal(out, run(case, config))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the kernel itself is tested")
 def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
-    """All of a launch but the kernel, which no CPU runs: the division, the macros, and every field of its argument."""
+    """All of a launch but the kernel, which no CPU runs: the division, the macros, and every field
+    of its argument.
+    """
     launched = []
 
     def kernel(defines, shared_bytes, device):
         return lambda programs, threads, arguments: launched.append(
-            (dict(defines), shared_bytes, programs, threads, {f: getattr(arguments, f) for f, _ in arguments._fields_})
+            (
+                dict(defines),
+                shared_bytes,
+                programs,
+                threads,
+                {f: getattr(arguments, f) for f, _ in arguments._fields_},
+            )
         )
 
     monkeypatch.setattr(cuda.launch, "unsupported_reason", lambda *of: None)
@@ -853,50 +1082,107 @@ def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
     for reuse_plan in (False, True):
         workspace.plan.fill_(-1)
         assert out is paged_decode(
-            *case.inputs(), implementation="cuda", layout=case.layout, scale=0.125, out=out,
-            workspace=workspace, reuse_plan=reuse_plan,
-        )  # fmt: skip
+            *case.inputs(),
+            implementation="cuda",
+            layout=case.layout,
+            scale=0.125,
+            out=out,
+            workspace=workspace,
+            reuse_plan=reuse_plan,
+        )
         assert bool((workspace.plan[:20, 0] >= 0).all()) is not reuse_plan
     (defines, shared_bytes, programs, threads, fields), (*_, again) = launched
     config = cuda.launch.choose_config(80, 64, 32, H200)
     assert defines == dict(
-        D=64, G=2, K=4, PER_BLOCK=2, SINK=1, RECENT=2, BF16=0, FP8_CACHE=0, INT8_CACHE=0, FP8_LANDMARKS=0,
-        WARPS=config.warps, STAGES=config.stages, RESIDENT=config.resident, BINS=1024, CANDIDATES=256,
-    )  # fmt: skip
+        D=64,
+        G=2,
+        K=4,
+        PER_BLOCK=2,
+        SINK=1,
+        RECENT=2,
+        BF16=0,
+        FP8_CACHE=0,
+        INT8_CACHE=0,
+        FP8_LANDMARKS=0,
+        WARPS=config.warps,
+        STAGES=config.stages,
+        RESIDENT=config.resident,
+        BINS=1024,
+        CANDIDATES=256,
+    )
     assert (shared_bytes, threads) == (config.shared_bytes(128, 32), 32 * config.warps)
     assert programs == 80 + config.division(80, 4, 132).extra_programs
     tensors = dict(
-        q=case.q, k=case.k_cache, v=case.v_cache, landmarks=case.landmark_cache, table=case.table, out=out,
-        rows=workspace.rows, partial=workspace.partial, stats=workspace.stats, ready=workspace.counters[0],
-        counters=workspace.counters[1], plan=workspace.plan,
-    )  # fmt: skip
+        q=case.q,
+        k=case.k_cache,
+        v=case.v_cache,
+        landmarks=case.landmark_cache,
+        table=case.table,
+        out=out,
+        rows=workspace.rows,
+        partial=workspace.partial,
+        stats=workspace.stats,
+        ready=workspace.counters[0],
+        counters=workspace.counters[1],
+        plan=workspace.plan,
+    )
     assert fields.pop("k_scales") is fields.pop("v_scales") is fields.pop("head_budgets") is None
     strides = dict(
-        q_row=case.q.stride(0), q_head=64, block=case.k_cache.stride(0), head=case.k_cache.stride(1),
-        token=case.k_cache.stride(2), landmark_block=case.landmark_cache.stride(0), landmark_page=4 * 64,
+        q_row=case.q.stride(0),
+        q_head=64,
+        block=case.k_cache.stride(0),
+        head=case.k_cache.stride(1),
+        token=case.k_cache.stride(2),
+        landmark_block=case.landmark_cache.stride(0),
+        landmark_page=4 * 64,
         landmark_head=64,
-        table_row=case.table.stride(0), out_row=8 * 64, out_head=64, rows_row=workspace.rows.stride(0),
-    )  # fmt: skip
-    scalars = dict(scale_log2=pytest.approx(0.125 * 1.442695), count=20, rank_before_wait=0, capacity=32)
+        table_row=case.table.stride(0),
+        out_row=8 * 64,
+        out_head=64,
+        rows_row=workspace.rows.stride(0),
+    )
+    scalars = dict(
+        scale_log2=pytest.approx(0.125 * 1.442695), count=20, rank_before_wait=0, capacity=32
+    )
     scalars |= dict(scale_block=0, scale_head=0)
     assert fields == {**{name: x.data_ptr() for name, x in tensors.items()}, **strides, **scalars}
-    assert again == fields | {"rank_before_wait": 1, "k_scales": None, "v_scales": None, "head_budgets": None}
+    assert again == fields | {
+        "rank_before_wait": 1,
+        "k_scales": None,
+        "v_scales": None,
+        "head_budgets": None,
+    }
     case = make_case([333] * 20, [4] * 20, K=4, cache_dtype=E4M3, budgets=(0.5, 1.5, 1, 1))
     decode(config, case.batch(), workspace)
     *_, (defines, shared_bytes, *_, fields) = launched
-    assert (defines["FP8_CACHE"], defines["FP8_LANDMARKS"], shared_bytes) == (1, 0, config.shared_bytes(64, 32))
+    assert (defines["FP8_CACHE"], defines["FP8_LANDMARKS"], shared_bytes) == (
+        1,
+        0,
+        config.shared_bytes(64, 32),
+    )
     assert [fields[name] for name in ("k_scales", "v_scales", "head_budgets")] == [
         x.data_ptr() for x in (case.scales.k, case.scales.v, case.budgets)
     ]
     case = make_case([333] * 20, [4] * 20, K=4, pages_per_block=2, cache_dtype=INT8)
     decode(config, case.batch(), workspace)
     *_, (defines, shared_bytes, *_, fields) = launched
-    assert (defines["FP8_CACHE"], defines["INT8_CACHE"], shared_bytes) == (0, 1, config.shared_bytes(64 + 1, 32))
+    assert (defines["FP8_CACHE"], defines["INT8_CACHE"], shared_bytes) == (
+        0,
+        1,
+        config.shared_bytes(64 + 1, 32),
+    )
     assert [fields[name] for name in ("k_scales", "v_scales", "scale_block", "scale_head")] == [
-        case.scales.k.data_ptr(), case.scales.v.data_ptr(), case.k_cache.stride(0), 64
-    ]  # fmt: skip
-    unaligned = CacheScales(*(torch.zeros(*x.shape[:2], 40, dtype=x.dtype)[..., :32] for x in (case.scales.k,) * 2))
-    with pytest.raises(ValueError, match="copies 16 bytes at a time: scales of keys must be aligned to that"):
+        case.scales.k.data_ptr(),
+        case.scales.v.data_ptr(),
+        case.k_cache.stride(0),
+        64,
+    ]
+    unaligned = CacheScales(
+        *(torch.zeros(*x.shape[:2], 40, dtype=x.dtype)[..., :32] for x in (case.scales.k,) * 2)
+    )
+    with pytest.raises(
+        ValueError, match="copies 16 bytes at a time: scales of keys must be aligned to that"
+    ):
         decode(config, replace(case, scales=unaligned).batch(), workspace)
 
 
@@ -904,9 +1190,13 @@ def refuse(match: str, case: Case, workspace: DecodeWorkspace | None = None, **c
     case = replace(case, **changes)
     with pytest.raises(ValueError, match=match):
         paged_decode(
-            *case.inputs(), layout=case.layout, implementation="triton", cache_scales=case.scales,
-            head_budgets_K=case.budgets, workspace=workspace or make_workspace(case),
-        )  # fmt: skip
+            *case.inputs(),
+            layout=case.layout,
+            implementation="triton",
+            cache_scales=case.scales,
+            head_budgets_K=case.budgets,
+            workspace=workspace or make_workspace(case),
+        )
 
 
 def test_what_the_kernels_cannot_serve_is_refused_by_name():
@@ -917,7 +1207,9 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
     refuse("length_B must be contiguous int32", case, length=case.length.long())
     refuse("caches must be", case, k_cache=case.k_cache.float(), v_cache=case.v_cache.float())
     refuse("landmarks must be", case, landmark_cache=case.landmark_cache[:, :, :1])
-    refuse(r"landmarks must be .* in torch.float8_e4m3fn, got .* in torch.float16", case, layout=FP8)
+    refuse(
+        r"landmarks must be .* in torch.float8_e4m3fn, got .* in torch.float16", case, layout=FP8
+    )
     fp8, int8 = make_case([100], [2], cache_dtype=E4M3), make_case([100], [2], cache_dtype=INT8)
     refuse("needs scales, and no other has any; got .* no scales", fp8, scales=None)
     refuse("needs scales, and no other has any; got .* and scales", case, scales=fp8.scales)
@@ -926,18 +1218,33 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
         fp8,
         scales=CacheScales(fp8.scales.k, fp8.scales.v[:1]),
     )
-    refuse(r"scales must be contiguous torch.uint8 \[\d+, 2, 16\], got torch.float32", int8, scales=fp8.scales)
     refuse(
-        "scales of keys and values must be strided alike", int8, scales=replace(int8.scales, v=int8.scales.v.clone())
+        r"scales must be contiguous torch.uint8 \[\d+, 2, 16\], got torch.float32",
+        int8,
+        scales=fp8.scales,
+    )
+    refuse(
+        "scales of keys and values must be strided alike",
+        int8,
+        scales=replace(int8.scales, v=int8.scales.v.clone()),
     )
     refuse("landmarks must be in torch.float16", fp8, landmark_cache=fp8.landmark_cache.bfloat16())
     budgets = torch.full((2,), 256, dtype=torch.int32, device=DEVICE)
     refuse(r"head_budgets_K must be contiguous int32 \[2\] on", case, budgets=budgets[:1])
-    refuse(r"head_budgets_K must be contiguous int32 \[2\] on .*, got torch.int64", case, budgets=budgets.long())
+    refuse(
+        r"head_budgets_K must be contiguous int32 \[2\] on .*, got torch.int64",
+        case,
+        budgets=budgets.long(),
+    )
     refuse("make a larger one", case, DecodeWorkspace(1, 2, 2, 64, 3, DEVICE))
     refuse("the workspace is for 2, 4, 64", case, DecodeWorkspace(1, 2, 4, 64, 100, DEVICE))
-    for layer in ((int8.k_cache, int8.landmark_cache), (case.k_cache, case.landmark_cache, int8.scales.k)):
-        with pytest.raises(ValueError, match="keys in int8 come with one tensor of scales, and no others"):
+    for layer in (
+        (int8.k_cache, int8.landmark_cache),
+        (case.k_cache, case.landmark_cache, int8.scales.k),
+    ):
+        with pytest.raises(
+            ValueError, match="keys in int8 come with one tensor of scales, and no others"
+        ):
             CachedLayers([layer])
     with pytest.raises(ValueError, match="cannot be ranked"):
         DecodeWorkspace(1, 1, 1, 64, 16385, DEVICE)
@@ -951,7 +1258,16 @@ def test_long_sequences(config, layout, cache_dtype):
     shape = dict(D=128, dtype=torch.bfloat16, layout=layout, cache_dtype=cache_dtype)
     check(make_case([3001, 40000, 7919, 1], [61, 1000, 221, 7], **shape), config)
     check(make_case([131072, 5001, 100000], [253, 61, ALL_PAGES], K=1, **shape), config)
-    check(make_case([40000, 7919, 131072, 300], [381, 61, 253, 29], K=4, budgets=(2.5, 0.0, 0.5, 1.0), **shape), config)
+    check(
+        make_case(
+            [40000, 7919, 131072, 300],
+            [381, 61, 253, 29],
+            K=4,
+            budgets=(2.5, 0.0, 0.5, 1.0),
+            **shape,
+        ),
+        config,
+    )
     many = dict(K=8, budgets=(3.0, 0.25, 1.5, 0.5, 1.0, 0.75, 0.0, 1.0), **shape)
     check(make_case([9000, 4000, 6000, 100] * 3, [221, 61, 600, 29] * 3, **many), config)
 
@@ -989,13 +1305,21 @@ def test_addresses_beyond_two_gigaelements(cache_dtype):
 
     def spread(view: torch.Tensor) -> torch.Tensor:
         typed = memory.view(view.dtype)
-        far = typed.as_strided(view.shape, (gap // view.itemsize, *view.stride()[1:]), view.storage_offset())
+        far = typed.as_strided(
+            view.shape, (gap // view.itemsize, *view.stride()[1:]), view.storage_offset()
+        )
         return far.copy_(view)
 
     marks, scales = (
         spread(case.landmark_cache),
         case.scales and CacheScales(spread(case.scales.k), spread(case.scales.v)),
     )
-    far = replace(case, k_cache=spread(case.k_cache), v_cache=spread(case.v_cache), landmark_cache=marks, scales=scales)
+    far = replace(
+        case,
+        k_cache=spread(case.k_cache),
+        v_cache=spread(case.v_cache),
+        landmark_cache=marks,
+        scales=scales,
+    )
     for config in (ONE, THREE, CUDA):
         assert torch.equal(run(far, config), run(case, config))

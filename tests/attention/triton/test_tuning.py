@@ -1,4 +1,6 @@
-"""Launch configurations: they fit the device, cover every batch, and depend on shapes alone. Nothing is launched."""
+"""Launch configurations: they fit the device, cover every batch, and depend on shapes alone.
+Nothing is launched.
+"""
 
 import json
 from dataclasses import asdict, replace
@@ -16,12 +18,20 @@ from sparrow.attention.decode import H200, DeviceLimits
 from sparrow.attention.triton.tuning import choose, extra_programs
 
 # multiprocessors and bytes a program may use: H100 and H200, A100, L40S, B200
-DEVICES = [H200, DeviceLimits(108, 163 * 1024), DeviceLimits(142, 99 * 1024), DeviceLimits(148, 227 * 1024)]
+DEVICES = [
+    H200,
+    DeviceLimits(108, 163 * 1024),
+    DeviceLimits(142, 99 * 1024),
+    DeviceLimits(148, 227 * 1024),
+]
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "kernels.json"
 
 
 @given(
-    st.integers(1, 2_500), st.sampled_from([1, 2, 8]), st.sampled_from([64, 128, 256, 512]), st.sampled_from(DEVICES)
+    st.integers(1, 2_500),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([64, 128, 256, 512]),
+    st.sampled_from(DEVICES),
 )
 def test_buffers_fit_and_tiles_suit_the_tensor_cores(rows, kv_heads, head_bytes, limits):
     items = rows * kv_heads
@@ -29,7 +39,9 @@ def test_buffers_fit_and_tiles_suit_the_tensor_cores(rows, kv_heads, head_bytes,
     assert config.attend_stages * config.attend_tokens * 2 * head_bytes <= limits.shared_memory
     assert config.score_stages * config.score_pages * head_bytes <= limits.shared_memory
     assert config.attend_stages >= 1 and config.score_stages >= 1
-    assert 16 <= config.attend_tokens <= 128 and config.attend_tokens & (config.attend_tokens - 1) == 0
+    assert (
+        16 <= config.attend_tokens <= 128 and config.attend_tokens & (config.attend_tokens - 1) == 0
+    )
     assert 16 <= config.score_pages <= 128 and config.score_pages & (config.score_pages - 1) == 0
     assert config.extra_programs == extra_programs(items, kv_heads, limits.multiprocessors) > 0
     assert config.extra_programs % kv_heads == 0
@@ -39,9 +51,19 @@ def test_buffers_fit_and_tiles_suit_the_tensor_cores(rows, kv_heads, head_bytes,
 
 @pytest.mark.parametrize(
     "items, splits, extra",
-    [(8, 16, 120), (64, 2, 64), (96, 1, 32), (128, 1, 8), (192, 1, 256), (256, 1, 256), (512, 1, 256)],
+    [
+        (8, 16, 120),
+        (64, 2, 64),
+        (96, 1, 32),
+        (128, 1, 8),
+        (192, 1, 256),
+        (256, 1, 256),
+        (512, 1, 256),
+    ],
 )
-def test_several_programs_rank_an_item_of_a_small_batch_and_long_rows_are_shared_out(items, splits, extra):
+def test_several_programs_rank_an_item_of_a_small_batch_and_long_rows_are_shared_out(
+    items, splits, extra
+):
     config = choose(items, 8, 256, H200)
     assert (config.rank_splits, config.extra_programs) == (splits, extra)
 
@@ -49,15 +71,20 @@ def test_several_programs_rank_an_item_of_a_small_batch_and_long_rows_are_shared
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 def test_the_batches_vllm_captures_compile_what_any_batch_needs(kv_heads):
     def compiled(rows):  # of a configuration, what a kernel is compiled for
-        return replace(choose(rows * kv_heads, kv_heads, 256, H200), extra_programs=0, rank_splits=0)
+        return replace(
+            choose(rows * kv_heads, kv_heads, 256, H200), extra_programs=0, rank_splits=0
+        )
 
     captured = {compiled(rows) for rows in (1, 2, 4, *range(8, 257, 8))}
     assert captured == {compiled(rows) for rows in range(1, 257)}
 
 
-@pytest.mark.parametrize("items, stages", [(400, 1), (512, 1), (768, 2), (1024, 1), (1056, 1), (1188, 2)])
+@pytest.mark.parametrize(
+    "items, stages", [(400, 1), (512, 1), (768, 2), (1024, 1), (1056, 1), (1188, 2)]
+)
 def test_the_fuller_last_wave_decides_the_tile(items, stages):
-    # 512 items fill 4 x 132 places to 97 % and two rounds of 3 x 132 to 65 %; 768 fill them to 73 % and 97 %.
+    # 512 items fill 4 x 132 places to 97 % and two rounds of 3 x 132 to 65 %; 768 fill them to 73 %
+    # and 97 %.
     assert choose(items, 8, 256, H200).attend_stages == stages
 
 
@@ -65,8 +92,14 @@ def test_the_published_measurements_are_of_this_table():
     """And of the CUDA kernel's, where that is shipped."""
     for case in json.loads(RESULTS.read_text())["cases"]:
         items = case["B"] * 8
-        few = case["B"] <= cuda.few_rows(8, torch.device("cpu"))  # where there is no GPU, an H200's limits
-        shipped = choose(items, 8, 256, H200) if few else cuda.launch.choose_config(items, 128, 2560, H200)
+        few = case["B"] <= cuda.few_rows(
+            8, torch.device("cpu")
+        )  # where there is no GPU, an H200's limits
+        shipped = (
+            choose(items, 8, 256, H200)
+            if few
+            else cuda.launch.choose_config(items, 128, 2560, H200)
+        )
         assert asdict(shipped) == case["config"]
 
 
@@ -80,11 +113,22 @@ def test_a_workspace_has_room_for_every_batch_up_to_its_own(max_batch, kv_heads)
         )
     assert workspace.rows.shape == (max_batch * kv_heads, 112)
     assert not workspace.counters.any()
-    parts = workspace.partial.shape[0] * 2 * (64 + 2) * 4 + workspace.partial.shape[0] // kv_heads * 8 * 4
+    parts = (
+        workspace.partial.shape[0] * 2 * (64 + 2) * 4
+        + workspace.partial.shape[0] // kv_heads * 8 * 4
+    )
     assert workspace.nbytes == max_batch * kv_heads * (112 + 2) * 4 + parts
 
 
 def test_tensors_on_the_cpu_are_refused():
-    k, marks = torch.zeros(1, 1, 16, 64, dtype=torch.float16), torch.zeros(1, 1, 1, 64, dtype=torch.float16)
+    k, marks = (
+        torch.zeros(1, 1, 16, 64, dtype=torch.float16),
+        torch.zeros(1, 1, 1, 64, dtype=torch.float16),
+    )
     with pytest.raises(ValueError, match="got tensors on the CPU"):
-        update_landmarks(CachedLayers([(k, marks)]), torch.tensor([15]), layout=PageLayout(), implementation="triton")
+        update_landmarks(
+            CachedLayers([(k, marks)]),
+            torch.tensor([15]),
+            layout=PageLayout(),
+            implementation="triton",
+        )

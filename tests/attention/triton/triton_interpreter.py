@@ -1,9 +1,10 @@
 """Repairs Triton 3.6's interpreter when imported; without effect on anything else.
 
-It multiplies bfloat16 bits as integers, rounds downcasts to bfloat16 wrongly, and cannot use a scalar as
-a loop bound with NumPy 2.4. Nor does it notice what a GPU may punish: here a load or store outside the storages of the
-tensors that a kernel was given is an ``IndexError``. And ``triton.language`` is patched once for each launch;
-Triton patches it again in every function that a kernel calls, which can take longer than the function.
+It multiplies bfloat16 bits as integers, rounds downcasts to bfloat16 wrongly, and cannot use a
+scalar as a loop bound with NumPy 2.4. Nor does it notice what a GPU may punish: here a load or
+store outside the storages of the tensors that a kernel was given is an ``IndexError``. And
+``triton.language`` is patched once for each launch; Triton patches it again in every function that
+a kernel calls, which can take longer than the function.
 """
 
 import numpy as np
@@ -12,7 +13,10 @@ import triton.runtime.interpreter as interpreter
 from triton import language as tl
 
 _upcast, _dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
-_load, _store = interpreter.InterpreterBuilder.create_masked_load, interpreter.InterpreterBuilder.create_masked_store
+_load, _store = (
+    interpreter.InterpreterBuilder.create_masked_load,
+    interpreter.InterpreterBuilder.create_masked_store,
+)
 _patch_tensor, _arguments = interpreter._patch_lang_tensor, interpreter.GridExecutor._init_args_hst
 _patch_language = interpreter._patch_lang
 
@@ -41,7 +45,9 @@ def _patch_lang(fn):
     return interpreter._LangPatchScope() if is_patched else _patch_language(fn)
 
 
-_storages = np.zeros((0, 2), np.uint64)  # first and last byte of what the running kernel was given, in order
+_storages = np.zeros(
+    (0, 2), np.uint64
+)  # first and last byte of what the running kernel was given, in order
 
 
 def _init_args_hst(self, arguments, options):
@@ -49,7 +55,9 @@ def _init_args_hst(self, arguments, options):
     arguments, options = found = _arguments(self, arguments, options)
     tensors = (x for x in (*arguments, *options.values()) if hasattr(x, "untyped_storage"))
     storages = [x.untyped_storage() for x in tensors]
-    _storages = np.array(sorted((s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages), np.uint64)
+    _storages = np.array(
+        sorted((s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages), np.uint64
+    )
     return found
 
 

@@ -1,4 +1,6 @@
-"""Sparrow in a real vLLM on CPU, against stock vLLM, transformers and itself under every way of scheduling."""
+"""Sparrow in a real vLLM on CPU, against stock vLLM, transformers and itself under every way of
+scheduling.
+"""
 
 import json
 
@@ -16,7 +18,15 @@ from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.rollout import Sampling
 from tests.vllm import tiny_vllm as tiny
-from tests.vllm.tiny_vllm import SMALL, UNBOUNDED, checkpoint, engine, logprob_gap, prompts, same_tokens
+from tests.vllm.tiny_vllm import (
+    SMALL,
+    UNBOUNDED,
+    checkpoint,
+    engine,
+    logprob_gap,
+    prompts,
+    same_tokens,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +61,10 @@ def stock(folder):
     )
     completions = [output.outputs[0] for output in outputs]
     return [
-        (list(c.token_ids), [at[token].logprob for token, at in zip(c.token_ids, c.logprobs, strict=True)])
+        (
+            list(c.token_ids),
+            [at[token].logprob for token, at in zip(c.token_ids, c.logprobs, strict=True)],
+        )
         for c in completions
     ]
 
@@ -71,7 +84,9 @@ def test_unbounded_budget_equals_stock_vllm(folder, stock, options):
             rollouts = sparrow.generate(RAGGED, GREEDY)
             counters = sparrow.counters()
             assert [r.response_ids.tolist() for r in rollouts] == [tokens for tokens, _ in stock]
-            gap = max(np.abs(r.logprobs - lps).max() for r, (_, lps) in zip(rollouts, stock, strict=True))
+            gap = max(
+                np.abs(r.logprobs - lps).max() for r, (_, lps) in zip(rollouts, stock, strict=True)
+            )
             assert gap < 1e-5
             assert counters.tokens_read == counters.tokens_held > 0
             assert (counters.preemptions > 0) == (options == TIGHT)
@@ -83,14 +98,23 @@ def test_small_budgets_follow_the_schedule_and_the_run_can_change_it(folder, mod
     with engine(folder) as sparrow:
         assert sparrow.describe()["backend"] == "sparrow.vllm.cpu.CpuImpl"
         assert sparrow.describe()["kernels"] == "reference"
-        assert sparrow.describe()["sparse_layers"] == [1, 2, 3] and sparrow.describe()["dense_layers"] == [0]
+        assert sparrow.describe()["sparse_layers"] == [1, 2, 3] and sparrow.describe()[
+            "dense_layers"
+        ] == [0]
         for schedule in (SMALL, wider, SparsitySchedule.dense(), SMALL):
             sparrow.set_schedule(schedule)
             rollouts = sparrow.generate(RAGGED, SAMPLED)
-            assert logprob_gap(rollouts, reference.score(rollouts, schedule, SAMPLED.temperature)) < 1e-4
-            # What was read follows from the lengths alone: every token but the first of a response is a decode step.
+            assert (
+                logprob_gap(rollouts, reference.score(rollouts, schedule, SAMPLED.temperature))
+                < 1e-4
+            )
+            # What was read follows from the lengths alone: every token but the first of a response
+            # is a decode step.
             cached = np.concatenate(
-                [np.arange(len(p) + 1, len(p) + len(r)) for p, r in zip(RAGGED, rollouts, strict=True)]
+                [
+                    np.arange(len(p) + 1, len(p) + len(r))
+                    for p, r in zip(RAGGED, rollouts, strict=True)
+                ]
             )
             counters = sparrow.counters()
             assert counters.tokens_held == 4 * cached.sum()
@@ -110,14 +134,24 @@ def test_layers_and_kv_heads_have_budgets_of_their_own(folder, model):
         for schedule in (uneven, wider):
             sparrow.set_schedule(schedule)
             rollouts = sparrow.generate(RAGGED, SAMPLED)
-            assert logprob_gap(rollouts, reference.score(rollouts, schedule, SAMPLED.temperature)) < 1e-4
-            cached = np.concatenate(
-                [np.arange(len(p) + 1, len(p) + len(r)) for p, r in zip(RAGGED, rollouts, strict=True)]
+            assert (
+                logprob_gap(rollouts, reference.score(rollouts, schedule, SAMPLED.temperature))
+                < 1e-4
             )
-            assert sparrow.counters().tokens_read == int(cached.sum() + 3 * schedule.tokens_read(cached).sum())
+            cached = np.concatenate(
+                [
+                    np.arange(len(p) + 1, len(p) + len(r))
+                    for p, r in zip(RAGGED, rollouts, strict=True)
+                ]
+            )
+            assert sparrow.counters().tokens_read == int(
+                cached.sum() + 3 * schedule.tokens_read(cached).sum()
+            )
         others = ((), tuple(row[::-1] for row in uneven.head_budgets))
         for budgets in others:  # and the budgets matter
-            scores = reference.score(rollouts, wider.replace(head_budgets=budgets), SAMPLED.temperature)
+            scores = reference.score(
+                rollouts, wider.replace(head_budgets=budgets), SAMPLED.temperature
+            )
             assert logprob_gap(rollouts, scores) > 0.1
         with pytest.raises(ConfigError, match="start a new engine"):
             sparrow.set_schedule(SMALL)
@@ -126,7 +160,9 @@ def test_layers_and_kv_heads_have_budgets_of_their_own(folder, model):
 def test_rollouts_say_what_was_sampled(folder, model):
     with engine(folder) as sparrow:
         first, again = sparrow.generate(RAGGED, SAMPLED), sparrow.generate(RAGGED, SAMPLED)
-        other = sparrow.generate(RAGGED, Sampling(max_new_tokens=48, temperature=0.8, top_n=0, seed=4))
+        other = sparrow.generate(
+            RAGGED, Sampling(max_new_tokens=48, temperature=0.8, top_n=0, seed=4)
+        )
         alone = sparrow.generate(RAGGED[:1], SAMPLED)
         with pytest.raises(ConfigError, match="prompt 1 has 1000 tokens"):
             sparrow.generate([[1], [1] * 1000], GREEDY)
@@ -172,8 +208,12 @@ def test_preemption_is_counted_and_leaves_what_was_recorded(folder, model):
     with engine(folder, enable_prefix_caching=False) as sparrow:
         undisturbed = sparrow.generate(RAGGED, SAMPLED)
         assert sparrow.counters().preemptions == 0
-    # The latest request goes first; the first one is never preempted, the others keep what they had sampled.
-    assert same_tokens(rollouts[:1], undisturbed[:1]) and logprob_gap(rollouts[:1], undisturbed[:1]) < 1e-5
+    # The latest request goes first; the first one is never preempted, the others keep what they had
+    # sampled.
+    assert (
+        same_tokens(rollouts[:1], undisturbed[:1])
+        and logprob_gap(rollouts[:1], undisturbed[:1]) < 1e-5
+    )
     for a, b in zip(rollouts, undisturbed, strict=True):
         agree = int(np.cumprod(a.response_ids == b.response_ids).sum())
         assert agree >= 8 and len(a) == len(b) == len(a.logprobs)
@@ -257,7 +297,9 @@ def test_lora_adapters_and_merged_weights_agree(tmp_path):
     with engine(tmp_path / "base") as sparrow:
         sparrow.update_weights(merged.named_parameters())
         rollouts = sparrow.generate(RAGGED, Sampling(max_new_tokens=32, temperature=0.0))
-    assert [list(o.outputs[0].token_ids) for o in adapted] == [r.response_ids.tolist() for r in rollouts]
+    assert [list(o.outputs[0].token_ids) for o in adapted] == [
+        r.response_ids.tolist() for r in rollouts
+    ]
     assert [o.outputs[0].token_ids for o in adapted] != [o.outputs[0].token_ids for o in base]
 
 
@@ -285,7 +327,9 @@ def test_pages_of_other_sizes(folder, model):
         schedule = SMALL.replace(page_size=page_size, top_k=(1, 2, 3), sink_pages=2, recent_pages=1)
         with engine(folder, schedule) as sparrow:
             rollouts = sparrow.generate(RAGGED, SAMPLED)
-        scores = HFEngine(model, schedule, eos_ids=[]).score(rollouts, schedule, SAMPLED.temperature)
+        scores = HFEngine(model, schedule, eos_ids=[]).score(
+            rollouts, schedule, SAMPLED.temperature
+        )
         assert logprob_gap(rollouts, scores) < 1e-4
     with (
         pytest.raises(ConfigError, match="block_size to a multiple of 64"),
@@ -299,11 +343,15 @@ def test_landmarks_in_8_bits_select_the_same_pages_as_in_transformers(folder, mo
     with engine(folder, schedule) as sparrow:
         assert sparrow.describe()["schedule"]["landmark_dtype"] == "fp8_e4m3"
         rollouts = sparrow.generate(RAGGED, SAMPLED)
-        with pytest.raises(ConfigError, match=r"started with \{'landmark_dtype': 'fp8_e4m3'\}.*start a new engine"):
+        with pytest.raises(
+            ConfigError, match=r"started with \{'landmark_dtype': 'fp8_e4m3'\}.*start a new engine"
+        ):
             sparrow.set_schedule(SMALL)
     scoring = HFEngine(model, schedule, eos_ids=[])
     assert logprob_gap(rollouts, scoring.score(rollouts, schedule, SAMPLED.temperature)) < 1e-4
-    assert logprob_gap(rollouts, scoring.score(rollouts, SMALL, SAMPLED.temperature)) > 1e-2  # other pages are chosen
+    assert (
+        logprob_gap(rollouts, scoring.score(rollouts, SMALL, SAMPLED.temperature)) > 1e-2
+    )  # other pages are chosen
 
 
 def test_the_environment_alone_is_enough(folder, monkeypatch):
@@ -317,11 +365,26 @@ def test_the_environment_alone_is_enough(folder, monkeypatch):
 def test_the_trainer_runs_on_it_unchanged(tmp_path):
     options = "enforce_eager=true,kv_cache_memory_bytes=67108864,block_size=32,max_model_len=512"
     arguments = [
-        "train", "--model", "reasoner", "--run-dir", str(tmp_path), "--steps", "2",
-        "--task", "trace:lines=12", "--schedule", "fixed:2",
-        "--engine", f"vllm:{options}", "--rollout.prompts", "2", "--rollout.samples", "2",
-        "--rollout.max-new-tokens", "96",
-    ]  # fmt: skip
+        "train",
+        "--model",
+        "reasoner",
+        "--run-dir",
+        str(tmp_path),
+        "--steps",
+        "2",
+        "--task",
+        "trace:lines=12",
+        "--schedule",
+        "fixed:2",
+        "--engine",
+        f"vllm:{options}",
+        "--rollout.prompts",
+        "2",
+        "--rollout.samples",
+        "2",
+        "--rollout.max-new-tokens",
+        "96",
+    ]
     main(arguments)
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
@@ -330,7 +393,10 @@ def test_the_trainer_runs_on_it_unchanged(tmp_path):
 
 def test_what_cannot_be_sparse_is_refused_by_name(tmp_path, folder, monkeypatch):
     checkpoint(tmp_path / "mistral", name="mistral-mqa", sliding_window=64)
-    with pytest.raises(UnsupportedModel, match="sliding window of 64"), engine(tmp_path / "mistral"):
+    with (
+        pytest.raises(UnsupportedModel, match="sliding window of 64"),
+        engine(tmp_path / "mistral"),
+    ):
         pass
     speculative = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=2)
     with (
@@ -338,7 +404,10 @@ def test_what_cannot_be_sparse_is_refused_by_name(tmp_path, folder, monkeypatch)
         engine(folder, speculative_config=speculative),
     ):
         pass
-    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8_e5m2'"), engine(folder, kv_cache_dtype="fp8_e5m2"):
+    with (
+        pytest.raises(ConfigError, match="kv_cache_dtype='fp8_e5m2'"),
+        engine(folder, kv_cache_dtype="fp8_e5m2"),
+    ):
         pass
     with (
         pytest.raises(ConfigError, match="layer 4 dense but the model has 4"),
@@ -358,7 +427,9 @@ def test_another_plugin_in_the_slot_is_noticed(folder):
     register_backend(slot, "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend")
     _cached_get_attn_backend.cache_clear()
     try:
-        with pytest.raises(UnsupportedModel, match=r"runs vllm\.v1\.attention.*CPUAttentionBackend.*VLLM_PLUGINS"):
+        with pytest.raises(
+            UnsupportedModel, match=r"runs vllm\.v1\.attention.*CPUAttentionBackend.*VLLM_PLUGINS"
+        ):
             tiny.VLLMEngine(str(folder), SMALL, **tiny.OPTIONS)
     finally:
         slot.clear_override()

@@ -28,10 +28,13 @@ def train(folder: Path, run: str) -> None:
     tokenizer = build_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer), initializer_range=0.3)
     config = TrainConfig(
-        run_dir=str(folder / run), steps=2, save_every=9, seed=5,
+        run_dir=str(folder / run),
+        steps=2,
+        save_every=9,
+        seed=5,
         rollout=RolloutConfig(prompts=3, samples=3, max_new_tokens=16, top_n=8),
         optimizer=OptimizerConfig(learning_rate=1e-3, token_budget=100),
-    )  # fmt: skip
+    )
     with tiny.engine(folder / "model", SCHEDULE) as engine:
         Trainer(config, model, tokenizer, EarlyWords(), engine, SCHEDULE).train()
 
@@ -58,5 +61,7 @@ def test_two_processes_with_an_engine_each_train_what_one_does(tmp_path):
 
 def test_an_engine_over_several_devices_is_refused_beside_others(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"2 training processes .* 4 devices an engine; serve such a model"):
+    with pytest.raises(
+        ConfigError, match=r"2 training processes .* 4 devices an engine; serve such a model"
+    ):
         VLLMEngine(str(tmp_path), SCHEDULE, tensor_parallel_size=4)

@@ -1,4 +1,6 @@
-"""Server mode against a real vLLM server on CPU, which finds Sparrow by its entry point, in processes of its own."""
+"""Server mode against a real vLLM server on CPU, which finds Sparrow by its entry point, in
+processes of its own.
+"""
 
 import contextlib
 import json
@@ -13,7 +15,11 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm.version")
-pytest.importorskip("vllm.entrypoints.launchers.app", reason="the packages vLLM's server needs", exc_type=ImportError)
+pytest.importorskip(
+    "vllm.entrypoints.launchers.app",
+    reason="the packages vLLM's server needs",
+    exc_type=ImportError,
+)
 
 from sparrow import SparsitySchedule
 from sparrow.engines.hf import HFEngine
@@ -21,7 +27,16 @@ from sparrow.engines.vllm import VLLMServer
 from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Sampling
 from tests.conftest import VOCAB
-from tests.vllm.tiny_vllm import OPTIONS, SMALL, checkpoint, discoverable, logprob_gap, prompts, same_tokens, tiny_model
+from tests.vllm.tiny_vllm import (
+    OPTIONS,
+    SMALL,
+    checkpoint,
+    discoverable,
+    logprob_gap,
+    prompts,
+    same_tokens,
+    tiny_model,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -35,17 +50,39 @@ def serving(folder, sparrow, path, *more, patience=180):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if value is not True]
+    flags = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in OPTIONS.items()
+        if value is not True
+    ]
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model"), *flags,
-        "--enforce-eager", "--skip-tokenizer-init", "--max-logprobs=-1",
-        "--additional-config", json.dumps({"sparrow": sparrow}), "--logprobs-mode", "processed_logprobs",
-        "--enable-scale-out", "--host", "localhost", "--port", str(port), *more,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(folder / "model"),
+        *flags,
+        "--enforce-eager",
+        "--skip-tokenizer-init",
+        "--max-logprobs=-1",
+        "--additional-config",
+        json.dumps({"sparrow": sparrow}),
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--enable-scale-out",
+        "--host",
+        "localhost",
+        "--port",
+        str(port),
+        *more,
+    ]
     environment = {
-        **os.environ, "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": path,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "OMP_NUM_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    }  # fmt: skip
+    }
     log = folder / "log"
     with log.open("w") as out:
         server = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
@@ -69,7 +106,9 @@ def served(tmp_path_factory):
     """Address and process of a server."""
     folder = tmp_path_factory.mktemp("served")
     checkpoint(folder / "model")
-    with serving(folder, SMALL.to_dict(), discoverable(folder), "--attention-backend", "CUSTOM") as server:
+    with serving(
+        folder, SMALL.to_dict(), discoverable(folder), "--attention-backend", "CUSTOM"
+    ) as server:
         yield server
 
 
@@ -84,7 +123,9 @@ def test_a_server_is_an_engine_too(served):
     assert logprob_gap(rollouts, scores) < 1e-4
     for rollout, score in zip(rollouts, scores, strict=True):
         assert len(rollout) == 32 and np.abs(rollout.top_logprobs - score.top_logprobs).max() < 1e-4
-    cached = np.concatenate([np.arange(len(p) + 1, len(p) + len(r)) for p, r in zip(RAGGED, rollouts, strict=True)])
+    cached = np.concatenate(
+        [np.arange(len(p) + 1, len(p) + len(r)) for p, r in zip(RAGGED, rollouts, strict=True)]
+    )
     counters = server.counters()
     assert counters.tokens_held == 4 * cached.sum()
     assert counters.tokens_read == cached.sum() + 3 * SMALL.tokens_read(cached).sum()
@@ -95,7 +136,12 @@ def test_a_server_is_an_engine_too(served):
     server.set_schedule(dense)
     server.update_weights(other.named_parameters())
     updated = server.generate(RAGGED, SAMPLED)
-    assert logprob_gap(updated, HFEngine(other, SMALL, eos_ids=[]).score(updated, dense, SAMPLED.temperature)) < 1e-4
+    assert (
+        logprob_gap(
+            updated, HFEngine(other, SMALL, eos_ids=[]).score(updated, dense, SAMPLED.temperature)
+        )
+        < 1e-4
+    )
     # Who connects with a schedule gets it.
     server.update_weights(model.named_parameters())
     assert same_tokens(rollouts, VLLMServer(url, SMALL).generate(RAGGED, SAMPLED))
@@ -104,16 +150,21 @@ def test_a_server_is_an_engine_too(served):
 
 
 def test_a_probe_over_plain_http_sees_the_acceptance_that_an_engine_computes(served):
-    """The actor's lists from decoding, the policy's from a dense prefill that must not read what the actor cached."""
+    """The actor's lists from decoding, the policy's from a dense prefill that must not read what
+    the actor cached.
+    """
     from sparrow.integrations.probe import probe
 
     url, _ = served
     asked = prompts(200, 17, 330, seed=5)
-    found = probe([url, url], asked, SMALL, max_new_tokens=40, top_n=VOCAB)  # lists so long that the bounds meet
+    found = probe(
+        [url, url], asked, SMALL, max_new_tokens=40, top_n=VOCAB
+    )  # lists so long that the bounds meet
     for one in found:
         assert len(one.lower) == 40
         np.testing.assert_allclose(one.lower, one.upper, atol=1e-4)
-    # In the second everything is read, so actor and policy are one; the others lose more than rounding.
+    # In the second everything is read, so actor and policy are one; the others lose more than
+    # rounding.
     assert found[1].lower.min() > 1 - 1e-4
     assert found[0].upper.min() < 0.97 and found[2].upper.min() < 0.97
     (short,) = probe([url], asked[:1], SMALL, max_new_tokens=40, top_n=8)
@@ -131,8 +182,17 @@ def test_a_probe_logs_the_tail_beside_what_dense_rollouts_score(served):
     assert watched.schedule == SMALL and watched.counted() == {}
     asked = prompts(200, 330, 260, seed=5)
     found = watched.measured(asked, max_new_tokens=40, top_n=VOCAB)
-    for length in ("200-300", "300-400"):  # lists of the whole vocabulary: dense rollouts lack nothing but rounding
-        assert found[f"sparrow/p5/{length}"] < 0.97 < 1 - 1e-4 < found[f"sparrow/p5/{length}/ceiling"] <= 1
+    for length in (
+        "200-300",
+        "300-400",
+    ):  # lists of the whole vocabulary: dense rollouts lack nothing but rounding
+        assert (
+            found[f"sparrow/p5/{length}"]
+            < 0.97
+            < 1 - 1e-4
+            < found[f"sparrow/p5/{length}/ceiling"]
+            <= 1
+        )
     assert found["sparrow/p5"] == min(found[f"sparrow/p5/{at}"] for at in ("200-300", "300-400"))
     assert found["sparrow/sequences"] == 3 == watched.report.n_sequences
     assert watched.counted() == {}, "what was read to measure is not the trainer's"
@@ -148,6 +208,8 @@ def test_a_server_that_is_killed_is_one_sentence(served):
     url, process = served
     server = VLLMServer(url, SMALL)
     threading.Timer(2, process.kill).start()
-    with pytest.raises(EngineError, match=f"no vLLM server answers at {url} .*--resume|HTTP 500 .*EngineCore"):
+    with pytest.raises(
+        EngineError, match=f"no vLLM server answers at {url} .*--resume|HTTP 500 .*EngineCore"
+    ):
         for _ in range(1000):
             server.generate(prompts(*[300] * 32), SAMPLED)

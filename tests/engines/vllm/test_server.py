@@ -37,14 +37,26 @@ class Pretender(BaseHTTPRequestHandler):
         state["calls"].append(body.get("method", self.path))
         state["sampling"] = body.get("sampling_params")
         described = {
-            "mode": "lossy", "schedule": SCHEDULE.to_dict(), "sparse_layers": [1], "dense_layers": [0],
+            "mode": "lossy",
+            "schedule": SCHEDULE.to_dict(),
+            "sparse_layers": [1],
+            "dense_layers": [0],
             **state["described"],
-        }  # fmt: skip
-        counters = {"tokens_read": 1, "tokens_held": 2, "preemptions": 0, "drafted": 0, "accepted": 0, "emitted": 0}
+        }
+        counters = {
+            "tokens_read": 1,
+            "tokens_held": 2,
+            "preemptions": 0,
+            "drafted": 0,
+            "accepted": 0,
+            "emitted": 0,
+        }
         acceptance = {"acceptance": DraftAcceptance.empty().to_dict()}
         results = {
-            "sparrow_describe": [described], "sparrow_counters": [counters], "sparrow_acceptance": [acceptance]
-        }  # fmt: skip
+            "sparrow_describe": [described],
+            "sparrow_counters": [counters],
+            "sparrow_acceptance": [acceptance],
+        }
         if self.path != "/inference/v1/generate":
             self.answer({"success": True, "results": results.get(body.get("method"))})
         elif state["generate"] == "die":
@@ -56,7 +68,11 @@ class Pretender(BaseHTTPRequestHandler):
             state["wait"].wait(state["generate"])
             entry = {"token_id": 3, "logprob": -1.0}
             content = [{**entry, "top_logprobs": [entry, entry]}]
-            choice = {"logprobs": {"content": content}, "token_ids": [3], "finish_reason": state["end"]}
+            choice = {
+                "logprobs": {"content": content},
+                "token_ids": [3],
+                "finish_reason": state["end"],
+            }
             self.answer({"choices": [choice]})
 
     def answer(self, value, status=200) -> None:
@@ -74,9 +90,15 @@ class Pretender(BaseHTTPRequestHandler):
 def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
     made = ThreadingHTTPServer(("localhost", 0), Pretender)
     made.state = {
-        "generate": 0.0, "generated": 0, "progress": 0, "counts": True, "end": "stop", "described": {}, "calls": [],
+        "generate": 0.0,
+        "generated": 0,
+        "progress": 0,
+        "counts": True,
+        "end": "stop",
+        "described": {},
+        "calls": [],
         "wait": threading.Event(),
-    }  # fmt: skip
+    }
     threading.Thread(target=made.serve_forever, daemon=True).start()
     for name in ("HTTP_PROXY", "ALL_PROXY"):  # a server on this machine is not asked through one
         monkeypatch.setenv(name, "http://localhost:1")
@@ -94,12 +116,18 @@ SAMPLING = Sampling(max_new_tokens=4, top_n=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("generate", "message"),
-    [("die", "no vLLM server answers"), ("refuse", "HTTP 500 .*EngineDeadError"), (60.0, "generated nothing for 0 s")],
+    [
+        ("die", "no vLLM server answers"),
+        ("refuse", "HTTP 500 .*EngineDeadError"),
+        (60.0, "generated nothing for 0 s"),
+    ],
     ids=["dies", "refuses", "stalls"],
 )
 def test_a_server_that_fails_is_one_sentence(pretender, monkeypatch, generate, message):
     url, state = pretender
-    if generate != 60.0:  # a busy machine may take longer to tell of the failure than a stalled server is given here
+    if (
+        generate != 60.0
+    ):  # a busy machine may take longer to tell of the failure than a stalled server is given here
         monkeypatch.setattr(server, "STALL_S", 30.0)
     before = threading.active_count()
     client = VLLMServer(url, SCHEDULE)
@@ -107,7 +135,9 @@ def test_a_server_that_fails_is_one_sentence(pretender, monkeypatch, generate, m
     state["generate"] = generate
     with pytest.raises(EngineError, match=message):
         client.generate([[1], [2]] * 4, SAMPLING)
-    threads = [thread.name for thread in threading.enumerate() if "process_request" not in thread.name]
+    threads = [
+        thread.name for thread in threading.enumerate() if "process_request" not in thread.name
+    ]
     assert len(threads) <= before, "what still runs as Python ends can abort it"
 
 
@@ -121,7 +151,9 @@ def test_a_slow_server_that_makes_progress_is_waited_for(pretender):
 
 @pytest.mark.slow
 def test_a_slow_server_that_counts_nothing_is_waited_for(pretender):
-    """vLLM has no counters of tokens with ``--disable-log-stats``: no progress and no counting look alike."""
+    """vLLM has no counters of tokens with ``--disable-log-stats``: no progress and no counting look
+    alike.
+    """
     url, state = pretender
     client = VLLMServer(url, SCHEDULE)
     state["generate"], state["counts"] = 1.5, False  # three times the patience
@@ -162,7 +194,10 @@ def test_a_notebook_whose_event_loop_runs_can_generate(pretender):
 
 def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
     url, _ = pretender
-    with pytest.raises(ConfigError, match=r"runs in mode 'lossy', not 'lossless'.*start it with --additional-config"):
+    with pytest.raises(
+        ConfigError,
+        match=r"runs in mode 'lossy', not 'lossless'.*start it with --additional-config",
+    ):
         VLLMServer(url, Decoding.lossless(SCHEDULE))
 
 
@@ -171,7 +206,10 @@ def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
     [
         (dict(draft_tokens=2), "has draft_tokens 4, not 2, and cannot change it.*or ask for 4"),
         (dict(adapt_draft_tokens=False), "has adapt_draft_tokens True, not False"),
-        (dict(adapt_draft_budget=False), "has adapt_draft_budget True, not False, and cannot change it"),
+        (
+            dict(adapt_draft_budget=False),
+            "has adapt_draft_budget True, not False, and cannot change it",
+        ),
         (dict(drafter_invariant=True), "has drafter_invariant False, not True"),
         (dict(draft_weights="fp8"), "has draft_weights 'auto', not 'fp8', and cannot change it"),
         (dict(meter_schedule=SCHEDULE), "has meter_schedule None, not {'top_k'.*"),
@@ -179,11 +217,16 @@ def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
         ({}, None),  # what is left out is as the server has it
     ],
 )
-def test_settings_of_lossless_mode_that_the_server_does_not_have_are_refused(pretender, asked, message):
+def test_settings_of_lossless_mode_that_the_server_does_not_have_are_refused(
+    pretender, asked, message
+):
     url, state = pretender
     state["described"] = {
-        "mode": "lossless", "draft_tokens": 4, "adapt_draft_tokens": True, "adapt_draft_budget": True,
-    }  # fmt: skip
+        "mode": "lossless",
+        "draft_tokens": 4,
+        "adapt_draft_tokens": True,
+        "adapt_draft_budget": True,
+    }
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
         VLLMServer(url, Decoding.lossless(SCHEDULE, **asked))
 
@@ -196,7 +239,10 @@ def test_truncation_is_asked_for_and_refused_where_drafts_would_not_follow_it(pr
     engine.generate([[1]], SAMPLING)
     assert (state["sampling"]["top_k"], state["sampling"]["top_p"]) == (0, 1.0)
     engine._is_lossless = True
-    with pytest.raises(ConfigError, match=r"top_p 0.7, but in vLLM lossless drafts .*; leave them out, use mode dense"):
+    with pytest.raises(
+        ConfigError,
+        match=r"top_p 0.7, but in vLLM lossless drafts .*; leave them out, use mode dense",
+    ):
         engine.generate([[1]], Sampling(4, top_p=0.7))
     engine.generate([[1]], SAMPLING)
 
@@ -232,7 +278,9 @@ def test_an_engine_that_fails_costs_no_finished_step(tmp_path, failing):
 
     def fail(*args):
         calls.append(1)
-        if len(calls) == 4:  # in step 3, and after step 2: before step 1 weights are sent and the ceiling is sampled
+        if (
+            len(calls) == 4
+        ):  # in step 3, and after step 2: before step 1 weights are sent and the ceiling is sampled
             raise EngineError("it died")
         return works(*args)
 

@@ -1,13 +1,16 @@
-"""Programs that attack: the sandbox, the process that judges them, the machine. All of them are written so that they
-pass their tests if, and only if, what they try has worked; those that attack by what they answer cannot pass at all.
+"""Programs that attack: the sandbox, the process that judges them, the machine. All of them are
+written so that they pass their tests if, and only if, what they try has worked; those that attack
+by what they answer cannot pass at all.
 
-Beyond that every attack is held to the same (``harness.py``): the judging process lives, answers in time and does not
-grow, an honest program beside it is judged rightly, and nothing is left behind or changed.
+Beyond that every attack is held to the same (``harness.py``): the judging process lives, answers in
+time and does not grow, an honest program beside it is judged rightly, and nothing is left behind or
+changed.
 
     python tests/rewards/sandbox/attacks.py bwrap session    # the score of each isolation
 
-PARENT, OUTSIDE, SEGMENT and ABSTRACT in a program are the judging process, a folder with a file ``secret`` and a
-listening Unix socket ``socket``, a System V shared memory segment, and the name of an abstract Unix socket.
+PARENT, OUTSIDE, SEGMENT and ABSTRACT in a program are the judging process, a folder with a file
+``secret`` and a listening Unix socket ``socket``, a System V shared memory segment, and the name of
+an abstract Unix socket.
 """
 
 from __future__ import annotations
@@ -56,18 +59,24 @@ class Attack:
 
 
 def _cut(group: str, text: str, kind: Kind = "stdio", answered: bool = True) -> list[Attack]:
-    """Attacks from a text in which ``### name`` heads each; ``answered`` lets those that come through pass."""
+    """Attacks from a text in which ``### name`` heads each; ``answered`` lets those that come
+    through pass.
+    """
     attacks = []
     for part in text.split("### ")[1:]:
         name, _, body = part.partition("\n")
         body = textwrap.dedent(body)
         prelude = PRELUDE if any(word in body for word in ("call(", "libc", "ctypes.")) else ""
-        attacks.append(Attack(group, name.strip(), prelude + body + (ANSWER[kind] if answered else ""), kind))
+        attacks.append(
+            Attack(group, name.strip(), prelude + body + (ANSWER[kind] if answered else ""), kind)
+        )
     return attacks
 
 
 ATTACKS = [
-    *_cut("other processes", r"""
+    *_cut(
+        "other processes",
+        r"""
 ### fork
 import os
 if os.fork() == 0: os._exit(0)
@@ -142,8 +151,11 @@ call(312, 272, PARENT, os.getpid(), 0, 0, 0)
 import struct
 attr = struct.pack("IIQ", 1, 112, 0) + bytes(96)
 call(298, 241, attr, os.getppid(), -1, -1, 0)
-"""),
-    *_cut("signals", r"""
+""",
+    ),
+    *_cut(
+        "signals",
+        r"""
 ### kills the judge
 import os
 os.kill(PARENT, 9)
@@ -221,8 +233,11 @@ if libc.prctl(36, 1, 0, 0, 0): raise OSError
 if libc.prctl(4, 1, 0, 0, 0): raise OSError
 ### lets any process trace it
 if libc.prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0): raise OSError
-"""),
-    *_cut("limits", r"""
+""",
+    ),
+    *_cut(
+        "limits",
+        r"""
 ### raises its limit of memory
 import resource
 resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
@@ -390,8 +405,11 @@ for _ in range(100): os.dup(0)
 import array, socket
 a, b = socket.socketpair()
 a.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1]))])
-"""),
-    *_cut("files", r"""
+""",
+    ),
+    *_cut(
+        "files",
+        r"""
 ### reads a file outside
 assert open("OUTSIDE/secret").read()
 ### writes a file outside
@@ -526,8 +544,11 @@ import os
 os.chdir("/")
 with open("/var/tmp/sparrow-attack", "w") as file: file.write("x")
 os.remove("/var/tmp/sparrow-attack")
-"""),
-    *_cut("clean-up", r"""
+""",
+    ),
+    *_cut(
+        "clean-up",
+        r"""
 ### a folder 3,000 deep
 import os
 for _ in range(3000):
@@ -571,8 +592,12 @@ raise SystemExit(1)
 import os
 os.closerange(0, 1024)
 raise SystemExit(1)
-""", answered=False),
-    *_cut("network", r"""
+""",
+        answered=False,
+    ),
+    *_cut(
+        "network",
+        r"""
 ### a socket
 import socket
 socket.socket()
@@ -621,8 +646,11 @@ a.bind("\0sparrow-attack")
 import socket
 socket.getaddrinfo("localhost", 80, socket.AF_INET)
 assert open("/etc/hosts").read()
-"""),
-    *_cut("the kernel", r"""
+""",
+    ),
+    *_cut(
+        "the kernel",
+        r"""
 ### reads the judge's memory
 maps = open("/proc/PARENT/maps").read().split("-")[0]
 with open("/proc/PARENT/mem", "rb", 0) as file:
@@ -724,8 +752,11 @@ master = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY)
 ### types into a terminal
 import fcntl
 fcntl.ioctl(0, 0x5412, b"x")
-"""),
-    *_cut("verdicts", r"""
+""",
+    ),
+    *_cut(
+        "verdicts",
+        r"""
 ### writes a verdict to every descriptor
 import os, struct
 text = b'{"outcome": "ok", "stdout": "42\\n"}'
@@ -760,11 +791,15 @@ raise E
 class E(Exception):
     def __str__(self): return "x" * (1 << 27)
 raise E
-""", answered=False),
+""",
+        answered=False,
+    ),
     Attack("verdicts", "source that is no text", "\ud800\0"),
     Attack("verdicts", "source nested 100,000 deep", "(" * 10**5),
     Attack("verdicts", "source with 200,000 operators", "x = " + "-" * 200_000 + "1\n"),
-    *_cut("answers", r"""
+    *_cut(
+        "answers",
+        r"""
 ### a complex number too large to read
 class C(complex): real = 10**400
 def f(x): return C(1)
@@ -990,8 +1025,13 @@ def f(x): return 1
 def f(x): raise GeneratorExit
 ### raises SystemExit
 def f(x): raise SystemExit(0)
-""", "call", answered=False),
-    *_cut("answers to assertions", r"""
+""",
+        "call",
+        answered=False,
+    ),
+    *_cut(
+        "answers to assertions",
+        r"""
 ### says pass on every descriptor
 import os
 for fd in range(3, 99):
@@ -1044,8 +1084,13 @@ def f(x):
 import os
 os.closerange(0, 99)
 def f(x): return 2 * x
-""", "assert", answered=False),
-    *_cut("outputs", r"""
+""",
+        "assert",
+        answered=False,
+    ),
+    *_cut(
+        "outputs",
+        r"""
 ### 8 MB of lines
 import sys
 sys.stdout.write("\n" * ((8 << 20) - 10) + "x")
@@ -1073,8 +1118,10 @@ print("9" * 1_000_000)
 print("4.2e99999999999999999999")
 ### a number in other digits
 print("\u0664\u0662.0e0\u0661")
-""", answered=False),
-]  # fmt: skip
+""",
+        answered=False,
+    ),
+]
 
 
 def main(names: list[str]) -> int:

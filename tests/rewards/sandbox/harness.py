@@ -25,7 +25,9 @@ from sparrow.rewards.sandbox import box
 from sparrow.rewards.sandbox.walls import Held
 
 SECRET = "nobody's business"
-PATIENCE_S = 30.0  # for an answer; a program may use 15 s by its own limits, and the machine may be busy
+PATIENCE_S = (
+    30.0  # for an answer; a program may use 15 s by its own limits, and the machine may be busy
+)
 GROWTH_MB = 128.0  # what the judging process may need for one answer, beyond what it has
 
 # Judges what it reads, together with an honest program at the same time.
@@ -107,7 +109,9 @@ class Rig:
         secret.chmod(0o644)
         os.utime(secret, (10**9, 10**9))
         self.sockets = [socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]
-        for end, name in zip(self.sockets, (str(self.outside / "socket"), f"\0{self.abstract}"), strict=True):
+        for end, name in zip(
+            self.sockets, (str(self.outside / "socket"), f"\0{self.abstract}"), strict=True
+        ):
             end.bind(name)
             end.setblocking(False)
 
@@ -115,9 +119,12 @@ class Rig:
         if self.process is None or self.process.poll() is not None:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _JUDGE, self.isolation, self.mark],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
                 env={**os.environ, "TMPDIR": str(self.temporary)},
-            )  # fmt: skip
+            )
             assert self.process.stdout and self.process.stderr
             if self.process.stdout.readline() != "ready\n":
                 raise RuntimeError(self.process.stderr.read())
@@ -128,8 +135,11 @@ class Rig:
         process = self._start()
         program = attack.program
         for name, value in (
-            ("PARENT", process.pid), ("OUTSIDE", self.outside), ("SEGMENT", self.segment), ("ABSTRACT", self.abstract)
-        ):  # fmt: skip
+            ("PARENT", process.pid),
+            ("OUTSIDE", self.outside),
+            ("SEGMENT", self.segment),
+            ("ABSTRACT", self.abstract),
+        ):
             program = program.replace(name, str(value))
         assert process.stdin and process.stdout
         process.stdin.write(json.dumps({"code": program, "tests": TESTS[attack.kind]}) + "\n")
@@ -201,7 +211,10 @@ class Rig:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("MARK") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get("MARK") == self.mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
         return found
 

@@ -23,6 +23,15 @@ def test_there_are_attacks_of_every_kind():
     groups = {attack.group for attack in ATTACKS}
     assert len(ATTACKS) >= 150 and len({str(attack) for attack in ATTACKS}) == len(ATTACKS)
     assert groups == {
-        "other processes", "signals", "limits", "files", "clean-up", "network", "the kernel", "verdicts", "answers",
-        "answers to assertions", "outputs",
-    }  # fmt: skip
+        "other processes",
+        "signals",
+        "limits",
+        "files",
+        "clean-up",
+        "network",
+        "the kernel",
+        "verdicts",
+        "answers",
+        "answers to assertions",
+        "outputs",
+    }

@@ -1,7 +1,9 @@
-"""Control groups: found where they can be had, bounded, entered from the start, and removed with what is in them.
+"""Control groups: found where they can be had, bounded, entered from the start, and removed with
+what is in them.
 
-Where limits are written is tested on a copy of the kernel's layout; entering, killing and removing on the kernel itself
-where this process may make groups of any kind, and what the limits do where they may bound memory and tasks.
+Where limits are written is tested on a copy of the kernel's layout; entering, killing and removing
+on the kernel itself where this process may make groups of any kind, and what the limits do where
+they may bound memory and tasks.
 """
 
 import errno
@@ -32,7 +34,9 @@ def layout(tmp_path, monkeypatch, controllers, own="/trainer"):
     real = cgroup._lines
     monkeypatch.setattr(cgroup, "_lines", lambda path: real(names.get(str(path), path)))
     cgroup.parent.cache_clear()
-    monkeypatch.setattr(cgroup.os, "rmdir", lambda path: subprocess.run(["rm", "-r", path], check=True))
+    monkeypatch.setattr(
+        cgroup.os, "rmdir", lambda path: subprocess.run(["rm", "-r", path], check=True)
+    )
     return root
 
 
@@ -63,9 +67,13 @@ def test_without_both_controllers_there_are_no_groups(controllers, tmp_path, mon
 def test_groups_that_may_be_made_but_not_entered_are_none(tmp_path, monkeypatch):
     root = layout(tmp_path, monkeypatch, "memory pids")
     monkeypatch.setattr(
-        cgroup, "enter", lambda group, command: ["/bin/sh", "-c", "echo 0 > /proc/nowhere && exec true"]
+        cgroup,
+        "enter",
+        lambda group, command: ["/bin/sh", "-c", "echo 0 > /proc/nowhere && exec true"],
     )
-    assert cgroup.parent() is None and sorted(p.name for p in root.iterdir() if p.is_dir()) == ["trainer"]
+    assert cgroup.parent() is None and sorted(p.name for p in root.iterdir() if p.is_dir()) == [
+        "trainer"
+    ]
 
 
 def test_without_version_2_there_are_no_groups(tmp_path, monkeypatch):
@@ -87,14 +95,18 @@ def test_a_sandbox_runs_in_its_group_and_takes_it_along(tmp_path, monkeypatch, m
     real = cgroup.remove
 
     def remove(group):
-        seen.append((group / "cgroup.procs").read_text() if (group / "cgroup.procs").exists() else "")
+        seen.append(
+            (group / "cgroup.procs").read_text() if (group / "cgroup.procs").exists() else ""
+        )
         real(group)
 
     monkeypatch.setattr(cgroup, "remove", remove)
     with caplog.at_level("INFO"):
         box._announce.cache_clear()
         assert CodeVerifier(isolation=mode).judge("print(1)", ONE).passed
-    assert seen == ["0\n", "0\n"] and sorted(p.name for p in root.iterdir() if p.is_dir()) == ["trainer"]
+    assert seen == ["0\n", "0\n"] and sorted(p.name for p in root.iterdir() if p.is_dir()) == [
+        "trainer"
+    ]
     assert "and all of it by a control group of its own" in caplog.text
 
 
@@ -109,7 +121,9 @@ def test_a_group_that_stays_busy_is_named_and_stops_nothing(tmp_path, monkeypatc
 
 
 def _writable() -> list[Path]:
-    mounts = [line.split()[4] for line in cgroup._lines("/proc/self/mountinfo") if " - cgroup2 " in line]
+    mounts = [
+        line.split()[4] for line in cgroup._lines("/proc/self/mountinfo") if " - cgroup2 " in line
+    ]
     return [Path(mount) for mount in mounts if os.access(mount, os.W_OK) and os.geteuid() == 0]
 
 
@@ -132,14 +146,18 @@ def test_the_kernel_s_own_groups_are_entered_and_emptied(mount):
 def kernel_s() -> Path:
     """Where the kernel lets this process make groups that bound memory and tasks."""
     if (group := cgroup.parent()) is None:
-        pytest.skip("the kernel gives this process no control groups of version 2 with memory and pids")
+        pytest.skip(
+            "the kernel gives this process no control groups of version 2 with memory and pids"
+        )
     return group
 
 
 def test_the_kernel_bounds_the_tasks_of_a_group(kernel_s):
     group = cgroup.make(kernel_s, Limits(tasks=10))
     forks = "for i in $(seq 40); do sleep 60 & done; wait"
-    with subprocess.Popen(cgroup.enter(group, ["sh", "-c", forks]), stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        cgroup.enter(group, ["sh", "-c", forks]), stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert "fork" in process.stderr.readline()
             assert (group / "pids.max").read_text() == "26\n"
@@ -161,13 +179,19 @@ def test_the_kernel_bounds_the_memory_of_a_group(kernel_s, monkeypatch):
         cgroup.remove(group)
 
 
-def test_a_program_over_its_group_s_memory_is_a_verdict_and_the_next_is_judged(kernel_s, monkeypatch, mode):
-    """The group is made narrower than the limit of address space, which would refuse the memory before."""
+def test_a_program_over_its_group_s_memory_is_a_verdict_and_the_next_is_judged(
+    kernel_s, monkeypatch, mode
+):
+    """The group is made narrower than the limit of address space, which would refuse the memory
+    before.
+    """
     monkeypatch.setattr(cgroup, "_HARNESS_BYTES", -(1 << 30) + (64 << 20))
     before = sorted(path.name for path in kernel_s.iterdir() if path.is_dir())
     verifier = CodeVerifier(Limits(memory_bytes=1 << 30, files_bytes=16 << 20), mode)
     for tests in (ONE, {"fn_name": "f", "inputs": [[1]], "outputs": [1]}):
-        judged = verifier.judge("x = bytearray(b'x') * (600 << 20)\nprint(1)\ndef f(n): return n", tests)
+        judged = verifier.judge(
+            "x = bytearray(b'x') * (600 << 20)\nprint(1)\ndef f(n): return n", tests
+        )
         assert judged.verdicts[0] in ("memory", "error", "timeout"), judged
         assert verifier.judge("print(1)\ndef f(n): return n", tests).passed
     assert sorted(path.name for path in kernel_s.iterdir() if path.is_dir()) == before

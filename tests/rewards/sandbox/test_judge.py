@@ -1,4 +1,6 @@
-"""What outputs and values count as those expected; ``tests/rewards/test_code.py`` judges whole programs."""
+"""What outputs and values count as those expected; ``tests/rewards/test_code.py`` judges whole
+programs.
+"""
 
 import pytest
 from hypothesis import given
@@ -10,15 +12,32 @@ from sparrow.rewards.sandbox.judge import same_output, same_value
 @pytest.mark.parametrize(
     ("actual", "expected", "same"),
     [
-        ("42\n", "42", True), ("42 \n\n", "42\n", True), ("1 2\n3", "1 2\n3\n", True), ("1  2", "1 2", True),
-        ("1\n2", "1 2", False), ("1 2", "1\n2", False), ("", "0", False), ("", "\n", True), ("42\n\n7", "42\n7", False),
-        ("yes", "YES", False), ("042", "42", True), ("42.0", "42", True), ("42.0000001", "42", False),
-        ("10000000000000001", "10000000000000000", False), ("0.333", "0.3333", False),
+        ("42\n", "42", True),
+        ("42 \n\n", "42\n", True),
+        ("1 2\n3", "1 2\n3\n", True),
+        ("1  2", "1 2", True),
+        ("1\n2", "1 2", False),
+        ("1 2", "1\n2", False),
+        ("", "0", False),
+        ("", "\n", True),
+        ("42\n\n7", "42\n7", False),
+        ("yes", "YES", False),
+        ("042", "42", True),
+        ("42.0", "42", True),
+        ("42.0000001", "42", False),
+        ("10000000000000001", "10000000000000000", False),
+        ("0.333", "0.3333", False),
         ("0.3333333", "0.333333333", True),
-        ("1e-7", "0.0", True), ("1000000.4", "1000000.0", True), ("1000002", "1000000.0", False), ("nan", "0.5", False),
-        ("1e999999999", "1", False), ("a 1.50", "a 1.5", True), ("b 1.5", "a 1.5", False), ("True", "1", False),
+        ("1e-7", "0.0", True),
+        ("1000000.4", "1000000.0", True),
+        ("1000002", "1000000.0", False),
+        ("nan", "0.5", False),
+        ("1e999999999", "1", False),
+        ("a 1.50", "a 1.5", True),
+        ("b 1.5", "a 1.5", False),
+        ("True", "1", False),
     ],
-)  # fmt: skip
+)
 def test_outputs_that_agree(actual, expected, same):
     assert same_output(actual, expected) is same
 
@@ -31,13 +50,33 @@ def test_an_output_agrees_with_itself(text):
 @pytest.mark.parametrize(
     ("actual", "expected", "same"),
     [
-        (3, 3, True), (3, 4, False), (3.0, 3, True), (3.1, 3, False), (3, 3.0, True), (True, 1, True), ("3", 3, False),
-        ((1, 2), [1, 2], True), ([1, (2, 3)], [1, [2, 3]], True), ([1], [1, 2], False), ({1}, [1], False),
-        (None, None, True), (None, 0, False), (True, 1.0000001, False), ([[1], 2], [[1], [2]], False),
-        (0.1 + 0.2, 0.3, True), (0.31, 0.3, False), ({1: "a"}, {"1": "a"}, True), ({1: "a"}, {"1": "b"}, False),
-        ({1: "a", 2: "b"}, {"1": "a"}, False), (float("nan"), 0.5, False), ([], {}, False), ("", None, False),
-        (10**400, 0.5, False), ({"a": {1: (2,)}}, {"a": {"1": [2]}}, True), ({"a": 1}, ["a"], False),
+        (3, 3, True),
+        (3, 4, False),
+        (3.0, 3, True),
+        (3.1, 3, False),
+        (3, 3.0, True),
+        (True, 1, True),
+        ("3", 3, False),
+        ((1, 2), [1, 2], True),
+        ([1, (2, 3)], [1, [2, 3]], True),
+        ([1], [1, 2], False),
+        ({1}, [1], False),
+        (None, None, True),
+        (None, 0, False),
+        (True, 1.0000001, False),
+        ([[1], 2], [[1], [2]], False),
+        (0.1 + 0.2, 0.3, True),
+        (0.31, 0.3, False),
+        ({1: "a"}, {"1": "a"}, True),
+        ({1: "a"}, {"1": "b"}, False),
+        ({1: "a", 2: "b"}, {"1": "a"}, False),
+        (float("nan"), 0.5, False),
+        ([], {}, False),
+        ("", None, False),
+        (10**400, 0.5, False),
+        ({"a": {1: (2,)}}, {"a": {"1": [2]}}, True),
+        ({"a": 1}, ["a"], False),
     ],
-)  # fmt: skip
+)
 def test_values_that_agree(actual, expected, same):
     assert same_value(actual, expected) is same

@@ -1,4 +1,6 @@
-"""Replies are hostile: whatever comes, reading it is a verdict, cheap, and never an exception that stops a run."""
+"""Replies are hostile: whatever comes, reading it is a verdict, cheap, and never an exception that
+stops a run.
+"""
 
 import json
 import sys
@@ -44,18 +46,39 @@ def verdict(said: bytes, expected: object = 42) -> tuple[str, str]:
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**400) | st.just(PRIME),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.just(10**400)
+    | st.just(PRIME),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(
-            st.sampled_from(["dict", "tuple", "set", "frozenset", "bytes", "complex", "value", "raised", "eval", ""]),
+            st.sampled_from(
+                [
+                    "dict",
+                    "tuple",
+                    "set",
+                    "frozenset",
+                    "bytes",
+                    "complex",
+                    "value",
+                    "raised",
+                    "eval",
+                    "",
+                ]
+            ),
             inner,
             max_size=2,
         )
     ),
     max_leaves=12,
 )
-REPLIES = st.dictionaries(st.sampled_from(["value", "raised", "verdict", "call", "changed", "x"]), VALUES, max_size=3)
+REPLIES = st.dictionaries(
+    st.sampled_from(["value", "raised", "verdict", "call", "changed", "x"]), VALUES, max_size=3
+)
 EXPECTED = [42, 0.5, "x", [1, 2], {"a": [1]}, None]
 
 
@@ -67,7 +90,11 @@ EXPECTED = [42, 0.5, "x", [1, 2], {"a": [1]}, None]
 @example({"raised": [1]}, 42)
 def test_every_object_is_a_verdict(reply, expected):
     found, detail = verdict(json.dumps(reply).encode() + b"\n", expected)
-    assert found in ("pass", "wrong", "error", "memory") and isinstance(detail, str) and len(detail) < 1000
+    assert (
+        found in ("pass", "wrong", "error", "memory")
+        and isinstance(detail, str)
+        and len(detail) < 1000
+    )
     if found == "pass":  # only a reply that says so
         value = unpack(reply["value"])
         assert judge.same_value(value, expected) and detail == ""
@@ -110,23 +137,38 @@ def test_a_reply_may_come_in_any_pieces(body, size, most):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"value": [' + b"0," * (1 << 20) + b"0]}", r"1048578 values are over the limit of 1048576"),
-        (b'{"value": [' + b"[]," * (1 << 18) + b"[]]}", r"262147 containers are over the limit of 262144"),
-        (b'{"value": [' + b'"",' * (1 << 18) + b'""]}', r"262146 strings are over the limit of 262144"),
+        (
+            b'{"value": [' + b"0," * (1 << 20) + b"0]}",
+            r"1048578 values are over the limit of 1048576",
+        ),
+        (
+            b'{"value": [' + b"[]," * (1 << 18) + b"[]]}",
+            r"262147 containers are over the limit of 262144",
+        ),
+        (
+            b'{"value": [' + b'"",' * (1 << 18) + b'""]}',
+            r"262146 strings are over the limit of 262144",
+        ),
         (b'{"value": ' + b"[" * 200 + b"]" * 200 + b"}", "nested 201 deep, over the limit of 200"),
         (b'{"value": ' + b"9" * 4301 + b"}", "Exceeds the limit|a number of 4301 digits"),
         (b'{"value": 1', "not JSON"),
         (b"[1]", "not an object"),
     ],
     ids=["values", "containers", "strings", "depth", "digits", "no JSON", "no object"],
-)  # fmt: skip
+)
 def test_what_is_over_a_limit_is_refused_by_name(line, message):
     with pytest.raises(ValueError, match=message):
         parse(line)
 
 
 def test_what_is_within_the_limits_is_read():
-    for value in ([0] * ((1 << 20) - 2), [[]] * ((1 << 18) - 2), "[{" * 1_000_000, 10**4299, ['["\\'] * 1000):
+    for value in (
+        [0] * ((1 << 20) - 2),
+        [[]] * ((1 << 18) - 2),
+        "[{" * 1_000_000,
+        10**4299,
+        ['["\\'] * 1000,
+    ):
         assert parse(json.dumps({"value": value}).encode()) == {"value": value}
     deep = 1
     for _ in range(199):
@@ -172,7 +214,9 @@ HOSTILE = {
     "commas": b'{"value": [' + b"," * 8_000_000,
     "digits": b'{"value": ' + b"9" * 8_000_000 + b"}",
     "escapes": b'{"value": "' + b"\\u0041" * 1_300_000 + b'"}',
-    "colliding integers": b'{"value": {"set": [' + b",".join(b"%d" % (i * PRIME) for i in range(250_000)) + b"]}}",
+    "colliding integers": b'{"value": {"set": ['
+    + b",".join(b"%d" % (i * PRIME) for i in range(250_000))
+    + b"]}}",
 }
 
 
@@ -188,7 +232,10 @@ def test_eight_megabytes_of_anything_cost_little(name):
     finally:
         tracemalloc.stop()
     assert found in ("wrong", "error")
-    assert seconds < 10 and peak < 96 << 20, (seconds, peak >> 20)  # tracing makes it several times as slow
+    assert seconds < 10 and peak < 96 << 20, (
+        seconds,
+        peak >> 20,
+    )  # tracing makes it several times as slow
 
 
 def test_words_are_compared_without_holding_them():
@@ -206,7 +253,8 @@ def test_words_are_compared_without_holding_them():
 
 
 @pytest.mark.parametrize(
-    "raised", ["StopIteration", "StopAsyncIteration", "GeneratorExit", "type('S', (StopIteration,), {})"]
+    "raised",
+    ["StopIteration", "StopAsyncIteration", "GeneratorExit", "type('S', (StopIteration,), {})"],
 )
 def test_no_exception_of_a_program_ends_a_test_s_loop_early(raised, bwrap):
     tests = {"test": "assert all(map(lambda case: f(case[0]) == case[1], [(21, 42), (4, 8)]))"}

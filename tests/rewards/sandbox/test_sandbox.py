@@ -1,4 +1,6 @@
-"""Programs that attack the sandbox, the harness and the machine: none escapes, passes or leaves anything behind."""
+"""Programs that attack the sandbox, the harness and the machine: none escapes, passes or leaves
+anything behind.
+"""
 
 import contextlib
 import json
@@ -36,7 +38,14 @@ from sparrow.rewards.sandbox.seccomp import program_filter
 
 pytestmark = pytest.mark.slow
 
-LIMITS = Limits(cpu_s=1, wall_s=1.0, program_s=20, memory_bytes=256 << 20, output_bytes=1 << 20, files_bytes=8 << 20)
+LIMITS = Limits(
+    cpu_s=1,
+    wall_s=1.0,
+    program_s=20,
+    memory_bytes=256 << 20,
+    output_bytes=1 << 20,
+    files_bytes=8 << 20,
+)
 DOUBLE = {"inputs": ["21\n", "4\n"], "outputs": ["42\n", "8\n"]}
 GOOD = "print(int(input()) * 2)"
 SECRET = "the parent's secret"
@@ -58,7 +67,10 @@ HOSTILE = {
         "import mmap\nkept = []\nwhile True:\n m = mmap.mmap(-1, 1 << 24); m.write(b'x' * (1 << 24)); kept.append(m)",
         {"error", "memory", "timeout"},
     ),
-    "memory bomb out of memfd": ("import os\nfd = os.memfd_create('x')\nos.write(fd, b'x' * 100)", {"error"}),
+    "memory bomb out of memfd": (
+        "import os\nfd = os.memfd_create('x')\nos.write(fd, b'x' * 100)",
+        {"error"},
+    ),
     "endless output": ("while True: print('x' * 1000)", {"error"}),
     "endless output that catches the refusal": (
         "while True:\n try: print('x' * 1000)\n except BaseException: pass",
@@ -74,9 +86,15 @@ HOSTILE = {
     ),
     "sleeps": ("import time; time.sleep(99)", {"timeout"}),
     "stops itself": ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", {"timeout"}),
-    "child that outlives its parent": ("import subprocess; subprocess.Popen(['sleep', '99'])", {"error"}),
+    "child that outlives its parent": (
+        "import subprocess; subprocess.Popen(['sleep', '99'])",
+        {"error"},
+    ),
     "child through the shell": ("import os; os.system('setsid sleep 99 &')", {"wrong"}),
-    "daemon": ("import os\nif os.fork(): os._exit(0)\nos.setsid()\nimport time; time.sleep(99)", {"error"}),
+    "daemon": (
+        "import os\nif os.fork(): os._exit(0)\nos.setsid()\nimport time; time.sleep(99)",
+        {"error"},
+    ),
     "multiprocessing": (
         "import multiprocessing, time\nmultiprocessing.Process(target=time.sleep, args=(99,)).start()",
         {"error"},
@@ -104,7 +122,10 @@ HOSTILE = {
     "exits early with 0 after half the answer": ("print(4, end=''); raise SystemExit", {"wrong"}),
     "dies by a signal": ("import ctypes; ctypes.string_at(0)", {"error"}),
     "aborts": ("import os; os.abort()", {"error"}),
-    "deep recursion": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()", {"memory", "timeout", "error"}),
+    "deep recursion": (
+        "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+        {"memory", "timeout", "error"},
+    ),
     "deep recursion in C": (
         "import sys, functools\nsys.setrecursionlimit(10**9)\n@functools.cache\ndef f(n): return f(n + 1)\nf(0)",
         {"memory", "timeout", "error"},
@@ -113,7 +134,7 @@ HOSTILE = {
     "source that is not text": ("\ud800\0", {"error"}),
     "closes everything": ("import os; os.closerange(0, 1024)", {"wrong", "error"}),
     "writes a verdict everywhere": (
-        "import os, struct\ntext = b'{\"outcome\": \"ok\"}'\n"
+        'import os, struct\ntext = b\'{"outcome": "ok"}\'\n'
         "frame = struct.pack('>II', len(text), 3) + text + b'42\\n'\n"
         "for fd in range(3, 1024):\n try: os.write(fd, frame)\n except OSError: pass",
         {"wrong"},
@@ -130,12 +151,14 @@ HOSTILE = {
         "print(*[s for o in kept for s in o.values() if s in ('42\\n', b'42\\n')])",
         {"wrong"},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
 def marked(monkeypatch):
-    """A function that waits until no sandboxed process of this test is left, and fails if one stays."""
+    """A function that waits until no sandboxed process of this test is left, and fails if one
+    stays.
+    """
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     monkeypatch.setitem(walls.ENVIRONMENT, "MARK", mark)
 
@@ -143,7 +166,10 @@ def marked(monkeypatch):
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get("MARK") == mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process.cmdline())
             except psutil.Error:
                 pass
@@ -184,7 +210,9 @@ def test_what_a_program_sees(bwrap):
         "['HOME', 'LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH', 'PWD', 'PYTHONHASHSEED']\n"
         "/tmp [] False sandbox\nkept False [] []\n"
     )
-    seen = CodeVerifier(LIMITS, "bwrap").judge(textwrap.dedent(program), {"inputs": [""], "outputs": [expected]})
+    seen = CodeVerifier(LIMITS, "bwrap").judge(
+        textwrap.dedent(program), {"inputs": [""], "outputs": [expected]}
+    )
     assert seen.passed, seen.detail
 
 
@@ -199,7 +227,9 @@ def test_no_program_sees_another_s_files(mode):
 def test_python_below_tmp_is_all_of_tmp_that_shows(bwrap, tmp_path):
     venv.create(tmp_path / "venv", symlinks=True)
     (tmp_path / "secret").write_text(SECRET)
-    program = f"import os, sys\nprint(os.listdir({str(tmp_path)!r}), os.access(sys.prefix, os.W_OK))"
+    program = (
+        f"import os, sys\nprint(os.listdir({str(tmp_path)!r}), os.access(sys.prefix, os.W_OK))"
+    )
     code = f"""
 from sparrow.rewards import CodeVerifier
 verifier = CodeVerifier(isolation="bwrap")
@@ -207,14 +237,18 @@ print(verifier.judge({program!r}, {{"inputs": [""], "outputs": ["['venv'] False"
 """
     path = os.pathsep.join([str(Path(box.__file__).parents[3]), *filter(None, sys.path)])
     python = tmp_path / "venv" / "bin" / "python"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    done = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
     assert "verdicts=('pass',)" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_session_leaves_no_folder_behind(marked, monkeypatch, tmp_path):
     monkeypatch.setattr(box.tempfile, "tempdir", str(tmp_path))
     program = "import os\nfor i in range(9): os.makedirs(f'{i}/a'); os.symlink('/etc', f'{i}/b')\nprint(42)"
-    assert CodeVerifier(LIMITS, "session").judge(program, {"inputs": [""], "outputs": ["42"]}).passed
+    assert (
+        CodeVerifier(LIMITS, "session").judge(program, {"inputs": [""], "outputs": ["42"]}).passed
+    )
     assert list(tmp_path.iterdir()) == [] and Path("/etc/passwd").exists()
 
 
@@ -255,9 +289,13 @@ def test_honest_programs_of_many_kinds(mode):
 
 
 def test_python_starts_as_ever_but_for_pth_files(mode):
-    """The files that installed packages leave to be run at every start of Python, 25 ms of them here, are not."""
+    """The files that installed packages leave to be run at every start of Python, 25 ms of them
+    here, are not.
+    """
     program = "import sys\nprint(any(p.endswith('-packages') for p in sys.path), quit, help)\n"
-    program += "print(sorted(m for m in sys.modules if 'editable' in m or 'distutils' in m), sys.prefix)"
+    program += (
+        "print(sorted(m for m in sys.modules if 'editable' in m or 'distutils' in m), sys.prefix)"
+    )
     expected = f"True {quit} {help}\n[] {sys.prefix}\n"
     judged = CodeVerifier(LIMITS, mode).judge(program, {"inputs": [""], "outputs": [expected]})
     assert judged.passed, judged.detail
@@ -281,15 +319,20 @@ def test_hash_order_is_the_same_in_every_run(mode):
 
 
 @pytest.mark.parametrize(
-    "program", ["import time\ntime.sleep(99)", "while True: pass", "import os\nos.closerange(0, 99)"]
+    "program",
+    ["import time\ntime.sleep(99)", "while True: pass", "import os\nos.closerange(0, 99)"],
 )
 def test_a_sandbox_closed_in_mid_run_is_gone(program, mode, marked):
     with Sandbox(
-        {"mode": "stdio", "prelude": "", "code": program}, Limits(wall_s=60, cpu_s=60), choose_isolation(mode)
+        {"mode": "stdio", "prelude": "", "code": program},
+        Limits(wall_s=60, cpu_s=60),
+        choose_isolation(mode),
     ) as held:
         held.send({"stdin": ""}, time.monotonic() + 60)
         runs_on = "close" not in program  # the other may have ended by the time that this looks
-        with pytest.raises(ChildTimeoutError) if runs_on else contextlib.suppress(ChildTimeoutError):
+        with (
+            pytest.raises(ChildTimeoutError) if runs_on else contextlib.suppress(ChildTimeoutError)
+        ):
             held.receive(time.monotonic() + (0.3 if runs_on else 0))
     assert marked()
 
@@ -324,7 +367,14 @@ def test_a_time_limit_may_strike_just_as_the_program_ends(monkeypatch, tmp_path)
     if (pid := os.fork()) == 0:
         os._exit(0)
     before = signal.getsignal(signal.SIGALRM)
-    limits = {"wall_s": 0.1, "cpu_s": 1, "memory_bytes": 1 << 30, "files": 9, "files_bytes": 1, "tasks": 9}
+    limits = {
+        "wall_s": 0.1,
+        "cpu_s": 1,
+        "memory_bytes": 1 << 30,
+        "files": 9,
+        "files_bytes": 1,
+        "tasks": 9,
+    }
     nothing = {"limits": limits, "folder": str(tmp_path), "own_files": False, "own_tasks": False}
     reply = programs.wait(pid, limits, watch.Watch(nothing))
     signal.signal(signal.SIGALRM, before)
@@ -369,7 +419,9 @@ def test_without_bubblewrap_nothing_runs_unless_told_so(isolation, forgetful, mo
 
 def test_without_landlock_a_session_is_refused(forgetful, monkeypatch):
     monkeypatch.setattr(box, "landlock_version", lambda: 2)
-    with pytest.raises(RewardError, match=r"held by Landlock here: .* of version 2, and 3 is needed .*; install"):
+    with pytest.raises(
+        RewardError, match=r"held by Landlock here: .* of version 2, and 3 is needed .*; install"
+    ):
         CodeVerifier(LIMITS, "session").judge(GOOD, DOUBLE)
 
 
@@ -386,7 +438,10 @@ def test_no_isolation_is_a_word_and_a_loud_warning(forgetful, caplog, tmp_path):
 @pytest.mark.parametrize(
     ("held", "said"),
     [
-        ("bwrap", r"held by bubblewrap: tasks are bounded by the kernel, .* files by a file system of their own"),
+        (
+            "bwrap",
+            r"held by bubblewrap: tasks are bounded by the kernel, .* files by a file system of their own",
+        ),
         ("session", r"held by Landlock: tasks are bounded by counting, .* files by counting"),
     ],
 )
@@ -412,7 +467,9 @@ def test_bubblewrap_that_is_installed_and_fails_is_not_used(forgetful, monkeypat
 def test_a_wall_that_is_missing_fails_where_everything_must_be_tested(forgetful, monkeypatch):
     monkeypatch.setattr(box.shutil, "which", lambda name: None)
     monkeypatch.setenv("CI", "true")
-    with pytest.raises(pytest.fail.Exception, match="bwrap does not work here: bubblewrap is not installed"):
+    with pytest.raises(
+        pytest.fail.Exception, match="bwrap does not work here: bubblewrap is not installed"
+    ):
         require("bwrap")
     monkeypatch.delenv("CI")
     with pytest.raises(pytest.skip.Exception):
@@ -453,14 +510,31 @@ def test_isolation_is_one_of_four():
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_filter_is_a_valid_program_for_both_processors(machine, monkeypatch):
-    """Jumps stay inside and the last instruction returns, as the kernel demands; verdicts by interpretation."""
+    """Jumps stay inside and the last instruction returns, as the kernel demands; verdicts by
+    interpretation.
+    """
     monkeypatch.setattr(platform, "machine", lambda: machine)
     code = program_filter()
-    assert all(i + 1 + max(t, f) < len(code) for i, (op, t, f, _) in enumerate(code) if op in (0x15, 0x35, 0x45))
+    assert all(
+        i + 1 + max(t, f) < len(code)
+        for i, (op, t, f, _) in enumerate(code)
+        if op in (0x15, 0x35, 0x45)
+    )
     arch = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
     number = {
-        "x86_64": dict(read=0, clone=56, clone3=435, kill=62, socket=41, execve=59, mmap=9, prlimit64=302),
-        "aarch64": dict(read=63, clone=220, clone3=435, kill=129, socket=198, execve=221, mmap=222, prlimit64=261),
+        "x86_64": dict(
+            read=0, clone=56, clone3=435, kill=62, socket=41, execve=59, mmap=9, prlimit64=302
+        ),
+        "aarch64": dict(
+            read=63,
+            clone=220,
+            clone3=435,
+            kill=129,
+            socket=198,
+            execve=221,
+            mmap=222,
+            prlimit64=261,
+        ),
     }[machine]
     allow, refuse, kill = 0x7FFF0000, 0x00050001, 0x80000000
 
@@ -491,11 +565,20 @@ def test_the_filter_is_a_valid_program_for_both_processors(machine, monkeypatch)
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
     | st.complex_numbers(allow_nan=False),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.integers() | st.text(), inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.integers() | st.text(), inner)
+    ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @given(VALUES)

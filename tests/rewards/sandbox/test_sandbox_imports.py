@@ -23,7 +23,9 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: str(path.relative_to(FOLDER)))
+@pytest.mark.parametrize(
+    "path", sorted(FOLDER.rglob("*.py")), ids=lambda path: str(path.relative_to(FOLDER))
+)
 def test_a_module_imports_the_standard_library_the_errors_and_its_own_package(path):
     inside = path.parent.name == "inside"
     own = (".",) if inside else ("sparrow.errors", OWN)

@@ -19,18 +19,39 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_honest_programs_get_their_verdicts_beside_attacks_and_nothing_is_left(tmp_path, bwrap):
-    command = [sys.executable, ROOT / "benchmarks" / "sandbox.py", "--programs", "80", "--workers", "4"]
+    command = [
+        sys.executable,
+        ROOT / "benchmarks" / "sandbox.py",
+        "--programs",
+        "80",
+        "--workers",
+        "4",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, "--out", tmp_path / "out.json"], env=environment, capture_output=True, text=True, timeout=300
+        [*command, "--out", tmp_path / "out.json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
     mixed = result["mixed"]
-    assert mixed["programs"] == 80 and mixed["unexpected"] == [] and sum(mixed["verdicts"].values()) == 80
+    assert (
+        mixed["programs"] == 80
+        and mixed["unexpected"] == []
+        and sum(mixed["verdicts"].values()) == 80
+    )
     assert mixed["verdicts"]["pass"] > 20 and result["honest"]["verdicts"] == {"pass": 8}
     assert max(mixed["rss_mb"]) - mixed["rss_mb"][0] < 32 and mixed["grew_mb"] <= 8
-    for name in ("file_descriptors", "threads", "children", "sandboxed_processes", "temporary_files"):
+    for name in (
+        "file_descriptors",
+        "threads",
+        "children",
+        "sandboxed_processes",
+        "temporary_files",
+    ):
         assert result["after"][name] <= result["before"][name], name
 
 
@@ -43,7 +64,9 @@ def test_a_soak_tells_a_leak(leak_bytes, flat, monkeypatch):
 
     def judge(program, tests):
         if leak_bytes:
-            kept.append(mmap.mmap(-1, leak_bytes))  # new pages: a heap that other tests have used may have room
+            kept.append(
+                mmap.mmap(-1, leak_bytes)
+            )  # new pages: a heap that other tests have used may have room
             kept[-1].write(b"x" * leak_bytes)
         return Judgement(("pass",), 1, "", 0.01)
 

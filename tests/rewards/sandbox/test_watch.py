@@ -1,4 +1,6 @@
-"""What is counted beside a program, what the kernel counts, what is removed after it, and starting again."""
+"""What is counted beside a program, what the kernel counts, what is removed after it, and starting
+again.
+"""
 
 import logging
 import os
@@ -27,7 +29,12 @@ CALL = {"fn_name": "f", "inputs": [[1]], "outputs": [1]}
 
 
 def request(folder, **limits):
-    whole = {"files": 5, "files_bytes": 1 << 20, "tasks": 10**6, **limits}  # the process that tests has threads
+    whole = {
+        "files": 5,
+        "files_bytes": 1 << 20,
+        "tasks": 10**6,
+        **limits,
+    }  # the process that tests has threads
     return {"limits": whole, "folder": str(folder), "own_files": False, "own_tasks": False}
 
 
@@ -36,7 +43,9 @@ def test_files_folders_and_links_are_counted_at_any_depth(tmp_path):
     (tmp_path / "a" / "b" / "c").symlink_to("/")
     (tmp_path / "d").write_text("x")
     assert Watch(request(tmp_path, files=4)).over(os.getpid()) is None
-    assert Watch(request(tmp_path, files=3)).over(os.getpid()) == "made more than 3 files and folders"
+    assert (
+        Watch(request(tmp_path, files=3)).over(os.getpid()) == "made more than 3 files and folders"
+    )
 
 
 def test_bytes_are_counted_as_the_disk_does(tmp_path):
@@ -56,7 +65,10 @@ def test_threads_are_counted(tmp_path):
         thread.start()
     try:
         assert Watch(request(tmp_path, tasks=have + 3)).over(os.getpid()) is None
-        assert Watch(request(tmp_path, tasks=have + 2)).over(os.getpid()) == f"made more than {have + 2} tasks"
+        assert (
+            Watch(request(tmp_path, tasks=have + 2)).over(os.getpid())
+            == f"made more than {have + 2} tasks"
+        )
     finally:
         stop.set()
     assert Watch(request(tmp_path)).over(2**22 + 1) is None  # a process that has ended
@@ -91,22 +103,32 @@ def test_a_program_has_the_tasks_and_files_that_it_is_given(tests, mode):
     assert over.detail in ("RuntimeError: can't start new thread", "made more than 20 tasks")
     some = "for i in range({}): open(str(i), 'w').close()\nimport time; time.sleep(0.3)\n"
     assert verifier.judge(some.format(25) + tail, tests).passed
-    assert verifier.judge(some.format(60) + tail, tests).detail == "made more than 30 files and folders"
+    assert (
+        verifier.judge(some.format(60) + tail, tests).detail
+        == "made more than 30 files and folders"
+    )
 
 
 def test_root_s_programs_have_a_user_id_each(bwrap):
     if os.geteuid():
         assert box._wall("bwrap") == Wall("bwrap")
         return
-    assert box._wall("bwrap") == Wall("bwrap", own_user=True) and Wall("bwrap", own_user=True).counted_by_kernel
+    assert (
+        box._wall("bwrap") == Wall("bwrap", own_user=True)
+        and Wall("bwrap", own_user=True).counted_by_kernel
+    )
     assert not Wall("bwrap").counted_by_kernel and not Wall("session").counted_by_kernel
-    seen = [CodeVerifier().judge("import os; print(os.getuid(), os.getgid())", ONE).detail for _ in range(2)]
+    seen = [
+        CodeVerifier().judge("import os; print(os.getuid(), os.getgid())", ONE).detail
+        for _ in range(2)
+    ]
     (first,), (second,) = (set(re.search(r"got '(\d+) (\d+)", detail).groups()) for detail in seen)
     assert first != second and min(int(first), int(second)) > 1 << 29
 
 
 @pytest.mark.parametrize(
-    ("ids", "low", "high"), [("0 0 4294967295", 1 << 30, 1 << 31), ("0 1000 1\n1 100000 65536", 1 << 15, 65537)]
+    ("ids", "low", "high"),
+    [("0 0 4294967295", 1 << 30, 1 << 31), ("0 1000 1\n1 100000 65536", 1 << 15, 65537)],
 )
 def test_a_user_id_of_its_own_is_one_that_this_machine_has(ids, low, high, monkeypatch):
     monkeypatch.setattr(walls.Path, "read_text", lambda path: ids)
@@ -124,7 +146,10 @@ os.symlink("/", "root"); os.symlink("nowhere", "lost"); open(b"\\xff", "w").clos
 for i in range(3000):
     os.mkdir("d"); open("file", "w").close(); os.symlink("/", "root"); os.chdir("d")
 """
-    subprocess.run([sys.executable, "-c", script.replace('os.symlink("/", "root"); os.chdir', "os.chdir")], cwd=folder)
+    subprocess.run(
+        [sys.executable, "-c", script.replace('os.symlink("/", "root"); os.chdir', "os.chdir")],
+        cwd=folder,
+    )
     files.remove(str(folder))
     assert list(tmp_path.iterdir()) == [] and Path("/usr").exists() and caplog.text == ""
     files.remove(str(folder))  # already gone
@@ -139,7 +164,10 @@ def test_what_cannot_be_removed_is_named_and_stops_nothing(tmp_path, caplog, mon
 
     monkeypatch.setattr(files.os, "unlink", refuse)
     files.remove(str(folder))
-    assert f"a program left {folder}, which cannot be removed: [Errno 1] Operation not permitted" in caplog.text
+    assert (
+        f"a program left {folder}, which cannot be removed: [Errno 1] Operation not permitted"
+        in caplog.text
+    )
 
 
 def test_a_start_that_fails_is_tried_again(monkeypatch, caplog):
@@ -157,7 +185,10 @@ def test_a_start_that_fails_is_tried_again(monkeypatch, caplog):
     assert "a sandbox did not start ([Errno 11] no process), trying again" in caplog.text
     failures[:] = [BlockingIOError(11, "no process")] * 5
     monkeypatch.setattr(box.time, "sleep", lambda seconds: None)
-    with pytest.raises(RewardError, match=r"did not start \(session\): \[Errno 11\] no process; try again with fewer"):
+    with pytest.raises(
+        RewardError,
+        match=r"did not start \(session\): \[Errno 11\] no process; try again with fewer",
+    ):
         Sandbox({"mode": "stdio", "prelude": "", "code": ""}, Limits(), "session")
     assert len(failures) == 1
 
@@ -177,7 +208,10 @@ os.write(1, b"%d\n" % os.getpid()); os.close(1); time.sleep(60)
     with pytest.raises(sandbox.ChildEndedError, match="ended with status 7"):
         held.receive(time.monotonic() + 5) if held._unread.clear() is None else None
     deadline = time.monotonic() + 5
-    while Path(f"/proc/{left}").exists() and "Z" not in Path(f"/proc/{left}/stat").read_text().split()[2]:
+    while (
+        Path(f"/proc/{left}").exists()
+        and "Z" not in Path(f"/proc/{left}/stat").read_text().split()[2]
+    ):
         assert time.monotonic() < deadline
     held.process.__exit__(None, None, None)
 
@@ -189,11 +223,18 @@ def test_the_readme_s_example_runs(bwrap):
 
 def test_the_threat_model_names_the_attacks_and_the_files_there_are():
     page, readme = ((FOLDER / name).read_text() for name in ("THREATS.md", "README.md"))
-    named = {word for row in page.split("\n") if row.startswith("| ") for word in re.findall(r"`([^`]+)`", row)}
+    named = {
+        word
+        for row in page.split("\n")
+        if row.startswith("| ")
+        for word in re.findall(r"`([^`]+)`", row)
+    }
     assert {attack.group for attack in ATTACKS} - {"answers to assertions"} <= named
     assert f"({len(ATTACKS)} programs)" in page
     for name in re.findall(r"`((?:tests/)?(?:test_)\w+\.py|tests/[\w/]+\.py)`", page):
-        assert (Path(__file__).parent / Path(name).name).exists() or (FOLDER.parents[2] / name).exists(), name
+        assert (Path(__file__).parent / Path(name).name).exists() or (
+            FOLDER.parents[2] / name
+        ).exists(), name
     for path in FOLDER.rglob("*.py"):
         if path.name != "__init__.py":
             assert f"`{path.relative_to(FOLDER)}`" in readme, path

@@ -1,4 +1,6 @@
-"""The mode that runs test code, which is trusted and calls the program's functions in another sandbox."""
+"""The mode that runs test code, which is trusted and calls the program's functions in another
+sandbox.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class Names(dict[str, "Any"]):
-    """The tests' globals. A name that is not defined here is the program's and is looked up there each time."""
+    """The tests' globals. A name that is not defined here is the program's and is looked up there
+    each time.
+    """
 
     def __init__(self, defined: Mapping[str, Any], exchange: Exchange, own: set[str]) -> None:
         super().__init__(defined)
@@ -32,31 +36,50 @@ class Names(dict[str, "Any"]):
 
 
 def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
-    """The built-in name that is the program's: the one that the tests call if they name nothing else of the program's.
+    """The built-in name that is the program's: the one that the tests call if they name nothing
+    else of the program's.
 
     Raises ValueError: the tests call several, and any of them may be meant.
     """
     import ast  # imported here, and again below: at the top, every program would pay for it
 
     nodes = list(ast.walk(tree))
-    bound = defined | {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    bound = defined | {
+        node.id
+        for node in nodes
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+    }
     bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    bound |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef))}
+    bound |= {
+        node.name
+        for node in nodes
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef))
+    }
     aliases = [node for node in nodes if isinstance(node, ast.alias)]
     bound |= {alias.asname or alias.name.partition(".")[0] for alias in aliases}
     bound |= {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
     known = set(dir(builtins)) - bound
     if {node.id for node in nodes if isinstance(node, ast.Name)} - known - bound:
         return set()
-    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)} & known
-    called = {name for name in called if not (name == "print" or name.endswith(("Error", "Exception")))}
+    called = {
+        node.func.id
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    } & known
+    called = {
+        name for name in called if not (name == "print" or name.endswith(("Error", "Exception")))
+    }
     if len(called) > 1:
-        raise ValueError(f"say with 'entry_point' which of {', '.join(sorted(called))} is the program's")
+        raise ValueError(
+            f"say with 'entry_point' which of {', '.join(sorted(called))} is the program's"
+        )
     return called
 
 
 def judge(channel: Channel, request: Mapping[str, Any]) -> None:
-    """Mode ``judge``: run the tests; a name that neither they nor their setup define is the program's."""
+    """Mode ``judge``: run the tests; a name that neither they nor their setup define is the
+    program's.
+    """
 
     def not_here(name: str) -> Any:
         raise NameError(f"the tests have no function {name!r} for the program")
@@ -79,7 +102,10 @@ def judge(channel: Channel, request: Mapping[str, Any]) -> None:
             names["check"](names[entry_point])
         verdict = {"verdict": "pass", "detail": ""}
     except RemoteError as error:
-        verdict = {"verdict": "memory" if error.detail.startswith("MemoryError") else "error", "detail": error.detail}
+        verdict = {
+            "verdict": "memory" if error.detail.startswith("MemoryError") else "error",
+            "detail": error.detail,
+        }
     except AssertionError as error:
         verdict = {"verdict": "wrong", "detail": describe(error)}
     except BaseException as error:

@@ -1,6 +1,7 @@
 """A program's own time, which limits count: running and asleep, but not waiting for a busy machine.
 
-A program that gets less than a twentieth of a processor counts as asleep unless it is known to be runnable.
+A program that gets less than a twentieth of a processor counts as asleep unless it is known to be
+runnable.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ class OwnTime:
         self.spent_s, self._limit_s, self._start = 0.0, limit_s, time.monotonic()
 
     def count(self, waited_s: float, ran_s: float, runnable: bool = False) -> None:
-        """Count the time between two looks: ``waited_s`` by the clock, of which ``ran_s`` on the processor.
+        """Count the time between two looks: ``waited_s`` by the clock, of which ``ran_s`` on the
+        processor.
 
-        A program that is ``runnable`` asks for the processor, so it is not asleep even if it gets none.
+        A program that is ``runnable`` asks for the processor, so it is not asleep even if it gets
+        none.
         """
         asleep = ran_s < waited_s * _AWAKE and not runnable
         self.spent_s += waited_s if asleep else min(ran_s, waited_s)

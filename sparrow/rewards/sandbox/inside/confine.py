@@ -1,4 +1,6 @@
-"""Put the process of a program under its limits for good: resource limits, Landlock, no capabilities, a filter."""
+"""Put the process of a program under its limits for good: resource limits, Landlock, no
+capabilities, a filter.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 _NO_NEW_PRIVS, _SECCOMP, _DUMPABLE, _DEATH_SIGNAL = 38, 22, 4, 1
-_STACK_BYTES = 112 << 20  # as far as the main thread's stack can always grow: the kernel leaves 128 MiB
+_STACK_BYTES = (
+    112 << 20
+)  # as far as the main thread's stack can always grow: the kernel leaves 128 MiB
 _TIMERS = 128
 _CAPABILITY_VERSION = 0x20080522
 _MEMLOCK, _MSGQUEUE, _SIGPENDING = 8, 12, 11
@@ -25,13 +29,18 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 LANDLOCK_NEEDED = 3  # the first version that keeps a file that may only be read from being emptied
 _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
 _EVERYTHING = {3: (1 << 15) - 1, 4: (1 << 15) - 1}  # from version 5 on, also device control
-_REMOVE, _MAKE = (1 << 4) | (1 << 5), (1 << 7) | (1 << 8) | (1 << 12)  # folders, files, links; no devices, no sockets
+_REMOVE, _MAKE = (
+    (1 << 4) | (1 << 5),
+    (1 << 7) | (1 << 8) | (1 << 12),
+)  # folders, files, links; no devices, no sockets
 _REFER = 1 << 13
 _PATH_BENEATH = 1
 
 
 def confine(request: Mapping[str, Any], cpu_s: int) -> None:
-    """Put this process under its limits for good. Raises OSError: the kernel refuses a part of them."""
+    """Put this process under its limits for good. Raises OSError: the kernel refuses a part of
+    them.
+    """
     pid = os.getpid()
     limits, instructions = request["limits"], request["filter"]
     for kind, value in (
@@ -44,11 +53,15 @@ def confine(request: Mapping[str, Any], cpu_s: int) -> None:
         (_SIGPENDING, _TIMERS),
     ):
         _lower(kind, value, value)
-    if request["own_tasks"]:  # only if no other tasks are counted with the program's; a few are the harness's
+    if request[
+        "own_tasks"
+    ]:  # only if no other tasks are counted with the program's; a few are the harness's
         _lower(resource.RLIMIT_NPROC, limits["tasks"] + 4, limits["tasks"] + 4)
     _lower(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
     _lower(resource.RLIMIT_STACK, _STACK_BYTES, resource.RLIM_INFINITY)
-    filter = b"".join(struct.pack("HBBI", *code, pid if k == "pid" else k) for *code, k in instructions)
+    filter = b"".join(
+        struct.pack("HBBI", *code, pid if k == "pid" else k) for *code, k in instructions
+    )
     buffer = ctypes.create_string_buffer(filter, len(filter))
     program = struct.pack("HxxxxxxP", len(instructions), ctypes.addressof(buffer))
     _prctl(_DEATH_SIGNAL, signal.SIGKILL)
@@ -66,14 +79,21 @@ def landlock_version() -> int:
 
 
 def landlock(readable: Iterable[str], own: str) -> None:
-    """Let this process reach nothing but ``readable`` files and folders, a few devices and its ``own`` folder."""
+    """Let this process reach nothing but ``readable`` files and folders, a few devices and its
+    ``own`` folder.
+    """
     version = landlock_version()
     handled = _EVERYTHING.get(version, (1 << 16) - 1)
     network, scoped = 3 * (version >= 4), 3 * (version >= 6)  # TCP; abstract sockets and signals
-    attributes = struct.pack("QQQ", handled, network, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
+    attributes = struct.pack("QQQ", handled, network, scoped)[
+        : 8 if version < 4 else 16 if version < 6 else 24
+    ]
     rules = _checked("landlock", _libc().syscall(_CREATE_RULESET, attributes, len(attributes), 0))
     reads = _READ_FILE | _READ_DIR
-    allowed = [(path, reads) for path in (*readable, "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")]
+    allowed = [
+        (path, reads)
+        for path in (*readable, "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+    ]
     allowed += [("/dev/null", _READ_FILE | _WRITE_FILE | _TRUNCATE)]
     allowed += [(own, reads | _WRITE_FILE | _REMOVE | _MAKE | _REFER | _TRUNCATE)]
     for path, access in allowed:
@@ -97,7 +117,10 @@ def _libc() -> ctypes.CDLL:
 
 
 def _prctl(option: int, *values: Any) -> None:
-    _checked(f"prctl({option})", _libc().prctl(option, *values, *(ctypes.c_ulong(0),) * (4 - len(values))))
+    _checked(
+        f"prctl({option})",
+        _libc().prctl(option, *values, *(ctypes.c_ulong(0),) * (4 - len(values))),
+    )
 
 
 def _checked(name: str, result: int) -> int:
@@ -115,14 +138,18 @@ def _lower(kind: int, soft: int, hard: int) -> None:
 
 
 def allow_cpu(limits: Mapping[str, Any]) -> None:
-    """Let this process use ``cpu_s`` more seconds of processor time, within what ``program_s`` leaves."""
+    """Let this process use ``cpu_s`` more seconds of processor time, within what ``program_s``
+    leaves.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (min(hard, int(time.process_time()) + 1 + limits["cpu_s"]), hard))
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (min(hard, int(time.process_time()) + 1 + limits["cpu_s"]), hard)
+    )
 
 
 def hide(uid: int | None) -> None:
-    """Give this process the user id ``uid``, unless it is None; let it end with its parent, and keep other processes of
-    its user from reading or writing it through /proc.
+    """Give this process the user id ``uid``, unless it is None; let it end with its parent, and
+    keep other processes of its user from reading or writing it through /proc.
     """
     if uid is not None:
         os.setgroups([])

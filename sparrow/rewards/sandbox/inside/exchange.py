@@ -1,10 +1,11 @@
 """Calls between test code and the program it tests, each in a sandbox of its own.
 
-Both sides send the same requests: ``call`` a function of the other side with arguments, ``look`` up a global, read an
-``attribute`` of an object; the answer has a ``value`` or says what was ``raised``. A side that waits for an answer
-serves requests in the meantime, so that a test can hand the program a function. Values cross as ``wire`` packs them,
-and this module adds a few more standard types; functions and objects of other classes stay where they are and are
-named by a number. What a call did to its arguments, and what it printed, comes back with the answer.
+Both sides send the same requests: ``call`` a function of the other side with arguments, ``look`` up
+a global, read an ``attribute`` of an object; the answer has a ``value`` or says what was
+``raised``. A side that waits for an answer serves requests in the meantime, so that a test can hand
+the program a function. Values cross as ``wire`` packs them, and this module adds a few more
+standard types; functions and objects of other classes stay where they are and are named by a
+number. What a call did to its arguments, and what it printed, comes back with the answer.
 """
 
 from __future__ import annotations
@@ -25,15 +26,37 @@ if TYPE_CHECKING:
     from .wire import Channel
 
 DETAIL_CHARS = 400
-_MODULES = ("builtins", "math", "operator", "collections", "datetime", "decimal", "fractions", "string", "numpy")
-_MUTABLE = ("list", "dict", "set", "deque", "bytearray", "ndarray", "Counter", "OrderedDict", "defaultdict", "array")
+_MODULES = (
+    "builtins",
+    "math",
+    "operator",
+    "collections",
+    "datetime",
+    "decimal",
+    "fractions",
+    "string",
+    "numpy",
+)
+_MUTABLE = (
+    "list",
+    "dict",
+    "set",
+    "deque",
+    "bytearray",
+    "ndarray",
+    "Counter",
+    "OrderedDict",
+    "defaultdict",
+    "array",
+)
 
 
 def _array(content: Any) -> Any:
     return import_module("numpy").array(content[1], dtype=content[0])
 
 
-# By module and name: how a value is written, and how it is read back. A class is imported only when a value needs it.
+# By module and name: how a value is written, and how it is read back. A class is imported only when
+# a value needs it.
 _KINDS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     ("decimal", "Decimal"): (str, lambda c: import_module("decimal").Decimal(c)),
     ("fractions", "Fraction"): (str, lambda c: import_module("fractions").Fraction(c)),
@@ -45,20 +68,29 @@ _KINDS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any], Any]]]
         lambda c: import_module("datetime").timedelta(*c),
     ),
     ("builtins", "range"): (lambda v: [v.start, v.stop, v.step], lambda c: range(*c)),
-    ("collections", "deque"): (lambda v: [list(v), v.maxlen], lambda c: import_module("collections").deque(*c)),
+    ("collections", "deque"): (
+        lambda v: [list(v), v.maxlen],
+        lambda c: import_module("collections").deque(*c),
+    ),
     ("collections", "Counter"): (dict, lambda c: import_module("collections").Counter(c)),
     ("collections", "OrderedDict"): (dict, lambda c: import_module("collections").OrderedDict(c)),
-    ("array", "array"): (lambda v: [v.typecode, list(v)], lambda c: import_module("array").array(*c)),
+    ("array", "array"): (
+        lambda v: [v.typecode, list(v)],
+        lambda c: import_module("array").array(*c),
+    ),
     ("numpy", "ndarray"): (lambda v: [v.dtype.str, v.tolist()], _array),
 }
 
 
-# Every exception is one of the first two; the others would end a test's ``map`` or generator as if it had finished.
+# Every exception is one of the first two; the others would end a test's ``map`` or generator as if
+# it had finished.
 _NEVER_RAISED = (BaseException, Exception, StopIteration, StopAsyncIteration, GeneratorExit)
 
 
 class RemoteError(Exception):
-    """The other side raised an exception; raised as a subclass of the same built-in one too, where there is one."""
+    """The other side raised an exception; raised as a subclass of the same built-in one too, where
+    there is one.
+    """
 
     detail = ""
 
@@ -82,9 +114,8 @@ class Remote:
 class Exchange:
     """One side of the calls.
 
-    Args:
-        channel: the connection to the other side.
-        find: returns the function or global that the other side asks for by name. Raises NameError: there is none.
+    Args: channel: the connection to the other side. find: returns the function or global that the
+        other side asks for by name. Raises NameError: there is none.
     """
 
     def __init__(self, channel: Channel, find: Callable[[str], Any]) -> None:
@@ -94,7 +125,9 @@ class Exchange:
         self._remotes: dict[int, Remote] = {}
 
     def call(self, key: int | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function of the other side. Raises RemoteError: it raised; TypeError: an argument cannot cross."""
+        """Call a function of the other side. Raises RemoteError: it raised; TypeError: an argument
+        cannot cross.
+        """
         message = {"call": key, "args": self._pack(list(args)), "kwargs": self._pack(dict(kwargs))}
         return self.ask(message, dict(enumerate(args)) | dict(kwargs))
 
@@ -121,7 +154,9 @@ class Exchange:
                 reply = {"value": self._pack(self._find(header["look"]))}
             elif "attribute" in header:
                 key, name = header["attribute"]
-                if name.startswith("_"):  # through such a name, a program could reach the tests' globals
+                if name.startswith(
+                    "_"
+                ):  # through such a name, a program could reach the tests' globals
                     raise AttributeError(name)
                 reply = {"value": self._pack(getattr(self._named(key), name))}
             else:
@@ -134,13 +169,22 @@ class Exchange:
         self._channel.send(reply)
 
     def _called(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        key, args, kwargs = header["call"], self._unpack(header["args"]), self._unpack(header["kwargs"])
+        key, args, kwargs = (
+            header["call"],
+            self._unpack(header["args"]),
+            self._unpack(header["kwargs"]),
+        )
         function = self._named(key)
         reply = {"value": self._pack(function(*args, **kwargs))}
-        before = [*enumerate(header["args"]), *((name, value) for name, value in header["kwargs"]["dict"])]
+        before = [
+            *enumerate(header["args"]),
+            *((name, value) for name, value in header["kwargs"]["dict"]),
+        ]
         after = dict(enumerate(args)) | kwargs
         mutable = [(place, old) for place, old in before if type(after[place]).__name__ in _MUTABLE]
-        changed = [(place, new) for place, old in mutable if (new := self._pack(after[place])) != old]
+        changed = [
+            (place, new) for place, old in mutable if (new := self._pack(after[place])) != old
+        ]
         return reply | ({"changed": changed} if changed else {})
 
     def _pack(self, value: Any) -> Any:
@@ -190,7 +234,9 @@ class Exchange:
 
 
 def _public_name(value: Any) -> list[str] | None:
-    """Module and name of a class or function that both sides have anyway, such as ``int`` or ``operator.add``."""
+    """Module and name of a class or function that both sides have anyway, such as ``int`` or
+    ``operator.add``.
+    """
     name = getattr(value, "__qualname__", None)
     if not callable(value) or not isinstance(name, str):
         return None
@@ -206,7 +252,9 @@ def _public_name(value: Any) -> list[str] | None:
 
 
 def _change(original: Any, new: Any) -> None:
-    """Give a mutable argument the value that the other side's copy of it has now, and keep its parts' identities."""
+    """Give a mutable argument the value that the other side's copy of it has now, and keep its
+    parts' identities.
+    """
     if isinstance(original, dict):
         merged = {key: _kept(original.get(key), value) for key, value in new.items()}
         original.clear()
@@ -231,7 +279,9 @@ def _kept(old: Any, new: Any) -> Any:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of an exception, in one short line; safe with exceptions whose own text fails."""
+    """Type and message of an exception, in one short line; safe with exceptions whose own text
+    fails.
+    """
     if isinstance(error, RemoteError):
         return error.detail
     try:

@@ -1,12 +1,15 @@
-"""Runs inside the sandbox, where it is imported from a folder of its own, without the rest of this package.
+"""Runs inside the sandbox, where it is imported from a folder of its own, without the rest of this
+package.
 
-It speaks in lines of JSON over its standard input and output. The first says what to run and is acknowledged before
-anything runs; its ``mode`` is one of
+It speaks in lines of JSON over its standard input and output. The first says what to run and is
+acknowledged before anything runs; its ``mode`` is one of
 
-- ``stdio``: every further line has one test's standard input; the program runs once for each, in a forked process,
-  and the reply is how it ended, followed by what it wrote.
-- ``serve``: the program is loaded once, in a forked process too; every further line is a call of one of its functions.
-- ``judge``: the line holds trusted test code, which calls the program's functions by lines of its own.
+- ``stdio``: every further line has one test's standard input; the program runs once for each, in a
+  forked process, and the reply is how it ended, followed by what it wrote.
+- ``serve``: the program is loaded once, in a forked process too; every further line is a call of
+one of its functions.
+- ``judge``: the line holds trusted test code, which calls the program's functions by lines of its
+own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The two modes that run the program under judgement: once per test's standard input, or once for many calls.
+"""The two modes that run the program under judgement: once per test's standard input, or once for
+many calls.
 
-Nothing here knows an expected output, so a program that takes this process over has gained nothing: it can still only
-say what it computed.
+Nothing here knows an expected output, so a program that takes this process over has gained nothing:
+it can still only say what it computed.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
     import gc
     import threading  # noqa: F401
 
-    gc.freeze()  # a forked process that looks for garbage would copy all memory it shares with this one
+    # a forked process that looks for garbage would copy all memory it shares with this one
+    gc.freeze()
     watch = Watch(request)
     while True:
         given = channel.receive()["stdin"].encode(errors="replace")
@@ -99,7 +101,9 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
             written = os.pread(stdout, os.fstat(stdout).st_size, 0)
             reply["stdout_bytes"] = len(written)
         elif reply["outcome"] != "stopped":
-            tail = os.pread(stderr, 4096, max(0, os.fstat(stderr).st_size - 4096)).decode(errors="replace")
+            tail = os.pread(stderr, 4096, max(0, os.fstat(stderr).st_size - 4096)).decode(
+                errors="replace"
+            )
             reply["detail"] = (tail.strip().splitlines() or [reply["detail"]])[-1][:DETAIL_CHARS]
             if reply["outcome"] == "error" and reply["detail"].startswith("MemoryError"):
                 reply["outcome"] = "memory"
@@ -111,7 +115,8 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
 def finish(*sources: str) -> NoReturn:
     """Run source code as a whole program and end this process as the interpreter would.
 
-    The interpreter's own shutdown is left out: it would free, and so copy, every memory page shared with the parent.
+    The interpreter's own shutdown is left out: it would free, and so copy, every memory page shared
+    with the parent.
     """
     import atexit
     import threading
@@ -137,14 +142,20 @@ def finish(*sources: str) -> NoReturn:
 
 
 def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
-    """How the process ended; it is killed if it takes more time than ``wall_s``, or more files or tasks than it may."""
+    """How the process ended; it is killed if it takes more time than ``wall_s``, or more files or
+    tasks than it may.
+    """
     code, used, why = reap(pid, watch, limits["wall_s"])
     cpu_s = used.ru_utime + used.ru_stime
     if why:
         outcome, detail = "stopped", why
     elif code == 0:
         outcome, detail = "ok", ""
-    elif why is not None or code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= limits["cpu_s"]):
+    elif (
+        why is not None
+        or code == -signal.SIGXCPU
+        or (code == -signal.SIGKILL and cpu_s >= limits["cpu_s"])
+    ):
         outcome, detail = "timeout", f"stopped after {cpu_s:.1f} s of processor time"
     elif code < 0 and used.ru_maxrss * 1024 > limits["memory_bytes"] / 2:
         outcome, detail = "memory", f"ended by signal {-code}"
@@ -153,11 +164,14 @@ def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
     return {"outcome": outcome, "detail": detail}
 
 
-def reap(pid: int, watch: Watch, wall_s: float = math.inf) -> tuple[int, resource.struct_rusage, str | None]:
-    """Exit code and usage of a process, and why it was killed: empty if for its time, None if it ended by itself.
+def reap(
+    pid: int, watch: Watch, wall_s: float = math.inf
+) -> tuple[int, resource.struct_rusage, str | None]:
+    """Exit code and usage of a process, and why it was killed: empty if for its time, None if it
+    ended by itself.
 
-    Its time is over once it has run and slept for ``wall_s`` in all; waiting for a processor counts only while the
-    process gets less than a twentieth of one (``OwnTime``).
+    Its time is over once it has run and slept for ``wall_s`` in all; waiting for a processor counts
+    only while the process gets less than a twentieth of one (``OwnTime``).
     """
     why: str | None = None
     looking = False
@@ -171,7 +185,9 @@ def reap(pid: int, watch: Watch, wall_s: float = math.inf) -> tuple[int, resourc
             return False
         looked, ran = now, 0.0
         with suppress(OSError):  # it has just ended by itself
-            ran = time.clock_gettime((~pid << 3) | 2) - seen  # the processor time of another process
+            ran = (
+                time.clock_gettime((~pid << 3) | 2) - seen
+            )  # the processor time of another process
         seen += ran
         clock.count(_LOOK_S, ran)
         return clock.over
@@ -209,9 +225,11 @@ class Program:
             self._failure = error
 
     def find(self, name: str) -> Any:
-        """A function or other global that the program itself defines, or a method of its ``Solution``.
+        """A function or other global that the program itself defines, or a method of its
+        ``Solution``.
 
-        Raises NameError: it defines none, even if the prelude or Python does. If loading it failed, raises that error.
+        Raises NameError: it defines none, even if the prelude or Python does. If loading it failed,
+        raises that error.
         """
         if self._failure is not None:
             raise self._failure
@@ -225,11 +243,15 @@ class Program:
         return value
 
     def _stores(self, name: str) -> bool:
-        """Whether the program gives a name the value that the prelude gave it, for instance by importing it again."""
+        """Whether the program gives a name the value that the prelude gave it, for instance by
+        importing it again.
+        """
         import dis
 
         code = compile(self._code, "program.py", "exec", dont_inherit=True)
-        return any(i.opname.startswith("STORE_") and i.argval == name for i in dis.get_instructions(code))
+        return any(
+            i.opname.startswith("STORE_") and i.argval == name for i in dis.get_instructions(code)
+        )
 
 
 class Printed(io.StringIO):
@@ -247,7 +269,9 @@ class Printed(io.StringIO):
 
 
 def serve(channel: Channel, request: Mapping[str, Any]) -> None:
-    """Mode ``serve``: answer calls with plain values or, with ``exchange``, with all that tests can hand over."""
+    """Mode ``serve``: answer calls with plain values or, with ``exchange``, with all that tests can
+    hand over.
+    """
     limits = request["limits"]
     if pid := os.fork():
         channel.close(but_errors=True)

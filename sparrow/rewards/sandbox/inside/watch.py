@@ -1,4 +1,6 @@
-"""Counts from outside the program, several times a second, what no resource limit counts: its files and its tasks."""
+"""Counts from outside the program, several times a second, what no resource limit counts: its files
+and its tasks.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ _SHARE = 5  # a slow look is followed by a pause this many times as long
 class Watch:
     """Looks after one program, from another process.
 
-    Args:
-        request: the harness's request. Its ``folder`` is the program's own, which is a file system of its own if
+    Args: request: the harness's request. Its ``folder`` is the program's own, which is a file
+        system of its own if
             ``own_files``; ``own_tasks`` says that the kernel bounds the program's tasks.
     """
 

@@ -1,4 +1,6 @@
-"""What crosses the wall, and how: plain values as JSON that keeps their type, a line for each message."""
+"""What crosses the wall, and how: plain values as JSON that keeps their type, a line for each
+message.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,15 @@ import re
 import sys
 from collections.abc import Hashable, Iterator, Mapping
 
-TYPE_CHECKING = False  # typing.TYPE_CHECKING without typing: every program pays for the imports made here
+TYPE_CHECKING = (
+    False  # typing.TYPE_CHECKING without typing: every program pays for the imports made here
+)
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-# The most that a program's message may hold, so that reading it is cheap; its bytes are bounded elsewhere.
+# The most that a program's message may hold, so that reading it is cheap; its bytes are bounded
+# elsewhere.
 MOST_VALUES = 1 << 20
 MOST_CONTAINERS = 1 << 18
 MOST_STRINGS = 1 << 18
@@ -25,14 +30,20 @@ _NO_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
 
 
 _PLAIN = (list, dict, tuple, set, frozenset, bytes, bytearray, complex)
-# These get the plain value of a subclass, whose own conversions and comparisons could claim anything.
-_SCALARS: tuple[tuple[type, Any], ...] = ((int, int.__int__), (float, float.__float__), (str, str.__str__))
+# These get the plain value of a subclass, whose own conversions and comparisons could claim
+# anything.
+_SCALARS: tuple[tuple[type, Any], ...] = (
+    (int, int.__int__),
+    (float, float.__float__),
+    (str, str.__str__),
+)
 
 
 def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     """A built-in value as JSON that keeps its type; the wire format of arguments and results.
 
-    ``other`` returns what a value of no plain type is written as, or None if it does not know that type either.
+    ``other`` returns what a value of no plain type is written as, or None if it does not know that
+    type either.
 
     Raises TypeError: a value of another kind.
     """
@@ -87,11 +98,17 @@ def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
             return other(kind, content)
         raise ValueError(f"no type {kind!r} in the wire format")
     items = [unpack(item, other) for item in content]
-    return tuple(items) if kind == "tuple" else {"set": set, "frozenset": frozenset}[kind](_spread(items))
+    return (
+        tuple(items)
+        if kind == "tuple"
+        else {"set": set, "frozenset": frozenset}[kind](_spread(items))
+    )
 
 
 def _spread(keys: list[Hashable]) -> list[Hashable]:
-    """The keys as they are. Raises ValueError: so many share one hash that a set of them would take forever."""
+    """The keys as they are. Raises ValueError: so many share one hash that a set of them would take
+    forever.
+    """
     alike: dict[int, int] = {}
     for key in keys:
         hash_value = hash(key)
@@ -102,9 +119,11 @@ def _spread(keys: list[Hashable]) -> list[Hashable]:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """An object from a line of JSON that may be hostile: what reading it costs is bounded before it is read.
+    """An object from a line of JSON that may be hostile: what reading it costs is bounded before it
+    is read.
 
-    Raises ValueError: no JSON, no object, too many values, containers, strings or digits, or nested too deep.
+    Raises ValueError: no JSON, no object, too many values, containers, strings or digits, or nested
+    too deep.
     """
     if (strings := (line.count(b'"') - line.count(b'\\"')) // 2) > MOST_STRINGS:
         raise ValueError(f"{strings} strings are over the limit of {MOST_STRINGS}")
@@ -120,7 +139,9 @@ def parse(line: bytes) -> dict[str, Any]:
             deepest = max(deepest, depth)
         if deepest > MOST_DEPTH:
             raise ValueError(f"nested {deepest} deep, over the limit of {MOST_DEPTH}")
-    unlimited = not 0 < sys.get_int_max_str_digits() <= MOST_DIGITS  # the interpreter's own limit is cheaper
+    unlimited = (
+        not 0 < sys.get_int_max_str_digits() <= MOST_DIGITS
+    )  # the interpreter's own limit is cheaper
     try:
         message = json.loads(line, parse_int=_short_int if unlimited else None)
     except ValueError as error:
@@ -150,7 +171,11 @@ class Channel:
     hostile = False  # whether messages come from a program and must be read by ``parse``
 
     def __init__(self, read_fd: int, write_fd: int, error_fd: int) -> None:
-        self._requests, self._write_fd, self._error_fd = os.fdopen(read_fd, "rb"), write_fd, error_fd
+        self._requests, self._write_fd, self._error_fd = (
+            os.fdopen(read_fd, "rb"),
+            write_fd,
+            error_fd,
+        )
 
     def receive(self) -> dict[str, Any]:
         """The next object; ends this process when there is none."""
