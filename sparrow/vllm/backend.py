@@ -75,6 +75,11 @@ class LayerGroup:
         """Whether no other layer's keys are written after this one's."""
         return layer is self._layers[-1]
 
+    def forget_cache(self) -> None:
+        """Drop the layers' views of the cache that they ran with, so that it can be freed."""
+        for layer in self._layers:
+            layer.impl.forget_cache()
+
     def set_dense(self, step: Step) -> None:
         """Have the layers take this for what they are told of a batch if they are told nothing."""
         for layer in self._layers:
@@ -144,6 +149,7 @@ class SparseBuilder(VLLMClass):
         self._layers = LayerGroup(
             layers[name] for name in layer_names if isinstance(layers[name].impl, SparseImpl)
         )
+        self._layers.forget_cache()
         self._max_blocks = -(-vllm_config.model_config.max_model_len // kv_cache_spec.block_size)
         if self.runtime is None:
             return
@@ -159,7 +165,6 @@ class SparseBuilder(VLLMClass):
         self._layers.set_dense(
             Step(0, nothing, nothing, nothing.view(0, 1), (whole_batch,), self._layers)
         )
-        self.build = super().build  # type: ignore[method-assign]
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """Never: a shared prefix would be read whole."""
@@ -172,7 +177,7 @@ class SparseBuilder(VLLMClass):
         schedule.
         """
         common = common_attn_metadata
-        if self.runtime is None:
+        if self.runtime is None or self.runtime.is_lossless:
             return super().build(common_prefix_len, common, fast_build)
         metadata = super().build(0, common, fast_build)
         rows, prefill_rows, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
@@ -274,6 +279,7 @@ class SparseImpl(VLLMClass):
         if asked.arguments["kv_cache_dtype"] not in STORED:
             self.supports_quant_query_input = False
         self._viewed: Tensor | None = None
+        self._cached_views: CacheViews | None = None
 
     def key_value(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[blocks, K, N, D]`` as views of the layer's cache."""
@@ -308,7 +314,7 @@ class SparseImpl(VLLMClass):
 
     def cache_views(self, layer: Any, kv_cache: Tensor) -> CacheViews:
         """Keys, values, landmarks and scales of the layer's cache."""
-        if self._viewed is not kv_cache:
+        if self._viewed is not kv_cache or self._cached_views is None:
             assert self.runtime is not None
             keys, values = self.key_value(layer, kv_cache)
             if (stored := self.runtime.cache_in_8_bits) is not None:
@@ -329,11 +335,18 @@ class SparseImpl(VLLMClass):
             ):  # those of a head's keys, then of its values, are each one aligned piece
                 exponents = tail_of_blocks(kv_cache, interior, torch.uint8, (blocks, K, 2, N))
                 scales = attention.CacheScales(exponents[:, :, 0], exponents[:, :, 1])
-            self._viewed, self._cached_views = kv_cache, CacheViews(keys, values, marks, scales)
+            self._viewed = kv_cache
+            self._cached_views = CacheViews(keys, values, marks, scales)
         return self._cached_views
+
+    def forget_cache(self) -> None:
+        """Drop the views of the cache that the layer ran with last."""
+        self._viewed = None
+        self._cached_views = None
 
     def cached_keys(self) -> tuple[Tensor, ...]:
         """Keys, landmarks and, of int8, the keys' scales of the cache that the layer ran with last."""
+        assert self._cached_views is not None, "the layer has not run since its cache was made"
         keys, _, marks, scales = self._cached_views
         return (
             (keys, marks) if scales is None or keys.dtype != torch.int8 else (keys, marks, scales.k)

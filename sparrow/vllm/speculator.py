@@ -244,10 +244,15 @@ class SparseSpeculator(DraftModelSpeculator):
         self.draft_attn_layer_names: set[str] = set()
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any, *_: Any) -> None:
-        """Note where vLLM keeps the blocks of each sequence.
+        """Note where vLLM keeps the blocks of each sequence, and forget an earlier cache.
+
+        vLLM initialises its cache more than once: from 0.32 on, it first measures the memory of
+        CUDA graphs over a small cache, which it frees. A graph that was captured over that cache
+        would read and write freed memory.
 
         Raises ConfigError: layers with caches of different kinds.
         """
+        self._graphs.clear()
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ConfigError(
                 f"lossless mode needs one kind of KV cache, this model has {len(kv_cache_config.kv_cache_groups)}; "

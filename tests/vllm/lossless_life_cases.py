@@ -3,6 +3,7 @@
 """
 
 import gc
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -57,6 +58,45 @@ def test_nothing_is_read_that_sleep_has_dropped(old_and_new, monkeypatch, level)
         assert_greedy_and_dense(model if level == 1 else new, ASKED, generate(llm, ASKED, 24))
         counts = cases.counters(llm)
     assert counts["accepted"] > 0 and found.pages > 100 and found.worst < 1e-4
+
+
+# --- a cache that is initialised again ---
+
+
+class StaleGraph:
+    """A draft step captured over an earlier cache: nothing may replay it."""
+
+    def replay(self):
+        raise AssertionError("a graph over a freed cache was replayed")
+
+
+def initialise_again(worker):
+    """Make the cache anew, as vLLM does after it has measured the memory of CUDA graphs.
+
+    Returns whether a layer still holds a view of the cache before.
+    """
+    runner = worker.model_runner
+    runner.speculator._graphs.update({rows: StaleGraph() for rows in range(1, 65)})
+    before = weakref.ref(runner.kv_caches[0].untyped_storage())
+    runner.kv_caches.clear()
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    for layer in layers:
+        layer.kv_cache = torch.empty(0)
+
+    runner.initialize_kv_cache(runner.kv_cache_config)
+    gc.unfreeze()  # vLLM freezes what stands after its start, rubbish included
+    gc.collect()
+    return before() is not None
+
+
+def test_a_cache_that_is_initialised_again_is_the_one_that_drafts_use(old_and_new):
+    folder, model, *_ = old_and_new
+    with cases.engine(folder, cases.lossless(4)) as llm:
+        assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 12))
+        assert llm.collective_rpc(initialise_again) == [False]
+        llm.reset_prefix_cache()
+        assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 24))
+        assert cases.counters(llm)["accepted"] > 0
 
 
 # --- drafts that are chosen by speed ---
