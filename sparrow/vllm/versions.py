@@ -18,7 +18,7 @@ from torch import Tensor
 from sparrow.errors import ConfigError
 
 SUPPORTED = ">=0.26,<0.34"
-LOSSLESS_ON_CUDA = ("0.26",)
+LOSSLESS_ON_CUDA = ("0.26", "0.29", "0.30", "0.31", "0.33")
 """Versions that lossless mode was run with on a GPU."""
 UNTESTED_ENVIRONMENT = "SPARROW_UNTESTED_VLLM"
 

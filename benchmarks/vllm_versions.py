@@ -1,0 +1,188 @@
+"""Sparrow in one version of vLLM on a GPU: exactness, and speed against stock vLLM.
+
+    python benchmarks/vllm_versions.py --out benchmarks/results/vllm_versions/0.33.0.json
+
+Run it once with each vLLM that is to stand in the table of docs/vllm.md. Nothing is downloaded:
+models are random. Every part runs in a process of its own, and a part that fails is recorded with
+the last line of what it said.
+
+- ``lossy`` and ``lossless`` are what ``vllm_check.py`` and ``lossless_check.py equal`` find: log-probs
+  against transformers in float32, beside the error of transformers in the same 16 bits; greedy
+  tokens against stock vLLM's. Both run eagerly, with CUDA graphs, and with ``torch.compile``.
+- ``speed``: decode steps of Qwen3-1.7B's shape with 15,000 cached tokens per sequence, in stock
+  vLLM, with the published schedule, and with drafts of which 95 % are accepted, as in
+  ``lossless.py``. Stock vLLM is of the same version, on the same GPU, in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from common import parser, save
+
+HERE = Path(__file__).parent
+SHAPE = "qwen3-1.7b"
+LENGTH = 15_000
+DRAFT_PAGES = 61
+DRAFT_TOKENS = 12
+ACCEPTANCE = 0.95
+SETTLE_S, TIMED_S = 4.0, 6.0
+VARIANTS = ("stock", "sparse", "lossless")
+PATIENCE_S = 540
+
+LOSSY_PARTS = {"eager": "eager", "graphs": "sparse", "compiled": "compiled"}
+LOSSLESS_PARTS = {
+    "eager": "sampled, eager",
+    "graphs": "sampled",
+    "compiled": "sampled, compiled",
+}
+"""Ways to run an engine, and what the checks call their results."""
+
+
+def speed(variant: str, batch: int) -> dict[str, Any]:
+    """Time decode steps in this process: tokens per second, and what ran."""
+    import torch
+    import vllm
+    from lossless import accept, hold, point, scheduler
+    from rollout import PROMPT, Bench
+
+    from sparrow import SparsitySchedule
+    from sparrow.mode import Decoding
+    from sparrow.vllm.adapt import DraftLength
+
+    decoding = None
+    if variant == "lossless":
+        drafts = SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=())
+        decoding = Decoding.lossless(drafts, draft_tokens=DRAFT_TOKENS)
+
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(SHAPE, variant, folder, lossless=decoding)
+        for prefilled in (1, 8):  # compiles what is left to compile
+            bench.start([PROMPT] * prefilled, [4] * prefilled, None)
+            bench.finish()
+
+        if decoding is None:
+            bench.use("published")
+        else:
+            accept(bench, ACCEPTANCE)
+            hold(bench, 0)
+        before = point(bench, batch, LENGTH, 0.0)["tokens_per_s"]
+        if decoding is not None:
+            scheduler(bench).draft_length = DraftLength(scheduler(bench).draft_length.choices)
+            before = point(bench, batch, LENGTH, SETTLE_S, before)["tokens_per_s"]
+        measured = point(bench, batch, LENGTH, TIMED_S, before)
+
+    return {
+        "vllm": vllm.__version__,
+        "gpu": torch.cuda.get_device_name(),
+        "batch": batch,
+        "length": LENGTH,
+        **measured,
+    }
+
+
+def lossy_findings(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``vllm_check.py`` found, for each way to run an engine."""
+    found: dict[str, Any] = {name: result.get(part) for name, part in LOSSY_PARTS.items()}
+    found["dense"] = result.get("unbounded")
+    return found
+
+
+def lossless_findings(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``lossless_check.py equal`` found, for each way to run an engine."""
+    found: dict[str, Any] = {name: result.get(part) for name, part in LOSSLESS_PARTS.items()}
+    found["new weights"] = result.get("sampled with new weights")
+    found["greedy"] = result.get("greedy tokens before the first that is not stock's")
+    gaps = [parting["gap"] for parting in result.get("partings from stock", [])]
+    found["widest gap where greedy tokens part"] = max(gaps, default=0.0)
+    counters = result.get("counters", {})
+    found["drafted"] = counters.get("drafted")
+    found["accepted"] = counters.get("accepted")
+    return found
+
+
+def child(arguments: list[str], log: Path) -> str | None:
+    """Run a process, and return why it failed, None if it did not."""
+    with log.open("w") as output:
+        try:
+            code = subprocess.run(
+                [sys.executable, *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=PATIENCE_S,
+                cwd=HERE,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return f"not done after {PATIENCE_S} s"
+    if code == 0:
+        return None
+    lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
+    return lines[-1][-300:] if lines else f"exit status {code}"
+
+
+def part(
+    result: dict[str, Any],
+    name: str,
+    arguments: list[str],
+    condense: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    out: Path,
+) -> None:
+    """Run one part of the measurement and add what it found to ``result``, which is written."""
+    log = out.with_name(f"{out.stem}_{name.replace(' ', '_')}.log")
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "part.json"
+        failure = child([*arguments, "--out", str(written)], log)
+        found = json.loads(written.read_text()) if written.exists() else {}
+    result[name] = {**condense(found)}
+    if failure is not None:
+        result[name]["failed"] = failure
+    else:
+        log.unlink()
+    save(out, result)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    import vllm
+
+    out = arguments.out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    result["vllm"] = vllm.__version__
+
+    if "lossy" in arguments.parts:
+        part(result, "lossy", ["vllm_check.py"], lossy_findings, out)
+    if "lossless" in arguments.parts:
+        part(result, "lossless", ["lossless_check.py", "equal"], lossless_findings, out)
+    for variant in VARIANTS if "speed" in arguments.parts else ():
+        again = [Path(__file__).name, "--variant", variant, "--batch", str(arguments.batch)]
+        part(result, f"speed {variant}", again, dict, out)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument(
+        "--parts",
+        nargs="+",
+        choices=["lossy", "lossless", "speed"],
+        default=["lossy", "lossless", "speed"],
+    )
+    options.add_argument("--batch", type=int, default=64, help="sequences of the speed")
+    options.add_argument("--variant", choices=VARIANTS, help="time this one, in this process")
+    options.add_argument("--out", type=Path, required=True, help="JSON; other parts in it are kept")
+    arguments = options.parse_args()
+
+    if arguments.variant is None:
+        measure(arguments)
+    else:
+        arguments.out.write_text(json.dumps(speed(arguments.variant, arguments.batch)))
+
+
+if __name__ == "__main__":
+    main()
