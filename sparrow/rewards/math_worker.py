@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import re
 import resource
@@ -119,7 +120,20 @@ _LED = re.compile(
 _BASES = {
     name: str(base)
     for base, name in enumerate(
-        ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"], 2
+        [
+            "two",
+            "three",
+            "four",
+            "five",
+            "six",
+            "seven",
+            "eight",
+            "nine",
+            "ten",
+            "eleven",
+            "twelve",
+        ],
+        2,
     )
 } | {"sixteen": "16"}
 _BASE = rf"(?:base[-\s]*)?({'|'.join(_BASES)}|\d+)"
@@ -801,30 +815,55 @@ def equal(answer: str, reference: str) -> bool:
     return any(same(a, r) for a in given for r in wanted)
 
 
-def main(wall_s: float) -> None:
-    """Answer requests, each of which is an answer and a reference, until standard input ends."""
+def main() -> int:
+    """Fork the process that answers requests, and another whenever one was ended at its limit.
+
+    Forked, it has the libraries and their caches without importing them. Returns the exit status.
+    """
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    replies = os.fdopen(os.dup(1), "w")
+    replies = os.dup(1)
     equal("\\frac{1}{2}", "0.25 + 0.25")  # the first comparison builds parsers and caches
-    replies.write('{"ready": true}\n')
-    replies.flush()
     # A library that prints must not be able to reply in the worker's place.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+    busy = mmap.mmap(-1, 1)  # shared with the forked process: 1 while a request awaits its reply
+    os.write(replies, b'{"ready": true}\n')
+    while True:
+        busy[0] = 0
+        pid = os.fork()
+        if pid == 0:
+            serve(replies, busy)
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        if not os.WIFSIGNALED(status):
+            return os.waitstatus_to_exitcode(status)
+        if busy[0]:
+            os.write(replies, b'{"equal": false, "lost": true}\n')
+
+
+def serve(replies: int, busy: mmap.mmap) -> None:
+    """Answer requests, each an answer, a reference and limits, until standard input ends.
+
+    The kernel ends this process where a comparison has used its processor seconds or its seconds by
+    the clock: neither timer has a handler.
+    """
     for line in sys.stdin:
-        # The verifier kills this process at the limit; if the verifier is gone, the kernel does a
-        # little later.
-        signal.setitimer(signal.ITIMER_REAL, wall_s + 1)
+        request = json.loads(line)
+        limit_s, wall_s = request.pop("limit_s"), request.pop("wall_s")
+        busy[0] = 1
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+        signal.setitimer(signal.ITIMER_REAL, wall_s)
         try:
-            verdict = equal(**json.loads(line))
+            verdict = equal(**request)
         except (Exception, MemoryError, RecursionError):
             verdict = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        replies.write(json.dumps({"equal": verdict}) + "\n")
-        replies.flush()
+        busy[0] = 0
+        os.write(replies, json.dumps({"equal": verdict}).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    sys.exit(main())
