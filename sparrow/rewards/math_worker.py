@@ -516,7 +516,10 @@ def chain(answer: str) -> str | None:
     last = _EQUALS.split(answer)[-1].strip()
     if approximations and not _is_number(last):
         return rf"{answer} \approx {approximations[0]}"  # x is about 3
-    if any(_is_number(part) and not _approximate(last, part) for part in approximations):
+    # After an equation, an approximation is a gloss: in Math-Verify's labels a slip there is pardoned.
+    if last == answer and any(
+        _is_number(part) and not _approximate(answer, part) for part in approximations
+    ):
         return None
     parts = [part.strip() for part in _EQUALS.split(answer)]
     if len(parts) < 2 or re.search(r"[,;<>]|\\(?:le|ge|ne|text|approx)", answer):
