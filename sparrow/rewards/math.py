@@ -2,9 +2,9 @@ r"""Mathematical answers: taken out of a response, and compared with the referen
 
 Equivalence is math-verify's (Hugging Face, Apache-2.0), run in worker processes because sympy can
 hang on an adversarial answer such as ``9^{9^{9^9}}`` and only killing the process stops it. A
-worker is a script in a fresh
-interpreter: it never imports torch, shares nothing with a CUDA context, and does not run the
-caller's ``__main__`` again, as ``multiprocessing`` would.
+worker is a script in a fresh interpreter: it never imports torch, shares nothing with a CUDA
+context, and does not run the caller's ``__main__`` again, as ``multiprocessing`` would. It forks
+the process that compares, which the kernel ends at its limit; the next one needs no imports.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import logging
 import os
 import queue
 import re
+import signal
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from sparrow.errors import RewardError
-from sparrow.rewards.sandbox import processes
 from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
 
 START_LIMIT_S = 120.0
@@ -33,8 +35,15 @@ that.
 # comparisons after which a worker is replaced, so that no library's caches grow without end
 RECYCLE = 5000
 WORKER = Path(__file__).with_name("math_worker.py")
+CUT_OFF_CHARS = 40  # at the end of a response, where the command of a box may have been cut off
 PATIENCE_S = 0.5  # seconds after which a comparison no longer keeps others waiting
-WALL_LIMITS = 3  # a comparison that gets no processor is given up after this many times its limit
+WALL_LIMITS = 2.5  # a comparison that gets no processor is given up after so many times its limit
+GRACE_S = 0.5  # seconds after which a process that should have ended itself is killed
+BUDGET_S = 20.0
+"""Seconds of processor that comparisons may lose within ``WINDOW_S``; while more are lost, each may
+take a quarter of its limit, so that a step of answers that hang does not stand still.
+"""
+WINDOW_S = 60.0
 HUNG_PAIRS = 1000  # comparisons remembered as hanging
 MAX_ANSWER_CHARS = 2000
 """Longer answers are wrong unless identical to the reference; the bound also keeps a request below
@@ -46,7 +55,14 @@ _log = logging.getLogger(__name__)
 _TOKEN = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\(?:boxed|fbox) +([^\s{}$]+)|\\.|[{}]", re.DOTALL)
 _GAP = r"(?:[\s$]|\\[()\[\],;! ]|\\q?quad)*"
 _JOINT = re.compile(rf"(?:{_GAP}(?:[,;]|and|or|\\text\{{\s*(?:and|or)\s*\}}))+{_GAP}")
+_CUT_OFF = re.compile(r"\\(?:b|bo|box|boxe|boxed|f|fb|fbo|fbox)\s*\Z")
 _HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
+# Marks of thinking as models write them: Qwen and DeepSeek, others in tags, Magistral, Kimi, Sky-T1.
+_THOUGHT = re.compile(
+    r"(<(?:think|thinking|thought|reasoning|seed:think)>|\[THINK\]|◁think▷|<\|begin_of_thought\|>)"
+    r"|</(?:think|thinking|thought|reasoning|seed:think)>|\[/THINK\]|◁/think▷|<\|end_of_thought\|>",
+    re.IGNORECASE,
+)
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?")
 _PLAIN = re.compile(r"[-+]?(?:(?:\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)|\d+)(?:\.\d*)?|\.\d+)")
 _THIN = re.compile(r"\\[,;: ]|\\q?quad(?![a-z])|~")
@@ -54,9 +70,9 @@ _MARKS = re.compile(r"\\!\s*|\\?\$|\\left(?![a-z])|\\right(?![a-z])")
 _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
 
-def _boxes(text: str) -> list[tuple[int, int, str]]:
+def _boxes(text: str) -> list[tuple[int, int, str]] | None:
     """Start, end and content of every box that is in no other box, found in one pass however badly
-    braces nest.
+    braces nest; None if the last box is not finished.
     """
     boxes: list[tuple[int, int, int]] = []
     opened: list[tuple[int, int] | None] = []
@@ -71,16 +87,21 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
             while boxes and boxes[-1][0] > box[0]:
                 boxes.pop()
             boxes.append((*box, token.end()))
+    last = boxes[-1][0] if boxes else -1
+    if _CUT_OFF.search(text, max(0, len(text) - CUT_OFF_CHARS)) or any(
+        box and box[0] > last for box in opened
+    ):
+        return None
     return [
         (start, end, text[content:end].removesuffix("}").strip()) for start, content, end in boxes
     ]
 
 
-def _boxed(text: str) -> str | None:
+def _boxed(boxes: list[tuple[int, int, str]], text: str) -> str | None:
     """The last box, together with those before it that only commas, "and" or "or" separate from it."""
     parts: list[str] = []
     after = len(text)
-    for start, end, content in reversed(_boxes(text)):
+    for start, end, content in reversed(boxes):
         if parts and not _JOINT.fullmatch(text, end, after):
             break
         if content not in parts:
@@ -95,8 +116,26 @@ def extract_answer(response: str, *, last_number: bool = False) -> str | None:
     In order: the last ``\boxed{...}`` (several boxes joined by commas, "and" or "or" are one answer
     with several parts); else what follows the last ``####`` on its line, as in GSM8K; else, if
     ``last_number``, the last number in the response.
+
+    A response that was cut off states none: one that ends while it thinks or in the middle of a
+    box. What follows the thinking goes before what was stated in it.
     """
-    if (boxed := _boxed(response)) is not None:
+    marks = list(_THOUGHT.finditer(response))
+    if marks and marks[-1][1]:
+        return None
+    if marks:
+        concluded = _stated(response[marks[-1].end() :], last_number=last_number)
+        if concluded is not None:
+            return concluded
+    return _stated(response, last_number=last_number)
+
+
+def _stated(response: str, *, last_number: bool) -> str | None:
+    """The answer that is stated in text without marks of thinking."""
+    boxes = _boxes(response)
+    if boxes is None:
+        return None
+    if (boxed := _boxed(boxes, response)) is not None:
         return boxed or None
     if hashes := _HASHES.findall(response):
         return hashes[-1].strip()
@@ -141,10 +180,10 @@ def _quick(answer: str, reference: str) -> bool | None:
 class _Worker(Child):
     asked = 0
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self) -> None:
         # -P: the script's folder must not be searched for modules, as its math.py would hide the
         # standard one.
-        super().__init__([sys.executable, "-P", str(WORKER), str(WALL_LIMITS * limit_s)])
+        super().__init__([sys.executable, "-P", str(WORKER)])
         try:
             self.receive(time.monotonic() + START_LIMIT_S)
         except (ChildTimeoutError, ChildEndedError) as error:
@@ -152,6 +191,13 @@ class _Worker(Child):
             raise RewardError(
                 f"the worker {WORKER.name} did not start: {error}; install what is missing"
             ) from error
+
+    def kill(self) -> None:
+        """End the worker and the process that compares for it."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        super().kill()
 
 
 class MathVerifier:
@@ -162,21 +208,25 @@ class MathVerifier:
         none free waits for one.
             A comparison that takes longer than half a second makes room for another process, so as
             many answers as there are workers can hang before any thread waits for one of them.
-        limit_s: processor seconds one comparison may take, or three times as many seconds by the
-            clock. A comparison that is stopped there counts as wrong, is logged and counted in
-            ``lost``, and is not tried again.
+        limit_s: processor seconds one comparison may take, or two and a half times as many seconds
+            by the clock. A comparison that is stopped there counts as wrong, is logged and counted
+            in ``lost``, and is not tried again. After ``BUDGET_S`` seconds lost within a minute, the
+            limit is a quarter of this: n answers that all hang take at most
+            ``BUDGET_S + n * limit_s / 4`` processor seconds, besides those that had begun.
 
     Thread-safe. Close it, or use it in a ``with`` block, to end its processes at once.
     """
 
-    def __init__(self, workers: int = 2, limit_s: float = 5.0) -> None:
+    def __init__(self, workers: int = 2, limit_s: float = 2.0) -> None:
         if workers < 1 or limit_s <= 0:
             raise ValueError(
                 f"need workers >= 1 and limit_s > 0, got workers={workers}, limit_s={limit_s}"
             )
         self.limit_s, self.lost = limit_s, 0
         self._pid = os.getpid()
-        self._hung: dict[tuple[str, str], None] = {}
+        self._hung: dict[tuple[str, str], float] = {}  # the limit at which each was stopped
+        self._losses: deque[tuple[float, float]] = deque()  # when, and how many seconds
+        self._losing = threading.Lock()
         self._slow = threading.BoundedSemaphore(workers)
         self._slots: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(workers):
@@ -192,44 +242,63 @@ class MathVerifier:
         """
         if (verdict := _quick(answer, reference)) is not None:
             return verdict
-        if (answer, reference) in self._hung:
-            return False
         try:
             return self._ask(answer, reference)
         except (ChildTimeoutError, ChildEndedError) as lost:
             _log.warning(
                 "comparing %.80r with %.80r: %s; counted as wrong", answer, reference, lost
             )
+            return False
+
+    def _limit(self) -> float:
+        """Seconds of processor that a comparison may take now."""
+        with self._losing:
+            while self._losses and self._losses[0][0] < time.monotonic() - WINDOW_S:
+                self._losses.popleft()
+            lost_s = sum(seconds for _, seconds in self._losses)
+        return self.limit_s if lost_s < BUDGET_S else self.limit_s / 4
+
+    def _lose(self, pair: tuple[str, str], limit_s: float, hung: bool) -> None:
+        """Take note of a comparison that gave no verdict."""
+        with self._losing:
+            self.lost += 1
+            self._losses.append((time.monotonic(), limit_s))
             if len(self._hung) >= HUNG_PAIRS:
                 self._hung.clear()
-            if isinstance(lost, ChildTimeoutError):
-                self._hung[answer, reference] = None
-            return False
+            if hung:
+                self._hung[pair] = limit_s
 
     def _ask(self, answer: str, reference: str) -> bool:
         worker = self._slots.get()
+        pair = (answer, reference)
+        limit_s = self._limit()
+        if self._hung.get(pair, 0.0) >= limit_s:
+            self._slots.put(worker)
+            return False
         fresh, slow = False, False
         try:
-            worker = worker or _Worker(self.limit_s)
-            start, used = time.monotonic(), processes.look(worker.process.pid).processor_s
-            worker.send({"answer": answer, "reference": reference}, start + self.limit_s)
-            deadline = start + min(PATIENCE_S, self.limit_s)
-            while True:
+            worker = worker or _Worker()
+            start = time.monotonic()
+            wall_s = WALL_LIMITS * limit_s
+            request = {"answer": answer, "reference": reference}
+            worker.send(request | {"limit_s": limit_s, "wall_s": wall_s}, start + limit_s)
+            reply: dict[str, Any] | None = None
+            while reply is None:
+                patience = time.monotonic() + PATIENCE_S
                 try:
-                    verdict = bool(worker.receive(deadline)["equal"])
-                    break
+                    reply = worker.receive(min(patience, start + wall_s + GRACE_S))
                 except ChildTimeoutError:
-                    left = self.limit_s - (processes.look(worker.process.pid).processor_s - used)
-                    if left <= 0 or time.monotonic() >= start + WALL_LIMITS * self.limit_s:
+                    if time.monotonic() >= start + wall_s + GRACE_S:
                         raise
                     if not slow and (slow := self._slow.acquire(blocking=False)):
                         self._slots.put(None)
-                    deadline = time.monotonic() + max(left, 0.05)
             worker.asked += 1
             fresh = worker.asked < RECYCLE
-            return verdict
-        except (ChildTimeoutError, ChildEndedError):
-            self.lost += 1
+            if reply.get("lost"):
+                raise ChildTimeoutError("no reply in time")
+            return bool(reply["equal"])
+        except (ChildTimeoutError, ChildEndedError) as lost:
+            self._lose(pair, limit_s, isinstance(lost, ChildTimeoutError))
             raise
         finally:
             # This holds after an interrupt too: a late reply must not be read as the answer to the

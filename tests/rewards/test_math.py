@@ -28,6 +28,7 @@ from sparrow.rewards.math import MAX_ANSWER_CHARS
 DATA = Path(__file__).parents[1] / "data"
 LABELLED = [json.loads(line) for line in (DATA / "math_equivalence.jsonl").read_text().splitlines()]
 PAIRS = [json.loads(line) for line in (DATA / "math_pairs.jsonl").read_text().splitlines()]
+KINDS = [json.loads(line) for line in (DATA / "math_kinds.jsonl").read_text().splitlines()]
 EQUIVALENT = r"""
 \frac12 ~ 0.5 ;; 0.3333333 ~ \frac{1}{3} ;; 5\frac34 ~ 23/4 ;; 05 ~ 5 ;; 1{,}234 ~ 1234
 11,\! 111,\! 111,\! 100 ~ 11111111100 ;; 1,234.50 ~ 1234.5 ;; 1\,000 ~ 1000 ;; 50% ~ 50\% ;; 50 ~ 50\%
@@ -56,6 +57,18 @@ def pairs(table):
         if line
         for cell in line.split(";;")
     ]
+
+
+def gone(process):
+    """Whether a process ends within five seconds, whoever reaps it."""
+    deadline = time.monotonic() + 5
+    while not ended(process) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return ended(process)
+
+
+def ended(process):
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture
@@ -95,6 +108,42 @@ def verifier():
     ],
 )
 def test_the_stated_answer(response, answer):
+    assert extract_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"<think>so \boxed{5}",
+        r"<think>so \boxed{5}</think> <think> or \boxed{6}",
+        r"\boxed{5} <think> wait",
+        r"<thinking>#### 5",
+        r"[THINK]it is \boxed{5}",
+        r"◁think▷it is \boxed{5}",
+        r"<|begin_of_thought|>it is \boxed{5}",
+        r"\boxed{4}, no: \boxed{5",
+        r"\boxed{4}, no: \boxed{\frac{1}{2}",
+        r"\boxed{4}, no: \boxed",
+        r"\boxed{4}, no: \boxe",
+        r"#### 4. No: \boxed{5",
+    ],
+)
+def test_a_response_that_was_cut_off_states_no_answer(response):
+    assert extract_answer(response, last_number=True) is None
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"<think>or \boxed{4}</think>It is \boxed{5}.", "5"),
+        (r"or \boxed{4}</think>#### 5", "5"),
+        (r"<think>\boxed{5}</think>As shown above.", "5"),
+        (r"[THINK]\boxed{4[/THINK]\boxed{5}", "5"),
+        (r"\boxed{4 and so \boxed{5}", "5"),
+        (r"\boxed{5} \\", "5"),
+    ],
+)
+def test_what_follows_the_thinking_goes_first(response, answer):
     assert extract_answer(response) == answer
 
 
@@ -141,6 +190,24 @@ def test_labelled_pairs(verifier, category):
     assert {row["answer"] for row in wrong} <= {"i^2", r"7 \pmod{12}"} and all(
         row["equal"] for row in wrong
     )
+
+
+@pytest.mark.slow
+def test_the_table_of_labelled_kinds_in_the_docs(verifier):
+    """Counts by category, no false accept, and the false rejects by name."""
+    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
+    table = re.findall(r"^\| (\w+) \| .+ \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    counts = {category: [0, 0] for category, _, _ in table}
+    wrong = []
+    for row in KINDS:
+        right = verifier.equal(row["answer"], row["reference"]) == row["equal"]
+        counts[row["category"]][0] += 1
+        counts[row["category"]][1] += right
+        if not right:
+            wrong.append(row)
+    assert counts == {category: [int(pairs), int(right)] for category, pairs, right in table}
+    assert all(row["equal"] for row in wrong) and len(wrong) <= 0.03 * len(KINDS)
+    assert len(KINDS) >= 120 and verifier.lost == 0
 
 
 def test_the_labelled_pairs_are_as_many_and_as_mixed_as_said():
@@ -213,16 +280,67 @@ def test_a_long_answer_is_wrong_unless_identical(verifier):
 def test_a_comparison_that_hangs_is_cut_off_and_the_next_is_served(caplog, born):
     with MathVerifier(workers=1, limit_s=1) as verifier:
         assert verifier.equal(r"\frac{2}{4}", r"\frac12")
-        (hung,) = born()
+        (worker,) = born()
+        (hung,) = worker.children()
         start = time.monotonic()
         with caplog.at_level(logging.WARNING):
             assert not verifier.equal(HANGS, "204")
         assert 1.0 <= time.monotonic() - start < 5.0
         assert "9^{9^" in caplog.text and "no reply in time" in caplog.text
-        assert not hung.is_running() and verifier.lost == 1
+        assert gone(hung) and verifier.lost == 1
         assert verifier.equal(r"\frac{2}{4}", r"\frac12")
         assert verifier.lost == 1
     assert born() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "answer",
+    [
+        HANGS,
+        "2^{2^{2^{2^{2^{2}}}}}",
+        "100000!!!",
+        r"\sum_{k=1}^{10^{12}} \frac{1}{k^2+1}",
+        r"\prod_{k=1}^{10^{9}} (1+\frac{1}{k})",
+        r"\binom{10^9}{10^8}",
+        "(x+1)^{5000}",
+    ],
+)
+def test_no_comparison_takes_more_than_six_seconds(answer):
+    with MathVerifier(workers=1) as verifier:
+        assert verifier.equal("x+x", "2x")
+        start = time.monotonic()
+        assert not verifier.equal(answer, "7y")
+        assert time.monotonic() - start < 6
+        assert verifier.equal("y+y", "2y")
+
+
+@pytest.mark.slow
+def test_many_answers_that_hang_cost_a_quarter_of_the_limit_each(monkeypatch):
+    monkeypatch.setattr("sparrow.rewards.math.BUDGET_S", 2.0)
+    with MathVerifier(workers=2, limit_s=1) as verifier, ThreadPoolExecutor(8) as threads:
+        answers = [HANGS] * 24
+        references = [str(number) for number in range(24)]
+        assert not any(threads.map(verifier.equal, answers, references))
+        lost = [seconds for _, seconds in verifier._losses]
+        # four may have begun before the budget was spent
+        assert verifier.lost == 24 and sum(lost) <= 2 + 4 + 24 / 4
+        assert verifier.equal("x+x", "2x")
+
+
+@pytest.mark.slow
+def test_a_comparison_that_was_ended_costs_no_new_worker(born):
+    with MathVerifier(workers=1, limit_s=0.5) as verifier:
+        assert verifier.equal("x+x", "2x")
+        (worker,) = born()
+        (comparing,) = worker.children()
+        assert not verifier.equal(HANGS, "204")
+        assert born() == [worker] and gone(comparing)
+        assert verifier.equal("x+x", "2x") and not verifier.equal("x+x", "3x")
+        (comparing,) = worker.children()
+        comparing.kill()  # while it has nothing to do: no reply is owed
+        assert verifier.equal("x+x", "2x") and not verifier.equal("x+x", "3x")
+    assert not worker.is_running() and gone(comparing)
 
 
 @pytest.mark.slow
@@ -261,12 +379,10 @@ def test_answers_that_hang_leave_the_others_alone():
 def test_as_many_answers_as_workers_can_hang_and_nobody_waits(born):
     with MathVerifier(workers=2, limit_s=3) as verifier, ThreadPoolExecutor(4) as threads:
         list(threads.map(verifier.equal, ["x+x"] * 2, ["2x"] * 2))
-        start = time.monotonic()
         hanging = [threads.submit(verifier.equal, HANGS, reference) for reference in ("204", "205")]
         time.sleep(0.1)
         assert verifier.equal("x+x", "2x") and not verifier.equal("x+x", "3x")
-        served = time.monotonic() - start
-        assert not any(answer.done() for answer in hanging) and served < 3 and len(born()) <= 4
+        assert not any(answer.done() for answer in hanging) and len(born()) <= 4
         assert not any(answer.result() for answer in hanging) and verifier.lost == 2
         assert verifier.equal("x+x", "2x")
         assert len(born()) <= 2
@@ -290,15 +406,17 @@ def test_the_limit_is_of_processor_time(monkeypatch, born):
     with MathVerifier(workers=1, limit_s=0.5) as verifier:
         assert verifier.equal("x+x", "2x")
         (worker,) = born()
-        worker.suspend()
-        threading.Timer(0.8, worker.resume).start()
+        (comparing,) = worker.children()
+        comparing.suspend()
+        threading.Timer(0.8, comparing.resume).start()
         assert verifier.equal("x+x+x", "3x") and verifier.lost == 0
         assert verifier.equal("x+x", "2x")
-        (worker,) = born()
-        worker.suspend()
+        (comparing,) = worker.children()
+        comparing.suspend()
         start = time.monotonic()
         assert not verifier.equal("y+y", "2y")
-        assert 1.5 <= time.monotonic() - start < 4 and verifier.lost == 1
+        assert 1.25 <= time.monotonic() - start < 4 and verifier.lost == 1
+        assert not worker.is_running() and gone(comparing)
 
 
 @pytest.mark.slow
