@@ -50,7 +50,15 @@ an exponent.
 
 _show = Repr().repr
 _WORD = re.compile(r"\S+|\n")
-_DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
+_EXPONENT = r"[eE][-+]?\d{1,3}"
+_DECIMAL = re.compile(rf"[-+]?(?:\d+\.?\d*|\.\d+)(?:{_EXPONENT})?", re.ASCII)
+_WHOLE = re.compile(r"[-+]?\d+(?:\.0*)?", re.ASCII)
+# The plain forms, in which programs print numbers. ``007``, ``+7`` and ``1e5`` may be a name, a
+# code or the digits of a word, so they are text.
+_PLAIN_WHOLE = re.compile(r"-?(?:0|[1-9]\d*)", re.ASCII)
+_PLAIN_DECIMAL = re.compile(
+    rf"-?(?:(?:0|[1-9]\d*)?\.\d+(?:{_EXPONENT})?|[1-9][eE][-+]\d{{1,3}})", re.ASCII
+)
 _DETAIL_CHARS = 400
 _MARGIN_S = 5.0
 """Seconds beyond a test's limits before this side stops waiting for the sandbox, which enforces
@@ -94,13 +102,16 @@ class Judgement:
 
 
 def _same_token(actual: str, expected: str) -> bool:
+    """Whether two words are the same, or the expected one is a number in its plain form and the
+    other has its value.
+    """
     if actual == expected:
         return True
-    if not (_DECIMAL.fullmatch(actual) and _DECIMAL.fullmatch(expected)):
-        return False
-    if expected.lstrip("+-").isdigit():
-        return Decimal(actual) == Decimal(expected)
-    return _close(float(actual), float(expected))
+    if _PLAIN_WHOLE.fullmatch(expected):
+        return bool(_WHOLE.fullmatch(actual)) and Decimal(actual) == Decimal(expected)
+    if _PLAIN_DECIMAL.fullmatch(expected) and _DECIMAL.fullmatch(actual):
+        return _close(float(actual), float(expected))
+    return False
 
 
 def _close(actual: float, expected: float) -> bool:
@@ -111,8 +122,10 @@ def _close(actual: float, expected: float) -> bool:
 
 
 def same_output(actual: str, expected: str) -> bool:
-    """Whether two outputs agree: line by line and word by word, spaces aside, decimal numbers
-    within tolerance.
+    """Whether two outputs agree: line by line and word by word, spaces aside.
+
+    A word that is expected to be a number in its plain form is compared as one: a whole number
+    exactly and without an exponent, a decimal one within tolerance. ``0011`` is text.
     """
     # One word at a time: a list of its words would take a hundred times the size of a hostile
     # output.
