@@ -77,11 +77,18 @@ _RELAYED = (
     "with",
     "printed",
     "changed",
+    "refused",
     "call",
-    "look",
-    "attribute",
     "args",
     "kwargs",
+    "look",
+    "part",
+    "set",
+    "delete",
+    "alter",
+    "operation",
+    "content",
+    "next",
 )
 """The keys of a program's replies that are passed on to the tests. Verdicts are not among them."""
 
