@@ -134,16 +134,16 @@ def _run_test_case(case: Any) -> None:
             self.first = self.first or error
             self.stop()
 
-        def addError(self, test: Any, err: Any) -> None:
+        def addError(self, test: Any, err: Any) -> None:  # noqa: N802
             self._keep(err[1])
 
         addFailure = addError
 
-        def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
+        def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:  # noqa: N802
             if err is not None:
                 self._keep(err[1])
 
-        def addUnexpectedSuccess(self, test: Any) -> None:
+        def addUnexpectedSuccess(self, test: Any) -> None:  # noqa: N802
             self._keep(AssertionError(f"{test.id()} was expected to fail"))
 
     result = Result()

@@ -2,11 +2,11 @@
 
 Both sides send the same requests: ``call`` a function of the other side with arguments, ``look`` up
 a global, read a ``part`` of an object or ``set`` one, do one of ``remote``'s ``operation``s; the
-answer has a ``value``, or says what was ``raised`` or why it is ``refused``. A side that waits for an answer serves requests in the meantime, so that a test can hand
-the program a function. Values cross as ``wire`` packs them, and this module adds a few more
-standard types; functions and objects of other classes stay where they are and are named by a
-number, see ``remote``. What a call did to its arguments, and what it printed, comes back with the
-answer.
+answer has a ``value``, or says what was ``raised`` or why it is ``refused``. A side that waits for
+an answer serves requests in the meantime, so that a test can hand the program a function. Values
+cross as ``wire`` packs them, and this module adds a few more standard types; functions and objects
+of other classes stay where they are and are named by a number, see ``remote``. What a call did to
+its arguments, and what it printed, comes back with the answer.
 """
 
 from __future__ import annotations
