@@ -52,6 +52,11 @@ built in.
 _BUILTIN_DEFINED = re.compile(
     rf"^def ({'|'.join(name for name in dir(builtins) if name.islower())})\(", re.MULTILINE
 )
+_RETURNS = re.compile(r"->\s*(.+?)\s*:\s*(?:#.*)?$", re.MULTILINE)
+_LISTS = re.compile(r"\b(?:list|tuple)\b", re.IGNORECASE)
+_PLAIN_TYPES = re.compile(
+    r"(?:\b(?:int|float|str|bool|None|list|tuple)\b|[\[\], .'\"|])+", re.IGNORECASE
+)
 _DAPO_HEAD = re.compile(r"\ASolve the following math problem step by step\..*?\n\n", re.DOTALL)
 _DAPO_TAIL = re.compile(r'\n\nRemember to put your answer on its own line after "Answer:"\.?\s*\Z')
 
@@ -143,6 +148,27 @@ def _with_starter(question: str, starter: str | None, reads: bool) -> str:
     return f"{question}\n\n{READS}" if reads else question
 
 
+def _taco_results(outputs: list[Any], starter: str) -> dict[str, Any]:
+    """The expected results of calls.
+
+    TACO wraps those of many rows in a list of one, and does not say of which. The starting code
+    tells if it says what the function returns; otherwise both readings count.
+    """
+    if not all(isinstance(output, list) and len(output) == 1 for output in outputs):
+        return {"outputs": outputs}
+    bare = [output[0] for output in outputs]
+    returned = _RETURNS.search(starter)
+    if returned is None or not _PLAIN_TYPES.fullmatch(returned[1]):
+        return {"outputs": bare, "alternatives": [outputs]}
+    levels = len(_LISTS.findall(returned[1]))
+    return {"outputs": bare if max(map(_depth, outputs)) > levels else outputs}
+
+
+def _depth(value: Any) -> int:
+    """How many lists are in one another."""
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
+
+
 def taco(row: Row) -> Question | None:
     """TACO: ``input_output`` is JSON with inputs, outputs and perhaps ``fn_name``; rows without
     tests are left out.
@@ -157,10 +183,8 @@ def taco(row: Row) -> Question | None:
         return None
     answer: dict[str, Any]
     if name:
-        # Results of calls are wrapped in a list of one.
-        wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
-        results = [output[0] for output in outputs] if wrapped else outputs
-        answer = {"fn_name": name, "inputs": inputs, "outputs": results, "prelude": IMPORTS}
+        answer = {"fn_name": name, "inputs": inputs, "prelude": IMPORTS}
+        answer |= _taco_results(outputs, row.get("starter_code") or "")
         question = f"{question}\n\nThe function is called {name}."
     else:
         answer = {"inputs": list(map(_lines, inputs)), "outputs": list(map(_lines, outputs))}

@@ -441,7 +441,12 @@ def taco(outputs, starter):
 @pytest.mark.parametrize(
     ("outputs", "starter", "right", "wrong"),
     [
-        ([[2], [3]], "", ["x + 1", "[x + 1]"], ["x", "[x]", "[[x + 1]]", "x + 1 if x == 1 else [3]"]),
+        (
+            [[2], [3]],
+            "",
+            ["x + 1", "[x + 1]"],
+            ["x", "[x]", "[[x + 1]]", "x + 1 if x == 1 else [3]"],
+        ),
         ([[2], [3]], "def f(x):\n\t", ["x + 1", "[x + 1]"], ["x", "[x]"]),
         ([[2], [3]], "def f(x: int) -> List[int]:", ["[x + 1]"], ["x + 1"]),
         ([[2], [3]], "class Solution:\n    def f(self, x) -> int:", ["x + 1"], ["[x + 1]"]),
@@ -449,7 +454,9 @@ def taco(outputs, starter):
         ([[2, 2], [3]], "", ["[x + 1] * (3 - x)"], ["x + 1"]),
     ],
 )
-def test_a_result_in_a_list_of_one_is_read_as_the_row_allows(verifier, outputs, starter, right, wrong):
+def test_a_result_in_a_list_of_one_is_read_as_the_row_allows(
+    verifier, outputs, starter, right, wrong
+):
     tests = taco(outputs, starter)
     for result in right:
         judgement = verifier.judge(f"def f(x): return {result}", tests)
