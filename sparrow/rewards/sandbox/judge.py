@@ -26,8 +26,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import zip_longest
@@ -249,18 +249,27 @@ class _Run:
         return Sandbox(request, self.limits, self.held)
 
     def _send(self, box: Sandbox, message: Mapping[str, Any]) -> None:
-        box.send(message, time.monotonic() + STARVED * self.limits.wall_s)
+        """Hand a message over, within ``wall_s`` of the sandbox's own time.
+
+        Raises ChildTimeoutError, ChildEndedError: see ``Child``.
+        """
+        with self._time(self.limits.wall_s) as time_limit:
+            box.send_within(message, time_limit)
 
     def _receive(self, box: Sandbox, most: int, limit_s: float | None = None) -> dict[str, Any]:
         """The next answer of a sandbox, within ``limit_s`` (``wall_s`` by default) of its own time.
 
         Raises ChildTimeoutError, ChildEndedError: see ``Child``.
         """
-        time_limit = OwnTime(
-            min(limit_s or self.limits.wall_s, self.limits.program_s - self.spent_s)
-        )
-        try:
+        with self._time(limit_s or self.limits.wall_s) as time_limit:
             return box.receive_within(time_limit, most)
+
+    @contextmanager
+    def _time(self, limit_s: float) -> Iterator[OwnTime]:
+        """A time limit within what all tests have left, from which what is spent is taken."""
+        time_limit = OwnTime(min(limit_s, self.limits.program_s - self.spent_s))
+        try:
+            yield time_limit
         finally:
             self.spent_s += time_limit.spent_s
 

@@ -183,13 +183,14 @@ def reap(
         nonlocal looked, seen
         if (now := time.monotonic()) - looked < _LOOK_S:
             return False
-        looked, ran = now, 0.0
+        waited, ran = now - looked, 0.0
+        looked = now
         with suppress(OSError):  # it has just ended by itself
             ran = (
                 time.clock_gettime((~pid << 3) | 2) - seen
             )  # the processor time of another process
         seen += ran
-        clock.count(_LOOK_S, ran)
+        clock.count(waited, ran)
         return clock.over
 
     def look(*_: object) -> None:
