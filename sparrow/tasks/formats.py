@@ -9,12 +9,14 @@ answers are for:
 
 from __future__ import annotations
 
+import ast
 import base64
 import builtins
 import io
 import json
 import pickle
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -49,6 +51,11 @@ built in.
 
 _BUILTIN_DEFINED = re.compile(
     rf"^def ({'|'.join(name for name in dir(builtins) if name.islower())})\(", re.MULTILINE
+)
+_RETURNS = re.compile(r"->\s*(.+?)\s*:\s*(?:#.*)?$", re.MULTILINE)
+_LISTS = re.compile(r"\b(?:list|tuple)\b", re.IGNORECASE)
+_PLAIN_TYPES = re.compile(
+    r"(?:\b(?:int|float|str|bool|None|list|tuple)\b|[\[\], .'\"|])+", re.IGNORECASE
 )
 _DAPO_HEAD = re.compile(r"\ASolve the following math problem step by step\..*?\n\n", re.DOTALL)
 _DAPO_TAIL = re.compile(r'\n\nRemember to put your answer on its own line after "Answer:"\.?\s*\Z')
@@ -141,6 +148,27 @@ def _with_starter(question: str, starter: str | None, reads: bool) -> str:
     return f"{question}\n\n{READS}" if reads else question
 
 
+def _taco_results(outputs: list[Any], starter: str) -> dict[str, Any]:
+    """The expected results of calls.
+
+    TACO wraps those of many rows in a list of one, and does not say of which. The starting code
+    tells if it says what the function returns; otherwise both readings count.
+    """
+    if not all(isinstance(output, list) and len(output) == 1 for output in outputs):
+        return {"outputs": outputs}
+    bare = [output[0] for output in outputs]
+    returned = _RETURNS.search(starter)
+    if returned is None or not _PLAIN_TYPES.fullmatch(returned[1]):
+        return {"outputs": bare, "alternatives": [outputs]}
+    levels = len(_LISTS.findall(returned[1]))
+    return {"outputs": bare if max(map(_depth, outputs)) > levels else outputs}
+
+
+def _depth(value: Any) -> int:
+    """How many lists are in one another."""
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
+
+
 def taco(row: Row) -> Question | None:
     """TACO: ``input_output`` is JSON with inputs, outputs and perhaps ``fn_name``; rows without
     tests are left out.
@@ -155,10 +183,8 @@ def taco(row: Row) -> Question | None:
         return None
     answer: dict[str, Any]
     if name:
-        # Results of calls are wrapped in a list of one.
-        wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
-        results = [output[0] for output in outputs] if wrapped else outputs
-        answer = {"fn_name": name, "inputs": inputs, "outputs": results, "prelude": IMPORTS}
+        answer = {"fn_name": name, "inputs": inputs, "prelude": IMPORTS}
+        answer |= _taco_results(outputs, row.get("starter_code") or "")
         question = f"{question}\n\nThe function is called {name}."
     else:
         answer = {"inputs": list(map(_lines, inputs)), "outputs": list(map(_lines, outputs))}
@@ -219,6 +245,38 @@ def livecodebench(row: Row) -> Question:
     return Question(_with_starter(question, row.get("starter_code"), reads=not name), answer)
 
 
+def _executed(test: str, candidate: bool) -> str:
+    """Test code as it is, once it is found to execute something: a statement, a test function, a
+    test class or, with a ``candidate``, the function ``check``.
+
+    Raises ValueError: it executes nothing, so every program would pass it, or does not compile.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes such as \d
+            body = ast.parse(test).body
+    except SyntaxError as error:
+        raise ValueError(f"its tests do not compile ({error.msg}, line {error.lineno})") from error
+
+    for statement in body:
+        match statement:
+            case ast.Import() | ast.ImportFrom() | ast.Pass() | ast.Expr(ast.Constant()):
+                continue
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                if name.startswith("test") or (candidate and name == "check"):
+                    return test
+            case ast.ClassDef(body=members, bases=bases):
+                inherited = {ast.unparse(base).rpartition(".")[2] for base in bases}
+                names = [getattr(member, "name", "") for member in members]
+                if any(name.startswith("test") for name in names) or inherited - {"TestCase"}:
+                    return test
+            case _:
+                return test
+    raise ValueError(
+        "its tests execute nothing: they need an assertion, a call, a function test_... or a "
+        "TestCase" + ("" if candidate else ", or an entry_point for their check")
+    )
+
+
 def humaneval(row: Row) -> Question:
     """HumanEval and HumanEval+: a function to complete, and ``check(candidate)``."""
     prompt, entry_point = row.get("prompt"), text_of(row, "entry_point")
@@ -228,7 +286,7 @@ def humaneval(row: Row) -> Question:
     answer = {
         "prelude": prompt,
         "setup": prompt,
-        "test": text_of(row, "test"),
+        "test": _executed(text_of(row, "test"), candidate=True),
         "entry_point": entry_point,
     }
     body = row.get("canonical_solution")
@@ -245,10 +303,14 @@ def mbpp(row: Row) -> Question:
     if not assertions:
         raise KeyError("test_list")
     setup = "\n".join([*(row.get("test_imports") or []), row.get("test_setup_code") or ""])
-    answer = {"setup": setup, "test": row.get("test") or "\n".join(assertions)}
+    test = row.get("test") or "\n".join(assertions)
+    entry_point = row.get("entry_point")
+    answer = {"setup": setup, "test": _executed(test, candidate=bool(entry_point))}
     code = row.get("code")
+    if entry_point:
+        answer["entry_point"] = entry_point
     # Row 126 asks for a function ``sum``, which its test could not distinguish from Python's own.
-    if match := _BUILTIN_DEFINED.search(code or ""):
+    elif match := _BUILTIN_DEFINED.search(code or ""):
         answer["entry_point"] = match[1]
     text = f"{question}\n\nIt must satisfy:\n```python\n{chr(10).join(assertions)}\n```"
     return Question(text, answer, f"```python\n{code}\n```" if code else None)

@@ -16,7 +16,14 @@ import pytest
 from sparrow.errors import ConfigError
 from sparrow.loading import load_problems
 from sparrow.rewards import CodeVerifier, Limits
-from sparrow.rewards.sandbox import OwnTime, Sandbox, choose_isolation, processes
+from sparrow.rewards.sandbox import (
+    Child,
+    ChildTimeoutError,
+    OwnTime,
+    Sandbox,
+    choose_isolation,
+    processes,
+)
 from sparrow.rewards.sandbox.inside import clock, programs
 from sparrow.rewards.sandbox.processes import Process, family
 
@@ -254,3 +261,97 @@ def test_a_dataset_s_option_sets_the_output_limit(tmp_path):
         assert problem.verify(response) == reward, options
     with pytest.raises(ConfigError, match="output_bytes is 'much', but must be"):
         load_problems(None, (f"taco:path={rows},output_bytes=much",), tokenizer)
+
+
+ECHO = "import sys, time\nfor line in sys.stdin:\n    time.sleep(0.03)\n    print(line, end='', flush=True)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept_from", [True, False])
+def test_what_a_busy_machine_withholds_in_many_short_calls_is_not_the_program_s(
+    monkeypatch, kept_from
+):
+    """Each call is answered before anybody looks; together they take 1.2 s of 0.6 s allowed."""
+    start = time.monotonic()
+
+    def seen(pid):
+        waited = time.monotonic() - start if kept_from else 0.0
+        return [Process("S", 1, 0.01 * (time.monotonic() - start), {pid: waited})]
+
+    monkeypatch.setattr(processes, "family", seen)
+    spent_s = 0.0
+    with Child([sys.executable, "-c", ECHO]) as child:
+        for number in range(40):
+            time_limit = OwnTime(0.6 - spent_s)
+            try:
+                child.send_within({"n": number}, time_limit)
+                assert child.receive_within(time_limit) == {"n": number}
+            except ChildTimeoutError:
+                break
+            finally:
+                spent_s += time_limit.spent_s
+    assert (number, spent_s < 0.3) == (39, True) if kept_from else (number < 30 and spent_s >= 0.5)
+
+
+def test_the_kernel_says_how_long_threads_have_waited_for_a_processor():
+    """Two processes that want the same processor: each waits half of the time."""
+    if processes.queued("self") is None:
+        pytest.skip("this kernel does not say how long a thread has waited")
+    cpu = min(os.sched_getaffinity(0))
+    burn = f"import os, time\nos.sched_setaffinity(0, [{cpu}])\nwhile time.monotonic() < {time.monotonic() + 60}: pass"
+    with (
+        subprocess.Popen([sys.executable, "-c", burn]) as one,
+        subprocess.Popen([sys.executable, "-c", burn]) as two,
+    ):
+        deadline = time.monotonic() + 30
+        while max(processes.queued(one.pid).values(), default=0) < 0.2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        one.kill()
+        two.kill()
+
+
+def test_own_time_without_what_was_withheld():
+    time_limit = OwnTime(9.0)
+    time_limit.count(1.0, 0.1, queued_s=0.3)  # asleep for 0.6 s
+    assert time_limit.spent_s == pytest.approx(0.7)
+    time_limit.count(1.0, 0.4, queued_s=0.9)  # on two processors in turn
+    assert time_limit.spent_s == pytest.approx(1.1)
+    time_limit.count(1.0, 1.9, queued_s=5.0)
+    assert time_limit.spent_s == pytest.approx(2.1)
+
+
+DRIP = """
+import time
+def f(x):
+    for _ in range(400):
+        end = time.process_time() + 0.012
+        while time.process_time() < end: pass
+        time.sleep(0.088)
+    return 1
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["called", "read", "asserted"])
+def test_a_program_that_sleeps_and_works_by_turns_holds_a_worker_no_longer_than_its_limit(kind):
+    """It is on the processor for an eighth of the time, so neither the limit on processor time nor
+    a rule for sleepers would stop it for long.
+    """
+    tests = {
+        "called": {"fn_name": "f", "inputs": [[1]], "outputs": [1]},
+        "read": {"inputs": [""], "outputs": ["1"]},
+        "asserted": {"test": "assert f(1) == 1"},
+    }[kind]
+    program = DRIP + "\nprint(f(1))" * (kind == "read")
+    judgement = CodeVerifier(Limits(wall_s=1.5, program_s=2)).judge(program, tests)
+    assert judgement.verdicts == ("timeout",) and judgement.wall_s < 8, judgement
+
+
+@pytest.mark.slow
+def test_a_program_that_does_not_read_is_not_waited_for():
+    with Child([sys.executable, "-c", "import time\ntime.sleep(60)"]) as child:
+        began = time.monotonic()
+        with pytest.raises(ChildTimeoutError):
+            child.send_within({"args": "x" * (1 << 20)}, OwnTime(1.0))
+        assert time.monotonic() - began < 8

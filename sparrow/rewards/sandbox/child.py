@@ -9,8 +9,8 @@ import os
 import select
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, TypeVar
 
 from sparrow.rewards.sandbox import processes
 from sparrow.rewards.sandbox.inside.clock import OwnTime
@@ -19,6 +19,18 @@ from sparrow.rewards.sandbox.inside.wire import parse
 MOST_BYTES = 64 << 20  # longest answer, unless a caller takes less
 _LOOK_S = 0.25  # seconds between two looks at a process that does not answer
 _ENDING_S = 1.0  # seconds that a process may take to end after it has closed its pipes
+
+
+T = TypeVar("T")
+
+
+def _queued_here() -> float:
+    """Seconds that this thread has waited for a processor; 0 if the kernel does not say."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 class ChildTimeoutError(Exception):
@@ -55,7 +67,13 @@ class Child:
             if end
         )
         os.set_blocking(self._input, False)
-        self._unread = bytearray()
+        self._unread, self._unsent = bytearray(), memoryview(b"")
+        # What was last seen of its processes: processor time, and what each thread has waited for a
+        # processor; and the time since then that was not yet looked into.
+        self._seen: float | None = None
+        self._queued: dict[int, float] = {}
+        self._queued_here_s = 0.0
+        self._uncounted_s = 0.0
 
     def send(self, message: Mapping[str, Any], deadline: float) -> None:
         """Hand an object over.
@@ -63,13 +81,24 @@ class Child:
         Raises ChildTimeoutError: not taken by the deadline (of ``time.monotonic``).
         ChildEndedError: nobody takes it any more.
         """
-        rest = memoryview(json.dumps(message).encode() + b"\n")
-        while rest:
+        self._unsent = memoryview(json.dumps(message).encode() + b"\n")
+        self._send_rest(deadline)
+
+    def _send_rest(self, deadline: float) -> None:
+        while self._unsent:
             self._await(self._input, select.POLLOUT, deadline)
             try:
-                rest = rest[os.write(self._input, rest) :]
+                self._unsent = self._unsent[os.write(self._input, self._unsent) :]
             except BrokenPipeError as error:
                 raise self._ended() from error
+
+    def send_within(self, message: Mapping[str, Any], time_limit: OwnTime) -> None:
+        """Hand an object to a program, whose own time is counted until it has taken all of it.
+
+        Raises ChildTimeoutError, ChildEndedError: as ``receive_within``.
+        """
+        self._unsent = memoryview(json.dumps(message).encode() + b"\n")
+        self._within(time_limit, self._send_rest)
 
     def receive(self, deadline: float, most: int = MOST_BYTES) -> dict[str, Any]:
         """The next answer. It may come from a hostile program: only its form is checked, and that
@@ -97,26 +126,67 @@ class Child:
 
         Raises ChildTimeoutError: it has none left. ChildEndedError: as ``receive``.
         """
-        seen: float | None = None
+        return self._within(time_limit, lambda deadline: self.receive(deadline, most))
+
+    def _within(self, time_limit: OwnTime, attempt: Callable[[float], T]) -> T:
+        """What ``attempt`` returns, which is given a deadline and tried again as long as the program
+        has time left.
+        """
+        if self._seen is None and not self._uncounted_s:
+            self._queued_here_s = _queued_here()
         while True:
             began = time.monotonic()
-            look_s = _LOOK_S if seen is not None else _LOOK_S / 5
+            look_s = _LOOK_S if self._seen is not None else _LOOK_S / 5
+            late = False
             try:
-                reply = self.receive(began + min(look_s, time_limit.left_s), most)
-            except ChildEndedError:
-                time_limit.spent_s += time.monotonic() - began
-                raise
+                return attempt(began + min(look_s, time_limit.left_s))
             except ChildTimeoutError:
-                waited_s, family = time.monotonic() - began, processes.family(self.process.pid)
-                used_s = sum(process.processor_s for process in family)
-                ran_s = waited_s if seen is None else used_s - seen
-                time_limit.count(waited_s, ran_s, any(process.state == "R" for process in family))
+                late = True
+                self._count(began, time_limit, late)
                 if time_limit.over:
                     raise
-                seen = used_s
-            else:
-                time_limit.spent_s += time.monotonic() - began
-                return reply
+            finally:
+                if not late:
+                    self._count(began, time_limit, late)
+
+    def _count(self, began: float, time_limit: OwnTime, late: bool) -> None:
+        """Count the time since ``began``.
+
+        All of it is the program's at first. Once it adds up, in one wait or in many short ones, a
+        look at the processes tells how much of it they were kept from the processor.
+        """
+        waited_s = time.monotonic() - began
+        time_limit.spent_s += waited_s
+        self._uncounted_s += waited_s
+        if not late and (self._uncounted_s < _LOOK_S / 5 or self.process.returncode is not None):
+            return
+        family = processes.family(self.process.pid)
+        used_s = sum(process.processor_s for process in family)
+        ran_s = self._uncounted_s if self._seen is None else used_s - self._seen
+        queued_s = self._queued_since(family)
+        if queued_s is not None:
+            ran_s = used_s - (self._seen or 0.0)
+        time_limit.spent_s -= self._uncounted_s
+        runnable = any(process.state == "R" for process in family)
+        time_limit.count(self._uncounted_s, ran_s, runnable, queued_s)
+        self._seen, self._uncounted_s = used_s, 0.0
+
+    def _queued_since(self, family: Sequence[processes.Process]) -> float | None:
+        """How long the processes were kept from the processor since they were last looked at, and
+        this thread from seeing their answers; None if the kernel does not say.
+
+        Of the threads the one counts that waited longest: with the sum, a program could make time by
+        starting many.
+        """
+        now: dict[int, float] = {}
+        for process in family:
+            if process.queued_s is None:
+                return None
+            now |= process.queued_s
+        longest = max((wait - self._queued.get(tid, 0.0) for tid, wait in now.items()), default=0.0)
+        here_s, before_s = _queued_here(), self._queued_here_s
+        self._queued, self._queued_here_s = now, here_s
+        return max(0.0, longest) + max(0.0, here_s - before_s)
 
     def receive_bytes(self, count: int, deadline: float) -> bytes:
         """The next ``count`` bytes. Raises as ``receive`` does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ class Process(NamedTuple):
     state: str  # as in ps: R if it runs or waits for a processor
     parent: int
     processor_s: float  # seconds it has used, and those of its children that it has waited for
+    # seconds that each of its threads was ready to run and waited for a processor; None if the
+    # kernel does not say
+    queued_s: Mapping[int, float] | None = None
 
 
 def look(pid: int) -> Process:
@@ -24,8 +28,27 @@ def look(pid: int) -> Process:
     )
 
 
+def queued(pid: int | str) -> dict[int, float] | None:
+    """The seconds that each thread of a process has waited for a processor; None if the kernel does
+    not say. A thread that ends meanwhile is left out.
+    """
+    waits: dict[int, float] = {}
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+        for thread in threads:
+            with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
+                waits[int(thread)] = int(file.read().split()[1]) / 1e9
+    except ProcessLookupError:
+        return waits
+    except FileNotFoundError:
+        return waits if os.path.exists("/proc/self/schedstat") else None
+    except (OSError, IndexError):
+        return None
+    return waits
+
+
 def family(root: int) -> list[Process]:
-    """A process and all its descendants; empty if it is gone."""
+    """A process and all its descendants, and what they have waited; empty if it is gone."""
     processes: dict[int, Process] = {}
     for name in os.listdir("/proc"):
         with suppress(OSError):
@@ -36,4 +59,4 @@ def family(root: int) -> list[Process]:
         more := {pid for pid, process in processes.items() if process.parent in members} - members
     ):
         members |= more
-    return [processes[pid] for pid in members]
+    return [processes[pid]._replace(queued_s=queued(pid)) for pid in members]

@@ -56,7 +56,9 @@ class Wall:
         """The command that starts the harness."""
         _compile()
         return (
-            _bwrap(limits, self.own_user) if self.held == "bwrap" else _python(str(_INSIDE.parent))
+            _bwrap(limits, self.own_user)
+            if self.held == "bwrap"
+            else _python(str(_INSIDE.parent), sys.executable)
         )
 
     def request(self, folder: str) -> dict[str, Any]:
@@ -77,6 +79,31 @@ def _folders() -> list[str]:
     """Where Python and the libraries of the system are."""
     installed = str(Path(sys.executable).resolve().parents[1])
     return sorted({"/usr", sys.prefix, sys.base_prefix, sys.exec_prefix, installed})
+
+
+_OWN_FOLDERS = ("/tmp", "/dev")  # those that bubblewrap makes anew for each sandbox
+_MOVED = "/sandbox/python"
+
+
+def _moved() -> str | None:
+    """The virtual environment that is bound elsewhere, so that a program's own folders show nothing
+    of where it is; None if it can stay.
+
+    The Python that it was made from cannot be moved: it is named in the environment's files.
+    """
+
+    def hidden(path: str | Path) -> bool:
+        return any(Path(path).is_relative_to(folder) for folder in _OWN_FOLDERS)
+
+    if not Path(sys.executable).is_relative_to(sys.prefix):
+        return None
+    made_from = (Path(sys.executable).resolve(), sys.base_prefix)
+    return sys.prefix if hidden(sys.prefix) and not any(map(hidden, made_from)) else None
+
+
+def _place(folder: str) -> str:
+    """Where a folder of Python's is in bubblewrap."""
+    return _MOVED if folder == _moved() else folder
 
 
 def _user_id() -> int:
@@ -112,14 +139,15 @@ def _bwrap(limits: Limits, own_user: bool) -> list[str]:
     if own_user:  # otherwise only root may enter the parent folders that bubblewrap makes
         above = {
             str(parent)
-            for path in (*_folders(), *_CACHES, "/sandbox/inside")
+            for path in (*map(_place, _folders()), *_CACHES, "/sandbox/inside")
             for parent in Path(path).parents
         }
         for parent in sorted(above - {"/", "/tmp"}):
             command += ["--perms", "0755", "--dir", parent]
-    # These are bound after /tmp is made private, since Python itself may be in /tmp.
+    # These are bound after /tmp is made private, since the Python that an environment was made from
+    # may be in /tmp.
     for folder in _folders():
-        command += ["--ro-bind", folder, folder]
+        command += ["--ro-bind", folder, _place(folder)]
     for link in _SYSTEM:
         if os.path.islink(link):
             command += ["--symlink", os.readlink(link), link]
@@ -146,7 +174,10 @@ def _bwrap(limits: Limits, own_user: bool) -> list[str]:
         "--remount-ro",
         "/",
     ]
-    return [*command, "--", *_python("/sandbox")]
+    executable = sys.executable
+    if (moved := _moved()) is not None:
+        executable = str(_MOVED / Path(executable).relative_to(moved))
+    return [*command, "--", *_python("/sandbox", executable)]
 
 
 @cache
@@ -162,7 +193,7 @@ def _compile() -> None:
     compileall.compile_dir(_INSIDE, maxlevels=0, quiet=2)
 
 
-def _python(folder: str) -> list[str]:
+def _python(folder: str, executable: str) -> list[str]:
     """Python running the package ``inside`` of a folder, which programs then do not find on their
     path.
     """
@@ -172,4 +203,4 @@ def _python(folder: str) -> list[str]:
     start += (
         f"sys.path.insert(0, {folder!r}); from inside.main import main; del sys.path[0]; main()"
     )
-    return [sys.executable, "-s", "-S", "-P", "-c", start]
+    return [executable, "-s", "-S", "-P", "-c", start]

@@ -36,10 +36,37 @@ from sparrow.rewards.sandbox.judge import same_output, same_value
         ("a 1.50", "a 1.5", True),
         ("b 1.5", "a 1.5", False),
         ("True", "1", False),
+        ("-0", "0", True),
+        ("1000.0", "1000", True),
+        ("-1e-7", "-0.0000001", True),
+        ("1.5E3", "1500.0", True),
+        ("0.00000000125", "1.25e-09", True),
     ],
 )
 def test_outputs_that_agree(actual, expected, same):
     assert same_output(actual, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [
+        ("11", "0011"),
+        ("7", "007"),
+        ("0", "00"),
+        ("7", "+7"),
+        ("1", "01.0"),
+        ("100000", "1e5"),
+        ("1200000", "12e5"),
+        ("8.5", "08.50"),
+    ],
+)
+def test_an_expected_word_that_is_no_number_in_its_plain_form_is_text(actual, expected):
+    assert not same_output(actual, expected) and same_output(expected, expected)
+
+
+@pytest.mark.parametrize("actual", ["1e3", "1E3", "10e2", "1000.0e0", "\u0661000", "1_000"])
+def test_a_whole_number_is_not_taken_in_scientific_or_foreign_notation(actual):
+    assert not same_output(actual, "1000")
 
 
 @given(st.text())

@@ -7,9 +7,11 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import venv
@@ -224,22 +226,38 @@ def test_no_program_sees_another_s_files(mode):
     assert verifier.judge(program, tests).passed
 
 
-def test_python_below_tmp_is_all_of_tmp_that_shows(bwrap, tmp_path):
-    venv.create(tmp_path / "venv", symlinks=True)
-    (tmp_path / "secret").write_text(SECRET)
-    program = (
-        f"import os, sys\nprint(os.listdir({str(tmp_path)!r}), os.access(sys.prefix, os.W_OK))"
-    )
-    code = f"""
+@pytest.mark.parametrize("parent", ["/tmp", "/dev/shm"])
+def test_an_environment_below_a_folder_of_the_program_s_own_does_not_show_there(bwrap, parent):
+    """Such as that of a clone below /tmp; its packages are found, and nothing of it can be written."""
+    if not os.access(parent, os.W_OK):
+        pytest.skip(f"{parent} cannot be written here")
+    program = """
+        import os, sys, numpy
+        print(os.getcwd(), os.listdir("/tmp"), os.listdir("/dev/shm"), os.access(sys.prefix, os.W_OK))
+        print(sys.prefix.startswith(("/tmp", "/dev")), numpy.__file__.startswith(sys.prefix))
+    """
+    folder = Path(tempfile.mkdtemp(prefix="clone-", dir=parent))
+    try:
+        os.chmod(folder, 0o755)
+        venv.create(folder / "venv", symlinks=True)
+        packages = next((folder / "venv" / "lib").glob("python*/site-packages"))
+        (packages / "numpy.py").write_text("")  # a package that only this environment has so
+        (folder / "secret").write_text(SECRET)
+        code = f"""
 from sparrow.rewards import CodeVerifier
 verifier = CodeVerifier(isolation="bwrap")
-print(verifier.judge({program!r}, {{"inputs": [""], "outputs": ["['venv'] False"]}}))
+print(verifier.judge({textwrap.dedent(program)!r},
+    {{"inputs": [""], "outputs": ["/tmp [] [] False\\nFalse True"]}}))
 """
-    path = os.pathsep.join([str(Path(box.__file__).parents[3]), *filter(None, sys.path)])
-    python = tmp_path / "venv" / "bin" / "python"
-    done = subprocess.run(
-        [python, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
+        paths = [str(Path(box.__file__).parents[3]), *filter(None, sys.path)]
+        done = subprocess.run(
+            [folder / "venv" / "bin" / "python", "-c", code],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+    finally:
+        shutil.rmtree(folder)
     assert "verdicts=('pass',)" in done.stdout, done.stdout + done.stderr
 
 

@@ -5,11 +5,14 @@ sandbox.
 from __future__ import annotations
 
 import builtins
+import sys
 from collections.abc import Mapping
 
+from . import collected
 from .confine import confine
-from .exchange import Exchange, Remote, RemoteError, describe
-from .programs import execute
+from .exchange import Exchange, RemoteError, describe
+from .programs import execute, run_source
+from .remote import CannotCrossError, Remote
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,13 +29,16 @@ class Names(dict[str, "Any"]):
 
     def __init__(self, defined: Mapping[str, Any], exchange: Exchange, own: set[str]) -> None:
         super().__init__(defined)
-        self._exchange, self._own = exchange, own
+        self._exchange = exchange
+        self.own = own  # the names of built-in functions that are the program's
 
     def __missing__(self, name: str) -> Any:
-        if (name in dir(builtins) and name not in self._own) or name.startswith("__"):
+        if (name in dir(builtins) and name not in self.own) or name.startswith("__"):
             raise KeyError(name)
         value = self._exchange.look(name)
-        return Remote(self._exchange, name) if isinstance(value, Remote) else value
+        if type(value) is not Remote:
+            return value
+        return Remote(self._exchange, name, value._compares, value._identity)
 
 
 def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
@@ -84,22 +90,11 @@ def judge(channel: Channel, request: Mapping[str, Any]) -> None:
     def not_here(name: str) -> Any:
         raise NameError(f"the tests have no function {name!r} for the program")
 
-    import ast
-
     confine(request, request["limits"]["program_s"])
     channel.hostile = True
     try:
-        exchange = Exchange(channel, not_here)
-        defined = execute("tests", request["setup"])
-        tree = ast.parse(request["test"])
-        entry_point = request["entry_point"]
-        own = {entry_point} if entry_point else builtins_under_test(tree, set(defined))
-        names = Names(defined, exchange, own)
-        if entry_point:
-            names[entry_point] = Remote(exchange, entry_point)
-        exec(compile(tree, "tests.py", "exec", dont_inherit=True), names)
-        if entry_point and "check" in names:
-            names["check"](names[entry_point])
+        exchange = Exchange(channel, not_here, strict=True)
+        run_tests(exchange, request)
         verdict = {"verdict": "pass", "detail": ""}
     except RemoteError as error:
         verdict = {
@@ -108,6 +103,42 @@ def judge(channel: Channel, request: Mapping[str, Any]) -> None:
         }
     except AssertionError as error:
         verdict = {"verdict": "wrong", "detail": describe(error)}
+    except CannotCrossError as error:
+        verdict = {"verdict": "error", "detail": f"cannot be judged: {error}"}
     except BaseException as error:
         verdict = {"verdict": "error", "detail": f"in the tests: {describe(error)}"}
     channel.send(verdict)
+
+
+def run_tests(exchange: Exchange, request: Mapping[str, Any]) -> None:
+    """Run the setup and the tests, and then the tests that wait to be called.
+
+    Raises what the first of them raises. RemoteError: the program cannot be loaded. ValueError: no
+    test has called the program or looked anything of it up.
+    """
+    import ast
+
+    setup, test, entry_point = request["setup"], request["test"], request["entry_point"]
+    names = Names(execute("tests"), exchange, set())
+    collected.prepare(setup + test, names)
+    exchange.require()
+
+    run_source(setup, names)
+    tree = collected.mark(ast.parse(test))
+    names.own = {entry_point} if entry_point else builtins_under_test(tree, set(names))
+    if entry_point:
+        names[entry_point] = Remote(exchange, entry_point)
+
+    # ``if __name__ == "__main__"`` is how a file of tests says that it is run.
+    names["__name__"] = "__main__"
+    sys.modules["__main__"] = sys.modules["tests"]
+    try:
+        exec(compile(tree, "tests.py", "exec", dont_inherit=True), names)
+    except SystemExit as error:
+        if isinstance(error, RemoteError) or error.code:
+            raise
+    if entry_point and "check" in names:
+        names["check"](names[entry_point])
+    collected.run(names)
+    if not exchange.asked:
+        raise ValueError("no test has called the program or looked anything of it up")

@@ -1,6 +1,7 @@
 """A program's own time, which limits count: running and asleep, but not waiting for a busy machine.
 
-A program that gets less than a twentieth of a processor counts as asleep unless it is known to be
+Linux says how long a thread has waited for a processor. Where it does not say, or cannot be asked, a
+program that gets less than a twentieth of a processor counts as asleep unless it is known to be
 runnable.
 """
 
@@ -23,15 +24,25 @@ class OwnTime:
     def __init__(self, limit_s: float) -> None:
         self.spent_s, self._limit_s, self._start = 0.0, limit_s, time.monotonic()
 
-    def count(self, waited_s: float, ran_s: float, runnable: bool = False) -> None:
+    def count(
+        self,
+        waited_s: float,
+        ran_s: float,
+        runnable: bool = False,
+        queued_s: float | None = None,
+    ) -> None:
         """Count the time between two looks: ``waited_s`` by the clock, of which ``ran_s`` on the
-        processor.
+        processor and ``queued_s`` ready for it without getting it, if that is known.
 
         A program that is ``runnable`` asks for the processor, so it is not asleep even if it gets
         none.
         """
+        ran_s = min(ran_s, waited_s)
+        if queued_s is not None:
+            self.spent_s += max(ran_s, waited_s - queued_s)
+            return
         asleep = ran_s < waited_s * _AWAKE and not runnable
-        self.spent_s += waited_s if asleep else min(ran_s, waited_s)
+        self.spent_s += waited_s if asleep else ran_s
 
     @property
     def left_s(self) -> float:

@@ -1,11 +1,12 @@
 """Calls between test code and the program it tests, each in a sandbox of its own.
 
 Both sides send the same requests: ``call`` a function of the other side with arguments, ``look`` up
-a global, read an ``attribute`` of an object; the answer has a ``value`` or says what was
-``raised``. A side that waits for an answer serves requests in the meantime, so that a test can hand
-the program a function. Values cross as ``wire`` packs them, and this module adds a few more
-standard types; functions and objects of other classes stay where they are and are named by a
-number. What a call did to its arguments, and what it printed, comes back with the answer.
+a global, read a ``part`` of an object or ``set`` one, do one of ``remote``'s ``operation``s; the
+answer has a ``value``, or says what was ``raised`` or why it is ``refused``. A side that waits for
+an answer serves requests in the meantime, so that a test can hand the program a function. Values
+cross as ``wire`` packs them, and this module adds a few more standard types; functions and objects
+of other classes stay where they are and are named by a number, see ``remote``. What a call did to
+its arguments, and what it printed, comes back with the answer.
 """
 
 from __future__ import annotations
@@ -13,9 +14,21 @@ from __future__ import annotations
 import builtins
 import json
 import sys
+import time
 from collections.abc import Iterator
 from importlib import import_module
 
+from .remote import (
+    LIKE,
+    MOST_AHEAD,
+    MUTABLE_LIKE,
+    OPERATIONS,
+    CannotCrossError,
+    Remote,
+    RemoteIterator,
+    plain_base,
+    stand_in,
+)
 from .wire import pack, unpack
 
 TYPE_CHECKING = False
@@ -26,6 +39,9 @@ if TYPE_CHECKING:
     from .wire import Channel
 
 DETAIL_CHARS = 400
+_AHEAD_S = 0.02  # seconds that an iterator may take for items that nobody has asked for yet
+_ANSWERS = {"value", "raised", "refused"}
+_OWN = ("program", "tests", "__main__")  # the modules of the classes of either side
 _MODULES = (
     "builtins",
     "math",
@@ -95,78 +111,183 @@ class RemoteError(Exception):
     detail = ""
 
 
-class Remote:
-    """A function or object of the other side."""
-
-    def __init__(self, exchange: Exchange, key: int | str) -> None:
-        self._exchange, self._key = exchange, key
-        self.__name__ = str(key)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._exchange.call(self._key, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(f"{name} of the other side's objects cannot be used")
-        return self._exchange.ask({"attribute": [self._key, name]})
-
-
 class Exchange:
     """One side of the calls.
 
-    Args: channel: the connection to the other side. find: returns the function or global that the
-        other side asks for by name. Raises NameError: there is none.
+    Args:
+        channel: the connection to the other side.
+        find: returns the function or global that the other side asks for by name. Raises
+            NameError: there is none.
+        loaded: raises what went wrong when this side was loaded, if anything did.
+        strict: whether the other side is not trusted, see ``remote``.
     """
 
-    def __init__(self, channel: Channel, find: Callable[[str], Any]) -> None:
-        self._channel, self._find = channel, find
+    def __init__(
+        self,
+        channel: Channel,
+        find: Callable[[str], Any],
+        loaded: Callable[[], None] = lambda: None,
+        strict: bool = False,
+    ) -> None:
+        self._channel, self._find, self._loaded, self.strict = channel, find, loaded, strict
+        self.asked = 0  # calls and look-ups that the other side has answered
+        self.changes = 0  # how often something was done that may change objects of the other side
         self._kept: list[Any] = []
         self._numbers: dict[int, int] = {}
-        self._remotes: dict[int, Remote] = {}
+        self._remotes: dict[int, Any] = {}
+        self._failed: dict[int, BaseException] = {}
+        # Parts of the other side's objects that were read and can be changed in place here, by
+        # object, kind of part and name: with what they were when they were read.
+        self._borrowed: dict[str, tuple[list[Any], Any, Any]] = {}
 
-    def call(self, key: int | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function of the other side. Raises RemoteError: it raised; TypeError: an argument
-        cannot cross.
+    def call(
+        self,
+        key: int | str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        owner: Any = None,
+    ) -> Any:
+        """Call a function of the other side; ``owner`` is the copy whose method it is, if any.
+
+        Raises RemoteError: it raised. CannotCrossError: an argument or the result cannot cross.
         """
-        message = {"call": key, "args": self._pack(list(args)), "kwargs": self._pack(dict(kwargs))}
-        return self.ask(message, dict(enumerate(args)) | dict(kwargs))
+        self._settle()
+        self._give_back(owner)
+        message = {
+            "call": key,
+            "args": self._crossing(list(args)),
+            "kwargs": self._crossing(dict(kwargs)),
+        }
+        self.changes += 1
+        try:
+            return self.ask(message, dict(enumerate(args)) | dict(kwargs))
+        finally:
+            for copy in (owner, *args, *kwargs.values()):
+                self._renew(copy)
 
     def look(self, name: str) -> Any:
         """The value of a global of the other side. Raises RemoteError: it has none of this name."""
         return self.ask({"look": name})
 
+    def require(self) -> None:
+        """Raise what went wrong when the other side was loaded, as a RemoteError, if anything did."""
+        self.ask({"load": True})
+
+    def operate(self, name: str, *operands: Any) -> Any:
+        """Do one of ``OPERATIONS`` where the objects are."""
+        self._settle()
+        return self.ask({"operation": [name, self._crossing(list(operands))]})
+
+    def part(self, key: int | str, kind: str, name: Any) -> Any:
+        """An attribute or an item of an object of the other side; what is done in place to a list,
+        a dict or the like is done there too before anything else is called.
+        """
+        place = [key, kind, self._crossing(name)]
+        written = json.dumps(place)
+        if written in self._borrowed:
+            return self._borrowed[written][1]
+        value = self.ask({"part": place})
+        if type(value).__name__ in _MUTABLE:
+            self._borrowed[written] = (place, value, self._pack(value))
+        return value
+
+    def set(self, key: int | str, name: str, value: Any) -> None:
+        """Set an attribute of an object of the other side."""
+        self._settle()
+        self.changes += 1
+        self.ask({"set": [key, name, self._crossing(value)]})
+
+    def delete(self, key: int | str, name: str) -> None:
+        """Delete an attribute of an object of the other side."""
+        self._settle()
+        self.changes += 1
+        self.ask({"delete": [key, name]})
+
+    def written(self, value: Any) -> str:
+        """A text that is the same for values that cross alike."""
+        return json.dumps(self._crossing(value))
+
     def ask(self, message: dict[str, Any], arguments: Mapping[int | str, Any] | None = None) -> Any:
         self._channel.send(message)
-        while "value" not in (reply := self._channel.receive()) and "raised" not in reply:
+        while not _ANSWERS & (reply := self._channel.receive()).keys():
             self.answer(reply)
         if reply.get("printed"):
             sys.stdout.write(str(reply["printed"]))
+        if "refused" in reply:
+            raise CannotCrossError(str(reply["refused"])[:DETAIL_CHARS])
         for place, value in reply.get("changed", ()):
             _change((arguments or {})[place], self._unpack(value))
+        self.asked += "call" in message or "look" in message
         if "raised" in reply:
             raise _error(reply, self._unpack)
         return self._unpack(reply["value"])
 
+    def _settle(self) -> None:
+        """Let the other side know what was changed here in place of its objects' parts."""
+        borrowed = list(self._borrowed.values())
+        self._borrowed.clear()
+        for place, value, before in borrowed:
+            if (now := self._crossing(value)) != before:
+                self.changes += 1
+                self.ask({"alter": [*place, now]})
+
+    def _give_back(self, copy: Any) -> None:
+        """Let the other side know what was changed here in a copy of its list, dict or set."""
+        if isinstance(copy, MUTABLE_LIKE):
+            content = self._crossing(_content(copy))
+            if content != copy._known:
+                copy._known = content
+                self.ask({"alter": [copy._remote._key, "content", None, content]})
+
+    def _renew(self, copy: Any) -> None:
+        """Let a copy of the other side's list, dict or set be what that is now."""
+        if isinstance(copy, MUTABLE_LIKE):
+            content = self.ask({"content": copy._remote._key})
+            _change(copy, content)
+            copy._known = self._pack(_content(copy))
+
     def answer(self, header: Mapping[str, Any], printed: Callable[[], str] = str) -> None:
         """Do what the other side asks and send it the answer."""
         try:
-            if "look" in header:
-                reply = {"value": self._pack(self._find(header["look"]))}
-            elif "attribute" in header:
-                key, name = header["attribute"]
-                if name.startswith(
-                    "_"
-                ):  # through such a name, a program could reach the tests' globals
-                    raise AttributeError(name)
-                reply = {"value": self._pack(getattr(self._named(key), name))}
-            else:
-                reply = self._called(header)
+            reply = self._answered(header)
             json.dumps(reply)
+        except CannotCrossError as error:
+            reply = {"refused": str(error)}
         except BaseException as error:
             reply = _raised(error, self._pack)
         if text := printed():
             reply["printed"] = text
         self._channel.send(reply)
+
+    def _answered(self, header: Mapping[str, Any]) -> dict[str, Any]:
+        if "call" in header:
+            return self._called(header)
+        value: Any = None
+        if "load" in header:
+            self._loaded()
+        elif "look" in header:
+            value = self._find(header["look"])
+        elif "part" in header:
+            value = self._part(*header["part"])
+        elif "set" in header:
+            key, name, new = header["set"]
+            setattr(self._settable(key, name), name, self._unpack(new))
+        elif "delete" in header:
+            key, name = header["delete"]
+            delattr(self._settable(key, name), name)
+        elif "alter" in header:
+            self._alter(*header["alter"])
+        elif "operation" in header:
+            name, operands = header["operation"]
+            value = OPERATIONS[name](*self._unpack(operands))
+        elif "content" in header:
+            value = _content(self._named(header["content"]))
+        elif "next" in header:
+            value = self._next(*header["next"])
+        else:
+            raise ValueError(f"no request has the fields {', '.join(map(str, header))}")
+        self._settle()
+        return {"value": self._crossing(value)}
 
     def _called(self, header: Mapping[str, Any]) -> dict[str, Any]:
         key, args, kwargs = (
@@ -175,7 +296,13 @@ class Exchange:
             self._unpack(header["kwargs"]),
         )
         function = self._named(key)
-        reply = {"value": self._pack(function(*args, **kwargs))}
+        try:
+            value = function(*args, **kwargs)
+        finally:
+            self._settle()
+            for copy in (*args, *kwargs.values()):
+                self._give_back(copy)
+        reply = {"value": self._crossing(value)}
         before = [
             *enumerate(header["args"]),
             *((name, value) for name, value in header["kwargs"]["dict"]),
@@ -183,9 +310,69 @@ class Exchange:
         after = dict(enumerate(args)) | kwargs
         mutable = [(place, old) for place, old in before if type(after[place]).__name__ in _MUTABLE]
         changed = [
-            (place, new) for place, old in mutable if (new := self._pack(after[place])) != old
+            (place, new) for place, old in mutable if (new := self._crossing(after[place])) != old
         ]
         return reply | ({"changed": changed} if changed else {})
+
+    def _part(self, key: int | str, kind: str, name: Any) -> Any:
+        owner = self._named(key)
+        if kind == "item":
+            return owner[self._unpack(name)]
+        if name.startswith("_"):  # through such a name, a program could reach the tests' globals
+            raise AttributeError(name)
+        return getattr(owner, name)
+
+    def _settable(self, key: int | str, name: str) -> Any:
+        """The object of this number, if the other side may set its attribute ``name``.
+
+        Raises AttributeError: it may not: it could change what code does.
+        """
+        owner = self._named(key)
+        if type(owner).__module__ not in _OWN or isinstance(owner, type):
+            raise AttributeError(
+                f"attributes of a {type(owner).__name__} cannot be set from the other side"
+            )
+        if name.startswith("_") or callable(getattr(type(owner), name, None)):
+            raise AttributeError(f"{name} cannot be set from the other side")
+        return owner
+
+    def _alter(self, key: int | str, kind: str, name: Any, new: Any) -> None:
+        if kind == "content":
+            part = self._named(key)
+            allowed = plain_base(part, _OWN) is not None
+        else:
+            part = self._part(key, kind, name)
+            allowed = type(part).__name__ in _MUTABLE
+        if not allowed:
+            raise AttributeError(f"{name} cannot be changed in place from the other side")
+        _change(part, self._unpack(new))
+
+    def _next(self, key: int, count: int) -> tuple[list[Any], bool]:
+        """The next items of an iterator, at most ``count``, and whether it has ended."""
+        if key in self._failed:
+            raise self._failed.pop(key)
+        iterator, items = self._kept[key], []
+        start = time.monotonic()
+        try:
+            while len(items) < min(count, MOST_AHEAD):
+                items.append(next(iterator))
+                if time.monotonic() - start > _AHEAD_S:
+                    break
+        except StopIteration:
+            return items, True
+        except BaseException as error:
+            if not items:
+                raise
+            self._failed[key] = error
+        return items, False
+
+    def _crossing(self, value: Any) -> Any:
+        """``value`` as it crosses. Raises CannotCrossError: it cannot."""
+        try:
+            packed = self._pack(value)
+        except TypeError as error:
+            raise CannotCrossError(str(error)) from error
+        return packed
 
     def _pack(self, value: Any) -> Any:
         return pack(value, self._pack_other)
@@ -195,21 +382,30 @@ class Exchange:
 
     def _pack_other(self, value: Any) -> Any:
         """Pack a value of no plain type; None leaves it to ``wire``."""
-        if isinstance(value, Remote):
-            return {"yours": value._key}
+        if (other := stand_in(value)) is not None:
+            self._give_back(value)
+            return {"yours": other._key}
         kind = (type(value).__module__, type(value).__name__)
         if kind in _KINDS and (kind[1] != "ndarray" or value.dtype.kind in "biufcSU"):
             return {".".join(kind): self._pack(_KINDS[kind][0](value))}
+        if (base := plain_base(value, _OWN)) is not None:
+            content = self._pack(_content(value))
+            return {"like": [self._number(value), base.__name__, content]}
         if isinstance(value, Iterator):
-            return {"iterator": [self._pack(item) for item in value]}
+            return {"iterator": self._number(value)}
         if (name := _public_name(value)) is not None:
             return {"named": name}
-        if callable(value) or type(value).__module__ in ("program", "tests"):
-            if id(value) not in self._numbers:
-                self._numbers[id(value)] = len(self._kept)
-                self._kept.append(value)
-            return {"mine": self._numbers[id(value)]}
+        if callable(value) or type(value).__module__ in _OWN:
+            compares = type(value).__eq__ is not object.__eq__
+            return {"mine": [self._number(value), compares]}
         return None
+
+    def _number(self, value: Any) -> int:
+        """The number by which the other side names an object that stays here."""
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._kept)
+            self._kept.append(value)
+        return self._numbers[id(value)]
 
     def _named(self, key: int | str) -> Any:
         return self._kept[key] if isinstance(key, int) else self._find(key)
@@ -218,9 +414,12 @@ class Exchange:
         if kind == "yours":
             return self._named(content)
         if kind == "mine":
-            return self._remotes.setdefault(content, Remote(self, int(content)))
+            number, compares = content
+            return self._stand_in(int(number), lambda n: Remote(self, n, bool(compares)))
         if kind == "iterator":
-            return iter([self._unpack(item) for item in content])
+            return self._stand_in(int(content), lambda n: RemoteIterator(self, n))
+        if kind == "like":
+            return self._like(*content)
         if kind == "named" and content[0] in _MODULES:
             value = import_module(content[0])
             for name in content[1].split("."):
@@ -231,6 +430,34 @@ class Exchange:
         if (module, name) not in _KINDS:
             raise ValueError(f"no type {kind!r} in the wire format")
         return _KINDS[module, name][1](self._unpack(content))
+
+    def _stand_in(self, number: int, make: Callable[[int], Any]) -> Any:
+        """The one stand-in for an object of the other side."""
+        if number not in self._remotes:
+            self._remotes[number] = make(number)
+        return self._remotes[number]
+
+    def _like(self, number: int, base: str, content: Any) -> Any:
+        """The copy of a value of the other side's subclass, as it is now."""
+        value = self._unpack(content)
+        copy = self._remotes.get(number)
+        if copy is None or not isinstance(copy, LIKE[base]) or not isinstance(copy, MUTABLE_LIKE):
+            copy = self._remotes[number] = LIKE[base](value)
+            copy._remote = Remote(self, number)
+        else:
+            _change(copy, value)
+        copy._known = content
+        return copy
+
+
+def _content(value: Any) -> Any:
+    """What the built-in class of a value holds, whatever its subclass says."""
+    if isinstance(value, dict):
+        return dict(dict.items(value))
+    for base in (list, tuple, set, frozenset):
+        if issubclass(type(value), base):
+            return base(base.__iter__(value))
+    raise TypeError(f"a {type(value).__name__} is no subclass of a plain container")
 
 
 def _public_name(value: Any) -> list[str] | None:

@@ -183,13 +183,14 @@ def reap(
         nonlocal looked, seen
         if (now := time.monotonic()) - looked < _LOOK_S:
             return False
-        looked, ran = now, 0.0
+        waited, ran = now - looked, 0.0
+        looked = now
         with suppress(OSError):  # it has just ended by itself
             ran = (
                 time.clock_gettime((~pid << 3) | 2) - seen
             )  # the processor time of another process
         seen += ran
-        clock.count(_LOOK_S, ran)
+        clock.count(waited, ran)
         return clock.over
 
     def look(*_: object) -> None:
@@ -224,6 +225,11 @@ class Program:
         except BaseException as error:
             self._failure = error
 
+    def loaded(self) -> None:
+        """Raise the error with which loading the program failed, if it did."""
+        if self._failure is not None:
+            raise self._failure
+
     def find(self, name: str) -> Any:
         """A function or other global that the program itself defines, or a method of its
         ``Solution``.
@@ -231,8 +237,7 @@ class Program:
         Raises NameError: it defines none, even if the prelude or Python does. If loading it failed,
         raises that error.
         """
-        if self._failure is not None:
-            raise self._failure
+        self.loaded()
         value = self._namespace.get(name)
         if value is not None and value is self._given.get(name) and not self._stores(name):
             value = None
@@ -286,7 +291,7 @@ def serve(channel: Channel, request: Mapping[str, Any]) -> None:
         sys.stdout = printed
     program = Program(request["prelude"], request["code"])
     printed.take()
-    exchange = Exchange(channel, program.find)
+    exchange = Exchange(channel, program.find, program.loaded)
     while True:
         header = channel.receive()
         allow_cpu(limits)
