@@ -130,7 +130,20 @@ class Standing:
     before: NDArray[np.float64]  # mass of the likelier tokens, and of those alike with smaller ids
     p: NDArray[np.float64]  # the token's own probability
     entropy: NDArray[np.float64]  # of the distribution, in nats
+    common: NDArray[np.float64]  # mass of all tokens of at least the probability asked for
+    is_common: NDArray[np.bool_]  # whether the token is one of these
     raw_logprobs: NDArray[np.float64]  # at temperature 1 and without truncation
+
+
+@dataclass(frozen=True)
+class TopLists:
+    """The dense model's likeliest tokens at each place of a rollout, at temperature 1 and without
+    truncation.
+    """
+
+    logprobs: NDArray[np.float32]  # [T], of the rollout's own tokens
+    top_ids: NDArray[np.int32]  # [T, n], best first
+    top_logprobs: NDArray[np.float32]  # [T, n]
 
 
 def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:

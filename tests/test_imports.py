@@ -89,7 +89,7 @@ ALLOWED = {
     "benchmark": ["engines.base", "evaluate", "rewards", "rollout", "tasks"],
     "run": ["files", "mismatch", "schedule"],
     "report": ["mismatch", "run", "schedule"],
-    "terminal": ["calibrate", "mismatch", "schedule"],
+    "terminal": ["audit.statistics", "calibrate", "mismatch", "schedule"],
     "train": [
         "benchmark",
         "dial",
@@ -134,7 +134,6 @@ ALLOWED = {
     "__main__": ["cli"],
 }
 PURE = [
-    "audit",
     "audit.statistics",
     "errors",
     "schedule",

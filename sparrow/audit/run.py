@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sparrow.audit.statistics import Tokens, Verdict, audit
-from sparrow.engines.base import Engine, Ranker
+from sparrow.audit.statistics import COMMON, Tokens, Verdict, audit, cells_of_lists
+from sparrow.engines.base import Engine, ListScorer, Ranker
 from sparrow.errors import ConfigError, EngineError
-from sparrow.rollout import Rollout, Sampling, Standing, derived_seed
+from sparrow.rollout import Rollout, Sampling, Standing, TopLists, derived_seed
 
 Logprobs = Literal["processed", "raw", "none"]
 """What the engine reports: log-probs after temperature and truncation, those at temperature 1 and
@@ -45,7 +46,7 @@ class Audit:
 def run_audit(
     tested: Callable[[], Engine],
     dense: Callable[[], Engine] | None,
-    ranker: Callable[[], Ranker],
+    ranker: Callable[[], AbstractContextManager[Ranker]],
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     logprobs: Logprobs = "processed",
@@ -70,11 +71,11 @@ def run_audit(
         other = replace(sampling, seed=derived_seed(sampling.seed, 1))
         theirs, _ = _sampled(dense, prompts, other)
     listener("ranking all tokens densely")
-    made = ranker()
-    ours = tokens_of(rollouts, made.rank(rollouts, sampling), logprobs)
     beside = None
-    if theirs is not None:
-        beside = tokens_of(theirs, made.rank(theirs, sampling), logprobs)
+    with ranker() as made:
+        ours = tokens_of(rollouts, made.rank(rollouts, sampling, COMMON), logprobs)
+        if theirs is not None:
+            beside = tokens_of(theirs, made.rank(theirs, sampling, COMMON), logprobs)
     verdict = audit(ours, beside, level, resolution, sampling.seed)
     return Audit(
         verdict,
@@ -102,6 +103,68 @@ def _sampled(
         return engine.generate(prompts, sampling), engine.counters().to_dict()
 
 
+class ListRanker(Ranker):
+    """Ranks by lists of the ``length`` likeliest tokens, as far as they determine ranks; see
+    ``cells_of_lists``.
+    """
+
+    def __init__(self, scorer: ListScorer, length: int) -> None:
+        self._scorer = scorer
+        self._length = length
+
+    def rank(
+        self, rollouts: Sequence[Rollout], sampling: Sampling, common: float
+    ) -> list[Standing]:
+        """See ``Ranker.rank``; nan where a list does not tell.
+
+        Raises ConfigError: the lists tell nothing at this temperature and top-k.
+        """
+        if sampling.top_k is None and sampling.temperature != 1:
+            raise ConfigError(
+                f"temperature is {sampling.temperature:g}, but lists of likely tokens at temperature "
+                f"1 give no probabilities at another; set top_k to at most {self._length}, sample at "
+                "1, or score with transformers (--scorer hf)"
+            )
+        if sampling.top_k is not None and sampling.top_k > self._length:
+            raise ConfigError(
+                f"top_k is {sampling.top_k}, but lists of {self._length} tokens do not hold all of "
+                "them; make the lists longer (--lists), or score with transformers (--scorer hf)"
+            )
+        return [
+            self._standing(rollout, found, sampling, common)
+            for rollout, found in zip(
+                rollouts, self._scorer.top_lists(rollouts, self._length), strict=True
+            )
+        ]
+
+    def _standing(
+        self, rollout: Rollout, found: TopLists, sampling: Sampling, common: float
+    ) -> Standing:
+        is_token = found.top_ids == np.asarray(rollout.response_ids)[:, None]
+        index = np.where(is_token.any(1), is_token.argmax(1), -1)
+        cells = cells_of_lists(
+            found.top_logprobs.astype(np.float64),
+            index,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            common,
+        )
+        lost = np.where(cells.known, 0.0, np.nan)
+        return Standing(
+            before=cells.before + lost,
+            p=cells.p + lost,
+            entropy=cells.entropy + lost,
+            common=cells.common,
+            is_common=cells.is_common,
+            raw_logprobs=found.logprobs.astype(np.float64),
+        )
+
+    def close(self) -> None:
+        """Free the scorer."""
+        self._scorer.close()
+
+
 def tokens_of(
     rollouts: Sequence[Rollout], standings: Sequence[Standing], logprobs: Logprobs = "processed"
 ) -> Tokens:
@@ -112,7 +175,7 @@ def tokens_of(
     assert logprobs in get_args(Logprobs), logprobs
     parts = {
         name: np.concatenate([getattr(each, name) for each in standings])
-        for name in ("before", "p", "entropy", "raw_logprobs")
+        for name in ("before", "p", "entropy", "common", "is_common", "raw_logprobs")
     }
     reported = None
     scored = None
@@ -135,6 +198,22 @@ def tokens_of(
         entropy=parts["entropy"],
         sequence=np.repeat(np.arange(len(rollouts)), lengths),
         place=np.concatenate(known) if len(known) == len(rollouts) else None,
+        token=np.concatenate([r.response_ids for r in rollouts]),
+        context=_contexts(rollouts),
+        common=parts["common"],
+        is_common=parts["is_common"],
         reported=reported,
         scored=scored,
     )
+
+
+def _contexts(rollouts: Sequence[Rollout]) -> NDArray[np.int64]:
+    """A number for all that came before each token, the same where that is the same."""
+    numbers: dict[Any, int] = {}
+    found = []
+    for rollout in rollouts:
+        before = numbers.setdefault(tuple(map(int, rollout.prompt_ids)), len(numbers))
+        for token in rollout.response_ids.tolist():
+            found.append(before)
+            before = numbers.setdefault((before, token, "response"), len(numbers))
+    return np.array(found, dtype=np.int64)

@@ -15,6 +15,13 @@ smooth test), independence by the mean product of neighbours. Every mean has the
 mean over clusters, which are the sequences, and a p-value from Student's t. Holm's procedure
 corrects for the number of tests.
 
+Both look along the order of p only, and a bias may lie across it: a draft and its replacement that
+share one random number move tokens of all ranks. Such a bias shows where a context repeats, that is
+where several responses to one prompt begin alike. There the counts of likely tokens are compared
+with p, whatever the direction of the bias (a chi-square statistic as a sum over pairs of sequences,
+whose mean is the chi-square distance, sum (r - p)^2 / p for samples of r). A sequence is compared
+with those before it only, so this is a martingale too.
+
 Engine and scorer round differently, which biases all of these means a little. So the dense decoding
 of the same engine is put to the same test, and the verdict is on the differences.
 
@@ -27,7 +34,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from math import erfc, inf, isfinite, log, log1p, sqrt
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +43,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Status = Literal["exact", "biased", "cannot tell"]
+Unit = Literal["share", "nats", "correlation", "chi-square"]
 
 POWER = 0.9
 """The probability with which a bias of the size ``Finding.detectable`` would have been found."""
@@ -52,6 +60,9 @@ ROUNDING_FLOOR = 1e-4
 """Reported log-probs may differ from scored ones by this multiple of what the dense arm's do, plus
 the floor (in nats): a pass over several tokens adds in another order than a pass over one."""
 
+COMMON = 0.02
+"""Tokens of at least this probability are counted one by one where contexts repeat."""
+
 SINGLE_PLACES = 8
 """Places of a cycle that are tested one by one; later drafts are tested together."""
 
@@ -61,7 +72,7 @@ class Tokens:
     """The tokens of one arm, one sequence after another, as the dense model scores them.
 
     A token may stand for a cell of several (see ``cells_of_lists``). A token that the truncated
-    distribution excludes has ``p`` 0 and ``before`` 1.
+    distribution excludes has ``p`` 0 and ``before`` 1; one whose place is not known has nan.
     """
 
     before: Floats  # [T], mass of the tokens sorted before it, likeliest first
@@ -71,16 +82,18 @@ class Tokens:
     # [T], its place in the draft cycle that gave it, from 0; -1 where a prefill or a step without
     # drafts gave it. None where no place is known.
     place: Ints | None = None
+    # [T] each, or None where contexts are not to be compared: the token, a number for all that came
+    # before it, which tokens after the same share, the mass of tokens of probability ``COMMON`` and
+    # more, and whether this is one
+    token: Ints | None = None
+    context: Ints | None = None
+    common: Floats | None = None
+    is_common: Flags | None = None
     reported: Floats | None = None  # [T], the log-prob that the engine reported with it
     scored: Floats | None = None  # [T], the dense model's log-prob of the same kind
 
     def __len__(self) -> int:
         return len(self.p)
-
-    def kept(self, where: Flags) -> Tokens:
-        """Only these tokens."""
-        arrays = {name: value for name, value in vars(self).items() if value is not None}
-        return Tokens(**{name: value[where] for name, value in arrays.items()})
 
 
 @dataclass(frozen=True)
@@ -95,11 +108,13 @@ class Mean:
 
 @dataclass(frozen=True)
 class Finding:
-    """One test. Values are shares of all tokens, nats or a correlation, as ``unit`` says."""
+    """One test. Values are shares of all tokens, nats, a correlation or a chi-square distance, as
+    ``unit`` says.
+    """
 
     name: str
     place: str  # ``"all"`` or the place in the cycle
-    unit: Literal["share", "nats", "correlation"]
+    unit: Unit
     tested: Mean
     dense: Mean | None  # None without a dense arm
     difference: float  # what the verdict is on; without a dense arm, the tested mean
@@ -166,9 +181,13 @@ def audit(
         for each, adjusted in zip(raw, corrected, strict=True)
     )
     seen = next((f.detectable for f in findings if f.place == "all" and f.unit == "share"), inf)
+    few = min(len(np.unique(arm.sequence)) for arm in (tested, dense) if arm is not None)
     reasons = [_described(f) for f in findings if f.corrected < level]
     status: Status = "biased" if reasons else "exact"
-    if not reasons:
+    if few < LEAST_SEQUENCES:
+        reasons = [f"{few} sequences give no standard error; sample at least {LEAST_SEQUENCES}"]
+        status = "cannot tell"
+    elif not reasons:
         reasons = list(_doubts(findings, seen, resolution, strictest))
         status = "cannot tell" if reasons else "exact"
     return Verdict(status, tuple(reasons), findings, level, resolution, seen, tuple(notes))
@@ -181,7 +200,7 @@ def audit(
 class _Test:
     name: str
     place: str
-    unit: Literal["share", "nats", "correlation"]
+    unit: Unit
     tested: Mean
     dense: Mean | None
     difference: float
@@ -196,6 +215,9 @@ def _tests(
     ours = _values(tested, rng)
     theirs = None if dense is None else _values(dense, rng)
     for name, unit in _NAMES.items():
+        if name not in ours or (theirs is not None and name not in theirs):
+            notes.append(f"{name}: no context repeats, so that none can be compared")
+            continue
         their = None if dense is None or theirs is None else _mean(theirs[name], dense.sequence)
         yield _compared(name, "all", unit, _mean(ours[name], tested.sequence), their)
     if tested.place is None:
@@ -220,21 +242,16 @@ def _tests(
         notes.append("no log-probs were reported, so they are not compared")
 
 
-_SHARES = tuple(
-    f"u: {what}"
-    for what in (
-        "likely against unlikely tokens",
-        "both ends against the middle",
-        "third component",
-        "fourth component",
-    )
-)
+_SHARES = ("u1 (likely tokens)", "u2 (both ends)", "u3", "u4")
 _OUTSIDE, _LOG_P, _NEIGHBOURS = "outside top-k and top-p", "log p + entropy", "neighbours"
-_NAMES: dict[str, Literal["share", "nats", "correlation"]] = {
+_FIRST, _LATER = "repeated contexts, first tokens", "repeated contexts, later tokens"
+_NAMES: dict[str, Unit] = {
     **dict.fromkeys(_SHARES, "share"),
     _LOG_P: "nats",
     _NEIGHBOURS: "correlation",
     _OUTSIDE: "share",
+    _FIRST: "chi-square",
+    _LATER: "chi-square",
 }
 _AT_PLACES = (_SHARES[0], _SHARES[1], _LOG_P)
 _REPORTED = "reported log-probs"
@@ -244,7 +261,7 @@ def _values(tokens: Tokens, rng: np.random.Generator) -> dict[str, Floats]:
     """The tested quantities of every token, ``[T]``; nan where one has none."""
     inside = tokens.p > 0
     u = tokens.before + rng.random(len(tokens)) * tokens.p
-    h = legendre(np.clip(u, 0, 1))
+    h = legendre(np.where(inside, np.clip(u, 0, 1), np.nan))
     log_p = np.log(tokens.p, out=np.full(len(tokens), np.nan), where=inside)
     product = np.full(len(tokens), np.nan)
     follows = tokens.sequence[1:] == tokens.sequence[:-1]
@@ -257,8 +274,61 @@ def _values(tokens: Tokens, rng: np.random.Generator) -> dict[str, Floats]:
         **shares,
         _LOG_P: log_p + tokens.entropy,
         _NEIGHBOURS: product,
-        _OUTSIDE: (~inside).astype(np.float64),
+        _OUTSIDE: np.where(np.isnan(tokens.p), np.nan, tokens.p == 0),
+        **_repeated(tokens),
     }
+
+
+def _repeated(tokens: Tokens) -> dict[str, Floats]:
+    """Pairs with earlier sequences of the same context, ``[T]``; the mean is the chi-square
+    distance of common tokens, averaged over pairs.
+
+    First tokens come from the prefill, mostly without drafts, and make the most pairs; the noise of
+    these would cover what later tokens show.
+    """
+    if tokens.context is None or tokens.token is None or tokens.is_common is None:
+        return {}
+    assert tokens.common is not None
+    usable = np.flatnonzero(~np.isnan(tokens.p))
+    context = tokens.context[usable]
+    common = tokens.is_common[usable]
+    earlier = _earlier(context)
+    alike = _earlier(context, tokens.token[usable])
+    earlier_common = _earlier_sum(context, common)
+    matches = np.divide(alike, tokens.p[usable], out=np.zeros(len(usable)), where=common)
+    pairs = matches - earlier * common - earlier_common + earlier * tokens.common[usable]
+    first = np.ones(len(tokens), dtype=bool)
+    first[1:] = tokens.sequence[1:] != tokens.sequence[:-1]
+    found = {}
+    for name, where in ((_FIRST, first[usable]), (_LATER, ~first[usable])):
+        where = where & (earlier > 0)
+        if len(np.unique(tokens.sequence[usable][where])) >= LEAST_SEQUENCES:
+            value = np.full(len(tokens), np.nan)
+            value[usable[where]] = pairs[where] * where.sum() / earlier[where].sum()
+            found[name] = value
+    return found
+
+
+def _earlier(*keys: Ints) -> Floats:
+    """How many earlier entries have the same keys, ``[T]``."""
+    return _earlier_sum(_numbered(keys), np.ones(len(keys[0]), dtype=bool))
+
+
+def _earlier_sum(key: Ints, counted: Flags) -> Floats:
+    """How many earlier entries of the same key are ``counted``, ``[T]``."""
+    order = np.argsort(key, kind="stable")
+    before = np.cumsum(counted[order]) - counted[order]
+    starts = np.flatnonzero(np.diff(key[order], prepend=key[order][:1] - 1))
+    sizes = np.diff(starts, append=len(key))
+    result = np.empty(len(key))
+    result[order] = before - np.repeat(before[starts], sizes)
+    return result
+
+
+def _numbered(keys: tuple[Ints, ...]) -> Ints:
+    """One number for each combination of keys."""
+    _, number = np.unique(np.stack(keys, 1), axis=0, return_inverse=True)
+    return number.reshape(-1).astype(np.int64)
 
 
 def legendre(u: Floats) -> Floats:
@@ -335,7 +405,7 @@ def _mean(values: Floats, sequence: Ints) -> Mean:
 def _compared(
     name: str,
     place: str,
-    unit: Literal["share", "nats", "correlation"],
+    unit: Unit,
     tested: Mean,
     dense: Mean | None,
 ) -> _Test:
@@ -392,13 +462,6 @@ def _doubts(
     findings: tuple[Finding, ...], seen: float, resolution: float, strictest: float
 ) -> Iterator[str]:
     """Reasons for which no bias was found but exactness is not shown either."""
-    arms = [arm for f in findings if f.name == _OUTSIDE for arm in (f.tested, f.dense) if arm]
-    sequences = min(arm.sequences for arm in arms)
-    if sequences < LEAST_SEQUENCES:
-        yield (
-            f"{sequences} sequences are too few for a standard error; sample at least "
-            f"{LEAST_SEQUENCES}"
-        )
     if seen > resolution:
         yield (
             f"a bias of up to {seen:.2%} of the tokens could have stayed unseen, more than "
@@ -420,11 +483,23 @@ def _described(finding: Finding) -> str:
         "share": f"{finding.difference:+.3%} of the tokens",
         "nats": f"{finding.difference:+.5f} nats",
         "correlation": f"{finding.difference:+.4f}",
+        "chi-square": f"a chi-square distance of {finding.difference:.4f}",
     }[finding.unit]
     return f"{finding.name}, {finding.place}: {size}, corrected p = {finding.corrected:.1e}"
 
 
 # --- tokens of top lists ---
+
+
+class Cells(NamedTuple):
+    """As the fields of ``Tokens``, ``[T]`` each, and where a list determines them."""
+
+    before: Floats
+    p: Floats
+    entropy: Floats
+    common: Floats
+    is_common: Flags
+    known: Flags
 
 
 def cells_of_lists(
@@ -433,9 +508,9 @@ def cells_of_lists(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
-) -> tuple[Floats, Floats, Floats, Flags]:
-    """What lists of the likeliest tokens determine: ``before``, ``p`` and ``entropy`` as in
-    ``Tokens``, and where they are determined, each ``[T]``.
+    common: float = COMMON,
+) -> Cells:
+    """What lists of the likeliest tokens determine.
 
     All tokens that a list leaves out become one cell. u stays uniform and log p + H of the cells
     stays zero on average; what is lost is any bias among the tokens of that cell. A truncation that
@@ -470,4 +545,12 @@ def cells_of_lists(
     before = np.where(listed, ahead[row, column], 1 - rest)
     cells = np.concatenate([mass, rest[:, None]], axis=1)
     logs = np.log(cells, out=np.zeros_like(cells), where=cells > 0)
-    return np.where(p > 0, before, 1.0), p, -(cells * logs).sum(1), known
+    is_common = mass >= common
+    return Cells(
+        before=np.where(p > 0, before, 1.0),
+        p=p,
+        entropy=-(cells * logs).sum(1),
+        common=np.where(is_common, mass, 0.0).sum(1),
+        is_common=listed & is_common[row, column],
+        known=known,
+    )

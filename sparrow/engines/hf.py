@@ -280,7 +280,9 @@ class HFEngine(Engine, Scorer, Ranker):
             scores.update((i, Scores(*part)) for i, *part in zip(rows, *parts, strict=True))
         return [scores[i] for i in range(len(rollouts))]
 
-    def rank(self, rollouts: Sequence[Rollout], sampling: Sampling) -> list[Standing]:
+    def rank(
+        self, rollouts: Sequence[Rollout], sampling: Sampling, common: float
+    ) -> list[Standing]:
         """See ``Ranker.rank``."""
         shape = Shape(sampling.temperature, sampling.top_k, sampling.top_p)
         found: dict[int, Standing] = {}
@@ -289,7 +291,9 @@ class HFEngine(Engine, Scorer, Ranker):
             batch_rollouts = [rollouts[i] for i in rows]
             batch = Batch.of(batch_rollouts, self.model.device)
             with self._inference():
-                result = self._scorer.over_logits(batch, partial(standing, shape=shape))
+                result = self._scorer.over_logits(
+                    batch, partial(standing, shape=shape, common=common)
+                )
             parts = (split(x.cpu().numpy(), [len(r) for r in batch_rollouts]) for x in result)
             found.update((i, Standing(*part)) for i, *part in zip(rows, *parts, strict=True))
         return [found[i] for i in range(len(rollouts))]

@@ -11,9 +11,9 @@ from torch import Tensor
 from sparrow.model.speculative import Shape
 
 
-def standing(logits: Tensor, token: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of a ``Standing``, float64 ``[N]`` each, of ``token`` ``[N]`` after ``logits``
-    ``[N, V]``; the order of tokens alike is that of their ids.
+def standing(logits: Tensor, token: Tensor, shape: Shape, common: float) -> tuple[Tensor, ...]:
+    """The fields of a ``Standing``, ``[N]`` each, of ``token`` ``[N]`` after ``logits`` ``[N, V]``;
+    the order of tokens alike is that of their ids.
     """
     p_NV = shape.distribution(logits)
     p_N1 = p_NV.gather(-1, token[:, None])
@@ -21,5 +21,11 @@ def standing(logits: Tensor, token: Tensor, shape: Shape) -> tuple[Tensor, Tenso
     likelier = (p_NV > p_N1) | ((p_NV == p_N1) & (ids < token[:, None]))
     before = p_NV.masked_fill(~likelier, 0).sum(-1)
     p = p_N1[:, 0]
-    raw = logits.float().log_softmax(-1).gather(-1, token[:, None])[:, 0].double()
-    return torch.where(p > 0, before, 1.0), p, torch.special.entr(p_NV).sum(-1), raw
+    return (
+        torch.where(p > 0, before, 1.0),
+        p,
+        torch.special.entr(p_NV).sum(-1),
+        p_NV.masked_fill(p_NV < common, 0).sum(-1),
+        p >= common,
+        logits.float().log_softmax(-1).gather(-1, token[:, None])[:, 0].double(),
+    )

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from sparrow.audit.run import run_audit, tokens_of
-from sparrow.audit.statistics import audit
+from sparrow.audit.run import tokens_of
+from sparrow.audit.statistics import COMMON, audit
 from sparrow.engines import hf
 from sparrow.engines.hf import HFEngine
-from sparrow.errors import ConfigError
 from sparrow.mode import Decoding
 from sparrow.model import speculative
 from sparrow.model.speculative import CachedSequences, Shape
@@ -32,19 +31,19 @@ def model():
     return tiny_model(vocab_size=V, num_hidden_layers=2, initializer_range=0.25)
 
 
-def asked(sequences):
+def asked(sequences, prompts=32):
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(1, V, (32, 20), generator=generator).tolist()
-    return [prompts[i % 32] for i in range(sequences)]
+    drawn = torch.randint(1, V, (prompts, 20), generator=generator).tolist()
+    return [drawn[i % prompts] for i in range(sequences)]
 
 
-def arm(model, decoding, seed, sequences=SEQUENCES, length=LENGTH, **sampling):
+def arm(model, decoding, seed, sequences=SEQUENCES, length=LENGTH, prompts=32, **sampling):
     """Tokens of one engine, ranked densely, and the engine's counters."""
     engine = HFEngine(model, decoding, eos_ids=[], batch_size=2048)
     wanted = Sampling(length, top_n=0, seed=seed, **sampling)
-    rollouts = engine.generate(asked(sequences), wanted)
+    rollouts = engine.generate(asked(sequences, prompts), wanted)
     counters = engine.counters()
-    return tokens_of(rollouts, engine.rank(rollouts, wanted)), counters
+    return tokens_of(rollouts, engine.rank(rollouts, wanted, COMMON)), counters
 
 
 def dense(model, seed, **sampling):
@@ -60,7 +59,7 @@ def test_ranks_are_those_of_the_distributions_one_token_after_another(model, sam
     wanted = Sampling(6, top_n=0, **sampling)
     rollouts = engine.generate(asked(3), wanted)
     shape = Shape(wanted.temperature, wanted.top_k, wanted.top_p)
-    for rollout, found in zip(rollouts, engine.rank(rollouts, wanted), strict=True):
+    for rollout, found in zip(rollouts, engine.rank(rollouts, wanted, COMMON), strict=True):
         ids = [*rollout.prompt_ids, *rollout.response_ids.tolist()]
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, len(rollout.prompt_ids) - 1 : -1]
@@ -77,10 +76,10 @@ def test_ranks_are_those_of_the_distributions_one_token_after_another(model, sam
 def test_a_token_that_truncation_excludes_stands_after_all_others(model):
     engine = HFEngine(model, SparsitySchedule.dense(), eos_ids=[])
     rollouts = engine.generate(asked(20), Sampling(10, top_n=0))
-    for found in engine.rank(rollouts, Sampling(10, top_n=0, top_k=3)):
+    for found in engine.rank(rollouts, Sampling(10, top_n=0, top_k=3), COMMON):
         assert ((found.p == 0) == (found.before == 1)).all()
         assert found.p[found.p > 0].min() > 0
-    p = np.concatenate([s.p for s in engine.rank(rollouts, Sampling(10, top_n=0, top_k=3))])
+    p = np.concatenate([s.p for s in engine.rank(rollouts, Sampling(10, top_n=0, top_k=3), COMMON)])
     assert (p == 0).any() and (p > 0).any()
 
 
@@ -228,3 +227,38 @@ def log_probs_of_the_draft(monkeypatch):
 
     monkeypatch.setattr(speculative, "verify", seen)
     monkeypatch.setattr(hf, "speculate", reported)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("defect", "sampling", "found"),
+    [
+        (no_residual, {}, "log p + entropy"),
+        (everything_accepted, {}, "u1 (likely tokens), draft 1"),
+        (drafts_at_another_temperature, {}, "log p + entropy, all"),
+        (top_p_on_the_target_alone, dict(top_p=0.7), "log p + entropy, all"),
+        (a_stale_key_after_a_rejection, {}, "log p + entropy, first after a rejection"),
+        (log_probs_of_the_draft, {}, "reported log-probs"),
+    ],
+)
+def test_a_defect_is_found(model, monkeypatch, defect, sampling, found):
+    beside = dense(model, 12, **sampling)
+    defect(monkeypatch)
+    tokens, counters = arm(model, DRAFTS, 11, **sampling)
+    verdict = audit(tokens, beside)
+    assert counters.accepted > 0 and verdict.status == "biased"
+    assert any(reason.startswith(found) for reason in verdict.reasons), verdict.reasons
+
+
+@pytest.mark.slow
+def test_shared_noise_is_found_where_contexts_repeat(model, monkeypatch):
+    """It moves tokens across all ranks, which no order of them shows: few prompts do, often."""
+    often = dict(sequences=8192, length=5, prompts=8)
+    beside, _ = arm(model, SparsitySchedule.dense(), 12, **often)
+    exact, _ = arm(model, DRAFTS, 13, **often)
+    assert audit(exact, beside).status == "exact"
+    shared_noise(monkeypatch)
+    tokens, _ = arm(model, DRAFTS, 11, **often)
+    verdict = audit(tokens, beside)
+    assert verdict.status == "biased"
+    assert verdict.reasons[0].startswith("repeated contexts, later tokens")
