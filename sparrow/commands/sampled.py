@@ -28,9 +28,8 @@ class Sampled(Command):
     # with Sparrow.
     model: str
     max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
-    precision: Literal["fp32", "bf16"] = (
-        "fp32"  # Weights are loaded, and forward passes run, in this precision.
-    )
+    # Weights are loaded, and forward passes run, in this precision.
+    precision: Literal["fp32", "bf16"] = "fp32"
     # What samples: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or
     # http://host:port.
     engine: str = "hf"
@@ -44,9 +43,8 @@ class FromPrompts(Sampled):
     # Prompts to sample from, as they are: a .jsonl file with a "prompt" field, or a text file with
     # one prompt a line.
     prompts: str | None = None
-    task: str | None = (
-        None  # Take the prompts from a synthetic task instead, such as trace:lines=24.
-    )
+    # Take the prompts from a synthetic task instead, such as trace:lines=24.
+    task: str | None = None
     # Take them from files of questions or known datasets, as sparrow train does: the same prompts
     # in the same order for the same seed, in the model's chat template.
     dataset: tuple[str, ...] = ()
