@@ -317,7 +317,7 @@ def _earlier(*keys: Ints) -> Floats:
 def _earlier_sum(key: Ints, counted: Flags) -> Floats:
     """How many earlier entries of the same key are ``counted``, ``[T]``."""
     order = np.argsort(key, kind="stable")
-    before = np.cumsum(counted[order]) - counted[order]
+    before: Ints = np.cumsum(counted[order]) - counted[order]
     starts = np.flatnonzero(np.diff(key[order], prepend=key[order][:1] - 1))
     sizes = np.diff(starts, append=len(key))
     result = np.empty(len(key))
@@ -334,8 +334,9 @@ def _numbered(keys: tuple[Ints, ...]) -> Ints:
 def legendre(u: Floats) -> Floats:
     """The first four Legendre polynomials on [0, 1], orthonormal, ``[4, T]``."""
     x = 2 * u - 1
-    columns = np.polynomial.legendre.legvander(x, 4).T[1:]
-    return columns * np.sqrt(2 * np.arange(1, 5) + 1)[:, None]
+    columns: Floats = np.polynomial.legendre.legvander(x, 4).T[1:]
+    norms: Floats = np.sqrt(2.0 * np.arange(1, 5) + 1)
+    return columns * norms[:, None]
 
 
 def places(place: Ints, sequence: Ints) -> dict[str, Flags]:

@@ -251,6 +251,73 @@ def test_a_verdict_is_plain_json():
     assert plain["status"] == "cannot tell" and len(plain["findings"]) == len(verdict.findings)
 
 
+# --- repeated contexts ---
+
+
+def in_few_contexts(seed, sequences, bias=None):
+    """Sequences of two tokens after one of three prompts; a context is a prompt and the first."""
+    rng = np.random.default_rng(seed)
+    p = np.random.default_rng(9).dirichlet(np.full(6, 0.7), 3 + 3 * 6)
+    really = p if bias is None else bias(p)
+    context, token = np.zeros((2, sequences, 2), int)
+    for b in range(sequences):
+        context[b, 0] = b % 3
+        token[b, 0] = rng.choice(6, p=p[b % 3])
+        context[b, 1] = 3 + (b % 3) * 6 + token[b, 0]
+        token[b, 1] = rng.choice(6, p=really[context[b, 1]])
+    context, token = context.reshape(-1), token.reshape(-1)
+    common = np.where(p >= statistics.COMMON, p, 0).sum(1)
+    own = p[context, token]
+    before = (p[context] * (p[context] > own[:, None])).sum(1)
+    return Tokens(
+        before=before,
+        p=own,
+        entropy=-(p * np.log(p)).sum(1)[context],
+        sequence=np.repeat(np.arange(sequences), 2),
+        token=token,
+        context=context,
+        common=common[context],
+        is_common=own >= statistics.COMMON,
+    ), p
+
+
+def test_repeated_contexts_are_the_sum_over_pairs():
+    tokens, p = in_few_contexts(0, 120)
+    found = statistics._repeated(tokens)
+    for name, first in (("first", 0), ("later", 1)):
+        values = found[f"repeated contexts, {name} tokens"]
+        total, pairs = 0.0, 0
+        for j in range(first, 240, 2):
+            for i in range(first, j, 2):
+                if tokens.context[i] == tokens.context[j]:
+                    pairs += 1
+                    for w in np.flatnonzero(p[tokens.context[j]] >= statistics.COMMON):
+                        share = p[tokens.context[j], w]
+                        a, b = (tokens.token[k] == w for k in (i, j))
+                        total += (a - share) * (b - share) / share
+        assert pairs > 100
+        assert np.nanmean(values) == pytest.approx(total / pairs)
+
+
+def test_a_bias_that_no_order_shows_is_found_where_contexts_repeat():
+    """In each context other tokens are taken too often, without regard to their rank."""
+
+    def anywhere(p):
+        odd = np.random.default_rng(5).choice([0.7, 1.3], p.shape)
+        return p * odd / (p * odd).sum(1, keepdims=True)
+
+    beside, _ = in_few_contexts(1, 3000)
+    exact, _ = in_few_contexts(2, 3000)
+    assert audit(exact, beside).status == "exact"
+    biased, _ = in_few_contexts(3, 3000, anywhere)
+    name = "repeated contexts, later tokens"
+    found = next(f for f in audit(biased, beside).findings if f.name == name)
+    assert found.corrected < 0.01
+    assert found.difference == pytest.approx(0.09, abs=0.04)  # 0.3 squared, about
+    first = next(f for f in audit(biased, beside).findings if "first tokens" in f.name)
+    assert first.corrected > 0.01
+
+
 # --- top lists ---
 
 
