@@ -334,7 +334,7 @@ def _numbered(keys: tuple[Ints, ...]) -> Ints:
 def legendre(u: Floats) -> Floats:
     """The first four Legendre polynomials on [0, 1], orthonormal, ``[4, T]``."""
     x = 2 * u - 1
-    columns: Floats = np.polynomial.legendre.legvander(x, 4).T[1:]
+    columns = np.polynomial.legendre.legvander(x, 4).T[1:].astype(np.float64)
     norms: Floats = np.sqrt(2.0 * np.arange(1, 5) + 1)
     return columns * norms[:, None]
 
