@@ -62,7 +62,8 @@ class StockEngine(VLLMEngine):
 
         wanted = SamplingParams(max_tokens=1, prompt_logprobs=n, detokenize=False)
         requests: list[Any] = [{"prompt_token_ids": _whole(each)} for each in rollouts]
-        outputs = self.llm.generate(requests, wanted, use_tqdm=False)
+        # vLLM's types allow lists that are missing or flat, which these were not asked to be.
+        outputs: list[Any] = list(self.llm.generate(requests, wanted, use_tqdm=False))
         return [
             _lists(
                 each,
