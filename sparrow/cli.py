@@ -15,6 +15,7 @@ import tyro
 
 from sparrow import __version__
 from sparrow.commands.arguments import from_toml, recorded
+from sparrow.commands.audit import Audit
 from sparrow.commands.base import Command
 from sparrow.commands.calibrate import Calibrate
 from sparrow.commands.cost import Cost
@@ -25,30 +26,32 @@ from sparrow.commands.report import Report
 from sparrow.commands.train import Train
 from sparrow.errors import ConfigError, SparrowError
 
-COMMANDS: Any = Demo | Train | Measure | Calibrate | Eval | Cost | Report
+COMMANDS: Any = Demo | Train | Measure | Calibrate | Eval | Cost | Audit | Report
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of ``sparrow``; exits with 1 and one sentence on a SparrowError or OSError, with
-    130 on Ctrl-C.
+    """Entry point of ``sparrow``; exits with 1 and one sentence on a SparrowError or OSError (2 in
+    ``audit``, where 1 is a verdict), with 130 on Ctrl-C.
     """
     # Idle OpenMP threads must not spin: on a shared CPU, spinning costs several times as much as
     # the work itself.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     command: Command | None = None
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    failure = Audit.failure if arguments[:1] == ["audit"] else Command.failure
     try:
-        command = parse(list(sys.argv[1:] if argv is None else argv))
+        command = parse(arguments)
         command.run()
     except SparrowError as error:
-        _stop(error, code=1)
+        _stop(error, code=failure)
     except (
         BrokenPipeError
     ):  # the reader of the output has closed it; Python would complain again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        sys.exit(failure)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _stop(f"{where}{error.strerror or error}; make room, or choose another path", code=1)
+        _stop(f"{where}{error.strerror or error}; make room, or choose another path", code=failure)
     except KeyboardInterrupt:
         _stop(command.interrupted() if command else "interrupted", code=130)
 
@@ -112,7 +115,7 @@ def _check_model(argv: Sequence[str]) -> None:
     flags = {argument.partition("=")[0] for argument in argv[1:]}
     if (
         argv[:1]
-        and argv[0] in ("train", "measure", "calibrate", "eval")
+        and argv[0] in ("train", "measure", "calibrate", "eval", "audit")
         and not flags & {"--model", "-h", "--help"}
     ):
         raise ConfigError(

@@ -407,6 +407,30 @@ def load_engine(
     return load_scorer(model, tokenizer, decoding, precision)
 
 
+def load_stock_engine(spec: str, name: str, precision: Precision) -> Engine:
+    """vLLM without Sparrow: the options of ``vllm.LLM`` that ``spec`` gives, or a server's address.
+
+    Raises ConfigError: vLLM is missing, or a dtype beside the precision.
+    """
+    from sparrow.engines.vllm.stock import StockEngine, StockServer
+
+    if spec.startswith(("http://", "https://")):
+        return StockServer(spec)
+    options = _parse_options(spec, f"stock:{spec}")
+    if "dtype" in options:
+        raise ConfigError(
+            f"engine 'stock:{spec}': vLLM's dtype follows {precision}; leave dtype out, set precision"
+        )
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
+    return StockEngine(model_path(name), dtype=dtype, **options)
+
+
+def without_option(options: str, name: str) -> str:
+    """Options as a user writes them, ``key=value,key=value``, less one."""
+    parts = re.split(r",(?=\w+=)", options)
+    return ",".join(part for part in parts if part.partition("=")[0] != name)
+
+
 def load_scorer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

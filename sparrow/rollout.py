@@ -102,6 +102,9 @@ class Rollout:
     verification: Verification | None = (
         None  # only with ``mode=auto``; in other modes all tokens are sampled alike
     )
+    # [T], of each token its place in the draft cycle that gave it, from 0, and -1 where a prefill
+    # or a step without drafts gave it; None where the engine does not tell
+    cycle_place: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -114,6 +117,33 @@ class Scores:
     logprobs: NDArray[np.float32]  # [T], of the response tokens
     top_logprobs: NDArray[np.float32]  # [T, n], of the rollout's ``top_ids``
     entropy: NDArray[np.float32]  # [T], of the whole distribution, in nats
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rollout's tokens stand in the dense model's distributions that they should be
+    samples of, all ``[T]``.
+
+    A token that top-k or top-p excludes has ``p`` 0 and ``before`` 1.
+    """
+
+    before: NDArray[np.float64]  # mass of the likelier tokens, and of those alike with smaller ids
+    p: NDArray[np.float64]  # the token's own probability
+    entropy: NDArray[np.float64]  # of the distribution, in nats
+    common: NDArray[np.float64]  # mass of all tokens of at least the probability asked for
+    is_common: NDArray[np.bool_]  # whether the token is one of these
+    raw_logprobs: NDArray[np.float64]  # at temperature 1 and without truncation
+
+
+@dataclass(frozen=True)
+class TopLists:
+    """The dense model's likeliest tokens at each place of a rollout, at temperature 1 and without
+    truncation.
+    """
+
+    logprobs: NDArray[np.float32]  # [T], of the rollout's own tokens
+    top_ids: NDArray[np.int32]  # [T, n], best first
+    top_logprobs: NDArray[np.float32]  # [T, n]
 
 
 def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:

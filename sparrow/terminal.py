@@ -16,6 +16,7 @@ from rich.table import Table
 from sparrow.schedule import ALL_PAGES
 
 if TYPE_CHECKING:
+    from sparrow.audit.statistics import Finding, Verdict
     from sparrow.calibrate import Calibration
     from sparrow.mismatch import MismatchReport
     from sparrow.mismatch.tau import Span, Tau
@@ -83,6 +84,41 @@ def _print_columns(title: str, headings: Sequence[str], rows: Sequence[Sequence[
     for row in rows:
         table.add_row(*row)
     Console().print(table)
+
+
+def print_audit(verdict: Verdict, tokens: int) -> None:
+    """Print the results of ``sparrow audit``."""
+    show = {
+        "share": "{:+.3%}",
+        "nats": "{:+.5f}",
+        "correlation": "{:+.4f}",
+        "chi-square": "{:+.4f}",
+    }
+
+    def row(f: Finding) -> list[str]:
+        number = show[f.unit].format
+        dense = "-" if f.dense is None else number(f.dense.value)
+        corrected = "1" if f.corrected >= 1 else f"{f.corrected:.2g}"
+        values = (number(f.tested.value), dense, number(f.difference), number(f.detectable)[1:])
+        return [f.name if f.place == "all" else f"{f.name}, {f.place}", *values, corrected]
+
+    by_place = sorted((f for f in verdict.findings if f.place != "all"), key=lambda f: f.corrected)
+    worst = [f for f in by_place if f.corrected < verdict.level]
+    shown = [f for f in verdict.findings if f.place == "all"] + (worst or by_place[:1])
+    _print_columns(
+        f"samples against the dense model's distributions, {tokens:,} tokens",
+        ["quantity", "tested", "dense arm", "difference", "seen from", "p"],
+        [row(f) for f in shown],
+    )
+    if hidden := len(verdict.findings) - len(shown):
+        print(f"by place in the draft cycle, {hidden} more tests found nothing")
+    for note_ in verdict.notes:
+        print(f"not tested: {note_}")
+    print(f"{verdict.status}, at a level of {verdict.level:g}")
+    for reason in verdict.reasons:
+        print(f"  {reason}")
+    if verdict.status == "exact":
+        print(f"  a bias of {verdict.detectable:.2%} of the tokens would have been seen")
 
 
 def print_mismatch(report: MismatchReport, tau: Tau, read_fraction: float) -> None:

@@ -8,6 +8,8 @@ from sparrow.settings import Settings
 class Command(Settings):
     """A subcommand of ``sparrow``: a dataclass of its options."""
 
+    failure = 1  # exit status where the command cannot run
+
     def run(self) -> None:
         """Run the command and print its result on stdout. Raises SparrowError: one sentence on why
         it cannot run.

@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from sparrow import __version__, files
-from sparrow.commands.sampled import FromPrompts
+from sparrow.commands.sampled import WithLists
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 from sparrow.settings import CountOrZero, Probability, choose
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibrate(FromPrompts):
+class Calibrate(WithLists):
     """Find the cheapest schedule whose p5 holds a target with confidence, in every length bin."""
 
     # The schedule, a JSON file; OUT.work/ beside it keeps what was measured, so that a second call

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparrow import files
-from sparrow.commands.sampled import FromPrompts
+from sparrow.commands.sampled import WithLists
 from sparrow.errors import ConfigError
 from sparrow.settings import Probability, choose
 from sparrow.train.config import DecodingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measure(DecodingOptions, FromPrompts):
+class Measure(DecodingOptions, WithLists):
     """Measure how far a model's sparse actor is from its dense policy, with error bars; or how
     lossless drafts fare.
     """

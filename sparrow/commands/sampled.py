@@ -11,6 +11,8 @@ from sparrow.errors import ConfigError
 from sparrow.settings import Count, Positive, Seed
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from sparrow.engines.base import Engine
     from sparrow.engines.hf import HFEngine
     from sparrow.mode import Decoding
@@ -26,9 +28,8 @@ class Sampled(Command):
     # with Sparrow.
     model: str
     max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
-    precision: Literal["fp32", "bf16"] = (
-        "fp32"  # Weights are loaded, and forward passes run, in this precision.
-    )
+    # Weights are loaded, and forward passes run, in this precision.
+    precision: Literal["fp32", "bf16"] = "fp32"
     # What samples: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or
     # http://host:port.
     engine: str = "hf"
@@ -37,23 +38,19 @@ class Sampled(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class FromPrompts(Sampled):
-    """What measuring and calibrating have in common."""
+    """What commands that take prompts from a file or a task have in common."""
 
     # Prompts to sample from, as they are: a .jsonl file with a "prompt" field, or a text file with
     # one prompt a line.
     prompts: str | None = None
-    task: str | None = (
-        None  # Take the prompts from a synthetic task instead, such as trace:lines=24.
-    )
+    # Take the prompts from a synthetic task instead, such as trace:lines=24.
+    task: str | None = None
     # Take them from files of questions or known datasets, as sparrow train does: the same prompts
     # in the same order for the same seed, in the model's chat template.
     dataset: tuple[str, ...] = ()
     # Softmax temperature of actor and policy alike; a greedy actor (0) has no acceptance rate.
     temperature: Positive = 1.0
     count: Count = 64  # Responses to sample; prompts are repeated as needed.
-    # Length of the actor's lists of most likely tokens, which bound the acceptance rate; unset: 20,
-    # and more where they do not tell whether p5 is high enough, as with flat distributions.
-    top_n: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,10 +59,10 @@ class FromPrompts(Sampled):
                 "say where prompts come from: one of --prompts FILE, --task NAME and --dataset NAME"
             )
 
-    def load_sampler(self, decoding: Decoding) -> tuple[Engine, HFEngine, list[list[int]]]:
-        """An engine that samples as the command says, a transformers scorer, and the prompts as
-        token ids.
-        """
+    def load_prompts(
+        self,
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[list[int]]]:
+        """The model, its tokenizer, and the prompts as token ids."""
         from sparrow import loading
         from sparrow.terminal import note
 
@@ -76,7 +73,25 @@ class FromPrompts(Sampled):
         if named is None:
             task = loading.load_problems(self.task, self.dataset, tokenizer, room)
             named = loading.draw_prompts(task, self.count, self.seed)
-        prompts = loading.encode_prompts(named, self.count, tokenizer, room)
+        return model, tokenizer, loading.encode_prompts(named, self.count, tokenizer, room)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithLists(FromPrompts):
+    """What measuring and calibrating have in common."""
+
+    # Length of the actor's lists of most likely tokens, which bound the acceptance rate; unset: 20,
+    # and more where they do not tell whether p5 is high enough, as with flat distributions.
+    top_n: Count | None = None
+
+    def load_sampler(self, decoding: Decoding) -> tuple[Engine, HFEngine, list[list[int]]]:
+        """An engine that samples as the command says, a transformers scorer, and the prompts as
+        token ids.
+        """
+        from sparrow import loading
+        from sparrow.terminal import note
+
+        model, tokenizer, prompts = self.load_prompts()
         loaded = model, tokenizer, decoding, self.precision
         scorer = loading.load_scorer(*loaded)
         note(f"starting the engine {self.engine}")

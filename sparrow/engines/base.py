@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from sparrow.mismatch.drafts import DraftAcceptance
-from sparrow.rollout import Rollout, Sampling, Scores
+from sparrow.rollout import Rollout, Sampling, Scores, Standing, TopLists
 from sparrow.schedule import SparsitySchedule
 
 
@@ -169,3 +169,27 @@ class Scorer(Protocol):
         self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float
     ) -> list[Scores]:
         """Teacher-forced log-probs of the rollouts under ``schedule`` (``dense()`` for the policy)."""
+
+
+class Ranker(Protocol):
+    """Ranks sampled tokens in the dense model's distributions. Implementation: ``hf.HFEngine``."""
+
+    def rank(
+        self, rollouts: Sequence[Rollout], sampling: Sampling, common: float
+    ) -> list[Standing]:
+        """Teacher-forced and dense, at the temperature, top-k and top-p of ``sampling``; tokens of
+        at least the probability ``common`` count as common.
+        """
+
+
+class ListScorer(Protocol):
+    """Lists the dense model's likeliest tokens. Implementations: ``vllm.stock.StockEngine``,
+    ``vllm.stock.StockServer``.
+    """
+
+    def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
+        """By a prefill of prompt and response, in which nothing is drafted."""
+
+    def close(self) -> None:
+        """Free everything."""
+        return

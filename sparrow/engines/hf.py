@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +28,7 @@ from transformers import (
 )
 
 from sparrow.attention import PageLayout
-from sparrow.engines.base import Counters, Engine, Scorer
+from sparrow.engines.base import Counters, Engine, Ranker, Scorer
 from sparrow.engines.responses import Responses
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mismatch.drafts import DraftAcceptance
@@ -35,9 +36,10 @@ from sparrow.mode import Decoding
 from sparrow.model.actor import NAME, set_schedule, sparse_calls, teacher_forced
 from sparrow.model.scoring import Batch, TokenScorer, evaluating, micro_batches
 from sparrow.model.speculative import CachedSequences, Cycle, Shape, draw, speculate
+from sparrow.model.standing import standing
 from sparrow.model.state import attention_layers
 from sparrow.model.unread import unread
-from sparrow.rollout import Rollout, Sampling, Scores, derived_seed, split
+from sparrow.rollout import Rollout, Sampling, Scores, Standing, derived_seed, split
 from sparrow.schedule import SparsitySchedule
 
 LOOKED_AT = 64  # tokens of a response whose attention is measured
@@ -45,7 +47,7 @@ DECODE_TOKENS = 2**19
 """Tokens that a batch may grow to, such as 128 sequences of 4,096."""
 
 
-class HFEngine(Engine, Scorer):
+class HFEngine(Engine, Scorer, Ranker):
     """Rollouts by transformers, in this process, on the model it is given: no copy of the weights
     is made.
 
@@ -183,7 +185,8 @@ class HFEngine(Engine, Scorer):
         cycle = _sampled(
             logits, shape, uniform[2, rows.to(device), responses.length[rows].to(device)][:, None]
         )
-        while len(active := responses.append(rows, cycle, limit_B)):
+        active = responses.append(rows, cycle, limit_B)
+        while len(active):
             last_token = cycle.tokens.gather(1, cycle.count[:, None] - 1)[:, 0][active]
             if len(active) < len(rows):
                 sequences.select(active)
@@ -205,6 +208,7 @@ class HFEngine(Engine, Scorer):
                 cycle = _sampled(sequences.read(last_token[:, None]), shape, numbers[2])
                 sparse_steps += 1
             self._count(cached + 1, drafts, cycle, drafting)
+            active = responses.append(rows, cycle, limit_B, drafts)
         return sparse_steps
 
     def _to_verify(self, prompts: list[Sequence[int]], steps: int) -> Tensor:
@@ -275,6 +279,24 @@ class HFEngine(Engine, Scorer):
             parts = (split(x.cpu().numpy(), [len(r) for r in batch_rollouts]) for x in result)
             scores.update((i, Scores(*part)) for i, *part in zip(rows, *parts, strict=True))
         return [scores[i] for i in range(len(rollouts))]
+
+    def rank(
+        self, rollouts: Sequence[Rollout], sampling: Sampling, common: float
+    ) -> list[Standing]:
+        """See ``Ranker.rank``."""
+        shape = Shape(sampling.temperature, sampling.top_k, sampling.top_p)
+        found: dict[int, Standing] = {}
+        lengths = [len(r.prompt_ids) + len(r) for r in rollouts]
+        for rows in micro_batches(lengths, self.token_budget):
+            batch_rollouts = [rollouts[i] for i in rows]
+            batch = Batch.of(batch_rollouts, self.model.device)
+            with self._inference():
+                result = self._scorer.over_logits(
+                    batch, partial(standing, shape=shape, common=common)
+                )
+            parts = (split(x.cpu().numpy(), [len(r) for r in batch_rollouts]) for x in result)
+            found.update((i, Standing(*part)) for i, *part in zip(rows, *parts, strict=True))
+        return [found[i] for i in range(len(rollouts))]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine.update_weights``; tensors that are the model's own are left alone.

@@ -26,6 +26,7 @@ class Responses:
             torch.zeros(B, T, n),
         )
         self.acceptance = torch.full((B, T), torch.nan)
+        self.cycle_place = torch.full((B, T), -1)
         self.length = torch.zeros(B, dtype=torch.long)
         self.stopped = torch.zeros(B, dtype=torch.bool)
         self.verified: Tensor | None = (
@@ -36,9 +37,13 @@ class Responses:
         """The responses that have neither ended nor reached their limit."""
         return (~self.stopped & (self.length < limit_B)).nonzero()[:, 0]
 
-    def append(self, rows: Tensor, cycle: Cycle, limit_B: Tensor) -> Tensor:
+    def append(
+        self, rows: Tensor, cycle: Cycle, limit_B: Tensor, drafts: Tensor | None = None
+    ) -> Tensor:
         """Add a cycle's tokens to the responses ``rows``, up to their ends; returns the indices
         into it that go on.
+
+        ``drafts``: int64, how many tokens each row drafted; without drafts, tokens have no place.
         """
         n = self.top_logprobs.shape[2]
         tokens, count = cycle.tokens.cpu(), cycle.count.cpu()
@@ -51,6 +56,8 @@ class Responses:
         log_p = cycle.log_p[b.to(cycle.log_p.device), i.to(cycle.log_p.device)]
         best = log_p.topk(n, dim=-1)
         self.tokens[target] = tokens[b, i]
+        if drafts is not None:
+            self.cycle_place[target] = torch.where(drafts.cpu()[b] > 0, i, -1)
         self.logprobs[target] = log_p.cpu().gather(-1, tokens[b, i][:, None])[:, 0]
         self.top_ids[target], self.top_logprobs[target] = (
             best.indices.int().cpu(),
@@ -72,6 +79,7 @@ class Responses:
                 top_logprobs=self.top_logprobs[b, :n].numpy(),
                 finish_reason="stop" if self.stopped[b] else "length",
                 verification=self._verification(b, n),
+                cycle_place=self.cycle_place[b, :n].numpy(),
             )
             for b, n in enumerate(self.length.tolist())
         ]

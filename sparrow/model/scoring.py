@@ -8,7 +8,7 @@ n entries of a top-n list, V vocabulary, C hidden size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -138,6 +138,28 @@ class TokenScorer(nn.Module):
             top_logprobs,
             None if torch.is_grad_enabled() else torch.cat(entropy),
         )
+
+    def over_logits(
+        self, batch: Batch, function: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """What ``function`` makes of the float32 logits ``[N, V]`` and the tokens ``[N]`` that
+        follow them, over all response tokens; called for a few of them at a time.
+        """
+        hidden = self.model.get_decoder()(
+            input_ids=batch.input_ids, use_cache=False
+        ).last_hidden_state
+        rows, columns = batch.response_index()
+        few = max(self.chunk_tokens // 8, 1)  # such functions need the vocabulary several times
+        pieces = [
+            function(self.model.get_output_embeddings()(hidden[row, column - 1]).float(), target)
+            for row, column, target in zip(
+                rows.split(few),
+                columns.split(few),
+                batch.input_ids[rows, columns].split(few),
+                strict=True,
+            )
+        ]
+        return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
     def _head(
         self, hidden: Tensor, target: Tensor, top: Tensor | None, temperature: float

@@ -24,6 +24,7 @@ PARTS = {
     "life": ("lossless_life_cases.py", ""),
     "reference": ("lossless_reference_cases.py", ""),
     "draft_weights": ("draft_weights_cases.py", ""),
+    "audit": ("audit_cases.py", ""),
 }
 
 

@@ -52,6 +52,8 @@ class VLLMServer(Client):
     another mode, lacks a setting of lossless mode or cannot be controlled.
     """
 
+    _prompts_path = "/inference/v1/generate"
+
     def __init__(
         self, url: str, schedule: SparsitySchedule | Decoding, controls: bool = True
     ) -> None:
@@ -107,7 +109,7 @@ class VLLMServer(Client):
             for prompt, seed in zip(prompts, sampling.request_seeds(len(prompts)), strict=True)
         ]
         with self._reached():
-            choices = _finished(self._choices(bodies))
+            choices = finished(self._choices(bodies))
         return [
             _rollout(prompt, choice, sampling.top_n)
             for prompt, choice in zip(prompts, choices, strict=True)
@@ -120,7 +122,7 @@ class VLLMServer(Client):
         ) as client:
 
             async def send(body: dict[str, Any]) -> dict[str, Any]:
-                return json.loads(_content(await client.post("/inference/v1/generate", json=body)))[
+                return json.loads(_content(await client.post(self._prompts_path, json=body)))[
                     "choices"
                 ][0]
 
@@ -239,7 +241,7 @@ def _content(answer: httpx.Response) -> bytes:
     return answer.content
 
 
-def _finished(work: Coroutine[Any, Any, T]) -> T:
+def finished(work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, run in a separate thread if this one already runs an event loop, as
     in a notebook.
     """

@@ -1,0 +1,219 @@
+"""Samples with an engine, ranks its tokens densely, and puts both arms to the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow.audit.statistics import COMMON, Tokens, Verdict, audit, cells_of_lists
+from sparrow.engines.base import Engine, ListScorer, Ranker
+from sparrow.errors import ConfigError, EngineError
+from sparrow.rollout import Rollout, Sampling, Standing, TopLists, derived_seed
+
+Logprobs = Literal["processed", "raw", "none"]
+"""What the engine reports: log-probs after temperature and truncation, those at temperature 1 and
+without truncation, or none that could be compared."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """A verdict and what it was made from."""
+
+    verdict: Verdict
+    sampling: Sampling
+    prompts: int
+    tokens: int  # of the tested arm
+    dense_tokens: int | None
+    tested_counters: dict[str, Any]  # what the tested engine did, as ``Counters.to_dict``
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            **self.verdict.to_dict(),
+            "sampling": asdict(self.sampling),
+            "prompts": self.prompts,
+            "tokens": self.tokens,
+            "dense_tokens": self.dense_tokens,
+            "counters": self.tested_counters,
+        }
+
+
+def run_audit(
+    tested: Callable[[], Engine],
+    dense: Callable[[], Engine] | None,
+    ranker: Callable[[], AbstractContextManager[Ranker]],
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    logprobs: Logprobs = "processed",
+    level: float = 0.01,
+    resolution: float = 0.05,
+    listener: Callable[[str], None] = lambda _: None,
+) -> Audit:
+    """Audit an engine; the arms sample the same prompts one after the other, with other seeds.
+
+    Args: tested, dense, ranker: make what samples and ranks; each is closed before the next is
+        made, so that they may share one device. prompts: one for each response. listener: called
+        at the start of each pass with its name.
+
+    Raises ConfigError: greedy sampling. EngineError: log-probs that are no numbers.
+    """
+    check(sampling)
+    listener(f"sampling {len(prompts)} responses")
+    rollouts, counters = _sampled(tested, prompts, sampling)
+    theirs: list[Rollout] | None = None
+    if dense is not None:
+        listener(f"sampling {len(prompts)} responses densely")
+        other = replace(sampling, seed=derived_seed(sampling.seed, 1))
+        theirs, _ = _sampled(dense, prompts, other)
+    listener("ranking all tokens densely")
+    beside = None
+    with ranker() as made:
+        ours = tokens_of(rollouts, made.rank(rollouts, sampling, COMMON), logprobs)
+        if theirs is not None:
+            beside = tokens_of(theirs, made.rank(theirs, sampling, COMMON), logprobs)
+    verdict = audit(ours, beside, level, resolution, sampling.seed)
+    return Audit(
+        verdict,
+        sampling,
+        len(prompts),
+        len(ours),
+        None if beside is None else len(beside),
+        counters,
+    )
+
+
+def check(sampling: Sampling) -> None:
+    """Raises ConfigError: greedy sampling, which leaves nothing to chance."""
+    if sampling.temperature <= 0:
+        raise ConfigError(
+            f"temperature is {sampling.temperature:g}, but greedy tokens have no distribution to "
+            "test; compare them with those of dense decoding, or sample at a temperature above 0"
+        )
+
+
+def _sampled(
+    make: Callable[[], Engine], prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> tuple[list[Rollout], dict[str, Any]]:
+    with closing(make()) as engine:
+        return engine.generate(prompts, sampling), engine.counters().to_dict()
+
+
+class ListRanker(Ranker):
+    """Ranks by lists of the ``length`` likeliest tokens, as far as they determine ranks; see
+    ``cells_of_lists``.
+    """
+
+    def __init__(self, scorer: ListScorer, length: int) -> None:
+        self._scorer = scorer
+        self._length = length
+
+    def rank(
+        self, rollouts: Sequence[Rollout], sampling: Sampling, common: float
+    ) -> list[Standing]:
+        """See ``Ranker.rank``; nan where a list does not tell.
+
+        Raises ConfigError: the lists tell nothing at this temperature and top-k.
+        """
+        if sampling.top_k is None and sampling.temperature != 1:
+            raise ConfigError(
+                f"temperature is {sampling.temperature:g}, but lists of likely tokens at temperature "
+                f"1 give no probabilities at another; set top_k to at most {self._length}, sample at "
+                "1, or score with transformers (--scorer hf)"
+            )
+        if sampling.top_k is not None and sampling.top_k > self._length:
+            raise ConfigError(
+                f"top_k is {sampling.top_k}, but lists of {self._length} tokens do not hold all of "
+                "them; make the lists longer (--lists), or score with transformers (--scorer hf)"
+            )
+        return [
+            self._standing(rollout, found, sampling, common)
+            for rollout, found in zip(
+                rollouts, self._scorer.top_lists(rollouts, self._length), strict=True
+            )
+        ]
+
+    def _standing(
+        self, rollout: Rollout, found: TopLists, sampling: Sampling, common: float
+    ) -> Standing:
+        is_token = found.top_ids == np.asarray(rollout.response_ids)[:, None]
+        index = np.where(is_token.any(1), is_token.argmax(1), -1)
+        cells = cells_of_lists(
+            found.top_logprobs.astype(np.float64),
+            index,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            common,
+        )
+        lost = np.where(cells.known, 0.0, np.nan)
+        return Standing(
+            before=cells.before + lost,
+            p=cells.p + lost,
+            entropy=cells.entropy + lost,
+            common=cells.common,
+            is_common=cells.is_common,
+            raw_logprobs=found.logprobs.astype(np.float64),
+        )
+
+    def close(self) -> None:
+        """Free the scorer."""
+        self._scorer.close()
+
+
+def tokens_of(
+    rollouts: Sequence[Rollout], standings: Sequence[Standing], logprobs: Logprobs = "processed"
+) -> Tokens:
+    """The tokens of all rollouts, one after another.
+
+    Raises EngineError: a reported log-prob that is not a number.
+    """
+    assert logprobs in get_args(Logprobs), logprobs
+    parts = {
+        name: np.concatenate([getattr(each, name) for each in standings])
+        for name in ("before", "p", "entropy", "common", "is_common", "raw_logprobs")
+    }
+    reported = None
+    scored = None
+    if logprobs != "none":
+        reported = np.concatenate([r.logprobs for r in rollouts]).astype(np.float64)
+        if np.isnan(reported).any():
+            raise EngineError(
+                f"the engine reported log-probs of which {int(np.isnan(reported).sum())} are not "
+                "numbers; mend that first, or audit without them (--logprobs none)"
+            )
+        scored = parts["raw_logprobs"]
+        if logprobs == "processed":
+            unlikely = np.full(len(scored), -np.inf)
+            scored = np.log(parts["p"], out=unlikely, where=parts["p"] > 0)
+    known = [r.cycle_place for r in rollouts if r.cycle_place is not None]
+    lengths = [len(r) for r in rollouts]
+    return Tokens(
+        before=parts["before"],
+        p=parts["p"],
+        entropy=parts["entropy"],
+        sequence=np.repeat(np.arange(len(rollouts)), lengths),
+        place=np.concatenate(known) if len(known) == len(rollouts) else None,
+        token=np.concatenate([r.response_ids for r in rollouts]),
+        context=_contexts(rollouts),
+        common=parts["common"],
+        is_common=parts["is_common"],
+        reported=reported,
+        scored=scored,
+    )
+
+
+def _contexts(rollouts: Sequence[Rollout]) -> NDArray[np.int64]:
+    """A number for all that came before each token, the same where that is the same."""
+    numbers: dict[Any, int] = {}
+    found = []
+    for rollout in rollouts:
+        before = numbers.setdefault(tuple(map(int, rollout.prompt_ids)), len(numbers))
+        for token in rollout.response_ids.tolist():
+            found.append(before)
+            before = numbers.setdefault((before, token, "response"), len(numbers))
+    return np.array(found, dtype=np.int64)

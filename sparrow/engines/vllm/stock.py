@@ -1,0 +1,194 @@
+"""vLLM without Sparrow, in this process or behind HTTP: to be audited, not to be trained with.
+
+Shapes: T response tokens, n entries of a top-n list.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sparrow.engines.base import Counters
+from sparrow.engines.vllm.client import rollout
+from sparrow.engines.vllm.engine import VLLMEngine
+from sparrow.engines.vllm.server import VLLMServer, finished
+from sparrow.errors import ConfigError, EngineError
+from sparrow.rollout import Rollout, Sampling, TopLists
+from sparrow.schedule import SparsitySchedule
+
+
+class StockEngine(VLLMEngine):
+    """Samples by vLLM in this process, started with the user's ``options`` of ``vllm.LLM`` and
+    nothing of Sparrow's.
+
+    Raises ConfigError: vLLM is missing.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        try:
+            from vllm import LLM
+            from vllm.platforms import current_platform
+        except ImportError as error:
+            raise ConfigError(
+                f"the engine stock needs vLLM ({error}); pip install -e '.[vllm]' in a clone"
+            ) from error
+        defaults: dict[str, Any] = dict(logprobs_mode="processed_logprobs", max_logprobs=-1)
+        self.llm = LLM(model=model, **{**defaults, **options})
+        config = self.llm.llm_engine.vllm_config
+        self.context = config.model_config.max_model_len
+        self.schedule = SparsitySchedule.dense()
+        self._has_memory = not current_platform.is_cpu()
+        self._in_process = config.parallel_config.world_size == 1
+        self._asleep = False
+        self._is_lossless = False
+        self._described = []
+
+    def counters(self) -> Counters:
+        """Nothing: vLLM tells none of Sparrow's counts."""
+        return Counters(0, 0)
+
+    def set_schedule(self, schedule: SparsitySchedule) -> None:
+        """Raises ConfigError: stock vLLM has no schedule."""
+        raise _no_schedule()
+
+    def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
+        """See ``ListScorer.top_lists``."""
+        from vllm import SamplingParams
+
+        wanted = SamplingParams(max_tokens=1, prompt_logprobs=n, detokenize=False)
+        requests: list[Any] = [{"prompt_token_ids": _whole(each)} for each in rollouts]
+        # vLLM's types allow lists that are missing or flat, which these were not asked to be.
+        outputs: list[Any] = list(self.llm.generate(requests, wanted, use_tqdm=False))
+        return [
+            _lists(
+                each,
+                [
+                    {token: entry.logprob for token, entry in position.items()}
+                    for position in output.prompt_logprobs[len(each.prompt_ids) :]
+                ],
+                n,
+            )
+            for each, output in zip(rollouts, outputs, strict=True)
+        ]
+
+
+class StockServer(VLLMServer):
+    """Samples by a running vLLM server that knows nothing of Sparrow, with token ids.
+
+    Raises EngineError: no server answers.
+    """
+
+    _prompts_path = "/v1/completions"
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._controls = False
+        served = json.loads(self._request("GET", "/v1/models"))["data"][0]
+        self._model = served["id"]
+        self.context = served["max_model_len"]
+        self.schedule = SparsitySchedule.dense()
+        self._is_lossless = False
+        self._described = []
+
+    def set_schedule(self, schedule: SparsitySchedule) -> None:
+        """Raises ConfigError: stock vLLM has no schedule."""
+        raise _no_schedule()
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
+        """See ``Engine.generate``; by the route for completions, which every server has, and
+        without top lists.
+        """
+        self.check(prompts, sampling)
+        bodies: list[dict[str, Any]] = [
+            {
+                "model": self._model,
+                "prompt": [int(token) for token in prompt],
+                "max_tokens": sampling.max_new_tokens,
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k or 0,
+                "top_p": sampling.top_p,
+                "seed": seed,
+                "logprobs": 1,
+                "return_token_ids": True,
+            }
+            for prompt, seed in zip(prompts, sampling.request_seeds(len(prompts)), strict=True)
+        ]
+        return [
+            _completion(prompt, choice)
+            for prompt, choice in zip(prompts, self._answers(bodies), strict=True)
+        ]
+
+    def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
+        """See ``ListScorer.top_lists``.
+
+        Raises EngineError: the server refuses, such as for lists longer than it allows.
+        """
+        bodies: list[dict[str, Any]] = [
+            {
+                "model": self._model,
+                "prompt": _whole(each),
+                "max_tokens": 1,
+                "prompt_logprobs": n,
+            }
+            for each in rollouts
+        ]
+        found = []
+        for each, choice in zip(rollouts, self._answers(bodies), strict=True):
+            positions = [
+                {int(token): entry["logprob"] for token, entry in position.items()}
+                for position in choice["prompt_logprobs"][len(each.prompt_ids) :]
+            ]
+            found.append(_lists(each, positions, n))
+        return found
+
+    def _answers(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        with self._reached():
+            return finished(self._choices(bodies))
+
+
+def _completion(prompt: Sequence[int], choice: Mapping[str, Any]) -> Rollout:
+    """Raises EngineError: an answer without token ids, as before vLLM 0.10.2."""
+    tokens = choice.get("token_ids")
+    if tokens is None:
+        raise EngineError(
+            "the server answered without token ids, which it cannot give; take vLLM 0.10.2 or newer"
+        )
+    logprobs = np.array(choice["logprobs"]["token_logprobs"], dtype=np.float32)[:, None]
+    ids = np.array(tokens, dtype=np.int32)[:, None]
+    return rollout(prompt, tokens, ids, logprobs, choice["finish_reason"])
+
+
+def _no_schedule() -> ConfigError:
+    return ConfigError("stock vLLM has no schedule; take the engine vllm, or audit it as it is")
+
+
+def _whole(sampled: Rollout) -> list[int]:
+    return [*map(int, sampled.prompt_ids), *sampled.response_ids.tolist()]
+
+
+def _lists(sampled: Rollout, positions: Sequence[Mapping[int, float]], n: int) -> TopLists:
+    """From the log-probs of the ``n`` likeliest tokens and of the response's own at each place.
+
+    Raises EngineError: a list is shorter than asked for.
+    """
+    best = [sorted(each.items(), key=lambda entry: -entry[1])[:n] for each in positions]
+    shortest = min(map(len, best), default=n)
+    if shortest < n:
+        raise EngineError(
+            f"vLLM gave a list of {shortest} likely tokens where {n} were asked for; ask for fewer "
+            "(--lists), or start the server with more (--max-logprobs)"
+        )
+    own = [
+        each[token] for each, token in zip(positions, sampled.response_ids.tolist(), strict=True)
+    ]
+    pairs = np.array(best, dtype=np.float64).reshape(len(best), n, 2)
+    return TopLists(
+        logprobs=np.array(own, dtype=np.float32),
+        top_ids=pairs[..., 0].astype(np.int32),
+        top_logprobs=pairs[..., 1].astype(np.float32),
+    )

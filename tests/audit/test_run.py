@@ -1,0 +1,205 @@
+"""The audit as a whole: what is sampled and ranked, with whole distributions and with lists."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from sparrow.audit.run import ListRanker, run_audit, tokens_of
+from sparrow.audit.statistics import COMMON, audit
+from sparrow.engines.hf import HFEngine
+from sparrow.errors import ConfigError, EngineError
+from sparrow.rollout import Rollout, Sampling, Standing, TopLists
+from sparrow.schedule import SparsitySchedule
+from tests.conftest import tiny_model
+
+V = 40
+SAMPLED = Sampling(12, top_n=0, seed=3)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.set_num_threads(1)
+    return tiny_model(vocab_size=V, num_hidden_layers=2, initializer_range=0.25)
+
+
+def asked(count):
+    return np.random.default_rng(0).integers(1, V, (count, 20)).tolist()
+
+
+class Lists:
+    """The likeliest tokens by transformers, as a prefill lists them."""
+
+    def __init__(self, model):
+        self.model = model
+        self.closed = False
+
+    @torch.no_grad()
+    def top_lists(self, rollouts, n):
+        found = []
+        for each in rollouts:
+            ids = torch.tensor([[*each.prompt_ids, *each.response_ids.tolist()]])
+            log_p = self.model(ids).logits[0, len(each.prompt_ids) - 1 : -1].log_softmax(-1)
+            best = log_p.topk(n)
+            own = log_p.gather(-1, torch.from_numpy(each.response_ids)[:, None])[:, 0]
+            found.append(TopLists(own.numpy(), best.indices.int().numpy(), best.values.numpy()))
+        return found
+
+    def close(self):
+        self.closed = True
+
+
+def dense(model):
+    return HFEngine(model, SparsitySchedule.dense(), eos_ids=[])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(temperature=0.7, top_k=9, top_p=0.8), dict(top_p=0.5)]
+)
+def test_lists_give_the_ranks_that_they_determine(model, options):
+    sampling = Sampling(12, top_n=0, **options)
+    engine = dense(model)
+    rollouts = engine.generate(asked(8), sampling)
+    whole = engine.rank(rollouts, sampling, COMMON)
+    listed = ListRanker(Lists(model), 10).rank(rollouts, sampling, COMMON)
+    seen = 0
+    for exact, found, rollout, lists in zip(
+        whole, listed, rollouts, Lists(model).top_lists(rollouts, 10), strict=True
+    ):
+        inside = (lists.top_ids == rollout.response_ids[:, None]).any(1) & ~np.isnan(found.p)
+        seen += int(inside.sum())
+        for name in ("before", "p"):
+            a, b = getattr(exact, name)[inside], getattr(found, name)[inside]
+            np.testing.assert_allclose(a, b, atol=1e-5)
+        np.testing.assert_allclose(exact.raw_logprobs, found.raw_logprobs, atol=1e-5)
+        # The rest of the vocabulary is one cell, so that the entropy is lower.
+        assert (found.entropy[inside] <= exact.entropy[inside] + 1e-5).all()
+    assert seen > 40
+
+
+def test_lists_that_do_not_hold_what_may_be_sampled_are_refused(model):
+    ranker = ListRanker(Lists(model), 10)
+    with pytest.raises(ConfigError, match=r"temperature is 0.7, but lists .* set top_k to at most"):
+        ranker.rank([], Sampling(4, temperature=0.7), COMMON)
+    with pytest.raises(ConfigError, match="top_k is 11, but lists of 10 tokens"):
+        ranker.rank([], Sampling(4, top_k=11), COMMON)
+
+
+def test_engines_are_closed_before_the_next_is_made(model):
+    events = []
+
+    def made(name):
+        engine = dense(model)
+        engine.close = lambda: events.append(f"{name} closed")
+        events.append(f"{name} made")
+        return engine
+
+    @contextmanager
+    def ranker():
+        events.append("ranker made")
+        yield dense(model)
+        events.append("ranker closed")
+
+    told = []
+    result = run_audit(
+        lambda: made("tested"),
+        lambda: made("dense"),
+        ranker,
+        asked(60),
+        SAMPLED,
+        listener=told.append,
+    )
+    assert events == [
+        "tested made",
+        "tested closed",
+        "dense made",
+        "dense closed",
+        "ranker made",
+        "ranker closed",
+    ]
+    assert len(told) == 3 and "sampling 60 responses" in told[0]
+    assert (result.tokens, result.dense_tokens, result.prompts) == (720, 720, 60)
+    assert result.to_dict()["counters"]["kv"]["read_fraction"] == 1
+
+
+def test_the_arms_have_seeds_of_their_own(model):
+    """The same tokens twice would differ by nothing, whatever they are."""
+    seeds = []
+
+    def made():
+        engine = dense(model)
+        generate = engine.generate
+
+        def seen(prompts, sampling):
+            seeds.append(sampling.seed)
+            return generate(prompts, sampling)
+
+        engine.generate = seen
+        engine.close = lambda: None
+        return engine
+
+    @contextmanager
+    def ranker():
+        yield dense(model)
+
+    run_audit(made, made, ranker, asked(40), SAMPLED)
+    assert seeds[0] == SAMPLED.seed and seeds[1] != seeds[0]
+
+
+def test_greedy_tokens_are_refused_before_anything_is_sampled():
+    def never():
+        raise AssertionError("an engine was made")
+
+    with pytest.raises(ConfigError, match="greedy tokens have no distribution"):
+        run_audit(never, None, never, [[1]], Sampling(4, temperature=0.0))
+
+
+def rollout(logprobs, response=(3, 4), prompt=(1, 2), **more):
+    ids = np.array(response)
+    none = np.zeros((len(ids), 0), np.int32)
+    return Rollout(list(prompt), ids, np.float32(logprobs), none, none, "length", **more)
+
+
+def standing(p, raw):
+    p = np.array(p, dtype=float)
+    zero = np.zeros(len(p))
+    return Standing(zero, p, zero, zero, p > COMMON, np.array(raw))
+
+
+def test_reported_log_probs_are_compared_with_their_own_kind():
+    rollouts = [rollout([-1.0, -2.0])]
+    standings = [standing([0.5, 0.0], [-3.0, -4.0])]
+    processed = tokens_of(rollouts, standings)
+    np.testing.assert_allclose(processed.scored, [np.log(0.5), -np.inf])
+    assert tokens_of(rollouts, standings, "raw").scored.tolist() == [-3.0, -4.0]
+    assert tokens_of(rollouts, standings, "none").reported is None
+
+
+def test_log_probs_that_are_no_numbers_are_refused():
+    with pytest.raises(EngineError, match="1 are not numbers"):
+        tokens_of([rollout([-1.0, np.nan])], [standing([0.5, 0.5], [-1, -1])])
+
+
+def test_a_context_is_a_prompt_and_all_tokens_after_it():
+    some = [
+        rollout([0, 0, 0], (3, 4, 5)),
+        rollout([0, 0, 0], (3, 4, 6)),
+        rollout([0, 0, 0], (4, 4, 5)),
+        rollout([0, 0, 0], (3, 4, 5), prompt=(1, 3)),
+        rollout([0, 0], (4, 5), prompt=(1, 2, 3)),  # the same tokens, but a longer prompt
+    ]
+    standings = [standing([0.5] * len(each), [-1.0] * len(each)) for each in some]
+    context = tokens_of(some, standings).context
+    first, second, third, fourth, fifth = np.split(context, [3, 6, 9, 12])
+    assert first.tolist() == second.tolist() and first[0] == third[0]
+    assert len({*first, *third, *fourth, *fifth}) == 3 + 2 + 3 + 2
+
+
+def test_unknown_places_leave_places_untested():
+    known = rollout([-1.0, -2.0], cycle_place=np.array([-1, 0]))
+    standings = [standing([0.5, 0.5], [-1, -1])] * 2
+    assert tokens_of([known, rollout([-1.0, -2.0])], standings).place is None
+    tokens = tokens_of([known, known], standings)
+    assert tokens.place.tolist() == [-1, 0, -1, 0]
+    assert "2 sequences give no standard error" in audit(tokens, None).reasons[0]

@@ -1,0 +1,370 @@
+"""Statistics of the audit on numbers worked out by hand, and on samples of known distributions."""
+
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from sparrow.audit import statistics
+from sparrow.audit.statistics import (
+    LEAST_SEQUENCES,
+    MOVED,
+    Tokens,
+    audit,
+    cells_of_lists,
+    holm,
+    legendre,
+    places,
+)
+
+V = 30
+
+
+def drawn(seed, sequences=400, length=25, bias=None, reported_off=0.0, **kept):
+    """Tokens of random distributions; ``bias`` changes what they are really drawn from."""
+    rng = np.random.default_rng(seed)
+    T = sequences * length
+    p = rng.dirichlet(np.full(V, 0.3), T)
+    p = -np.sort(-p, axis=1)
+    really = p if bias is None else bias(p)
+    below = really.cumsum(1)
+    token = (below < rng.random((T, 1)) * below[:, -1:]).sum(1)
+    row = np.arange(T)
+    chosen = p[row, token]
+    scored = np.log(chosen)
+    noise = rng.normal(0, 1e-5, T)
+    return Tokens(
+        before=(p.cumsum(1) - p)[row, token],
+        p=chosen,
+        entropy=-(p * np.log(np.maximum(p, 1e-300))).sum(1),
+        sequence=np.repeat(np.arange(sequences), length),
+        scored=scored,
+        reported=scored + noise + reported_off * rng.normal(0, 1, T),
+        **kept,
+    )
+
+
+def hotter(p):
+    return p**0.9
+
+
+# --- by hand ---
+
+
+def test_polynomials_are_orthonormal_and_moved_is_half_their_mean_absolute_value():
+    u = (np.arange(2**18) + 0.5) / 2**18
+    h = legendre(u)
+    np.testing.assert_allclose(h @ h.T / len(u), np.eye(4), atol=1e-6)
+    np.testing.assert_allclose(h.mean(1), 0, atol=1e-6)
+    np.testing.assert_allclose(np.abs(h).mean(1) / 2, MOVED, atol=1e-6)
+
+
+def test_holm_by_hand():
+    found = holm(np.array([0.01, 0.04, 0.03, 0.005]))
+    np.testing.assert_allclose(found, [0.03, 0.06, 0.06, 0.02])
+
+
+@pytest.mark.parametrize("freedom", [29, 100, 1000])
+@pytest.mark.parametrize("t", [-1.0, 0.5, 2.5, 4.0, 5.0])
+def test_tails_are_students(freedom, t):
+    expected = stats.t.sf(t, freedom)
+    assert statistics._tail(t, freedom) == pytest.approx(expected, rel=0.03)
+
+
+def test_standard_errors_take_sequences_as_clusters():
+    """Two copies of every token say no more than one."""
+    values = np.random.default_rng(0).normal(size=200)
+    once = statistics._mean(values, np.arange(200))
+    twice = statistics._mean(np.repeat(values, 2), np.repeat(np.arange(200), 2))
+    assert once.error == pytest.approx(values.std(ddof=1) / np.sqrt(200))
+    assert (twice.value, twice.error) == pytest.approx((once.value, once.error))
+    assert (twice.tokens, twice.sequences) == (400, 200)
+
+
+def test_places_are_what_a_token_follows():
+    # Prefill; three tokens of three; two (a rejection); one (a rejection); three. Then a new one.
+    place = np.array([-1, 0, 1, 2, 0, 1, 0, 0, 1, 2, -1, 0])
+    sequence = np.array([0] * 10 + [1] * 2)
+    found = {
+        name: np.flatnonzero(where).tolist() for name, where in places(place, sequence).items()
+    }
+    assert found == {
+        "draft 1": [1, 4, 6, 7, 11],
+        "draft 2": [2, 5, 8],
+        "bonus token": [3, 9],
+        "first after a rejection": [6, 7],
+    }
+    assert places(np.zeros(3, int), np.zeros(3, int)) == {}  # no drafts at all
+
+
+def test_later_drafts_are_tested_together():
+    named = places(np.arange(13), np.zeros(13, int))
+    assert list(named)[-3:] == ["drafts 9 to 12", "bonus token", "first after a rejection"]
+    assert np.flatnonzero(named["drafts 9 to 12"]).tolist() == [8, 9, 10, 11]
+
+
+# --- samples of known distributions ---
+
+
+def test_exact_tokens_pass():
+    verdict = audit(drawn(1), drawn(2))
+    assert verdict.status == "exact" and not verdict.reasons
+    assert verdict.detectable < 0.05
+
+
+def test_exact_samples_are_called_biased_no_more_often_than_the_level_says():
+    """At a level of 5 %, of 150 audits of exact tokens no more than chance explains."""
+    called = sum(
+        audit(
+            drawn(2 * seed, sequences=60, length=10),
+            drawn(2 * seed + 1, sequences=60, length=10),
+            level=0.05,
+        ).status
+        == "biased"
+        for seed in range(150)
+    )
+    assert called <= stats.binom.ppf(0.999, 150, 0.05)
+
+
+def test_another_temperature_is_found():
+    verdict = audit(drawn(1, bias=hotter), drawn(2))
+    assert verdict.status == "biased"
+    assert any("log p + entropy, all" in reason for reason in verdict.reasons)
+
+
+def test_what_is_detectable_is_detected_as_often_as_it_says():
+    """Tokens moved to likelier places by just the detectable share."""
+    share = audit(drawn(1, 200), drawn(2, 200)).detectable
+
+    def likelier(p):
+        before = p.cumsum(1) - p
+        mean_h = np.sqrt(3) * (2 * before + p - 1)  # of the first polynomial, over the cell of u
+        return p * np.maximum(1 - share / MOVED[0] * -mean_h, 0)
+
+    name = "u1 (likely tokens)"
+    found = 0
+    for seed in range(40):
+        verdict = audit(drawn(100 + seed, 200, bias=likelier), drawn(200 + seed, 200))
+        strictest = verdict.level / len(verdict.findings)
+        found += next(f for f in verdict.findings if f.name == name).p_value < strictest
+    low, high = stats.binom.interval(0.999, 40, statistics.POWER)
+    # The randomisation within a token blurs u, so somewhat less than all of the share shows.
+    assert low - 8 <= found <= high
+
+
+def test_a_bias_that_both_arms_have_is_rounding_and_alone_it_is_a_bias():
+    def rounded(p):
+        return p**0.95
+
+    tested = drawn(1, bias=rounded)
+    assert audit(tested, drawn(2, bias=rounded)).status == "exact"
+    alone = audit(tested, None)
+    assert alone.status == "biased" and all(f.dense is None for f in alone.findings)
+
+
+def test_a_scorer_of_another_model_leaves_the_question_open():
+    def other(p):
+        return np.roll(p, 3, axis=1)
+
+    verdict = audit(drawn(1, bias=other), drawn(2, bias=other))
+    assert verdict.status == "cannot tell"
+    assert "the dense arm itself is off" in verdict.reasons[0]
+
+
+def test_too_few_tokens_leave_the_question_open_and_say_how_many_would_do():
+    few = audit(drawn(1, 40, 5), drawn(2, 40, 5))
+    assert few.status == "cannot tell" and "times as many tokens" in few.reasons[0]
+    factor = float(few.reasons[0].rsplit("about ", 1)[1].split()[0])
+    enough = round(40 * factor * 1.2)
+    assert audit(drawn(3, enough, 5), drawn(4, enough, 5)).status == "exact"
+
+
+def test_too_few_sequences_leave_the_question_open():
+    sequences = LEAST_SEQUENCES - 1
+    verdict = audit(drawn(1, sequences, 500, bias=hotter), drawn(2, sequences, 500))
+    assert verdict.status == "cannot tell"
+    assert f"{sequences} sequences give no standard error" in verdict.reasons[0]
+
+
+def test_dependent_tokens_are_found_though_each_is_uniform():
+    """The random number of every second token is used twice."""
+    rng = np.random.default_rng(0)
+    u = rng.random((400, 20))
+    u[:, 1::2] = u[:, ::2]
+
+    def tokens(u):  # the finest cells: u itself
+        T = u.size
+        return Tokens(
+            before=np.floor(u.reshape(-1) * 1000) / 1000,
+            p=np.full(T, 1e-3),
+            entropy=np.full(T, np.log(1000)),
+            sequence=np.repeat(np.arange(len(u)), u.shape[1]),
+        )
+
+    verdict = audit(tokens(u), tokens(rng.random((400, 20))))
+    assert verdict.status == "biased" and all("neighbours" in r for r in verdict.reasons)
+
+
+@pytest.mark.parametrize("share", [0.01, 1.0])
+def test_tokens_that_truncation_excludes_are_found(share):
+    tested = drawn(1)
+    outside = np.random.default_rng(3).random(len(tested)) < share
+    changed = {"p": np.where(outside, 0, tested.p), "before": np.where(outside, 1, tested.before)}
+    verdict = audit(Tokens(**{**vars(tested), **changed}), drawn(2))
+    assert verdict.status == "biased"
+    assert any("outside top-k and top-p" in reason for reason in verdict.reasons)
+
+
+def test_log_probs_of_another_model_are_found_and_more_rounding_is_not():
+    assert audit(drawn(1, reported_off=2e-5), drawn(2)).status == "exact"
+    verdict = audit(drawn(1, reported_off=0.01), drawn(2))
+    assert verdict.status == "biased" and "reported log-probs" in verdict.reasons[0]
+
+
+def test_a_bias_at_one_place_is_found_there():
+    place = np.tile(np.concatenate([[-1], np.tile(np.arange(4), 6)]), 400)
+    clean = drawn(1, place=place)
+    assert audit(clean, drawn(2)).status == "exact"
+    biased = drawn(3, bias=lambda p: p**0.5)
+    at_last = place == 3
+    mixed = {
+        name: np.where(at_last, getattr(biased, name), getattr(clean, name))
+        for name in ("before", "p", "entropy", "scored", "reported")
+    }
+    verdict = audit(Tokens(**{**vars(clean), **mixed}), drawn(2))
+    found = {f.place for f in verdict.findings if f.corrected < 0.01}
+    assert "bonus token" in found and not found & {"draft 1", "draft 2", "draft 3"}
+
+
+def test_places_that_few_sequences_reach_are_named_and_not_tested():
+    place = np.zeros(400 * 25, int)
+    place[[1, 26]] = [1, 1]
+    verdict = audit(drawn(1, place=place), drawn(2))
+    assert "bonus token: reached in 2 sequences only, not tested" in verdict.notes
+    assert {f.place for f in verdict.findings} == {"all", "draft 1", "first after a rejection"}
+
+
+def test_a_verdict_is_plain_json():
+    verdict = audit(drawn(1, LEAST_SEQUENCES, 1), None)
+    plain = json.loads(json.dumps(verdict.to_dict(), allow_nan=False))
+    assert plain["status"] == "cannot tell" and len(plain["findings"]) == len(verdict.findings)
+
+
+# --- repeated contexts ---
+
+
+def in_few_contexts(seed, sequences, bias=None):
+    """Sequences of two tokens after one of three prompts; a context is a prompt and the first."""
+    rng = np.random.default_rng(seed)
+    p = np.random.default_rng(9).dirichlet(np.full(6, 0.7), 3 + 3 * 6)
+    really = p if bias is None else bias(p)
+    context, token = np.zeros((2, sequences, 2), int)
+    for b in range(sequences):
+        context[b, 0] = b % 3
+        token[b, 0] = rng.choice(6, p=p[b % 3])
+        context[b, 1] = 3 + (b % 3) * 6 + token[b, 0]
+        token[b, 1] = rng.choice(6, p=really[context[b, 1]])
+    context, token = context.reshape(-1), token.reshape(-1)
+    common = np.where(p >= statistics.COMMON, p, 0).sum(1)
+    own = p[context, token]
+    before = (p[context] * (p[context] > own[:, None])).sum(1)
+    return Tokens(
+        before=before,
+        p=own,
+        entropy=-(p * np.log(p)).sum(1)[context],
+        sequence=np.repeat(np.arange(sequences), 2),
+        token=token,
+        context=context,
+        common=common[context],
+        is_common=own >= statistics.COMMON,
+    ), p
+
+
+def test_repeated_contexts_are_the_sum_over_pairs():
+    tokens, p = in_few_contexts(0, 120)
+    found = statistics._repeated(tokens)
+    for name, first in (("first", 0), ("later", 1)):
+        values = found[f"repeated contexts, {name} tokens"]
+        total, pairs = 0.0, 0
+        for j in range(first, 240, 2):
+            for i in range(first, j, 2):
+                if tokens.context[i] == tokens.context[j]:
+                    pairs += 1
+                    for w in np.flatnonzero(p[tokens.context[j]] >= statistics.COMMON):
+                        share = p[tokens.context[j], w]
+                        a, b = (tokens.token[k] == w for k in (i, j))
+                        total += (a - share) * (b - share) / share
+        assert pairs > 100
+        assert np.nanmean(values) == pytest.approx(total / pairs)
+
+
+def test_a_bias_that_no_order_shows_is_found_where_contexts_repeat():
+    """In each context other tokens are taken too often, without regard to their rank."""
+
+    def anywhere(p):
+        odd = np.random.default_rng(5).choice([0.7, 1.3], p.shape)
+        return p * odd / (p * odd).sum(1, keepdims=True)
+
+    beside, _ = in_few_contexts(1, 3000)
+    exact, _ = in_few_contexts(2, 3000)
+    assert audit(exact, beside).status == "exact"
+    biased, _ = in_few_contexts(3, 3000, anywhere)
+    name = "repeated contexts, later tokens"
+    found = next(f for f in audit(biased, beside).findings if f.name == name)
+    assert found.corrected < 0.01
+    assert found.difference == pytest.approx(0.09, abs=0.04)  # 0.3 squared, about
+    first = next(f for f in audit(biased, beside).findings if "first tokens" in f.name)
+    assert first.corrected > 0.01
+
+
+# --- top lists ---
+
+
+def test_cells_of_a_list_by_hand():
+    lists = np.log([[0.5, 0.3], [0.5, 0.3], [0.6, 0.25]])
+    before, p, entropy, _, _, known = cells_of_lists(lists, np.array([1, -1, 0]))
+    np.testing.assert_allclose(before, [0.5, 0.8, 0.0])
+    np.testing.assert_allclose(p, [0.3, 0.2, 0.6])
+    expected = [
+        stats.entropy(cells) for cells in ([0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.6, 0.25, 0.15])
+    ]
+    np.testing.assert_allclose(entropy, expected)
+    assert known.all()
+
+
+def test_cells_of_a_truncated_list_by_hand():
+    lists = np.log([[0.5, 0.3], [0.3, 0.2]])
+    before, p, entropy, _, _, known = cells_of_lists(lists, np.array([1, 1]), top_p=0.6)
+    np.testing.assert_allclose((before[0], p[0]), (0.625, 0.375))
+    assert known.tolist() == [True, False]  # the second list does not reach 0.6
+    assert entropy[0] == pytest.approx(stats.entropy([0.625, 0.375]))
+    # The likeliest token alone holds enough, so the other one is excluded.
+    before, p, *_, known = cells_of_lists(lists[:1], np.array([1]), top_p=0.4)
+    assert (before[0], p[0], known[0]) == (1, 0, True)
+
+
+def test_another_temperature_needs_lists_that_hold_all_that_may_be_sampled():
+    lists = np.log([[0.4, 0.3, 0.1]])
+    index = np.array([0])
+    assert not cells_of_lists(lists, index, temperature=0.5).known.any()
+    before, p, *_, known = cells_of_lists(lists, index, temperature=0.5, top_k=2)
+    assert known.all() and p[0] == pytest.approx(0.16 / 0.25) and before[0] == 0
+    assert cells_of_lists(lists, np.array([2]), top_k=2).p[0] == 0
+    assert not cells_of_lists(lists, index, top_k=50).known.any()
+
+
+@pytest.mark.parametrize("bias", [None, hotter])
+def test_cells_of_lists_pass_exact_tokens_and_find_a_temperature(bias):
+    def arm(seed, bias):
+        rng = np.random.default_rng(seed)
+        p = -np.sort(-rng.dirichlet(np.full(V, 0.3), 10_000), axis=1)
+        really = p if bias is None else bias(p)
+        below = really.cumsum(1)
+        token = (below < rng.random((len(p), 1)) * below[:, -1:]).sum(1)
+        index = np.where(token < 5, token, -1)
+        before, cell, entropy, _, _, known = cells_of_lists(np.log(p[:, :5]), index)
+        assert known.all() and (index < 0).any()
+        return Tokens(before, cell, entropy, np.repeat(np.arange(400), 25))
+
+    assert audit(arm(1, bias), arm(2, None)).status == ("exact" if bias is None else "biased")

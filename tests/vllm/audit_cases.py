@@ -1,0 +1,111 @@
+"""The audit of a real vLLM, by the model runner of GPUs; ``test_lossless.py`` runs this in a process
+of its own.
+"""
+
+import pytest
+
+from tests.vllm import lossless_cases as cases  # isort: skip  before vLLM is imported
+from functools import wraps
+
+from sparrow.audit.run import ListRanker, tokens_of
+from sparrow.audit.statistics import COMMON, audit
+from sparrow.engines.hf import HFEngine
+from sparrow.engines.vllm.engine import rollout_of
+from sparrow.engines.vllm.stock import StockEngine
+from sparrow.rollout import Sampling
+from sparrow.schedule import SparsitySchedule
+from tests.vllm import tiny_vllm as tiny
+
+V, SEQUENCES, LENGTH = 24, 192, 12
+LAYOUT = dict(max_model_len=256, max_num_seqs=256, max_num_batched_tokens=4096)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model = tiny.checkpoint(folder, vocab_size=V, num_hidden_layers=2, initializer_range=0.3)
+    return folder, model
+
+
+def asked():
+    prompts = [[token % V for token in prompt] for prompt in tiny.prompts(*[90] * 16)]
+    return [prompts[i % 16] for i in range(SEQUENCES)]
+
+
+@pytest.fixture(scope="module")
+def ranker(made):
+    return HFEngine(made[1], SparsitySchedule.dense(), eos_ids=[])
+
+
+@pytest.fixture(scope="module")
+def stock(made):
+    """Dense decoding of stock vLLM, and ranks of its tokens by its own prefill."""
+    engine = StockEngine(str(made[0]), skip_tokenizer_init=True, **{**tiny.OPTIONS, **LAYOUT})
+    sampling = Sampling(LENGTH, top_n=0, seed=1)
+    rollouts = engine.generate(asked(), sampling)
+    listed = ListRanker(engine, 8).rank(rollouts, sampling, COMMON)
+    engine.close()
+    return rollouts, listed
+
+
+def lossless(folder, ranker, seed):
+    """Tokens of lossless mode."""
+    with cases.engine(folder, cases.lossless(3), **LAYOUT) as llm:
+        wanted = [
+            cases.parameters(LENGTH, temperature=1.0, seed=seed + i, flat_logprobs=True)
+            for i in range(SEQUENCES)
+        ]
+        requests = [{"prompt_token_ids": prompt} for prompt in asked()]
+        outputs = llm.generate(requests, wanted, use_tqdm=False)
+        counts = cases.counters(llm)
+    assert 0 < counts["accepted"] < counts["drafted"]
+    pairs = zip(asked(), outputs, strict=True)
+    rollouts = [rollout_of(prompt, output.outputs[0], 0) for prompt, output in pairs]
+    return tokens_of(rollouts, ranker.rank(rollouts, Sampling(LENGTH), COMMON), "raw")
+
+
+def dense(stock, ranker):
+    rollouts, _ = stock
+    return tokens_of(rollouts, ranker.rank(rollouts, Sampling(LENGTH), COMMON))
+
+
+@pytest.mark.parametrize("seed", [10_000, 20_000])
+def test_lossless_mode_passes(made, ranker, stock, seed):
+    verdict = audit(lossless(made[0], ranker, seed), dense(stock, ranker), resolution=0.1)
+    assert verdict.status == "exact", verdict.reasons
+
+
+def test_rejected_drafts_that_stay_are_found(made, ranker, stock, monkeypatch):
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+    verify = rejection_sampler.rejection_sample
+
+    @wraps(verify)
+    def keep_rejected(*args, **named):
+        tokens, count = verify(*args, **named)
+        drafted, first = args[2], args[3]
+        at = first[:-1] + count  # of the draft after those that were accepted
+        for row in (at < first[1:]).nonzero()[:, 0].tolist():
+            tokens[row, int(count[row]) - 1] = drafted[at[row].long()].to(tokens.dtype)
+        return tokens, count
+
+    monkeypatch.setattr(rejection_sampler, "rejection_sample", keep_rejected)
+    verdict = audit(lossless(made[0], ranker, 30_000), dense(stock, ranker))
+    assert verdict.status == "biased"
+
+
+def test_its_own_prefill_ranks_tokens_as_transformers_does(stock, ranker):
+    rollouts, listed = stock
+    exact = ranker.rank(rollouts, Sampling(LENGTH), COMMON)
+    seen = 0
+    for mine, theirs, rollout in zip(listed, exact, rollouts, strict=True):
+        certain = mine.is_common
+        seen += int(certain.sum())
+        for name in ("before", "p"):
+            gap = abs(getattr(mine, name) - getattr(theirs, name))[certain].max(initial=0)
+            assert gap < 1e-4
+        assert abs(mine.raw_logprobs - theirs.raw_logprobs).max() < 1e-3
+        assert abs(rollout.logprobs - theirs.raw_logprobs).max() < 1e-3
+    assert seen > 0.6 * SEQUENCES * LENGTH
+    verdict = audit(tokens_of(rollouts, listed, "raw"), None, resolution=0.1)
+    assert verdict.status == "exact", verdict.reasons
