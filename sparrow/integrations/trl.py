@@ -14,9 +14,8 @@ Shapes: T response tokens, n entries of the actor's top-n list, V vocabulary.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,8 +46,8 @@ class SparseGRPOTrainer(Trainer):
     """A ``GRPOTrainer`` whose vLLM decodes sparsely, and which logs how far that takes the actor
     from the policy.
 
-    In colocate mode the schedule reaches vLLM through the environment; a server must have been
-    started with one. In lossless mode samples are the dense policy's. What is measured then is how
+    In colocate mode the schedule reaches vLLM through the environment, which is changed only while
+    the engine starts; a server must have been started with one. In lossless mode samples are the dense policy's. What is measured then is how
     close vLLM's numbers are to the trainer's, which is the most that any schedule could score; the
     acceptance of drafts is logged beside it. Every ``measure_every`` optimizer steps vLLM is asked
     for top-n lists, and some of the responses, at least one per process, get another dense forward
@@ -80,10 +79,8 @@ class SparseGRPOTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         decoding = None if schedule is None else Decoding.load(schedule)
-        if decoding is not None:
-            os.environ[vllm_config.MODE_ENVIRONMENT] = json.dumps(decoding.to_dict())
-            os.environ.pop(vllm_config.ENVIRONMENT, None)
-        super().__init__(*args, **kwargs)
+        with _asked_for(decoding):
+            super().__init__(*args, **kwargs)
         if not self.use_vllm:
             raise ConfigError("sparse rollouts need vLLM; set use_vllm=True in GRPOConfig")
         self.measure_every = measure_every
@@ -200,6 +197,20 @@ class SparseGRPOTrainer(Trainer):
                 )
             results = answer.json()["results"]
         return gather_object(results)
+
+
+def _asked_for(decoding: Decoding | None) -> AbstractContextManager[None]:
+    """A context in which the environment asks vLLM for ``decoding``; TRL has no field for it.
+
+    An engine keeps the mode that it was started in, so others in this process are as they would be
+    without the trainer.
+    """
+    if decoding is None:
+        return nullcontext()
+    asked = json.dumps(decoding.to_dict())
+    return vllm_config.variables(
+        {vllm_config.MODE_ENVIRONMENT: asked, vllm_config.ENVIRONMENT: None}
+    )
 
 
 class Recording:

@@ -21,8 +21,10 @@ from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import counter_metrics
 from sparrow.mismatch import mismatch_metrics, mismatch_report
 from sparrow.mismatch.drafts import DraftAcceptance
+from sparrow.mode import Decoding
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
+from sparrow.vllm import config
 from tests.conftest import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -222,9 +224,6 @@ def test_a_server_without_sparrow_is_refused():
 
 @pytest.mark.parametrize("runs, wanted", [("lossy", "lossless"), ("lossless", "fixed:9")])
 def test_a_server_in_another_mode_is_refused(monkeypatch, runs, wanted):
-    for name in ("SPARROW_MODE", "SPARROW_SCHEDULE"):
-        monkeypatch.setenv(name, "")  # that the adapter's are undone
-
     def init(self, *args, **kwargs):
         self.use_vllm, self.vllm_generation = True, None
 
@@ -235,6 +234,26 @@ def test_a_server_in_another_mode_is_refused(monkeypatch, runs, wanted):
         ConfigError, match=f"runs in mode '{runs}', not '(lossless|lossy)', and cannot change it"
     ):
         adapter.SparseGRPOTrainer(schedule=wanted)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_environment_asks_for_the_mode_only_while_vllm_starts(monkeypatch, fails):
+    monkeypatch.delenv("SPARROW_MODE", raising=False)
+    monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:3")  # the user's own
+    asked = []
+
+    def init(self, *args, **kwargs):
+        asked.append(config.from_environment())
+        self.use_vllm, self.vllm_generation = not fails, None
+
+    described = [{"mode": "lossy", "schedule": SparsitySchedule.fixed(9).to_dict()}]
+    monkeypatch.setattr(adapter.GRPOTrainer, "__init__", init)
+    monkeypatch.setattr(adapter.SparseGRPOTrainer, "_rpc", lambda self, method: described)
+    monkeypatch.setattr(adapter.SparseGRPOTrainer, "_counted", lambda self: {})
+    with pytest.raises(ConfigError, match="use_vllm=True") if fails else nullcontext():
+        adapter.SparseGRPOTrainer(schedule="fixed:9")
+    assert asked == [Decoding.lossy("fixed:9")]
+    assert config.from_environment() == Decoding.lossy("fixed:3")
 
 
 # --- the real thing ---
@@ -317,6 +336,7 @@ def test_stock_trl_trains_on_lossless_rollouts(tmp_path):
         tmp_path / "run.json", "-m", "tests.integrations.lossless_in_trl", tmp_path / "run.json"
     )
     assert run["describe"]["mode"] == "lossless" and run["moved"] > 1e-4
+    assert run["of a plain engine"] == "stock"
     assert run["counts"]["tokens_read"] < 0.8 * run["counts"]["tokens_held"]
     assert 0 < run["counts"]["accepted"] < run["counts"]["drafted"]
     assert run["tokens"] > 64 and run["gap"] < 1e-4
