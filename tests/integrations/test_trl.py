@@ -256,6 +256,46 @@ def test_the_environment_asks_for_the_mode_only_while_vllm_starts(monkeypatch, f
     assert config.from_environment() == Decoding.lossy("fixed:3")
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"top_p": 0.9},
+        {"top_k": 50},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"vllm_structured_outputs_regex": "a+"},
+        {"generation_kwargs": {"top_p": 0.9}},
+        {"generation_kwargs": {"presence_penalty": 1.0}},
+        {"generation_kwargs": {"logit_bias": {3: 1.0}}},
+        {"generation_kwargs": {"temperature": 0.5}},
+    ],
+)
+def test_samplers_that_bias_the_ratios_are_refused_before_anything_is_loaded(
+    tmp_path, monkeypatch, setting
+):
+    monkeypatch.setattr(adapter.GRPOTrainer, "__init__", lambda *a, **k: pytest.fail("loaded"))
+    [name] = setting.get("generation_kwargs", {}) or ["_".join([*setting]).removeprefix("vllm_")]
+    made = trl.GRPOConfig(
+        output_dir=str(tmp_path), use_vllm=True, use_cpu=True, bf16=False, **setting
+    )
+    with pytest.raises(ConfigError, match=name.removesuffix("_regex")):
+        adapter.SparseGRPOTrainer("model", print, args=made, schedule="fixed:9")
+    with pytest.raises(ConfigError, match=name.removesuffix("_regex")):
+        adapter.SparseGRPOTrainer("model", print, made, schedule="lossless")
+
+
+def test_samplers_that_leave_the_softmax_whole_are_taken(tmp_path):
+    made = trl.GRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        top_k=0,
+        min_p=0.0,
+        generation_kwargs={"stop": ["\n"], "top_k": -1},
+    )
+    adapter._check_sampling(made)
+
+
 # --- the real thing ---
 
 

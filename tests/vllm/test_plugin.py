@@ -1,8 +1,8 @@
 """The plugin's parts on their own; only what is marked so needs vLLM itself."""
 
 import contextlib
-import importlib.util
 import importlib
+import importlib.util
 import inspect
 import json
 import re
