@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib import resources
@@ -36,6 +36,7 @@ from sparrow.tasks import Mixture, Problem, Task, load_dataset_task, load_task
 from sparrow.tasks.base import TASKS, draw, make_task
 from sparrow.tasks.dataset import load_rows
 from sparrow.tasks.formats import FORMATS
+from sparrow.tasks.judges import Judge
 
 log = logging.getLogger(__name__)
 Precision = Literal["fp32", "bf16"]
@@ -90,7 +91,9 @@ def load_object(spec: str, what: str) -> Any:
     """
     module, _, name = spec.partition(":")
     if not re.fullmatch(r"[\w.]+:\w+", spec):
-        raise ConfigError(f"{what} {spec!r} should read module:name, such as my_rewards:judge")
+        raise ConfigError(
+            f"{what} {spec!r} should read module:name, such as my_rewards:judge{_by_path(spec)}"
+        )
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -105,10 +108,20 @@ def load_object(spec: str, what: str) -> Any:
         ) from error
     except AttributeError as error:
         raise ConfigError(f"{what} {spec!r}: {place(error)}; check the name") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{what} {spec!r}: importing {module} raised {place(error)}; fix it"
         ) from error
+
+
+def _by_path(spec: str) -> str:
+    """How to write a module that was given as a path, as the end of a sentence; empty for others."""
+    path, _, name = spec.partition(":")
+    file = Path(path)
+    if file.suffix != ".py" and "/" not in path:
+        return ""
+    written = f"{file.stem}:{name or 'judge'}"
+    return f"; for the file {path} write {written} in its folder, or with that folder on PYTHONPATH"
 
 
 def load_model(
@@ -163,8 +176,8 @@ def load_problems(
 
     Rows of a dataset whose prompt has no tokens, or more than ``room``, are dropped and counted.
     Without a tokenizer, no row is dropped for its tokens, and prompts are not put into a chat
-    template. If given, the function ``reward`` (``module:function``) judges in place of the
-    datasets' verifiers.
+    template. If given, the function ``reward`` (``module:function``, a ``tasks.judges.Judge``)
+    judges in place of the datasets' verifiers.
 
     Raises ConfigError: both or neither are given, unknown names or options, rows that cannot be
     used.
@@ -177,11 +190,7 @@ def load_problems(
                 f"--reward {reward} goes with --dataset; the task {task} brings its own verifier"
             )
         return load_task_spec(task)
-    judge = None if reward is None else load_object(reward, "reward")
-    if judge is not None and not callable(judge):
-        raise ConfigError(
-            f"reward {reward!r} is a {type(judge).__name__}, expected a function of response and answer"
-        )
+    judge = None if reward is None else Judge.of(load_object(reward, "reward"), reward)
     parts = [_load_dataset(spec, tokenizer, room, judge) for spec in datasets]
     tasks, weights = [task for task, _ in parts], [weight for _, weight in parts]
     return tasks[0] if len(tasks) == 1 else Mixture(tasks, weights)
@@ -258,7 +267,7 @@ def _load_dataset(
     spec: str,
     tokenizer: PreTrainedTokenizerBase | None,
     room: int | None,
-    judge: Callable[..., float] | None,
+    judge: Judge | None,
 ) -> tuple[Task, int]:
     """A dataset as a user writes it, and its weight in a mixture."""
     dressing: dict[str, Any] = {}

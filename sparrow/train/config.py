@@ -219,7 +219,8 @@ class RewardConfig(Settings):
     """What a response's reward is made of, beside the verifier's verdict (sparrow.train.reward)."""
 
     # A function of your own that judges in place of the dataset's verifier, module:function, called
-    # as function(response, answer=...); it returns a number, by custom in 0..1.
+    # as function(response, answer=...); it returns a number, by custom in 0..1. Functions written
+    # for TRL or verl are taken too (docs/rewards.md).
     function: Annotated[str | None, tyro.conf.arg(aliases=["--reward"])] = None
     time_limit: Positive = (
         300.0  # Seconds without any verdict after which a verifier is taken to hang.
