@@ -33,7 +33,7 @@ from sparrow.rewards import Limits, extract_answer, extract_code, verify_code, v
 from sparrow.rewards.sandbox import Isolation
 from sparrow.settings import Count, Settings
 from sparrow.tasks import Mixture, Problem, Task, load_dataset_task, load_task
-from sparrow.tasks.base import TASKS, draw, make_task
+from sparrow.tasks.base import TASKS, check_text, draw, make_task
 from sparrow.tasks.dataset import load_rows
 from sparrow.tasks.formats import FORMATS
 from sparrow.tasks.judges import Judge
@@ -90,7 +90,7 @@ def load_object(spec: str, what: str) -> Any:
     Raises ConfigError: no such module or name, or a module that raises.
     """
     module, _, name = spec.partition(":")
-    if not re.fullmatch(r"[\w.]+:\w+", spec):
+    if not re.fullmatch(r"[\w.]+:\w+", spec) or module.endswith(".py"):
         raise ConfigError(
             f"{what} {spec!r} should read module:name, such as my_rewards:judge{_by_path(spec)}"
         )
@@ -182,7 +182,11 @@ def load_problems(
     Raises ConfigError: both or neither are given, unknown names or options, rows that cannot be
     used.
     """
-    if (task is None) == (not datasets):
+    if task is not None and datasets:
+        raise ConfigError(
+            f"--task {task} and --dataset {' '.join(datasets)} exclude each other; give one of them"
+        )
+    if task is None and not datasets:
         raise ConfigError("say what to train on: either --task NAME or --dataset NAME or FILE")
     if task is not None:
         if reward is not None:
@@ -202,6 +206,7 @@ def load_benchmarks(
     tokenizer: PreTrainedTokenizerBase | None,
     room: int,
     reward: str | None = None,
+    option: str = "--eval.limit",
 ) -> dict[str, list[Problem]]:
     """``load_benchmark`` for each spec, by name without options or by file stem; by the whole spec
     if names repeat.
@@ -209,7 +214,7 @@ def load_benchmarks(
     short = [Path(spec).stem if os.path.isfile(spec) else spec.partition(":")[0] for spec in specs]
     return {
         spec if short.count(name) > 1 else name: load_benchmark(
-            spec, limit, tokenizer, room, reward
+            spec, limit, tokenizer, room, reward, option
         )
         for name, spec in zip(short, specs, strict=True)
     }
@@ -221,9 +226,10 @@ def load_benchmark(
     tokenizer: PreTrainedTokenizerBase | None,
     room: int | None = None,
     reward: str | None = None,
+    option: str = "--limit",
 ) -> list[Problem]:
     """The first ``limit`` problems (None: all) of a task's held-out stream, or of a dataset in the
-    order of its rows.
+    order of its rows; ``option`` is the user's name for the limit.
 
     Raises ConfigError: a task without a limit, and as ``load_problems``.
     """
@@ -231,7 +237,7 @@ def load_benchmark(
         task = load_task_spec(spec)
         if limit is None:
             raise ConfigError(
-                f"the task {spec} has no end; say how many problems to take, as in --limit 64"
+                f"the task {spec} has no end; say how many problems to take, as in {option} 64"
             )
         return [draw(task, i, HELD_OUT) for i in range(limit)]
     dataset: Any = load_problems(None, (spec,), tokenizer, room, reward)
@@ -359,6 +365,10 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
                     f'row {number} of {path}: every row needs a "prompt" that is text, got {kind}; render messages '
                     "with the model's chat template first"
                 )
+            try:
+                check_text(text)
+            except ValueError as error:
+                raise ConfigError(f"row {number} of {path} cannot be used: {error}") from error
             named.append((f"row {number} of {path}", text))
     else:
         try:

@@ -237,6 +237,7 @@ def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
     they are).
     ConfigError: the schedule does not match the model.
     """
+    _check_model(model)
     _check_schedule(schedule, model)
     actor = actor_of(model)
     if actor is not None and actor.routed:
@@ -269,6 +270,14 @@ def remove_schedule(model: PreTrainedModel) -> None:
     for module in model.modules():
         vars(module).pop(NAME, None)
     unwatch_generate(model)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise ConfigError(
+            f"the model is {'None' if model is None else f'a {type(model).__name__}'}, not a model of "
+            "transformers; give the model that decodes"
+        )
 
 
 def _check_schedule(schedule: SparsitySchedule, model: PreTrainedModel) -> None:
@@ -387,6 +396,7 @@ def teacher_forced(
     each row, or exceed its tokens; sequences are packed, or a mask is not causal for another
     reason; at the end, if no pass went through some of the layers.
     """
+    _check_model(model)
     actor = actor_of(model)
     if actor is None or not actor.routed:
         raise ConfigError(
@@ -429,7 +439,10 @@ def _forcing(
 
 
 def _whole(prompt_lengths: Sequence[int] | Tensor) -> Tensor:
-    lengths = torch.as_tensor(prompt_lengths)
+    try:
+        lengths = torch.as_tensor(prompt_lengths)
+    except (TypeError, ValueError, RuntimeError):
+        lengths = torch.empty(0, 0)
     kind = lengths.dtype
     is_whole = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
     if lengths.dim() != 1 or not is_whole or bool((lengths < 0).any()):

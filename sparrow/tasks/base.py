@@ -37,6 +37,17 @@ class Task(Protocol):
         """Problem ``index`` of the stream ``seed``; distinct seeds serve as splits."""
 
 
+def check_text(text: str) -> None:
+    """Raises ValueError: text that no encoding has, because it holds half of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])[1:-1]
+        raise ValueError(
+            f"its text holds {half}, which is half of a character; write the file as UTF-8"
+        ) from error
+
+
 def draw(task: Task, index: int, seed: int) -> Problem:
     """Problem ``index`` of the stream ``seed``.
 
@@ -58,6 +69,10 @@ def draw(task: Task, index: int, seed: int) -> Problem:
             f"{name} has a prompt that is a {type(problem.prompt).__name__}, expected text; render messages with the "
             "model's chat template"
         )
+    try:
+        check_text(problem.prompt)
+    except ValueError as error:
+        raise TaskError(f"{name} cannot be used: {error}") from error
     if not callable(problem.verify):
         raise TaskError(
             f"{name} has a verify that is a {type(problem.verify).__name__}, expected a function of the response"

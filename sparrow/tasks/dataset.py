@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow.errors import ConfigError
-from sparrow.tasks.base import Problem
+from sparrow.tasks.base import Problem, check_text
 from sparrow.tasks.formats import FORMATS, Format, Question, Row
 from sparrow.tasks.judges import Judge, check_columns
 
@@ -184,6 +184,8 @@ class DatasetTask:
                 if answer is None:
                     raise ValueError("it has no answer, and its solution states none in \\boxed{}")
                 question = replace(question, answer=answer)
+            if question is not None:
+                check_text(question.text)
             return question
         except (LookupError, ValueError, TypeError, AttributeError) as error:
             fault = (
