@@ -32,16 +32,16 @@ class Report(Command):
         from sparrow.report import draw_calibration, write_report
 
         runs = [path for path in (self.path, self.other) if path is not None]
-        if missing := [path for path in runs if not path.exists()]:
-            raise ConfigError(
-                f"there is no {missing[0]}; give a run directory, or a schedule from sparrow calibrate"
-            )
         if self.path.is_file():
             if len(runs) > 1 or self.steps:
                 raise ConfigError(
                     f"{self.path} is a schedule, which is drawn alone and has no steps; give it alone"
                 )
             drawn = draw_calibration(self.path)
+        elif missing := [path for path in runs if not path.exists()]:
+            raise ConfigError(
+                f"there is no {missing[0]}; give a run directory, or a schedule from sparrow calibrate"
+            )
         else:
             drawn = write_report(*runs, steps=self.steps)
         print(f"wrote {drawn}")
