@@ -103,7 +103,7 @@ def parse(argv: list[str]) -> Command:
             args=argv,
             prog="sparrow",
             description="RL rollouts with sparse attention, fast, without breaking the training. --version prints the "
-            "version; --tyro-print-completion SHELL prints completions for bash, zsh or tcsh.",
+            "version; --tyro-print-completion SHELL prints completions for bash or zsh.",
             config=(tyro.conf.ConsolidateSubcommandArgs,),
         )
     except ConfigError as error:  # an option out of range

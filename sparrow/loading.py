@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib import resources
@@ -33,9 +33,10 @@ from sparrow.rewards import Limits, extract_answer, extract_code, verify_code, v
 from sparrow.rewards.sandbox import Isolation
 from sparrow.settings import Count, Settings
 from sparrow.tasks import Mixture, Problem, Task, load_dataset_task, load_task
-from sparrow.tasks.base import TASKS, draw, make_task
+from sparrow.tasks.base import TASKS, check_text, draw, make_task
 from sparrow.tasks.dataset import load_rows
 from sparrow.tasks.formats import FORMATS
+from sparrow.tasks.judges import Judge
 
 log = logging.getLogger(__name__)
 Precision = Literal["fp32", "bf16"]
@@ -89,8 +90,10 @@ def load_object(spec: str, what: str) -> Any:
     Raises ConfigError: no such module or name, or a module that raises.
     """
     module, _, name = spec.partition(":")
-    if not re.fullmatch(r"[\w.]+:\w+", spec):
-        raise ConfigError(f"{what} {spec!r} should read module:name, such as my_rewards:judge")
+    if not re.fullmatch(r"[\w.]+:\w+", spec) or module.endswith(".py"):
+        raise ConfigError(
+            f"{what} {spec!r} should read module:name, such as my_rewards:judge{_by_path(spec)}"
+        )
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -105,10 +108,20 @@ def load_object(spec: str, what: str) -> Any:
         ) from error
     except AttributeError as error:
         raise ConfigError(f"{what} {spec!r}: {place(error)}; check the name") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{what} {spec!r}: importing {module} raised {place(error)}; fix it"
         ) from error
+
+
+def _by_path(spec: str) -> str:
+    """How to write a module that was given as a path, as the end of a sentence; empty for others."""
+    path, _, name = spec.partition(":")
+    file = Path(path)
+    if file.suffix != ".py" and "/" not in path:
+        return ""
+    written = f"{file.stem}:{name or 'judge'}"
+    return f"; for the file {path} write {written} in its folder, or with that folder on PYTHONPATH"
 
 
 def load_model(
@@ -163,13 +176,17 @@ def load_problems(
 
     Rows of a dataset whose prompt has no tokens, or more than ``room``, are dropped and counted.
     Without a tokenizer, no row is dropped for its tokens, and prompts are not put into a chat
-    template. If given, the function ``reward`` (``module:function``) judges in place of the
-    datasets' verifiers.
+    template. If given, the function ``reward`` (``module:function``, a ``tasks.judges.Judge``)
+    judges in place of the datasets' verifiers.
 
     Raises ConfigError: both or neither are given, unknown names or options, rows that cannot be
     used.
     """
-    if (task is None) == (not datasets):
+    if task is not None and datasets:
+        raise ConfigError(
+            f"--task {task} and --dataset {' '.join(datasets)} exclude each other; give one of them"
+        )
+    if task is None and not datasets:
         raise ConfigError("say what to train on: either --task NAME or --dataset NAME or FILE")
     if task is not None:
         if reward is not None:
@@ -177,11 +194,7 @@ def load_problems(
                 f"--reward {reward} goes with --dataset; the task {task} brings its own verifier"
             )
         return load_task_spec(task)
-    judge = None if reward is None else load_object(reward, "reward")
-    if judge is not None and not callable(judge):
-        raise ConfigError(
-            f"reward {reward!r} is a {type(judge).__name__}, expected a function of response and answer"
-        )
+    judge = None if reward is None else Judge.of(load_object(reward, "reward"), reward)
     parts = [_load_dataset(spec, tokenizer, room, judge) for spec in datasets]
     tasks, weights = [task for task, _ in parts], [weight for _, weight in parts]
     return tasks[0] if len(tasks) == 1 else Mixture(tasks, weights)
@@ -193,6 +206,7 @@ def load_benchmarks(
     tokenizer: PreTrainedTokenizerBase | None,
     room: int,
     reward: str | None = None,
+    option: str = "--eval.limit",
 ) -> dict[str, list[Problem]]:
     """``load_benchmark`` for each spec, by name without options or by file stem; by the whole spec
     if names repeat.
@@ -200,7 +214,7 @@ def load_benchmarks(
     short = [Path(spec).stem if os.path.isfile(spec) else spec.partition(":")[0] for spec in specs]
     return {
         spec if short.count(name) > 1 else name: load_benchmark(
-            spec, limit, tokenizer, room, reward
+            spec, limit, tokenizer, room, reward, option
         )
         for name, spec in zip(short, specs, strict=True)
     }
@@ -212,9 +226,10 @@ def load_benchmark(
     tokenizer: PreTrainedTokenizerBase | None,
     room: int | None = None,
     reward: str | None = None,
+    option: str = "--limit",
 ) -> list[Problem]:
     """The first ``limit`` problems (None: all) of a task's held-out stream, or of a dataset in the
-    order of its rows.
+    order of its rows; ``option`` is the user's name for the limit.
 
     Raises ConfigError: a task without a limit, and as ``load_problems``.
     """
@@ -222,7 +237,7 @@ def load_benchmark(
         task = load_task_spec(spec)
         if limit is None:
             raise ConfigError(
-                f"the task {spec} has no end; say how many problems to take, as in --limit 64"
+                f"the task {spec} has no end; say how many problems to take, as in {option} 64"
             )
         return [draw(task, i, HELD_OUT) for i in range(limit)]
     dataset: Any = load_problems(None, (spec,), tokenizer, room, reward)
@@ -258,7 +273,7 @@ def _load_dataset(
     spec: str,
     tokenizer: PreTrainedTokenizerBase | None,
     room: int | None,
-    judge: Callable[..., float] | None,
+    judge: Judge | None,
 ) -> tuple[Task, int]:
     """A dataset as a user writes it, and its weight in a mixture."""
     dressing: dict[str, Any] = {}
@@ -350,6 +365,10 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
                     f'row {number} of {path}: every row needs a "prompt" that is text, got {kind}; render messages '
                     "with the model's chat template first"
                 )
+            try:
+                check_text(text)
+            except ValueError as error:
+                raise ConfigError(f"row {number} of {path} cannot be used: {error}") from error
             named.append((f"row {number} of {path}", text))
     else:
         try:

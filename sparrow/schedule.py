@@ -242,6 +242,11 @@ class SparsitySchedule:
         Raises ConfigError: no such table; the message lists the known ones.
         """
         published = _published()
+        if not isinstance(model, str) or isinstance(target, bool | str) or target is None:
+            known = ", ".join(sorted(published["top_k"]))
+            raise ConfigError(
+                f"a preset is a model's name and a target, got {model!r} and {target!r}; known ones: {known}"
+            )
         name = f"{model.lower()}-{target:.2f}"
         if name not in published["top_k"] or float(f"{target:.2f}") != target:
             known = ", ".join(sorted(published["top_k"]))
@@ -306,7 +311,7 @@ class SparsitySchedule:
         Raises ConfigError: unknown or missing fields, or values a schedule cannot have.
         """
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(plain) - known)
+        unknown = sorted(set(plain) - known, key=str)
         if unknown or "top_k" not in plain:
             raise ConfigError(
                 f"a schedule has the fields {sorted(known)}; got unknown {unknown}, top_k is required"

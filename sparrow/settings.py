@@ -21,6 +21,8 @@ NotNegative = Annotated[Finite, Field(ge=0)]
 Share = Annotated[Finite, Field(gt=0, le=1)]  # a part of the whole, more than nothing
 Probability = Annotated[Finite, Field(gt=0, lt=1)]  # neither never nor always
 Count = Annotated[int, Field(ge=1)]
+Many = Annotated[int, Field(ge=1, le=10**6)]  # of what is held in memory, one by one
+Name = Annotated[str, Field(min_length=1)]  # of a file or folder
 CountOrZero = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy's global generator takes
 

@@ -110,6 +110,7 @@ ALLOWED = {
     "train.distill": ["measure", "mismatch", "model", "model.scoring", "schedule", "train"],
     "integrations": [
         "engines.base",
+        "engines.hf",
         "engines.vllm",
         "measure",
         "mismatch",

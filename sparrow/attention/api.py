@@ -307,7 +307,12 @@ def teacher_forced(
             raise ValueError(
                 f"unknown implementation {implementation!r}, expected 'reference' or 'triton'"
             )
-        from sparrow.attention import triton
+        try:
+            from sparrow.attention import triton
+        except ImportError as error:
+            raise ConfigError(
+                f"implementation 'triton' needs Triton ({error}); install it, or take 'reference'"
+            ) from error
 
         return triton.teacher_forced(*arguments, head_budgets_K, kept)
 

@@ -11,7 +11,7 @@ from sparrow import __version__, files
 from sparrow.commands.sampled import WithLists
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
-from sparrow.settings import CountOrZero, Probability, choose
+from sparrow.settings import CountOrZero, Name, Probability, choose, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Calibrate(WithLists):
 
     # The schedule, a JSON file; OUT.work/ beside it keeps what was measured, so that a second call
     # goes on from it.
-    out: str
+    out: Name
     # What the lower end of p5's 95 % interval must reach; unset: 0.86, if relative-target is unset
     # too.
     target: Probability | None = None
@@ -52,7 +52,15 @@ class Calibrate(WithLists):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        from sparrow.calibrate import MIN_SEQUENCES
+
         choose(self, "target", "relative_target", 0.86)
+        require(
+            self,
+            "count",
+            self.count >= MIN_SEQUENCES,
+            f"at least {MIN_SEQUENCES}: fewer responses give no interval of p5",
+        )
         if self.head_budgets and self.engine != "hf":
             raise ConfigError(
                 f"budgets of heads are found with engine hf, got {self.engine!r}, which cannot change them while it "

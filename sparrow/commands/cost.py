@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from sparrow.commands.base import Command
 from sparrow.mode import DraftWeights
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
-from sparrow.settings import Count, Positive, Probability, Share, require
+from sparrow.settings import Count, Many, Positive, Probability, Share, require
 
 if TYPE_CHECKING:
     from sparrow.cost import ModelShape
@@ -30,7 +30,7 @@ class Cost(Command):
     # phases.
     gpus: Count = 1
     tensor_parallel: Count = 1  # GPUs of one engine.
-    responses: Count = 240  # Responses of a rollout, over all GPUs.
+    responses: Many = 240  # Responses of a rollout, over all GPUs.
     samples: Count = 8  # Responses to one prompt.
     examples: Count | None = None  # Prompts of the whole run, to tell its hours on several GPUs.
     median: Positive = 14000  # Median response length in tokens; lengths are log-normal.

@@ -13,9 +13,10 @@ import tyro
 from sparrow.commands.arguments import from_toml
 from sparrow.commands.base import Command
 from sparrow.commands.train import Train
+from sparrow.errors import ConfigError
 from sparrow.mode import Decoding
 from sparrow.schedule import SparsitySchedule
-from sparrow.settings import Count, Seed
+from sparrow.settings import Count, Many, Name, Seed
 
 REASONER = Path(str(resources.files("sparrow") / "reasoner"))
 SCHEDULE = REASONER / "demo_schedule.json"
@@ -28,20 +29,29 @@ class Demo(Command):
     """Train the bundled reasoner on a CPU in some minutes: sparse rollouts, dense policy, rising
     reward. Then sample held-out problems dense, lossy and lossless."""
 
-    run_dir: str = "runs/demo"  # Where the run goes; must not exist yet.
+    run_dir: Name = "runs/demo"  # Where the run goes; must not exist yet.
     seed: Seed = 0  # Seeds the problems and the samples.
     steps: Count = 7  # Training steps.
-    prompts: Count = 24  # Problems a step, with 8 responses each.
+    prompts: Many = 24  # Problems a step, with 8 responses each.
     # Of the training. lossy: under the schedule that comes with the reasoner. lossless: drafts read
     # what that says.
     mode: Literal["dense", "lossy", "lossless"] = "lossy"
 
     def run(self) -> None:
+        from sparrow.run.directory import METRICS
+
+        if Path(self.run_dir, METRICS).exists():
+            raise ConfigError(
+                f"{self.run_dir} already holds a run, and a demo starts anew; remove it, or choose another --run-dir"
+            )
         self.training().run()
         self.compare()
 
     def interrupted(self) -> str:
-        return self.training().interrupted()
+        return (
+            f"interrupted; remove {self.run_dir} to start the demo again, or go on from a checkpoint, if there is one, "
+            f"with 'sparrow train --resume --run-dir {self.run_dir}'"
+        )
 
     def training(self) -> Train:
         how = {

@@ -11,7 +11,7 @@ from sparrow import files
 from sparrow.commands.sampled import Sampled
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
-from sparrow.settings import Count, NotNegative, Share
+from sparrow.settings import Count, Many, Name, NotNegative, Share
 from sparrow.train.config import DecodingOptions
 
 
@@ -23,7 +23,7 @@ class Eval(DecodingOptions, Sampled):
 
     # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
     benchmark: Annotated[tuple[str, ...], Field(min_length=1)]
-    out: str  # Folder for the samples; a second call goes on from those it finds there.
+    out: Name  # Folder for the samples; a second call goes on from those it finds there.
     # A function of your own that judges in place of the datasets' verifiers, module:function.
     reward: str | None = None
     # Evaluate the sparse actor under this schedule too, beside the dense model; with --mode lossy,
@@ -34,7 +34,7 @@ class Eval(DecodingOptions, Sampled):
     # policy alike.
     top_p: Share = 1.0
     top_k: Count | None = None  # Sample from so many of the likeliest tokens; unset: from all.
-    k: Count = 16  # Responses per problem.
+    k: Many = 16  # Responses per problem.
     # Problems per benchmark, the first ones; unset: all of a dataset. A task has no end and needs a
     # limit.
     limit: Count | None = None

@@ -9,7 +9,7 @@ from pathlib import Path
 from sparrow import files
 from sparrow.commands.sampled import WithLists
 from sparrow.errors import ConfigError
-from sparrow.settings import Probability, choose
+from sparrow.settings import Name, Probability, choose
 from sparrow.train.config import DecodingOptions
 
 
@@ -27,7 +27,7 @@ class Measure(DecodingOptions, WithLists):
     # Instead of tau: what to compare p5 with relative to its ceiling, that of dense rollouts
     # (docs/calibration.md).
     relative_tau: Probability | None = None
-    out: str | None = None  # Write the whole report to this JSON file.
+    out: Name | None = None  # Write the whole report to this JSON file.
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -38,6 +38,10 @@ class Report(Command):
                     f"{self.path} is a schedule, which is drawn alone and has no steps; give it alone"
                 )
             drawn = draw_calibration(self.path)
+        elif missing := [path for path in runs if not path.exists()]:
+            raise ConfigError(
+                f"there is no {missing[0]}; give a run directory, or a schedule from sparrow calibrate"
+            )
         else:
             drawn = write_report(*runs, steps=self.steps)
         print(f"wrote {drawn}")

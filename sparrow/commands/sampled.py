@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sparrow.commands.base import Command
 from sparrow.errors import ConfigError
-from sparrow.settings import Count, Positive, Seed
+from sparrow.settings import Count, Many, Positive, Seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ class FromPrompts(Sampled):
     dataset: tuple[str, ...] = ()
     # Softmax temperature of actor and policy alike; a greedy actor (0) has no acceptance rate.
     temperature: Positive = 1.0
-    count: Count = 64  # Responses to sample; prompts are repeated as needed.
+    count: Many = 64  # Responses to sample; prompts are repeated as needed.
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -33,11 +33,17 @@ from sparrow.engines.responses import Responses
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.mode import Decoding
-from sparrow.model.actor import NAME, set_schedule, sparse_calls, teacher_forced
+from sparrow.model.actor import (
+    NAME,
+    remove_schedule,
+    set_schedule,
+    sparse_calls,
+    teacher_forced,
+)
 from sparrow.model.scoring import Batch, TokenScorer, evaluating, micro_batches
 from sparrow.model.speculative import CachedSequences, Cycle, Shape, draw, speculate
 from sparrow.model.standing import standing
-from sparrow.model.state import attention_layers
+from sparrow.model.state import actor_of, attention_layers
 from sparrow.model.unread import unread
 from sparrow.rollout import Rollout, Sampling, Scores, Standing, derived_seed, split
 from sparrow.schedule import SparsitySchedule
@@ -101,6 +107,8 @@ class HFEngine(Engine, Scorer, Ranker):
         self._scorer = TokenScorer(
             model
         )  # before routing: a model that it refuses is left as it was
+        actor = actor_of(model)
+        self._schedule_before = actor.schedule if actor is not None and actor.routed else None
         set_schedule(model, self.schedule)
 
     @property
@@ -335,6 +343,15 @@ class HFEngine(Engine, Scorer, Ranker):
     def counters(self) -> Counters:
         counters, self._counters = self._counters, Counters(0, 0)
         return counters
+
+    def close(self) -> None:
+        """See ``Engine.close``: the model computes the attention again that it had before this
+        engine.
+        """
+        if self._schedule_before is None:
+            remove_schedule(self.model)
+        else:
+            set_schedule(self.model, self._schedule_before)
 
     @contextlib.contextmanager
     def _inference(self) -> Iterator[None]:

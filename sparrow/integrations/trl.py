@@ -14,20 +14,20 @@ Shapes: T response tokens, n entries of the actor's top-n list, V vocabulary.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from sparrow.engines.base import total
 from sparrow.engines.vllm.client import tally
 from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import counter_metrics
+from sparrow.integrations.sampling import NEUTRAL, check_whole_softmax
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
 from sparrow.mismatch import Ceiling, MismatchReport, mismatch_metrics
 from sparrow.mode import Decoding
@@ -47,16 +47,17 @@ class SparseGRPOTrainer(Trainer):
     """A ``GRPOTrainer`` whose vLLM decodes sparsely, and which logs how far that takes the actor
     from the policy.
 
-    In colocate mode the schedule reaches vLLM through the environment; a server must have been
-    started with one. In lossless mode samples are the dense policy's. What is measured then is how
-    close vLLM's numbers are to the trainer's, which is the most that any schedule could score; the
-    acceptance of drafts is logged beside it. Every ``measure_every`` optimizer steps vLLM is asked
-    for top-n lists, and some of the responses, at least one per process, get another dense forward
-    pass, which gives bounds on every token's acceptance rate. They are logged as ``sparrow/*``,
-    named as in ``sparrow.integrations.metrics`` and pooled over processes. Every log also has the
-    share of cached tokens that was read and the metrics of drafts. The last measurement is kept as
-    ``report``, for a controller that calls ``set_schedule``. Before the first batch, its prompts
-    are sampled densely, for the ceiling of p5.
+    In colocate mode the schedule reaches vLLM through the environment, which is changed only while
+    the engine starts; a server must have been started with one. In lossless mode samples are the
+    dense policy's. What is measured then is how close vLLM's numbers are to the trainer's, which is
+    the most that any schedule could score; the acceptance of drafts is logged beside it. Every
+    ``measure_every`` optimizer steps vLLM is asked for top-n lists, and some of the responses, at
+    least one per process, get another dense forward pass, which gives bounds on every token's
+    acceptance rate. They are logged as ``sparrow/*``, named as in ``sparrow.integrations.metrics``
+    and pooled over processes. Every log also has the share of cached tokens that was read and the
+    metrics of drafts. The last measurement is kept as ``report``, for a controller that calls
+    ``set_schedule``. Before the first batch, its prompts are sampled densely, for the ceiling of
+    p5.
 
     Args: args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set. schedule: what the actor
         may read, or how to decode, as ``Decoding.load`` takes it: a schedule, ``"lossless"``,
@@ -65,7 +66,8 @@ class SparseGRPOTrainer(Trainer):
         sequences: responses measured per process and measurement, spread over the batch.
         top_n: length of the actor's lists.
 
-    Raises ConfigError: TRL generates without vLLM, or its vLLM decodes densely or in another mode.
+    Raises ConfigError: TRL generates without vLLM, its vLLM decodes densely or in another mode, or it
+    samples from another distribution than the whole softmax (``integrations.sampling``).
     """
 
     report: MismatchReport | None = None
@@ -79,11 +81,12 @@ class SparseGRPOTrainer(Trainer):
         top_n: int = 20,
         **kwargs: Any,
     ) -> None:
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, GRPOConfig):
+                _check_sampling(given)
         decoding = None if schedule is None else Decoding.load(schedule)
-        if decoding is not None:
-            os.environ[vllm_config.MODE_ENVIRONMENT] = json.dumps(decoding.to_dict())
-            os.environ.pop(vllm_config.ENVIRONMENT, None)
-        super().__init__(*args, **kwargs)
+        with _asked_for(decoding):
+            super().__init__(*args, **kwargs)
         if not self.use_vllm:
             raise ConfigError("sparse rollouts need vLLM; set use_vllm=True in GRPOConfig")
         self.measure_every = measure_every
@@ -200,6 +203,33 @@ class SparseGRPOTrainer(Trainer):
                 )
             results = answer.json()["results"]
         return gather_object(results)
+
+
+def _check_sampling(config: GRPOConfig) -> None:
+    """Raises ConfigError: TRL would have vLLM sample from another distribution than the softmax."""
+    further = dict(config.generation_kwargs or {})  # TRL lets these win over the fields
+    fields = {name: getattr(config, name, None) for name in NEUTRAL}
+    fields["structured_outputs"] = config.vllm_structured_outputs_regex
+    check_whole_softmax({**fields, **further}, "GRPOConfig: ")
+    if further.get("temperature", config.temperature) != config.temperature:
+        raise ConfigError(
+            f"GRPOConfig.temperature is {config.temperature}, but generation_kwargs has {further['temperature']}, at "
+            "which vLLM would sample; set temperature alone"
+        )
+
+
+def _asked_for(decoding: Decoding | None) -> AbstractContextManager[None]:
+    """A context in which the environment asks vLLM for ``decoding``; TRL has no field for it.
+
+    An engine keeps the mode that it was started in, so others in this process are as they would be
+    without the trainer.
+    """
+    if decoding is None:
+        return nullcontext()
+    asked = json.dumps(decoding.to_dict())
+    return vllm_config.variables(
+        {vllm_config.MODE_ENVIRONMENT: asked, vllm_config.ENVIRONMENT: None}
+    )
 
 
 class Recording:

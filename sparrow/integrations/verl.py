@@ -38,6 +38,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from sparrow.errors import ConfigError
 from sparrow.integrations.probe import probe
+from sparrow.integrations.sampling import check_whole_softmax
 from sparrow.measure import pool
 from sparrow.mismatch import (
     Ceiling,
@@ -157,13 +158,14 @@ def requested(config: Mapping[str, Any]) -> Decoding:
     """How vLLM is to decode, by verl's configuration or else by the environment.
 
     Raises ConfigError: neither has a schedule, the policy's or the actor's log-probs will not be
-    there to compare, or a probe is asked for at a temperature other than 1.
+    there to compare, samples are truncated, or a probe is asked for at a temperature other than 1.
     """
     rollout = config["actor_rollout_ref"]["rollout"]
     if not rollout["calculate_log_probs"]:
         raise ConfigError(
             "the actor's log-probs are wanted; set actor_rollout_ref.rollout.calculate_log_probs=True"
         )
+    check_whole_softmax(rollout, "actor_rollout_ref.rollout.")
     if (
         config["trainer"]["v1"].get("sparrow", {}).get("probe_every")
         and rollout["temperature"] != 1

@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from sparrow import attention
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.model import masks, routing
-from sparrow.model.generation import dense_steps, watch_generate
+from sparrow.model.generation import dense_steps, unwatch_generate, watch_generate
 from sparrow.model.scoring import evaluating
 from sparrow.model.state import NAME, Actor, ScheduleTable, actor_of, attention_layers
 from sparrow.schedule import SparsitySchedule
@@ -38,6 +38,7 @@ __all__ = [
     "ScheduleTable",
     "dense_steps",
     "keep_attention",
+    "remove_schedule",
     "set_schedule",
     "sparrow_attention",
     "sparse_calls",
@@ -236,10 +237,11 @@ def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
     they are).
     ConfigError: the schedule does not match the model.
     """
+    _check_model(model)
     _check_schedule(schedule, model)
     actor = actor_of(model)
     if actor is not None and actor.routed:
-        _wear(model, Actor(schedule, actor.config))
+        _wear(model, Actor(schedule, actor.config, actor.own_attention))
         return
     windowed = routing.check_kind(model)
     give_back = routing.own_configs(model)
@@ -253,6 +255,29 @@ def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
             vars(module).pop(NAME, None)
         raise
     watch_generate(model)
+
+
+def remove_schedule(model: PreTrainedModel) -> None:
+    """Undo ``set_schedule``: ``model`` computes its own attention again, also in ``generate``.
+
+    A model without a schedule is left as it is.
+    """
+    actor = actor_of(model)
+    if actor is None:
+        return
+    if actor.routed:
+        model.set_attn_implementation(actor.own_attention)
+    for module in model.modules():
+        vars(module).pop(NAME, None)
+    unwatch_generate(model)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise ConfigError(
+            f"the model is {'None' if model is None else f'a {type(model).__name__}'}, not a model of "
+            "transformers; give the model that decodes"
+        )
 
 
 def _check_schedule(schedule: SparsitySchedule, model: PreTrainedModel) -> None:
@@ -292,13 +317,14 @@ def _route(
     own, dense, covering = routing.LayerPass(), routing.LayerPass(), routing.LayerPass()
     if config._attn_implementation == NAME:  # it was loaded with Sparrow's, or its layers are new
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    own_attention = config._attn_implementation
     calls: Counter[int] = Counter()
     modules: list[nn.Module] = []
     with evaluating(model):
         with own.watch(layers):
             model(input_ids=ids, use_cache=False)
         model.set_attn_implementation(NAME)
-        _wear(model, Actor(schedule, config))
+        _wear(model, Actor(schedule, config, own_attention))
         if layers and config._attn_implementation == NAME:
             try:
                 with (
@@ -370,6 +396,7 @@ def teacher_forced(
     each row, or exceed its tokens; sequences are packed, or a mask is not causal for another
     reason; at the end, if no pass went through some of the layers.
     """
+    _check_model(model)
     actor = actor_of(model)
     if actor is None or not actor.routed:
         raise ConfigError(
@@ -395,7 +422,7 @@ def _forcing(
     assert actor is not None
     if schedule is not None:
         _check_schedule(schedule, model)
-        actor = Actor(schedule, actor.config)
+        actor = Actor(schedule, actor.config, actor.own_attention)
     if implementation is None:
         implementation = "triton" if model.device.type == "cuda" else "reference"
     forcing = _TeacherForcing(actor, _whole(prompt_lengths), implementation)
@@ -412,7 +439,10 @@ def _forcing(
 
 
 def _whole(prompt_lengths: Sequence[int] | Tensor) -> Tensor:
-    lengths = torch.as_tensor(prompt_lengths)
+    try:
+        lengths = torch.as_tensor(prompt_lengths)
+    except (TypeError, ValueError, RuntimeError):
+        lengths = torch.empty(0, 0)
     kind = lengths.dtype
     is_whole = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
     if lengths.dim() != 1 or not is_whole or bool((lengths < 0).any()):

@@ -53,6 +53,13 @@ def watch_generate(model: nn.Module) -> None:
             vars(module)["generate"] = partial(_generate, module)
 
 
+def unwatch_generate(model: nn.Module) -> None:
+    """Undo ``watch_generate``."""
+    for module in model.modules():
+        if isinstance(vars(module).get("generate"), partial):
+            del vars(module)["generate"]
+
+
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The ``generate`` of a routed model: calls its own, after a check that decode steps read one
     token with a cache.

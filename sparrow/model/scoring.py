@@ -178,7 +178,8 @@ class TokenScorer(nn.Module):
     def _check_head(self) -> None:
         # Several tokens: id 0 is often padding, whose zero embedding gives zero logits, capped or
         # not.
-        ids = torch.arange(8, device=next(self.model.parameters()).device)[None]
+        vocabulary = self.model.config.get_text_config().vocab_size
+        ids = torch.arange(8, device=next(self.model.parameters()).device)[None] % vocabulary
         with evaluating(self.model):  # dropout would make the two differ
             direct = self.model(input_ids=ids, use_cache=False).logits
             hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state

@@ -65,6 +65,7 @@ class Actor:
 
     schedule: SparsitySchedule
     config: PreTrainedConfig  # of the text part of the model; says which attention its layers call
+    own_attention: str  # the implementation that the model came with
     layout: PageLayout = field(init=False)
     table: ScheduleTable = field(init=False)
     sparse_calls: int = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 RUNS = "AB"  # what two runs are called
-DASHES = ("-", (0, (4, 1.6)))  # their line styles
+DASHES = ("-", (0, (2.2, 1.4)))  # their line styles
+MARKERS = ("o", "D")  # their markers; those of the second are hollow, so that its dashes are seen
+MARKS = 12  # at most so many markers on a curve
 UNSMOOTHED_STEPS = 60  # longer runs also show a rolling mean, in bold
 
 
@@ -34,6 +36,7 @@ class Panel(NamedTuple):
     ]  # label -> [S]; nan where a run did not record it
     floor: float | None = None  # where the axis begins; if None, where the curves do
     at: Callable[[RunLog], NDArray[np.int64]] = attrgetter("steps")  # the steps of its series
+    meaning: str = ""  # what is shown, where title and labels do not say it
 
     def draw(self, ax: Axes, logs: Sequence[RunLog]) -> None:
         recorded = self.recorded(logs)
@@ -41,14 +44,15 @@ class Panel(NamedTuple):
         for i, label in recorded:
             color = theme.SERIES[labels.index(label) % len(theme.SERIES)]
             named = label if len(logs) == 1 else f"{label}, run {RUNS[i]}"
-            line(ax, self.at(logs[i]), self.series(logs[i])[label], color, DASHES[i], named)
+            values = self.series(logs[i])[label]
+            line(ax, self.at(logs[i]), values, color, i, named, marked=len(logs) > 1)
         ax.set_ylabel(self.axis)
         ax.yaxis.set_major_formatter("{x:g}")
         if self.floor is not None:
             ax.set_ylim(bottom=self.floor)
         step_axis(ax)
         if len(recorded) > 1:
-            ax.legend()
+            ax.legend(handlelength=3.2)
 
     def recorded(self, logs: Sequence[RunLog]) -> list[tuple[int, str]]:
         """Each run's index with the label of each series that it recorded."""
@@ -72,7 +76,7 @@ def of(scale: float = 1, **keys: str) -> Callable[[RunLog], dict[str, FloatArray
 def _rewards(log: RunLog) -> dict[str, FloatArray]:
     sources = log.sources()
     return {
-        "all": log.series("reward", "mean"),
+        "all responses": log.series("reward", "mean"),
         **{name: log.series("reward", "sources", name) for name in sources},
     }
 
@@ -103,14 +107,21 @@ LEFT_OUT = of(
 
 PANELS: dict[str, list[Panel]] = {
     "Reward and responses": [
-        Panel("Reward", "reward", _rewards),
+        Panel(
+            "Reward",
+            "reward",
+            _rewards,
+            meaning="mean over the responses of a step, those included that were sampled and replaced; "
+            "below it, where there are several, each dataset's own",
+        ),
         Panel("Response length", "tokens", of(mean="response.mean", longest="response.max"), 0),
         Panel("Responses that ended by themselves", "%", of(100, ended="response.ended_fraction")),
         Panel(
             "Prompts whose rewards are all equal",
             "%",
-            of(100, level="advantage.zero_variance_fraction"),
+            of(100, prompts_without_advantage="advantage.zero_variance_fraction"),
             0,
+            meaning="such prompts teach nothing, as no response is better than another",
         ),
     ],
     "Evaluation": [
@@ -159,24 +170,28 @@ def line(
     steps: NDArray[np.int64],
     values: FloatArray,
     color: str,
-    dash: Any = "-",
+    run: int = 0,
     label: str | None = None,
+    marked: bool = False,
 ) -> None:
-    """Draw one series ``[S]`` by step; a long one also gets its rolling mean, in bold over the
-    series itself.
+    """Draw one series ``[S]`` by step in the style of the run with this index; a long one also gets
+    its rolling mean, in bold over the series itself. Short ones have markers, and all that are
+    ``marked``.
     """
     if len(values) > UNSMOOTHED_STEPS:
         ax.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
         values = _rolling_mean(values, max(3, len(values) // 40))
-    marker = "o" if len(values) <= 12 else None
+    marker = MARKERS[run] if marked or len(values) <= MARKS else None
     ax.plot(
         steps,
         values,
         color=color,
         linewidth=1.7,
-        linestyle=dash,
+        linestyle=DASHES[run],
         marker=marker,
-        markersize=3.5,
+        markersize=5 if run else 3.5,
+        markerfacecolor="none" if run else color,
+        markevery=-(-len(values) // MARKS),
         label=label,
     )
 

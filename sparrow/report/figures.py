@@ -17,7 +17,7 @@ import numpy as np
 
 from sparrow.mismatch import Tau
 from sparrow.report import theme
-from sparrow.report.curves import PANELS, RUNS, line, step_axis
+from sparrow.report.curves import DASHES, MARKERS, PANELS, RUNS, line, step_axis
 from sparrow.report.summary import bin_name
 from sparrow.run.log import RunLog
 
@@ -55,7 +55,9 @@ def figures(logs: Logs) -> dict[str, list[Figure]]:
     first, *others = PANELS
     sections = {
         heading: [
-            Figure(p.title, partial(p.draw, logs=logs)) for p in PANELS[heading] if p.recorded(logs)
+            Figure(p.title, partial(p.draw, logs=logs), p.meaning)
+            for p in PANELS[heading]
+            if p.recorded(logs)
         ]
         for heading in (first, *others)
     }
@@ -84,7 +86,8 @@ def _acceptance(logs: Logs) -> list[Figure]:
     last = Figure(
         "p5 by length at the last step",
         partial(draw_last_tail, logs=logs),
-        "dots: lower bounds with their 95 % interval from resampling responses; triangles: upper bounds; grey: the "
+        "dots (of a second run, diamonds): lower bounds with their 95 % interval from resampling responses; "
+        "triangles: upper bounds; grey: the "
         "ceiling, p5 of dense rollouts with the same pair of engines, the noise floor",
     )
     distribution = Figure(
@@ -133,7 +136,7 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
             ax.hlines(b.ceiling, x - 0.2, x + 0.2, color=theme.MUTED, linewidth=1.5)
             # Not error bars: a bootstrap interval need not contain its estimate.
             ax.vlines(x, b.interval_low, b.interval_high, color=color, linewidth=4, alpha=0.4)
-            ax.plot(x, b.lower_bound, "o", color=color, markersize=5)
+            ax.plot(x, b.lower_bound, MARKERS[i], color=color, markersize=5)
             ax.plot(x, b.upper_bound, "^", color=theme.MUTED, markersize=4.5, fillstyle="none")
             if log.tau.relative:
                 level = log.tau.level(b.ceiling)
@@ -157,13 +160,16 @@ def draw_acceptance(ax: Axes, logs: Logs) -> None:
     one run.
     """
     steps = [
-        (log, -1, f"last step{_of_run(logs, i)}", theme.SERIES[i]) for i, log in enumerate(logs)
+        (log, -1, f"last step{_of_run(logs, i)}", theme.SERIES[i], DASHES[i])
+        for i, log in enumerate(logs)
     ]
     if len(logs) == 1:
-        steps.append((logs[0], 0, "first step", theme.MUTED))
-    for log, index, label, color in steps:
+        steps.append((logs[0], 0, "first step", theme.MUTED, DASHES[0]))
+    for log, index, label, color, dash in steps:
         counts, edges = log.histogram(index)
-        ax.stairs(counts / counts.sum(), edges, color=color, linewidth=1.2, label=label)
+        ax.stairs(
+            counts / counts.sum(), edges, color=color, linewidth=1.2, linestyle=dash, label=label
+        )
     ax.set_yscale("log")
     ax.set_xlabel("acceptance rate")
     ax.set_ylabel("share of tokens")
@@ -193,7 +199,7 @@ def draw_schedule(ax: Axes, logs: Logs) -> None:
     start as well.
     """
     tables = {
-        table: f"at the {when}{_of_run(logs, i)}"
+        table: (f"at the {when}{_of_run(logs, i)}", DASHES[i])
         for i, log in enumerate(logs)
         for table, when in ((log.schedules[0], "start"), (log.schedules[-1], "last step"))
     }
@@ -201,12 +207,13 @@ def draw_schedule(ax: Axes, logs: Logs) -> None:
         [len(s.top_k) * s.bin_tokens for s in tables] + [log.bins()[-1].end for log in logs]
     )
     lengths = np.unique(np.linspace(1, longest, 600).astype(np.int64))
-    for (table, label), color in zip(tables.items(), theme.SERIES, strict=False):
+    for (table, (label, dash)), color in zip(tables.items(), theme.SERIES, strict=False):
         ax.plot(
             lengths,
             100 * table.tokens_read(lengths) / lengths,
             color=color,
             linewidth=1.7,
+            linestyle=dash,
             label=label,
         )
     ax.set_ylim(0, 105)

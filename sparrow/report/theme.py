@@ -9,6 +9,16 @@ from typing import Any
 import numpy as np
 
 INK, MUTED, GRID = "#1f2328", "#5d6670", "#e3e6ea"
+PAGE = "#ffffff"
+DARK = {
+    "page": "#14171b",
+    "ink": "#e4e7eb",
+    "muted": "#9aa4ae",
+    "grid": "#323840",
+    "above": "#6db3f2",
+    "below": "#f2955b",
+}
+"""The page's colours for readers who prefer dark pages; figures are inverted there."""
 BELOW, ABOVE = "#c2500a", "#1f6fb5"  # where the tail is below tau, above it
 SERIES = ("#1f6fb5", "#d9730d", "#16826b", "#a14690")
 BINS = (

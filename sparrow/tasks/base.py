@@ -37,6 +37,17 @@ class Task(Protocol):
         """Problem ``index`` of the stream ``seed``; distinct seeds serve as splits."""
 
 
+def check_text(text: str) -> None:
+    """Raises ValueError: text that no encoding has, because it holds half of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])[1:-1]
+        raise ValueError(
+            f"its text holds {half}, which is half of a character; write the file as UTF-8"
+        ) from error
+
+
 def draw(task: Task, index: int, seed: int) -> Problem:
     """Problem ``index`` of the stream ``seed``.
 
@@ -47,12 +58,25 @@ def draw(task: Task, index: int, seed: int) -> Problem:
         problem = task.problem(index, seed)
     except SparrowError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(
             f"{name} could not be made, it raised {place(error)}; fix the task or its options"
         ) from error
     if not isinstance(problem, Problem):
         raise TaskError(f"{name} is a {type(problem).__name__}, expected a sparrow.tasks.Problem")
+    if not isinstance(problem.prompt, str):
+        raise TaskError(
+            f"{name} has a prompt that is a {type(problem.prompt).__name__}, expected text; render messages with the "
+            "model's chat template"
+        )
+    try:
+        check_text(problem.prompt)
+    except ValueError as error:
+        raise TaskError(f"{name} cannot be used: {error}") from error
+    if not callable(problem.verify):
+        raise TaskError(
+            f"{name} has a verify that is a {type(problem.verify).__name__}, expected a function of the response"
+        )
     return problem
 
 
@@ -128,7 +152,7 @@ def make_task(name: str, factory: Callable[..., Task], options: Mapping[str, Any
         raise ConfigError(
             f"task {name!r} does not take the options {dict(options)}: {error}"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(
             f"task {name!r} could not be made, it raised {place(error)}; fix it or its options"
         ) from error

@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from sparrow.errors import ConfigError
-from sparrow.tasks.base import Problem
+from sparrow.tasks.base import Problem, check_text
 from sparrow.tasks.formats import FORMATS, Format, Question, Row
+from sparrow.tasks.judges import Judge, check_columns
 
 log = logging.getLogger(__name__)
 
-Verifier = Callable[..., float]
+Verifier = Callable[..., float] | Judge
 """Called as ``verifier(response, answer=answer)``; a module-level function or other picklable
-callable.
+callable. A ``Judge`` sees the row's other columns too.
 """
 
 Extractor = Callable[[str], str | None]  # the answer that a response states, None if it states none
@@ -58,8 +59,8 @@ class DatasetTask:
     Rows that repeat an earlier question, up to spaces and case, are dropped; the number of dropped
     rows is logged.
 
-    Raises ConfigError: a row has no question or no answer, no row is left, or there is no verifier
-    for this kind.
+    Raises ConfigError: a row has no question or no answer, or lacks a column that the verifier
+    needs, no row is left, or there is no verifier for this kind.
     """
 
     def __init__(
@@ -88,6 +89,8 @@ class DatasetTask:
         self._rows, self._format, self._source, self._render = rows, format, source, render
         self._verifier = verifiers[format.kind]
         self._extract = (extractors or {}).get(format.kind)
+        if isinstance(self._verifier, Judge):
+            check_columns(self._verifier, rows, source)
         self._kept: list[int] = []
         dropped: Counter[str] = Counter()
         seen: set[str] = set()
@@ -156,10 +159,13 @@ class DatasetTask:
     def _problem(self, row: int) -> Problem:
         question = self._read(row)
         assert question is not None
+        prompt, answer, verifier = self._prompt(question), question.answer, self._verifier
         return Problem(
             id=f"{self.name}-{row}",
-            prompt=self._prompt(question),
-            verify=partial(self._verifier, answer=question.answer),
+            prompt=prompt,
+            verify=verifier.verifier(answer, prompt, self._rows[row], self.name)
+            if isinstance(verifier, Judge)
+            else partial(verifier, answer=answer),
             extract=self._extract,
             source=self.name,
             solution=question.solution,
@@ -178,6 +184,8 @@ class DatasetTask:
                 if answer is None:
                     raise ValueError("it has no answer, and its solution states none in \\boxed{}")
                 question = replace(question, answer=answer)
+            if question is not None:
+                check_text(question.text)
             return question
         except (LookupError, ValueError, TypeError, AttributeError) as error:
             fault = (

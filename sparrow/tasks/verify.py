@@ -4,14 +4,17 @@ verifier.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
 from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
+from typing import Any
 
 from sparrow.errors import RewardError, place
 from sparrow.tasks.base import Problem
 
+LARGEST_REWARD = 1e6  # in size; beyond, the spread of a group's rewards has no meaning
 TIME_LIMIT = 300.0  # after this many seconds without any verdict, a verifier is taken to hang
 VERIFYING = 64
 """Responses verified at a time. Verifiers that need processors wait for their own pools, so a bad
@@ -30,14 +33,14 @@ def verify_all(
     or hangs.
     """
     rewards: dict[int, float] = {}
-    failed: dict[int, Exception] = {}
+    failed: dict[int, BaseException] = {}
 
     def work(i: int) -> None:
         if i > min(failed, default=i):
             return  # those before it have begun and are waited for, to raise the first error
         try:
             rewards[i] = verify(problems[i], texts[i])
-        except Exception as error:
+        except BaseException as error:  # or the pool's thread would end, and nobody would know
             failed[i] = error
 
     # The pool's threads are daemons: one that hangs cannot be ended and must not keep the process
@@ -64,20 +67,28 @@ def verify_all(
 def verify(problem: Problem, text: str) -> float:
     """The reward of one response.
 
-    Raises RewardError: the verifier raised, or returned something that is not a finite number.
+    Raises RewardError: the verifier raised, or returned something that is not a number of at most
+    ``LARGEST_REWARD`` in size.
     """
     verifier = f"the verifier of problem {problem.id!r}"
     try:
-        reward = problem.verify(text)
-    except Exception as error:
+        reward: Any = problem.verify(text)
+    except RewardError:
+        raise
+    except (Exception, SystemExit) as error:
         raise RewardError(f"{verifier} raised {place(error)}; fix it and resume the run") from error
-    try:
-        number = float(reward)
-    except (TypeError, ValueError):
-        number = math.nan
+    number = math.nan
+    if not isinstance(reward, str | bytes | bytearray):  # float() would read their text
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            number = float(reward)
     if not math.isfinite(number):
         raise RewardError(
             f"{verifier} returned {reward!r}, expected a finite number; fix it and resume"
+        )
+    if abs(number) > LARGEST_REWARD:
+        raise RewardError(
+            f"{verifier} returned {reward!r}, but a reward is at most {LARGEST_REWARD:g} in size, by custom in 0..1; "
+            "scale it and resume"
         )
     return number
 
@@ -89,7 +100,7 @@ def stated(problem: Problem, text: str) -> bool:
     """
     try:
         return problem.extract is not None and problem.extract(text) is not None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RewardError(
             f"extract of problem {problem.id!r} raised {place(error)}; fix it and resume the run"
         ) from error

@@ -21,6 +21,8 @@ from sparrow.settings import (
     Count,
     CountOrZero,
     Finite,
+    Many,
+    Name,
     NotNegative,
     Positive,
     Probability,
@@ -123,6 +125,7 @@ class DecodingOptions(Settings):
     # of every so many cycles; its samples are never used. It tells what a lossy run under it would
     # begin with.
     meter_schedule: str | None = None
+    # Lossless in vLLM: cycles from one measurement of meter_schedule to the next.
     meter_every: Count = METER_EVERY
 
     def decoding(self, schedule: str | None) -> Decoding:
@@ -204,8 +207,8 @@ class DecodingOptions(Settings):
 class RolloutConfig(DecodingOptions):
     """What is sampled each step, and how."""
 
-    prompts: Count = 16  # Prompts per step, over all processes.
-    samples: Count = 8  # Responses per prompt.
+    prompts: Many = 16  # Prompts per step, over all processes.
+    samples: Many = 8  # Responses per prompt.
     max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
     temperature: Positive = 1.0  # Softmax temperature of actor and policy alike.
     top_n: Count = 20  # Length of the recorded lists that bound the acceptance rate.
@@ -219,7 +222,8 @@ class RewardConfig(Settings):
     """What a response's reward is made of, beside the verifier's verdict (sparrow.train.reward)."""
 
     # A function of your own that judges in place of the dataset's verifier, module:function, called
-    # as function(response, answer=...); it returns a number, by custom in 0..1.
+    # as function(response, answer=...); it returns a number, by custom in 0..1. Functions written
+    # for TRL or verl are taken too (docs/rewards.md).
     function: Annotated[str | None, tyro.conf.arg(aliases=["--reward"])] = None
     time_limit: Positive = (
         300.0  # Seconds without any verdict after which a verifier is taken to hang.
@@ -261,7 +265,8 @@ class OptimizerConfig(Settings):
 class LoraConfig(Settings):
     """A LoRA on the policy, which then is all that trains; the model that is saved has it merged."""
 
-    r: Count | None = None  # Its rank; unset: no LoRA, all weights train.
+    # Its rank; unset: no LoRA, all weights train.
+    r: Annotated[int, Field(ge=1, le=4096)] | None = None
     alpha: Count = 32  # Its scale, over the rank.
     # Linear layers that get it, by the last part of their name.
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = PROJECTIONS
@@ -355,7 +360,7 @@ class GuardConfig(Settings):
 class TrainConfig(Settings):
     """One training run."""
 
-    run_dir: str = "runs/latest"  # Where metrics, checkpoints and the trained model go.
+    run_dir: Name = "runs/latest"  # Where metrics, checkpoints and the trained model go.
     steps: Count = 100  # Training steps, counted from the start of the run.
     seed: Seed = 0  # Seeds the order of the problems and every sample.
     resume: bool = False  # Go on from the last checkpoint in run_dir.

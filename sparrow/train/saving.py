@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
         try:
             learner.accelerator.save_state(str(folder))
         except (RuntimeError, CheckpointException) as error:  # how torch reports a full disk
-            raise OSError(str(error).splitlines()[0]) from error
+            raise OSError(_cut_short(error, folder)) from error
         if ranks.is_main:
             state.save(folder)
 
@@ -43,6 +44,15 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
         folder = ranks.on_main(phase, lambda: run_dir.begin("checkpoints", state.step))
         ranks.gather(phase, write)
         ranks.on_main(phase, finish)
+
+
+def _cut_short(error: Exception, folder: Path) -> str:
+    """What kept torch from writing a file; of a full disk it only says where in its code it was."""
+    reason, *_ = str(error).splitlines()
+    if "inline_container" not in reason and "PytorchStreamWriter" not in reason:
+        return reason
+    free = shutil.disk_usage(folder).free
+    return f"a file was cut short, with {free / 2**20:,.0f} MB left on the disk"
 
 
 def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:

@@ -167,8 +167,8 @@ class SparseBuilder(VLLMClass):
         )
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """Never: a shared prefix would be read whole."""
-        return False
+        """Never under a schedule: a shared prefix would be read whole."""
+        return self.runtime is None and super().use_cascade_attention(*args, **kwargs)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False

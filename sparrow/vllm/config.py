@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparrow.errors import ConfigError, UnsupportedModel, refuse
@@ -46,6 +47,46 @@ def from_environment() -> Decoding | None:
         return Decoding.load(mode)
     key = "draft_schedule" if mode == "lossless" else "schedule"
     return Decoding.load({"mode": mode, **({key: schedule} if schedule else {})})
+
+
+@contextlib.contextmanager
+def variables(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Inside, the environment has these values, where None stands for an unset variable; afterwards
+    it has those that it had before.
+    """
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
+    """Write into vLLM's ``EngineArgs`` how the engine decodes, wherever that was asked for.
+
+    The engine then keeps to it whatever becomes of the environment, and vLLM, which keeps compiled
+    models by its configuration, tells it from engines that decode otherwise. On a GPU, an engine
+    that was asked by the environment and names no attention gets Sparrow's: another engine of this
+    process may have begun without the environment, so that FlashAttention is vLLM's own.
+    """
+    by_environment = additional(arguments, KEY) is None
+    arguments.additional_config = {
+        **(arguments.additional_config or {}),
+        KEY: decoding.to_dict(),
+    }
+    asked = arguments.attention_config
+    named = asked.get("backend") if isinstance(asked, Mapping) else getattr(asked, "backend", None)
+    if by_environment and not on_cpu and arguments.attention_backend is None and named is None:
+        arguments.attention_backend = "CUSTOM"
 
 
 def requested(vllm_config: Any) -> Decoding | None:

@@ -34,10 +34,12 @@ class CudaBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """In lossless mode everything that vLLM runs is dense, so its graphs may hold verification
-        too.
+        too; an engine that was not asked for Sparrow has the graphs of stock vLLM.
         """
         decoding = requested(vllm_config)
-        is_lossless = decoding is not None and decoding.mode == "lossless"
+        if decoding is None:
+            return FlashAttentionMetadataBuilder.get_cudagraph_support(vllm_config, kv_cache_spec)
+        is_lossless = decoding.mode == "lossless"
         return AttentionCGSupport.UNIFORM_BATCH if is_lossless else cls._cudagraph_support
 
 
@@ -103,8 +105,26 @@ class CudaBackend(FlashAttentionBackend):
 
 
 class CudaFlashBackend(CudaBackend):
-    """Registered over ``FLASH_ATTN`` when the environment asks for a schedule."""
+    """Registered over ``FLASH_ATTN`` when the environment asks for a schedule; stock for engines
+    that are started once it no longer does.
+    """
 
     @staticmethod
     def get_name() -> str:
         return "FLASH_ATTN"
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
+        stock = CudaBackend if is_requested() else FlashAttentionBackend
+        return stock.supports_kv_cache_dtype(kv_cache_dtype)
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *args: Any, **kwargs: Any
+    ) -> str | None:
+        stock = CudaBackend if is_requested() else FlashAttentionBackend
+        return stock.supports_combination(head_size, dtype, kv_cache_dtype, *args, **kwargs)
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        return CudaBackend.get_impl_cls() if is_requested() else FlashAttentionImpl

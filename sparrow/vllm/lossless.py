@@ -69,13 +69,6 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
             f"is {method!r}; leave one of them out"
         )
     arguments.speculative_config = {**(asked or {}), **wanted}
-    if decoding.draft_weights != "auto":
-        # vLLM keeps compiled models by its configuration, of which Sparrow's environment variables
-        # are no part.
-        arguments.additional_config = {
-            **(arguments.additional_config or {}),
-            ENGINE_KEY: decoding.to_dict(),
-        }
     if decoding.adapt_draft_tokens:
         if arguments.scheduler_cls not in (None, SCHEDULER):
             raise ConfigError(

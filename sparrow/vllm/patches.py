@@ -169,8 +169,10 @@ def _prepared_engine_arguments(stock: Any) -> Any:
         from vllm.platforms import current_platform
 
         decoding = config.requested(self)
-        if decoding is not None and decoding.mode == "lossless":
-            lossless.prepare(self, decoding, current_platform.is_cpu())
+        if decoding is not None:
+            config.settle(self, decoding, current_platform.is_cpu())
+            if decoding.mode == "lossless":
+                lossless.prepare(self, decoding, current_platform.is_cpu())
         return stock(self, *args, **kwargs)
 
     return create_engine_config
@@ -346,9 +348,15 @@ def _lists_in_arrays(stock: Any) -> Any:
 
 def _unpacked_linear(stock: Any) -> Any:
     from torch.nn.functional import linear
+    from vllm.config import get_current_vllm_config_or_none
 
+    @wraps(stock)
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = linear
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is None or config.requested(vllm_config) is None:
+            stock(layer, remove_weight)  # a plain engine after one of Sparrow's
+        else:
+            layer.cpu_linear = linear
 
     return dispatch_cpu_unquantized_gemm
 
@@ -374,7 +382,8 @@ ALWAYS = (
     Patch(
         "vllm.engine.arg_utils:EngineArgs.create_engine_config",
         versions.SUPPORTED,
-        "in lossless mode tell vLLM to speculate, so that a user need not know how",
+        "an engine keeps the mode that it was started in, whatever becomes of the environment; in lossless mode tell "
+        "vLLM to speculate, so that a user need not know how",
         _prepared_engine_arguments,
     ),
     Patch(

@@ -310,6 +310,27 @@ def test_another_attention_implementation_is_noticed_and_routed_back():
     assert forcing.implementation == "reference", "the model is on the CPU"
 
 
+@pytest.mark.parametrize("loaded_with", ["sdpa", "eager"])
+def test_a_closed_engine_leaves_its_model_as_it_was(loaded_with):
+    model = tiny_model()
+    model.set_attn_implementation(loaded_with)
+    ids, mask = left_padded(prompts([173, 64]))
+    before, _ = greedy(model, ids, mask)
+    engine = HFEngine(model, SparsitySchedule.fixed(1, dense_layers=()), eos_ids=[])
+    sparse, _ = greedy(model, ids, mask)
+    assert not torch.equal(sparse, before)
+    engine.close()
+    assert torch.equal(greedy(model, ids, mask)[0], before)
+    assert model.config._attn_implementation == loaded_with
+    assert not any("sparrow" in vars(module) for module in model.modules())
+    engine.close()  # a second time changes nothing
+
+    # A schedule that the user had set is there again.
+    set_schedule(model, SparsitySchedule.fixed(1, dense_layers=()))
+    HFEngine(model, SparsitySchedule.dense(), eos_ids=[]).close()
+    assert torch.equal(greedy(model, ids, mask)[0], sparse)
+
+
 def test_the_kernels_are_used_when_asked_for_by_name():
     pytest.importorskip("triton")
     model = tiny_model(head_dim=16)

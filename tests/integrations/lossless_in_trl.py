@@ -1,8 +1,8 @@
 """Two steps of stock TRL with lossless rollouts by stock vLLM, on the model runner of GPUs;
 ``test_trl.py`` runs it.
 
-Written as JSON: what was logged, and at the end log-probs of one rollout by vLLM and by
-transformers.
+Written as JSON: what was logged, at the end log-probs of one rollout by vLLM and by transformers,
+and how an engine decodes that is started in the same process afterwards.
 """
 
 import json
@@ -22,6 +22,7 @@ from vllm import LLM, SamplingParams
 import sparrow
 from sparrow.integrations.trl import SparseGRPOTrainer
 from sparrow.tasks import load_task
+from sparrow.vllm import config
 
 DECODING = {
     "mode": "lossless",
@@ -101,7 +102,10 @@ def main(out: Path) -> None:
         ]
         gap = max(gap, max(abs(a - b) for a, b in zip(dense, given, strict=True)))
         tokens += len(response)
+    plain = LLM(model=str(Path(sparrow.__file__).parent / "reasoner"), dtype="float32")
+    asked = config.requested(plain.llm_engine.vllm_config)
     result = {
+        "of a plain engine": "stock" if asked is None else asked.mode,
         "log": trainer.state.log_history,
         "describe": llm.collective_rpc("sparrow_describe")[0],
         "counts": counts,

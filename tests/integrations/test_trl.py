@@ -21,8 +21,10 @@ from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import counter_metrics
 from sparrow.mismatch import mismatch_metrics, mismatch_report
 from sparrow.mismatch.drafts import DraftAcceptance
+from sparrow.mode import Decoding
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
+from sparrow.vllm import config
 from tests.conftest import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -222,9 +224,6 @@ def test_a_server_without_sparrow_is_refused():
 
 @pytest.mark.parametrize("runs, wanted", [("lossy", "lossless"), ("lossless", "fixed:9")])
 def test_a_server_in_another_mode_is_refused(monkeypatch, runs, wanted):
-    for name in ("SPARROW_MODE", "SPARROW_SCHEDULE"):
-        monkeypatch.setenv(name, "")  # that the adapter's are undone
-
     def init(self, *args, **kwargs):
         self.use_vllm, self.vllm_generation = True, None
 
@@ -235,6 +234,66 @@ def test_a_server_in_another_mode_is_refused(monkeypatch, runs, wanted):
         ConfigError, match=f"runs in mode '{runs}', not '(lossless|lossy)', and cannot change it"
     ):
         adapter.SparseGRPOTrainer(schedule=wanted)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_environment_asks_for_the_mode_only_while_vllm_starts(monkeypatch, fails):
+    monkeypatch.delenv("SPARROW_MODE", raising=False)
+    monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:3")  # the user's own
+    asked = []
+
+    def init(self, *args, **kwargs):
+        asked.append(config.from_environment())
+        self.use_vllm, self.vllm_generation = not fails, None
+
+    described = [{"mode": "lossy", "schedule": SparsitySchedule.fixed(9).to_dict()}]
+    monkeypatch.setattr(adapter.GRPOTrainer, "__init__", init)
+    monkeypatch.setattr(adapter.SparseGRPOTrainer, "_rpc", lambda self, method: described)
+    monkeypatch.setattr(adapter.SparseGRPOTrainer, "_counted", lambda self: {})
+    with pytest.raises(ConfigError, match="use_vllm=True") if fails else nullcontext():
+        adapter.SparseGRPOTrainer(schedule="fixed:9")
+    assert asked == [Decoding.lossy("fixed:9")]
+    assert config.from_environment() == Decoding.lossy("fixed:3")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"top_p": 0.9},
+        {"top_k": 50},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"vllm_structured_outputs_regex": "a+"},
+        {"generation_kwargs": {"top_p": 0.9}},
+        {"generation_kwargs": {"presence_penalty": 1.0}},
+        {"generation_kwargs": {"logit_bias": {3: 1.0}}},
+        {"generation_kwargs": {"temperature": 0.5}},
+    ],
+)
+def test_samplers_that_bias_the_ratios_are_refused_before_anything_is_loaded(
+    tmp_path, monkeypatch, setting
+):
+    monkeypatch.setattr(adapter.GRPOTrainer, "__init__", lambda *a, **k: pytest.fail("loaded"))
+    [name] = setting.get("generation_kwargs", {}) or ["_".join([*setting]).removeprefix("vllm_")]
+    made = trl.GRPOConfig(
+        output_dir=str(tmp_path), use_vllm=True, use_cpu=True, bf16=False, **setting
+    )
+    with pytest.raises(ConfigError, match=name.removesuffix("_regex")):
+        adapter.SparseGRPOTrainer("model", print, args=made, schedule="fixed:9")
+    with pytest.raises(ConfigError, match=name.removesuffix("_regex")):
+        adapter.SparseGRPOTrainer("model", print, made, schedule="lossless")
+
+
+def test_samplers_that_leave_the_softmax_whole_are_taken(tmp_path):
+    made = trl.GRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        top_k=0,
+        min_p=0.0,
+        generation_kwargs={"stop": ["\n"], "top_k": -1},
+    )
+    adapter._check_sampling(made)
 
 
 # --- the real thing ---
@@ -317,6 +376,7 @@ def test_stock_trl_trains_on_lossless_rollouts(tmp_path):
         tmp_path / "run.json", "-m", "tests.integrations.lossless_in_trl", tmp_path / "run.json"
     )
     assert run["describe"]["mode"] == "lossless" and run["moved"] > 1e-4
+    assert run["of a plain engine"] == "stock"
     assert run["counts"]["tokens_read"] < 0.8 * run["counts"]["tokens_held"]
     assert 0 < run["counts"]["accepted"] < run["counts"]["drafted"]
     assert run["tokens"] > 64 and run["gap"] < 1e-4

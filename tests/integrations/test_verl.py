@@ -115,6 +115,13 @@ def test_what_could_not_be_compared_is_refused(monkeypatch):
         adapter.requested(bypassed)
 
 
+@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}])
+def test_samplers_that_bias_the_ratios_are_refused(setting):
+    [(name, value)] = setting.items()
+    with pytest.raises(ConfigError, match=rf"actor_rollout_ref.rollout.{name} is {value}"):
+        adapter.requested(configuration(**setting))
+
+
 # --- what is measured ---
 
 

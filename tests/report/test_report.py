@@ -764,8 +764,62 @@ def test_a_series_that_only_the_second_run_has_is_in_the_legend():
         ax = drawn(panel.draw, *logs)
         named = {text.get_text().partition(",")[0] for text in ax.get_legend().get_texts()}
         assert (
-            named == {"all", "gsm8k", "taco"} and len({line.get_color() for line in ax.lines}) == 3
+            named == {"all responses", "gsm8k", "taco"}
+            and len({line.get_color() for line in ax.lines}) == 3
         )
+
+
+@pytest.mark.parametrize("steps", [3, 40, UNSMOOTHED_STEPS + 40])
+def test_two_runs_are_told_apart_by_marker_and_dash_on_curves_of_any_length(steps):
+    log = log_of(*(step_row(i) for i in range(1, steps + 1)))
+    for panel in PANELS["Reward and responses"]:
+        ax = drawn(panel.draw, log, log)
+        shown = [line for line in ax.lines if not line.get_label().startswith("_")]
+        first = [line for line in shown if line.get_label().endswith("run A")]
+        second = [line for line in shown if line.get_label().endswith("run B")]
+        assert len(first) == len(second) > 0
+        for one, other in zip(first, second, strict=True):
+            assert one.get_color() == other.get_color()
+            assert {one.get_marker(), other.get_marker()} == {"o", "D"}
+            assert one.get_linestyle() == "-" and other.get_linestyle() != "-"
+            assert other.get_markerfacecolor() == "none" != one.get_markerfacecolor()
+            assert steps / other.get_markevery() <= 12
+        assert ax.get_legend().handlelength >= 3  # so long that dashes are seen
+
+
+def test_no_label_says_less_than_what_is_meant():
+    """Neither "all" of what nor "level" with what."""
+    labels = {
+        label
+        for panels in PANELS.values()
+        for panel in panels
+        for _, label in panel.recorded([log_of(step_row(1), step_row(2))])
+    }
+    assert not labels & {"all", "level"} and "all responses" in labels
+    explained = {panel.title: panel.meaning for panel in PANELS["Reward and responses"]}
+    assert "teach nothing" in explained["Prompts whose rewards are all equal"]
+    assert "mean over the responses" in explained["Reward"]
+
+
+def test_a_phone_is_told_that_a_table_goes_on(parsed, report):
+    text = report.read_text(encoding="utf-8")
+    style, _, body = text.partition("</style>")
+    tables = body.count('class="numbers"')
+    assert tables and body.count('<p class="hint">') == tables
+    assert ".hint { display: none;" in style
+    assert "@media (max-width: 48rem) { .hint { display: block; } }" in style
+
+
+def test_the_page_is_dark_for_those_who_prefer_it(report):
+    style = report.read_text(encoding="utf-8").partition("</style>")[0]
+    dark = style.partition("@media (prefers-color-scheme: dark)")[2]
+    assert '<meta name="color-scheme" content="light dark">' in style
+    assert "background: var(--page)" in style and "color: var(--ink)" in style
+    for name, color in theme.DARK.items():
+        assert f"--{name}: {color};" in dark and f"--{name}: " in style.partition("@media")[0]
+    assert "figure img { filter: invert(1)" in dark
+    for name in ("ink", "muted", "above", "below"):
+        assert contrast(theme.DARK[name], theme.DARK["page"]) >= 4.5
 
 
 def test_runs_with_other_length_bins_are_not_compared(run, tmp_path):

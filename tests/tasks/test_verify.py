@@ -2,6 +2,7 @@
 hang has a limit.
 """
 
+import sys
 import time
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from sparrow.errors import RewardError
 from sparrow.tasks import Problem
 from sparrow.tasks import verify as verify_module
-from sparrow.tasks.verify import verify_all
+from sparrow.tasks.verify import stated, verify_all
 
 SLOW_S = 0.3
 
@@ -58,3 +59,30 @@ def test_the_one_that_hangs_is_named_unless_another_failed():
 
     with pytest.raises(RewardError, match="of problem '0' raised ZeroDivisionError"):
         judged(verify_or_fail, 3, time_limit=SLOW_S)
+
+
+@pytest.mark.parametrize(
+    "ends", [lambda text: sys.exit(3), lambda text: exec("raise GeneratorExit")]
+)
+def test_a_verifier_that_ends_the_program_is_named_at_once(ends):
+    began = time.monotonic()
+    with pytest.raises((RewardError, GeneratorExit)) as raised:
+        judged(ends, 3, time_limit=60)
+    assert time.monotonic() - began < 10
+    if isinstance(raised.value, RewardError):
+        assert "of problem '0' raised SystemExit: 3" in str(raised.value)
+    with pytest.raises(RewardError, match="extract of problem 'p' raised SystemExit"):
+        stated(Problem("p", "", float, extract=sys.exit), "0")
+
+
+@pytest.mark.parametrize("text", ["1.0", b"1.0", "nan", 10**400, [1.0, 2.0], None, float("inf")])
+def test_what_is_not_a_finite_number_is_refused_though_it_reads_like_one(text):
+    with pytest.raises(RewardError, match="expected a finite number"):
+        judged(lambda _: text, 1)
+
+
+def test_a_reward_too_large_for_a_spread_is_refused():
+    assert judged(lambda _: -1e6, 1) == [-1e6] and judged(lambda _: True, 1) == [1.0]
+    for value in (1e300, -1e7):
+        with pytest.raises(RewardError, match="at most 1e\\+06 in size"):
+            judged(lambda _, value=value: value, 1)

@@ -138,17 +138,15 @@ def test_drafts_cannot_be_both_compared_and_rejected_by_given_rates():
     )
 
 
-def test_a_compiled_model_whose_drafts_have_a_copy_is_kept_apart(monkeypatch):
-    """From one without, also where a variable asks for the copy: vLLM tells them apart by its
-    configuration.
-    """
+def test_compiled_models_of_other_settings_are_kept_apart(monkeypatch):
+    """Also where a variable asks for them: vLLM tells them apart by its configuration."""
     monkeypatch.setenv("SPARROW_MODE", '{"mode": "lossless", "draft_weights": "fp8"}')
     decoding = config.requested(arguments())
-    made = prepared(decoding, additional_config={"theirs": 1})
+    made = arguments(additional_config={"theirs": 1})
+    config.settle(made, decoding, on_cpu=True)
     assert made.additional_config == {"theirs": 1, "sparrow": decoding.to_dict()}
-    lossless.prepare(made, config.requested(made), on_cpu=True)
+    config.settle(made, config.requested(made), on_cpu=True)
     assert config.requested(made) == decoding and "theirs" in made.additional_config
-    assert prepared(Decoding.lossless()).additional_config == {}
 
 
 def test_a_fixed_number_of_drafts_takes_other_schedulers():

@@ -1,6 +1,7 @@
 """The plugin's parts on their own; only what is marked so needs vLLM itself."""
 
 import contextlib
+import importlib
 import importlib.util
 import inspect
 import json
@@ -773,6 +774,64 @@ def test_registering_twice_changes_nothing():
     assert WorkerWrapperBase.initialize_from_config is wrapped
     assert AttentionBackendEnum.CPU_ATTN.get_path() == plugin.CPU
     assert WorkerBase.sparrow_counters.__name__ == "sparrow_counters"
+
+
+def engine_arguments(**given):
+    stock = dict(additional_config={}, attention_backend=None, attention_config=None)
+    return SimpleNamespace(**{**stock, **given})
+
+
+@pytest.mark.parametrize(
+    "given, backend",
+    [
+        ({}, "CUSTOM"),
+        ({"attention_backend": "FLASH_ATTN"}, "FLASH_ATTN"),
+        ({"attention_config": {"backend": "FLASH_ATTN"}}, None),
+        ({"attention_config": SimpleNamespace(backend=None)}, "CUSTOM"),
+    ],
+)
+def test_an_engine_asked_by_the_environment_is_settled_as_if_asked_by_its_config(given, backend):
+    """Also where a plain engine came first, so that FlashAttention is not Sparrow's."""
+    made = engine_arguments(**given, additional_config={"theirs": 1})
+    config.settle(made, Decoding.lossy(SCHEDULE), on_cpu=False)
+    assert made.attention_backend == backend and made.additional_config["theirs"] == 1
+    assert config.requested(made) == Decoding.lossy(SCHEDULE)
+    settled = engine_arguments(**given, additional_config={"sparrow": SCHEDULE.to_dict()})
+    config.settle(settled, Decoding.lossy(SCHEDULE), on_cpu=False)
+    assert settled.attention_backend == given.get("attention_backend")
+    on_cpu = engine_arguments()
+    config.settle(on_cpu, Decoding.lossy(SCHEDULE), on_cpu=True)
+    assert on_cpu.attention_backend is None
+
+
+def test_flash_attention_is_stock_again_for_an_engine_that_was_not_asked(monkeypatch):
+    vllm = pytest.importorskip("vllm")
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.v1.attention.backends import flash_attn
+
+    monkeypatch.setattr(vllm, "__version__", "0.26.1")
+    cuda = importlib.import_module("sparrow.vllm.cuda")
+    plain, asked = VllmConfig(), VllmConfig(additional_config={"sparrow": SCHEDULE.to_dict()})
+    stock = flash_attn.FlashAttentionMetadataBuilder.get_cudagraph_support(plain, None)
+    assert cuda.CudaBuilder.get_cudagraph_support(plain, None) == stock
+    with set_current_vllm_config(plain):
+        assert cuda.CudaFlashBackend.get_impl_cls() is flash_attn.FlashAttentionImpl
+        assert not cuda.CudaFlashBackend.supports_kv_cache_dtype("int8_per_token_head")
+    with set_current_vllm_config(asked):
+        assert cuda.CudaFlashBackend.get_impl_cls() is cuda.CudaImpl
+        assert cuda.CudaFlashBackend.supports_kv_cache_dtype("int8_per_token_head")
+
+
+def test_the_environment_is_what_it_was_whatever_happens_inside(monkeypatch):
+    monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:3")
+    monkeypatch.delenv("SPARROW_MODE", raising=False)
+    with (
+        pytest.raises(KeyError),
+        config.variables({"SPARROW_MODE": "lossless", "SPARROW_SCHEDULE": None}),
+    ):
+        assert config.from_environment() == Decoding.lossless()
+        raise KeyError
+    assert config.from_environment() == Decoding.lossy("fixed:3")
 
 
 def test_a_bad_environment_stops_vllm_at_once(monkeypatch):

@@ -42,9 +42,6 @@ class VLLMEngine(Client):
     """
 
     def __init__(self, model: str, schedule: SparsitySchedule | Decoding, **options: Any) -> None:
-        # vLLM reads this when an engine is made. The scheduler must run here so that tensors can be
-        # passed as they are.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         try:
             from vllm import LLM
             from vllm.platforms import current_platform
@@ -82,7 +79,10 @@ class VLLMEngine(Client):
             distributed_executor_backend="external_launcher" if training_processes > 1 else None,
             skip_tokenizer_init=Path(model).is_dir() and not any(Path(model).glob("tokenizer*")),
         )
-        with _undone_if_refused():
+        # vLLM reads this when an engine is made. The scheduler must run here so that tensors can be
+        # passed as they are.
+        in_process = config.variables({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+        with _undone_if_refused(), in_process:
             self.llm = LLM(model=model, **{**defaults, **options})
         vllm_config = self.llm.llm_engine.vllm_config
         self._in_process = vllm_config.parallel_config.world_size == 1

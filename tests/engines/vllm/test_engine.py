@@ -3,6 +3,7 @@ scheduling.
 """
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -360,6 +361,47 @@ def test_the_environment_alone_is_enough(folder, monkeypatch):
     [described] = llm.collective_rpc("sparrow_describe")
     llm.llm_engine.engine_core.shutdown()
     assert SparsitySchedule.from_dict(described["schedule"]) == SMALL
+
+
+def test_an_engine_keeps_its_mode_and_the_next_one_is_stock(folder, stock, monkeypatch):
+    """Whatever becomes of the environment that the first was asked through."""
+    monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
+    sparse = LLM(model=str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
+    monkeypatch.delenv("SPARROW_SCHEDULE")
+    wider = SMALL.replace(top_k=(5, 9))
+    sparse.collective_rpc("sparrow_set_schedule", args=(wider.to_json(),))
+    [described] = sparse.collective_rpc("sparrow_describe")
+    assert SparsitySchedule.from_dict(described["schedule"]) == wider
+
+    plain = LLM(model=str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
+    with pytest.raises(ConfigError, match="started without a Sparrow schedule"):
+        plain.collective_rpc("sparrow_describe")
+    layers = plain.llm_engine.vllm_config.compilation_config.static_forward_context
+    assert {type(layer.impl).__module__ for layer in layers.values()} == {
+        "vllm.v1.attention.backends.cpu_attn"
+    }
+    runner = plain.llm_engine.model_executor.driver_worker.worker.model_runner
+    multiplies = runner.model.model.layers[0].mlp.down_proj.cpu_linear
+    assert multiplies is not torch.nn.functional.linear
+    outputs = plain.generate(
+        [{"prompt_token_ids": p} for p in RAGGED],
+        SamplingParams(temperature=0.0, max_tokens=48, logprobs=0, detokenize=False),
+        use_tqdm=False,
+    )
+    assert [list(o.outputs[0].token_ids) for o in outputs] == [tokens for tokens, _ in stock]
+    for llm in (sparse, plain):
+        llm.llm_engine.engine_core.shutdown()
+
+
+def test_an_engine_leaves_the_environment_as_it_was(folder, monkeypatch):
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
+    before = dict(os.environ)
+    with engine(folder):
+        assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
+    with pytest.raises(ConfigError), engine(folder, SMALL.replace(dense_layers=(9,))):
+        pass
+    changed = {name for name, value in os.environ.items() if before.get(name) != value}
+    assert not {name for name in changed if name.startswith(("SPARROW", "VLLM_ENABLE"))}
 
 
 def test_the_trainer_runs_on_it_unchanged(tmp_path):

@@ -1,0 +1,153 @@
+"""Reward functions as users have them, in place of a dataset's verifier.
+
+Three signatures are known by the names of their parameters; a row's columns go to the parameters of
+their names, and all of them to a function that takes ``**columns``:
+
+- ``f(response, answer=..., **columns) -> number``, Sparrow's own;
+- ``f(completions, prompts=..., **columns) -> [number]``, TRL's, where everything is a list, here
+  of one;
+- ``f(data_source, solution_str, ground_truth, extra_info=None) -> number or {"score": number}``,
+  verl's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from sparrow.errors import ConfigError, RewardError
+
+Style = Literal["sparrow", "trl", "verl"]
+KNOWN = (
+    "a reward is f(response, answer=..., **columns), f(completions, **columns) as in TRL, or "
+    "f(data_source, solution_str, ground_truth, extra_info) as in verl"
+)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A user's reward function, with what its signature says about how to call it."""
+
+    function: Callable[..., Any]
+    name: str  # as the user wrote it, for messages
+    style: Style
+    takes: tuple[str, ...]  # parameters that are given by name
+    needs: tuple[str, ...]  # of these, those without a default
+    takes_all: bool  # whether it takes ``**columns``
+
+    @classmethod
+    def of(cls, function: Any, name: str) -> Judge:
+        """The judge that a function is.
+
+        Raises ConfigError: no function, or one that cannot be called in any of the known ways.
+        """
+        if not callable(function):
+            raise ConfigError(f"reward {name!r} is a {type(function).__name__}; {KNOWN}")
+        call = function if inspect.isroutine(function) else type(function).__call__
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
+            raise ConfigError(f"reward {name!r} is asynchronous; make it a plain function: {KNOWN}")
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except ValueError:  # written in C, without a signature to read
+            return cls(function, name, "sparrow", ("answer",), (), False)
+        named = {p.name: p for p in parameters if p.kind in _NAMED}
+        style: Style = "sparrow"
+        if "solution_str" in named:
+            style = "verl"
+        elif "completions" in named:
+            style = "trl"
+        if style == "sparrow":
+            first = parameters[0] if parameters else None
+            if first is None or first.kind in (
+                inspect.Parameter.KEYWORD_ONLY,
+                inspect.Parameter.VAR_KEYWORD,
+            ):
+                raise ConfigError(f"reward {name!r} takes no response; {KNOWN}")
+            named.pop(first.name, None)
+        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        required = [p for p in named.values() if p.default is inspect.Parameter.empty]
+        unnamed = [
+            p
+            for p in parameters[style == "sparrow" :]
+            if p.kind is inspect.Parameter.POSITIONAL_ONLY and p.default is inspect.Parameter.empty
+        ]
+        if unnamed:
+            raise ConfigError(
+                f"reward {name!r} takes {unnamed[0].name!r} by position only, so no column can be given to it; {KNOWN}"
+            )
+        if style == "sparrow" and not takes_all and "answer" not in named:
+            raise ConfigError(f"reward {name!r} does not take the answer; {KNOWN}")
+        return cls(function, name, style, tuple(named), tuple(p.name for p in required), takes_all)
+
+    def missing(self, row: Mapping[str, Any]) -> str | None:
+        """A parameter that a row has nothing for; None if there is none."""
+        given = self._arguments("", None, "", row, "").keys()
+        return next((name for name in self.needs if name not in given), None)
+
+    def verifier(
+        self, answer: Any, prompt: str, row: Mapping[str, Any], source: str
+    ) -> Callable[[str], float]:
+        """The verifier of a row's problem; ``source`` is its dataset's name."""
+        return partial(self._judge, answer=answer, prompt=prompt, row=row, source=source)
+
+    def _judge(
+        self, response: str, *, answer: Any, prompt: str, row: Mapping[str, Any], source: str
+    ) -> float:
+        arguments = self._arguments(response, answer, prompt, row, source)
+        if not self.takes_all:
+            arguments = {name: value for name, value in arguments.items() if name in self.takes}
+        if self.style == "sparrow":
+            return self.function(response, **arguments)
+        result = self.function(**arguments)
+        if self.style == "trl":
+            return self._only(result)
+        if isinstance(result, Mapping):
+            if "score" not in result:
+                raise RewardError(
+                    f"reward {self.name!r} returned a mapping of {', '.join(map(str, result)) or 'nothing'} without "
+                    "'score'; add it, or return a number"
+                )
+            return result["score"]
+        return result
+
+    def _only(self, result: Any) -> Any:
+        is_list = hasattr(result, "__len__") and not isinstance(result, str | bytes | Mapping)
+        if not is_list or len(result) != 1:
+            raise RewardError(
+                f"reward {self.name!r} returned {result!r} for a list of one completion, expected a list of one number"
+            )
+        return result[0]
+
+    def _arguments(
+        self, response: str, answer: Any, prompt: str, row: Mapping[str, Any], source: str
+    ) -> dict[str, Any]:
+        """What the function can be given by name."""
+        if self.style == "verl":
+            return {
+                "data_source": row.get("data_source", source),
+                "solution_str": response,
+                "ground_truth": answer,
+                "extra_info": {**row, **(row.get("extra_info") or {})},
+            }
+        if self.style == "trl":
+            columns = {**row, "answer": answer}
+            lists = {name: [value] for name, value in columns.items() if name != "prompt"}
+            return {**lists, "prompts": [prompt], "completions": [response]}
+        return {**row, "answer": answer}
+
+
+def check_columns(judge: Judge, rows: Sequence[Mapping[str, Any]], source: str) -> None:
+    """Check that every row has what the function needs.
+
+    Raises ConfigError: the first row that lacks something.
+    """
+    for i, row in enumerate(rows):
+        if name := judge.missing(row):
+            raise ConfigError(
+                f"reward {judge.name!r} takes {name!r}, but row {i + 1} of {source} has no such column, only "
+                f"{', '.join(map(str, row)) or 'none'}; give {name} a default, or add the column"
+            )

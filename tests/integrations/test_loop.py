@@ -1,0 +1,49 @@
+"""p5 in a loop of one's own on a transformers model."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sparrow.engines.hf import HFEngine, eos_ids
+from sparrow.errors import ConfigError
+from sparrow.integrations.loop import measured
+from sparrow.measure import measure, pool
+from sparrow.mismatch import mismatch_metrics
+from sparrow.rollout import Sampling
+from sparrow.schedule import SparsitySchedule
+from tests.conftest import VOCAB, tiny_model
+
+SCHEDULE = SparsitySchedule.fixed(1, page_size=8, bin_tokens=64, dense_layers=(0,))
+TOKENIZER = SimpleNamespace(eos_token_id=None)
+PROMPTS = [[1, 2, 3] * 20, [4, 5] * 40]
+
+
+def test_one_call_gives_the_scalars_of_measure_and_leaves_the_model_as_it_was():
+    model = tiny_model().train()
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    attention = model.config._attn_implementation
+    found = measured(model, TOKENIZER, PROMPTS, SCHEDULE, max_new_tokens=12, top_n=VOCAB, seed=3)
+    assert model.training and model.config._attn_implementation == attention
+    assert bool((model.lm_head.weight.grad == 1).all())
+    engine = HFEngine(model, SCHEDULE, eos_ids(model, TOKENIZER))
+    wanted = measure(engine, engine, PROMPTS, Sampling(12, 1.0, VOCAB, seed=3), SCHEDULE)
+    assert found == mismatch_metrics(pool(wanted, 64, 3))
+    assert 0 < found["sparrow/p5"] < 1 and found["sparrow/sequences"] == 2
+    dense = measured(model, TOKENIZER, PROMPTS, "dense", max_new_tokens=12, top_n=VOCAB)
+    assert dense["sparrow/p5"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"prompts": []}, "no prompts to measure on"),
+        ({"temperature": 0.0}, "a greedy actor has no acceptance rate"),
+        ({"schedule": "lossless"}, "nothing to measure"),
+        ({"schedule": "fixed:x"}, "no schedule 'fixed:x'"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_sentence(wrong, message):
+    given = {"prompts": PROMPTS, "schedule": SCHEDULE, "max_new_tokens": 4, **wrong}
+    with pytest.raises(ConfigError, match=message):
+        measured(tiny_model(), TOKENIZER, **given)

@@ -1,0 +1,125 @@
+"""Reward functions as users have them: how each is called, and which are refused before a rollout."""
+
+import functools
+import pickle
+
+import numpy as np
+import pytest
+
+from sparrow.errors import ConfigError, RewardError
+from sparrow.tasks.dataset import DatasetTask
+from sparrow.tasks.formats import FORMATS
+from sparrow.tasks.judges import Judge
+from sparrow.tasks.verify import verify
+
+ROWS = [
+    {"question": "1+1?", "answer": "2", "level": 3, "data_source": "sums", "extra_info": {"i": 7}},
+    {"question": "2+2?", "answer": "4", "level": 5, "data_source": "sums", "extra_info": None},
+]
+
+
+def ours(response, answer):
+    return float(response == answer)
+
+
+def ours_with_columns(response, *, answer, level, unknown=9):
+    return float(response == answer) + level / 10 + unknown
+
+
+def ours_with_all(text, **columns):
+    assert sorted(columns) == ["answer", "data_source", "extra_info", "level", "question"]
+    return float(text == columns["answer"]) + columns["level"] / 10
+
+
+def as_in_trl(completions, answer, level, **kwargs):
+    assert kwargs["prompts"][0].startswith("1+1?") and kwargs["question"] == ["1+1?"]
+    return [float(c == a) + n / 10 for c, a, n in zip(completions, answer, level, strict=True)]
+
+
+def as_in_trl_with_prompts(prompts, completions):
+    return np.array([len(completions) * prompts[0].startswith("1+1?")])
+
+
+def as_in_verl(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "sums"
+    return float(solution_str == ground_truth) + extra_info["i"] + extra_info["level"] / 10
+
+
+def as_in_verl_with_parts(solution_str, ground_truth, **kwargs):
+    assert set(kwargs) == {"data_source", "extra_info"}
+    return {"score": float(solution_str == ground_truth), "acc": 0.0}
+
+
+class Callable:
+    def __call__(self, response, answer):
+        return float(response == answer)
+
+
+def task(function, rows=ROWS):
+    judge = Judge.of(function, "mine:judge")
+    return DatasetTask("qa", rows, FORMATS["qa"], {"math": judge}, source="rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    "function, right",
+    [
+        (ours, 1.0),
+        (ours_with_columns, 10.3),
+        (ours_with_all, 1.3),
+        (as_in_trl, 1.3),
+        (as_in_trl_with_prompts, 1.0),
+        (as_in_verl, 8.3),
+        (as_in_verl_with_parts, 1.0),
+        (Callable(), 1.0),
+        (functools.partial(ours_with_columns, level=1), 10.3),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_reward_is_called_as_its_trainer_would_and_sees_the_row(function, right):
+    problem = next(iter(task(function)))
+    assert verify(pickle.loads(pickle.dumps(problem)), "2") == pytest.approx(right)
+    if function is not as_in_trl_with_prompts:
+        assert verify(problem, "3") == pytest.approx(right - 1)
+
+
+async def asynchronous(completions, **kwargs):
+    return [0.0]
+
+
+@pytest.mark.parametrize(
+    "function, message",
+    [
+        (lambda: 1.0, "takes no response"),
+        (lambda *, answer: 1.0, "takes no response"),
+        (lambda response: 1.0, "does not take the answer"),
+        (lambda response, truth: 1.0, "does not take the answer"),
+        (lambda response, answer, grade: 1.0, "takes 'grade', but row 1 of rows.jsonl has no such"),
+        (lambda completions, trainer_state: [1.0], "takes 'trainer_state', but row 1"),
+        (lambda solution_str, ground_truth, tokenizer: 1.0, "takes 'tokenizer', but row 1"),
+        (asynchronous, "is asynchronous; make it a plain function"),
+        (3, "is a int; a reward is f"),
+    ],
+)
+def test_a_signature_that_cannot_work_is_refused_when_the_data_is_read(function, message):
+    with pytest.raises(ConfigError, match=message):
+        task(function)
+
+
+def test_a_column_that_only_some_rows_have_is_missed_at_once():
+    rows = [ROWS[0], {"question": "3+3?", "answer": "6"}]
+    with pytest.raises(ConfigError, match="takes 'level', but row 2 of rows"):
+        task(ours_with_columns, rows)
+
+
+@pytest.mark.parametrize(
+    "function, message",
+    [
+        (lambda completions, **_: 1.0, "returned 1.0 for a list of one completion"),
+        (lambda completions, **_: [1.0, 2.0], "for a list of one completion"),
+        (lambda completions, **_: [None], "returned None, expected a finite number"),
+        (lambda solution_str, ground_truth: {"acc": 1}, "a mapping of acc without 'score'"),
+    ],
+)
+def test_results_of_another_shape_are_one_sentence(function, message):
+    with pytest.raises(RewardError, match=message):
+        verify(next(iter(task(function))), "2")
