@@ -27,11 +27,11 @@ from transformers import (
 )
 
 from sparrow.attention import PageLayout
+from sparrow.decoding import Decoding
 from sparrow.engines.base import Counters, Engine, Scorer
 from sparrow.engines.responses import Responses
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mismatch.drafts import DraftAcceptance
-from sparrow.mode import Decoding
 from sparrow.model.actor import NAME, set_schedule, sparse_calls, teacher_forced
 from sparrow.model.scoring import Batch, TokenScorer, evaluating, micro_batches
 from sparrow.model.speculative import CachedSequences, Cycle, Shape, draw, speculate
