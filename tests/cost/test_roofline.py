@@ -20,6 +20,7 @@ from sparrow.cost import (
     Overheads,
     decode_step,
     predict,
+    roofline,
 )
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.schedule import SparsitySchedule
@@ -368,7 +369,7 @@ def test_every_token_is_generated_within_memory_and_batch(responses, capacity, m
         return decode_step(shape, machine, length, schedule, overheads)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost, "decode_step", watched)
+        patch.setattr(roofline, "decode_step", watched)
         found = cost.simulate_rollout(
             TINY, small(capacity), responses, prompt=5, max_batch=max_batch
         )
