@@ -28,8 +28,8 @@ import numpy as np
 from common import RESULTS, clock, device, load, parser, qwen3, save, table
 
 from sparrow import SparsitySchedule
+from sparrow.calibrate.run import PILOT, calibrate_engine
 from sparrow.engines.base import Engine, Scorer
-from sparrow.measure import PILOT, calibrate_engine
 from sparrow.rollout import Rollout, Sampling, Scores
 from sparrow.schedule import ALL_PAGES
 

@@ -3,7 +3,7 @@
 
     python benchmarks/fit_lossless.py
 
-Prints the fitted constants, those of ``sparrow.cost_lossless``, and the errors of the latter by
+Prints the fitted constants, those of ``sparrow.cost.lossless``, and the errors of the latter by
 shape.
 """
 
@@ -18,7 +18,7 @@ from common import RESULTS, load, table
 from scipy.optimize import nnls
 
 from sparrow.cost import MACHINES, SHAPES, VLLM_H200, Machine
-from sparrow.cost_lossless import CYCLE_H200, Cycle, Drafting, lossless_step
+from sparrow.cost.lossless import CYCLE_H200, Cycle, Drafting, lossless_step
 from sparrow.schedule import SparsitySchedule
 
 H200 = MACHINES["h200"]

@@ -52,10 +52,10 @@ from vllm import LLM, SamplingParams
 
 from sparrow import SparsitySchedule
 from sparrow.cost import SHAPES
+from sparrow.decoding import DRAFT_SCHEDULE, DRAFT_TOKENS, Decoding
 from sparrow.engines.base import Counters
 from sparrow.engines.vllm import VLLMEngine
 from sparrow.engines.vllm.engine import rollout_of
-from sparrow.mode import DRAFT_SCHEDULE, DRAFT_TOKENS, Decoding
 from sparrow.rollout import Rollout, Sampling
 from sparrow.tasks import Problem
 from sparrow.train.config import LossConfig, OptimizerConfig, RolloutConfig, TrainConfig

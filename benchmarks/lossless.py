@@ -36,7 +36,7 @@ from rollout import LOGPROBS, POINTS, PROMPT, Bench, recorded
 from rollout_trace import SLOTS, most_cached, responses, simulate, states
 
 from sparrow import SparsitySchedule
-from sparrow.mode import Decoding, DraftWeights, acceptance_at
+from sparrow.decoding import Decoding, DraftWeights, acceptance_at
 from sparrow.schedule import LandmarkDtype
 from sparrow.vllm.adapt import DraftLength, tokens_per_cycle
 from sparrow.vllm.runtime import Runtime, find

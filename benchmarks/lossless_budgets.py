@@ -4,7 +4,7 @@
     python benchmarks/lossless_budgets.py --sequences 8 --out results/lossless_budgets_qwen3-1.7b_2.json
 
 States and synthetic acceptance are those of ``benchmarks/lossless.py``, which is given for drafts
-of 1,024 tokens; with half as many or twice as many it is what ``sparrow.mode.acceptance_at`` makes
+of 1,024 tokens; with half as many or twice as many it is what ``sparrow.decoding.acceptance_at`` makes
 expected. Each state is timed with every budget held, and with the budget that is found from knowing
 nothing; the number of drafts is chosen in all of them. It is settled, or the budget found, in
 rounds that begin with the state's length again, and so does the round that is timed. Cycles are
@@ -25,7 +25,7 @@ from lossless import abandon, accept, begin, generated, scheduler
 from rollout import Bench
 
 from sparrow import SparsitySchedule
-from sparrow.mode import DRAFT_BUDGETS, Decoding, acceptance_at
+from sparrow.decoding import DRAFT_BUDGETS, Decoding, acceptance_at
 from sparrow.vllm.adapt import DraftLength, tokens_per_cycle
 
 STATES = {

@@ -49,9 +49,9 @@ from vllm_check import (
 )
 
 from sparrow import SparsitySchedule
+from sparrow.decoding import Decoding, DraftWeights
 from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm import VLLMEngine
-from sparrow.mode import Decoding, DraftWeights
 from sparrow.rollout import Sampling
 
 GREEDY = Sampling(max_new_tokens=192, temperature=0.0, top_n=0)

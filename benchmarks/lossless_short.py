@@ -48,7 +48,7 @@ from lossless import abandon, accept, begin, generated, scheduler
 from rollout import CONTEXT, Bench
 
 from sparrow import SparsitySchedule
-from sparrow.mode import Decoding
+from sparrow.decoding import Decoding
 from sparrow.vllm.adapt import DraftLength
 
 STATES = {

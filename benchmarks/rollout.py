@@ -50,8 +50,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import 
 from vllm.sampling_params import RequestOutputKind
 
 from sparrow import SparsitySchedule
+from sparrow.decoding import Decoding
 from sparrow.engines.vllm import VLLMEngine
-from sparrow.mode import Decoding
 from sparrow.vllm import config, plugin
 
 CONTEXT = CUTOFF + PROMPT + 256

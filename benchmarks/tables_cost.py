@@ -15,7 +15,6 @@ from common import SHAPES, load, table
 from rollout_trace import PROMPT, responses, simulate, states
 from tables_speed import PHASES, PUBLISHED, measured, trace_seconds
 
-from sparrow.cluster import Cluster, plan
 from sparrow.cost import (
     MACHINES,
     VLLM_H200,
@@ -26,14 +25,15 @@ from sparrow.cost import (
     response_lengths,
 )
 from sparrow.cost import SHAPES as SHAPES_OF
-from sparrow.cost_lossless import (
+from sparrow.cost.cluster import Cluster, plan
+from sparrow.cost.lossless import (
     REFERENCE_TOKENS,
     LosslessPrediction,
     choices,
     lossless_step,
     predict_lossless,
 )
-from sparrow.cost_lossless import rows as cost_rows
+from sparrow.cost.lossless import rows as cost_rows
 from sparrow.schedule import SparsitySchedule
 
 ACCEPTANCE = 0.94  # of drafts that read 1,024 tokens
@@ -125,7 +125,7 @@ def ragged() -> str:
 
 
 def planned() -> str:
-    """What ``sparrow.cluster`` predicts for the measured steps."""
+    """What ``sparrow.cost.cluster`` predicts for the measured steps."""
     names = {
         "stock": "dense, stock vLLM",
         "sparse": "sparse",

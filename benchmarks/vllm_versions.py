@@ -54,7 +54,7 @@ def speed(variant: str, batch: int) -> dict[str, Any]:
     from rollout import PROMPT, Bench
 
     from sparrow import SparsitySchedule
-    from sparrow.mode import Decoding
+    from sparrow.decoding import Decoding
     from sparrow.vllm.adapt import DraftLength
 
     decoding = None

@@ -1,7 +1,10 @@
 """Sparrow: RL rollouts with sparse attention, fast, without breaking the training."""
 
+from sparrow import _moved
 from sparrow.errors import SparrowError
 from sparrow.schedule import SparsitySchedule
 
 __version__ = "0.1.0"
 __all__ = ["SparrowError", "SparsitySchedule", "__version__"]
+
+_moved.install()

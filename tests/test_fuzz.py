@@ -18,9 +18,10 @@ from typing import get_args
 
 import pytest
 
-import sparrow.benchmark
+import sparrow.evaluation.benchmark
 import sparrow.run.directory
-from sparrow import cli, files
+from sparrow import files
+from sparrow.cli import entry
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +118,7 @@ def outcome(*argv: str) -> tuple[int, str]:
     code = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            cli.main(argv)
+            entry.main(argv)
         except SystemExit as stopped:
             code = int(stopped.code or 0)
     if code == 0:
@@ -163,7 +164,7 @@ def base(command: str) -> list[str]:
 def test_settings(place):
     def cases() -> Iterator[tuple[str, list[str]]]:
         rng = random.Random(f"{SEED}/settings")
-        commands = {kind.__name__.lower(): [*options(kind)] for kind in get_args(cli.COMMANDS)}
+        commands = {kind.__name__.lower(): [*options(kind)] for kind in get_args(entry.COMMANDS)}
         # Runs of any length are no nonsense, and the hub, which takes a minute to give up, is not
         # to be asked.
         left_out = ("--steps", "--prompts", "--model", "--engine")
@@ -292,7 +293,7 @@ def test_writes(place, monkeypatch):
                 return real(*args, **options)
 
             with monkeypatch.context() as patch:
-                for module in (files, sparrow.run.directory, sparrow.benchmark):
+                for module in (files, sparrow.run.directory, sparrow.evaluation.benchmark):
                     patch.setattr(module.os, name, full)
                 yield f"write {i}, {name}", base(command)
 

@@ -14,12 +14,12 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from sparrow.cli import parse
-from sparrow.cluster import Cluster, plan
-from sparrow.commands.dry_run import PROMPT
-from sparrow.commands.train import Train
+from sparrow.cli.commands.dry_run import PROMPT
+from sparrow.cli.commands.train import Train
+from sparrow.cli.entry import parse
+from sparrow.cli.loading import parse_spec
 from sparrow.cost import MACHINES, SHAPES, response_lengths
-from sparrow.loading import parse_spec
+from sparrow.cost.cluster import Cluster, plan
 from sparrow.schedule import SparsitySchedule
 
 FOLDER = Path(__file__).parent

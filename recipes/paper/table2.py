@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sparrow.loading import context_of, load_benchmark, load_engine, load_model, prompt_room
-from sparrow.mode import Decoding
+from sparrow.cli.loading import context_of, load_benchmark, load_engine, load_model, prompt_room
+from sparrow.decoding import Decoding
 from sparrow.rollout import Sampling
 
 PROBLEMS = 30

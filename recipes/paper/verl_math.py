@@ -15,7 +15,7 @@ from typing import Any
 
 import datasets
 
-from sparrow.loading import load_problems
+from sparrow.cli.loading import load_problems
 from sparrow.rewards import verify_math
 
 

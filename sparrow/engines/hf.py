@@ -28,11 +28,11 @@ from transformers import (
 )
 
 from sparrow.attention import PageLayout
+from sparrow.decoding import Decoding
 from sparrow.engines.base import Counters, Engine, Ranker, Scorer
 from sparrow.engines.responses import Responses
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mismatch.drafts import DraftAcceptance
-from sparrow.mode import Decoding
 from sparrow.model.actor import (
     NAME,
     remove_schedule,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sparrow.calibrate.run import measure
+from sparrow.decoding import Decoding
 from sparrow.engines.hf import HFEngine, eos_ids
 from sparrow.errors import ConfigError
-from sparrow.measure import measure, pool
 from sparrow.mismatch import mismatch_metrics
-from sparrow.mode import Decoding
+from sparrow.mismatch.tokens import pool
 from sparrow.rollout import Sampling
 
 

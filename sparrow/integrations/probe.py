@@ -30,8 +30,8 @@ from sparrow.engines.base import Counters, total
 from sparrow.engines.vllm.client import tally
 from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import counter_metrics
-from sparrow.measure import TokenAcceptance, pool
 from sparrow.mismatch import Ceiling, MismatchReport, acceptance_bounds, mismatch_metrics
+from sparrow.mismatch.tokens import TokenAcceptance, pool
 from sparrow.schedule import SparsitySchedule
 
 CONNECTIONS = 64

@@ -23,14 +23,14 @@ import torch
 from accelerate.utils import gather_object
 from trl import GRPOConfig, GRPOTrainer
 
+from sparrow.decoding import Decoding
 from sparrow.engines.base import total
 from sparrow.engines.vllm.client import tally
 from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import counter_metrics
 from sparrow.integrations.sampling import NEUTRAL, check_whole_softmax
-from sparrow.measure import TokenAcceptance, pool, token_acceptance
 from sparrow.mismatch import Ceiling, MismatchReport, mismatch_metrics
-from sparrow.mode import Decoding
+from sparrow.mismatch.tokens import TokenAcceptance, pool, token_acceptance
 from sparrow.rollout import Rollout
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.vllm import config as vllm_config

@@ -36,10 +36,10 @@ from torch import Tensor
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
+from sparrow.decoding import Decoding
 from sparrow.errors import ConfigError
 from sparrow.integrations.probe import probe
 from sparrow.integrations.sampling import check_whole_softmax
-from sparrow.measure import pool
 from sparrow.mismatch import (
     Ceiling,
     MismatchReport,
@@ -47,7 +47,7 @@ from sparrow.mismatch import (
     sampled_acceptance,
     tail_floor_by_bin,
 )
-from sparrow.mode import Decoding
+from sparrow.mismatch.tokens import pool
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.vllm import config as vllm_config
 
@@ -220,7 +220,7 @@ def sampled_metrics(
     log-probs.
 
     A token's position is the length that the schedule was looked up at when the token was sampled;
-    see ``sparrow.measure.token_acceptance``.
+    see ``sparrow.mismatch.tokens.token_acceptance``.
     """
     sampled, position, sequence = [], [], []
     for i, (prompt, mask, q, p) in enumerate(

@@ -20,6 +20,9 @@ from numpy.typing import ArrayLike
 from sparrow.mismatch.bootstrap import BinMismatch, MismatchReport
 from sparrow.mismatch.tail import FloatArray
 
+# the most sampled densely where nothing else gives the ceiling; never more than are measured
+CEILING_RESPONSES = 64
+
 ENOUGH = 8  # the fewest responses that a bin's ceiling should come from
 RESOLVED = 1e-6  # a left-over mass below this is float32 rounding
 LEAST = -100.0  # the log-prob given to impossible tokens, including padding

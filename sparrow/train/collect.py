@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sparrow.benchmark import judge, respond
 from sparrow.engines.base import Engine
+from sparrow.evaluation.benchmark import judge, respond
 from sparrow.rollout import Rollout, Sampling, derived_seed
 from sparrow.tasks import Problem, Task
 from sparrow.tasks.base import draw

@@ -14,8 +14,15 @@ from typing import Annotated, Final, Literal
 import tyro
 from pydantic import Field
 
+from sparrow.decoding import (
+    DRAFT_TOKENS,
+    LOSSLESS_SETTINGS,
+    METER_EVERY,
+    Decoding,
+    DraftWeights,
+    Mode,
+)
 from sparrow.errors import ConfigError
-from sparrow.mode import DRAFT_TOKENS, LOSSLESS_SETTINGS, METER_EVERY, Decoding, DraftWeights, Mode
 from sparrow.schedule import SparsitySchedule
 from sparrow.settings import (
     Count,

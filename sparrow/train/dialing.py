@@ -1,5 +1,5 @@
 """What a step measures for the dial, and what the run log records of it; the rule itself is in
-``sparrow.dial``.
+``sparrow.train.dial``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from sparrow.dial import Dial, gain
-from sparrow.measure import TokenAcceptance, pool
 from sparrow.mismatch import BinMismatch, Ceiling
+from sparrow.mismatch.tokens import TokenAcceptance, pool
 from sparrow.rollout import Rollout
 from sparrow.schedule import SparsitySchedule
+from sparrow.train.dial import Dial, gain
 
 
 def verified(

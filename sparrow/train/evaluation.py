@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sparrow.benchmark import judge, sample
 from sparrow.engines.base import Engine
-from sparrow.evaluate import mean_at_k, pass_at_k
+from sparrow.evaluation.benchmark import judge, sample
+from sparrow.evaluation.scores import mean_at_k, pass_at_k
 from sparrow.rollout import Sampling
 from sparrow.run.directory import Row
 from sparrow.tasks import Problem

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparrow.measure import TokenAcceptance
+from sparrow.mismatch.tokens import TokenAcceptance
 from sparrow.model.scoring import Batch
 from sparrow.rollout import Rollout
 from sparrow.tasks import Problem

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, get_scheduler
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sparrow.errors import ConfigError
-from sparrow.measure import TokenAcceptance, token_acceptance
+from sparrow.mismatch.tokens import TokenAcceptance, token_acceptance
 from sparrow.model.scoring import Batch, TokenScorer
 from sparrow.rollout import Rollout, derived_seed, split
 from sparrow.schedule import SparsitySchedule

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sparrow.measure import left_open
 from sparrow.mismatch import BinMismatch, MismatchReport, Tau
+from sparrow.mismatch.tokens import left_open
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.train.config import TrainConfig
 

@@ -21,17 +21,18 @@ from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparrow.dial import Dial
 from sparrow.engines.base import Counters, DraftReplayer, Engine, PartVerifier, total
 from sparrow.errors import ConfigError, EngineError, RewardError, TaskError, TrainingDiverged
-from sparrow.measure import CEILING_RESPONSES, pool
 from sparrow.mismatch import Ceiling, MismatchReport
+from sparrow.mismatch.ceiling import CEILING_RESPONSES
+from sparrow.mismatch.tokens import pool
 from sparrow.run.directory import LoggedResponse, RunConfig, RunDir, TrainerState
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.tasks import Task
 from sparrow.train import dialing
 from sparrow.train.collect import Collector
 from sparrow.train.config import TrainConfig
+from sparrow.train.dial import Dial
 from sparrow.train.evaluation import Benchmarks, Evaluator
 from sparrow.train.experience import Assessment, Experience
 from sparrow.train.learner import Learner, Metrics, checkpointing

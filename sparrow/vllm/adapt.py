@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from statistics import fmean
 
-from sparrow.mode import acceptance_at
+from sparrow.decoding import acceptance_at
 
 PROBES, DENSE_PROBES = 4, 6
 """Cycles timed with a number of drafts, and dense steps, before anything is concluded about them:

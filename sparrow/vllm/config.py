@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from sparrow.decoding import Decoding
 from sparrow.errors import ConfigError, UnsupportedModel, refuse
-from sparrow.mode import Decoding
 from sparrow.vllm import kv_cache, lossless
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sparrow.decoding import Decoding
 from sparrow.errors import ConfigError, refuse
-from sparrow.mode import Decoding
 from sparrow.vllm import graphs, versions
 
 ENGINE_KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that says how to decode

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from sparrow.attention import Choice, DecodeWorkspace, PageLayout
+from sparrow.decoding import Decoding
 from sparrow.errors import ConfigError
-from sparrow.mode import Decoding
 from sparrow.schedule import ALL_PAGES, PAGE_LAYOUT, SparsitySchedule
 from sparrow.vllm import kv_cache
 from sparrow.vllm.fp8 import Fp8Cache

@@ -179,8 +179,9 @@ def calibrated(
     Raises ConfigError: no budget holds a target.
     """
     from sparrow.calibrate import Acceptance, calibrate
+    from sparrow.calibrate.run import Trajectories
     from sparrow.errors import ConfigError
-    from sparrow.measure import Trajectories, flatten
+    from sparrow.mismatch.tokens import flatten
     from sparrow.schedule import SparsitySchedule
 
     measured: dict[SparsitySchedule, Acceptance] = {}

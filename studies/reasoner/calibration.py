@@ -25,16 +25,17 @@ import numpy as np
 from scipy import stats
 
 from sparrow import SparsitySchedule
+from sparrow.calibrate.run import Trajectories, measure
 from sparrow.cli import main as sparrow
+from sparrow.cli.loading import draw_prompts, encode_prompts
 from sparrow.engines.hf import HFEngine, eos_ids, load_model
-from sparrow.loading import draw_prompts, encode_prompts
-from sparrow.measure import TokenAcceptance, Trajectories, flatten, measure, pool
 from sparrow.mismatch import (
     BinMismatch,
     percentile_by_bin_interval,
     sequence_bootstrap,
     weighted_mean,
 )
+from sparrow.mismatch.tokens import TokenAcceptance, flatten, pool
 from sparrow.rollout import Sampling
 from sparrow.schedule import ALL_PAGES
 from sparrow.tasks import Trace

@@ -18,8 +18,8 @@ import numpy as np
 import tyro
 
 from sparrow.cli import main as sparrow
-from sparrow.evaluate import mean_at_k
-from sparrow.loading import model_path
+from sparrow.cli.loading import model_path
+from sparrow.evaluation.scores import mean_at_k
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from common import save

@@ -99,7 +99,7 @@ class HeldOut:
         self._sampling = Sampling(response(options.lines), seed=seed)
 
     def __call__(self, engine: Any, schedule: SparsitySchedule) -> dict[str, Any]:
-        from sparrow.measure import flatten, pool, token_acceptance
+        from sparrow.mismatch.tokens import flatten, pool, token_acceptance
 
         engine.set_schedule(schedule)
         rollouts = engine.generate(self._prompts, self._sampling)

@@ -22,11 +22,12 @@ import tyro
 from stability_study import LAYOUT
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from sparrow.calibrate.run import measure
+from sparrow.cli.loading import HELD_OUT, load_model
+from sparrow.decoding import Decoding
 from sparrow.engines.hf import HFEngine, eos_ids
-from sparrow.loading import HELD_OUT, load_model
-from sparrow.measure import flatten, measure
 from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean, weighted_percentile
-from sparrow.mode import Decoding
+from sparrow.mismatch.tokens import flatten
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import Trace

@@ -23,10 +23,10 @@ from stability_study import LAYOUT
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparrow.cli.loading import HELD_OUT, model_path
+from sparrow.decoding import Decoding
 from sparrow.engines.hf import HFEngine
-from sparrow.loading import HELD_OUT, model_path
 from sparrow.mismatch import plain
-from sparrow.mode import Decoding
 from sparrow.model.actor import teacher_forced
 from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule

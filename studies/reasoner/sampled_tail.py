@@ -19,8 +19,8 @@ import numpy as np
 
 from sparrow import SparsitySchedule
 from sparrow.engines.hf import HFEngine
-from sparrow.measure import flatten, token_acceptance
 from sparrow.mismatch import percentile_by_bin_interval, sampled_acceptance, tail_floor_by_bin
+from sparrow.mismatch.tokens import flatten, token_acceptance
 from sparrow.rollout import Sampling
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

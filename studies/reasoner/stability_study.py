@@ -131,7 +131,6 @@ def train(
     """The run itself."""
     from graph_engine import GraphEngine
 
-    from sparrow.dial import Dial
     from sparrow.engines.hf import eos_ids
     from sparrow.mismatch import Tau
     from sparrow.rollout import Sampling
@@ -145,6 +144,7 @@ def train(
         RolloutConfig,
         TrainConfig,
     )
+    from sparrow.train.dial import Dial
 
     arm = arms()[arm_name]
     model, tokenizer = load(device, options.model)
@@ -246,9 +246,9 @@ def as_if_large(schedule: Any, batch: int) -> Any:
     It would read the same share of the cache, in pages of 16; the first two layers are dense.
     """
     from sparrow.cost import MACHINES, SHAPES
-    from sparrow.dial import price
-    from sparrow.mode import DRAFT_TOKENS
+    from sparrow.decoding import DRAFT_TOKENS
     from sparrow.schedule import SparsitySchedule
+    from sparrow.train.dial import price
 
     large = SparsitySchedule((0,))
     scale = large.bin_tokens / schedule.bin_tokens

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparrow import head_budgets
 from sparrow.attention.pages import page_count, page_scores, reading_order
+from sparrow.calibrate import head_budgets
 from sparrow.schedule import SparsitySchedule
 
 DRAFTS = 8

@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparrow.decoding import Decoding, DraftWeights
 from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean
 from sparrow.mismatch.drafts import DraftAcceptance
-from sparrow.mode import Decoding, DraftWeights
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
 Array = NDArray[Any]

@@ -44,10 +44,10 @@ from control import LAYOUT, held_out_problems, longest
 from task import Continue
 from transformers import PreTrainedModel
 
+from sparrow.decoding import Decoding
 from sparrow.engines.base import Counters
 from sparrow.engines.hf import load_model
 from sparrow.engines.vllm import VLLMEngine
-from sparrow.mode import Decoding
 from sparrow.rollout import Sampling
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.train.config import OptimizerConfig, RolloutConfig, TrainConfig

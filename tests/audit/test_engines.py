@@ -8,9 +8,9 @@ import torch
 
 from sparrow.audit.run import tokens_of
 from sparrow.audit.statistics import COMMON, audit
+from sparrow.decoding import Decoding
 from sparrow.engines import hf
 from sparrow.engines.hf import HFEngine
-from sparrow.mode import Decoding
 from sparrow.model import speculative
 from sparrow.model.speculative import CachedSequences, Shape
 from sparrow.rollout import Sampling

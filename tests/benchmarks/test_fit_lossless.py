@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparrow.cost import MACHINES, SHAPES, VLLM_H200, decode_step
-from sparrow.cost_lossless import CYCLE_H200, Cycle
+from sparrow.cost.lossless import CYCLE_H200, Cycle
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 H200 = MACHINES["h200"]

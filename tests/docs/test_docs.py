@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparrow.loading import load_problems, load_task_spec, parse_spec
+from sparrow.cli.loading import load_problems, load_task_spec, parse_spec
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.tasks import Mixture, Trace, build_tokenizer
 from tests.conftest import tiny_model

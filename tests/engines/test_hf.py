@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
+from sparrow.decoding import Decoding
 from sparrow.engines import hf
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError, UnsupportedModel
-from sparrow.mode import Decoding
 from sparrow.model.actor import set_schedule, teacher_forced
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sparrow.calibrate.run import measure
 from sparrow.engines.hf import HFEngine, eos_ids
 from sparrow.errors import ConfigError
 from sparrow.integrations.loop import measured
-from sparrow.measure import measure, pool
 from sparrow.mismatch import mismatch_metrics
+from sparrow.mismatch.tokens import pool
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
 from tests.conftest import VOCAB, tiny_model

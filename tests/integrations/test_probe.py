@@ -11,9 +11,9 @@ pytest.importorskip(
     exc_type=ImportError,
 )
 
+from sparrow.decoding import Decoding
 from sparrow.errors import ConfigError
 from sparrow.integrations import probe
-from sparrow.mode import Decoding
 from sparrow.schedule import SparsitySchedule
 from tests.conftest import VOCAB
 from tests.engines.vllm.test_real_server import serving

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from sparrow.decoding import Decoding
 from sparrow.engines.base import Counters
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import counter_metrics
 from sparrow.mismatch import mismatch_metrics, mismatch_report
 from sparrow.mismatch.drafts import DraftAcceptance
-from sparrow.mode import Decoding
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config

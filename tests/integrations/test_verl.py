@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from sparrow.errors import ConfigError
-from sparrow.measure import TokenAcceptance
 from sparrow.mismatch import Ceiling
+from sparrow.mismatch.tokens import TokenAcceptance
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 verl = pytest.importorskip("verl")

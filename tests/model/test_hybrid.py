@@ -13,9 +13,9 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from sparrow.decoding import Decoding
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError, UnsupportedModel
-from sparrow.mode import Decoding
 from sparrow.model.actor import set_schedule
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule

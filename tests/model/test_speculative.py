@@ -11,10 +11,10 @@ import torch
 from scipy import stats
 from transformers.cache_utils import DynamicLayer
 
+from sparrow.decoding import Decoding
 from sparrow.engines.base import Counters, total
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
-from sparrow.mode import Decoding
 from sparrow.model import speculative
 from sparrow.model.actor import dense_steps
 from sparrow.model.speculative import CachedSequences, Shape, speculate, verify

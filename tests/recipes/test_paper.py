@@ -11,10 +11,9 @@ import pytest
 import yaml
 from pyarrow import parquet
 
-from sparrow import cluster
-from sparrow.cli import main, parse
-from sparrow.cost import MACHINES, SHAPES
-from sparrow.loading import load_problems
+from sparrow.cli.entry import main, parse
+from sparrow.cli.loading import load_problems
+from sparrow.cost import MACHINES, SHAPES, cluster
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks.formats import FORMATS
 

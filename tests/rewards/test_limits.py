@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from sparrow.cli.loading import load_problems
 from sparrow.errors import ConfigError
-from sparrow.loading import load_problems
 from sparrow.rewards import CodeVerifier, Limits
 from sparrow.rewards.sandbox import (
     Child,

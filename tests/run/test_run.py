@@ -290,7 +290,7 @@ def test_a_setting_that_an_older_run_did_not_record_was_at_its_default(stopped):
 
 @pytest.mark.parametrize("name", ["relative_tau", "tau"])
 def test_one_kind_of_tau_replaces_the_other_on_resume(name, tmp_path):
-    from sparrow.cli import parse
+    from sparrow.cli.entry import parse
 
     recorded = {"model": "reasoner", "tau": 0.86, "relative_tau": None}
     if name == "tau":

@@ -8,18 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sparrow.dial import Dial
+from sparrow.decoding import Decoding
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
-from sparrow.measure import TokenAcceptance, token_acceptance
 from sparrow.mismatch import Ceiling, Tau
-from sparrow.mode import Decoding
+from sparrow.mismatch.tokens import TokenAcceptance, token_acceptance
 from sparrow.rollout import Rollout, Sampling, Verification
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import build_tokenizer
 from sparrow.train import dialing
 from sparrow.train.config import OptimizerConfig, RolloutConfig, TrainConfig
 from sparrow.train.corrections import compute_correction
+from sparrow.train.dial import Dial
 from sparrow.train.experience import pad
 from sparrow.train.trainer import Trainer
 from tests.conftest import VOCAB, tiny_model

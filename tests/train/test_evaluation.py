@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparrow.benchmark import run_benchmark
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
+from sparrow.evaluation.benchmark import run_benchmark
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import Problem

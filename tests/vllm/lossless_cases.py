@@ -30,8 +30,8 @@ from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
 from sparrow import SparsitySchedule
 from sparrow.attention.pages import landmarks
+from sparrow.decoding import DRAFT_BUDGETS, Decoding
 from sparrow.mismatch.drafts import DraftAcceptance
-from sparrow.mode import DRAFT_BUDGETS, Decoding
 from sparrow.vllm import lossless as sparrow_in_vllm
 from sparrow.vllm import speculator
 from sparrow.vllm.adapt import DraftLength

@@ -11,8 +11,8 @@ import torch
 from tests.vllm import lossless_cases as cases  # isort: skip  before vLLM is imported
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
+from sparrow.decoding import Decoding
 from sparrow.mismatch.drafts import DraftAcceptance
-from sparrow.mode import Decoding
 from sparrow.model import speculative
 from sparrow.model.actor import set_schedule
 from tests.vllm.lossless_cases import DRAFTS, generate, tokens_of

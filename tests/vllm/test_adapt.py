@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from sparrow.mode import DRAFT_BUDGETS, acceptance_at
+from sparrow.decoding import DRAFT_BUDGETS, acceptance_at
 from sparrow.vllm import adapt
 from sparrow.vllm.adapt import DraftLength, tokens_per_cycle
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparrow.mode import Decoding
+from sparrow.decoding import Decoding
 from sparrow.vllm import config, graphs, patches
 from sparrow.vllm.lossless import draft_choices
 

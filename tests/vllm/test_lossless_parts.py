@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sparrow.decoding import Decoding
 from sparrow.errors import ConfigError
-from sparrow.mode import Decoding
 from sparrow.vllm import config, lossless, versions
 
 vllm = pytest.importorskip("vllm")

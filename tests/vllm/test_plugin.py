@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from sparrow import SparsitySchedule
+from sparrow.decoding import Decoding
 from sparrow.engines.vllm import client, engine
 from sparrow.engines.vllm.server import VLLMServer, _rollout
 from sparrow.errors import ConfigError, EngineError, UnsupportedModel
-from sparrow.mode import Decoding
 from sparrow.schedule import ALL_PAGES
 from sparrow.vllm import config, control, fp8, versions
 from sparrow.vllm.runtime import PLAIN_PASSES, Runtime, find

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparrow.decoding import Decoding
 from sparrow.engines.base import Counters
 from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError
-from sparrow.mode import Decoding
 from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config, patches, plugin

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparrow.decoding import LOSSLESS_SETTINGS, Decoding
 from sparrow.engines.base import Counters
 from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError, EngineError
-from sparrow.mode import LOSSLESS_SETTINGS, Decoding
 from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from sparrow.decoding import Decoding
 from sparrow.engines.vllm import VLLMServer, server
 from sparrow.errors import ConfigError, EngineError
 from sparrow.mismatch.drafts import DraftAcceptance
-from sparrow.mode import Decoding
 from sparrow.rollout import Sampling
 from tests.train.test_trainer import SCHEDULE, make_trainer, metrics_of
 

@@ -1,0 +1,96 @@
+"""Import paths of the last release: they give the modules of today, and warn. They go with the next.
+
+``import sparrow.mode`` finds no file; a finder looks here and takes the module of the new name, so
+that a class has one identity under both names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+MODULES = {
+    "sparrow.benchmark": "sparrow.evaluation.benchmark",
+    "sparrow.cluster": "sparrow.cost.cluster",
+    "sparrow.commands": "sparrow.cli.commands",
+    "sparrow.cost_lossless": "sparrow.cost.lossless",
+    "sparrow.dial": "sparrow.train.dial",
+    "sparrow.evaluate": "sparrow.evaluation.scores",
+    "sparrow.head_budgets": "sparrow.calibrate.head_budgets",
+    "sparrow.loading": "sparrow.cli.loading",
+    "sparrow.measure": "sparrow.calibrate.run",
+    "sparrow.mode": "sparrow.decoding",
+    "sparrow.terminal": "sparrow.cli.terminal",
+}
+"""Old name -> new name, of modules and of packages with all that is in them."""
+
+ATTRIBUTES = {
+    "sparrow.calibrate": (
+        "sparrow.calibrate.search",
+        {"Curves", "Measure", "PERCENTILE", "STEP", "Tried", "WIDE"},
+    ),
+    "sparrow.cli": ("sparrow.cli.entry", {"COMMANDS", "parse"}),
+    "sparrow.cost": (
+        "sparrow.cost.roofline",
+        {"CHUNK", "MODEL_TYPES", "PREFILL_MFU", "SCORE_MFU", "UPDATE_MFU"},
+    ),
+}
+"""Packages with the name of an old module -> where the code is now, and what of it the package does
+not offer.
+"""
+
+
+def new_name(module: str) -> str | None:
+    """The name of today for an old one; None for any other."""
+    for old, new in MODULES.items():
+        if module == old or module.startswith(f"{old}."):
+            return new + module.removeprefix(old)
+    return None
+
+
+def attributes_of(package: str) -> Callable[[str], Any]:
+    """``__getattr__`` of a package in ``ATTRIBUTES``."""
+    home, names = ATTRIBUTES[package]
+
+    def getattr_of_package(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        _warn(f"{package}.{name}", f"{home}.{name}", level=3)
+        return getattr(importlib.import_module(home), name)
+
+    return getattr_of_package
+
+
+def install() -> None:
+    """Let old names be imported."""
+    # In front: the files of an old package's modules are found through its new path, and Python's
+    # own finder would load them a second time.
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if new_name(fullname) else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        old = module.__name__
+        new = new_name(old)
+        assert new is not None
+        _warn(old, new, level=3)  # frames of the import system are not counted
+        sys.modules[old] = importlib.import_module(new)
+
+
+def _warn(old: str, new: str, level: int) -> None:
+    warnings.warn(
+        f"{old} is now {new}, and the old name goes with the next release; import the new one",
+        DeprecationWarning,
+        stacklevel=level,
+    )

@@ -1,0 +1,17 @@
+"""The cheapest schedule that holds a target: the search, which knows no engine, is offered here;
+``run`` searches with an engine, and ``head_budgets`` finds the budgets of heads.
+"""
+
+from typing import TYPE_CHECKING
+
+from sparrow import _moved
+from sparrow.calibrate.search import (
+    MIN_SEQUENCES,
+    Acceptance,
+    BinChoice,
+    Calibration,
+    calibrate,
+)
+
+if not TYPE_CHECKING:
+    __getattr__ = _moved.attributes_of(__name__)

@@ -1,0 +1,19 @@
+"""The command line ``sparrow``: ``entry`` turns arguments into one of ``commands`` and runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sparrow import _moved
+
+if not TYPE_CHECKING:
+    __getattr__ = _moved.attributes_of(__name__)
+
+
+# The module is not called ``main``, as it would take the place of this function in the package.
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``sparrow``; see ``sparrow.cli.entry.main``."""
+    from sparrow.cli import entry
+
+    entry.main(argv)

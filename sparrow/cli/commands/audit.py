@@ -1,0 +1,141 @@
+"""``sparrow audit``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from sparrow import files
+from sparrow.cli.commands.sampled import FromPrompts
+from sparrow.decoding import Decoding
+from sparrow.errors import ConfigError
+from sparrow.settings import Count, Probability, Share
+from sparrow.train.config import DecodingOptions
+
+if TYPE_CHECKING:
+    from sparrow.engines.base import Engine, Ranker
+
+STATUS = {"exact": 0, "biased": 1, "cannot tell": 2}
+STOCK = "stock:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit(DecodingOptions, FromPrompts):
+    """Test whether an engine's samples are exactly those of the dense model. Exit status 0: no bias,
+    and a bias would have been seen; 1: biased; 2: cannot tell, or could not run.
+    """
+
+    failure = 2
+
+    # What is audited, as above; or vLLM without Sparrow: stock:options of vllm.LLM
+    # (stock:speculative_config={"method":"ngram",...}) or stock:http://host:port.
+    engine: str = "hf"
+    # The same engine's dense decoding, to tell rounding from bias; unset: that of engine, unless it
+    # is a server. none leaves it out, and rounding then counts as bias.
+    dense_engine: str | None = None
+    # What ranks the tokens. hf: transformers, with whole distributions. prefill: the dense engine's
+    # own prefill, with top lists, which needs stock:.
+    scorer: Literal["hf", "prefill"] = "hf"
+    # Prefill: length of these lists; a server allows 20 unless it was started with more.
+    lists: Count = 20
+    schedule: str | None = None  # Audit the sparse actor under this schedule, which should fail.
+    # Sample from the fewest of the likeliest tokens that hold this share of the mass.
+    top_p: Share = 1.0
+    top_k: Count | None = None  # Sample from so many of the likeliest tokens; unset: from all.
+    count: Count = 512  # Responses of each arm; prompts are repeated as needed.
+    max_new_tokens: Count = 64  # Responses are cut at this many tokens.
+    # Log-probs that the engine reports: after temperature and truncation (processed, as Sparrow's
+    # engines), raw (as vLLM by default), or not to be compared.
+    logprobs: Literal["processed", "raw", "none"] = "processed"
+    level: Probability = 0.01  # The chance of calling an exact engine biased.
+    # The share of tokens that, moved to likelier places, must not have gone unseen.
+    resolution: Probability = 0.05
+    out: str | None = None  # Write the whole report to this JSON file.
+
+    def run(self) -> None:
+        from sparrow.audit.run import run_audit
+        from sparrow.cli.terminal import note, print_audit
+        from sparrow.rollout import Sampling
+
+        decoding = self.decoding(self.schedule)
+        dense = self._dense_engine()
+        if self.scorer == "prefill" and not (dense or "").startswith(STOCK):
+            raise ConfigError(
+                f"the scorer prefill needs a dense engine that is stock vLLM, got {dense or 'none'}; "
+                "give --dense-engine stock:... or take the scorer hf"
+            )
+        if self.out:
+            files.check_file(self.out)
+        model, tokenizer, prompts = self.load_prompts()
+        sampling = Sampling(
+            self.max_new_tokens,
+            self.temperature,
+            top_n=0,
+            seed=self.seed,
+            top_k=self.top_k,
+            top_p=self.top_p,
+        )
+
+        def made(spec: str, how: Decoding) -> Engine:
+            from sparrow.cli import loading
+
+            if spec.startswith(STOCK):
+                return loading.load_stock_engine(
+                    spec.removeprefix(STOCK), self.model, self.precision
+                )
+            return loading.load_engine(spec, self.model, model, tokenizer, how, self.precision)
+
+        def ranker() -> AbstractContextManager[Ranker]:
+            from sparrow.audit.run import ListRanker
+            from sparrow.cli import loading
+
+            densely = Decoding.lossy("dense")
+            if self.scorer == "hf":
+                return nullcontext(loading.load_scorer(model, tokenizer, densely, self.precision))
+            scorer: Any = made(str(dense), densely)
+            return closing(ListRanker(scorer, self.lists))
+
+        audited = run_audit(
+            lambda: made(self.engine, decoding),
+            None if dense is None else lambda: made(dense, Decoding.lossy("dense")),
+            ranker,
+            prompts,
+            sampling,
+            self.logprobs,
+            self.level,
+            self.resolution,
+            note,
+        )
+        if self.out:
+            report = {
+                **audited.to_dict(),
+                "model": self.model,
+                "engine": self.engine,
+                "decoding": decoding.to_dict(),
+                "dense_engine": dense,
+                "scorer": self.scorer,
+                "precision": self.precision,
+            }
+            files.write_text(Path(self.out), json.dumps(report, indent=1, allow_nan=False))
+        print_audit(audited.verdict, audited.tokens)
+        sys.exit(STATUS[audited.verdict.status])
+
+    def _dense_engine(self) -> str | None:
+        """How the dense arm is made; None without one."""
+        if self.dense_engine is not None:
+            return None if self.dense_engine == "none" else self.dense_engine
+        engine = self.engine.removeprefix(STOCK)
+        if engine.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"{self.engine} decodes in one way only; give --dense-engine with a server of the "
+                "same model that does not draft, or --dense-engine none to count rounding as bias"
+            )
+        if self.engine.startswith(STOCK):
+            from sparrow.cli.loading import without_option
+
+            return STOCK + without_option(engine, "speculative_config")
+        return self.engine

@@ -1,0 +1,139 @@
+"""``sparrow calibrate``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from sparrow import __version__, files
+from sparrow.cli.commands.sampled import WithLists
+from sparrow.errors import ConfigError
+from sparrow.schedule import SparsitySchedule
+from sparrow.settings import CountOrZero, Name, Probability, choose, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate(WithLists):
+    """Find the cheapest schedule whose p5 holds a target with confidence, in every length bin."""
+
+    # The schedule, a JSON file; OUT.work/ beside it keeps what was measured, so that a second call
+    # goes on from it.
+    out: Name
+    # What the lower end of p5's 95 % interval must reach; unset: 0.86, if relative-target is unset
+    # too.
+    target: Probability | None = None
+    # Instead of target: what p5 must reach so relative to its ceiling, that of dense rollouts
+    # (docs/calibration.md).
+    relative_target: Probability | None = None
+    # Top-k pages to try first, at every length; no bin gets fewer than the smallest.
+    budgets: Annotated[tuple[CountOrZero, ...], Field(min_length=1)] = (
+        5,
+        13,
+        29,
+        61,
+        125,
+        253,
+        509,
+    )
+    # Passes after those, at most: each tries the next budget of every length bin that is not
+    # settled.
+    refine: CountOrZero = 3
+    # Rounds that sample under the schedule found so far and search again; only the last takes all
+    # prompts.
+    on_policy: CountOrZero = 2
+    # A schedule to take page size, bin width, dense layers and budgets of heads from; if it is
+    # sparse, the first responses' too.
+    layout: str = "dense"
+    # Find relative budgets of layers or kv heads first, with engine hf (docs/calibration.md);
+    # unset: leave those of the layout.
+    head_budgets: Literal["layers", "heads"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        from sparrow.calibrate import MIN_SEQUENCES
+
+        choose(self, "target", "relative_target", 0.86)
+        require(
+            self,
+            "count",
+            self.count >= MIN_SEQUENCES,
+            f"at least {MIN_SEQUENCES}: fewer responses give no interval of p5",
+        )
+        if self.head_budgets and self.engine != "hf":
+            raise ConfigError(
+                f"budgets of heads are found with engine hf, got {self.engine!r}, which cannot change them while it "
+                "runs; find a schedule with engine hf first, and give it as --layout"
+            )
+
+    def run(self) -> None:
+        from datetime import date
+
+        from sparrow.calibrate import head_budgets
+        from sparrow.calibrate.run import PILOT, SHORTEST_LISTS, calibrate_engine
+        from sparrow.cli.terminal import note, print_calibration
+        from sparrow.decoding import Decoding
+        from sparrow.evaluation.benchmark import weights_digest
+        from sparrow.mismatch import Tau
+        from sparrow.rollout import Sampling
+
+        layout, tau = (
+            SparsitySchedule.load(self.layout),
+            Tau.chosen(self.target, self.relative_target),
+        )
+        out = files.check_file(self.out)
+        work = files.check_folder(out.with_name(out.name + ".work"))
+        engine, scorer, prompts = self.load_sampler(Decoding.lossy(layout))
+        made_by = {
+            "model": self.model,
+            "weights": weights_digest(scorer.model),
+            "engine": self.engine,
+            "precision": self.precision,
+        }
+        prompts_of = self.prompts or self.task or " ".join(self.dataset)
+        source: dict[str, Any] = {
+            "model": self.model,
+            "prompts": prompts_of,
+            "temperature": self.temperature,
+        }
+        sampling = Sampling(
+            self.max_new_tokens, self.temperature, self.top_n or SHORTEST_LISTS, seed=self.seed
+        )
+        if self.head_budgets:
+            middle = sorted(self.budgets)[len(self.budgets) // 2]
+            layout = head_budgets.find(
+                scorer,
+                prompts[:PILOT],
+                sampling,
+                work,
+                layout,
+                self.head_budgets,
+                middle,
+                made_by,
+                note,
+            )
+            source["head_budgets"] = layout.provenance["head_budgets"]
+        calibration = calibrate_engine(
+            engine,
+            scorer,
+            prompts,
+            sampling,
+            work,
+            budgets=self.budgets,
+            target=tau.value,
+            relative=tau.relative,
+            lengthen=self.top_n is None,
+            made_by=made_by,
+            layout=layout,
+            refine=self.refine,
+            on_policy=self.on_policy,
+            provenance={**source, "date": date.today().isoformat(), "version": __version__},
+            listener=note,
+        )
+        engine.close()
+        print_calibration(calibration, tau, out)
+        files.write_text(out, calibration.schedule.to_json())
+
+    def interrupted(self) -> str:
+        return "interrupted; the same command goes on from what is done"

@@ -1,0 +1,138 @@
+"""``sparrow cost``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from sparrow.cli.commands.base import Command
+from sparrow.decoding import DraftWeights
+from sparrow.schedule import LandmarkDtype, SparsitySchedule
+from sparrow.settings import Count, Many, Positive, Probability, Share, require
+
+if TYPE_CHECKING:
+    from sparrow.cost import ModelShape
+
+
+@dataclass(frozen=True)
+class Cost(Command):
+    """Predict what each mode buys on a named GPU: rollout and step time, dense, lossy under a
+    schedule, lossless.
+    """
+
+    # qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, reasoner; or a model by hub name, or its
+    # config.json.
+    model: str
+    schedule: str  # fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file.
+    gpu: Literal["a100", "h100", "h200", "b200"] = "h200"  # The machine.
+    # How many of them; more than one are planned as a whole: memory, and a step split into its
+    # phases.
+    gpus: Count = 1
+    tensor_parallel: Count = 1  # GPUs of one engine.
+    responses: Many = 240  # Responses of a rollout, over all GPUs.
+    samples: Count = 8  # Responses to one prompt.
+    examples: Count | None = None  # Prompts of the whole run, to tell its hours on several GPUs.
+    median: Positive = 14000  # Median response length in tokens; lengths are log-normal.
+    cutoff: Count = 32768  # Longest response in tokens.
+    prompt: Count = 256  # Prompt length in tokens.
+    max_batch: Count = 256  # Sequences decoded together at most.
+    # Lossless: mean acceptance of drafts that read 1,024 tokens, as sparrow measure --mode lossless
+    # finds it; for other budgets the rejected share is taken to fall as their power -0.7.
+    acceptance: Probability = 0.94
+    # How landmarks are stored, in every mode; unset: as the schedule says, which of the published
+    # ones is auto.
+    landmark_dtype: LandmarkDtype | None = None
+    # Lossless, on one GPU: what drafts multiply with; fp8 halves the bytes of weights that they
+    # read, beside a copy in memory. Their acceptance is for you to give.
+    draft_weights: DraftWeights = "auto"
+    # On one GPU: share of a dense step's time that is rollout, where it is known; unset: training
+    # is priced by its FLOPs.
+    rollout_share: Share | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        several, share = self.gpus > 1, self.rollout_share
+        require(self, "tensor_parallel", several or self.tensor_parallel == 1, "1 on one GPU")
+        require(
+            self,
+            "examples",
+            several or self.examples is None,
+            "left out on one GPU, as hours are of a cluster",
+        )
+        require(
+            self,
+            "rollout_share",
+            share is None or not several,
+            "left out beside gpus: every phase is predicted",
+        )
+
+        require(
+            self,
+            "draft_weights",
+            self.draft_weights == "auto" or not several,
+            "auto on several GPUs",
+        )
+
+    def run(self) -> None:
+        from sparrow import cost as one_gpu
+        from sparrow.cli.terminal import print_rows
+        from sparrow.cost import MACHINES, cluster
+        from sparrow.cost.lossless import predict_lossless
+        from sparrow.cost.lossless import rows as lossless_rows
+
+        shape = find_shape(self.model)
+        lengths = one_gpu.response_lengths(self.median, self.cutoff, self.responses)
+        schedule, machine = SparsitySchedule.load(self.schedule), MACHINES[self.gpu]
+        if self.landmark_dtype is not None:
+            schedule = schedule.replace(landmark_dtype=self.landmark_dtype)
+        batching = (self.prompt, self.max_batch)
+        if self.gpus > 1:
+            gpus = cluster.Cluster(machine, self.gpus, self.tensor_parallel)
+            whole = cluster.plan(
+                shape, gpus, lengths, schedule, *batching, acceptance=self.acceptance
+            )
+            steps = (
+                None if self.examples is None else self.examples * self.samples // self.responses
+            )
+            rows = cluster.rows(whole, steps)
+        else:
+            lossy = one_gpu.predict(
+                shape, machine, lengths, schedule, *batching, rollout_share=self.rollout_share
+            )
+            stored = schedule.landmark_dtype
+            lossless = predict_lossless(
+                shape,
+                machine,
+                lengths,
+                lossy.dense,
+                self.acceptance,
+                *batching,
+                landmark_dtype=stored,
+                draft_weights=self.draft_weights,
+            )
+            rows = lossless_rows(lossy, lossless)
+        machines = f"{self.gpus} {self.gpu.upper()}"
+        responses = f"{self.responses} responses of {lengths.mean():,.0f} tokens"
+        print_rows(f"{self.model} on {machines}, {responses}, {self.schedule}", rows)
+
+
+def find_shape(model: str) -> ModelShape:
+    """The shape of a model as a user names it: a folder or its ``config.json``, one of ``SHAPES``,
+    the bundled ``reasoner``, or a hub name.
+
+    Raises ConfigError, UnsupportedModel: see ``ModelShape.from_config``; or the hub cannot be
+    reached.
+    """
+    from sparrow.cost import SHAPES, ModelShape
+
+    if Path(model).exists():
+        return ModelShape.from_config(model)
+    if (known := model.removeprefix("Qwen/").lower()) in SHAPES:
+        return SHAPES[known]
+    from sparrow.cli.loading import REASONER, model_path
+    from sparrow.engines.hf import load_config
+
+    if model == REASONER:
+        return ModelShape.from_config(model_path(model))
+    return ModelShape.from_config(load_config(model))

@@ -1,0 +1,183 @@
+"""``sparrow train --dry-run MACHINE``: what can be known about a run before anything is loaded."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from sparrow.decoding import Decoding
+from sparrow.errors import ConfigError, SparrowError
+from sparrow.settings import Count, Positive, Probability, Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sparrow.cli.commands.train_options import TrainOptions
+    from sparrow.cost import ModelShape
+    from sparrow.cost.cluster import Cluster
+
+PROMPT = 256  # assumed tokens per prompt; a dry run tokenizes none
+TYPICAL = 0.43  # default of the median response over the cut-off: 14,000 of 32,768
+Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Target(Settings):
+    """The machine that a dry run is for, and figures that it cannot know."""
+
+    gpu: Literal["a100", "h100", "h200", "b200"]
+    gpus: Count = 1
+    median: Positive | None = None  # tokens of a response
+    acceptance: Probability = 0.94  # of lossless drafts that read 1,024 tokens
+
+
+def dry_run(command: TrainOptions) -> None:
+    """Print what was found; only data is loaded, and nothing is written.
+
+    Raises ConfigError: every problem that the run would meet, one sentence each.
+    """
+    from sparrow.cli.commands.cost import find_shape
+    from sparrow.cli.loading import (
+        load_benchmarks,
+        load_problems,
+        model_path,
+        parse_spec,
+        prompt_room,
+    )
+    from sparrow.cli.terminal import print_rows
+    from sparrow.cost import MACHINES
+    from sparrow.cost.cluster import Cluster
+    from sparrow.run import RunDir
+    from sparrow.train.trackers import check_trackers
+
+    name, options = parse_spec(command.dry_run or "")
+    try:
+        target = Target(name, **options)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ConfigError(
+            f"dry_run is {command.dry_run!r}; expected such as h200:gpus=8,median=9000"
+        ) from error
+    problems: list[str] = []
+    rows: Rows = []
+
+    @contextmanager
+    def noting() -> Iterator[None]:
+        try:
+            yield
+        except SparrowError as error:
+            problems.append(str(error))
+
+    decoding, shape, room, cluster = Decoding.lossy("dense"), None, None, None
+    with noting():
+        decoding = command.rollout.decoding(command.schedule)
+    with noting():
+        check_trackers(command.trackers)
+    with noting():
+        RunDir(command.run_dir, command.resume)
+    with noting():
+        shape = find_shape(model_path(command.model))
+        rows.append(
+            ("model", f"{shape.name}, {(shape.weights + shape.embedding) / 1e9:.2f}B parameters")
+        )
+        decoding.schedule.check_model(shape.layers, shape.kv_heads)
+        room = prompt_room(shape.context, command.engine, command.rollout.max_new_tokens)
+        rows.append(
+            (
+                "context",
+                f"{command.rollout.max_new_tokens:,} tokens of response, {room:,} left for the prompt",
+            )
+        )
+    with noting():
+        task: Any = load_problems(
+            command.task, command.dataset, None, room, command.reward.function
+        )
+        size = (
+            f"{len(task):,} problems" if hasattr(task, "__len__") else "problems as they are drawn"
+        )
+        rows.append(
+            (
+                "data",
+                f"{command.task or ' '.join(command.dataset)}: {size}; prompts were not tokenized",
+            )
+        )
+    with noting():
+        if shape is not None:
+            limit = command.eval.max_new_tokens or command.rollout.max_new_tokens
+            held = load_benchmarks(
+                command.eval.benchmark,
+                command.eval.limit,
+                None,
+                prompt_room(shape.context, command.engine, limit),
+                command.reward.function,
+            )
+            rows += [
+                (
+                    "evaluation",
+                    f"{name}: {len(asked):,} problems x {command.eval.k}; its hours are not predicted",
+                )
+                for name, asked in held.items()
+            ]
+    with noting():
+        cluster = Cluster(MACHINES[target.gpu], target.gpus)
+        _check_launch(command, cluster)
+    if shape is not None and cluster is not None:
+        with noting():
+            rows += _predicted(command, target, decoding, shape, cluster)
+    print_rows(f"dry run of {command.run_dir} on {target.gpus} {target.gpu.upper()}", rows)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _check_launch(command: TrainOptions, cluster: Cluster) -> None:
+    """Raises ConfigError: machines that this trainer does not run on, or an engine or precision
+    without predictions.
+    """
+    if cluster.gpus > cluster.host:
+        raise ConfigError(
+            f"{cluster.gpus} GPUs are several machines, and this trainer runs on the {cluster.host} of one; take verl "
+            "with Sparrow in its rollouts"
+        )
+    if command.engine == "hf":
+        raise ConfigError(
+            "engine is 'hf', which is slower than any prediction here; take vllm, as in "
+            "engine='vllm:gpu_memory_utilization=0.8'"
+        )
+    if command.optimizer.precision == "fp32":
+        raise ConfigError(
+            "optimizer.precision is 'fp32', for which nothing is predicted; take bf16 on a GPU"
+        )
+
+
+def _predicted(
+    command: TrainOptions, target: Target, decoding: Decoding, shape: ModelShape, cluster: Cluster
+) -> Rows:
+    """Memory, the seconds of a step and the hours of the run. Raises ConfigError: it does not fit."""
+    from sparrow.cli.loading import parse_spec
+    from sparrow.cost import cluster as planning
+    from sparrow.cost import response_lengths
+
+    rollout, optimizer = command.rollout, command.optimizer
+    engine = parse_spec(command.engine)[1] if command.engine.startswith("vllm") else {}
+    colocated = not command.engine.startswith("http")
+    share = engine.get("gpu_memory_utilization", planning.VLLM_SHARE)
+    cutoff = rollout.max_new_tokens
+    lengths = response_lengths(
+        target.median or TYPICAL * cutoff, cutoff, rollout.prompts * rollout.samples
+    )
+    plan = planning.plan(
+        shape,
+        cluster,
+        lengths,
+        decoding.schedule if decoding.mode == "lossy" else None,
+        PROMPT,
+        engine.get("max_num_seqs", 256),
+        optimizer.token_budget,
+        colocated,
+        recompute=optimizer.gradient_checkpointing,
+        engine_share=share,
+        acceptance=target.acceptance if decoding.mode == "lossless" else None,
+    )
+    batch = f"{rollout.prompts} prompts x {rollout.samples} responses of {lengths.mean():,.0f} tokens in the mean"
+    run = f"{command.steps:,} steps, {command.steps * rollout.prompts:,} prompts"
+    return [("a step has", batch), *planning.rows(plan, command.steps), ("the run has", run)]

@@ -1,0 +1,117 @@
+"""``sparrow eval``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from sparrow import files
+from sparrow.cli.commands.sampled import Sampled
+from sparrow.errors import ConfigError
+from sparrow.schedule import SparsitySchedule
+from sparrow.settings import Count, Many, Name, NotNegative, Share
+from sparrow.train.config import DecodingOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval(DecodingOptions, Sampled):
+    """Evaluate a model: mean@k, pass@k and majority@k with intervals, dense and sparse side by
+    side, or in one mode.
+    """
+
+    # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
+    benchmark: Annotated[tuple[str, ...], Field(min_length=1)]
+    out: Name  # Folder for the samples; a second call goes on from those it finds there.
+    # A function of your own that judges in place of the datasets' verifiers, module:function.
+    reward: str | None = None
+    # Evaluate the sparse actor under this schedule too, beside the dense model; with --mode lossy,
+    # that alone.
+    schedule: str | None = None
+    temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
+    # Sample from the fewest of the likeliest tokens that hold this share of the mass; drafts and
+    # policy alike.
+    top_p: Share = 1.0
+    top_k: Count | None = None  # Sample from so many of the likeliest tokens; unset: from all.
+    k: Many = 16  # Responses per problem.
+    # Problems per benchmark, the first ones; unset: all of a dataset. A task has no end and needs a
+    # limit.
+    limit: Count | None = None
+
+    def run(self) -> None:
+        from sparrow.cli.loading import (
+            context_of,
+            is_task,
+            load_benchmark,
+            load_engine,
+            load_model,
+            prompt_room,
+        )
+        from sparrow.cli.terminal import note
+        from sparrow.evaluation.benchmark import markdown_table, run_benchmark, weights_digest
+        from sparrow.rollout import Sampling
+
+        if self.reward is not None and all(map(is_task, self.benchmark)):
+            raise ConfigError(
+                f"--reward {self.reward} goes with datasets; the task {self.benchmark[0]} brings its own verifier"
+            )
+        decoding = self.decoding(self.schedule)
+        schedules = {self.schedule or decoding.mode: decoding.schedule}
+        if self.mode is None:
+            schedules = {"dense": SparsitySchedule.dense(), **schedules}
+            decoding = decoding.with_schedule(schedules["dense"])
+        folder = files.check_folder(self.out)
+        sampling = Sampling(
+            self.max_new_tokens,
+            self.temperature,
+            top_n=0,
+            seed=self.seed,
+            top_k=self.top_k,
+            top_p=self.top_p,
+        )
+        results = []
+        note(f"loading {self.model}")
+        model, tokenizer = load_model(self.model, self.precision)
+        room = prompt_room(context_of(model), self.engine, self.max_new_tokens)
+        benchmarks = {
+            name: load_benchmark(name, self.limit, tokenizer, room, self.reward)
+            for name in self.benchmark
+        }
+        note(f"starting the engine {self.engine}")
+        engine = load_engine(self.engine, self.model, model, tokenizer, decoding, self.precision)
+        made_by = {
+            "model": self.model,
+            "weights": weights_digest(model),
+            "engine": self.engine,
+            "precision": self.precision,
+            "reward": self.reward,
+        }
+        for name, problems in benchmarks.items():
+            for label, schedule in schedules.items():
+                note(f"{name}, {label}")
+                engine.set_schedule(schedule)
+                source: dict[str, Any] = {
+                    **made_by,
+                    "schedule": {**schedule.to_dict(), "provenance": None},
+                }
+                if decoding.mode == "lossless":
+                    source |= {
+                        "draft_tokens": decoding.draft_tokens,
+                        "adapt": decoding.adapt_draft_tokens,
+                    }
+                    if decoding.drafter_invariant:
+                        source["drafter_invariant"] = True
+                    if decoding.draft_weights != "auto":
+                        source["draft_weights"] = decoding.draft_weights
+                results.append(
+                    run_benchmark(
+                        engine, tokenizer, problems, sampling, self.k, folder, name, label, source
+                    )
+                )
+        engine.close()
+        files.write_text(folder / "results.md", table := markdown_table(results))
+        print(table, end="")
+
+    def interrupted(self) -> str:
+        return "interrupted; the same command goes on from what is done"

@@ -1,0 +1,47 @@
+"""``sparrow report``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from sparrow.cli.commands.base import Command
+from sparrow.errors import ConfigError
+from sparrow.settings import Count
+
+
+@dataclass(frozen=True)
+class Report(Command):
+    """Draw a run, or two side by side, as one self-contained HTML page; or a calibrated schedule as
+    a figure.
+    """
+
+    path: Annotated[
+        Path, tyro.conf.Positional
+    ]  # A run directory, or a schedule from sparrow calibrate.
+    # A second run, to stand beside the first.
+    other: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="OTHER")] = None
+    steps: tuple[
+        Count, ...
+    ] = ()  # Steps whose responses are shown; unset: up to 40, from the first to the last.
+
+    def run(self) -> None:
+        from sparrow.report import draw_calibration, write_report
+
+        runs = [path for path in (self.path, self.other) if path is not None]
+        if self.path.is_file():
+            if len(runs) > 1 or self.steps:
+                raise ConfigError(
+                    f"{self.path} is a schedule, which is drawn alone and has no steps; give it alone"
+                )
+            drawn = draw_calibration(self.path)
+        elif missing := [path for path in runs if not path.exists()]:
+            raise ConfigError(
+                f"there is no {missing[0]}; give a run directory, or a schedule from sparrow calibrate"
+            )
+        else:
+            drawn = write_report(*runs, steps=self.steps)
+        print(f"wrote {drawn}")

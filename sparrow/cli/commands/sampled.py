@@ -1,0 +1,101 @@
+"""What commands that sample have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from sparrow.cli.commands.base import Command
+from sparrow.errors import ConfigError
+from sparrow.settings import Count, Many, Positive, Seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from sparrow.decoding import Decoding
+    from sparrow.engines.base import Engine
+    from sparrow.engines.hf import HFEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled(Command):
+    """What measuring, calibrating and evaluating have in common: a model and responses sampled from
+    it.
+    """
+
+    # A Hugging Face causal language model, by name or path; reasoner is the small one that comes
+    # with Sparrow.
+    model: str
+    max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
+    # Weights are loaded, and forward passes run, in this precision.
+    precision: Literal["fp32", "bf16"] = "fp32"
+    # What samples: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or
+    # http://host:port.
+    engine: str = "hf"
+    seed: Seed = 0  # Seeds the samples.
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromPrompts(Sampled):
+    """What commands that take prompts from a file or a task have in common."""
+
+    # Prompts to sample from, as they are: a .jsonl file with a "prompt" field, or a text file with
+    # one prompt a line.
+    prompts: str | None = None
+    # Take the prompts from a synthetic task instead, such as trace:lines=24.
+    task: str | None = None
+    # Take them from files of questions or known datasets, as sparrow train does: the same prompts
+    # in the same order for the same seed, in the model's chat template.
+    dataset: tuple[str, ...] = ()
+    # Softmax temperature of actor and policy alike; a greedy actor (0) has no acceptance rate.
+    temperature: Positive = 1.0
+    count: Many = 64  # Responses to sample; prompts are repeated as needed.
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.prompts is not None) + (self.task is not None) + bool(self.dataset) != 1:
+            raise ConfigError(
+                "say where prompts come from: one of --prompts FILE, --task NAME and --dataset NAME"
+            )
+
+    def load_prompts(
+        self,
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[list[int]]]:
+        """The model, its tokenizer, and the prompts as token ids."""
+        from sparrow.cli import loading
+        from sparrow.cli.terminal import note
+
+        named = None if self.prompts is None else loading.read_prompts(Path(self.prompts))
+        note(f"loading {self.model}")
+        model, tokenizer = loading.load_model(self.model, self.precision)
+        room = loading.prompt_room(loading.context_of(model), self.engine, self.max_new_tokens)
+        if named is None:
+            task = loading.load_problems(self.task, self.dataset, tokenizer, room)
+            named = loading.draw_prompts(task, self.count, self.seed)
+        return model, tokenizer, loading.encode_prompts(named, self.count, tokenizer, room)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithLists(FromPrompts):
+    """What measuring and calibrating have in common."""
+
+    # Length of the actor's lists of most likely tokens, which bound the acceptance rate; unset: 20,
+    # and more where they do not tell whether p5 is high enough, as with flat distributions.
+    top_n: Count | None = None
+
+    def load_sampler(self, decoding: Decoding) -> tuple[Engine, HFEngine, list[list[int]]]:
+        """An engine that samples as the command says, a transformers scorer, and the prompts as
+        token ids.
+        """
+        from sparrow.cli import loading
+        from sparrow.cli.terminal import note
+
+        model, tokenizer, prompts = self.load_prompts()
+        loaded = model, tokenizer, decoding, self.precision
+        scorer = loading.load_scorer(*loaded)
+        note(f"starting the engine {self.engine}")
+        engine = (
+            scorer if self.engine == "hf" else loading.load_engine(self.engine, self.model, *loaded)
+        )
+        return engine, scorer, prompts

@@ -1,0 +1,138 @@
+"""``sparrow train``."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparrow import files
+from sparrow.cli.commands.train_options import TrainOptions
+
+if TYPE_CHECKING:
+    from sparrow.decoding import Decoding
+    from sparrow.engines.base import Engine
+    from sparrow.train.dial import Dial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(TrainOptions):
+    """Train a model with GRPO on sparse rollouts. --config FILE takes any of these settings from a
+    TOML file; of several files the later wins, and options beside them win over all."""
+
+    def run(self) -> None:
+        if self.dry_run is not None:
+            from sparrow.cli.commands.dry_run import dry_run
+
+            return dry_run(self)
+        from accelerate import DistributedType, PartialState
+
+        from sparrow.cli.loading import (
+            context_of,
+            load_benchmarks,
+            load_model,
+            load_problems,
+            prompt_room,
+        )
+        from sparrow.cli.terminal import Progress, note, print_rows
+        from sparrow.report import summary_rows
+        from sparrow.run import RunDir
+        from sparrow.train.trackers import check_trackers
+        from sparrow.train.trainer import Trainer
+
+        check_trackers(self.trackers)
+        decoding = self.rollout.decoding(self.schedule)
+        closed_loop = re.match(r"auto(:|$)", self.schedule) is not None
+        files.check_folder(self.run_dir)
+        RunDir(
+            self.run_dir, self.resume
+        )  # refuses what the trainer would refuse once model and engine are loaded
+        # Schedulers end a run with SIGTERM, as do launchers of which another process died; save
+        # then as after Ctrl-C.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        # Every process takes its shards from weights that it loaded itself; otherwise transformers
+        # would leave the weights empty in all processes but one.
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+        main_process = PartialState().is_main_process
+        tell: Any = note if main_process else lambda text: None
+        tell(f"loading {self.model}")
+        model, tokenizer = load_model(self.model)
+        room = prompt_room(context_of(model), self.engine, self.rollout.max_new_tokens)
+        tell(f"reading {self.task or ', '.join(self.dataset)}")
+        task = load_problems(self.task, self.dataset, tokenizer, room, self.reward.function)
+        limit = self.eval.max_new_tokens or self.rollout.max_new_tokens
+        benchmarks = load_benchmarks(
+            self.eval.benchmark,
+            self.eval.limit,
+            tokenizer,
+            prompt_room(context_of(model), self.engine, limit),
+            self.reward.function,
+        )
+        tell(f"starting the engine {self.engine}")
+        engine = self._start_engine(model, tokenizer, decoding)
+        try:
+            Trainer(
+                self,
+                model,
+                tokenizer,
+                task,
+                engine,
+                decoding.schedule,
+                Progress(self.steps) if main_process else lambda event, metrics: None,
+                closed_loop,
+                self._dial(model, decoding),
+                benchmarks,
+            ).train()
+        finally:
+            engine.close()
+        if (
+            PartialState().distributed_type is not DistributedType.NO
+        ):  # else a group, if any, is not ours
+            PartialState().destroy_process_group()
+        if main_process:
+            print_rows(f"run {self.run_dir}", summary_rows(self.run_dir))
+            print(f"figures: sparrow report {self.run_dir}")
+
+    def _start_engine(self, model: Any, tokenizer: Any, decoding: Decoding) -> Engine:
+        from sparrow.cli.loading import load_engine
+        from sparrow.train.ranks import asked_to_shard
+
+        # The actor needs its own copy of the weights if it is distilled, if a LoRA is merged for
+        # it, or if the policy's are sharded, since those need all processes; otherwise the two
+        # share weights.
+        own = self.distill.enabled or self.lora.r or asked_to_shard()
+        actor = copy.deepcopy(model) if own and self.engine == "hf" else model
+        return load_engine(
+            self.engine, self.model, actor, tokenizer, decoding, self.optimizer.precision
+        )
+
+    def _dial(self, model: Any, decoding: Decoding) -> Dial | None:
+        if decoding.mode != "auto":
+            return None
+        from sparrow.cost import MACHINES, ModelShape
+        from sparrow.mismatch import Tau
+        from sparrow.train.dial import Dial, price
+
+        shape, responses = (
+            ModelShape.from_config(model.config.to_dict()),
+            self.rollout.prompts * self.rollout.samples,
+        )
+        costs = price(
+            shape, MACHINES[self.machine], decoding.schedule, decoding.draft_tokens, responses
+        )
+        return Dial(Tau.chosen(self.tau, self.relative_tau), costs)
+
+    def interrupted(self) -> str:
+        from sparrow.run.directory import METRICS
+
+        if not any(Path(self.run_dir, "checkpoints").glob("step-*")):
+            if not Path(
+                self.run_dir, METRICS
+            ).exists():  # nothing of a run is there, but perhaps other files are
+                return "interrupted before the first step; the same command starts again"
+            return f"interrupted before the first checkpoint; remove {self.run_dir} to start again"
+        return f"interrupted; 'sparrow train --resume --run-dir {self.run_dir}' goes on from the last checkpoint"

@@ -1,0 +1,41 @@
+"""The options of ``sparrow train``, which a dry run reads too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparrow.cli.commands.base import Command
+from sparrow.decoding import AUTO_ELSEWHERE
+from sparrow.errors import ConfigError
+from sparrow.train.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(TrainConfig, Command):
+    """Settings of the trainer, and the names of what is trained, on what, and with which engine."""
+
+    # A Hugging Face causal language model, by name or path; reasoner is the small one that comes
+    # with Sparrow.
+    model: str
+    task: str | None = None  # A synthetic task with its options, such as trace:lines=24.
+    # In place of a task: files of questions and answers, or known datasets with their options, such
+    # as gsm8k:path=train.jsonl. Several are mixed, each drawn from as often as its option weight
+    # says (1).
+    dataset: tuple[str, ...] = ()
+    # What the actor may read: dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a
+    # JSON file. auto starts dense and follows the measured p5 so that it holds tau; auto:SCHEDULE
+    # starts from any of these, in its layout. With --rollout.mode lossless there is none.
+    schedule: str = "dense"
+    # What generates the rollouts: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or
+    # http://host:port, several of them with commas between.
+    engine: str = "hf"
+    # Load nothing: check settings, data and the model's config.json, and predict memory and hours
+    # on this machine: a100, h100, h200 or b200 with options, as in h200:gpus=8,median=9000
+    # (responses' median length; unset: 0.43 of rollout.max-new-tokens) or acceptance=0.95 (of
+    # lossless drafts).
+    dry_run: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rollout.mode == "auto" and self.engine != "hf":
+            raise ConfigError(f"engine is {self.engine!r}, but {AUTO_ELSEWHERE}")

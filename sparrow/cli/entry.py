@@ -1,0 +1,133 @@
+"""The command line ``sparrow``: turns arguments into one of the commands in ``sparrow.cli.commands``
+and runs it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tyro
+
+from sparrow import __version__
+from sparrow.cli.commands.arguments import from_toml, recorded
+from sparrow.cli.commands.audit import Audit
+from sparrow.cli.commands.base import Command
+from sparrow.cli.commands.calibrate import Calibrate
+from sparrow.cli.commands.cost import Cost
+from sparrow.cli.commands.demo import Demo
+from sparrow.cli.commands.eval import Eval
+from sparrow.cli.commands.measure import Measure
+from sparrow.cli.commands.report import Report
+from sparrow.cli.commands.train import Train
+from sparrow.errors import ConfigError, SparrowError
+
+COMMANDS: Any = Demo | Train | Measure | Calibrate | Eval | Cost | Audit | Report
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``sparrow``; exits with 1 and one sentence on a SparrowError or OSError (2 in
+    ``audit``, where 1 is a verdict), with 130 on Ctrl-C.
+    """
+    # Idle OpenMP threads must not spin: on a shared CPU, spinning costs several times as much as
+    # the work itself.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    command: Command | None = None
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    failure = Audit.failure if arguments[:1] == ["audit"] else Command.failure
+    try:
+        command = parse(arguments)
+        command.run()
+    except SparrowError as error:
+        _stop(error, code=failure)
+    except (
+        BrokenPipeError
+    ):  # the reader of the output has closed it; Python would complain again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(failure)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _stop(f"{where}{error.strerror or error}; make room, or choose another path", code=failure)
+    except KeyboardInterrupt:
+        _stop(command.interrupted() if command else "interrupted", code=130)
+
+
+def _stop(reason: object, code: int) -> NoReturn:
+    print(f"sparrow: {reason}", file=sys.stderr)
+    sys.exit(code)
+
+
+def parse(argv: list[str]) -> Command:
+    """Turn arguments into a command; each ``--config FILE`` is replaced by the options in that TOML
+    file.
+    """
+    if argv[:1] == ["--version"]:
+        print(f"sparrow {__version__}")
+        sys.exit(0)
+    argv = [
+        part
+        for arg in argv
+        for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])
+    ]
+    configured: list[str] = []
+    while "--config" in argv:
+        at = argv.index("--config")
+        if at + 1 == len(argv):
+            raise ConfigError("--config needs a TOML file with the settings of 'sparrow train'")
+        configured += from_toml(Path(argv[at + 1]))
+        del argv[at : at + 2]
+    # These come first, so that options on the command line win; of several files, the later one
+    # wins.
+    argv = [*argv[:1], *configured, *argv[1:]]
+    if argv[:1] == ["train"] and [a for a in argv if a in ("--resume", "--no-resume")][-1:] == [
+        "--resume"
+    ]:
+        # Settings that the command line leaves out keep their recorded values; one kind of tau
+        # replaces the other.
+        given = {argument.partition("=")[0].replace("_", "-") for argument in argv}
+        other = {"--tau": "--relative-tau", "--relative-tau": "--tau"}
+        before = [
+            a
+            for a in recorded(_run_dir(argv), Train)
+            if other.get(a.partition("=")[0]) not in given
+        ]
+        argv = ["train", *before, *argv[1:]]
+    _check_model(argv)
+    try:
+        return tyro.cli(
+            COMMANDS,
+            args=argv,
+            prog="sparrow",
+            description="RL rollouts with sparse attention, fast, without breaking the training. --version prints the "
+            "version; --tyro-print-completion SHELL prints completions for bash or zsh.",
+            config=(tyro.conf.ConsolidateSubcommandArgs,),
+        )
+    except ConfigError as error:  # an option out of range
+        _stop(error, code=2)
+
+
+def _check_model(argv: Sequence[str]) -> None:
+    """Raises ConfigError: a command that needs a model does not name one."""
+    flags = {argument.partition("=")[0] for argument in argv[1:]}
+    if (
+        argv[:1]
+        and argv[0] in ("train", "measure", "calibrate", "eval", "audit")
+        and not flags & {"--model", "-h", "--help"}
+    ):
+        raise ConfigError(
+            f"sparrow {argv[0]} needs --model NAME or PATH; --model reasoner is the small one that comes along"
+        )
+
+
+def _run_dir(argv: Sequence[str]) -> Path:
+    """The run directory that the arguments of ``train`` name."""
+    run_dir = Train.run_dir
+    for argument, following in itertools.zip_longest(argv, argv[1:]):
+        name, equals, value = argument.partition("=")
+        if name in ("--run-dir", "--run_dir") and (equals or following):
+            run_dir = value if equals else following
+    return Path(run_dir)

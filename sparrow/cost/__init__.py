@@ -1,0 +1,26 @@
+"""What a schedule costs and gains before any GPU runs: one engine, lossless decoding, a cluster."""
+
+from typing import TYPE_CHECKING
+
+from sparrow import _moved
+from sparrow.cost.roofline import (
+    MACHINES,
+    MEMORY_FRACTION,
+    SHAPES,
+    VLLM_H200,
+    Machine,
+    ModelShape,
+    Overheads,
+    Prediction,
+    RolloutEstimate,
+    StepCost,
+    decode_step,
+    kv_capacity,
+    predict,
+    response_lengths,
+    simulate_rollout,
+    train_seconds,
+)
+
+if not TYPE_CHECKING:
+    __getattr__ = _moved.attributes_of(__name__)

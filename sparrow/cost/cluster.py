@@ -1,0 +1,327 @@
+"""What a whole run costs on several GPUs: whether it fits, and where a step's time goes in each
+mode of decoding.
+
+``sparrow.cost.roofline`` prices one engine; here the GPUs hold several engines (of one or more GPUs each)
+and shards of the training state. ``docs/cost.md`` lists the assumptions. This is arithmetic only;
+nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from sparrow.cost import roofline
+from sparrow.cost.lossless import predict_lossless
+from sparrow.cost.roofline import (
+    MEMORY_FRACTION,
+    VLLM_H200,
+    Machine,
+    ModelShape,
+    Overheads,
+    RolloutEstimate,
+)
+from sparrow.errors import ConfigError
+from sparrow.schedule import SparsitySchedule
+
+STATE_BYTES = 12  # per parameter between steps: float32 weight and AdamW's two moments
+GRADIENT_BYTES = 4
+# for one chunk of logits of the log-probs: 4096 tokens by 152K words, float32, three times
+HEAD_BYTES = 7.5e9
+LAYER_BYTES = (
+    34  # per token and unit of width while a layer is computed; 2 more for every layer that is kept
+)
+LINK_BYTES_S = 350e9  # between GPUs of one host
+NETWORK_BYTES_S = 40e9  # from one GPU to another host
+HOST_BYTES_S = 13e9  # between a GPU and its host's memory, as measured in vLLM's sleep and wake
+# measured, per response token: sent to all processes after the rollout, and again with its log-
+# probs
+GATHER_S = 1.4e-6
+# of a GPU's memory that vLLM takes by default; weights and KV get MEMORY_FRACTION of the memory
+VLLM_SHARE = 0.9
+# of a GPU's memory that an engine and training state may fill; the driver and NCCL need the rest
+MOST_SHARE = 0.97
+ALL_REDUCE_S = (
+    15e-6  # for one all-reduce; in a tensor-parallel engine, a layer needs two in every decode step
+)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs of one kind."""
+
+    machine: Machine  # one of them
+    gpus: int  # how many; each host is filled before the next
+    tensor_parallel: int = 1  # GPUs per engine
+    host: int = 8  # GPUs per host
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel < 1 or self.gpus < 1 or self.gpus % self.tensor_parallel:
+            raise ConfigError(
+                f"{self.gpus} GPUs do not make engines of {self.tensor_parallel}; choose a tensor_parallel that divides"
+            )
+
+    @property
+    def engines(self) -> int:
+        return self.gpus // self.tensor_parallel
+
+    @property
+    def exchange_bytes_s(self) -> float:
+        """Bytes per second at which a GPU receives the others' shards, within one host or across
+        hosts.
+        """
+        return LINK_BYTES_S if self.gpus <= self.host else NETWORK_BYTES_S
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU in training and in a rollout, and how many full-length responses an engine
+    holds at a time.
+    """
+
+    state: float
+    gradients: float
+    activations: float
+    engine_weights: float
+    kv: float
+    full_responses: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one RL step by phase; ``imbalance`` is the slowest engine's rollout time over the
+    mean of all.
+    """
+
+    rollout: float
+    score: float
+    update: float
+    sync: float
+    imbalance: float
+
+    @property
+    def seconds(self) -> float:
+        return self.rollout + self.score + self.update + self.sync
+
+
+@dataclass(frozen=True)
+class Plan:
+    memory: Memory
+    dense: Step
+    sparse: Step | None  # None without a schedule
+    lossless: Step | None = None  # None without the drafts' acceptance
+
+
+def fit(
+    shape: ModelShape,
+    cluster: Cluster,
+    longest: int,
+    token_budget: int = 32768,
+    colocated: bool = True,
+    recompute: bool = True,
+    engine_share: float | None = None,
+) -> Memory:
+    """Bytes per GPU; weights, moments and gradients are sharded over all GPUs (FSDP2), and vLLM
+    sleeps in training.
+
+    Args: longest: tokens of the longest prompt and response together. token_budget: padded tokens
+        of one training pass. colocated: engines share the training GPUs, and the sharded training
+        state stays on them during rollouts. recompute: activations are recomputed layer by layer in
+        the backward pass (gradient checkpointing). engine_share: share of a GPU's memory that vLLM
+        may take (``gpu_memory_utilization``); None: all that is free.
+
+    Raises ConfigError: training, or a single response, does not fit.
+    """
+    parameters = shape.weights + shape.embedding
+    width = shape.heads * shape.head_dim
+    state, gradients = (
+        STATE_BYTES * parameters / cluster.gpus,
+        GRADIENT_BYTES * parameters / cluster.gpus,
+    )
+    gathered = (
+        3 * 2 * parameters / shape.layers
+    )  # bf16, three layers: the current, the next, the gradient of the last
+    kept = 2 * shape.layers + LAYER_BYTES if recompute else LAYER_BYTES * shape.layers
+    activations = max(token_budget, longest) * width * kept + HEAD_BYTES + gathered
+    memory = cluster.machine.memory_bytes
+    if state + gradients + activations > MEMORY_FRACTION * memory:
+        raise ConfigError(
+            f"training {shape.name} on {cluster.gpus} {cluster.machine.name} needs "
+            f"{(state + gradients + activations) / 2**30:.0f} GiB on each, of which {activations / 2**30:.0f} for "
+            f"activations, but {MEMORY_FRACTION * memory / 2**30:.0f} are there; "
+            + (
+                "take more GPUs or fewer tokens"
+                if recompute
+                else "recompute them (optimizer.gradient_checkpointing)"
+            )
+        )
+    reserved = _reserved(cluster, state, colocated, engine_share)
+    if colocated and engine_share and state + engine_share * memory > MOST_SHARE * memory:
+        raise ConfigError(
+            f"vLLM is to take {engine_share:g} of {memory / 2**30:.0f} GiB, and training keeps {state / 2**30:.0f} "
+            f"beside it; lower gpu_memory_utilization to {MOST_SHARE - state / memory:.2f} at most"
+        )
+    held = roofline.kv_capacity(shape, engine_machine(cluster, reserved))
+    if held < longest:
+        raise ConfigError(
+            f"an engine of {cluster.tensor_parallel} {cluster.machine.name} holds {held:,} tokens beside {shape.name}"
+            f"{' and its training state' if colocated else ''}, but a response may have {longest:,}; "
+            "raise tensor_parallel, take more GPUs or shorter responses"
+        )
+    kv = held * shape.kv_width * shape.kv_bytes / cluster.tensor_parallel
+    weights = parameters * shape.weight_bytes / cluster.tensor_parallel
+    return Memory(state, gradients, activations, weights, kv, held // longest)
+
+
+def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: float | None) -> float:
+    """Bytes of a GPU that its engine does not get: those of training, or those that vLLM is told to
+    leave free.
+    """
+    left = (
+        0.0 if engine_share is None else (VLLM_SHARE - engine_share) * cluster.machine.memory_bytes
+    )
+    return max(state if colocated else 0.0, left)
+
+
+def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
+    """The GPUs of one engine as one machine; ``reserved`` bytes of each GPU are not available."""
+    m, n = cluster.machine, cluster.tensor_parallel
+    return Machine(
+        m.name,
+        n * m.hbm_bytes_s,
+        n * m.read_bytes_s,
+        n * m.flops,
+        n * (m.memory_bytes - reserved / MEMORY_FRACTION),
+    )
+
+
+def plan(
+    shape: ModelShape,
+    cluster: Cluster,
+    responses: ArrayLike,
+    schedule: SparsitySchedule | None,
+    prompt: int = 256,
+    max_batch: int = 256,
+    token_budget: int = 32768,
+    colocated: bool = True,
+    overheads: Overheads = VLLM_H200,
+    recompute: bool = True,
+    engine_share: float | None = None,
+    acceptance: float | None = None,
+) -> Plan:
+    """Predict one RL step over ``responses`` (tokens each), dealt to the engines in turn as the
+    trainer does.
+
+    ``recompute`` and ``engine_share`` are as in ``fit``; ``acceptance``, that of drafts, is as in
+    ``predict_lossless``.
+
+    Raises ConfigError: the run does not fit (see ``fit``), or there are fewer responses than
+    engines.
+    """
+    lengths = np.atleast_1d(np.asarray(responses, dtype=np.int64))
+    if lengths.size < cluster.engines:
+        raise ConfigError(
+            f"{lengths.size} responses leave some of {cluster.engines} engines idle; sample more"
+        )
+    longest = prompt + int(lengths.max())
+    memory = fit(shape, cluster, longest, token_budget, colocated, recompute, engine_share)
+    machine = engine_machine(cluster, _reserved(cluster, memory.state, colocated, engine_share))
+    if cluster.tensor_parallel > 1:
+        overheads = replace(overheads, layer_s=overheads.layer_s + 2 * ALL_REDUCE_S)
+    shares = [lengths[i :: cluster.engines] for i in range(cluster.engines)]
+    score, update = train_seconds(shape, cluster, prompt + lengths, token_budget)
+    sync = sync_seconds(shape, cluster, colocated)
+    gather = GATHER_S * int(lengths.sum()) if cluster.gpus > 1 else 0.0
+
+    batching = (prompt, max_batch, overheads)
+
+    def step(runs: Sequence[RolloutEstimate]) -> Step:
+        return Step(
+            max(r.seconds for r in runs) + gather, score + gather, update, sync, _imbalance(runs)
+        )
+
+    def simulated(kind: SparsitySchedule | None) -> list[RolloutEstimate]:
+        return [
+            roofline.simulate_rollout(shape, machine, share, kind, *batching) for share in shares
+        ]
+
+    dense = simulated(None)
+    sparse = None if schedule is None else step(simulated(schedule))
+    if acceptance is None:
+        return Plan(memory, step(dense), sparse)
+    pairs = zip(shares, dense, strict=True)
+    stored = "auto" if schedule is None else schedule.landmark_dtype
+    lossless = [
+        predict_lossless(
+            shape, machine, share, run, acceptance, *batching, landmark_dtype=stored
+        ).rollout
+        for share, run in pairs
+    ]
+    return Plan(memory, step(dense), sparse, step(lossless))
+
+
+def train_seconds(
+    shape: ModelShape, cluster: Cluster, totals: ArrayLike, token_budget: int = 32768
+) -> tuple[float, float]:
+    """Seconds of the log-probs and of the update over sequences of ``totals`` tokens
+    (``roofline.train_seconds``); each is the time to gather the shards where that is longer."""
+    score, update = (
+        seconds / cluster.gpus for seconds in roofline.train_seconds(shape, cluster.machine, totals)
+    )
+    passes = max(1.0, np.sum(totals) / token_budget / cluster.gpus)
+    away = (
+        (cluster.gpus - 1)
+        / cluster.gpus
+        * (shape.weights + shape.embedding)
+        / cluster.exchange_bytes_s
+    )
+    # bf16 weights are gathered once for the log-probs and twice for the update, whose gradients are
+    # reduced in float32.
+    return max(score, passes * 2 * away), max(update, passes * (2 + 2 + GRADIENT_BYTES) * away)
+
+
+def sync_seconds(shape: ModelShape, cluster: Cluster, colocated: bool = True) -> float:
+    """Seconds to give every engine new weights: the float32 shards are gathered and, if colocated,
+    the engine's weights are moved to the host and back, as vLLM's sleep does."""
+    parameters = shape.weights + shape.embedding
+    gathered = 4 * parameters * (cluster.gpus - 1) / cluster.gpus / cluster.exchange_bytes_s
+    moved = (
+        2 * shape.weight_bytes * parameters / cluster.tensor_parallel / HOST_BYTES_S
+        if colocated
+        else 0.0
+    )
+    return gathered + moved
+
+
+def _imbalance(runs: Sequence[RolloutEstimate]) -> float:
+    seconds = [run.seconds for run in runs]
+    return max(seconds) * len(seconds) / sum(seconds)
+
+
+def rows(planned: Plan, steps: int | None = None) -> list[tuple[str, str]]:
+    """A plan as (name, value) pairs for printing; with ``steps``, also the hours of a whole run."""
+    gib = 2**30
+    m = planned.memory
+    training = f"{m.state / gib:.0f} state, {m.gradients / gib:.0f} gradients, {m.activations / gib:.0f} activations"
+    engine = f"{m.engine_weights / gib:.0f} weights, {m.kv / gib:.0f} KV: {m.full_responses} responses of full length"
+    lines = [("training, GiB a GPU", training), ("engine, GiB a GPU", engine)]
+    steps_of = {"dense": planned.dense, "lossy": planned.sparse, "lossless": planned.lossless}
+    speedups = []
+    for name, step in steps_of.items():
+        if step is not None:
+            phases = ", ".join(
+                f"{phase} {getattr(step, phase):.0f}"
+                for phase in ("rollout", "score", "update", "sync")
+            )
+            hours = f", {steps * step.seconds / 3600:.0f} h a run" if steps else ""
+            lines.append(
+                (
+                    f"{name} step",
+                    f"{step.seconds:.0f} s: {phases}; imbalance {step.imbalance:.2f}{hours}",
+                )
+            )
+            speedups.append(f"{planned.dense.seconds / step.seconds:.2f}x {name}")
+    return [*lines, ("step speed-up", ", ".join(speedups[1:]) or "none asked for")]

@@ -1,0 +1,267 @@
+"""What lossless decoding gains: dense, lossy and lossless rollouts side by side, and how to draft.
+
+A cycle is k draft steps and one verification, which reads weights and cache as a dense step does
+and computes k more tokens per sequence. It gives (1 - a^(k+1)) / (1 - a) tokens if drafts are
+accepted independently with probability a (Leviathan et al., arXiv 2211.17192, equation 1).
+``docs/cost.md`` says what is fitted and what is assumed.
+
+Shapes: B sequences, k drafts of a cycle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sparrow.cost.roofline import (
+    VLLM_H200,
+    Machine,
+    ModelShape,
+    Overheads,
+    Prediction,
+    RolloutEstimate,
+    StepCost,
+    decode_step,
+    simulate_rollout,
+)
+from sparrow.decoding import DraftWeights, acceptance_at
+from sparrow.schedule import LandmarkDtype, SparsitySchedule
+
+REFERENCE_TOKENS = 1024  # the draft budget at which an acceptance is given
+WORTHWHILE = 1.15  # a smaller rollout speed-up is within the error of these predictions
+DRAFT_TOKENS = (2, 4, 8, 16)
+DRAFT_PAGES = (
+    29,
+    61,
+    125,
+    253,
+)  # of 16 tokens, besides the sink page and the two recent ones, in every layer
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """What a cycle costs beyond the bytes of its steps and a dense step's overheads."""
+
+    # seconds per layer of a draft step, in place of all ``Overheads``: a draft is one CUDA graph
+    draft_layer_s: float
+    peak_share: (
+        float  # of the machine's peak FLOP/s, reached by the further tokens of a verification
+    )
+    fp8_layer_s: float = (
+        0.0  # on top, per layer of a draft step in fp8, whose tokens have to be rounded
+    )
+    fp8_share: float = 1.0  # of the bandwidth of other steps, at which such a step reads weights
+
+
+# Fitted to benchmarks/results/lossless_*.json by benchmarks/fit_lossless.py.
+CYCLE_H200 = Cycle(45.55e-6, 0.774, 7.64e-6, 0.762)
+
+
+def _flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
+    """Seconds to pass ``tokens`` through the weights at the machine's peak FLOP/s."""
+    return 2 * shape.weights * tokens / machine.flops
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How a cycle drafts."""
+
+    tokens: int  # k; 0 is plain dense decoding
+    schedule: SparsitySchedule  # what drafts read
+    acceptance: float  # mean chance that a draft is accepted, in [0, 1]
+    weights: DraftWeights = "auto"  # what drafts multiply with
+
+    @property
+    def tokens_per_cycle(self) -> float:
+        """Expected tokens per cycle if drafts are accepted independently."""
+        return sum(self.acceptance**i for i in range(self.tokens + 1))
+
+
+def lossless_step(
+    shape: ModelShape,
+    machine: Machine,
+    lengths: ArrayLike,
+    drafting: Drafting,
+    overheads: Overheads = VLLM_H200,
+    cycle: Cycle = CYCLE_H200,
+) -> StepCost:
+    """The cost of a cycle over sequences of ``lengths`` ``[B]``, divided by the tokens that it
+    gives each sequence, so that it compares to a dense step. Without drafts it is a dense step.
+
+    Raises ValueError, ConfigError: see ``decode_step``.
+    """
+    if not drafting.tokens:
+        return decode_step(shape, machine, lengths, None, overheads)
+    length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
+    plain = replace(overheads, lists_s=0.0, host_s=0.0)
+    copied, layer_s = _copied(shape, drafting.weights), cycle.draft_layer_s
+    if copied:
+        copy_s = copied / (machine.read_bytes_s * overheads.read_fraction)
+        layer_s += cycle.fp8_layer_s + copy_s * (1 / cycle.fp8_share - 1) / shape.layers
+    graph = replace(plain, layer_s=layer_s, sparse_layer_s=0.0, row_s=0.0)
+    # Read bytes alone shrink: products in fp8 are priced like those in 16 bits, and the scales are
+    # left out.
+    read = shape.weight_bytes - copied / shape.weights
+    drafts = replace(shape, weight_bytes=read)
+    parts = [decode_step(drafts, machine, length, drafting.schedule, graph)] * drafting.tokens
+    parts.append(decode_step(shape, machine, length, None, plain))
+    further = length.size * drafting.tokens
+    given = drafting.tokens_per_cycle
+    weight_s = sum(p.weight_s for p in parts) + _flops_s(shape, machine, further) / cycle.peak_share
+    attention_s = sum(p.attention_s for p in parts)
+    overhead_s = sum(p.overhead_s for p in parts)
+    overhead_s += overheads.lists_s * length.size * given  # for each token that is output
+    # The host is priced per token, as in dense steps: its work per cycle was not measured.
+    overhead_s += max(
+        0.0, overheads.host_s * length.size * given - overhead_s - weight_s - attention_s
+    )
+    costs = (
+        np.array(
+            [
+                sum(p.weight_bytes for p in parts),
+                sum(p.kv_bytes for p in parts),
+                sum(p.landmark_bytes for p in parts),
+                overhead_s,
+                weight_s,
+                attention_s,
+                overhead_s + weight_s + attention_s,
+            ]
+        )
+        / given
+    )
+    return StepCost(*costs.tolist())
+
+
+def _copied(shape: ModelShape, draft_weights: DraftWeights) -> int:
+    """Bytes of the fp8 copy that drafts multiply with: one for each weight that is not in the
+    output layer.
+    """
+    return 0 if draft_weights == "auto" else shape.weights - shape.output
+
+
+def choices(
+    acceptance: float, landmark_dtype: LandmarkDtype = "auto", draft_weights: DraftWeights = "auto"
+) -> list[Drafting]:
+    """Numbers of drafts and budgets to choose from, given the acceptance at ``REFERENCE_TOKENS``.
+
+    Acceptance is assumed to be the same with landmarks in 8 bits (``docs/selectors.md``).
+    """
+    candidates = []
+    for pages in DRAFT_PAGES:
+        schedule = SparsitySchedule.fixed(pages, dense_layers=(), landmark_dtype=landmark_dtype)
+        budget = (pages + schedule.sink_pages + schedule.recent_pages) * schedule.page_size
+        accepted = acceptance_at(acceptance, budget / REFERENCE_TOKENS)
+        candidates += [Drafting(k, schedule, accepted, draft_weights) for k in DRAFT_TOKENS]
+    return candidates
+
+
+@dataclass(frozen=True)
+class LosslessPrediction:
+    """A lossless rollout; each cycle drafts ``drafting.tokens`` tokens, half as many, or none,
+    whichever is fastest.
+    """
+
+    drafting: Drafting
+    rollout: RolloutEstimate
+    speedup: float  # over the dense rollout
+
+
+def predict_lossless(
+    shape: ModelShape,
+    machine: Machine,
+    responses: ArrayLike,
+    dense: RolloutEstimate,
+    acceptance: float,
+    prompt: int = 256,
+    max_batch: int = 256,
+    overheads: Overheads = VLLM_H200,
+    cycle: Cycle = CYCLE_H200,
+    landmark_dtype: LandmarkDtype = "auto",
+    draft_weights: DraftWeights = "auto",
+) -> LosslessPrediction:
+    """The best of ``choices`` for a rollout of these responses, and the rollout under it.
+
+    ``acceptance`` is the mean acceptance of drafts that read ``REFERENCE_TOKENS`` and multiply with
+    ``draft_weights``, whose copy of the weights takes room from the cache. A choice is judged with
+    the mean batch size, at 0.5, 1 and 1.5 times the mean length at which a token is sampled.
+
+    Raises ValueError: acceptance outside [0, 1]; otherwise as ``simulate_rollout``.
+    """
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"acceptance is {acceptance}, expected a probability in [0, 1]")
+    final = np.atleast_1d(np.asarray(responses, dtype=np.int64))
+    batch, mean = (
+        max(1, round(dense.mean_batch)),
+        prompt + float(np.average(final, weights=final)) / 2,
+    )
+    typical = [np.full(batch, max(1, int(mean * share))) for share in (0.5, 1.0, 1.5)]
+
+    def cost(lengths: NDArray[np.int64], drafting: Drafting) -> StepCost:
+        return lossless_step(shape, machine, lengths, drafting, overheads, cycle)
+
+    candidates = choices(acceptance, landmark_dtype, draft_weights)
+    best = min(candidates, key=lambda drafting: sum(cost(n, drafting).seconds for n in typical))
+    tunable = [replace(best, tokens=k) for k in sorted({0, (best.tokens + 1) // 2, best.tokens})]
+
+    def fastest(lengths: NDArray[np.int64]) -> StepCost:
+        return min((cost(lengths, drafting) for drafting in tunable), key=lambda step: step.seconds)
+
+    # Held, but not read by a dense step, as an embedding is.
+    held = replace(
+        shape, embedding=shape.embedding + round(_copied(shape, draft_weights) / shape.weight_bytes)
+    )
+    rollout = simulate_rollout(
+        held, machine, final, None, prompt, max_batch, overheads, price=fastest
+    )
+    return LosslessPrediction(best, rollout, dense.seconds / rollout.seconds)
+
+
+def rows(lossy: Prediction, lossless: LosslessPrediction) -> list[tuple[str, str]]:
+    """Dense, lossy and lossless side by side as (name, value) pairs for printing, with a verdict on
+    which to use.
+    """
+    drafting = lossless.drafting
+    kept = (
+        drafting.schedule.top_k[0] + drafting.schedule.sink_pages + drafting.schedule.recent_pages
+    )
+    budget = f"{kept * drafting.schedule.page_size:,} tokens each"
+    step = (lossy.dense.seconds + lossy.train_s) / (lossless.rollout.seconds + lossy.train_s)
+    return [
+        ("dense rollout", str(lossy.dense)),
+        ("lossy rollout", str(lossy.sparse)),
+        ("lossless rollout", str(lossless.rollout)),
+        (
+            "lossy speed-up",
+            f"{lossy.speedup:.2f}x on the rollout, {lossy.step_speedup:.2f}x on the step",
+        ),
+        ("lossless speed-up", f"{lossless.speedup:.2f}x on the rollout, {step:.2f}x on the step"),
+        (
+            "drafts",
+            f"{drafting.tokens} that read {budget}; {drafting.tokens_per_cycle:.2f} tokens a cycle",
+        ),
+        ("verdict", verdict(lossy, lossless)),
+    ]
+
+
+def verdict(lossy: Prediction, lossless: LosslessPrediction) -> str:
+    """Which mode to use, in one or two sentences."""
+    lossy_pays, lossless_pays = (x >= WORTHWHILE for x in (lossy.speedup, lossless.speedup))
+    both = f"{lossy.speedup:.2f}x lossy, {lossless.speedup:.2f}x lossless"
+    if not lossy_pays and not lossless_pays:
+        return f"Neither pays ({both}): decode densely. {_limit(lossy)}"
+    if lossless.speedup >= lossy.speedup:
+        return f"Lossless rollouts pay most ({both}), and leave nothing to correct."
+    if not lossless_pays:
+        return f"Sparse rollouts pay and lossless ones do not ({both}); lossy needs a schedule that holds p5."
+    return f"Both pay ({both}): lossy gains more and needs a schedule that holds p5, lossless needs none."
+
+
+def _limit(lossy: Prediction) -> str:
+    _, limit = max(
+        (lossy.dense.attention_s, "the cache, which drafts and kept pages read about as much of"),
+        (lossy.dense.weight_s, "weights: the model is large for this batch"),
+        (lossy.dense.overhead_s, "fixed overheads: the batch is small"),
+    )
+    return f"Most of a dense rollout's time goes to {limit}."

@@ -1,0 +1,425 @@
+"""What a sparsity schedule gains: a byte-accurate roofline of decoding, predicted speed-ups.
+
+Arithmetic on model shapes and machine figures; ``docs/cost.md`` says what is exact, what is fitted,
+what is assumed.
+
+Shapes: B sequences.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sparrow.errors import ConfigError, UnsupportedModel
+from sparrow.schedule import SparsitySchedule
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MEMORY_FRACTION = (
+    0.85  # of device memory, for weights and KV: gives the H200's known KV capacities within 4 %
+)
+PREFILL_MFU = 0.5  # assumed share of the peak FLOP/s
+SCORE_MFU, UPDATE_MFU = (
+    0.24,
+    0.28,
+)  # of our trainer's log-probs and update, as measured by benchmarks/grpo_step.py
+CHUNK = 256  # decode steps priced at once, at their middle length
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a decode step of a dense decoder-only model reads and computes."""
+
+    name: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    weights: int  # parameters that every decode step reads: all but an untied input embedding
+    embedding: int = 0  # parameters of that embedding, of which a step reads only B rows
+    weight_bytes: float = 2.0  # per parameter
+    kv_bytes: float = (
+        2.0  # per cached element; 1 with an fp8 cache, 1 + 1 / head_dim with int8 and its scales
+    )
+    context: int | None = None  # the most tokens in a sequence
+    output: int = 0  # parameters of the output layer, which are among ``weights``
+
+    @property
+    def kv_width(self) -> int:
+        """Cached elements per token, keys and values of all layers together."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | str | Path) -> ModelShape:
+        """The shape in a Hugging Face ``config.json``, given as its contents, its path or its
+        folder's path.
+
+        Raises UnsupportedModel: mixture of experts, another architecture, a sliding window,
+        quantized weights.
+        ConfigError: no such file, or a field that is missing.
+        """
+        if not isinstance(config, Mapping):
+            path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
+            if not path.is_file():
+                raise ConfigError(
+                    f"no model config at {path}; expected a config.json or its folder"
+                )
+            try:
+                config = {
+                    "_name_or_path": path.parent.name,
+                    **json.loads(path.read_text(encoding="utf-8")),
+                }
+            except (OSError, ValueError, TypeError, RecursionError) as error:
+                raise ConfigError(
+                    f"{path} is not a model config ({error}); expected a JSON object"
+                ) from error
+        get, kind = config.get, config.get("model_type")
+        windowed = get("sliding_window", kind == "mistral") and get(
+            "use_sliding_window", kind == "mistral"
+        )
+        windowed = bool(windowed or "sliding_attention" in (get("layer_types") or ()))
+        quantized = bool(get("quantization_config"))
+        if kind not in MODEL_TYPES or windowed or quantized:
+            raise UnsupportedModel(
+                f"the cost model reads configs of {', '.join(MODEL_TYPES)} without sliding window or quantization, got "
+                f"model_type {kind!r}, {windowed=}, {quantized=}; describe this model with a ModelShape of your own"
+            )
+        sizes = (
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+            "vocab_size",
+        )
+        for key in (*sizes, "num_key_value_heads", "head_dim"):
+            value = get(key)
+            if key in sizes and value is None:
+                raise ConfigError(f"the model config has no {key!r}; expected a whole config.json")
+            if value is not None and (
+                not isinstance(value, int) or isinstance(value, bool) or value < 1
+            ):
+                raise ConfigError(
+                    f"the model config's {key!r} is {value!r}, but must be a whole number of at least 1"
+                )
+        hidden, layers, heads, mlp, vocab = (config[key] for key in sizes)
+        kv_heads, head_dim = get("num_key_value_heads") or heads, get("head_dim") or hidden // heads
+        qkv = (heads + 2 * kv_heads) * head_dim
+        layer = hidden * (qkv + heads * head_dim + 3 * mlp + 2)  # projections, MLP, two norms
+        layer += qkv * (kind == "qwen2") + 2 * head_dim * (
+            kind == "qwen3"
+        )  # biases; norms of queries and keys
+        layer += (qkv + hidden) * bool(get("attention_bias"))
+        name, head = str(get("_name_or_path") or kind), vocab * hidden
+        embedding = 0 if get("tie_word_embeddings") else head
+        weights = layers * layer + hidden + head
+        context = get("max_position_embeddings")
+        return cls(
+            name,
+            layers,
+            heads,
+            kv_heads,
+            head_dim,
+            weights,
+            embedding,
+            context=context,
+            output=head,
+        )
+
+
+SHAPES = {
+    "qwen3-1.7b": ModelShape(
+        "Qwen3-1.7B", 28, 16, 8, 128, 1_720_574_976, context=40960, output=311_164_928
+    ),
+    "qwen3-4b": ModelShape(
+        "Qwen3-4B", 36, 32, 8, 128, 4_022_468_096, context=40960, output=388_956_160
+    ),
+    "qwen3-8b": ModelShape(
+        "Qwen3-8B", 36, 32, 8, 128, 7_568_405_504, 622_329_856, context=40960, output=622_329_856
+    ),
+    "qwen3-14b": ModelShape(
+        "Qwen3-14B", 40, 40, 8, 128, 13_990_394_880, 777_912_320, context=40960, output=777_912_320
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One accelerator, or several treated as one whose figures are their sums (see
+    ``sparrow.cost.cluster``).
+    """
+
+    name: str
+    hbm_bytes_s: float  # on the data sheet
+    read_bytes_s: float  # reached by a plain read
+    flops: float  # dense bf16 FLOP/s on the data sheet, half of the figure given "with sparsity"
+    memory_bytes: float
+
+
+# NVIDIA data sheets (A100 80GB SXM, H100 SXM, H200 SXM, HGX B200); memory as nvidia-smi reports it,
+# in MiB. The H200's read limit is measured (4.65 TB/s, 97 % of its data sheet); the others are
+# assumed to reach the same share of theirs.
+MACHINES = {
+    "a100": Machine("A100", 2.039e12, 0.97 * 2.039e12, 312e12, 81920 * 2**20),
+    "h100": Machine("H100", 3.35e12, 0.97 * 3.35e12, 989.5e12, 81559 * 2**20),
+    "h200": Machine("H200", 4.8e12, 4.65e12, 989.5e12, 143771 * 2**20),
+    "b200": Machine("B200", 8.0e12, 0.97 * 8.0e12, 2250e12, 183359 * 2**20),
+}
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What a decode step costs beyond its bytes, as fitted by ``benchmarks/fit_roofline.py``."""
+
+    layer_s: float = 0.0  # seconds per layer, whatever it reads
+    sparse_layer_s: float = 0.0  # further seconds per layer that scores and selects pages
+    row_s: float = 0.0  # seconds per sequence, for scheduling and sampling
+    lists_s: float = (
+        0.0  # further seconds per sequence, for the 20 most likely tokens that give acceptance
+    )
+    read_fraction: float = 1.0  # share of Machine.read_bytes_s that the kernels reach
+    host_s: float = 0.0  # seconds per sequence and its lists on the host, while the device computes
+
+
+VLLM_H200 = Overheads(49.65e-6, 0.0, 1.191e-6, 4.985e-6, 0.9362, 47e-6)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The cost of one token for each sequence of a batch: bytes read, and seconds by what they are
+    spent on.
+
+    Waiting for the host counts as overhead.
+    """
+
+    weight_bytes: float
+    kv_bytes: float
+    landmark_bytes: float
+    overhead_s: float
+    weight_s: float
+    attention_s: float
+    seconds: float  # the sum
+
+
+def decode_step(
+    shape: ModelShape,
+    machine: Machine,
+    lengths: ArrayLike,
+    schedule: SparsitySchedule | None = None,
+    overheads: Overheads = VLLM_H200,
+) -> StepCost:
+    """Bytes and predicted seconds of a decode step over sequences of ``lengths`` [B] cached tokens.
+
+    A step reads the weights (timed by their FLOPs where those take longer), the KV of dense layers,
+    the kept pages of sparse layers, and the landmarks of sequences not read in full. KV writes,
+    activations and logits are overheads.
+
+    Raises ValueError: no sequence, or one without tokens. ConfigError: a schedule for another
+    model.
+    """
+    length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
+    if length.size == 0 or length.min() < 1:
+        raise ValueError(
+            f"lengths must be one or more counts of at least 1 token, got {length.tolist()[:8]}"
+        )
+    schedule = schedule or SparsitySchedule.dense(dense_layers=())
+    schedule.check_model(shape.layers, shape.kv_heads)
+    read = schedule.tokens_read(length)
+    partial = read < length
+    sparse_layers = (shape.layers - len(set(schedule.dense_layers))) * bool(partial.any())
+    bandwidth = machine.read_bytes_s * overheads.read_fraction
+    key_bytes = shape.kv_heads * shape.head_dim * shape.kv_bytes
+    kv = (
+        2
+        * key_bytes
+        * float((shape.layers - sparse_layers) * length.sum() + sparse_layers * read.sum())
+    )
+    landmark_bytes = (
+        key_bytes if schedule.landmark_dtype == "auto" else shape.kv_heads * shape.head_dim
+    )
+    landmarks = landmark_bytes * float(
+        sparse_layers * (-(-length[partial] // schedule.page_size)).sum()
+    )
+    weights = shape.weights * shape.weight_bytes
+    overhead_s = overheads.layer_s * shape.layers + overheads.sparse_layer_s * sparse_layers
+    overhead_s += (overheads.row_s + overheads.lists_s) * length.size
+    weight_s = max(weights / bandwidth, 2 * shape.weights * length.size / machine.flops)
+    attention_s = (kv + landmarks) / bandwidth
+    device_s = overhead_s + weight_s + attention_s
+    overhead_s += max(0.0, overheads.host_s * length.size - device_s)
+    return StepCost(
+        weights,
+        kv,
+        landmarks,
+        overhead_s,
+        weight_s,
+        attention_s,
+        overhead_s + weight_s + attention_s,
+    )
+
+
+@dataclass(frozen=True)
+class RolloutEstimate:
+    """A simulated rollout: seconds by what they are spent on, and figures of its batches."""
+
+    overhead_s: float
+    weight_s: float
+    attention_s: float
+    prefill_s: float  # of prompts, and of responses recomputed after preemption
+    seconds: float  # the sum
+    drain_s: float  # the part of it after the last response entered, when the batch only shrinks
+    tokens: int
+    mean_batch: float
+    preemptions: int
+
+    def __str__(self) -> str:
+        shares = f"{self.attention_s / self.seconds:.0%} attention, {self.drain_s / self.seconds:.0%} draining"
+        speed = f"{self.tokens / self.seconds:,.0f} tokens/s, batch {self.mean_batch:.1f}"
+        return f"{self.seconds:.1f} s, {speed}, {shares}"
+
+
+def response_lengths(
+    median: float, cutoff: int, count: int, spread: float = 0.7, seed: int = 0
+) -> NDArray[np.int64]:
+    """``count`` log-normal response lengths (``spread`` is the deviation of the log), cut at
+    ``cutoff`` tokens.
+    """
+    return (
+        np.random.default_rng(seed)
+        .lognormal(np.log(median), spread, count)
+        .clip(1, cutoff)
+        .astype(np.int64)
+    )
+
+
+def kv_capacity(shape: ModelShape, machine: Machine) -> int:
+    """Tokens whose KV fits beside the weights."""
+    free = (
+        MEMORY_FRACTION * machine.memory_bytes
+        - (shape.weights + shape.embedding) * shape.weight_bytes
+    )
+    return max(0, int(free // (shape.kv_width * shape.kv_bytes)))
+
+
+def simulate_rollout(
+    shape: ModelShape,
+    machine: Machine,
+    responses: ArrayLike,
+    schedule: SparsitySchedule | None = None,
+    prompt: int = 256,
+    max_batch: int = 256,
+    overheads: Overheads = VLLM_H200,
+    *,
+    price: Callable[[NDArray[np.int64]], StepCost] | None = None,
+) -> RolloutEstimate:
+    """Continuous batching of ``responses`` (tokens each, served in this order) on one machine,
+    bounded by KV memory.
+
+    A response enters when its present tokens fit with room for the batch to grow. When memory runs
+    out, the response that entered last is preempted and recomputed later. Sparse reading does not
+    shrink the cache, so dense and sparse rollouts batch alike. If given, ``price`` replaces
+    ``decode_step``: from lengths to the cost of a step.
+
+    Raises ConfigError: a response that does not fit into memory on its own. ValueError: no
+    response, or an empty one.
+    """
+    final = np.atleast_1d(np.asarray(responses, dtype=np.int64))
+    if final.size == 0 or final.min() < 1:
+        raise ValueError(
+            f"responses must be one or more lengths of at least 1 token, got {final.tolist()[:8]}"
+        )
+    capacity = kv_capacity(shape, machine)
+    if prompt + final.max() > capacity:
+        need = f"{prompt + final.max()} tokens do not fit beside {shape.name} on one {machine.name}"
+        raise ConfigError(
+            f"{need}, which holds {capacity}; give a larger Machine or shorter responses"
+        )
+    waiting = deque((prompt, int(n)) for n in final)  # cached tokens, tokens still to come
+    length, left = np.empty(0, np.int64), np.empty(0, np.int64)  # the same for running responses
+    spent, prefilled, drain_s, steps, preemptions = np.zeros(3), 0, 0.0, 0, 0
+    while waiting or left.size:
+        while waiting and left.size < max_batch:
+            if left.size and length.sum() + waiting[0][0] + CHUNK * (left.size + 1) > capacity:
+                break
+            cached, more = waiting.popleft()
+            length, left, prefilled = (
+                np.append(length, cached),
+                np.append(left, more),
+                prefilled + cached,
+            )
+        advance = int(min(left.min(), CHUNK, (capacity - length.sum()) // left.size))
+        if advance < 1:
+            waiting.appendleft((int(length[-1]), int(left[-1])))
+            length, left, preemptions = length[:-1], left[:-1], preemptions + 1
+            continue
+        middle = length + (advance + 1) // 2
+        step = price(middle) if price else decode_step(shape, machine, middle, schedule, overheads)
+        spent += advance * np.array([step.overhead_s, step.weight_s, step.attention_s])
+        drain_s = 0.0 if waiting else drain_s + advance * step.seconds
+        length, left, steps = length + advance, left - advance, steps + advance
+        length, left = length[left > 0], left[left > 0]
+    overhead_s, weight_s, attention_s = spent.tolist()
+    prefill_s = 2 * shape.weights * prefilled / (PREFILL_MFU * machine.flops)
+    total, n = overhead_s + weight_s + attention_s + prefill_s, int(final.sum())
+    return RolloutEstimate(
+        overhead_s, weight_s, attention_s, prefill_s, total, drain_s, n, n / steps, preemptions
+    )
+
+
+def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tuple[float, float]:
+    """Seconds of the log-probs (a forward pass) and of the update (two forward passes and a
+    backward, which counts as two) over sequences of ``totals`` tokens. A pass is priced by the
+    weights and causal attention (half the square)."""
+    total = np.asarray(totals, dtype=np.float64)
+    attention = shape.kv_width * shape.heads / shape.kv_heads
+    forward = float(2 * shape.weights * total.sum() + attention * (total**2).sum())
+    return forward / (SCORE_MFU * machine.flops), 4 * forward / (UPDATE_MFU * machine.flops)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A dense and a sparse rollout of the same responses, and the resulting times of an RL step."""
+
+    dense: RolloutEstimate
+    sparse: RolloutEstimate
+    train_s: float  # the rest of the step
+    speedup: float  # of the rollout
+    step_speedup: float
+
+
+def predict(
+    shape: ModelShape,
+    machine: Machine,
+    responses: ArrayLike,
+    schedule: SparsitySchedule,
+    prompt: int = 256,
+    max_batch: int = 256,
+    overheads: Overheads = VLLM_H200,
+    *,
+    rollout_share: float | None = None,
+) -> Prediction:
+    """Predicted speed-ups of a rollout, and of an RL step on the same machine; errors as in
+    ``simulate_rollout``.
+
+    ``rollout_share`` is the rollout's share of a dense step's time; without it training is priced
+    by its FLOPs.
+    """
+    batching = (prompt, max_batch, overheads)
+    dense, sparse = (
+        simulate_rollout(shape, machine, responses, kind, *batching) for kind in (None, schedule)
+    )
+    if rollout_share is None:
+        train_s = sum(train_seconds(shape, machine, prompt + np.asarray(responses)))
+    else:
+        train_s = dense.seconds * (1 / rollout_share - 1)
+    speedup, step_speedup = (
+        dense.seconds / sparse.seconds,
+        (dense.seconds + train_s) / (sparse.seconds + train_s),
+    )
+    return Prediction(dense, sparse, train_s, speedup, step_speedup)

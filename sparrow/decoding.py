@@ -1,0 +1,212 @@
+"""How responses are decoded: ``dense``, ``lossless``, ``lossy`` or ``auto``, and the settings of
+each mode.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from sparrow.errors import ConfigError
+from sparrow.schedule import SparsitySchedule, without_duplicates
+
+Mode = Literal["dense", "lossless", "lossy", "auto"]
+"""``dense``: every step reads the whole cache. ``lossless``: sparse steps draft, a dense step
+verifies, samples are the dense policy's. ``lossy``: decode steps read what a schedule says, samples
+are the sparse actor's. ``auto``: lossless up to a length, which training moves, and lossy beyond it
+(``sparrow.train.dial``)."""
+
+DraftWeights = Literal["auto", "fp8"]
+"""``auto``: drafts multiply with the model's weights. ``fp8``: with a copy of the linear layers' in
+8 bits, in vLLM.
+"""
+
+DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
+"""What drafts read by default: 64 pages of 16 tokens in every layer, at any length."""
+DRAFT_BUDGETS = (0.5, 1.0, 2.0)
+"""What drafts may read where that adapts, in multiples of the draft schedule."""
+BUDGET_POWER = 0.7
+"""The rejected share of drafts falls with what they read to the power of minus this, as published
+for p5.
+"""
+DRAFT_TOKENS = 12
+"""The most tokens drafted at a time; the default is the fastest at long context and 95 %
+acceptance.
+"""
+METER_EVERY = 16
+"""One in this many cycles measures another schedule; one sparse step in that many cycles costs
+about half a percent.
+"""
+LOSSLESS_SETTINGS = (
+    "draft_schedule",
+    "adapt_draft_budget",
+    "draft_tokens",
+    "adapt_draft_tokens",
+    "drafter_invariant",
+    "draft_weights",
+    "meter_schedule",
+    "meter_every",
+)
+"""What lossless mode has settings for, as ``Decoding.load`` and the command line name them."""
+
+AUTO_ELSEWHERE = (
+    "mode 'auto' needs sparrow train with its engine hf: vLLM verifies all of a response or nothing, and its prefix "
+    "cache would share blocks that hold unverified tokens; take mode 'lossless' or 'lossy'"
+)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A mode and its settings; anything that takes one takes what ``load`` takes."""
+
+    mode: Mode
+    # lossy: what a step reads; lossless: what a draft reads; auto: both; dense: everything
+    schedule: SparsitySchedule
+    draft_tokens: int = DRAFT_TOKENS  # lossless: the most tokens drafted before each verification
+    # lossless in vLLM: choose the number of drafts, 0 included, by measured speed and acceptance;
+    # else always as many
+    adapt_draft_tokens: bool = True
+    # lossless in vLLM: choose by the same whether drafts read half of their schedule, all of it, or
+    # twice as much; None: if their number adapts and the schedule is the default
+    adapt_draft_budget: bool | None = None
+    # lossless: draw drafts with the random numbers that draw the tokens, so that a seed gives the
+    # tokens that dense decoding gives, whatever was drafted; else with numbers of their own, so
+    # that more drafts are accepted
+    drafter_invariant: bool = False
+    # lossless in vLLM: what drafts multiply with; verification and all that is in the cache is the
+    # model's own anyway
+    draft_weights: DraftWeights = "auto"
+    # lossless in vLLM: also measure what decoding under this schedule would have in acceptance, at
+    # every so many cycles
+    meter_schedule: SparsitySchedule | None = None
+    meter_every: int = METER_EVERY
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ConfigError(f"unknown mode {self.mode!r}, expected one of {get_args(Mode)}")
+        for name in ("draft_tokens", "meter_every"):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ConfigError(f"{name} must be a whole number from 1 on, got {count!r}")
+        for name in ("adapt_draft_tokens", "adapt_draft_budget", "drafter_invariant"):
+            value = getattr(self, name)
+            if not (isinstance(value, bool) or (value is None and name == "adapt_draft_budget")):
+                raise ConfigError(f"{name} must be true or false, got {value!r}")
+        if self.adapt_draft_budget and not self.adapt_draft_tokens:
+            raise ConfigError(
+                "adapt_draft_budget is true, but adapt_draft_tokens false; switch both on, or both off"
+            )
+        if self.draft_weights not in get_args(DraftWeights):
+            raise ConfigError(
+                f"draft_weights must be one of {get_args(DraftWeights)}, got {self.draft_weights!r}"
+            )
+
+    @classmethod
+    def lossless(
+        cls, draft_schedule: Any = None, meter_schedule: Any = None, **options: Any
+    ) -> Decoding:
+        """Lossless with this draft schedule; schedules are given as ``SparsitySchedule.load`` takes
+        them, and None means ``DRAFT_SCHEDULE``."""
+        schedule = DRAFT_SCHEDULE if draft_schedule is None else _schedule(draft_schedule)
+        metered = None if meter_schedule is None else _schedule(meter_schedule)
+        return cls("lossless", schedule, meter_schedule=metered, **options)
+
+    @classmethod
+    def lossy(cls, schedule: Any) -> Decoding:
+        """Lossy under a schedule, or dense if the schedule reads everything."""
+        loaded = _schedule(schedule)
+        return cls("dense" if loaded.is_dense else "lossy", loaded)
+
+    @classmethod
+    def load(cls, value: Any) -> Decoding:
+        """Read a setting.
+
+        Args: value: ``"lossless"``; or anything that names a schedule (this means lossy;
+            ``"dense"`` reads everything);
+                or a mapping, or its JSON, with ``mode`` and the settings of that mode: ``schedule``
+                for lossy, those in ``LOSSLESS_SETTINGS`` for lossless; or a schedule or
+                ``Decoding`` itself.
+
+        Raises ConfigError: an unknown mode or setting, mode auto, or a schedule that cannot be
+        read.
+        """
+        if isinstance(value, cls):
+            if value.mode == "auto":
+                raise ConfigError(AUTO_ELSEWHERE)
+            return value
+        if isinstance(value, SparsitySchedule):
+            return cls.lossy(value)
+        if isinstance(value, str) and value.strip().startswith("{"):
+            try:
+                value = json.loads(value, object_pairs_hook=without_duplicates)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"the sparrow setting {value!r} is not JSON: {error}") from error
+        if value == "lossless":
+            return cls.lossless()
+        if not isinstance(value, Mapping) or "mode" not in value:
+            return cls.lossy(value)
+        settings = dict(value)
+        mode = settings.pop("mode")
+        if mode == "auto":
+            raise ConfigError(AUTO_ELSEWHERE)
+        known = {"dense": [], "lossless": list(LOSSLESS_SETTINGS), "lossy": ["schedule"]}
+        if not isinstance(mode, str) or mode not in known:
+            raise ConfigError(f"unknown mode {mode!r}, expected one of {get_args(Mode)}")
+        if unknown := sorted(settings.keys() - set(known[mode])):
+            raise ConfigError(
+                f"mode {mode!r} has no setting {unknown[0]!r}, expected {known[mode] or 'none'}"
+            )
+        if mode == "lossless":
+            return cls.lossless(**settings)
+        if mode == "lossy" and "schedule" not in settings:
+            raise ConfigError(
+                "mode 'lossy' needs a schedule, such as 'qwen3-4b-0.86'; or use mode 'lossless'"
+            )
+        return cls.lossy(settings.get("schedule", "dense"))
+
+    @property
+    def draft_budgets(self) -> tuple[float, ...]:
+        """What vLLM's drafts may read, in multiples of their schedule."""
+        adapts = self.adapt_draft_budget
+        if adapts is None:
+            adapts = self.adapt_draft_tokens and self.schedule == DRAFT_SCHEDULE
+        return DRAFT_BUDGETS if self.mode == "lossless" and adapts else (1.0,)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``load`` reads back, in plain types."""
+        if self.mode != "lossless":
+            return {"mode": "dense"} if self == Decoding.lossy("dense") else self.schedule.to_dict()
+        metered = self.meter_schedule
+        settings = {
+            "mode": self.mode,
+            "draft_schedule": self.schedule.to_dict(),
+            "adapt_draft_budget": self.adapt_draft_budget,
+            "draft_tokens": self.draft_tokens,
+            "adapt_draft_tokens": self.adapt_draft_tokens,
+            "drafter_invariant": self.drafter_invariant or None,
+            "draft_weights": None if self.draft_weights == "auto" else self.draft_weights,
+            "meter_schedule": metered and metered.to_dict(),
+            "meter_every": self.meter_every if metered else None,
+        }
+        return {name: value for name, value in settings.items() if value is not None}
+
+    def with_schedule(self, schedule: SparsitySchedule) -> Decoding:
+        """The same mode under another schedule; the schedule decides between dense and lossy."""
+        return (
+            replace(self, schedule=schedule)
+            if self.mode in ("lossless", "auto")
+            else Decoding.lossy(schedule)
+        )
+
+
+def acceptance_at(acceptance: float, multiple: float) -> float:
+    """The acceptance to expect of drafts that read ``multiple`` times what those with this
+    acceptance read.
+    """
+    return 1 - min(1.0, (1 - acceptance) * multiple**-BUDGET_POWER)
+
+
+def _schedule(value: Any) -> SparsitySchedule:
+    return value if isinstance(value, SparsitySchedule) else SparsitySchedule.load(value)

@@ -1,0 +1,1 @@
+"""How good answers are: ``scores`` of rewards, and ``benchmark``, which samples and judges them."""

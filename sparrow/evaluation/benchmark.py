@@ -1,0 +1,257 @@
+"""Benchmarks: sample a model k times on every problem, keep the samples, and tabulate the scores."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from sparrow.engines.base import Engine
+from sparrow.errors import ConfigError, PromptError
+from sparrow.evaluation.scores import Score, majority_at_k, mean_at_k, pass_at_k
+from sparrow.rewards import extract_answer
+from sparrow.rollout import Rollout, Sampling, derived_seed
+from sparrow.tasks import Problem
+from sparrow.tasks.verify import TIME_LIMIT, verify_all
+
+CHUNK = 32  # problems sampled between writes
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """Scores of one benchmark under one schedule. ``tokens`` is the mean response length. ``speed``
+    is the sampled tokens per second; it is nan if some samples come from an older Sparrow, which
+    did not time them."""
+
+    benchmark: str
+    schedule: str
+    problems: int
+    k: int
+    mean: Score
+    passed: Score
+    majority: Score
+    tokens: float
+    speed: float
+
+
+Asked = Sequence[tuple[int, int]]
+"""For each response, the index of its problem and its number among the responses to that problem.
+"""
+
+
+def respond(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    sampling: Sampling,
+) -> list[Rollout]:
+    """Sample one response to each problem; a problem may come several times.
+
+    Raises ConfigError: a problem whose prompt the engine cannot take.
+    """
+    prompts = [
+        tokenizer(problem.prompt, add_special_tokens=False).input_ids for problem in problems
+    ]
+    try:
+        return engine.generate(prompts, sampling) if prompts else []
+    except PromptError as error:
+        raise ConfigError(f"problem {problems[error.index].id!r} {error.reason}") from error
+
+
+def sample(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    asked: Asked,
+    sampling: Sampling,
+) -> list[Rollout]:
+    """One response for each pair of ``asked``; the pair and the seed of ``sampling`` seed it.
+    Errors as ``respond``.
+    """
+    seeds = [derived_seed(sampling.seed, i, n) for i, n in asked]
+    return respond(
+        engine, tokenizer, [problems[i] for i, _ in asked], replace(sampling, seeds=seeds)
+    )
+
+
+def judge(
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    rollouts: Sequence[Rollout],
+    time_limit: float = TIME_LIMIT,
+) -> tuple[list[str], list[float]]:
+    """The text of each response, and its reward, given its problem; see ``verify_all``."""
+    texts = [
+        str(tokenizer.decode(rollout.response_ids, skip_special_tokens=True))
+        for rollout in rollouts
+    ]
+    return texts, verify_all(problems, texts, time_limit)
+
+
+def run_benchmark(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    sampling: Sampling,
+    k: int,
+    folder: Path,
+    benchmark: str,
+    schedule: str,
+    source: Mapping[str, Any],
+) -> BenchmarkResult:
+    """Evaluate the engine under its current schedule; samples are kept in ``folder`` as JSON lines
+    and reused.
+
+    Everything that the samples of a file depend on is written beside the file: ``source``,
+    benchmark, temperature, truncation, longest response and seed. Within the file, a sample is
+    identified by its problem's index, id and prompt and by its number; index and number seed it. So
+    a call with fewer problems or responses reuses part of the file, one with more adds to it, and
+    an interrupted evaluation continues.
+
+    Args: engine, tokenizer, problems, sampling, k: ``k`` responses to every problem. folder: where
+        samples are kept. benchmark, schedule: their names in the table. source: what produced the
+        samples, in JSON types: model, weights (``weights_digest``), engine, schedule.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    key = {
+        **source,
+        "benchmark": benchmark,
+        "temperature": sampling.temperature,
+        "max_new_tokens": sampling.max_new_tokens,
+        "seed": sampling.seed,
+        **({"top_k": sampling.top_k, "top_p": sampling.top_p} if sampling.truncated else {}),
+    }
+    slug = "".join(c if c.isalnum() or c in "-._" else "_" for c in f"{schedule}-{benchmark}")[:80]
+    path = folder / f"{slug}-{_digest(json.dumps(key, sort_keys=True))}.jsonl"
+    path.with_suffix(".json").write_text(json.dumps(key, indent=1), encoding="utf-8")
+    samples = _read_samples(path)
+    names = [(i, p.id, _digest(p.prompt)) for i, p in enumerate(problems)]
+    missing = [
+        i for i, name in enumerate(names) if not all((*name, n) in samples for n in range(k))
+    ]
+    for begin in range(0, len(missing), CHUNK):
+        asked = [(i, n) for i in missing[begin : begin + CHUNK] for n in range(k)]
+        began = time.perf_counter()
+        rollouts = sample(engine, tokenizer, problems, asked, sampling)
+        seconds = (time.perf_counter() - began) / len(asked)
+        texts, rewards = judge(tokenizer, [problems[i] for i, _ in asked], rollouts)
+        new = []
+        for (i, n), rollout, text, reward in zip(asked, rollouts, texts, rewards, strict=True):
+            new.append(
+                {
+                    "index": i,
+                    "problem": problems[i].id,
+                    "prompt": names[i][2],
+                    "sample": n,
+                    "response": text,
+                    "reward": reward,
+                    "answer": extract_answer(text, last_number=True),
+                    "tokens": len(rollout),
+                    "finish_reason": rollout.finish_reason,
+                    "seconds": seconds,
+                }
+            )
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in new))
+            file.flush()
+            os.fsync(file.fileno())
+        samples |= {_name_of(row): row for row in new}
+    groups = [[samples[(*name, n)] for n in range(k)] for name in names]
+    rewards_Nk = [[row["reward"] for row in group] for group in groups]
+    majority = majority_at_k(rewards_Nk, [[row["answer"] for row in group] for group in groups])
+    scores = mean_at_k(rewards_Nk), pass_at_k(rewards_Nk, k), majority
+    tokens = sum(row["tokens"] for group in groups for row in group)
+    seconds = sum(row.get("seconds", math.nan) for group in groups for row in group)
+    return BenchmarkResult(
+        benchmark, schedule, len(groups), k, *scores, tokens / (len(groups) * k), tokens / seconds
+    )
+
+
+@torch.no_grad()
+def weights_digest(model: nn.Module) -> str:
+    """16 hex digits that change with any parameter value: the bits of all values are summed as
+    integers.
+    """
+    whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [
+        (
+            name,
+            list(p.shape),
+            str(p.dtype),
+            int(p.detach().view(whole_numbers[p.element_size()]).sum(dtype=torch.int64)),
+        )
+        for name, p in model.named_parameters()
+    ]
+    return _digest(json.dumps(sums))
+
+
+COLUMNS = (
+    "benchmark",
+    "schedule",
+    "problems",
+    "mean@k",
+    "pass@k",
+    "majority@k",
+    "k",
+    "tokens",
+    "tokens/s",
+)
+
+
+def markdown_table(results: Sequence[BenchmarkResult]) -> str:
+    """The ``COLUMNS`` for each benchmark and schedule, with 95 % intervals over problems, as a
+    table in Markdown.
+    """
+    rows = [
+        (
+            r.benchmark,
+            r.schedule,
+            str(r.problems),
+            str(r.mean),
+            str(r.passed),
+            str(r.majority),
+            str(r.k),
+            f"{r.tokens:.0f}",
+            "n/a" if math.isnan(r.speed) else f"{r.speed:,.0f}",
+        )
+        for r in results
+    ]
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _read_samples(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Samples by index, problem, prompt and number. A line left half-written by a kill is skipped
+    and sampled again.
+    """
+    if not path.exists():
+        return {}
+    text = path.read_text(encoding="utf-8")
+    if text and not text.endswith("\n"):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("\n")
+    samples = {}
+    for line in text.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            row = json.loads(line)
+            samples[_name_of(row)] = row
+    return samples
+
+
+def _name_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["index"], row["problem"], row["prompt"], row["sample"]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,90 @@
+"""Acceptance of the tokens of rollouts, as a trainer or a probe measures it, pooled into one report.
+
+Shapes: T response tokens, n entries of the actor's top-n list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sparrow.mismatch.acceptance import acceptance_bounds
+from sparrow.mismatch.bootstrap import BinMismatch, MismatchReport, mismatch_report
+from sparrow.mismatch.tau import Tau
+from sparrow.rollout import Rollout
+from sparrow.schedule import SparsitySchedule
+
+
+class TokenAcceptance(NamedTuple):
+    """Bounds on each response token's acceptance rate, float64 ``[T]``, and its position, int64
+    ``[T]``.
+    """
+
+    lower: np.ndarray
+    upper: np.ndarray
+    position: np.ndarray
+
+
+def token_acceptance(
+    rollout: Rollout,
+    policy_top_logprobs: np.ndarray,
+    schedule: SparsitySchedule,
+    actor_top_logprobs: np.ndarray | None = None,
+) -> TokenAcceptance:
+    """Acceptance of one response, given the policy's log-probs ``[T, n]`` of the rollout's top-n
+    tokens.
+
+    The actor's log-probs are those it sampled with, unless others are given (from teacher forcing
+    under another schedule). A token's position is the length that the schedule used when the token
+    was sampled: the tokens cached by then, up to the end of their last page. So the bins of a
+    report are those of the schedule.
+    """
+    actor = rollout.top_logprobs if actor_top_logprobs is None else actor_top_logprobs
+    bounds = acceptance_bounds(rollout.top_ids, actor, policy_top_logprobs)
+    cached = len(rollout.prompt_ids) + np.arange(len(rollout))
+    return TokenAcceptance(bounds.lower, bounds.upper, schedule.page_end(cached))
+
+
+def flatten(
+    responses: Sequence[TokenAcceptance],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """All responses' tokens end to end: lower bound, upper bound, position and response number,
+    each ``[T]``.
+    """
+    lower, upper, position = (np.concatenate(x) for x in zip(*responses, strict=True))
+    return (
+        lower,
+        upper,
+        position,
+        np.repeat(np.arange(len(responses)), [len(r.lower) for r in responses]),
+    )
+
+
+def pool(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int = 0) -> MismatchReport:
+    """One report over many responses; the bootstrap resamples whole responses."""
+    return mismatch_report(*flatten(responses), bin_tokens, seed=seed)
+
+
+def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) -> str | None:
+    """A sentence on a bin where the actor's lists leave open whether p5 reaches ``tau``; None if
+    there is none.
+
+    Of several such bins it is about the one with the lowest p5.
+
+    Args:
+        bins: the bins of a report.
+        tau: the required p5.
+        top_n: length of the lists.
+        option: the setting that makes the lists longer.
+    """
+    still = (b for b in tau.scale(bins) if b.lower_bound < tau.value <= b.upper_bound)
+    b = min(still, key=lambda b: b.lower_bound, default=None)
+    if b is None:
+        return None
+    return (
+        f"whether {tau.statistic} of acceptance reaches {tau.value:g} is not known at lengths {b.start}-{b.end}: the "
+        f"actor's lists of {top_n} tokens put it between {b.lower_bound:.3f} and {b.upper_bound:.3f}; longer ones "
+        f"({option}) tell"
+    )

@@ -1,0 +1,208 @@
+"""One dial from lossless to lossy: verification is skipped where the tail allows it and it saves
+time.
+
+A lossless bin turns lossy by its drafts' p5, a lossy one goes back by that of its own unverified
+tokens; lossy bins are always all from one length on. docs/dial.md gives the rule and its reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import inf, isinf, isnan
+from typing import Any, Literal
+
+from sparrow.cost import Machine, ModelShape, decode_step, kv_capacity
+from sparrow.cost.lossless import Drafting, lossless_step
+from sparrow.mismatch import BinMismatch, Tau
+from sparrow.mismatch.bootstrap import plain
+from sparrow.schedule import SparsitySchedule
+
+MIN_SEQUENCES = 8
+"""A bin that fewer responses reach cannot turn lossy; a lossy one still turns back if it is certain
+to fail.
+"""
+FASTER = (
+    1.01  # a bin turns lossy at this predicted speed-up over lossless or more, and back below 1
+)
+WAIT = 8  # steps before a bin that failed is tried again; doubled by each further failure
+
+Price = Callable[[int, float], tuple[float, float]]
+"""(length in tokens, mean acceptance of drafts) -> seconds per token, lossless and lossy."""
+
+
+@dataclass(frozen=True)
+class DialBin:
+    """How responses were decoded at lengths in [start, end), and the dial's verdict on it."""
+
+    start: int
+    end: int
+    mode: Literal["lossless", "lossy"]  # in the step that was measured
+    # of drafts if the bin is lossless, of its unverified tokens if it is lossy; on tau's scale
+    p5: float
+    low: float  # lower limit of its 95 % interval
+    tokens: int  # that p5 is computed from
+    lossless_s: float  # predicted seconds per lossless token
+    speedup: float  # of lossy over lossless, predicted
+    verdict: Literal["ready", "even", "holds", "fails", "waits", "unknown"]
+    why: str  # the reason for the verdict, in words
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return plain(asdict(self))
+
+
+class Dial:
+    """Decides, step by step, where verification ends.
+
+    Args:
+        tau: the p5 that unverified tokens have to hold, on the trainer's scale.
+        price: seconds per token in both modes.
+    """
+
+    def __init__(self, tau: Tau, price: Price) -> None:
+        self._tau, self._price = tau, price
+        self._waits: dict[int, int] = {}  # by bin, the steps before the next try
+        self._failures: dict[int, int] = {}
+        self.verified_up_to = inf
+        """Tokens of a sequence, the prompt included, up to which it is verified: the start of the
+        first lossy bin.
+        """
+
+    def turn(
+        self, drafts: Sequence[BinMismatch], own: Sequence[BinMismatch]
+    ) -> tuple[DialBin, ...]:
+        """Decide where verification ends from now on, from the measurements on the last rollouts.
+
+        Args:
+            drafts: the tail of drafts' acceptance by length bin, with the ceiling if it is known.
+            own: the tail of unverified tokens under the dense policy, in the same bins.
+
+        Returns:
+            The bins that were measured, by rising length, with the verdict on each.
+        """
+        self._waits = {b: left - 1 for b, left in self._waits.items() if left > 1}
+        lossless = [(b, self._draft_bin(b)) for b in drafts if b.end <= self.verified_up_to]
+        lossy = [(b, self._own_bin(b)) for b in own if b.start >= self.verified_up_to]
+        if failed := [b for b, judged in lossy if judged.verdict == "fails"]:
+            for b in failed:
+                self._failures[b.bin] = self._failures.get(b.bin, 0) + 1
+                self._waits[b.bin] = WAIT * 2 ** (self._failures[b.bin] - 1)
+            left = [
+                b.start
+                for b, judged in lossy
+                if b.start >= failed[-1].end and judged.verdict == "holds"
+            ]
+            self.verified_up_to = min(left, default=inf)
+        else:
+            for b, judged in reversed(lossless):
+                if judged.verdict == "ready":
+                    self.verified_up_to = b.start
+                if judged.verdict not in ("even", "unknown"):
+                    break
+        return tuple(judged for _, judged in [*lossless, *lossy])
+
+    def _draft_bin(self, b: BinMismatch) -> DialBin:
+        p5, low = (self._as_scored(x, b.ceiling) for x in (b.lower_bound, b.interval_low))
+        lossless_s, speedup = self._priced(b)
+        measured = f"drafts' {self._tau.statistic} {p5:.3f} [{low:.3f} at least]"
+        verdict: Literal["ready", "even", "waits", "unknown"]
+        if b.n_sequences < MIN_SEQUENCES:
+            verdict, why = "unknown", f"{b.n_sequences} responses are too few to tell"
+        elif not low >= self._tau.value:
+            verdict, why = "waits", f"{measured} does not surely hold {self._tau}"
+        elif b.bin in self._waits:
+            verdict, why = (
+                "waits",
+                f"it failed before, and is tried again in {self._waits[b.bin]} steps",
+            )
+        elif speedup < FASTER:
+            verdict = "even" if speedup >= 1 else "waits"
+            why = f"lossy would be {speedup:.2f}x as fast as lossless"
+        else:
+            verdict, why = (
+                "ready",
+                f"{measured} holds {self._tau}, and lossy is {speedup:.2f}x as fast",
+            )
+        return DialBin(
+            b.start, b.end, "lossless", p5, low, b.n_tokens, lossless_s, speedup, verdict, why
+        )
+
+    def _own_bin(self, b: BinMismatch) -> DialBin:
+        (scaled,), (lossless_s, speedup) = self._tau.scale([b]), self._priced(b)
+        p5, low, enough = scaled.lower_bound, scaled.interval_low, b.n_sequences >= MIN_SEQUENCES
+        measured = f"{self._tau.statistic} {p5:.3f} of its own tokens"
+        verdict: Literal["holds", "fails", "unknown"]
+        if not p5 >= self._tau.value if enough else scaled.interval_high < self._tau.value:
+            verdict, why = "fails", f"{measured} is below {self._tau}"
+        elif enough and speedup < 1:
+            verdict, why = "fails", f"lossy is {speedup:.2f}x as fast as lossless"
+        elif enough:
+            verdict, why = (
+                "holds",
+                f"{measured} holds {self._tau}, and lossy is {speedup:.2f}x as fast",
+            )
+        else:
+            verdict, why = "unknown", f"{b.n_sequences} responses are too few to tell"
+        return DialBin(
+            b.start, b.end, "lossy", p5, low, b.n_tokens, lossless_s, speedup, verdict, why
+        )
+
+    def _as_scored(self, drafts: float, ceiling: float) -> float:
+        """The p5 that the trainer would measure where verification finds a p5 of ``drafts``.
+        Verification compares a program with itself, so its ceiling is 1."""
+        if self._tau.relative or isnan(ceiling):
+            return drafts
+        return Tau(drafts, relative=True).level(ceiling)
+
+    def _priced(self, b: BinMismatch) -> tuple[float, float]:
+        """Predicted seconds per lossless token, and the speed-up of lossy over lossless."""
+        lossless_s, lossy_s = self._price((b.start + b.end) // 2, b.mean)
+        return lossless_s, lossless_s / lossy_s
+
+    def state(self) -> dict[str, Any]:
+        """The state that ``load`` takes; it may go through JSON in between."""
+        up_to = None if isinf(self.verified_up_to) else self.verified_up_to
+        return {
+            "verified_up_to": up_to,
+            "waits": list(self._waits.items()),
+            "failures": list(self._failures.items()),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        up_to = state["verified_up_to"]
+        self.verified_up_to = inf if up_to is None else up_to
+        self._waits, self._failures = dict(state["waits"]), dict(state["failures"])
+
+
+def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
+    """Predicted speed-up of a rollout over a lossless one; ``tokens`` are those sampled, by the
+    start of their bin.
+    """
+    lossless_s = [
+        (tokens.get(b.start, 0) * b.lossless_s, b.speedup if b.mode == "lossy" else 1.0)
+        for b in bins
+    ]
+    spent = sum(seconds / speedup for seconds, speedup in lossless_s)
+    return sum(seconds for seconds, _ in lossless_s) / spent if spent else 1.0
+
+
+def price(
+    shape: ModelShape, machine: Machine, schedule: SparsitySchedule, draft_tokens: int, batch: int
+) -> Price:
+    """The cost model's price of lossy decoding under ``schedule``, and of lossless decoding that
+    drafts under it.
+
+    Args: draft_tokens: the most tokens drafted at a time; the fastest number up to that is used, 0
+        included. batch: sequences decoded together; fewer where their cache would not fit.
+    """
+
+    def of(length: int, acceptance: float) -> tuple[float, float]:
+        lengths = [length] * max(1, min(batch, kv_capacity(shape, machine) // length))
+        lossless_s = min(
+            lossless_step(shape, machine, lengths, Drafting(k, schedule, acceptance)).seconds
+            for k in range(draft_tokens + 1)
+        )
+        return lossless_s, decode_step(shape, machine, lengths, schedule).seconds
+
+    return of

@@ -1,0 +1,126 @@
+"""``sparrow audit``: its verdicts as exit statuses, and what it writes and prints."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from sparrow.audit.statistics import Finding, Mean, Verdict
+from sparrow.cli import main, parse
+from sparrow.cli.commands.audit import Audit
+from sparrow.engines.base import Counters
+from sparrow.errors import ConfigError
+from tests.conftest import fails
+
+MODEL = ["audit", "--model", "reasoner", "--task", "trace:lines=4"]
+SMALL = [*MODEL, "--count", "60", "--max-new-tokens", "12", "--resolution", "0.2"]
+
+
+def status(capsys, *argv):
+    """Exit status and what was printed."""
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    return stopped.value.code, capsys.readouterr().out
+
+
+def test_an_exact_engine_ends_with_0_and_says_what_would_have_been_seen(tmp_path, capsys):
+    out = tmp_path / "audit.json"
+    code, printed = status(capsys, *SMALL, "--mode", "lossless", "--out", str(out))
+    assert code == 0
+    assert "exact, at a level of 0.01" in printed and "would have been seen" in printed
+    written = json.loads(out.read_text())
+    assert written["status"] == "exact" and written["decoding"]["mode"] == "lossless"
+    assert written["dense_engine"] == "hf" and written["counters"]["drafts"]["cycles"] > 0
+    assert {f["place"] for f in written["findings"]} > {"all", "draft 1"}
+
+
+@pytest.mark.slow
+def test_a_sparse_actor_ends_with_1_and_says_by_how_much(capsys):
+    blind = '{"top_k": [0], "page_size": 4, "sink_pages": 0, "recent_pages": 1, "dense_layers": []}'
+    code, printed = status(capsys, *SMALL, "--mode", "lossy", "--schedule", blind)
+    assert code == 1
+    assert "biased, at a level of 0.01" in printed and "corrected p =" in printed
+
+
+def test_too_few_tokens_end_with_2(capsys):
+    code, printed = status(capsys, *MODEL, "--count", "32", "--max-new-tokens", "2")
+    assert code == 2
+    assert "cannot tell" in printed and "times as many tokens" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--engine", "nonsense"], "no engine 'nonsense'"),
+        (["--prompts", "no.txt"], "say where prompts come from"),
+        (["--engine", "stock:http://localhost:1"], "decodes in one way only; give --dense-engine"),
+        (["--scorer", "prefill"], "needs a dense engine that is stock vLLM, got hf"),
+        (["--scorer", "prefill", "--dense-engine", "none"], "stock vLLM, got none"),
+        (["--engine", "stock:dtype=float16"], "leave dtype out, set precision"),
+        (["--out", "/proc/self/new"], "cannot write to /proc/self"),
+        (["--temperature", "0"], "temperature is 0.0, but must be greater than 0"),
+        (["--config", "no.toml"], "cannot read the configuration"),
+    ],
+)
+def test_bad_input_ends_with_2_for_1_is_a_verdict(options, reason, capsys):
+    assert reason in fails(capsys, *SMALL, *options, code=2)
+
+
+def test_a_model_is_asked_for_with_2(capsys):
+    assert "sparrow audit needs --model" in fails(capsys, "audit", "--task", "trace", code=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "dense"),
+    [
+        ([], "hf"),
+        (["--engine", "vllm:max_model_len=512"], "vllm:max_model_len=512"),
+        (
+            ["--engine", 'stock:speculative_config={"method":"ngram","n":4},max_model_len=512'],
+            "stock:max_model_len=512",
+        ),
+        (["--engine", 'stock:speculative_config={"method":"ngram"}'], "stock:"),
+        (["--engine", "http://a:1", "--dense-engine", "stock:http://b:1"], "stock:http://b:1"),
+        (["--engine", "http://a:1", "--dense-engine", "none"], None),
+    ],
+)
+def test_the_dense_arm_is_the_same_engine_without_drafts(options, dense):
+    command = parse([*SMALL, *options])
+    assert isinstance(command, Audit)
+    assert command._dense_engine() == dense
+
+
+def test_a_server_has_no_dense_arm_unless_one_is_named():
+    with pytest.raises(ConfigError, match="--dense-engine none to count rounding as bias"):
+        parse([*SMALL, "--engine", "http://a:1"])._dense_engine()
+
+
+def test_an_engine_that_fails_ends_with_2(monkeypatch, capsys):
+    from sparrow.cli import loading
+
+    def engine(*_):
+        def generate(prompts, sampling):
+            raise ConfigError("no room")
+
+        return SimpleNamespace(
+            generate=generate, counters=lambda: Counters(0, 0), close=lambda: None
+        )
+
+    monkeypatch.setattr(loading, "load_engine", engine)
+    assert fails(capsys, *SMALL, code=2) == "sparrow: no room"
+
+
+def test_what_is_biased_at_a_place_is_shown_and_the_rest_counted(capsys):
+    from sparrow.cli.terminal import print_audit
+
+    mean = Mean(0.01, 0.001, 100, 50)
+
+    def finding(place, corrected):
+        return Finding("u3", place, "share", mean, None, 0.01, 0.005, corrected, corrected)
+
+    findings = (finding("all", 1), finding("draft 1", 1), finding("bonus token", 1e-4))
+    verdict = Verdict("biased", ("u3, bonus token: …",), findings, 0.01, 0.05, 0.005, ("a note",))
+    print_audit(verdict, 100)
+    printed = capsys.readouterr().out
+    assert "u3, bonus token" in printed and "u3, draft 1" not in printed
+    assert "1 more tests found nothing" in printed and "not tested: a note" in printed

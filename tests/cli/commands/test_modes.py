@@ -1,0 +1,424 @@
+"""``mode`` as a user writes it: what every command makes of it, and what it refuses."""
+
+import json
+
+import pytest
+
+from sparrow.cli import loading, main
+from sparrow.cli.commands.demo import Demo
+from sparrow.cli.commands.measure import Measure
+from sparrow.cli.commands.train import Train
+from sparrow.decoding import DRAFT_SCHEDULE, DRAFT_TOKENS, Decoding
+from sparrow.engines.hf import HFEngine
+from sparrow.errors import ConfigError
+from sparrow.report import summary_rows, write_report
+from sparrow.schedule import SparsitySchedule
+from sparrow.train.config import (
+    DecodingOptions,
+    DistillConfig,
+    GuardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from tests.conftest import fails
+
+
+@pytest.mark.parametrize(
+    ("options", "schedule", "expected"),
+    [
+        ({}, "dense", Decoding.load("dense")),
+        ({}, None, Decoding.load("dense")),
+        ({}, "fixed:9", Decoding.load("fixed:9")),
+        ({"mode": "dense"}, "dense", Decoding.load("dense")),
+        ({"mode": "lossless"}, "dense", Decoding.lossless()),
+        ({"mode": "lossless", "draft_tokens": 4}, None, Decoding("lossless", DRAFT_SCHEDULE, 4)),
+        (
+            {"mode": "lossless", "draft_schedule": "fixed:9", "adapt_draft_tokens": False},
+            None,
+            Decoding("lossless", SparsitySchedule.fixed(9), adapt_draft_tokens=False),
+        ),
+        (
+            {"mode": "lossless", "meter_schedule": "fixed:9", "meter_every": 4},
+            None,
+            Decoding(
+                "lossless", DRAFT_SCHEDULE, meter_schedule=SparsitySchedule.fixed(9), meter_every=4
+            ),
+        ),
+        (
+            {"mode": "lossless", "draft_weights": "fp8"},
+            None,
+            Decoding.lossless(draft_weights="fp8"),
+        ),
+    ],
+)
+def test_mode_and_schedule_say_together_how_to_decode(options, schedule, expected):
+    assert DecodingOptions(**options).decoding(schedule) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "schedule", "message"),
+    [
+        (
+            {"mode": "lossless"},
+            "auto",
+            r"schedule is 'auto', but auto moves pages.*leave schedule out",
+        ),
+        (
+            {"mode": "lossless"},
+            "qwen3-4b-0.86",
+            r"lossless samples are the dense policy's.*give it as draft_schedule",
+        ),
+        ({}, "auto", r"schedule is 'auto', but only sparrow train moves a schedule; give the one"),
+        (
+            {"mode": "lossy"},
+            "auto:fixed:9",
+            r"schedule is 'auto:fixed:9', but only sparrow train moves",
+        ),
+        ({"mode": "dense"}, "fixed:9", r"'fixed:9', but mode is 'dense'.*leave one out"),
+        ({"mode": "lossy"}, None, r"mode is 'lossy', which needs a schedule.*or use mode lossless"),
+        ({"mode": "lossy"}, "dense", r"mode is 'lossy', which needs a schedule"),
+        (
+            {"mode": "auto"},
+            "fixed:9",
+            r"mode is 'auto', but must be one of dense, lossless and lossy: only sparrow train",
+        ),
+        (
+            {"meter_schedule": "fixed:1"},
+            "fixed:9",
+            r"meter_schedule is 'fixed:1', but must be left out unless mode is",
+        ),
+        (
+            {"draft_tokens": 4},
+            "fixed:9",
+            r"draft_tokens is 4, but must be left out unless mode is lossless",
+        ),
+        (
+            {"draft_weights": "fp8"},
+            "fixed:9",
+            r"draft_weights is 'fp8', but must be left out unless mode is lossless",
+        ),
+        (
+            {"mode": "lossy", "draft_schedule": "fixed:1"},
+            "fixed:9",
+            r"draft_schedule is 'fixed:1', but must be left out",
+        ),
+    ],
+)
+def test_contradictions_are_refused_with_the_remedy(options, schedule, message):
+    with pytest.raises(ConfigError, match=message):
+        DecodingOptions(**options).decoding(schedule)
+
+
+def test_drafts_of_mode_auto_have_the_models_weights():
+    with pytest.raises(
+        ConfigError, match="draft_weights is 'fp8', but must be left out unless mode is lossless"
+    ):
+        RolloutConfig(mode="auto", draft_weights="fp8").decoding("fixed:9")
+
+
+def test_a_schedule_that_training_moves_begins_where_it_says():
+    assert RolloutConfig().decoding("auto") == Decoding.load("dense")
+    assert RolloutConfig(mode="lossy").decoding("auto:fixed:9") == Decoding.load("fixed:9")
+
+
+def test_auto_drafts_and_decodes_under_one_schedule():
+    found = RolloutConfig(mode="auto", draft_tokens=4).decoding("fixed:9")
+    assert found == Decoding("auto", SparsitySchedule.fixed(9), 4)
+    assert found.with_schedule(SparsitySchedule.fixed(2)) == Decoding(
+        "auto", SparsitySchedule.fixed(2), 4
+    )
+    for schedule in ("dense", None, "auto", "auto:fixed:9"):
+        with pytest.raises(
+            ConfigError, match="mode auto needs one that drafts and unverified steps read"
+        ):
+            RolloutConfig(mode="auto").decoding(schedule)
+    with pytest.raises(
+        ConfigError, match="draft_schedule is 'fixed:1', but must be left out with auto"
+    ):
+        RolloutConfig(mode="auto", draft_schedule="fixed:1").decoding("fixed:9")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm:max_num_seqs=4", "http://localhost:8000"])
+def test_auto_is_refused_where_verification_cannot_end_on_the_way(
+    engine, checkpoint, tmp_path, capsys
+):
+    message = fails(
+        capsys,
+        "train",
+        "--model",
+        checkpoint,
+        "--task",
+        "trace:lines=4",
+        "--run-dir",
+        str(tmp_path / "no"),
+        "--schedule",
+        "fixed:1",
+        "--rollout.mode",
+        "auto",
+        "--tau",
+        "0.9",
+        "--engine",
+        engine,
+        code=2,
+    )
+    assert (
+        f"engine is '{engine}', but mode 'auto' needs" in message
+        and "vLLM verifies all of a response" in message
+    )
+    with pytest.raises(ConfigError, match="mode 'auto' needs sparrow train with its engine hf"):
+        Decoding.load(Decoding("auto", SparsitySchedule.fixed(1)))
+
+
+def test_settings_that_lossless_rollouts_cannot_have_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"tau is None, but must be given with rollout\.mode auto"
+    ):
+        TrainConfig(rollout=RolloutConfig(mode="auto"))
+    assert TrainConfig(rollout=RolloutConfig(mode="auto"), relative_tau=0.98).tau is None
+    lossless = RolloutConfig(mode="lossless")
+    with pytest.raises(
+        ConfigError, match=r"distill\.enabled is True, but must be off with lossless rollouts"
+    ):
+        TrainConfig(rollout=lossless, distill=DistillConfig(enabled=True))
+    with pytest.raises(
+        ConfigError,
+        match=r"guard\.action is 'raise', but must be warn or stop with lossless rollouts",
+    ):
+        TrainConfig(rollout=lossless, guard=GuardConfig(action="raise"))
+    with pytest.raises(ConfigError, match=r"rollout\.mode is 'fast', but"):
+        RolloutConfig(mode="fast")
+
+
+@pytest.mark.slow
+def test_a_lossless_run_trains_on_the_policys_own_samples(checkpoint, tmp_path, capsys):
+    run = tmp_path / "run"
+    sampled = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "24"]
+    main(
+        [
+            "train",
+            "--model",
+            checkpoint,
+            "--task",
+            "trace:lines=24",
+            "--run-dir",
+            str(run),
+            "--steps",
+            "2",
+            *sampled,
+            "--rollout.mode",
+            "lossless",
+            "--rollout.draft-schedule",
+            "fixed:0",
+            "--rollout.draft-tokens",
+            "3",
+        ]
+    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        "drafts per token" in printed
+        and "tokens per cycle" in printed
+        and "drafts accepted at 0-2K" in printed
+    )
+    saved = json.loads((run / "config.json").read_text())
+    assert saved["train"]["rollout"]["mode"] == "lossless" and saved["schedule"]["top_k"] == [0]
+    for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        drafts = row["drafts"]
+        assert 0 < drafts["accepted"] < drafts["drafted"] and drafts["cycles"] > 0
+        assert drafts["acceptance"] < 0.999, (
+            "drafts must be wrong at times, or this test shows nothing"
+        )
+        # What it trains on: engine and trainer agree on every log-prob, so nothing is left to
+        # correct.
+        assert abs(row["correction"]["kl_k3"]) < 1e-8 and row["correction"]["ess_token"] > 1 - 1e-6
+        assert all(b["upper_bound"] > 1 - 1e-5 for b in row["mismatch"]["bins"])
+    message = fails(
+        capsys,
+        "train",
+        "--model",
+        checkpoint,
+        "--task",
+        "trace:lines=4",
+        "--schedule",
+        "auto",
+        "--rollout.mode",
+        "lossless",
+        "--run-dir",
+        str(tmp_path / "no"),
+    )
+    assert "auto moves pages to hold the actor's p5" in message and not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "adapts"), [((), False), (("--adapt-draft-budget", "True"), True)]
+)
+def test_measuring_is_about_one_draft_schedule(asked, adapts, monkeypatch, capsys):
+    """An engine that changes what drafts read would tell the acceptance of a mixture."""
+    given = []
+
+    def load_sampler(self, decoding):
+        given.append(decoding)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(Measure, "load_sampler", load_sampler)
+    assert "seen" in fails(
+        capsys, "measure", "--mode", "lossless", "--model", "m", "--task", "trace", *asked
+    )
+    assert (len(given[0].draft_budgets) > 1) is adapts
+
+
+@pytest.mark.slow
+def test_measuring_lossless_tells_how_drafts_fare(checkpoint, tmp_path, capsys):
+    out = tmp_path / "report.json"
+    sampled = [
+        "--model",
+        checkpoint,
+        "--task",
+        "trace:lines=24",
+        "--count",
+        "4",
+        "--max-new-tokens",
+        "40",
+    ]
+    main(
+        [
+            "measure",
+            "--mode",
+            "lossless",
+            "--draft-schedule",
+            "fixed:0",
+            *sampled,
+            "--out",
+            str(out),
+        ]
+    )
+    printed = capsys.readouterr().out
+    assert "drafts by exact acceptance" in printed and "tokens a cycle" in printed
+    found = json.loads(out.read_text())
+    assert found["bins"][0]["upper_bound"] > 1 - 1e-5, "samples are the dense policy's"
+    assert found["drafts"]["bins"][0]["mean"] < 0.999
+    assert "say what to measure: give --schedule" in fails(capsys, "measure", *sampled)
+
+
+@pytest.mark.slow
+def test_evaluating_losslessly_samples_what_dense_does(checkpoint, tmp_path, monkeypatch):
+    sampled = {}
+    generate = HFEngine.generate
+
+    def kept(engine, prompts, sampling):
+        found = generate(engine, prompts, sampling)
+        sampled.setdefault(engine.decoding.mode, []).extend(r.response_ids.tolist() for r in found)
+        return found
+
+    monkeypatch.setattr(HFEngine, "generate", kept)
+    tables = {}
+    for mode, options in {
+        "dense": ["--mode", "dense"],
+        "lossless": ["--mode", "lossless", "--draft-schedule", "fixed:0"],
+        "lossy": ["--mode", "lossy", "--schedule", "fixed:0"],
+    }.items():
+        main(
+            [
+                "eval",
+                "--model",
+                checkpoint,
+                "--benchmark",
+                "trace:lines=24",
+                "--limit",
+                "3",
+                "--k",
+                "1",
+                "--temperature",
+                "0",
+                "--max-new-tokens",
+                "24",
+                "--out",
+                str(tmp_path / mode),
+                *options,
+            ]
+        )
+        tables[mode] = (tmp_path / mode / "results.md").read_text()
+    assert (
+        len(sampled["dense"]) == 3 and sampled["lossless"] == sampled["dense"] != sampled["lossy"]
+    )
+    labels = {"dense": "dense", "lossless": "lossless", "lossy": "fixed:0"}
+    for mode, table in tables.items():
+        assert [name for name in labels.values() if f"| {name} |" in table] == [labels[mode]]
+
+
+@pytest.mark.parametrize("mode", ["dense", "lossy", "lossless"])
+def test_the_demo_runs_in_every_mode(mode, monkeypatch):
+    commands = []
+    monkeypatch.setattr(Train, "run", lambda command: commands.append(command))
+    monkeypatch.setattr(Demo, "compare", lambda command: None)
+    main(["demo", "--mode", mode])
+    decoding = commands[0].rollout.decoding(commands[0].schedule)
+    assert decoding.mode == mode
+    assert decoding.schedule.is_dense == (mode == "dense")
+    assert decoding.draft_tokens == (4 if mode == "lossless" else DRAFT_TOKENS)
+
+
+def test_vllm_is_told_how_to_decode(monkeypatch, checkpoint):
+    import sparrow.engines.vllm as vllm
+
+    told = []
+    monkeypatch.setattr(
+        vllm, "VLLMEngine", lambda model, decoding, **options: told.append(decoding)
+    )
+    monkeypatch.setattr(vllm, "VLLMServer", lambda url, decoding, controls: told.append(decoding))
+    for spec in ("vllm", "http://localhost:1"):
+        loading.load_engine(spec, checkpoint, None, None, Decoding.lossless(draft_tokens=4), "fp32")
+    assert told == [Decoding.lossless(draft_tokens=4)] * 2
+    with pytest.raises(ConfigError, match="follows the trainer's, fp32; leave dtype out"):
+        loading.load_engine(
+            "vllm:dtype=bfloat16", checkpoint, None, None, Decoding.lossless(), "fp32"
+        )
+
+
+@pytest.mark.slow
+def test_an_auto_run_says_what_it_left_unverified_and_why(checkpoint, tmp_path):
+    run = tmp_path / "run"
+    schedule = SparsitySchedule((0,), bin_tokens=64, page_size=8, dense_layers=(0,)).to_json()
+    main(
+        [
+            "train",
+            "--model",
+            checkpoint,
+            "--task",
+            "trace:lines=24",
+            "--run-dir",
+            str(run),
+            "--steps",
+            "2",
+            "--rollout.prompts",
+            "2",
+            "--rollout.samples",
+            "4",
+            "--rollout.max-new-tokens",
+            "24",
+            "--rollout.top-n",
+            "200",
+            "--tau",
+            "0.5",
+            "--rollout.mode",
+            "auto",
+            "--schedule",
+            schedule,
+            "--rollout.draft-tokens",
+            "3",
+        ]
+    )
+    rows = [json.loads(line)["dial"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["verified_up_to"] is None and rows[0]["unverified_fraction"] == 0
+    # A model of a few layers gains nothing on an H200, whatever its tail is like.
+    assert {b["mode"] for b in rows[0]["bins"]} == {"lossless"} and all(
+        b["speedup"] < 1.01 for b in rows[0]["bins"]
+    )
+    said = dict(summary_rows(run))
+    assert (
+        said["unverified"] == "0 %, at the last step 0 %"
+        and said["predicted gain"] == "1.00x over lossless"
+    )
+    why = [value for name, value in said.items() if name.startswith("dial at ")]
+    assert len(why) == len(rows[1]["bins"]) and all(value.startswith("lossless; ") for value in why)
+    report = write_report(run).read_text(encoding="utf-8")
+    assert why[0].split("; ")[1].split("'")[0] in report and "1.00x over lossless" in report

@@ -1,0 +1,177 @@
+"""Bad inputs that went on, hung or ended in another program's words: each is one sentence."""
+
+import json
+
+import pytest
+import torch
+
+from sparrow.cli.loading import (
+    load_benchmark,
+    load_benchmarks,
+    load_object,
+    load_problems,
+    read_prompts,
+)
+from sparrow.errors import ConfigError, TaskError
+from sparrow.model.actor import set_schedule, teacher_forced
+from sparrow.model.scoring import TokenScorer
+from sparrow.schedule import SparsitySchedule
+from sparrow.tasks import Problem
+from sparrow.tasks.base import draw
+from sparrow.train.saving import _cut_short
+from tests.conftest import fails, tiny_model
+
+MODEL = ["--model", "reasoner"]
+TASK = ["--task", "trace:lines=4"]
+
+
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        (["train", *MODEL, *TASK, "--run-dir", ""], "run_dir is '', but must have at least 1"),
+        (["demo", "--run-dir", ""], "run_dir is '', but must have at least 1"),
+        (["eval", *MODEL, "--benchmark", "gsm8k", "--out", ""], "out is '', but must have"),
+        (["calibrate", *MODEL, *TASK, "--out", ""], "out is '', but must have at least 1"),
+        (["measure", *MODEL, *TASK, "--schedule", "fixed:1", "--out", ""], "out is '', but must"),
+        (
+            ["train", *MODEL, *TASK, "--rollout.prompts", "1000000000000"],
+            "rollout.prompts is 1000000000000, but must be less than or equal to 1000000",
+        ),
+        (
+            ["train", *MODEL, *TASK, "--rollout.samples", "1000000000000"],
+            "rollout.samples is 1000000000000, but must be less",
+        ),
+        (["train", *MODEL, *TASK, "--lora.r", "100000"], "lora.r is 100000, but must be less"),
+        (
+            ["cost", *MODEL, "--schedule", "fixed:1", "--responses", "10000000000"],
+            "responses is 10000000000, but must be less",
+        ),
+        (
+            ["calibrate", *MODEL, *TASK, "--out", "s.json", "--count", "19"],
+            "count is 19, but must be at least 20: fewer responses give no interval of p5",
+        ),
+        (["report", "missing.json"], "there is no missing.json; give a run directory"),
+        (["report", ".", "missing"], "there is no missing; give a run directory"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_before_anything_is_loaded(
+    command, message, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    code = 1 if command[0] == "report" else 2  # 2: of the arguments, before the command runs
+    assert message in fails(capsys, *command, code=code)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_demo_says_what_a_demo_can_do(capsys, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    refused = fails(capsys, "demo", "--run-dir", str(tmp_path))
+    assert "already holds a run, and a demo starts anew" in refused and "--resume" not in refused
+
+
+def test_two_sources_of_problems_are_named():
+    with pytest.raises(ConfigError, match="--task trace and --dataset gsm8k taco exclude each"):
+        load_problems("trace", ("gsm8k", "taco"), None)
+
+
+def test_a_limit_is_named_as_the_command_names_it():
+    with pytest.raises(ConfigError, match="as in --limit 64"):
+        load_benchmark("trace:lines=4", None, None)
+    with pytest.raises(ConfigError, match=r"as in --eval\.limit 64"):
+        load_benchmarks(["trace:lines=4"], None, None, 100)
+
+
+@pytest.mark.parametrize("path", ["my/judges.py:right", "judges.py:right"])
+def test_a_reward_given_as_a_path_is_told_its_module(path):
+    with pytest.raises(ConfigError, match="write judges:right in its folder"):
+        load_object(path, "reward")
+
+
+def test_a_module_that_ends_the_program_when_imported_is_named(tmp_path, monkeypatch):
+    (tmp_path / "ends_at_once.py").write_text("import sys\nsys.exit(2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="importing ends_at_once raised SystemExit: 2"):
+        load_object("ends_at_once:judge", "reward")
+
+
+def test_half_a_character_is_named_with_its_row(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(
+        json.dumps({"question": "a", "answer": "1"})
+        + "\n"
+        + '{"question": "\\ud800", "answer": "1"}'
+    )
+    with pytest.raises(ConfigError, match=r"row 2 of .*its text holds \\ud800, which is half"):
+        load_problems(None, (str(file),), None)
+    file.write_text('{"prompt": "\\udc00"}')
+    with pytest.raises(ConfigError, match=r"row 1 of .*its text holds \\udc00"):
+        read_prompts(file)
+
+
+@pytest.mark.parametrize(
+    "problem, message",
+    [
+        (Problem("p", ["a message"], float), "has a prompt that is a list, expected text"),
+        (Problem("p", None, float), "has a prompt that is a NoneType, expected text"),
+        (Problem("p", "\ud800", float), "half of a character"),
+        (Problem("p", "text", 1.0), "has a verify that is a float"),
+    ],
+)
+def test_a_problem_of_the_wrong_kind_is_named_when_it_is_drawn(problem, message):
+    class Task:
+        def problem(self, index, seed=0):
+            return problem
+
+    with pytest.raises(TaskError, match=message):
+        draw(Task(), 0, 0)
+
+
+def test_schedules_from_python_are_refused_in_a_sentence():
+    with pytest.raises(ConfigError, match="got unknown"):
+        SparsitySchedule.load({1: 2, "a": 3})
+    for model, target in ((None, 0.86), ("qwen3-4b", None), ("qwen3-4b", "0.86"), (4, 0.86)):
+        with pytest.raises(ConfigError, match="a preset is a model's name and a target"):
+            SparsitySchedule.preset(model, target)
+
+
+def test_models_and_lengths_that_are_none_are_refused_in_a_sentence():
+    schedule = SparsitySchedule.fixed(2, dense_layers=(0,))
+    with pytest.raises(ConfigError, match="the model is None, not a model of transformers"):
+        set_schedule(None, schedule)
+    model = tiny_model()
+    set_schedule(model, schedule)
+    with pytest.raises(ConfigError, match="the model is None"), teacher_forced(None, [1]):
+        pass
+    for lengths in (None, "ab", [1, None], {}):
+        with (
+            pytest.raises(ConfigError, match="one whole number from 0 for each row"),
+            teacher_forced(model, lengths),
+        ):
+            pass
+
+
+def test_a_vocabulary_under_eight_is_scored():
+    TokenScorer(tiny_model(vocab_size=5))
+
+
+def test_teacher_forcing_without_triton_names_it(monkeypatch):
+    import sys
+
+    from sparrow import attention
+
+    monkeypatch.setitem(sys.modules, "sparrow.attention.triton", None)
+    monkeypatch.delattr(attention, "triton", raising=False)
+    model, schedule = tiny_model(), SparsitySchedule.fixed(2, dense_layers=(0,))
+    set_schedule(model, schedule)
+    with (
+        pytest.raises(ConfigError, match="implementation 'triton' needs Triton"),
+        teacher_forced(model, [2], implementation="triton"),
+    ):
+        model(torch.arange(40)[None], use_cache=False)
+
+
+def test_a_full_disk_is_called_so_and_not_by_a_place_in_torch(tmp_path):
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0\nmore")
+    reason = _cut_short(error, tmp_path)
+    assert reason.startswith("a file was cut short, with ") and "MB left on the disk" in reason
+    assert _cut_short(RuntimeError("another reason\nmore"), tmp_path) == "another reason"

@@ -1,0 +1,353 @@
+"""The command line end to end, on a tiny checkpoint: what it prints, writes and refuses."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from transformers import AutoTokenizer
+
+from sparrow.cli.commands.demo import Demo
+from sparrow.cli.entry import COMMANDS, main
+from sparrow.cli.loading import parse_spec
+from tests.conftest import ROOT, fails
+
+SMALL = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "8"]
+
+
+@pytest.mark.slow
+def test_train_from_toml_with_overrides_then_report_and_resume(checkpoint, tmp_path, capsys):
+    config = tmp_path / "run.toml"
+    run = tmp_path / "run"
+    config.write_text(
+        f'model = "{checkpoint}"\ntask = "trace:lines=4"\nschedule = "fixed:1"\nsteps = 1\nrun_dir = "{run}"\n'
+        "resume = false\n"
+        "[rollout]\nprompts = 2\nsamples = 2\nmax_new_tokens = 8\n"
+        "[optimizer]\nlearning_rate = 1e-3\ngradient_checkpointing = true\n[correction]\nband = [0.5, 2]\n"
+    )
+    main(
+        [
+            "train",
+            "--config",
+            str(config),
+            "--optimizer.learning-rate",
+            "2e-3",
+            "--trackers",
+            "tensorboard",
+        ]
+    )
+    assert "reward" in capsys.readouterr().out
+    saved = json.loads((run / "config.json").read_text())
+    assert (
+        saved["train"]["optimizer"]["learning_rate"] == 2e-3
+        and saved["train"]["rollout"]["samples"] == 2
+    )
+    assert saved["train"]["optimizer"]["gradient_checkpointing"] and saved["train"]["correction"][
+        "band"
+    ] == [0.5, 2]
+    assert saved["schedule"]["top_k"] == [1]
+    assert list(run.rglob("events.out.tfevents*"))
+    main(["train", "--config", str(config), "--steps", "2", "--resume"])
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+    main(["report", str(run)])
+    page = Path("".join(capsys.readouterr().out.split("wrote ")[-1].split()))
+    assert page.exists() and "<html" in page.read_text()
+
+
+@pytest.mark.slow
+def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": " ba = 7\\n ku = 5\\n"}\n{"prompt": " ba = 3\\n"}\n')
+    out = tmp_path / "report.json"
+    arguments = [
+        "--model",
+        checkpoint,
+        "--prompts",
+        str(prompts),
+        "--count",
+        "6",
+        "--max-new-tokens",
+        "20",
+    ]
+    main(["measure", "--schedule", "dense", *arguments, "--out", str(out)])
+    assert "100.0%" in capsys.readouterr().out
+    dense = json.loads(out.read_text())
+    assert dense["n_sequences"] == 6 and dense["mean"] > 0.8
+    assert dense["bins"][0]["upper_bound"] == pytest.approx(1, abs=1e-5)
+    main(
+        [
+            "measure",
+            "--schedule",
+            "fixed:0",
+            *arguments,
+            "--max-new-tokens",
+            "120",
+            "--out",
+            str(out),
+        ]
+    )
+    assert json.loads(out.read_text())["bins"][0]["upper_bound"] < 0.999
+
+
+def test_every_command_sends_a_dataset_s_prompts_in_the_same_words(
+    checkpoint, tmp_path, monkeypatch
+):
+    from sparrow.engines.hf import HFEngine
+
+    model, data = tmp_path / "model", tmp_path / "data.jsonl"
+    shutil.copytree(checkpoint, model)
+    (model / "chat_template.jinja").write_text("ask: {{ messages[0].content }}\nanswer:")
+    data.write_text(
+        "".join(
+            f'{{"question": "trace {name}", "answer": "7"}}\n' for name in ("ba", "du", "ku", "mi")
+        )
+    )
+    sent: dict[str, list[str]] = {}
+
+    def stop(self, prompts, sampling):
+        sent[command] = [tuple(prompt) for prompt in prompts]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HFEngine, "generate", stop)
+    common = ["--model", str(model), "--seed", "3"]
+    sampled = ["--count", "20", "--max-new-tokens", "8"]
+    for command, arguments in {
+        "train": [
+            "--dataset",
+            str(data),
+            "--rollout.prompts",
+            "4",
+            "--rollout.samples",
+            "2",
+            "--rollout.max-new-tokens",
+            "8",
+            "--run-dir",
+            str(tmp_path / "run"),
+        ],
+        "measure": ["--dataset", str(data), "--schedule", "fixed:1", *sampled],
+        "calibrate": ["--dataset", str(data), "--out", str(tmp_path / "s.json"), *sampled],
+        "eval": [
+            "--benchmark",
+            f"qa:path={data}",
+            "--out",
+            str(tmp_path / "eval"),
+            "--k",
+            "1",
+            *sampled[2:],
+        ],
+    }.items():
+        with pytest.raises(SystemExit):
+            main([command, *common, *arguments])
+    each = list(dict.fromkeys(sent["train"]))
+    assert (
+        sent["calibrate"] == sent["measure"]
+        and sent["measure"][:4] == each
+        and len(sent["measure"]) == 20
+    )
+    assert sorted(sent["eval"]) == sorted(each) and len(each) == 4
+    dressed = AutoTokenizer.from_pretrained(model).decode(sent["measure"][0])
+    assert dressed.startswith("ask:") and dressed.endswith("\nanswer:")
+
+
+def test_longer_lists_decide_what_short_ones_leave_open(checkpoint, tmp_path, capsys):
+    arguments = [
+        "measure",
+        "--schedule",
+        "dense",
+        "--model",
+        checkpoint,
+        "--task",
+        "trace:lines=2",
+        "--count",
+        "8",
+    ]
+    arguments += ["--max-new-tokens", "20", "--tau", "0.95"]
+    main([*arguments, "--top-n", "1"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "whether p5 of acceptance reaches 0.95 is not known at lengths 0-2000: the actor's lists of 1 tokens"
+        in said
+    )
+    assert "1.000; longer ones (--top-n) tell" in said and " undecided" in said
+    for lists in (["--top-n", "151"], []):  # as many as it takes, unless told how many
+        main([*arguments, *lists])
+        said = " ".join(capsys.readouterr().out.split())
+        assert "not known" not in said and " holds" in said
+
+
+@pytest.mark.slow
+def test_cost_by_shape_name_and_by_config(checkpoint, capsys):
+    main(["cost", "--model", "qwen3-4b", "--schedule", "qwen3-4b-0.86"])
+    printed = capsys.readouterr().out
+    assert (
+        "lossy speed-up" in printed
+        and "lossless speed-up" in printed
+        and "Both pay (2.47x lossy" in printed
+    )
+    main(
+        [
+            "cost",
+            "--model",
+            checkpoint,
+            "--schedule",
+            "fixed:1",
+            "--median",
+            "300",
+            "--cutoff",
+            "600",
+        ]
+    )
+    assert "Neither pays" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "cannot load the config of 'no/such'" in fails(
+        capsys, "cost", "--model", "no/such", "--schedule", "fixed:1"
+    )
+
+
+@pytest.mark.slow
+def test_bad_input_is_one_sentence(checkpoint, tmp_path, capsys):
+    base = ["--model", checkpoint, "--run-dir", str(tmp_path / "run"), *SMALL]
+    task = ["--task", "trace:lines=4"]
+    assert "no schedule 'qwen9-0.86'" in fails(
+        capsys, "train", *base, *task, "--schedule", "qwen9-0.86"
+    )
+    shrinking = tmp_path / "shrinking.json"
+    shrinking.write_text('{"top_k": [5, 3]}')
+    assert "must not shrink" in fails(capsys, "train", *base, *task, "--schedule", str(shrinking))
+    assert "keeps layer 7 dense but the model has 4 layers" in fails(
+        capsys, "train", *base, *task, "--schedule", _schedule(tmp_path, dense_layers=[7])
+    )
+    assert "cannot load model '/nowhere'" in fails(capsys, "train", "--model", "/nowhere", *task)
+    assert "no task 'juggle'" in fails(capsys, "train", *base, "--task", "juggle")
+    assert "does not take the options" in fails(capsys, "train", *base, "--task", "trace:rows=3")
+    assert "either --task NAME or --dataset NAME or FILE" in fails(capsys, "train", *base)
+    assert "does not fit the model's context of 1024" in fails(
+        capsys, "train", *base, "--task", "trace:lines=200"
+    )
+    config = tmp_path / "typo.toml"
+    config.write_text("learning_rat = 1\n")
+    assert "--learning-rat" in fails(
+        capsys, "train", "--model", "reasoner", "--config", str(config), code=2
+    )
+    config.write_text("dataset 7\n")
+    assert "is not valid TOML" in fails(
+        capsys, "train", "--model", "reasoner", "--config", str(config)
+    )
+    assert "cannot read the configuration" in fails(capsys, "train", "--config", str(tmp_path))
+    assert "--config needs a TOML file" in fails(capsys, "train", "--config")
+    config.write_text("[correction]\ncap = -1\n")
+    refused = fails(capsys, "train", "--model", "reasoner", "--config", str(config), code=2)
+    assert refused.endswith(
+        "correction.cap is -1.0, but must be greater than 0; change correction.cap."
+    )
+    config.write_text("[loss]\nnormalization = 'mean'\n")
+    assert "invalid choice 'mean'" in fails(
+        capsys, "train", "--model", "reasoner", "--config", str(config), code=2
+    )
+    config.write_text(
+        f'dataset = "qa:path={tmp_path}/none.jsonl"\nmodel = "{checkpoint}"\nrun_dir = "{tmp_path}/run"\n'
+        "rollout.max_new_tokens = 8\n"
+    )
+    assert "no dataset file" in fails(
+        capsys, "train", "--model", "reasoner", "--config", str(config)
+    )
+    assert fails(capsys, "train", *base, *task, "--rollout.temperature", "-1", code=2) == (
+        "sparrow: rollout.temperature is -1.0, but must be greater than 0; change rollout.temperature."
+    )
+    assert (
+        "no such file"
+        in fails(
+            capsys,
+            "measure",
+            "--model",
+            "reasoner",
+            "--schedule",
+            "dense",
+            "--prompts",
+            "/nowhere.txt",
+        ).lower()
+    )
+
+
+def _schedule(folder: Path, **fields) -> str:
+    path = folder / "schedule.json"
+    path.write_text(json.dumps({"top_k": [1], **fields}))
+    return str(path)
+
+
+def test_cost_knows_the_bundled_reasoner(capsys):
+    main(
+        [
+            "cost",
+            "--model",
+            "reasoner",
+            "--schedule",
+            "fixed:2",
+            "--median",
+            "200",
+            "--cutoff",
+            "400",
+        ]
+    )
+    assert "Neither pays" in capsys.readouterr().out
+
+
+def test_too_few_responses_are_refused_before_they_are_sampled(capsys, tmp_path):
+    options = [
+        "--model",
+        "reasoner",
+        "--task",
+        "trace:lines=2",
+        "--count",
+        "19",
+        "--out",
+        str(tmp_path / "out.json"),
+    ]
+    assert "19 responses give no interval of p5, at least 20 are needed; raise count" in fails(
+        capsys, "calibrate", *options
+    )
+    assert not list(tmp_path.rglob("rollouts-*"))
+
+
+def test_help_is_quick_and_light():
+    code = (
+        "import sys, time; start = time.perf_counter()\nfrom sparrow.cli import main\n"
+        "try: main(['train', '--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'triton', 'vllm', 'scipy', 'matplotlib', 'datasets', 'rich'}\n"
+        "heavy &= set(sys.modules)\nassert not heavy, heavy\nsys.stderr.write(str(time.perf_counter() - start))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--rollout.temperature" in done.stdout and float(done.stderr) < 5
+
+
+@pytest.mark.parametrize("command", ["train", "measure", "calibrate", "eval"])
+def test_a_command_that_needs_a_model_says_so_in_a_sentence(command, capsys):
+    assert fails(capsys, command, "--seed", "1") == (
+        f"sparrow: sparrow {command} needs --model NAME or PATH; --model reasoner is the small one that comes along"
+    )
+
+
+def test_the_reward_rises_within_the_steps_of_the_demo():
+    """As measured over longer runs of the same seeds, whose first steps are the demo's."""
+    for run in json.loads((ROOT / "benchmarks/results/demo.json").read_text())["runs"]:
+        reward = run["reward"][: Demo.steps]
+        assert len(reward) == Demo.steps <= 8 and sum(reward[-2:]) - sum(reward[:2]) > 2 * 0.1
+
+
+def test_every_command_is_in_the_module_of_its_name():
+    names = {command.__name__: command.__module__ for command in get_args(COMMANDS)}
+    assert len(names) == 7 and names == {
+        name: f"sparrow.cli.commands.{name.lower()}" for name in names
+    }
+
+
+def test_options_of_an_engine_may_be_json():
+    spec = 'vllm:compilation_config={"mode": 0, "cudagraph_mode": "FULL"},max_model_len=1024,attention_backend=CUSTOM'
+    config = {"mode": 0, "cudagraph_mode": "FULL"}
+    assert parse_spec(spec) == (
+        "vllm",
+        {"compilation_config": config, "max_model_len": 1024, "attention_backend": "CUSTOM"},
+    )
+    assert parse_spec("hf") == ("hf", {})

@@ -1,0 +1,92 @@
+"""What is shown while a command works, and how it is started."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+
+from sparrow import __version__
+from sparrow.cli import main, terminal
+from sparrow.cli.terminal import Progress
+
+BIN = {"lower_bound": 0.91, "n_sequences": 4}
+STEP = {
+    "step": 3,
+    "mismatch": {"bins": [BIN, {"lower_bound": 0.2, "n_sequences": 1}]},
+    "reward": {"mean": 0.25},
+    "kv": {"read_fraction": 0.5},
+    "response": {"mean": 120.0, "tokens": 2400.0},
+    "seconds": {"rollout": 2.0, "score": 0.5, "update": 1.0, "sync": 0.1},
+}
+LINE = "reward 0.250  lowest p5 0.910  length 120  1,200 tokens/s  KV read 50%  3.6 s"
+
+
+def test_a_step_is_one_line_that_is_flushed(monkeypatch):
+    class Pipe(io.StringIO):
+        """Counts what has been written out."""
+
+        flushed = ""
+
+        def flush(self) -> None:
+            self.flushed = self.getvalue()
+
+    pipe = Pipe()
+    monkeypatch.setattr(sys, "stderr", pipe)
+    progress = Progress(12)
+    progress("rollout", {})
+    assert pipe.flushed == "step 1/12  rollout  0 s\n"  # nobody knows yet how long a step takes
+    progress("step", STEP)
+    assert pipe.flushed.splitlines()[1:] == [f"step 3/12  {LINE}"]
+    progress("rollout", {})
+    assert len(pipe.flushed.splitlines()) == 2  # a short step has no lines for its phases
+    progress("step", {**STEP, "step": 4, "seconds": {**STEP["seconds"], "rollout": 100.0}})
+    progress("score", {})
+    assert pipe.flushed.splitlines()[3:] == ["step 5/12  score  0 s"]  # a long one has
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"sparrow {__version__}\n"
+
+
+@pytest.mark.slow
+def test_python_m_sparrow_and_a_reader_that_leaves_early():
+    done = subprocess.run(
+        [sys.executable, "-m", "sparrow", "--version"], capture_output=True, text=True
+    )
+    assert done.stdout == f"sparrow {__version__}\n" and done.returncode == 0
+    code = f"{sys.executable} -m sparrow train --help | head -1"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True)
+    assert done.stdout.startswith("usage: sparrow train") and done.stderr == ""
+
+
+def test_help_names_config_and_the_version(capsys):
+    for argv, named in ((["train", "--help"], "--config FILE"), (["--help"], "--version")):
+        with pytest.raises(SystemExit):
+            main(argv)
+        assert named in " ".join(capsys.readouterr().out.split())
+
+
+def test_completions_are_printed(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--tyro-print-completion", "bash"])
+    assert not stopped.value.code and "--rollout.temperature" in capsys.readouterr().out
+
+
+def test_modes_stand_beside_each_other(capsys):
+    drafts = {"tokens_per_cycle": 4.5, "accepted": 9, "drafted": 10}
+    rows = [
+        ("dense", 3e-7, {"kv": {"read_fraction": 1.0}}),
+        ("lossless", 2e-7, {"kv": {"read_fraction": 0.76}, "drafts": drafts}),
+    ]
+    terminal.print_modes("held-out problems", rows)
+    cells = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["dense", "3e-07", "100%"] in cells and [
+        "lossless",
+        "2e-07",
+        "76%",
+        "4.50",
+        "90%",
+    ] in cells

@@ -1,0 +1,219 @@
+"""``sparrow eval``: the same table however often it is interrupted, and never that of another
+model.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparrow.cli import main
+from sparrow.evaluation import benchmark
+from sparrow.tasks import build_tokenizer
+from tests.conftest import fails, tiny_model
+
+
+@pytest.mark.slow
+def test_interrupted_evaluation_ends_with_the_same_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(benchmark, "CHUNK", 2)
+    arguments = [
+        "eval",
+        "--model",
+        "reasoner",
+        "--benchmark",
+        "trace:lines=4",
+        "--k",
+        "2",
+        "--limit",
+        "5",
+        "--max-new-tokens",
+        "80",
+    ]
+    arguments += ["--schedule", "fixed:1"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    main([*arguments, "--out", str(whole)])
+    table = (whole / "results.md").read_text()
+    assert "| trace:lines=4 | dense | 5 |" in table and "| trace:lines=4 | fixed:1 | 5 |" in table
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return generate(*args, **kwargs)
+
+    from sparrow.engines.hf import HFEngine
+
+    calls: list[int] = []
+    generate = HFEngine.generate
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(HFEngine, "generate", interrupted)
+        main([*arguments, "--out", str(parts)])
+    (samples,) = parts.glob("*.jsonl")
+    assert len(samples.read_text().splitlines()) == 4
+    samples.write_text(samples.read_text() + '{"problem": "half')
+    main([*arguments, "--out", str(parts)])
+    again = (parts / "results.md").read_text()
+    assert [line.rsplit("|", 2)[0] for line in again.splitlines()] == [
+        line.rsplit("|", 2)[0] for line in table.splitlines()
+    ]
+    rows = [
+        json.loads(line)
+        for line in next(Path(whole).glob("*dense*.jsonl")).read_text().splitlines()
+    ]
+    assert len(rows) == 10 and len({row["problem"] for row in rows}) == 5
+    assert {row["reward"] for row in rows} <= {0.0, 1.0} and all(row["tokens"] > 5 for row in rows)
+    speed = sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows)
+    assert f"| {speed:,.0f} |" in next(line for line in table.splitlines() if "| dense |" in line)
+    before = samples.stat().st_mtime_ns
+    monkeypatch.setattr(HFEngine, "generate", None)  # nothing is left to sample
+    main([*arguments, "--out", str(parts)])
+    assert samples.stat().st_mtime_ns >= before and (parts / "results.md").read_text() == again
+
+
+@pytest.fixture
+def engine_calls(monkeypatch) -> list[int]:
+    """Numbers of prompts that were sampled from, call by call."""
+    from sparrow.engines.hf import HFEngine
+
+    calls: list[int] = []
+    generate = HFEngine.generate
+
+    def counted(self, prompts, sampling):
+        calls.append(len(prompts))
+        return generate(self, prompts, sampling)
+
+    monkeypatch.setattr(HFEngine, "generate", counted)
+    return calls
+
+
+ARGUMENTS = [
+    "eval",
+    "--model",
+    "reasoner",
+    "--benchmark",
+    "trace:lines=4",
+    "--k",
+    "2",
+    "--max-new-tokens",
+    "20",
+    "--limit",
+    "3",
+]
+
+
+@pytest.mark.slow
+def test_samples_belong_to_model_weights_temperature_length_seed_schedule_and_precision(
+    tmp_path, engine_calls, capsys
+):
+    checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
+    tokenizer = build_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer))
+    model.save_pretrained(checkpoint)
+    tokenizer.save_pretrained(checkpoint)
+    table = tmp_path / "schedule.json"
+    table.write_text('{"top_k": [1], "dense_layers": [0]}')
+    arguments = [*ARGUMENTS, "--model", str(checkpoint), "--out", str(out)]
+    main(arguments)
+    main(arguments)
+    assert engine_calls == [6]  # the second call found all it needed
+    others = [
+        ["--temperature", "0.5"],
+        ["--max-new-tokens", "10"],
+        ["--seed", "1"],
+        ["--precision", "bf16"],
+    ]
+    for other in [*others, ["--top-p", "0.7"], ["--top-k", "5"]]:
+        main([*arguments, *other])
+    assert engine_calls == [6] * 7
+    main([*arguments, "--schedule", str(table)])
+    assert engine_calls == [6] * 8  # the sparse actor's; the dense model's are there
+    table.write_text('{"top_k": [2], "dense_layers": [0]}')  # another schedule of the same name
+    main([*arguments, "--schedule", str(table)])
+    assert engine_calls == [6] * 9
+    with torch.no_grad():
+        model.model.norm.weight[3] += 0.5  # trained on, under the same name
+    model.save_pretrained(checkpoint)
+    main(arguments)
+    assert engine_calls == [6] * 10
+    capsys.readouterr()
+
+
+def test_a_smaller_limit_or_k_takes_of_what_is_there_and_a_larger_one_adds(
+    tmp_path, engine_calls, capsys
+):
+    arguments = [*ARGUMENTS, "--out", str(tmp_path)]
+    main(arguments)
+    (samples,) = tmp_path.glob("*.jsonl")
+    before = samples.read_text()
+    main([*arguments, "--limit", "1"])
+    main([*arguments, "--k", "1"])
+    assert engine_calls == [6] and samples.read_text() == before
+    assert "| trace:lines=4 | dense | 3 |" in (tmp_path / "results.md").read_text()
+    main([*arguments, "--limit", "4"])
+    assert engine_calls == [6, 2] and samples.read_text().startswith(before)
+    capsys.readouterr()
+
+
+def test_without_a_limit_all_rows_are_sampled_and_a_task_is_refused(tmp_path, engine_calls, capsys):
+    data = tmp_path / "rows.jsonl"
+    data.write_text(
+        "".join(json.dumps({"question": f"{i} =", "answer": "7"}) + "\n" for i in range(70))
+    )
+    arguments = [
+        "eval",
+        "--model",
+        "reasoner",
+        "--k",
+        "1",
+        "--max-new-tokens",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    main([*arguments, "--benchmark", str(data)])
+    assert sum(engine_calls) == 70 and "| 70 |" in (tmp_path / "out" / "results.md").read_text()
+    capsys.readouterr()
+    assert fails(capsys, *arguments, "--benchmark", "trace:lines=4") == (
+        "sparrow: the task trace:lines=4 has no end; say how many problems to take, as in --limit 64"
+    )
+
+
+def test_a_benchmark_whose_rows_moved_is_sampled_again_where_they_did(
+    tmp_path, engine_calls, capsys
+):
+    data = tmp_path / "rows.jsonl"
+    rows = [{"question": f"{i} + {i} =", "answer": str(2 * i)} for i in range(3)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [
+        "eval",
+        "--model",
+        "reasoner",
+        "--benchmark",
+        str(data),
+        "--k",
+        "2",
+        "--max-new-tokens",
+        "5",
+        "--limit",
+        "3",
+    ]
+    main([*arguments, "--out", str(tmp_path / "out")])
+    data.write_text("".join(json.dumps(row) + "\n" for row in (rows[0], rows[2], rows[1])))
+    main([*arguments, "--out", str(tmp_path / "out")])
+    assert engine_calls == [6, 4]
+    capsys.readouterr()
+
+
+def test_the_digest_of_weights_sees_a_single_bit():
+    model = tiny_model()
+    before = benchmark.weights_digest(model)
+    assert (
+        before
+        == benchmark.weights_digest(tiny_model())
+        != benchmark.weights_digest(tiny_model(seed=1))
+    )
+    with torch.no_grad():
+        weight = model.model.layers[2].mlp.up_proj.weight
+        weight[5, 7] = torch.nextafter(weight[5, 7], torch.tensor(9.0))
+    assert before != benchmark.weights_digest(model)

@@ -1,0 +1,90 @@
+"""Import paths of the last release: each gives the module of today and warns."""
+
+import importlib
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from sparrow import _moved
+from sparrow.decoding import Decoding
+
+SUBMODULES = ("sparrow.commands.train", "sparrow.commands.dry_run", "sparrow.commands.arguments")
+
+
+def forget(name: str) -> None:
+    """As if no old name had been imported yet."""
+    for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+        del sys.modules[module]
+
+
+@pytest.mark.parametrize("old", [*_moved.MODULES, *SUBMODULES])
+def test_an_old_path_warns_and_gives_the_module_of_today(old):
+    new = _moved.new_name(old)
+    today = importlib.import_module(new)
+    forget(old)
+    with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
+        assert importlib.import_module(old) is today
+    assert sys.modules[new] is today and today.__name__ == today.__spec__.name == new
+
+
+@pytest.mark.parametrize(
+    "package, name",
+    [
+        (package, name)
+        for package, (_, names) in _moved.ATTRIBUTES.items()
+        for name in sorted(names)
+    ],
+)
+def test_an_old_attribute_of_a_package_warns_and_is_that_of_its_module(package, name):
+    home = importlib.import_module(_moved.ATTRIBUTES[package][0])
+    with pytest.warns(DeprecationWarning, match=f"{package}.{name} is now {home.__name__}.{name}"):
+        assert getattr(importlib.import_module(package), name) is getattr(home, name)
+
+
+@pytest.mark.parametrize("package", ["sparrow.calibrate", "sparrow.cost"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_package_gives_all_public_names_that_its_old_module_defined(package):
+    home = importlib.import_module(_moved.ATTRIBUTES[package][0])
+    imported = {"annotations", "Any", "ArrayLike", "NDArray", "NamedTuple"}
+    for name, value in vars(home).items():
+        elsewhere = getattr(value, "__module__", home.__name__) != home.__name__
+        if name.startswith("_") or name in imported or elsewhere or isinstance(value, type(sys)):
+            continue
+        if name == "ALL_PAGES":  # of sparrow.schedule
+            continue
+        assert getattr(importlib.import_module(package), name) is value
+
+
+def test_an_unknown_attribute_of_a_package_is_an_error():
+    with pytest.raises(AttributeError, match=r"'sparrow\.cost' has no attribute 'nothing'"):
+        importlib.import_module("sparrow.cost").nothing  # noqa: B018
+
+
+def test_what_was_pickled_under_an_old_name_is_read():
+    now = pickle.dumps(Decoding, protocol=0)
+    forget("sparrow.mode")
+    with pytest.warns(DeprecationWarning):
+        assert pickle.loads(now.replace(b"sparrow.decoding", b"sparrow.mode")) is Decoding
+
+
+def test_names_that_only_begin_alike_are_left_alone():
+    assert _moved.new_name("sparrow.model") is None
+    assert _moved.new_name("sparrow.cost.lossless") is None
+    assert _moved.new_name("sparrow.commands.train") == "sparrow.cli.commands.train"
+
+
+def test_the_warning_names_the_line_of_the_import(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import json\nfrom sparrow.mode import Decoding\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert f"{script}:2: DeprecationWarning: sparrow.mode is now sparrow.decoding" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["sparrow", "sparrow.cli"])
+def test_the_command_line_starts_as_a_module(module):
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("sparrow ") and "Warning" not in done.stderr

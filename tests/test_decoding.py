@@ -1,0 +1,165 @@
+"""What users write to say how to decode."""
+
+import json
+
+import pytest
+
+from sparrow import SparsitySchedule
+from sparrow.decoding import DRAFT_BUDGETS, DRAFT_SCHEDULE, Decoding, acceptance_at
+from sparrow.errors import ConfigError
+
+TABLE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
+
+
+def test_one_word_is_enough():
+    lossless = Decoding.load("lossless")
+    assert (lossless.mode, lossless.schedule, lossless.draft_tokens) == (
+        "lossless",
+        DRAFT_SCHEDULE,
+        12,
+    )
+    assert lossless.schedule.tokens_read(20_000) == 1024 and lossless.schedule.dense_layers == ()
+    assert Decoding.load("dense").mode == "dense" and Decoding.load("dense").schedule.is_dense
+    assert Decoding.load("qwen3-4b-0.86").mode == "lossy"
+
+
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        ("fixed:9", Decoding("lossy", SparsitySchedule.fixed(9))),
+        (TABLE.to_dict(), Decoding("lossy", TABLE)),
+        (TABLE.to_json(), Decoding("lossy", TABLE)),
+        ({"mode": "lossy", "schedule": "fixed:9"}, Decoding("lossy", SparsitySchedule.fixed(9))),
+        ({"mode": "dense"}, Decoding("dense", SparsitySchedule.dense())),
+        (
+            {
+                "mode": "lossless",
+                "draft_schedule": TABLE.to_dict(),
+                "draft_tokens": 4,
+                "adapt_draft_tokens": False,
+            },
+            Decoding("lossless", TABLE, 4, False),
+        ),
+        (
+            {"mode": "lossless", "meter_schedule": TABLE.to_dict(), "meter_every": 3},
+            Decoding("lossless", DRAFT_SCHEDULE, meter_schedule=TABLE, meter_every=3),
+        ),
+        (' {"mode": "lossless", "draft_tokens": 2}', Decoding("lossless", DRAFT_SCHEDULE, 2)),
+        (
+            {"mode": "lossless", "drafter_invariant": True},
+            Decoding("lossless", DRAFT_SCHEDULE, drafter_invariant=True),
+        ),
+        (
+            {"mode": "lossless", "draft_weights": "fp8"},
+            Decoding("lossless", DRAFT_SCHEDULE, draft_weights="fp8"),
+        ),
+        ({"mode": "lossless", "draft_weights": "auto"}, Decoding("lossless", DRAFT_SCHEDULE)),
+        (
+            {"mode": "lossless", "adapt_draft_budget": False},
+            Decoding("lossless", DRAFT_SCHEDULE, adapt_draft_budget=False),
+        ),
+    ],
+)
+def test_settings_are_read_and_written_back(value, expected):
+    assert Decoding.load(value) == expected
+    assert Decoding.load(expected) is expected
+    assert (
+        Decoding.load(expected.to_dict())
+        == Decoding.load(json.dumps(expected.to_dict()))
+        == expected
+    )
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ({"mode": "fast"}, "unknown mode 'fast', expected one of"),
+        ({"mode": "lossy"}, "'lossy' needs a schedule"),
+        (
+            {"mode": "lossless", "schedule": "fixed:9"},
+            "'lossless' has no setting 'schedule', expected",
+        ),
+        (
+            {"mode": "dense", "draft_tokens": 2},
+            "'dense' has no setting 'draft_tokens', expected none",
+        ),
+        (
+            {"mode": "lossless", "draft_tokens": 0},
+            "draft_tokens must be a whole number from 1 on, got 0",
+        ),
+        ({"mode": "lossless", "draft_tokens": True}, "draft_tokens must be .* got True"),
+        (
+            {"mode": "lossless", "meter_every": 0},
+            "meter_every must be a whole number from 1 on, got 0",
+        ),
+        ({"mode": "lossless", "meter_schedule": "loseless"}, "no schedule 'loseless'"),
+        (
+            {"mode": "lossless", "adapt_draft_tokens": 1},
+            "adapt_draft_tokens must be true or false, got 1",
+        ),
+        (
+            {"mode": "lossless", "adapt_draft_budget": 2},
+            "adapt_draft_budget must be true or false, got 2",
+        ),
+        (
+            {"mode": "lossless", "adapt_draft_budget": True, "adapt_draft_tokens": False},
+            "adapt_draft_budget is true, but adapt_draft_tokens false; switch both on, or both off",
+        ),
+        (
+            {"mode": "lossless", "drafter_invariant": "yes"},
+            "drafter_invariant must be true or false, got 'yes'",
+        ),
+        (
+            {"mode": "lossless", "draft_weights": "int8"},
+            r"draft_weights must be one of \('auto', 'fp8'\), got 'int8'",
+        ),
+        ({"mode": "lossless", "draft_weights": True}, "draft_weights must be one of .* got True"),
+        (
+            {"mode": "lossy", "schedule": "fixed:9", "draft_weights": "fp8"},
+            "'lossy' has no setting 'draft_weights'",
+        ),
+        (
+            {"mode": "lossy", "schedule": "fixed:9", "drafter_invariant": True},
+            "'lossy' has no setting 'drafter_inv",
+        ),
+        ('{"mode": ', "is not JSON"),
+        ('{"top_k": [9], "top_k": [1]}', "the key 'top_k' stands there twice"),
+        ({"mode": ["lossless"]}, r"unknown mode \['lossless'\]"),
+        ("loseless", "no schedule 'loseless'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(value, message):
+    with pytest.raises(ConfigError, match=message):
+        Decoding.load(value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "adapts"),
+    [
+        ({}, True),
+        ({"adapt_draft_budget": False}, False),
+        (
+            {"adapt_draft_tokens": False},
+            False,
+        ),  # whoever fixes one of them wants the same drafts every time
+        ({"draft_schedule": "fixed:9"}, False),  # what was given is held
+        ({"draft_schedule": "fixed:9", "adapt_draft_budget": True}, True),
+    ],
+)
+def test_what_drafts_read_adapts_unless_it_was_given(setting, adapts):
+    decoding = Decoding.load({"mode": "lossless", **setting})
+    assert decoding.draft_budgets == (DRAFT_BUDGETS if adapts else (1.0,))
+    assert Decoding.load(decoding.to_dict()).draft_budgets == decoding.draft_budgets
+    assert Decoding.load("fixed:9").draft_budgets == Decoding.load("dense").draft_budgets == (1.0,)
+
+
+def test_the_acceptance_of_other_budgets_by_hand():
+    assert acceptance_at(0.9, 1) == pytest.approx(0.9)
+    assert acceptance_at(0.9, 2) == pytest.approx(1 - 0.1 / 2**0.7)
+    assert acceptance_at(0.2, 0.5) == 0 and acceptance_at(1.0, 0.5) == 1
+
+
+def test_another_schedule_keeps_lossless_and_decides_otherwise():
+    assert Decoding.load("lossless").with_schedule(TABLE) == Decoding("lossless", TABLE)
+    assert Decoding.load("dense").with_schedule(TABLE).mode == "lossy"
+    assert Decoding.load("fixed:9").with_schedule(SparsitySchedule.dense()).mode == "dense"
