@@ -99,9 +99,8 @@ class Rollout:
     finish_reason: Literal[
         "stop", "length"
     ]  # ``"stop"`` at an end-of-sequence token, ``"length"`` at the limit
-    verification: Verification | None = (
-        None  # only with ``mode=auto``; in other modes all tokens are sampled alike
-    )
+    # only with ``mode=auto``; in other modes all tokens are sampled alike
+    verification: Verification | None = None
     # [T], of each token its place in the draft cycle that gave it, from 0, and -1 where a prefill
     # or a step without drafts gave it; None where the engine does not tell
     cycle_place: NDArray[np.int64] | None = None

@@ -55,9 +55,8 @@ class SparsitySchedule:
     sink_pages: int = 1  # pages always kept at the start of the sequence
     recent_pages: int = 2  # pages always kept at its end, including the partly filled one
     dense_layers: tuple[int, ...] = (0, 1)  # layers that always attend to everything
-    landmark_dtype: LandmarkDtype = (
-        "auto"  # pages' mean keys are stored in the cache's dtype or in 8 bits
-    )
+    # pages' mean keys are stored in the cache's dtype or in 8 bits
+    landmark_dtype: LandmarkDtype = "auto"
     # what multiplies ``top_k``: one row for each layer of the model, dense ones too, with a number
     # for each kv head. Its mean over the sparse layers is 1, so that ``top_k`` is the mean number
     # of pages. Empty: the same everywhere

@@ -69,9 +69,8 @@ class DecodeBatch:
     layout: PageLayout
     scale: float
     cache_scales: CacheScales | None = None  # of a cache in 8 bits; None for any other
-    head_budgets_K: Tensor | None = (
-        None  # int32, in units of 1 / 256; None if all heads keep ``top_k_B``
-    )
+    # int32, in units of 1 / 256; None if all heads keep ``top_k_B``
+    head_budgets_K: Tensor | None = None
 
     @property
     def kv_heads(self) -> int:

@@ -35,9 +35,8 @@ class PageLayout:
 
     page_size: int = 16  # P, tokens in a page
     sink_pages: int = 1  # pages always kept at the start
-    recent_pages: int = (
-        2  # pages always kept at the end, the partly filled one included; at least 1
-    )
+    # pages always kept at the end, the partly filled one included; at least 1
+    recent_pages: int = 2
     landmark_dtype: LandmarkDtype = "auto"
 
     def __post_init__(self) -> None:

@@ -29,9 +29,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 By = Literal["layers", "heads"]
 UNITS = 16  # of pages in the mean budget
-LEAST = (
-    0.01  # of the acceptance that the layer which needs most loses: what any layer counts as losing
-)
+# of the acceptance that the layer which needs most loses: what any layer counts as losing
+LEAST = 0.01
 
 
 def greedy(missed_CU: Floats, units: int) -> Ints:

@@ -31,9 +31,8 @@ STATE_BYTES = 12  # per parameter between steps: float32 weight and AdamW's two 
 GRADIENT_BYTES = 4
 # for one chunk of logits of the log-probs: 4096 tokens by 152K words, float32, three times
 HEAD_BYTES = 7.5e9
-LAYER_BYTES = (
-    34  # per token and unit of width while a layer is computed; 2 more for every layer that is kept
-)
+# per token and unit of width while a layer is computed; 2 more for every layer that is kept
+LAYER_BYTES = 34
 LINK_BYTES_S = 350e9  # between GPUs of one host
 NETWORK_BYTES_S = 40e9  # from one GPU to another host
 HOST_BYTES_S = 13e9  # between a GPU and its host's memory, as measured in vLLM's sleep and wake
@@ -44,9 +43,8 @@ GATHER_S = 1.4e-6
 VLLM_SHARE = 0.9
 # of a GPU's memory that an engine and training state may fill; the driver and NCCL need the rest
 MOST_SHARE = 0.97
-ALL_REDUCE_S = (
-    15e-6  # for one all-reduce; in a tensor-parallel engine, a layer needs two in every decode step
-)
+# for one all-reduce; in a tensor-parallel engine, a layer needs two in every decode step
+ALL_REDUCE_S = 15e-6
 
 
 @dataclass(frozen=True)

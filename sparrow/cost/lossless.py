@@ -49,9 +49,8 @@ class Cycle:
     peak_share: (
         float  # of the machine's peak FLOP/s, reached by the further tokens of a verification
     )
-    fp8_layer_s: float = (
-        0.0  # on top, per layer of a draft step in fp8, whose tokens have to be rounded
-    )
+    # on top, per layer of a draft step in fp8, whose tokens have to be rounded
+    fp8_layer_s: float = 0.0
     fp8_share: float = 1.0  # of the bandwidth of other steps, at which such a step reads weights
 
 

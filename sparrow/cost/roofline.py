@@ -22,9 +22,8 @@ from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.schedule import SparsitySchedule
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-MEMORY_FRACTION = (
-    0.85  # of device memory, for weights and KV: gives the H200's known KV capacities within 4 %
-)
+# of device memory, for weights and KV: gives the H200's known KV capacities within 4 %
+MEMORY_FRACTION = 0.85
 PREFILL_MFU = 0.5  # assumed share of the peak FLOP/s
 SCORE_MFU, UPDATE_MFU = (
     0.24,
@@ -45,9 +44,8 @@ class ModelShape:
     weights: int  # parameters that every decode step reads: all but an untied input embedding
     embedding: int = 0  # parameters of that embedding, of which a step reads only B rows
     weight_bytes: float = 2.0  # per parameter
-    kv_bytes: float = (
-        2.0  # per cached element; 1 with an fp8 cache, 1 + 1 / head_dim with int8 and its scales
-    )
+    # per cached element; 1 with an fp8 cache, 1 + 1 / head_dim with int8 and its scales
+    kv_bytes: float = 2.0
     context: int | None = None  # the most tokens in a sequence
     output: int = 0  # parameters of the output layer, which are among ``weights``
 
@@ -180,9 +178,8 @@ class Overheads:
     layer_s: float = 0.0  # seconds per layer, whatever it reads
     sparse_layer_s: float = 0.0  # further seconds per layer that scores and selects pages
     row_s: float = 0.0  # seconds per sequence, for scheduling and sampling
-    lists_s: float = (
-        0.0  # further seconds per sequence, for the 20 most likely tokens that give acceptance
-    )
+    # further seconds per sequence, for the 20 most likely tokens that give acceptance
+    lists_s: float = 0.0
     read_fraction: float = 1.0  # share of Machine.read_bytes_s that the kernels reach
     host_s: float = 0.0  # seconds per sequence and its lists on the host, while the device computes
 

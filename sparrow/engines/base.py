@@ -28,9 +28,8 @@ class Counters:
     tokens_held: int  # cached tokens a dense actor would have read for the same response tokens
     preemptions: int = 0  # sequences whose cache was dropped and prefilled anew
     drafted: int = 0  # tokens drafted
-    accepted: int = (
-        0  # drafts that verification kept, whether or not the response had ended before them
-    )
+    # drafts that verification kept, whether or not the response had ended before them
+    accepted: int = 0
     cycles: int = 0
     # acceptance of every draft that verification looked at: those up to the first rejected one of a
     # cycle

@@ -32,9 +32,8 @@ class Batch:
     input_ids: Tensor  # int64 [B, T]
     prompt_lengths: Tensor  # int64 [B]
     response_lengths: Tensor  # int64 [B], at least 1
-    top_ids: Tensor | None = (
-        None  # int64 [M, n], tokens whose log-probs are wanted at every response position, or None
-    )
+    # int64 [M, n], tokens whose log-probs are wanted at every response position, or None
+    top_ids: Tensor | None = None
 
     @classmethod
     def build(

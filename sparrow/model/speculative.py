@@ -37,12 +37,10 @@ class Shape:
     """
 
     temperature: float = 1.0  # 0 is greedy; log-probs are then those at 1
-    top_k: int | None = (
-        None  # keep this many of the likeliest tokens, and any as likely as the last of them
-    )
-    top_p: float = (
-        1.0  # of those, keep the fewest that hold this share of the mass, likeliest first
-    )
+    # keep this many of the likeliest tokens, and any as likely as the last of them
+    top_k: int | None = None
+    # of those, keep the fewest that hold this share of the mass, likeliest first
+    top_p: float = 1.0
 
     def distribution(self, logits: Tensor) -> Tensor:
         """Float64 probabilities to sample from; at temperature 0 the likeliest token has all the

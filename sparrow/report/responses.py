@@ -14,9 +14,8 @@ from sparrow.report.summary import number
 from sparrow.run.directory import LoggedResponse
 from sparrow.run.log import RunLog, nan_mean
 
-MOST_TOKENS = (
-    100_000  # a page with more tokens is slow to open, so longer responses lose their middle
-)
+# a page with more tokens is slow to open, so longer responses lose their middle
+MOST_TOKENS = 100_000
 MOST_STEPS = 40  # how many steps of a longer run are shown, unless others are asked for
 
 Span = tuple[str, str, str]  # style class, title and text of one token

@@ -74,9 +74,8 @@ class CorrectionConfig(Settings):
     reject_below: BelowOne = 1e-4
     # A token is accepted with probability min(1, p / (lambda q)); larger values reject more (obrs).
     obrs_lambda: Positive = 1.0
-    m2_bound: Positive = (
-        0.04  # Largest mean of (log p/q)^2 over the kept tokens of the batch (m2po).
-    )
+    # Largest mean of (log p/q)^2 over the kept tokens of the batch (m2po).
+    m2_bound: Positive = 0.04
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,8 @@ class LossConfig(Settings):
     clip_ratio_c: Annotated[Finite, Field(gt=1)] | None = None
     # Weight of KL(pi_theta || reference), the reference being the model at the start of the run.
     beta: NotNegative = 0.0
-    max_log_ratio: Positive = (
-        20.0  # Training stops if |log pi_theta - log p_old| of any token exceeds this.
-    )
+    # Training stops if |log pi_theta - log p_old| of any token exceeds this.
+    max_log_ratio: Positive = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +113,8 @@ class DecodingOptions(Settings):
     # Lossless in vLLM: choose by measured speed and acceptance whether drafts read half of that,
     # all of it, or twice as much; unset: if draft_schedule is unset and adapt_draft_tokens on.
     adapt_draft_budget: bool | None = None
-    draft_tokens: Count = (
-        DRAFT_TOKENS  # Lossless and auto: the most tokens drafted before each verification.
-    )
+    # Lossless and auto: the most tokens drafted before each verification.
+    draft_tokens: Count = DRAFT_TOKENS
     # Lossless in vLLM: draft as many as measured speed and acceptance make worth it, 0 included;
     # else always as many.
     adapt_draft_tokens: bool = True
@@ -232,12 +229,10 @@ class RewardConfig(Settings):
     # as function(response, answer=...); it returns a number, by custom in 0..1. Functions written
     # for TRL or verl are taken too (docs/rewards.md).
     function: Annotated[str | None, tyro.conf.arg(aliases=["--reward"])] = None
-    time_limit: Positive = (
-        300.0  # Seconds without any verdict after which a verifier is taken to hang.
-    )
-    format: NotNegative = (
-        0.0  # Added for a response that states an answer in the form asked for, right or wrong.
-    )
+    # Seconds without any verdict after which a verifier is taken to hang.
+    time_limit: Positive = 300.0
+    # Added for a response that states an answer in the form asked for, right or wrong.
+    format: NotNegative = 0.0
     # Responses cut at max_new_tokens. keep: as they are. mask: they count in their group, but have
     # no policy loss (they have a KL if loss.beta is above 0). penalty: a response loses up to 1,
     # linearly over the last overlong_window tokens (DAPO).
@@ -261,9 +256,8 @@ class OptimizerConfig(Settings):
     # Padded tokens of one forward and backward pass; gradients are accumulated over as many as
     # needed.
     token_budget: Count = 32768
-    gradient_checkpointing: bool = (
-        False  # Recompute activations in the backward pass to save memory.
-    )
+    # Recompute activations in the backward pass to save memory.
+    gradient_checkpointing: bool = False
     # bf16 runs forward passes under autocast; weights and optimiser stay float32.
     precision: Literal["fp32", "bf16"] = "fp32"
 
@@ -311,10 +305,8 @@ class EvalConfig(Settings):
     sparrow eval does.
     """
 
-    every: Count | None = (
-        # Steps between evaluations, the first before step 1; the last step's too. Unset: none.
-        None
-    )
+    # Steps between evaluations, the first before step 1; the last step's too. Unset: none.
+    every: Count | None = None
     # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
     benchmark: tuple[str, ...] = ()
     # Problems per benchmark, the first ones; unset: all of a dataset. A task has no end and needs a
@@ -325,9 +317,8 @@ class EvalConfig(Settings):
     # Sample from the fewest of the likeliest tokens that hold this share of the mass.
     top_p: Share = 1.0
     top_k: Count | None = None  # Sample from so many of the likeliest tokens; unset: from all.
-    max_new_tokens: Count | None = (
-        None  # Responses are cut at this many tokens; unset: rollout.max_new_tokens.
-    )
+    # Responses are cut at this many tokens; unset: rollout.max_new_tokens.
+    max_new_tokens: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -343,9 +334,8 @@ class ExportConfig(Settings):
 
     every: Count | None = None  # Steps between exports; unset: none.
     keep: Count = 2  # Of these, the newest that are kept.
-    best: bool = (
-        False  # Keep the one with the best evaluation too, by mean@k, the mean over benchmarks.
-    )
+    # Keep the one with the best evaluation too, by mean@k, the mean over benchmarks.
+    best: bool = False
 
 
 @dataclass(frozen=True)
@@ -372,18 +362,16 @@ class TrainConfig(Settings):
     seed: Seed = 0  # Seeds the order of the problems and every sample.
     resume: bool = False  # Go on from the last checkpoint in run_dir.
     save_every: Count = 10  # Steps between checkpoints; the last step is always saved.
-    keep_checkpoints: Count = (
-        2  # Checkpoints kept; older ones are deleted once a newer one is complete.
-    )
+    # Checkpoints kept; older ones are deleted once a newer one is complete.
+    keep_checkpoints: Count = 2
     # The 5th percentile of acceptance (p5) that every length bin should hold, as it is measured;
     # unset: 0.86, if relative-tau is unset too.
     tau: Probability | None = None
     # Instead of tau: what p5 should hold relative to its ceiling, that of dense rollouts with the
     # same engines and lists (docs/calibration.md).
     relative_tau: Probability | None = None
-    bin_tokens: Count | None = (
-        None  # Width of the length bins that the tail is reported in; unset: the schedule's.
-    )
+    # Width of the length bins that the tail is reported in; unset: the schedule's.
+    bin_tokens: Count | None = None
     logged_rollouts: CountOrZero = 4  # Responses per step kept for the token view of the report.
     # With rollout.mode auto: the GPU whose predicted speed, in vLLM, decides where lossy is faster.
     machine: Literal["a100", "h100", "h200", "b200"] = "h200"

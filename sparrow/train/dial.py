@@ -22,9 +22,8 @@ MIN_SEQUENCES = 8
 """A bin that fewer responses reach cannot turn lossy; a lossy one still turns back if it is certain
 to fail.
 """
-FASTER = (
-    1.01  # a bin turns lossy at this predicted speed-up over lossless or more, and back below 1
-)
+# a bin turns lossy at this predicted speed-up over lossless or more, and back below 1
+FASTER = 1.01
 WAIT = 8  # steps before a bin that failed is tried again; doubled by each further failure
 
 Price = Callable[[int, float], tuple[float, float]]

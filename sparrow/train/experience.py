@@ -82,9 +82,8 @@ class Assessment:
     acceptances: list[TokenAcceptance]  # per response, bounds on each token's acceptance rate
     # ``sum_v min(q, p / lambda)`` over the actor's top-n tokens, for Jackpot's correction
     obrs_z_BT: Tensor
-    ref_logp_BT: Tensor | None = (
-        None  # float32 log-probs under the reference policy, if ``loss.beta`` is above 0
-    )
+    # float32 log-probs under the reference policy, if ``loss.beta`` is above 0
+    ref_logp_BT: Tensor | None = None
 
 
 def pad(rows: Sequence[np.ndarray]) -> Tensor:

@@ -51,9 +51,8 @@ class Prefill(NamedTuple):
     # vLLM's own, of these rows; None: that of the whole batch, which holds the step. A reference to
     # it would leave the tensors of every step to the garbage collector.
     metadata: Any = None
-    blocks: Tensor | None = (
-        None  # those of a quantised cache that vLLM reads as a copy; None: it reads the cache
-    )
+    # those of a quantised cache that vLLM reads as a copy; None: it reads the cache
+    blocks: Tensor | None = None
 
 
 class LayerGroup:
@@ -114,16 +113,14 @@ class Step(NamedTuple):
     top_k: Tensor
     block_table: Tensor  # int32 [B, M]
     prefills: tuple[Prefill, ...]  # the remaining rows
-    layers: LayerGroup | None = (
-        None  # those that store the tokens of ``prefills``; None: a step without any
-    )
+    # those that store the tokens of ``prefills``; None: a step without any
+    layers: LayerGroup | None = None
     # int32 [B], ``ALL_PAGES`` in every row; only where dense layers run Sparrow's kernels too: in
     # draft steps, and with a cache in 8 bits
     everything: Tensor | None = None
     may_reuse_plan: bool = True  # whether layers may reuse a plan where ``attach`` found they can
-    has_page_counts: bool = (
-        False  # whether ``top_k`` was written, and the step counted, by whoever runs the model
-    )
+    # whether ``top_k`` was written, and the step counted, by whoever runs the model
+    has_page_counts: bool = False
 
 
 class CacheViews(NamedTuple):

@@ -15,12 +15,10 @@ if TYPE_CHECKING:
     from sparrow.attention import Implementation
 
 KEY = lossless.ENGINE_KEY
-KERNELS_KEY = (
-    "sparrow_kernels"  # the entry that says which kernels decode, if not the fastest that can
-)
-MODE_ENVIRONMENT = (
-    "SPARROW_MODE"  # these variables say how to decode, for frameworks that pass nothing to vLLM
-)
+# the entry that says which kernels decode, if not the fastest that can
+KERNELS_KEY = "sparrow_kernels"
+# these variables say how to decode, for frameworks that pass nothing to vLLM
+MODE_ENVIRONMENT = "SPARROW_MODE"
 ENVIRONMENT = "SPARROW_SCHEDULE"
 KERNELS_ENVIRONMENT = "SPARROW_KERNELS"  # the variable that says which kernels decode
 KERNELS = ("cuda", "triton")

@@ -28,9 +28,8 @@ from sparrow.rewards.sandbox.walls import ENVIRONMENT, Held, Wall
 
 Isolation = Literal["auto", "bwrap", "session", "none"]
 
-_START_S = (
-    60.0  # seconds a sandbox may take to start: no program runs yet, and the machine may be busy
-)
+# seconds a sandbox may take to start: no program runs yet, and the machine may be busy
+_START_S = 60.0
 _STARTS = 4  # how many starts are tried: others may have taken all processes or memory for a moment
 _log = logging.getLogger(__name__)
 

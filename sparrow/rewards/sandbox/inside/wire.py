@@ -10,9 +10,8 @@ import re
 import sys
 from collections.abc import Hashable, Iterator, Mapping
 
-TYPE_CHECKING = (
-    False  # typing.TYPE_CHECKING without typing: every program pays for the imports made here
-)
+# typing.TYPE_CHECKING without typing: every program pays for the imports made here
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
