@@ -74,6 +74,7 @@ class Demo(Command):
         from sparrow.engines.hf import HFEngine, eos_ids
         from sparrow.loading import HELD_OUT, load_model, load_task_spec
         from sparrow.rollout import Sampling
+        from sparrow.tasks.prompts import encode
         from sparrow.terminal import note, print_modes
 
         training = self.training()
@@ -81,7 +82,7 @@ class Demo(Command):
         model, tokenizer = load_model(str(Path(self.run_dir, "model")))
         task = load_task_spec(training.task)
         problems = [task.problem(i, seed=HELD_OUT) for i in range(COMPARED)]
-        prompts = [tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
+        prompts = [encode(tokenizer, p.prompt, p.rendered) for p in problems]
         sampling = Sampling(training.rollout.max_new_tokens, top_n=0, seed=self.seed)
         lossless = Decoding.lossless(str(SCHEDULE), draft_tokens=DRAFT_TOKENS)
         rows = []
