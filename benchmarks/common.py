@@ -104,10 +104,11 @@ def tracing(
     """
     from sparrow.engines.hf import eos_ids, load_model
     from sparrow.tasks import Trace
+    from sparrow.tasks.prompts import encode
 
     model, tokenizer = load_model(str(path), "fp32", device)
     texts = [Trace(lines).problem(i, seed).prompt for i in range(count)]
-    return model, eos_ids(model, tokenizer), tokenizer(texts, add_special_tokens=False).input_ids
+    return model, eos_ids(model, tokenizer), [encode(tokenizer, text) for text in texts]
 
 
 def machine() -> str:

@@ -22,6 +22,7 @@ from typing import Any
 from sparrow.cli.loading import context_of, load_benchmark, load_engine, load_model, prompt_room
 from sparrow.decoding import Decoding
 from sparrow.rollout import Sampling
+from sparrow.tasks.prompts import encode
 
 PROBLEMS = 30
 SHORT = 64  # tokens of the responses that warm an engine up
@@ -32,9 +33,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = load_model(arguments.model, arguments.precision)
     room = prompt_room(context_of(model), arguments.engine, arguments.max_new_tokens)
     problems = load_benchmark(arguments.benchmark, PROBLEMS, tokenizer, room)
-    prompts = [
-        tokenizer(problem.prompt, add_special_tokens=False).input_ids for problem in problems
-    ]
+    prompts = [encode(tokenizer, problem.prompt, problem.rendered) for problem in problems]
     prompts = [prompt for prompt in prompts for _ in range(arguments.samples)]
     sampling = Sampling(arguments.max_new_tokens, 1.0, top_n=0, seed=0)
     modes = {"dense": Decoding.lossy("dense"), "lossy": Decoding.lossy(arguments.schedule)}

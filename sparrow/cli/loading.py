@@ -37,6 +37,15 @@ from sparrow.tasks.base import TASKS, check_text, draw, make_task
 from sparrow.tasks.dataset import load_rows
 from sparrow.tasks.formats import FORMATS
 from sparrow.tasks.judges import Judge
+from sparrow.tasks.prompts import (
+    NO_CHAT,
+    ChatConfig,
+    Prompt,
+    chat_template,
+    check_read,
+    encode,
+    prompt_of,
+)
 
 log = logging.getLogger(__name__)
 Precision = Literal["fp32", "bf16"]
@@ -171,13 +180,15 @@ def load_problems(
     tokenizer: PreTrainedTokenizerBase | None,
     room: int | None = None,
     reward: str | None = None,
+    chat: ChatConfig = NO_CHAT,
 ) -> Task:
     """A task by name or as ``module:Class``, or a mixture of datasets: whichever is given.
 
-    Rows of a dataset whose prompt has no tokens, or more than ``room``, are dropped and counted.
-    Without a tokenizer, no row is dropped for its tokens, and prompts are not put into a chat
-    template. If given, the function ``reward`` (``module:function``, a ``tasks.judges.Judge``)
-    judges in place of the datasets' verifiers.
+    The questions of a dataset are put into the tokenizer's chat template, if it has one, as
+    ``chat`` says. Rows whose prompt has no tokens, or more than ``room``, are dropped and counted.
+    Without a tokenizer, no row is dropped for its tokens, and no template is tried. If given, the
+    function ``reward`` (``module:function``, a ``tasks.judges.Judge``) judges in place of the
+    datasets' verifiers.
 
     Raises ConfigError: both or neither are given, unknown names or options, rows that cannot be
     used.
@@ -193,9 +204,14 @@ def load_problems(
             raise ConfigError(
                 f"--reward {reward} goes with --dataset; the task {task} brings its own verifier"
             )
+        if chat.is_set:
+            raise ConfigError(
+                f"the settings of chat go with --dataset; the prompts of the task {task} are sent "
+                "as they are"
+            )
         return load_task_spec(task)
     judge = None if reward is None else Judge.of(load_object(reward, "reward"), reward)
-    parts = [_load_dataset(spec, tokenizer, room, judge) for spec in datasets]
+    parts = [_load_dataset(spec, tokenizer, room, judge, chat) for spec in datasets]
     tasks, weights = [task for task, _ in parts], [weight for _, weight in parts]
     return tasks[0] if len(tasks) == 1 else Mixture(tasks, weights)
 
@@ -207,6 +223,7 @@ def load_benchmarks(
     room: int,
     reward: str | None = None,
     option: str = "--eval.limit",
+    chat: ChatConfig = NO_CHAT,
 ) -> dict[str, list[Problem]]:
     """``load_benchmark`` for each spec, by name without options or by file stem; by the whole spec
     if names repeat.
@@ -214,7 +231,7 @@ def load_benchmarks(
     short = [Path(spec).stem if os.path.isfile(spec) else spec.partition(":")[0] for spec in specs]
     return {
         spec if short.count(name) > 1 else name: load_benchmark(
-            spec, limit, tokenizer, room, reward, option
+            spec, limit, tokenizer, room, reward, option, chat
         )
         for name, spec in zip(short, specs, strict=True)
     }
@@ -227,6 +244,7 @@ def load_benchmark(
     room: int | None = None,
     reward: str | None = None,
     option: str = "--limit",
+    chat: ChatConfig = NO_CHAT,
 ) -> list[Problem]:
     """The first ``limit`` problems (None: all) of a task's held-out stream, or of a dataset in the
     order of its rows; ``option`` is the user's name for the limit.
@@ -239,9 +257,13 @@ def load_benchmark(
             raise ConfigError(
                 f"the task {spec} has no end; say how many problems to take, as in {option} 64"
             )
-        return [draw(task, i, HELD_OUT) for i in range(limit)]
-    dataset: Any = load_problems(None, (spec,), tokenizer, room, reward)
-    return list(islice(dataset, limit))
+        problems = [draw(task, i, HELD_OUT) for i in range(limit)]
+    else:
+        dataset: Any = load_problems(None, (spec,), tokenizer, room, reward, chat)
+        problems = list(islice(dataset, limit))
+    if tokenizer is not None:
+        check_read(tokenizer, list(map(prompt_of, problems)))
+    return problems
 
 
 _OWN = re.compile(r"([\w.]+:\w+)(?::(.*))?", re.DOTALL)  # module:Class, optionally with options
@@ -274,13 +296,15 @@ def _load_dataset(
     tokenizer: PreTrainedTokenizerBase | None,
     room: int | None,
     judge: Judge | None,
+    chat: ChatConfig,
 ) -> tuple[Task, int]:
     """A dataset as a user writes it, and its weight in a mixture."""
     dressing: dict[str, Any] = {}
     if tokenizer is not None:
+        render = chat_template(tokenizer, chat)
         dressing = {
-            "render": partial(_chat, tokenizer) if tokenizer.chat_template else str,
-            "tokens": lambda prompt: len(tokenizer(prompt, add_special_tokens=False).input_ids),
+            "render": render,
+            "tokens": lambda text: len(encode(tokenizer, text, render is not None)),
             "max_tokens": room,
         }
     name, options = ("qa", {"path": spec}) if os.path.isfile(spec) else parse_spec(spec)
@@ -309,34 +333,24 @@ def _load_dataset(
     return task, chosen.weight
 
 
-def _chat(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-    """A prompt as the user's message to a chat model."""
-    messages = [{"role": "user", "content": prompt}]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-
-def draw_prompts(task: Task, count: int, seed: int) -> list[tuple[str, str]]:
-    """The first ``count`` prompts that training with this seed draws from the task, as (name for
-    messages, prompt).
+def draw_prompts(task: Task, count: int, seed: int) -> list[Prompt]:
+    """The first ``count`` prompts that training with this seed draws from the task.
 
     Raises TaskError: the task raised.
     """
-    drawn = (draw(task, i, seed) for i in range(count))
-    return [(f"problem {problem.id!r}", problem.prompt) for problem in drawn]
+    return [prompt_of(draw(task, i, seed)) for i in range(count)]
 
 
 def encode_prompts(
-    named: Sequence[tuple[str, str]], count: int, tokenizer: PreTrainedTokenizerBase, room: int
+    prompts: Sequence[Prompt], count: int, tokenizer: PreTrainedTokenizerBase, room: int
 ) -> list[list[int]]:
     """Token ids of ``count`` prompts, repeated as needed.
 
     Prompts without tokens, or with more than ``room``, are left out and counted.
 
-    Raises ConfigError: no prompt is left.
+    Raises ConfigError: no prompt is left, or the tokenizer cannot read them.
     """
-    encoded = [
-        (name, list(tokenizer(text, add_special_tokens=False).input_ids)) for name, text in named
-    ]
+    encoded = [(prompt.name, encode(tokenizer, prompt.text, prompt.rendered)) for prompt in prompts]
     kept = [ids for _, ids in encoded if 0 < len(ids) <= room]
     if len(kept) < len(encoded):
         name, ids = next((name, ids) for name, ids in encoded if not 0 < len(ids) <= room)
@@ -347,11 +361,12 @@ def encode_prompts(
         if not kept:
             raise ConfigError(f"{left_out}; shorten them, or lower max_new_tokens")
         log.warning("left out: %s", left_out)
+    check_read(tokenizer, prompts)
     return [kept[i % len(kept)] for i in range(count)]
 
 
-def read_prompts(path: Path) -> list[tuple[str, str]]:
-    """The prompts in a file, unchanged, as (name for messages, prompt).
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts in a file, unchanged.
 
     Raises ConfigError: a file that cannot be read, or that holds no prompts.
     """
@@ -369,7 +384,7 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
                 check_text(text)
             except ValueError as error:
                 raise ConfigError(f"row {number} of {path} cannot be used: {error}") from error
-            named.append((f"row {number} of {path}", text))
+            named.append(Prompt(f"row {number} of {path}", text))
     else:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -381,7 +396,9 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
             raise ConfigError(
                 f"{path} is not text: it holds zero bytes; give prompts one a line, or a .jsonl file"
             )
-        named = [(f"line {i} of {path}", line) for i, line in enumerate(lines, 1) if line.strip()]
+        named = [
+            Prompt(f"line {i} of {path}", line) for i, line in enumerate(lines, 1) if line.strip()
+        ]
     if not named:
         raise ConfigError(f"{path} holds no prompts")
     return named

@@ -23,6 +23,7 @@ from sparrow.evaluation.scores import Score, majority_at_k, mean_at_k, pass_at_k
 from sparrow.rewards import extract_answer
 from sparrow.rollout import Rollout, Sampling, derived_seed
 from sparrow.tasks import Problem
+from sparrow.tasks.prompts import encode
 from sparrow.tasks.verify import TIME_LIMIT, verify_all
 
 CHUNK = 32  # problems sampled between writes
@@ -60,9 +61,7 @@ def respond(
 
     Raises ConfigError: a problem whose prompt the engine cannot take.
     """
-    prompts = [
-        tokenizer(problem.prompt, add_special_tokens=False).input_ids for problem in problems
-    ]
+    prompts = [encode(tokenizer, problem.prompt, problem.rendered) for problem in problems]
     try:
         return engine.generate(prompts, sampling) if prompts else []
     except PromptError as error:
@@ -115,9 +114,9 @@ def run_benchmark(
 
     Everything that the samples of a file depend on is written beside the file: ``source``,
     benchmark, temperature, truncation, longest response and seed. Within the file, a sample is
-    identified by its problem's index, id and prompt and by its number; index and number seed it. So
-    a call with fewer problems or responses reuses part of the file, one with more adds to it, and
-    an interrupted evaluation continues.
+    identified by its problem's index and id, the prompt's token ids, and its number; index and
+    number seed it. So a call with fewer problems or responses reuses part of the file, one with
+    more adds to it, and an interrupted evaluation continues.
 
     Args: engine, tokenizer, problems, sampling, k: ``k`` responses to every problem. folder: where
         samples are kept. benchmark, schedule: their names in the table. source: what produced the
@@ -136,7 +135,10 @@ def run_benchmark(
     path = folder / f"{slug}-{_digest(json.dumps(key, sort_keys=True))}.jsonl"
     path.with_suffix(".json").write_text(json.dumps(key, indent=1), encoding="utf-8")
     samples = _read_samples(path)
-    names = [(i, p.id, _digest(p.prompt)) for i, p in enumerate(problems)]
+    names = [
+        (i, p.id, _digest(str(encode(tokenizer, p.prompt, p.rendered))))
+        for i, p in enumerate(problems)
+    ]
     missing = [
         i for i, name in enumerate(names) if not all((*name, n) in samples for n in range(k))
     ]

@@ -89,4 +89,10 @@ def _over_problems(values: np.ndarray) -> Score:
     rng = np.random.default_rng(0)
     means = values[rng.integers(0, len(values), (1000, len(values)))].mean(1)
     low, high = np.percentile(means, [2.5, 97.5])
+    value = float(values[0])
+    if (values == value).all() and 0 <= value <= 1:
+        # Resampling equal values tells nothing. Up to this share of all problems, with 97.5 %
+        # confidence, may be of a kind that was not drawn, and score 0 or 1.
+        unseen = 1 - 0.025 ** (1 / len(values))
+        low, high = value * (1 - unseen), value + (1 - value) * unseen
     return Score(float(values.mean()), float(low), float(high))

@@ -14,11 +14,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from sparrow.errors import UnsupportedModel
+from sparrow.model.scoring import evaluating
 
 # What some models pass to their attention besides queries, keys, values and a mask, and what each
 # argument means.
@@ -35,7 +37,8 @@ EXTRAS = {
 # share of the former's largest entry: the two compute the same sums in different orders.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # float32 may be TF32 on a GPU
 HALF_TOLERANCE = 3e-2
-
+# The most tokens on which a changed model is compared with the original
+TRIED_TOKENS = 64
 
 # Supported hybrid models: beside full attention they have gated delta nets, which need only a
 # prompt's mask.
@@ -86,7 +89,7 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
         f"{name} has layers of the kind {', '.join(sorted(kinds))}{f' (window {window})' if windowed else ''}, but "
         "Sparrow selects pages from full attention only; choose a model with full attention in every layer"
     )
-    if not windowed or not _takes(config, change):
+    if not windowed or not window or not _computes_same(model, change, window):
         raise UnsupportedModel(sentence)
     setting = (
         "sliding_window=None" if "sliding_window" in change else "layer_types all 'full_attention'"
@@ -96,13 +99,37 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
     )
 
 
-def _takes(config: PreTrainedConfig, change: dict[str, Any]) -> bool:
-    """Whether a config of this type accepts these values: some types check them."""
+@torch.no_grad()
+def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) -> bool:
+    """Whether the model's weights, under a config with ``change``, compute what the model does on a
+    sequence that fits into its window.
+
+    Often they do not: in Cohere 2, EXAONE 4 or Gemma 3 the kind of a layer also decides its rotary
+    embedding.
+    """
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    ids = torch.arange(min(window, TRIED_TOKENS), device=model.device)[None] % text.vocab_size
     try:
-        type(config).from_dict({**config.to_dict(), **change})
-    except Exception:  # whatever a config's own check raises
+        changed_text = type(text).from_dict({**text.to_dict(), **change})
+        if config is text:
+            config = changed_text
+        for name, value in list(vars(config).items()):
+            if value is text:
+                setattr(config, name, changed_text)
+        with init_empty_weights(include_buffers=False):  # the weights are the model's own
+            changed = type(model)._from_config(
+                config, attn_implementation=model.config._attn_implementation
+            )
+        changed.load_state_dict(model.state_dict(), assign=True)
+        changed.tie_weights()
+        with evaluating(model):
+            own = model(input_ids=ids, use_cache=False).logits.float()
+        found = changed.to(model.device).eval()(input_ids=ids, use_cache=False).logits.float()
+    except Exception:  # a config that refuses the change, or a model that cannot be built anew
         return False
-    return True
+    tolerance = TOLERANCE.get(model.dtype, HALF_TOLERANCE)
+    return torch.allclose(own, found, rtol=0, atol=tolerance * float(own.abs().max()))
 
 
 class Windows:

@@ -17,7 +17,7 @@ class Problem:
     """One prompt and how to judge a response to it."""
 
     id: str  # stable name, the same for the same problem in every run
-    prompt: str  # text given to the model
+    prompt: str  # text given to the model, after the tokenizer's special tokens (BOS)
     # response text -> reward in [0, 1]; pure, and picklable so that it can run in another process
     verify: Callable[[str], float]
     # gives the answer that a response states, right or wrong, or None if it states none; may be
@@ -26,6 +26,8 @@ class Problem:
     source: str = ""  # the task or dataset that it comes from; rewards are reported by source
     solution: str | None = None  # a reference response where one is known
     answer: str | None = None  # the expected answer, for people to read; ``verify`` decides
+    # whether the prompt has its special tokens already, as a chat template writes them
+    rendered: bool = False
 
 
 class Task(Protocol):

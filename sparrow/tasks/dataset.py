@@ -51,7 +51,9 @@ class DatasetTask:
         again when its problem is asked for. format: how to read a row. verifiers: verifier by kind;
         the one for ``format.kind`` is used. extractors: extractor by kind, for ``Problem.extract``.
         template: the prompt, with ``{question}`` where the question goes; the format's by default.
-        render: prompt -> text for the tokenizer, e.g. a chat template. max_length: drop rows whose
+        render: prompt -> text for the tokenizer, special tokens included, e.g. a chat template; by
+        default the prompt is sent as it is, after the tokenizer's special tokens. max_length: drop
+        rows whose
         rendered prompt has more characters than this. tokens: counts tokens; with ``max_tokens``,
         rows whose rendered prompt has none or more than that are dropped. source: where the rows
         come from, for error messages.
@@ -72,7 +74,7 @@ class DatasetTask:
         *,
         extractors: Mapping[str, Extractor] | None = None,
         template: str | None = None,
-        render: Callable[[str], str] = str,
+        render: Callable[[str], str] | None = None,
         max_length: int | None = None,
         tokens: Callable[[str], int] = len,
         max_tokens: int | None = None,
@@ -130,8 +132,10 @@ class DatasetTask:
             return "too long"
         if max_tokens is None:
             return None
-        # A token stands for at least one byte, so the tokens of most prompts need not be counted.
-        if prompt.strip() and len(prompt.encode(errors="replace")) <= max_tokens:
+        # A token stands for at least one byte, or is a special one, so the tokens of most prompts
+        # need not be counted.
+        most = len(prompt.encode(errors="replace")) + tokens("")
+        if prompt.strip() and most <= max_tokens:
             return None
         count = tokens(prompt)
         return (
@@ -170,10 +174,12 @@ class DatasetTask:
             source=self.name,
             solution=question.solution,
             answer=question.answer if isinstance(question.answer, str) else None,
+            rendered=self._render is not None,
         )
 
     def _prompt(self, question: Question) -> str:
-        return self._render(self._template.replace("{question}", question.text))
+        text = self._template.replace("{question}", question.text)
+        return text if self._render is None else self._render(text)
 
     def _read(self, row: int) -> Question | None:
         fields = self._rows[row]

@@ -39,6 +39,7 @@ from sparrow.settings import (
     choose,
     require,
 )
+from sparrow.tasks.prompts import NO_CHAT, ChatConfig
 
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo"]
 CorrectionKind = Literal[
@@ -383,6 +384,7 @@ class TrainConfig(Settings):
 
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    chat: ChatConfig = NO_CHAT
     optimizer: OptimizerConfig = OptimizerConfig()
     correction: CorrectionConfig = CorrectionConfig()
     loss: LossConfig = LossConfig()

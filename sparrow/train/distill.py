@@ -14,7 +14,6 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -240,20 +239,23 @@ class Distiller:
         self._schedule = schedule
 
     def update(
-        self, experience: Experience, assessment: Assessment, advantages_B: Tensor
+        self,
+        experience: Experience,
+        assessment: Assessment,
+        advantages_B: Tensor,
+        trains_BT: Tensor,
     ) -> dict[str, float]:
         """One optimiser step of phi on the step's trajectories; theta is frozen meanwhile.
 
         The loss is the clipped policy loss on the sparse log-probs, where the old policy is the
         actor at sampling time, plus ``kl_coef`` times the mean KL(dense || sparse), over the tokens
-        of the worst responses.
+        of the worst responses; the policy loss over those in ``trains_BT``.
         """
         distill, accelerator = self.config.distill, self._accelerator
         rows = worst_responses([a.lower for a in assessment.acceptances], distill.responses)
-        normalizers = count_normalizers(
-            assessment.mask_BT[rows], self.config.rollout.max_new_tokens
-        )
-        tokens, parts = normalizers.tokens, []
+        normalizers = count_normalizers(trains_BT[rows], self.config.rollout.max_new_tokens)
+        tokens = int(assessment.mask_BT[rows].sum())
+        parts = []
         with self._adapter.active():
             groups = self._ranks.micro_batches(
                 rows, experience.lengths, self.config.optimizer.token_budget
@@ -268,17 +270,18 @@ class Distiller:
                 metrics: dict[str, float] = {}
                 if distill.policy_loss:
                     longest = int(assessment.mask_BT[indices].sum(1).max())
-                    both = assessment.logq_BT, assessment.mask_BT
-                    old_BT, mask_BT = (x[indices, :longest].to(top.device) for x in both)
+                    old_BT, mask_BT, trained_BT = (
+                        x[indices, :longest].to(top.device)
+                        for x in (assessment.logq_BT, assessment.mask_BT, trains_BT)
+                    )
                     logp_BT = torch.zeros_like(old_BT).masked_scatter(mask_BT, logp)
-                    own_loss = replace(self.config.loss, beta=0.0)  # phi has no reference
                     policy, metrics = policy_loss(
                         logp_BT,
                         old_BT,
                         advantages_B[indices].to(top.device),
-                        mask_BT,
+                        trained_BT,
                         torch.ones_like(old_BT),
-                        own_loss,
+                        self.config.loss,
                         normalizers,
                     )
                     loss = loss + policy

@@ -30,7 +30,13 @@ from sparrow.train.advantages import compute_advantages
 from sparrow.train.config import TrainConfig
 from sparrow.train.corrections import Correction, compute_correction
 from sparrow.train.experience import Assessment, Experience, pad
-from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
+from sparrow.train.losses import (
+    check_finite,
+    count_normalizers,
+    merge_metrics,
+    policy_loss,
+    reference_loss,
+)
 from sparrow.train.ranks import Ranks, reshard, whole
 
 if TYPE_CHECKING:
@@ -241,16 +247,22 @@ class Learner:
             torch.from_numpy(experience.rewards),
             torch.from_numpy(experience.groups),
         )
+        trains_BT = assessment.mask_BT.clone()
         if config.reward.overlong == "mask":
-            advantages_B[torch.from_numpy(experience.truncated)] = 0.0
-        correction = self._correct(assessment, step)
+            trains_BT[torch.from_numpy(experience.truncated)] = False
+        correction = self._correct(assessment, trains_BT, step)
         self.optimizer.param_groups[0]["lr"] = self._learning_rate(step)
         steps = []
         for rows in self._minibatches(len(experience.rollouts), step):
             groups = self.ranks.micro_batches(
                 rows, experience.lengths, config.optimizer.token_budget
             )
-            normalizers = count_normalizers(assessment.mask_BT[rows], config.rollout.max_new_tokens)
+            # Each loss is divided by what it sums: the KL has all tokens, the policy loss those of
+            # the responses that train.
+            policy_normalizers, all_normalizers = (
+                count_normalizers(mask_BT[rows], config.rollout.max_new_tokens)
+                for mask_BT in (trains_BT, assessment.mask_BT)
+            )
             parts = []
             for i, (indices, counts) in enumerate(groups):
                 # With FSDP, gradients are reduced after every pass: whole gradients of all layers
@@ -261,22 +273,32 @@ class Learner:
                         experience.batch(indices, device), config.rollout.temperature
                     )
                     longest = int(assessment.mask_BT[indices].sum(1).max())
-                    old_BT, mask_BT, weight_BT = (
+                    old_BT, mask_BT, trained_BT, weight_BT = (
                         x[indices, :longest].to(device)
-                        for x in (assessment.logp_BT, assessment.mask_BT, correction.weight_BT)
+                        for x in (
+                            assessment.logp_BT,
+                            assessment.mask_BT,
+                            trains_BT,
+                            correction.weight_BT,
+                        )
                     )
                     logp_BT = torch.zeros_like(old_BT).masked_scatter(mask_BT, scores.logprobs)
-                    ref_BT = assessment.ref_logp_BT
                     loss, metrics = policy_loss(
                         logp_BT,
                         old_BT,
                         advantages_B[indices].to(device),
-                        mask_BT,
+                        trained_BT,
                         weight_BT,
                         config.loss,
-                        normalizers,
-                        None if ref_BT is None else ref_BT[indices, :longest].to(device),
+                        policy_normalizers,
                     )
+                    if assessment.ref_logp_BT is not None:
+                        ref_BT = assessment.ref_logp_BT[indices, :longest].to(device)
+                        kl_loss, kl_metrics = reference_loss(
+                            logp_BT, ref_BT, mask_BT, config.loss, all_normalizers
+                        )
+                        loss = loss + kl_loss
+                        metrics = merge_metrics([metrics, kl_metrics])
                     # Data parallelism averages gradients over processes; the normalisers already
                     # count all processes.
                     self.accelerator.backward(loss * (self.ranks.count * counts))
@@ -304,17 +326,20 @@ class Learner:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
         }
         if self.distiller:
-            step_metrics["distill"] = self.distiller.update(experience, assessment, advantages_B)
+            step_metrics["distill"] = self.distiller.update(
+                experience, assessment, advantages_B, trains_BT
+            )
         return step_metrics
 
-    def _correct(self, assessment: Assessment, step: int) -> Correction:
+    def _correct(self, assessment: Assessment, trains_BT: Tensor, step: int) -> Correction:
+        """The correction of the tokens that train; of all, if none does, for its metrics."""
         generator = torch.Generator().manual_seed(derived_seed(self.config.seed, step))
         uniform_BT = torch.rand(assessment.mask_BT.shape, generator=generator)
         return compute_correction(
             self.config.correction,
             assessment.logp_BT,
             assessment.logq_BT,
-            assessment.mask_BT,
+            trains_BT if trains_BT.any() else assessment.mask_BT,
             z_BT=assessment.obrs_z_BT,
             uniform_BT=uniform_BT,
         )

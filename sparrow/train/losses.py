@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from sparrow.errors import TrainingDiverged
-from sparrow.train.config import LossConfig
+from sparrow.train.config import LossConfig, Normalization
 
 
 @dataclass(frozen=True)
 class Normalizers:
-    """Denominators of one optimiser step, over all its micro-batches and ranks."""
+    """Denominators of one optimiser step, over all its micro-batches and ranks.
+
+    They count what the numerators sum, so that a token that is left out shrinks no other's share.
+    """
 
     sequences: int  # Sequences with at least one token.
     tokens: int  # Tokens of all sequences.
@@ -33,16 +36,15 @@ class Normalizers:
 
     def __post_init__(self) -> None:
         if min(self.sequences, self.tokens, self.max_length) < 1:
-            raise ValueError(
-                f"{self} has a denominator below 1; a step needs at least one response token."
-            )
+            raise ValueError(f"{self} has a denominator below 1; count at least 1 of each.")
 
 
 def count_normalizers(mask_BT: Tensor, max_length: int) -> Normalizers:
-    """Normalizers of a step whose full batch has this mask. Raises ValueError if the mask is all
-    false.
+    """Normalizers of a step whose full batch has this mask; 1 where the mask is all false, since
+    every sum over it is 0.
     """
-    return Normalizers(int(mask_BT.any(1).sum()), int(mask_BT.sum()), max_length)
+    sequences, tokens = int(mask_BT.any(1).sum()), int(mask_BT.sum())
+    return Normalizers(max(sequences, 1), max(tokens, 1), max_length)
 
 
 def policy_loss(
@@ -53,44 +55,35 @@ def policy_loss(
     weight_BT: Tensor,
     config: LossConfig,
     normalizers: Normalizers,
-    ref_logp_BT: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Loss (scalar, differentiable in logp_BT only) and metrics of one micro-batch.
 
     Per token, with rho = pi_theta / p_old: weight * -min(rho A, clip(rho, 1 - clip_low, 1 +
     clip_high) A): Sparrow, arXiv 2606.08446, training objective; the two clip widths are DAPO's,
     arXiv 2503.14476, section 3.1. Where A < 0 and clip_ratio_c is set, the loss is at most weight *
-    clip_ratio_c * |A| (dual clip, arXiv 1912.09729, equation 5). Each token then adds beta *
-    KL(pi_theta || reference), estimated as in DeepSeekMath, equation 4, and not weighted, as in
-    TRL. The token losses are summed as config.normalization says:
+    clip_ratio_c * |A| (dual clip, arXiv 1912.09729, equation 5). The token losses are summed as
+    config.normalization says:
       grpo     sum_b (1 / length_b) sum_t / sequences            DeepSeekMath, arXiv 2402.03300, section 4.1.1
       dapo     sum_b sum_t / tokens                              DAPO, section 3.3
       dr_grpo  sum_b sum_t / (sequences * max_length)            Dr. GRPO, arXiv 2503.20783, section 3.2
 
     logp_BT, old_logp_BT [B, T]: log-probs of the sampled tokens under the trained policy and under
     the dense policy at rollout time. advantages_B [B]. weight_BT [B, T]: Correction.weight_BT.
-    mask_BT bool [B, T]: the tokens that are counted, normally all response tokens, including those
-    that the correction masked out (weight 0). ref_logp_BT [B, T]: log-probs under the reference
-    policy, needed if beta is above 0.
+    mask_BT bool [B, T]: the tokens that are counted, in normalizers too: those of all responses
+    that train, including tokens that the correction masked out (weight 0).
 
     Metrics. All but loss and *_max are means over normalizers.tokens; all but *_max add up over
     micro-batches (`merge_metrics`):
       loss; clip_low_fraction, clip_high_fraction: tokens at which the lower or upper clip is
       active; ratio_mean: of rho; approx_kl: KL(p_old || pi_theta) as the mean of rho - 1 - log rho;
-      log_ratio_abs_max. With dual clip also
-      clip_c_fraction: tokens at which it is active; with a reference also kl: the KL to it.
-    Raises ValueError if shapes disagree, or if a reference is given without beta above 0 or the
-    other way round.
+      log_ratio_abs_max. With dual clip also clip_c_fraction: tokens at which it is active.
+    Raises ValueError if shapes disagree.
     """
     one_shape = logp_BT.shape == old_logp_BT.shape == mask_BT.shape == weight_BT.shape
     if not one_shape or advantages_B.shape != logp_BT.shape[:1]:
         shapes = [tuple(x.shape) for x in (logp_BT, old_logp_BT, mask_BT, weight_BT, advantages_B)]
         raise ValueError(
             f"logp, old logp, mask, weight, advantages: {shapes}; pass four [B, T] and one [B]."
-        )
-    if (config.beta > 0) != (ref_logp_BT is not None):
-        raise ValueError(
-            f"beta is {config.beta}; pass the reference's log-probs where it is above 0, and only there."
         )
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
     # Padding is replaced before any exp: an infinity there would turn into NaN gradients even when
@@ -116,24 +109,7 @@ def policy_loss(
         floor_B1 = torch.where(advantages_B1 < 0, config.clip_ratio_c * advantages_B1, -torch.inf)
         totals["clip_c_fraction"] = ((gain_BT < floor_B1) & mask_BT).sum()
         gain_BT = torch.maximum(gain_BT, floor_B1)
-    token_loss_BT = -weight_BT * gain_BT
-    if ref_logp_BT is not None:
-        log_away_BT = torch.where(mask_BT, ref_logp_BT.detach().to(dtype) - logp_BT.to(dtype), 0.0)
-        kl_BT = log_away_BT.expm1() - log_away_BT
-        totals["kl"] = kl_BT.detach().sum()
-        token_loss_BT = token_loss_BT + config.beta * kl_BT
-
-    match config.normalization:
-        case "grpo":
-            length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
-            loss = (token_loss_BT / length_B1).sum() / normalizers.sequences
-        case "dapo":
-            loss = token_loss_BT.sum() / normalizers.tokens
-        case "dr_grpo":
-            loss = token_loss_BT.sum() / (normalizers.sequences * normalizers.max_length)
-        case _:
-            assert_never(config.normalization)
-
+    loss = _total(-weight_BT * gain_BT, mask_BT, config.normalization, normalizers)
     metrics = {"loss": loss.detach()} | {
         name: sums.double() / normalizers.tokens for name, sums in totals.items()
     }
@@ -142,6 +118,43 @@ def policy_loss(
         [value.double() for value in metrics.values()]
     ).tolist()  # one transfer from the device
     return loss, dict(zip(metrics, values, strict=True))
+
+
+def reference_loss(
+    logp_BT: Tensor,
+    ref_logp_BT: Tensor,
+    mask_BT: Tensor,
+    config: LossConfig,
+    normalizers: Normalizers,
+) -> tuple[Tensor, dict[str, float]]:
+    """beta * KL(pi_theta || reference) of one micro-batch, estimated for each token as in
+    DeepSeekMath, arXiv 2402.03300, equation 4, and not weighted, as in TRL.
+
+    It is differentiable in logp_BT only, and summed as in ``policy_loss``. ref_logp_BT [B, T]:
+    log-probs under the reference policy. mask_BT bool [B, T]: the tokens that are counted, in
+    normalizers too: all response tokens. Metrics: loss, and kl, the mean over normalizers.tokens.
+    """
+    dtype = torch.promote_types(logp_BT.dtype, torch.float32)
+    log_away_BT = torch.where(mask_BT, ref_logp_BT.detach().to(dtype) - logp_BT.to(dtype), 0.0)
+    kl_BT = log_away_BT.expm1() - log_away_BT
+    loss = _total(config.beta * kl_BT, mask_BT, config.normalization, normalizers)
+    kl = kl_BT.detach().sum().double() / normalizers.tokens
+    return loss, {"loss": loss.item(), "kl": kl.item()}
+
+
+def _total(
+    token_loss_BT: Tensor, mask_BT: Tensor, normalization: Normalization, normalizers: Normalizers
+) -> Tensor:
+    match normalization:
+        case "grpo":
+            length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
+            return (token_loss_BT / length_B1).sum() / normalizers.sequences
+        case "dapo":
+            return token_loss_BT.sum() / normalizers.tokens
+        case "dr_grpo":
+            return token_loss_BT.sum() / (normalizers.sequences * normalizers.max_length)
+        case _:
+            assert_never(normalization)
 
 
 def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -29,6 +29,8 @@ from sparrow.mismatch.tokens import pool
 from sparrow.run.directory import LoggedResponse, RunConfig, RunDir, TrainerState
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.tasks import Task
+from sparrow.tasks.base import draw
+from sparrow.tasks.prompts import check_read, prompt_of
 from sparrow.train import dialing
 from sparrow.train.collect import Collector
 from sparrow.train.config import TrainConfig
@@ -131,6 +133,10 @@ class Trainer:
         recorded = RunConfig(asdict(config), schedule)
         if config.resume:
             recorded = self._load(recorded)
+        rollout = config.rollout
+        first = range(self.cursor, self.cursor + rollout.prompts)
+        problems = [draw(task, i, config.seed) for i in first]
+        check_read(self.tokenizer, list(map(prompt_of, problems)))
         if self.ranks.is_main:
             recorded.save(self.run_dir.path)
         self.accelerator.init_trackers("sparrow", config=flatten(asdict(config)))

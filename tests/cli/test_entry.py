@@ -15,6 +15,7 @@ from sparrow.cli.entry import COMMANDS, main
 from sparrow.cli.loading import parse_spec
 from tests.conftest import ROOT, fails
 
+COMMANDS_THAT_SAMPLE = ("train", "measure", "calibrate", "eval")
 SMALL = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "8"]
 
 
@@ -92,64 +93,159 @@ def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
     assert json.loads(out.read_text())["bins"][0]["upper_bound"] < 0.999
 
 
-def test_every_command_sends_a_dataset_s_prompts_in_the_same_words(
-    checkpoint, tmp_path, monkeypatch
-):
+@pytest.fixture
+def sent_by(checkpoint, tmp_path, monkeypatch):
+    """Calls a command with a dataset of four questions, and returns the ids that it first sends to
+    the engine.
+    """
     from sparrow.engines.hf import HFEngine
 
     model, data = tmp_path / "model", tmp_path / "data.jsonl"
     shutil.copytree(checkpoint, model)
-    (model / "chat_template.jinja").write_text("ask: {{ messages[0].content }}\nanswer:")
-    data.write_text(
-        "".join(
-            f'{{"question": "trace {name}", "answer": "7"}}\n' for name in ("ba", "du", "ku", "mi")
-        )
-    )
-    sent: dict[str, list[str]] = {}
+    rows = [{"question": f"trace {name}", "answer": "7"} for name in ("ba", "du", "ku", "mi")]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sent: list[tuple[int, ...]] = []
 
     def stop(self, prompts, sampling):
-        sent[command] = [tuple(prompt) for prompt in prompts]
+        sent[:] = [tuple(prompt) for prompt in prompts]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(HFEngine, "generate", stop)
-    common = ["--model", str(model), "--seed", "3"]
+    small = ["--rollout.prompts", "4", "--rollout.samples", "2", "--rollout.max-new-tokens", "8"]
     sampled = ["--count", "20", "--max-new-tokens", "8"]
-    for command, arguments in {
-        "train": [
-            "--dataset",
-            str(data),
-            "--rollout.prompts",
-            "4",
-            "--rollout.samples",
-            "2",
-            "--rollout.max-new-tokens",
-            "8",
-            "--run-dir",
-            str(tmp_path / "run"),
-        ],
-        "measure": ["--dataset", str(data), "--schedule", "fixed:1", *sampled],
-        "calibrate": ["--dataset", str(data), "--out", str(tmp_path / "s.json"), *sampled],
+    plain = "template={question}"  # else the format's instructions, which the tokenizer cannot read
+    dataset = ["--dataset", f"qa:path={data},{plain}"]
+    arguments = {
+        "train": [*dataset, *small, "--run-dir", str(tmp_path / "run")],
+        "measure": [*dataset, "--schedule", "fixed:1", *sampled],
+        "calibrate": [*dataset, "--out", str(tmp_path / "s.json"), *sampled],
         "eval": [
-            "--benchmark",
-            f"qa:path={data}",
-            "--out",
-            str(tmp_path / "eval"),
-            "--k",
-            "1",
-            *sampled[2:],
+            *("--benchmark", f"qa:path={data},{plain}", "--out", str(tmp_path / "eval")),
+            *("--k", "1", "--max-new-tokens", "8"),
         ],
-    }.items():
+    }
+
+    def call(command: str, *more: str) -> list[tuple[int, ...]]:
         with pytest.raises(SystemExit):
-            main([command, *common, *arguments])
+            main([command, "--model", str(model), "--seed", "3", *arguments[command], *more])
+        return list(sent)
+
+    call.model = model
+    return call
+
+
+def test_every_command_sends_a_dataset_s_prompts_in_the_same_words(sent_by):
+    (sent_by.model / "chat_template.jinja").write_text("ask:{{ messages[0].content }}\nanswer:")
+    sent = {command: sent_by(command) for command in COMMANDS_THAT_SAMPLE}
     each = list(dict.fromkeys(sent["train"]))
-    assert (
-        sent["calibrate"] == sent["measure"]
-        and sent["measure"][:4] == each
-        and len(sent["measure"]) == 20
-    )
+    assert sent["calibrate"] == sent["measure"]
+    assert sent["measure"][:4] == each
+    assert len(sent["measure"]) == 20
     assert sorted(sent["eval"]) == sorted(each) and len(each) == 4
-    dressed = AutoTokenizer.from_pretrained(model).decode(sent["measure"][0])
-    assert dressed.startswith("ask:") and dressed.endswith("\nanswer:")
+    dressed = AutoTokenizer.from_pretrained(sent_by.model).decode(sent["measure"][0])
+    assert dressed.endswith("\nanswer:")
+
+
+def add_bos(folder: Path) -> None:
+    """Make the tokenizer in the folder begin every text with BOS."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    bos = next(t["id"] for t in tokenizer["added_tokens"] if t["content"] == "<bos>")
+    special = {"SpecialToken": {"id": "<bos>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [special, text],
+        "pair": [special, text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<bos>": {"id": "<bos>", "ids": [bos], "tokens": ["<bos>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize("command", COMMANDS_THAT_SAMPLE)
+def test_a_base_model_s_prompts_have_the_ids_of_its_tokenizer_with_bos(sent_by, command):
+    add_bos(sent_by.model)
+    tokenizer = AutoTokenizer.from_pretrained(sent_by.model)
+    questions = [f"trace {name}" for name in ("ba", "du", "ku", "mi")]
+    own = {tuple(tokenizer(question).input_ids) for question in questions}
+    assert all(ids[0] == tokenizer.bos_token_id for ids in own)
+    assert set(sent_by(command)) == own
+
+
+@pytest.mark.parametrize("command", COMMANDS_THAT_SAMPLE)
+def test_prompts_of_a_task_begin_with_bos(sent_by, command):
+    add_bos(sent_by.model)
+    tokenizer = AutoTokenizer.from_pretrained(sent_by.model)
+    option = "--benchmark" if command == "eval" else "--task"
+    more = ["--limit", "2"] if command == "eval" else ["--dataset"]
+    sent = sent_by(command, option, "trace:lines=2", *more)
+    assert sent
+    for ids in sent:
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        assert list(ids) == tokenizer(text).input_ids
+        assert ids[0] == tokenizer.bos_token_id
+
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}answer:{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %} now{% endif %}"
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS_THAT_SAMPLE)
+def test_a_chat_model_s_prompts_are_rendered_as_apply_chat_template_does(
+    sent_by, command, tmp_path
+):
+    add_bos(sent_by.model)
+    template = tmp_path / "other.jinja"
+    template.write_text("ask:{{ messages[-1].content }}\nprogram:")
+    (sent_by.model / "chat_template.jinja").write_text(CHAT)
+    tokenizer = AutoTokenizer.from_pretrained(sent_by.model)
+    system = {"role": "system", "content": "walk"}
+    for settings, first, arguments in (
+        ([], [], {}),
+        (["--chat.arguments", "enable_thinking=false"], [], {"enable_thinking": False}),
+        (["--chat.arguments", "enable_thinking=true"], [], {"enable_thinking": True}),
+        (["--chat.system", "walk"], [system], {}),
+        (["--chat.template", str(template)], [], {"chat_template": template.read_text()}),
+    ):
+        own = {
+            tuple(
+                tokenizer.apply_chat_template(
+                    [*first, {"role": "user", "content": f"trace {name}"}],
+                    add_generation_prompt=True,
+                    return_dict=False,
+                    **arguments,
+                )
+            )
+            for name in ("ba", "du", "ku", "mi")
+        }
+        assert set(sent_by(command, *settings)) == own, settings
+
+
+@pytest.mark.parametrize("command", COMMANDS_THAT_SAMPLE)
+def test_settings_of_a_chat_are_refused_where_prompts_are_sent_as_they_are(
+    checkpoint, tmp_path, capsys, command
+):
+    option = "--benchmark" if command == "eval" else "--task"
+    where = {"eval": ["--out", str(tmp_path / "e")], "calibrate": ["--out", str(tmp_path / "s")]}
+    arguments = [command, "--model", checkpoint, option, "trace:lines=2", "--chat.system", "walk"]
+    schedule = ["--schedule", "fixed:1"] if command == "measure" else []
+    if command == "train":
+        length = ["--rollout.max-new-tokens", "8", "--run-dir", str(tmp_path / "run")]
+    else:
+        length = ["--max-new-tokens", "8"]
+    reason = fails(capsys, *arguments, *where.get(command, []), *schedule, *length)
+    assert "the settings of chat go with" in reason and "trace:lines=2" in reason
+
+
+def test_a_prompt_that_a_tokenizer_cannot_read_stops_every_command(sent_by, tmp_path, capsys):
+    strange = tmp_path / "strange.jsonl"
+    strange.write_text('{"question": "Wie viel ist zwei plus zwei?", "answer": "4"}\n')
+    for command in COMMANDS_THAT_SAMPLE:
+        option = "--benchmark" if command == "eval" else "--dataset"
+        assert sent_by(command, option, str(strange)) == []
+        assert "the tokenizer cannot read 99% of the prompts' characters" in capsys.readouterr().err
 
 
 def test_longer_lists_decide_what_short_ones_leave_open(checkpoint, tmp_path, capsys):

@@ -158,7 +158,10 @@ def test_a_smaller_limit_or_k_takes_of_what_is_there_and_a_larger_one_adds(
 def test_without_a_limit_all_rows_are_sampled_and_a_task_is_refused(tmp_path, engine_calls, capsys):
     data = tmp_path / "rows.jsonl"
     data.write_text(
-        "".join(json.dumps({"question": f"{i} =", "answer": "7"}) + "\n" for i in range(70))
+        "".join(
+            json.dumps({"question": f"trace {' '.join(str(i))}", "answer": "7"}) + "\n"
+            for i in range(70)
+        )
     )
     arguments = [
         "eval",
@@ -171,7 +174,7 @@ def test_without_a_limit_all_rows_are_sampled_and_a_task_is_refused(tmp_path, en
         "--out",
         str(tmp_path / "out"),
     ]
-    main([*arguments, "--benchmark", str(data)])
+    main([*arguments, "--benchmark", f"qa:path={data},template={{question}}"])
     assert sum(engine_calls) == 70 and "| 70 |" in (tmp_path / "out" / "results.md").read_text()
     capsys.readouterr()
     assert fails(capsys, *arguments, "--benchmark", "trace:lines=4") == (
@@ -183,14 +186,14 @@ def test_a_benchmark_whose_rows_moved_is_sampled_again_where_they_did(
     tmp_path, engine_calls, capsys
 ):
     data = tmp_path / "rows.jsonl"
-    rows = [{"question": f"{i} + {i} =", "answer": str(2 * i)} for i in range(3)]
+    rows = [{"question": f"trace {i} + {i}", "answer": str(2 * i)} for i in range(3)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = [
         "eval",
         "--model",
         "reasoner",
         "--benchmark",
-        str(data),
+        f"qa:path={data},template={{question}}",
         "--k",
         "2",
         "--max-new-tokens",

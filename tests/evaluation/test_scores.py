@@ -50,3 +50,18 @@ def test_interval_covers_and_narrows():
     assert (half.low, half.high) == pytest.approx((0.5 - 0.0245, 0.5 + 0.0245), abs=0.0012)
     with pytest.raises(ValueError, match="finite table"):
         mean_at_k([[float("nan")]])
+
+
+@pytest.mark.parametrize("count", [1, 4, 100])
+def test_an_interval_has_width_where_all_problems_score_the_same(count):
+    """0 of n: the exact (Clopper-Pearson) upper limit is 1 - 0.025^(1/n); n of n mirrors it."""
+    limit = 1 - 0.025 ** (1 / count)
+    for score in (mean_at_k, lambda r: pass_at_k(r, 1)):
+        none, every = score(np.zeros((count, 1))), score(np.ones((count, 1)))
+        assert (none.value, none.low) == (0, 0) and none.high == pytest.approx(limit)
+        assert (every.value, every.high) == (1, 1) and every.low == pytest.approx(1 - limit)
+    half = mean_at_k(np.full((count, 2), 0.5))
+    assert half.low == pytest.approx(0.5 - limit / 2)
+    assert half.high == pytest.approx(0.5 + limit / 2)
+    majority = majority_at_k(np.zeros((count, 1)), [[None]] * count)
+    assert majority.high == pytest.approx(limit)

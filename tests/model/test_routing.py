@@ -6,6 +6,8 @@ import pickle
 import pytest
 import torch
 from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
     BertConfig,
     BertLMHeadModel,
     Cohere2Config,
@@ -14,8 +16,12 @@ from transformers import (
     DiffLlamaForCausalLM,
     DogeConfig,
     DogeForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -94,6 +100,8 @@ def test_a_refused_model_is_left_as_it_was_and_refused_again(model_class, config
 def test_an_engine_that_refuses_a_model_leaves_it_unrouted():
     model = build(
         Gemma2ForCausalLM,
+        Exaone4Config,
+        Exaone4ForCausalLM,
         Gemma2Config,
         layer_types=["full_attention"] * 2,
         attn_logit_softcapping=None,
@@ -180,6 +188,8 @@ def test_attention_sinks_are_refused_by_name():
 def test_a_soft_cap_is_refused_by_name():
     model = build(
         Gemma2ForCausalLM,
+        Exaone4Config,
+        Exaone4ForCausalLM,
         Gemma2Config,
         layer_types=["full_attention"] * 2,
         attn_implementation="eager",
@@ -245,10 +255,11 @@ def test_a_model_that_masks_tokens_by_head_is_refused():
 
 
 def advised(build_with):
-    """Follow a refusal's advice, and see that the model is then taken and dense where all pages are
-    kept.
+    """Follow a refusal's advice, and see that the model is then taken and computes what the original
+    did where all pages are kept.
     """
     model = build_with({})
+    original = decoded(model)
     with pytest.raises(UnsupportedModel) as refusal:
         set_schedule(model, SPARSE)
     sentence = str(refusal.value)
@@ -260,9 +271,8 @@ def advised(build_with):
         else {"sliding_window": None}
     )
     model = build_with(change)
-    before = decoded(model)
     set_schedule(model, SparsitySchedule.dense(page_size=4, dense_layers=()))
-    torch.testing.assert_close(decoded(model), before, rtol=0, atol=1e-4)
+    torch.testing.assert_close(decoded(model), original, rtol=0, atol=1e-4)
     return sentence
 
 
@@ -270,12 +280,6 @@ def test_advice_for_models_with_windows_can_be_followed():
     windows = ["sliding_attention", "full_attention"]
     cases = [
         (MistralForCausalLM, MistralConfig, {"sliding_window": 64}, "sliding_window=None"),
-        (
-            Cohere2ForCausalLM,
-            Cohere2Config,
-            {"sliding_window": 64, "layer_types": windows},
-            "layer_types",
-        ),
         (
             Qwen2ForCausalLM,
             Qwen2Config,
@@ -288,6 +292,36 @@ def test_advice_for_models_with_windows_can_be_followed():
             lambda change, c=model_class, g=config_class, o=options: build(c, g, **{**o, **change})
         )
         assert "(window 64)" in sentence and f"load it with {setting}" in sentence
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config_class", "options"),
+    [
+        (Cohere2ForCausalLM, Cohere2Config, {}),
+        (Exaone4ForCausalLM, Exaone4Config, {}),
+        (Gemma3ForCausalLM, Gemma3TextConfig, {"head_dim": 16}),
+        (
+            AfmoeForCausalLM,
+            AfmoeConfig,
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        ),
+    ],
+    ids=["cohere2", "exaone4", "gemma3", "afmoe"],
+)
+def test_no_setting_is_advised_that_changes_what_the_model_computes(
+    model_class, config_class, options
+):
+    windows = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+    model = build(model_class, config_class, **options, **windows)
+    original = decoded(model)
+    with pytest.raises(UnsupportedModel, match=r"window 64.*choose a model") as refusal:
+        set_schedule(model, SPARSE)
+    assert "load it with" not in str(refusal.value)
+    assert torch.equal(decoded(model), original)
+    full = {**windows, "layer_types": ["full_attention"] * 2}
+    changed = build(model_class, config_class, **options, **full)
+    changed.load_state_dict(model.state_dict())
+    assert (decoded(changed) - original).abs().max() > 0.01 * original.abs().max()
 
 
 def test_where_no_setting_helps_none_is_advised():

@@ -85,13 +85,14 @@ class Demo(Command):
         from sparrow.cli.terminal import note, print_modes
         from sparrow.engines.hf import HFEngine, eos_ids
         from sparrow.rollout import Sampling
+        from sparrow.tasks.prompts import encode
 
         training = self.training()
         assert training.task is not None, "demo.toml names a task"
         model, tokenizer = load_model(str(Path(self.run_dir, "model")))
         task = load_task_spec(training.task)
         problems = [task.problem(i, seed=HELD_OUT) for i in range(COMPARED)]
-        prompts = [tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
+        prompts = [encode(tokenizer, p.prompt, p.rendered) for p in problems]
         sampling = Sampling(training.rollout.max_new_tokens, top_n=0, seed=self.seed)
         lossless = Decoding.lossless(str(SCHEDULE), draft_tokens=DRAFT_TOKENS)
         rows = []

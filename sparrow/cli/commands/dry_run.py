@@ -72,6 +72,8 @@ def dry_run(command: TrainOptions) -> None:
     with noting():
         decoding = command.rollout.decoding(command.schedule)
     with noting():
+        command.chat.read_template()
+    with noting():
         check_trackers(command.trackers)
     with noting():
         RunDir(command.run_dir, command.resume)
@@ -90,7 +92,7 @@ def dry_run(command: TrainOptions) -> None:
         )
     with noting():
         task: Any = load_problems(
-            command.task, command.dataset, None, room, command.reward.function
+            command.task, command.dataset, None, room, command.reward.function, command.chat
         )
         size = (
             f"{len(task):,} problems" if hasattr(task, "__len__") else "problems as they are drawn"

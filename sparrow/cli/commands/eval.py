@@ -56,6 +56,11 @@ class Eval(DecodingOptions, Sampled):
             raise ConfigError(
                 f"--reward {self.reward} goes with datasets; the task {self.benchmark[0]} brings its own verifier"
             )
+        if self.chat.is_set and all(map(is_task, self.benchmark)):
+            raise ConfigError(
+                "the settings of chat go with datasets; the prompts of the task "
+                f"{self.benchmark[0]} are sent as they are"
+            )
         decoding = self.decoding(self.schedule)
         schedules = {self.schedule or decoding.mode: decoding.schedule}
         if self.mode is None:
@@ -75,7 +80,7 @@ class Eval(DecodingOptions, Sampled):
         model, tokenizer = load_model(self.model, self.precision)
         room = prompt_room(context_of(model), self.engine, self.max_new_tokens)
         benchmarks = {
-            name: load_benchmark(name, self.limit, tokenizer, room, self.reward)
+            name: load_benchmark(name, self.limit, tokenizer, room, self.reward, chat=self.chat)
             for name in self.benchmark
         }
         note(f"starting the engine {self.engine}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from sparrow.cli.commands.base import Command
 from sparrow.errors import ConfigError
 from sparrow.settings import Count, Many, Positive, Seed
+from sparrow.tasks.prompts import NO_CHAT, ChatConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,14 +35,15 @@ class Sampled(Command):
     # http://host:port.
     engine: str = "hf"
     seed: Seed = 0  # Seeds the samples.
+    chat: ChatConfig = NO_CHAT
 
 
 @dataclass(frozen=True, kw_only=True)
 class FromPrompts(Sampled):
     """What commands that take prompts from a file or a task have in common."""
 
-    # Prompts to sample from, as they are: a .jsonl file with a "prompt" field, or a text file with
-    # one prompt a line.
+    # Prompts to sample from, as they are, after the tokenizer's BOS: a .jsonl file with a "prompt"
+    # field, or a text file with one prompt a line.
     prompts: str | None = None
     # Take the prompts from a synthetic task instead, such as trace:lines=24.
     task: str | None = None
@@ -58,6 +60,11 @@ class FromPrompts(Sampled):
             raise ConfigError(
                 "say where prompts come from: one of --prompts FILE, --task NAME and --dataset NAME"
             )
+        if self.prompts is not None and self.chat.is_set:
+            raise ConfigError(
+                f"the settings of chat go with --dataset; the prompts of {self.prompts} are sent as "
+                "they are"
+            )
 
     def load_prompts(
         self,
@@ -71,7 +78,7 @@ class FromPrompts(Sampled):
         model, tokenizer = loading.load_model(self.model, self.precision)
         room = loading.prompt_room(loading.context_of(model), self.engine, self.max_new_tokens)
         if named is None:
-            task = loading.load_problems(self.task, self.dataset, tokenizer, room)
+            task = loading.load_problems(self.task, self.dataset, tokenizer, room, chat=self.chat)
             named = loading.draw_prompts(task, self.count, self.seed)
         return model, tokenizer, loading.encode_prompts(named, self.count, tokenizer, room)
 

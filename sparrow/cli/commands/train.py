@@ -63,7 +63,9 @@ class Train(TrainOptions):
         model, tokenizer = load_model(self.model)
         room = prompt_room(context_of(model), self.engine, self.rollout.max_new_tokens)
         tell(f"reading {self.task or ', '.join(self.dataset)}")
-        task = load_problems(self.task, self.dataset, tokenizer, room, self.reward.function)
+        task = load_problems(
+            self.task, self.dataset, tokenizer, room, self.reward.function, self.chat
+        )
         limit = self.eval.max_new_tokens or self.rollout.max_new_tokens
         benchmarks = load_benchmarks(
             self.eval.benchmark,
@@ -71,6 +73,7 @@ class Train(TrainOptions):
             tokenizer,
             prompt_room(context_of(model), self.engine, limit),
             self.reward.function,
+            self.chat,
         )
         tell(f"starting the engine {self.engine}")
         engine = self._start_engine(model, tokenizer, decoding)

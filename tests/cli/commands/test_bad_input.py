@@ -356,10 +356,10 @@ def train(checkpoint: str, tmp_path: Path, *argv: str) -> list[str]:
 
 def test_a_row_too_long_for_the_model_is_left_out_and_counted(checkpoint, tmp_path, capsys, caplog):
     path = tmp_path / "rows.jsonl"
-    rows = [{"question": f"ba {i}", "answer": "1"} for i in range(3)]
+    rows = [{"question": f"trace ba {i}", "answer": "1"} for i in range(3)]
     rows.insert(1, {"question": "ba " * 2000, "answer": "1"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    main(train(checkpoint, tmp_path, "--dataset", str(path)))
+    main(train(checkpoint, tmp_path, "--dataset", f"qa:path={path},template={{question}}"))
     assert f"{path}: dropped 1 of 4 rows: 1 of more than 1016 tokens" in caplog.messages
 
 
@@ -445,7 +445,7 @@ def own(tmp_path, monkeypatch):
     name = f"own_{uuid.uuid4().hex}"  # modules are imported once
     (tmp_path / f"{name}.py").write_text(OWN)
     (tmp_path / "rows.jsonl").write_text(
-        '{"question": "ba", "answer": "1"}\n{"question": "ku", "answer": "2"}\n'
+        '{"question": "trace", "answer": "1"}\n{"question": "map", "answer": "2"}\n'
     )
     monkeypatch.chdir(tmp_path)
     return name
@@ -465,7 +465,8 @@ def test_a_task_of_ones_own_by_module_and_class(own, checkpoint, tmp_path, capsy
 
 
 def test_a_reward_of_ones_own_by_module_and_function(own, checkpoint, tmp_path, capsys):
-    main(train(checkpoint, tmp_path, "--dataset", "rows.jsonl", "--reward", f"{own}:judge"))
+    rows = "qa:path=rows.jsonl,template={question}"
+    main(train(checkpoint, tmp_path, "--dataset", rows, "--reward", f"{own}:judge"))
     (step,) = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -495,9 +496,9 @@ def test_a_reward_of_ones_own_by_module_and_function(own, checkpoint, tmp_path, 
         ("--task no_such_module:Task", "no module 'no_such_module' here or on PYTHONPATH"),
         ("--dataset rows.jsonl --reward OWN", "reward 'OWN' should read module:name"),
         ("--dataset rows.jsonl --reward OWN:OWN", "has no attribute"),
-        ("--dataset rows.jsonl --reward OWN:wrong", "returned None, expected a finite number"),
+        ("--dataset ROWS --reward OWN:wrong", "returned None, expected a finite number"),
         (
-            "--dataset rows.jsonl --reward OWN:raises",
+            "--dataset ROWS --reward OWN:raises",
             "raised IndexError: list index out of range ( ... OWN.py, line 34, in raises); fix it and resume",
         ),
         (
@@ -510,7 +511,8 @@ def test_a_reward_of_ones_own_by_module_and_function(own, checkpoint, tmp_path, 
 def test_a_task_or_reward_of_ones_own_that_fails_says_where(
     options, message, own, checkpoint, tmp_path, capsys
 ):
-    refused = fails(capsys, *train(checkpoint, tmp_path, *options.replace("OWN", own).split()))
+    options = options.replace("OWN", own).replace("ROWS", "qa:path=rows.jsonl,template={question}")
+    refused = fails(capsys, *train(checkpoint, tmp_path, *options.split()))
     for part in message.replace("OWN", own).split(" ... "):
         assert part in refused
 

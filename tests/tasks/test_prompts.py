@@ -1,0 +1,150 @@
+"""What becomes of a question on its way to the model: templates, special tokens, unread text."""
+
+import logging
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from sparrow.errors import ConfigError
+from sparrow.tasks.prompts import (
+    NO_CHAT,
+    ChatConfig,
+    Prompt,
+    chat_template,
+    check_read,
+    encode,
+    unread,
+)
+
+CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }} {% endfor %}"
+
+
+def words(*known: str, bos: bool = True, eos: bool = False, **settings) -> PreTrainedTokenizerFast:
+    """A tokenizer that knows these words, and adds special tokens as asked."""
+    vocabulary = {word: i for i, word in enumerate(("<unk>", "<s>", "</s>", *known))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    form = f"{'<s> ' if bos else ''}$A{' </s>' if eos else ''}"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        form, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{**special, **settings})
+
+
+def test_a_text_has_one_bos_whoever_writes_it():
+    tokenizer = words("a", "b")
+    assert encode(tokenizer, "a b") == tokenizer("a b").input_ids == [1, 3, 4]
+    assert encode(tokenizer, "<s>a b") == [1, 3, 4]
+    assert encode(tokenizer, "<s>a b", rendered=True) == [1, 3, 4]
+    assert encode(tokenizer, "a b", rendered=True) == [3, 4]
+
+
+def test_a_tokenizer_without_special_tokens_adds_none():
+    assert encode(words("a", "b", bos=False), "a b") == [3, 4]
+    assert encode(words("a", bos=False, bos_token=None), "a") == [3]
+
+
+def test_a_tokenizer_that_ends_prompts_is_refused():
+    tokenizer = words("a", eos=True)
+    with pytest.raises(ConfigError, match=r"ends every prompt with '</s>'.*add_eos_token"):
+        encode(tokenizer, "a")
+    assert encode(tokenizer, "a", rendered=True) == [3]
+    assert encode(words("a"), "a </s>") == [1, 3, 2], "this one is the prompt's own"
+
+
+def test_a_template_s_arguments_are_json_where_they_can_be():
+    given = ("enable_thinking=false", "effort=high", "depth=3", "note=a=b")
+    assert ChatConfig(arguments=given).values() == {
+        "enable_thinking": False,
+        "effort": "high",
+        "depth": 3,
+        "note": "a=b",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("enable_thinking",), "must read NAME=VALUE"),
+        (("a=1", "a=2"), "sets 'a' twice"),
+        (("tokenize=true",), "sets 'tokenize', which Sparrow sets itself"),
+        (("messages=[]",), "sets 'messages', which Sparrow sets itself"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_at_once(arguments, reason):
+    with pytest.raises(ConfigError, match=reason):
+        ChatConfig(arguments=arguments)
+
+
+@pytest.mark.parametrize(
+    ("template", "config", "reason"),
+    [
+        (CHAT, ChatConfig(arguments=("enable_thinkin=false",)), "template does not read"),
+        ("{{ messages[0].content }}", ChatConfig(system="walk"), "leaves out the user's message"),
+        ("{{ messages[-1].content }}", ChatConfig(system="walk"), "leaves out the system prompt"),
+        ("no question", NO_CHAT, "leaves out the user's message"),
+        (
+            "{{ raise_exception('no system') }}",
+            ChatConfig(system="walk"),
+            "cannot render.*no system",
+        ),
+        ("{% if %}", NO_CHAT, "cannot render a question"),
+        (None, ChatConfig(system="walk"), "has no chat template for the settings of chat"),
+        (None, ChatConfig(arguments=("a=1",)), "has no chat template for the settings of chat"),
+        (None, ChatConfig(template="missing.jinja"), "cannot read the chat template missing.jinja"),
+        ({"tool_use": CHAT}, NO_CHAT, "no default chat template"),
+    ],
+)
+def test_a_chat_that_would_not_say_what_was_asked_is_refused(template, config, reason):
+    tokenizer = words("a")
+    tokenizer.chat_template = template
+    with pytest.raises(ConfigError, match=reason):
+        chat_template(tokenizer, config)
+
+
+def test_a_template_file_makes_a_chat_of_a_base_model_s_prompts(tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text(CHAT)
+    assert chat_template(words("a"), NO_CHAT) is None
+    render = chat_template(words("a"), ChatConfig(template=str(path), system=" be brief "))
+    assert render("a?") == "<s>[system] be brief [user] a? "
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("a b", 0), ("", 0), ("a xyz", 0.75), ("xyz", 1), ("<s> a", 0)]
+)
+def test_what_a_tokenizer_maps_to_its_unknown_token_is_unread(text, share):
+    assert unread(words("a", "b"), text) == share
+
+
+def test_what_a_tokenizer_drops_is_unread_too():
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    dropping = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    assert unread(dropping, "ab \u4f60\u597d") == 0.5
+
+
+def test_a_byte_level_tokenizer_reads_everything():
+    alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE({**alphabet, "<end>": 256}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    end = "<end>"  # which is what GPT-2 calls its unknown token as well
+    loaded = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=end, eos_token=end)
+    assert unread(loaded, "a \u4f60\u597d \U0001f600 <end>") == 0
+
+
+def test_prompts_are_refused_if_half_is_unread_and_warned_of_below(caplog):
+    tokenizer = words("aaaa", "b")
+    read, half = Prompt("line 1", "aaaa aaaa"), Prompt("line 2", "aaaa xxxx")
+    lost = Prompt("line 3", "xxxx xxxx")
+    with caplog.at_level(logging.WARNING):
+        check_read(tokenizer, [read, read])
+        check_read(tokenizer, [])
+        assert not caplog.messages
+        check_read(tokenizer, [read, read, half])
+    (warning,) = caplog.messages
+    assert "cannot read 17% of the prompts' characters" in warning
+    assert "(line 2: 50%)" in warning and "<unk>" in warning
+    with pytest.raises(ConfigError, match="cannot read 75% of the prompts' characters"):
+        check_read(tokenizer, [lost, half])
