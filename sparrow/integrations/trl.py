@@ -207,7 +207,7 @@ class SparseGRPOTrainer(Trainer):
 
 def _check_sampling(config: GRPOConfig) -> None:
     """Raises ConfigError: TRL would have vLLM sample from another distribution than the softmax."""
-    further = dict(config.generation_kwargs or {})  # TRL lets these win over the fields
+    further: Any = config.generation_kwargs or {}  # TRL lets these win over the fields
     fields = {name: getattr(config, name, None) for name in NEUTRAL}
     fields["structured_outputs"] = config.vllm_structured_outputs_regex
     check_whole_softmax({**fields, **further}, "GRPOConfig: ")

@@ -46,7 +46,7 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
         ranks.on_main(phase, finish)
 
 
-def _cut_short(error: Exception, folder: Path) -> str:
+def _cut_short(error: BaseException, folder: Path) -> str:
     """What kept torch from writing a file; of a full disk it only says where in its code it was."""
     reason, *_ = str(error).splitlines()
     if "inline_container" not in reason and "PytorchStreamWriter" not in reason:

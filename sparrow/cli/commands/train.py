@@ -73,7 +73,7 @@ class Train(TrainOptions):
             tokenizer,
             prompt_room(context_of(model), self.engine, limit),
             self.reward.function,
-            self.chat,
+            chat=self.chat,
         )
         tell(f"starting the engine {self.engine}")
         engine = self._start_engine(model, tokenizer, decoding)

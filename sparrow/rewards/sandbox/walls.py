@@ -98,7 +98,9 @@ def _moved() -> str | None:
     if not Path(sys.executable).is_relative_to(sys.prefix):
         return None
     made_from = (Path(sys.executable).resolve(), sys.base_prefix)
-    return sys.prefix if hidden(sys.prefix) and not any(map(hidden, made_from)) else None
+    return (
+        sys.prefix if hidden(sys.prefix) and not any(hidden(path) for path in made_from) else None
+    )
 
 
 def _place(folder: str) -> str:

@@ -38,7 +38,7 @@ def prepare(source: str, namespace: dict[str, Any]) -> None:
     if "unittest" in source:
         import unittest
 
-        unittest.main = _nothing  # type: ignore[assignment,misc]
+        unittest.main = _nothing  # type: ignore[assignment]
     if "pytest" in source:
         import pytest
 

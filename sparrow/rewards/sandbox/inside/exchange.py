@@ -351,7 +351,8 @@ class Exchange:
         """The next items of an iterator, at most ``count``, and whether it has ended."""
         if key in self._failed:
             raise self._failed.pop(key)
-        iterator, items = self._kept[key], []
+        iterator = self._kept[key]
+        items: list[Any] = []
         start = time.monotonic()
         try:
             while len(items) < min(count, MOST_AHEAD):

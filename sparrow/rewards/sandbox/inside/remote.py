@@ -112,7 +112,7 @@ class Remote:
         compares: bool = False,
         identity: int | None = None,
     ) -> None:
-        own = {
+        own: dict[str, Any] = {
             "_exchange": exchange,
             "_key": key,
             "_compares": compares,
@@ -360,23 +360,23 @@ class Like:
         return value
 
 
-class LikeTuple(Like, tuple):
+class LikeTuple(Like, tuple):  # type: ignore[type-arg]
     """A tuple of the other side's class, such as a named tuple."""
 
 
-class LikeFrozenset(Like, frozenset):
+class LikeFrozenset(Like, frozenset):  # type: ignore[type-arg]
     """A frozenset of the other side's class."""
 
 
-class LikeList(Like, list):
+class LikeList(Like, list):  # type: ignore[type-arg]
     """A list of the other side's class."""
 
 
-class LikeDict(Like, dict):
+class LikeDict(Like, dict):  # type: ignore[type-arg]
     """A dict of the other side's class."""
 
 
-class LikeSet(Like, set):
+class LikeSet(Like, set):  # type: ignore[type-arg]
     """A set of the other side's class."""
 
 
