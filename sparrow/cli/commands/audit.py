@@ -87,7 +87,9 @@ class Audit(DecodingOptions, FromPrompts):
                 return loading.load_stock_engine(
                     spec.removeprefix(STOCK), self.model, self.precision
                 )
-            return loading.load_engine(spec, self.model, model, tokenizer, how, self.precision)
+            return loading.load_engine(
+                staying_awake(spec), self.model, model, tokenizer, how, self.precision
+            )
 
         def ranker() -> AbstractContextManager[Ranker]:
             from sparrow.audit.run import ListRanker
@@ -139,3 +141,15 @@ class Audit(DecodingOptions, FromPrompts):
 
             return STOCK + without_option(engine, "speculative_config")
         return self.engine
+
+
+def staying_awake(spec: str) -> str:
+    """An engine as a user names it, vLLM without its sleep mode unless the user asked for that.
+
+    An audit starts two engines in one process and lets neither sleep, and vLLM's allocator for
+    sleep serves one engine per process.
+    """
+    name, _, options = spec.partition(":")
+    if name != "vllm" or "enable_sleep_mode=" in options:
+        return spec
+    return f"vllm:{options},enable_sleep_mode=false" if options else "vllm:enable_sleep_mode=false"
