@@ -17,6 +17,7 @@ import tables_fp8 as fp8
 import tables_lossless as lossless
 import tables_runs as runs
 import tables_speed as speed
+import tables_versions
 from common import ROOT, render
 
 sys.path += [str(ROOT / "studies" / name) for name in ("reasoner", "text")]
@@ -39,6 +40,7 @@ MODULES = (
     text,
     text_training,
     fp8,
+    tables_versions,
 )
 TABLES: dict[str, Callable[[], str]] = {
     name: write for module in MODULES for name, write in module.TABLES.items()

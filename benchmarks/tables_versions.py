@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from common import RESULTS, Row, table
@@ -14,49 +15,80 @@ SPEED = {"lossy": "speed sparse", "lossless": "speed lossless"}
 
 
 def results() -> list[Row]:
-    """What was measured, the oldest version first."""
-    found = [json.loads(path.read_text()) for path in FOLDER.glob("*.json")]
-    return sorted(found, key=lambda result: Version(result["vllm"]))
+    """One result per version and machine, the oldest version first."""
+
+    def age(path: Path) -> tuple[Version, str]:
+        version, _, machine = path.stem.partition("_")
+        return Version(version), machine
+
+    return [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"), key=age)]
 
 
-def errors(found: dict[str, Any] | None) -> str:
-    """The largest of errors in log-probs, mean / 99th percentile, or that the part failed."""
-    return "failed" if found is None else f"{found['mean']:.4f} / {found['p99']:.3f}"
+def gpu(result: Row) -> str:
+    return next(name for name in ("H100", "H200") if name in result["machine"])
+
+
+def error(found: dict[str, float]) -> str:
+    """Mean / 99th percentile of the error of log-probs."""
+    return f"{found['mean']:.3f} / {found['p99']:.2f}"
+
+
+def log_probs(found: dict[str, Any] | None) -> list[str]:
+    """Errors each way an engine runs, the yardstick's, and whether all are within twice that."""
+    if found is None:
+        return ["", "", "", "", ""]
+    within = all(found[way]["within twice the yardstick"] for way in WAYS)
+    return [
+        *(error(found[way]["missed"]) for way in WAYS),
+        error(found["graphs"]["yardstick"]),
+        "yes" if within else "no",
+    ]
+
+
+def verdict(audit: dict[str, Any] | None) -> str:
+    """The verdict of an audit, its smallest p-value, and the bias that it would have seen."""
+    if audit is None:
+        return ""
+    seen = f"{audit['detectable share of tokens']:.1%}"
+    return f"{audit['status']} (p {audit['p']:.1g}; {seen} would be seen)"
+
+
+def speed(result: Row, mode: str) -> list[str]:
+    """Sequences that were timed, and tokens per second over stock's."""
+    ours = result.get(SPEED[mode])
+    if ours is None:
+        return ["", ""]
+    ratio = ours["tokens_per_s"] / result["speed stock"]["tokens_per_s"]
+    return [f"{ours['batch']} x {ours['length']:,}", f"{ratio:.2f}x"]
 
 
 def versions() -> str:
-    """One row per version and mode."""
-    rows = []
-    for result in results():
-        stock = result["speed stock"]
-        for mode, timed in SPEED.items():
-            found = result[mode]
-            ways = [found[way] for way in WAYS]
-            within = all(way["within twice the yardstick"] for way in ways)
-            ours = result[timed]
-            rows.append(
-                [
-                    result["vllm"],
-                    result["torch"],
-                    mode,
-                    *(errors(way["missed"]) for way in ways),
-                    errors(found["graphs"]["yardstick"]),
-                    "yes" if within else "no",
-                    f"{ours['tokens_per_s'] / stock['tokens_per_s']:.2f}x",
-                    f"{stock['tokens_per_s']:,.0f}",
-                ]
-            )
+    """One row per version, machine and mode."""
+    rows = [
+        [
+            result["vllm"],
+            gpu(result),
+            mode,
+            *log_probs(result.get(mode)),
+            verdict(result.get(f"audit {mode}")),
+            *speed(result, mode),
+        ]
+        for mode in SPEED
+        for result in results()
+        if result.keys() & {mode, f"audit {mode}", SPEED[mode]}
+    ]
     head = [
         "vLLM",
-        "torch",
+        "GPU",
         "mode",
         "eager",
         "CUDA graphs",
         "graphs and torch.compile",
         "yardstick",
         "within twice the yardstick",
+        "`sparrow audit`",
+        "sequences x tokens",
         "tokens/s over stock",
-        "stock, tokens/s",
     ]
     return table(head, rows)
 

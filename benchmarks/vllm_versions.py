@@ -9,6 +9,8 @@ the last line of what it said.
 - ``lossy`` and ``lossless`` are what ``vllm_check.py`` and ``lossless_check.py equal`` find: log-probs
   against transformers in float32, beside the error of transformers in the same 16 bits; greedy
   tokens against stock vLLM's. Both run eagerly, with CUDA graphs, and with ``torch.compile``.
+- ``audit``: ``sparrow audit`` on the bundled reasoner with drafts and steps that read few pages, of
+  lossless mode, of lossy mode, and of stock vLLM's own n-gram speculation.
 - ``speed``: decode steps of Qwen3-1.7B's shape with 15,000 cached tokens per sequence, in stock
   vLLM, with the published schedule, and with drafts of which 95 % are accepted, as in
   ``lossless.py``. Stock vLLM is of the same version, on the same GPU, in the same run.
@@ -21,7 +23,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,20 @@ DRAFT_TOKENS = 12
 ACCEPTANCE = 0.95
 SETTLE_S, TIMED_S = 4.0, 6.0
 VARIANTS = ("stock", "sparse", "lossless")
+PARTS = ("lossy", "lossless", "audit", "speed")
 PATIENCE_S = 540
+
+FEW_PAGES = {"top_k": [4], "bin_tokens": 2000, "page_size": 16, "dense_layers": [0]}
+"""What drafts and lossy steps of an audit read: so little that a lossy actor is found out."""
+AUDITED = (
+    "gpu_memory_utilization=0.1,kv_cache_memory_bytes=2147483648,max_model_len=1024,"
+    "max_num_seqs=256"
+)
+NGRAM = '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":4}'
+AUDIT = [
+    *("-m", "sparrow", "audit", "--model", "reasoner", "--task", "trace:lines=24"),
+    *("--precision", "bf16", "--count", "768", "--max-new-tokens", "128"),
+]
 
 LOSSY_PARTS = {"eager": "eager", "graphs": "sparse", "compiled": "compiled"}
 LOSSLESS_PARTS = {
@@ -102,14 +117,37 @@ def lossless_findings(result: Mapping[str, Any]) -> dict[str, Any]:
     found["greedy"] = result.get("greedy tokens before the first that is not stock's")
     gaps = [parting["gap"] for parting in result.get("partings from stock", [])]
     found["widest gap where greedy tokens part"] = max(gaps, default=0.0)
-    counters = result.get("counters", {})
-    found["drafted"] = counters.get("drafted")
-    found["accepted"] = counters.get("accepted")
+    drafts = result.get("counters", {}).get("drafts", {})
+    found["drafted"] = drafts.get("drafted")
+    found["accepted"] = drafts.get("accepted")
     return found
 
 
-def child(arguments: list[str], log: Path) -> str | None:
-    """Run a process, and return why it failed, None if it did not."""
+def audit_findings(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The verdict of ``sparrow audit``, its smallest p-value, and what it would have seen."""
+    findings = result.get("findings", [])
+    return {
+        "status": result.get("status"),
+        "p": min((each["corrected"] for each in findings), default=None),
+        "detectable share of tokens": result.get("detectable"),
+        "tokens": result.get("tokens"),
+        "drafts": result.get("counters", {}).get("drafts", {}).get("drafted"),
+        "engine": result.get("engine"),
+    }
+
+
+def audits(schedule: str) -> dict[str, list[str]]:
+    """The arguments of each audit."""
+    ours = ["--engine", f"vllm:{AUDITED}"]
+    return {
+        "audit lossless": [*AUDIT, *ours, "--mode", "lossless", "--draft-schedule", schedule],
+        "audit lossy": [*AUDIT, *ours, "--schedule", schedule],
+        "audit ngram": [*AUDIT, "--engine", f"stock:{AUDITED},speculative_config={NGRAM}"],
+    }
+
+
+def child(arguments: list[str], log: Path, allowed: Sequence[int]) -> str | None:
+    """Run a process, and return why it failed, None if its exit status is allowed."""
     with log.open("w") as output:
         try:
             code = subprocess.run(
@@ -121,7 +159,7 @@ def child(arguments: list[str], log: Path) -> str | None:
             ).returncode
         except subprocess.TimeoutExpired:
             return f"not done after {PATIENCE_S} s"
-    if code == 0:
+    if code in allowed:
         return None
     lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
     return lines[-1][-300:] if lines else f"exit status {code}"
@@ -133,12 +171,17 @@ def part(
     arguments: list[str],
     condense: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     out: Path,
+    allowed: Sequence[int] = (0,),
 ) -> None:
-    """Run one part of the measurement and add what it found to ``result``, which is written."""
+    """Run one part of the measurement and add what it found to ``result``, which is written.
+
+    Args:
+        allowed: exit statuses that are no failure; an audit that finds a bias ends with 1.
+    """
     log = out.with_name(f"{out.stem}_{name.replace(' ', '_')}.log")
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "part.json"
-        failure = child([*arguments, "--out", str(written)], log)
+        failure = child([*arguments, "--out", str(written)], log, allowed)
         found = json.loads(written.read_text()) if written.exists() else {}
     result[name] = {**condense(found)}
     if failure is not None:
@@ -160,6 +203,12 @@ def measure(arguments: argparse.Namespace) -> None:
         part(result, "lossy", ["vllm_check.py"], lossy_findings, out)
     if "lossless" in arguments.parts:
         part(result, "lossless", ["lossless_check.py", "equal"], lossless_findings, out)
+    if "audit" in arguments.parts:
+        with tempfile.TemporaryDirectory() as folder:
+            schedule = Path(folder) / "schedule.json"
+            schedule.write_text(json.dumps(FEW_PAGES))
+            for name, command in audits(str(schedule)).items():
+                part(result, name, command, audit_findings, out, allowed=(0, 1))
     for variant in VARIANTS if "speed" in arguments.parts else ():
         again = [Path(__file__).name, "--variant", variant, "--batch", str(arguments.batch)]
         part(result, f"speed {variant}", again, dict, out)
@@ -167,12 +216,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument(
-        "--parts",
-        nargs="+",
-        choices=["lossy", "lossless", "speed"],
-        default=["lossy", "lossless", "speed"],
-    )
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options.add_argument("--batch", type=int, default=64, help="sequences of the speed")
     options.add_argument("--variant", choices=VARIANTS, help="time this one, in this process")
     options.add_argument("--out", type=Path, required=True, help="JSON; other parts in it are kept")
