@@ -63,12 +63,16 @@ class RunConfig:
     # one per resumption with other settings: the "step" it went on from, and what "changed", name
     # -> [before, after]
     resumed: Sequence[Row] = ()
+    # number and digest of the problems, of the data set (``train``) and by benchmark; None in runs
+    # of older versions
+    data: Row | None = None
 
     def save(self, run_dir: Path) -> None:
         record = {
             "train": self.train,
             "schedule": self.schedule.to_dict(),
             "resumed": list(self.resumed),
+            "data": self.data,
         }
         write_text(run_dir / CONFIG, json.dumps(record, indent=1))
 
@@ -87,6 +91,7 @@ class RunConfig:
             record["train"],
             SparsitySchedule.from_dict(record["schedule"]),
             record.get("resumed", ()),
+            record.get("data"),
         )
 
 
