@@ -31,7 +31,7 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.tasks import Task
 from sparrow.tasks.base import draw
 from sparrow.tasks.dataset import fingerprint, fingerprint_of
-from sparrow.tasks.prompts import check_read, prompt_of
+from sparrow.tasks.prompts import check_read, prompt_of, token_texts
 from sparrow.train import dialing
 from sparrow.train.collect import Collector
 from sparrow.train.config import TrainConfig
@@ -388,13 +388,12 @@ class Trainer:
                 self.step,
                 experience.problems[i].id,
                 experience.problems[i].prompt,
-                tokens=[
-                    str(self.tokenizer.decode([t])) for t in experience.rollouts[i].response_ids
-                ],
+                tokens=token_texts(self.tokenizer, experience.rollouts[i].response_ids),
                 acceptance=np.round(assessment.acceptances[i].lower, 4).tolist(),
                 reward=float(experience.rewards[i]),
                 finish_reason=experience.rollouts[i].finish_reason,
                 answer=experience.problems[i].answer,
+                ids=experience.rollouts[i].response_ids.tolist(),
             )
             for i in order[: self.config.logged_rollouts]
         ]
