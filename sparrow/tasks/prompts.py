@@ -258,7 +258,6 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
     would be rubbish, and a SentencePiece token would lose its space. A character of several tokens
     stands at the first of them.
     """
-    ids = list(map(int, ids))
     texts = [""] * len(ids)
     # ``ids[begin:read]`` is enough of what has been read to decode the next token in its place.
     begin, read = 0, 0

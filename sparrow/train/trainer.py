@@ -388,7 +388,7 @@ class Trainer:
                 self.step,
                 experience.problems[i].id,
                 experience.problems[i].prompt,
-                tokens=token_texts(self.tokenizer, experience.rollouts[i].response_ids),
+                tokens=token_texts(self.tokenizer, experience.rollouts[i].response_ids.tolist()),
                 acceptance=np.round(assessment.acceptances[i].lower, 4).tolist(),
                 reward=float(experience.rewards[i]),
                 finish_reason=experience.rollouts[i].finish_reason,
