@@ -48,7 +48,7 @@ class RewardError(SparrowError):
 
 
 class TrainingDiverged(SparrowError):
-    """A loss, gradient or importance ratio that is no longer usable."""
+    """Logits, a loss, a gradient or an importance ratio that are no longer usable."""
 
 
 class EngineError(SparrowError):

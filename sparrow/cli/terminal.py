@@ -48,17 +48,30 @@ class Progress:
 
 
 def step_line(metrics: dict[str, Any]) -> str:
-    """A step in a few numbers: reward, tail of acceptance, response length, speed, share of the KV
-    cache read.
+    """A step in a few numbers: reward, tail of acceptance if rollouts were sparse, response length,
+    speed, share of the KV cache read.
     """
-    bins, seconds, response = metrics["mismatch"]["bins"], metrics["seconds"], metrics["response"]
-    # Bins that few responses reach are left out: their p5 is noisy.
-    tail = min(b["lower_bound"] for b in bins if 2 * b["n_sequences"] >= bins[0]["n_sequences"])
+    seconds, response = metrics["seconds"], metrics["response"]
     speed = response["tokens"] / max(seconds["rollout"], 1e-9)
     return (
-        f"reward {metrics['reward']['mean']:.3f}  lowest p5 {tail:.3f}  length {response['mean']:.0f}  "
+        f"reward {metrics['reward']['mean']:.3f}  {_acceptance(metrics)}length {response['mean']:.0f}  "
         f"{speed:,.0f} tokens/s  KV read {metrics['kv']['read_fraction']:.0%}  {sum(seconds.values()):.1f} s"
     )
+
+
+def _acceptance(metrics: dict[str, Any]) -> str:
+    """What is known of acceptance: exactly for drafts, the lowest p5 for a sparse actor, and
+    nothing that would mean anything for dense rollouts.
+    """
+    if "drafts" in metrics and "dial" not in metrics:
+        exact = metrics["drafts"].get("acceptance")
+        return "" if exact is None else f"drafts accepted {exact:.3f}  "
+    if min(metrics["schedule"]["top_k"]) >= ALL_PAGES:
+        return ""
+    bins = metrics["mismatch"]["bins"]
+    # Bins that few responses reach are left out: their p5 is noisy.
+    tail = min(b["lower_bound"] for b in bins if 2 * b["n_sequences"] >= bins[0]["n_sequences"])
+    return f"lowest p5 {tail:.3f}  "
 
 
 def note(text: str) -> None:

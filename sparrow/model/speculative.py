@@ -27,6 +27,7 @@ from torch.nn.functional import one_hot
 from transformers import DynamicCache, PreTrainedModel
 
 from sparrow.attention.pages import tokens_at
+from sparrow.errors import TrainingDiverged
 from sparrow.model.actor import dense_steps
 
 
@@ -45,7 +46,14 @@ class Shape:
     def distribution(self, logits: Tensor) -> Tensor:
         """Float64 probabilities to sample from; at temperature 0 the likeliest token has all the
         mass.
+
+        Raises TrainingDiverged: logits are NaN or infinite (some may be -inf, but not all).
         """
+        if not torch.isfinite(logits.amax(-1)).all():  # a maximum passes NaN on
+            raise TrainingDiverged(
+                "the model's logits are not finite, so no token can be sampled; go back to weights "
+                "that are finite, or take precision fp32 if they overflow"
+            )
         if self.temperature == 0:
             return one_hot(logits.argmax(-1), logits.shape[-1]).double()
         return self.log_probs(logits).double().exp()

@@ -12,15 +12,19 @@ from sparrow.run.log import FloatArray, RunLog
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 NamedValue = tuple[str, str]
+SPARSE_BY = "--schedule or --rollout.mode lossless makes rollouts sparse"
 
 
 def summary_rows(run_dir: str | Path) -> list[NamedValue]:
-    """The closing table of a run, as (name, value): steps, reward, tail of acceptance by length
-    bin, tokens, KV read.
+    """The closing table of a run, as (name, value): steps, reward, tokens, KV read, and the tail of
+    acceptance by length bin if the rollouts were sparse, or else how to make them so.
 
     Raises ConfigError: not a run directory, a run without a finished step, or a damaged file.
     """
     log = RunLog.load(run_dir)
+    if not log.is_sparse:
+        mode = [] if log.drafting() else [("mode", f"dense; {SPARSE_BY}")]
+        return [*result_rows(log), *mode]
     tail = [
         (f"p5 at {bin_name(b.start, b.end)} tokens", describe_tail(b, log.tau)) for b in log.bins()
     ]

@@ -63,12 +63,16 @@ class RunConfig:
     # one per resumption with other settings: the "step" it went on from, and what "changed", name
     # -> [before, after]
     resumed: Sequence[Row] = ()
+    # number and digest of the problems, of the data set (``train``) and by benchmark; None in runs
+    # of older versions
+    data: Row | None = None
 
     def save(self, run_dir: Path) -> None:
         record = {
             "train": self.train,
             "schedule": self.schedule.to_dict(),
             "resumed": list(self.resumed),
+            "data": self.data,
         }
         write_text(run_dir / CONFIG, json.dumps(record, indent=1))
 
@@ -87,6 +91,7 @@ class RunConfig:
             record["train"],
             SparsitySchedule.from_dict(record["schedule"]),
             record.get("resumed", ()),
+            record.get("data"),
         )
 
 
@@ -97,18 +102,20 @@ class LoggedResponse:
     step: int
     problem: str  # its id
     prompt: str
-    tokens: Sequence[str]  # decoded one by one
+    # what each token adds to the text; a character of several tokens stands at the first of them
+    tokens: Sequence[str]
     acceptance: Sequence[float | None]  # lower bound on the acceptance rate of each token
     reward: float
     finish_reason: str
     answer: str | None = None  # the expected answer, where it is text
+    ids: Sequence[int] | None = None  # of the tokens; None in runs of older versions
 
     @classmethod
     def from_row(cls, row: Row, where: str) -> LoggedResponse:
         """Raises ConfigError: a field is missing."""
         names = [field.name for field in fields(cls)]
         if missing := [
-            name for name in names if name not in row and name != "answer"
+            name for name in names if name not in row and name not in ("answer", "ids")
         ]:  # older runs did not record it
             raise ConfigError(
                 f"{where} has no {missing[0]!r}; restore the line from a copy or remove it"

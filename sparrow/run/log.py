@@ -102,6 +102,14 @@ class RunLog:
         return Tau.chosen(self.train["tau"], self.train.get("relative_tau"))
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether samples came from a sparse actor, so that its p5 says something: neither dense
+        nor lossless.
+        """
+        mode = (self.train.get("rollout") or {}).get("mode")
+        return mode != "lossless" and not all(table.is_dense for table in self.schedules)
+
+    @property
     def bin_tokens(self) -> int:
         """Width of a length bin in tokens."""
         return self.metrics[-1]["mismatch"]["bin_tokens"]

@@ -11,6 +11,7 @@ add_generation_prompt=True)``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import random
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow.errors import ConfigError
-from sparrow.tasks.base import Problem, check_text
+from sparrow.tasks.base import Mixture, Problem, Task, check_text
 from sparrow.tasks.formats import FORMATS, Format, Question, Row
 from sparrow.tasks.judges import Judge, check_columns
 
@@ -96,19 +97,23 @@ class DatasetTask:
         self._kept: list[int] = []
         dropped: Counter[str] = Counter()
         seen: set[str] = set()
+        content = hashlib.sha256()
         for i in range(len(rows)):
             question = self._read(i)
             if question is None:
                 dropped["unusable"] += 1
                 continue
+            prompt = self._prompt(question)
             key = " ".join(question.text.casefold().split())
             if key in seen:
                 dropped["duplicate"] += 1
-            elif reason := self._unfit(self._prompt(question), max_length, tokens, max_tokens):
+            elif reason := self._unfit(prompt, max_length, tokens, max_tokens):
                 dropped[reason] += 1
             else:
                 self._kept.append(i)
+                content.update(_bytes(prompt, question.answer))
             seen.add(key)
+        self.digest = content.hexdigest()[:16]  # of the prompts and answers that are kept, in order
         if not self._kept:
             reasons = (
                 ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "it is empty"
@@ -203,6 +208,31 @@ class DatasetTask:
                 f"row {row + 1} of {self._source} {fault}; its fields are {', '.join(fields) or 'none'}; "
                 "fix or remove the row, or choose the format that fits"
             ) from error
+
+
+def _bytes(prompt: str, answer: Any) -> bytes:
+    return json.dumps([prompt, answer], default=str).encode(errors="replace")
+
+
+def fingerprint(task: Task) -> Any:
+    """What tells a task's data from others, in JSON types: the number of problems and a digest of
+    their prompts and answers in order; for a mixture, those of its parts.
+
+    None for a task whose problems have no end.
+    """
+    if isinstance(task, Mixture):
+        return [fingerprint(part) for part in task.tasks]
+    if isinstance(task, DatasetTask):
+        return {"problems": len(task), "digest": task.digest}
+    return None
+
+
+def fingerprint_of(problems: Sequence[Problem]) -> Any:
+    """The same for a list of problems."""
+    content = hashlib.sha256()
+    for problem in problems:
+        content.update(_bytes(problem.prompt, problem.answer))
+    return {"problems": len(problems), "digest": content.hexdigest()[:16]}
 
 
 def load_rows(path: str | Path) -> Sequence[Row]:

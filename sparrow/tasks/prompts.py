@@ -1,5 +1,5 @@
 """From a question to the model's token ids: chat templates, special tokens, and text that a
-tokenizer cannot read.
+tokenizer cannot read; and from ids back to text.
 """
 
 from __future__ import annotations
@@ -249,3 +249,22 @@ def unread(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
         if token != unknown:
             missing.difference_update(range(start, end))
     return len(missing) / max(count, 1)
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """The text of each token in its place: joined, they are the decoded response.
+
+    A token's text is what it adds to the text of those before it. Decoded alone, half a character
+    would be rubbish, and a SentencePiece token would lose its space. A character of several tokens
+    stands at the first of them.
+    """
+    texts = [""] * len(ids)
+    # ``ids[begin:read]`` is enough of what has been read to decode the next token in its place.
+    begin, read = 0, 0
+    for end in range(1, len(ids) + 1):
+        text = str(tokenizer.decode(ids[begin:end]))
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
+            continue  # a character whose last token is still to come
+        texts[read] = text[len(str(tokenizer.decode(ids[begin:read]))) :]
+        begin, read = read, end
+    return texts

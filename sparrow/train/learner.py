@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sparrow.errors import ConfigError
+from sparrow.errors import ConfigError, TrainingDiverged
 from sparrow.mismatch.tokens import TokenAcceptance, token_acceptance
 from sparrow.model.scoring import Batch, TokenScorer
 from sparrow.rollout import Rollout, derived_seed, split
@@ -189,6 +189,11 @@ class Learner:
             batch = [rollouts[i] for i in rows]
             tensors = Batch.of(batch, self.accelerator.device, with_top=True)
             scores = self.plain_scorer(tensors, self.config.rollout.temperature)
+            if not bool(scores.logprobs.isfinite().all()):
+                raise TrainingDiverged(
+                    "the policy's log-probs of a response are not finite; go back to the last "
+                    "checkpoint and lower the learning rate, or take optimizer.precision fp32"
+                )
             columns = (split(x.cpu().numpy(), [len(r) for r in batch]) for x in scores)
             return [
                 (

@@ -104,6 +104,28 @@ def resumed(
     return changes
 
 
+def check_data(recorded: RunConfig, given: RunConfig, run_dir: str) -> None:
+    """Refuse to go on with other problems than those that the run began with: their order depends
+    on all of them.
+
+    Raises ConfigError: the data set or a benchmark has changed. A run of an older version recorded
+    neither, and goes on unchecked.
+    """
+    if recorded.data is None or given.data is None:
+        return
+    before, now = (
+        flat({"the data set": data["train"], **data["eval"]}, ": ")
+        for data in (recorded.data, given.data)
+    )
+    if changed := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
+        name = changed[0]
+        raise ConfigError(
+            f"the run in {run_dir} cannot go on with other problems: {name} was "
+            f"{json.dumps(before.get(name))} and is {json.dumps(now.get(name))}; give the data that "
+            "it began with, or choose another run_dir"
+        )
+
+
 def describe(changes: Changes) -> str:
     """All changes on one line."""
     return ", ".join(

@@ -194,7 +194,14 @@ class Guard:
         fallen = report.p1_upper < FALLEN * self._best_p1
         self._best_p1 = max(self._best_p1, report.p1)
         self.steps_below = self.steps_below + 1 if failing or fallen else 0
-        judged = [b for b in bins if b.n_sequences >= MIN_SEQUENCES]
+        # Where samples come from all that is cached, nothing is held to tau.
+        judged = [
+            b
+            for b in bins
+            if b.n_sequences >= MIN_SEQUENCES
+            and not self._lossless
+            and _pages(now, b) < _whole(now, b.bin)
+        ]
         self._left_open = left_open(judged, self._threshold, self._top_n, "rollout.top_n")
         self._steps_open = self._steps_open + 1 if self._left_open else 0
         sparse = [b for b in failing or bins if _pages(now, b) < _whole(now, b.bin)]

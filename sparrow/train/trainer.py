@@ -30,7 +30,8 @@ from sparrow.run.directory import LoggedResponse, RunConfig, RunDir, TrainerStat
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.tasks import Task
 from sparrow.tasks.base import draw
-from sparrow.tasks.prompts import check_read, prompt_of
+from sparrow.tasks.dataset import fingerprint, fingerprint_of
+from sparrow.tasks.prompts import check_read, prompt_of, token_texts
 from sparrow.train import dialing
 from sparrow.train.collect import Collector
 from sparrow.train.config import TrainConfig
@@ -39,7 +40,7 @@ from sparrow.train.evaluation import Benchmarks, Evaluator
 from sparrow.train.experience import Assessment, Experience
 from sparrow.train.learner import Learner, Metrics, checkpointing
 from sparrow.train.ranks import Ranks, mixed_precision, sharding
-from sparrow.train.resume import describe, resumed
+from sparrow.train.resume import check_data, describe, resumed
 from sparrow.train.reward import reward_metrics
 from sparrow.train.saving import Exports, export, load_checkpoint, save_checkpoint, uninterrupted
 from sparrow.train.schedules import Movers
@@ -130,7 +131,11 @@ class Trainer:
         self._collector = Collector(config, self.tokenizer, task, self.engine, self.ranks)
         self._evaluator = Evaluator(config, self.tokenizer, benchmarks, self.engine, self.ranks)
         self._exports = Exports(config.export, self.run_dir, self.ranks)
-        recorded = RunConfig(asdict(config), schedule)
+        data = {
+            "train": fingerprint(task),
+            "eval": {name: fingerprint_of(problems) for name, problems in benchmarks.items()},
+        }
+        recorded = RunConfig(asdict(config), schedule, data=data)
         if config.resume:
             recorded = self._load(recorded)
         rollout = config.rollout
@@ -384,13 +389,12 @@ class Trainer:
                 self.step,
                 experience.problems[i].id,
                 experience.problems[i].prompt,
-                tokens=[
-                    str(self.tokenizer.decode([t])) for t in experience.rollouts[i].response_ids
-                ],
+                tokens=token_texts(self.tokenizer, experience.rollouts[i].response_ids.tolist()),
                 acceptance=np.round(assessment.acceptances[i].lower, 4).tolist(),
                 reward=float(experience.rewards[i]),
                 finish_reason=experience.rollouts[i].finish_reason,
                 answer=experience.problems[i].answer,
+                ids=experience.rollouts[i].response_ids.tolist(),
             )
             for i in order[: self.config.logged_rollouts]
         ]
@@ -415,6 +419,7 @@ class Trainer:
         self.step, folder = checkpoint
         before = RunConfig.load(self.run_dir.path)
         changes = resumed(before, self.config, given.schedule, self.step)
+        check_data(before, given, self.config.run_dir)
         if changes and self.ranks.is_main:
             log.warning(
                 "resuming %s after step %d with other settings: %s",
@@ -448,4 +453,4 @@ class Trainer:
         self.ranks.on_main("resume", lambda: self.run_dir.truncate(self.step))
         entry = [{"step": self.step, "changed": changes}] if changes else []
         settings = {**before.train, **given.train, "resume": False}
-        return RunConfig(settings, given.schedule, [*before.resumed, *entry])
+        return RunConfig(settings, given.schedule, [*before.resumed, *entry], given.data)

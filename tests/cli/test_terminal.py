@@ -9,6 +9,7 @@ import pytest
 from sparrow import __version__
 from sparrow.cli import main, terminal
 from sparrow.cli.terminal import Progress
+from sparrow.schedule import ALL_PAGES
 
 BIN = {"lower_bound": 0.91, "n_sequences": 4}
 STEP = {
@@ -16,6 +17,7 @@ STEP = {
     "mismatch": {"bins": [BIN, {"lower_bound": 0.2, "n_sequences": 1}]},
     "reward": {"mean": 0.25},
     "kv": {"read_fraction": 0.5},
+    "schedule": {"top_k": [8, 16]},
     "response": {"mean": 120.0, "tokens": 2400.0},
     "seconds": {"rollout": 2.0, "score": 0.5, "update": 1.0, "sync": 0.1},
 }
@@ -43,6 +45,15 @@ def test_a_step_is_one_line_that_is_flushed(monkeypatch):
     progress("step", {**STEP, "step": 4, "seconds": {**STEP["seconds"], "rollout": 100.0}})
     progress("score", {})
     assert pipe.flushed.splitlines()[3:] == ["step 5/12  score  0 s"]  # a long one has
+
+
+def test_a_step_speaks_of_p5_only_where_a_sparse_actor_sampled():
+    dense = {**STEP, "schedule": {"top_k": [ALL_PAGES]}}
+    assert terminal.step_line(STEP) == LINE
+    assert terminal.step_line(dense) == LINE.replace("lowest p5 0.910  ", "")
+    for known, said in (({"acceptance": 0.987}, "drafts accepted 0.987  "), ({}, "")):
+        line = terminal.step_line({**STEP, "drafts": known})
+        assert line == LINE.replace("lowest p5 0.910  ", said)
 
 
 def test_the_version_is_printed(capsys):

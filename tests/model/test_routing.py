@@ -100,8 +100,6 @@ def test_a_refused_model_is_left_as_it_was_and_refused_again(model_class, config
 def test_an_engine_that_refuses_a_model_leaves_it_unrouted():
     model = build(
         Gemma2ForCausalLM,
-        Exaone4Config,
-        Exaone4ForCausalLM,
         Gemma2Config,
         layer_types=["full_attention"] * 2,
         attn_logit_softcapping=None,
@@ -188,8 +186,6 @@ def test_attention_sinks_are_refused_by_name():
 def test_a_soft_cap_is_refused_by_name():
     model = build(
         Gemma2ForCausalLM,
-        Exaone4Config,
-        Exaone4ForCausalLM,
         Gemma2Config,
         layer_types=["full_attention"] * 2,
         attn_implementation="eager",

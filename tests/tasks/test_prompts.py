@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from sparrow.errors import ConfigError
@@ -14,6 +14,7 @@ from sparrow.tasks.prompts import (
     chat_template,
     check_read,
     encode,
+    token_texts,
     unread,
 )
 
@@ -148,3 +149,46 @@ def test_prompts_are_refused_if_half_is_unread_and_warned_of_below(caplog):
     assert "(line 2: 50%)" in warning and "<unk>" in warning
     with pytest.raises(ConfigError, match="cannot read 75% of the prompts' characters"):
         check_read(tokenizer, [lost, half])
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """One token a byte, as GPT-2 and its kin have where they know no longer one."""
+    alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def sentence_piece() -> PreTrainedTokenizerFast:
+    """Words with their space, and bytes for all else, as Llama 2 has them."""
+    known = ["<unk>", "\u2581the", "\u2581cat", "s", *(f"<0x{i:02X}>" for i in range(256))]
+    tokenizer = Tokenizer(
+        models.BPE({t: i for i, t in enumerate(known)}, [], byte_fallback=True, unk_token="<unk>")
+    )
+    space = decoders.Replace("\u2581", " ")
+    tokenizer.decoder = decoders.Sequence(
+        [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def test_a_character_of_several_tokens_stands_at_the_first():
+    tokenizer = byte_level()
+    ids = tokenizer("a\u4f60 \U0001f600!").input_ids
+    texts = ["a", "\u4f60", "", "", " ", "\U0001f600", "", "", "", "!"]
+    assert token_texts(tokenizer, ids) == texts
+    # A response may be cut off within a character, and may hold bytes that are none.
+    for cut in (ids[:3], [ids[1], ids[1], ids[0], ids[0]]):
+        texts = token_texts(tokenizer, cut)
+        assert len(texts) == len(cut) and "".join(texts) == tokenizer.decode(cut)
+
+
+def test_a_word_keeps_its_space():
+    tokenizer = sentence_piece()
+    byte = {i: 4 + i for i in range(256)}
+    ids = [1, 2, 3, *(byte[b] for b in "\u4f60".encode()), 1]
+    texts = token_texts(tokenizer, ids)
+    assert texts == ["the", " cat", "s", "\u4f60", "", "", " the"]
+    assert "".join(texts) == tokenizer.decode(ids)
+    assert token_texts(tokenizer, []) == []

@@ -40,6 +40,7 @@ class Train(TrainOptions):
         )
         from sparrow.cli.terminal import Progress, note, print_rows
         from sparrow.report import summary_rows
+        from sparrow.report.summary import SPARSE_BY
         from sparrow.run import RunDir
         from sparrow.train.trackers import check_trackers
         from sparrow.train.trainer import Trainer
@@ -59,6 +60,8 @@ class Train(TrainOptions):
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         main_process = PartialState().is_main_process
         tell: Any = note if main_process else lambda text: None
+        if decoding.mode == "dense" and not closed_loop:
+            tell(f"rollouts are dense; {SPARSE_BY}")
         tell(f"loading {self.model}")
         model, tokenizer = load_model(self.model)
         room = prompt_room(context_of(model), self.engine, self.rollout.max_new_tokens)

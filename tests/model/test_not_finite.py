@@ -1,0 +1,32 @@
+"""Logits that are not finite end in one sentence, wherever a token is to be drawn from them."""
+
+import pytest
+import torch
+
+from sparrow.decoding import Decoding
+from sparrow.engines.hf import HFEngine
+from sparrow.errors import TrainingDiverged
+from sparrow.model.speculative import Shape
+from sparrow.rollout import Sampling
+from sparrow.schedule import SparsitySchedule
+from tests.conftest import tiny_model
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("mode", ["dense", "lossless"])
+def test_an_engine_says_that_logits_are_not_finite(mode, bad, temperature):
+    model = tiny_model()
+    decoding = Decoding.lossless() if mode == "lossless" else SparsitySchedule.dense()
+    engine = HFEngine(model, decoding, eos_ids=[])
+    with torch.no_grad():
+        model.model.norm.weight.fill_(bad)
+    with pytest.raises(TrainingDiverged, match="the model's logits are not finite"):
+        engine.generate([[1, 2, 3]], Sampling(4, temperature))
+
+
+def test_tokens_may_be_ruled_out_with_minus_infinity():
+    logits = torch.tensor([[0.0, -torch.inf]])
+    assert Shape().distribution(logits).tolist() == [[1.0, 0.0]]
+    with pytest.raises(TrainingDiverged, match="not finite"):
+        Shape().distribution(torch.full((1, 2), -torch.inf))
