@@ -251,7 +251,7 @@ def unread(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
     return len(missing) / max(count, 1)
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     """The text of each token in its place: joined, they are the decoded response.
 
     A token's text is what it adds to the text of those before it. Decoded alone, half a character
