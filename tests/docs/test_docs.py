@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sparrow.cli.commands.audit import STOCK
 from sparrow.cli.loading import load_problems, load_task_spec, parse_spec
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.tasks import Mixture, Trace, build_tokenizer
@@ -93,7 +94,7 @@ def test_readme_examples_run_as_printed(mark, tmp_path):
 def test_the_command_line_page_says_what_the_commands_say():
     write_cli = runpy.run_path(str(DOCS / "write_cli.py"))
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
-    commands = ["demo", "train", "measure", "calibrate", "eval", "cost", "report"]
+    commands = ["demo", "train", "measure", "calibrate", "eval", "cost", "audit", "report"]
     assert re.findall(r"<!-- options: (\w+) -->", page) == commands
     assert "`--rollout.temperature FLOAT`" in page and "`PATH`" in page
     assert write_cli["written"](page) == page, "run python docs/write_cli.py"
@@ -118,7 +119,7 @@ def test_examples_of_every_form_of_text_are_read(monkeypatch, tmp_path):
         "a task": 3,
         "a dataset": 2,
         "a reward": 1,
-        "an engine": 5,
+        "an engine": 8,
     }
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -146,3 +147,4 @@ def test_examples_of_every_form_of_text_are_read(monkeypatch, tmp_path):
         {},
         {"gpu_memory_utilization": 0.5, "max_model_len": 4096},
     ]
+    assert all(text.startswith(STOCK) for text in forms["an engine"][5:])
