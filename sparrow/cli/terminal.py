@@ -66,7 +66,7 @@ def _acceptance(metrics: dict[str, Any]) -> str:
     if "drafts" in metrics and "dial" not in metrics:
         exact = metrics["drafts"].get("acceptance")
         return "" if exact is None else f"drafts accepted {exact:.3f}  "
-    if min(metrics["schedule"]["top_k"]) >= ALL_PAGES:
+    if set(metrics["schedule"]["top_k"]) == {"all"}:  # as a schedule writes ``ALL_PAGES``
         return ""
     bins = metrics["mismatch"]["bins"]
     # Bins that few responses reach are left out: their p5 is noisy.

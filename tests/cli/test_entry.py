@@ -402,7 +402,7 @@ def test_too_few_responses_are_refused_before_they_are_sampled(capsys, tmp_path)
         str(tmp_path / "out.json"),
     ]
     assert "19 responses give no interval of p5, at least 20 are needed; raise count" in fails(
-        capsys, "calibrate", *options
+        capsys, "calibrate", *options, code=2
     )
     assert not list(tmp_path.rglob("rollouts-*"))
 
@@ -434,7 +434,7 @@ def test_the_reward_rises_within_the_steps_of_the_demo():
 
 def test_every_command_is_in_the_module_of_its_name():
     names = {command.__name__: command.__module__ for command in get_args(COMMANDS)}
-    assert len(names) == 7 and names == {
+    assert len(names) == 8 and names == {
         name: f"sparrow.cli.commands.{name.lower()}" for name in names
     }
 

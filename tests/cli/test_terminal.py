@@ -9,7 +9,7 @@ import pytest
 from sparrow import __version__
 from sparrow.cli import main, terminal
 from sparrow.cli.terminal import Progress
-from sparrow.schedule import ALL_PAGES
+from sparrow.schedule import SparsitySchedule
 
 BIN = {"lower_bound": 0.91, "n_sequences": 4}
 STEP = {
@@ -48,7 +48,7 @@ def test_a_step_is_one_line_that_is_flushed(monkeypatch):
 
 
 def test_a_step_speaks_of_p5_only_where_a_sparse_actor_sampled():
-    dense = {**STEP, "schedule": {"top_k": [ALL_PAGES]}}
+    dense = {**STEP, "schedule": SparsitySchedule.dense().to_dict()}
     assert terminal.step_line(STEP) == LINE
     assert terminal.step_line(dense) == LINE.replace("lowest p5 0.910  ", "")
     for known, said in (({"acceptance": 0.987}, "drafts accepted 0.987  "), ({}, "")):

@@ -48,10 +48,7 @@ class Demo(Command):
         self.compare()
 
     def interrupted(self) -> str:
-        return (
-            f"interrupted; remove {self.run_dir} to start the demo again, or go on from a checkpoint, if there is one, "
-            f"with 'sparrow train --resume --run-dir {self.run_dir}'"
-        )
+        return self.training().interrupted()
 
     def training(self) -> Train:
         how = {
