@@ -401,7 +401,7 @@ def test_too_few_responses_are_refused_before_they_are_sampled(capsys, tmp_path)
         "--out",
         str(tmp_path / "out.json"),
     ]
-    assert "19 responses give no interval of p5, at least 20 are needed; raise count" in fails(
+    assert "count is 19, but must be at least 20: fewer responses give no interval" in fails(
         capsys, "calibrate", *options, code=2
     )
     assert not list(tmp_path.rglob("rollouts-*"))
