@@ -15,7 +15,8 @@ A ``"prelude"`` in any of them is code that runs before the program, such as imp
 A program in bubblewrap cannot fake its verdict. For the first two kinds this process compares
 outputs, and the expected ones never enter the sandbox. For assertions, the test code runs in a
 sandbox of its own and calls the program in another, see ``sandbox.inside.exchange``; the price is
-that objects of a program's own classes can be called, read and handed back, but not compared.
+that objects of a program's own classes can be used, but not compared, see ``sandbox.inside.remote``.
+A program passes only if it loads and a test has called it or looked something of it up.
 Limits count the program's own time, see ``OwnTime``.
 """
 

@@ -92,8 +92,8 @@ def _moved() -> str | None:
     The Python that it was made from cannot be moved: it is named in the environment's files.
     """
 
-    def hidden(path: str | Path) -> bool:
-        return any(Path(path).is_relative_to(folder) for folder in _OWN_FOLDERS)
+    def hidden(path: object) -> bool:
+        return any(Path(str(path)).is_relative_to(folder) for folder in _OWN_FOLDERS)
 
     if not Path(sys.executable).is_relative_to(sys.prefix):
         return None
