@@ -5,6 +5,8 @@ unittest and pytest would find and run them; here ``run`` does.
 
 from __future__ import annotations
 
+from importlib import import_module
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import ast
@@ -40,9 +42,7 @@ def prepare(source: str, namespace: dict[str, Any]) -> None:
 
         unittest.main = _nothing  # type: ignore[assignment]
     if "pytest" in source:
-        import pytest
-
-        pytest.main = _nothing
+        import_module("pytest").main = _nothing  # type: ignore[attr-defined]
     if "numpy" in source:
         guard_numpy()
 
@@ -55,7 +55,7 @@ def guard_numpy() -> None:
     """Let numpy's comparisons fail where they would compare no element: ``allclose([], 2.5)`` is
     true, because the one number is repeated as often as there are elements.
     """
-    import numpy
+    numpy: Any = import_module("numpy")
 
     def empty(pair: tuple[Any, ...]) -> bool:
         """Whether one side has elements and the other has none."""
