@@ -158,7 +158,7 @@ class Child:
         waited_s = time.monotonic() - began
         time_limit.spent_s += waited_s
         self._uncounted_s += waited_s
-        if not late and (self._uncounted_s < _LOOK_S / 5 or self.process.returncode is not None):
+        if not late and (self._uncounted_s < _LOOK_S or self.process.returncode is not None):
             return
         family = processes.family(self.process.pid)
         used_s = sum(process.processor_s for process in family)

@@ -75,6 +75,7 @@ class Wall:
 _SYSTEM, _CACHES = ("/bin", "/sbin", "/lib", "/lib64"), ("/etc/ld.so.cache", "/etc/alternatives")
 
 
+@cache
 def _folders() -> list[str]:
     """Where Python and the libraries of the system are."""
     installed = str(Path(sys.executable).resolve().parents[1])
@@ -85,6 +86,7 @@ _OWN_FOLDERS = ("/tmp", "/dev")  # those that bubblewrap makes anew for each san
 _MOVED = "/sandbox/python"
 
 
+@cache
 def _moved() -> str | None:
     """The virtual environment that is bound elsewhere, so that a program's own folders show nothing
     of where it is; None if it can stay.

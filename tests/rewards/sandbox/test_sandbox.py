@@ -314,7 +314,8 @@ def test_python_starts_as_ever_but_for_pth_files(mode):
     program += (
         "print(sorted(m for m in sys.modules if 'editable' in m or 'distutils' in m), sys.prefix)"
     )
-    expected = f"True {quit} {help}\n[] {sys.prefix}\n"
+    prefix = walls._place(sys.prefix) if mode == "bwrap" else sys.prefix
+    expected = f"True {quit} {help}\n[] {prefix}\n"
     judged = CodeVerifier(LIMITS, mode).judge(program, {"inputs": [""], "outputs": [expected]})
     assert judged.passed, judged.detail
 
