@@ -6,7 +6,6 @@ Shapes: T response tokens, n entries of a top-n list.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from sparrow.engines.vllm.server import VLLMServer, finished
 from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Rollout, Sampling, TopLists
 from sparrow.schedule import SparsitySchedule
+from sparrow.vllm import config
 
 
 class StockEngine(VLLMEngine):
@@ -29,7 +29,6 @@ class StockEngine(VLLMEngine):
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         try:
             from vllm import LLM
             from vllm.platforms import current_platform
@@ -38,12 +37,19 @@ class StockEngine(VLLMEngine):
                 f"the engine stock needs vLLM ({error}); pip install -e '.[vllm]' in a clone"
             ) from error
         defaults: dict[str, Any] = dict(logprobs_mode="processed_logprobs", max_logprobs=-1)
-        self.llm = LLM(model=model, **{**defaults, **options})
-        config = self.llm.llm_engine.vllm_config
-        self.context = config.model_config.max_model_len
+        # vLLM loads Sparrow's plugin here too, and it must find nothing that asks for it.
+        plain = {
+            config.MODE_ENVIRONMENT: None,
+            config.ENVIRONMENT: None,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        with config.variables(plain):
+            self.llm = LLM(model=model, **{**defaults, **options})
+        vllm_config = self.llm.llm_engine.vllm_config
+        self.context = vllm_config.model_config.max_model_len
         self.schedule = SparsitySchedule.dense()
         self._has_memory = not current_platform.is_cpu()
-        self._in_process = config.parallel_config.world_size == 1
+        self._in_process = vllm_config.parallel_config.world_size == 1
         self._asleep = False
         self._is_lossless = False
         self._described = []

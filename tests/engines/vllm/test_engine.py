@@ -16,6 +16,7 @@ from vllm import LLM, SamplingParams
 from sparrow import SparsitySchedule
 from sparrow.cli import main
 from sparrow.engines.hf import HFEngine
+from sparrow.engines.vllm.stock import StockEngine
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.rollout import Sampling
 from tests.vllm import tiny_vllm as tiny
@@ -402,6 +403,21 @@ def test_an_engine_leaves_the_environment_as_it_was(folder, monkeypatch):
         pass
     changed = {name for name, value in os.environ.items() if before.get(name) != value}
     assert not {name for name in changed if name.startswith(("SPARROW", "VLLM_ENABLE"))}
+
+
+def test_a_stock_engine_is_stock_and_leaves_the_environment_as_it_was(folder, stock, monkeypatch):
+    """Even where the environment asks every engine of vLLM to decode sparsely."""
+    monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
+    plain = StockEngine(str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
+    assert os.environ["SPARROW_SCHEDULE"] == SMALL.to_json()
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
+
+    with pytest.raises(ConfigError, match="started without a Sparrow schedule"):
+        plain.llm.collective_rpc("sparrow_describe")
+    rollouts = plain.generate(RAGGED, Sampling(48, temperature=0.0, top_n=0))
+    plain.close()
+    assert [r.response_ids.tolist() for r in rollouts] == [tokens for tokens, _ in stock]
 
 
 def test_the_trainer_runs_on_it_unchanged(tmp_path):
