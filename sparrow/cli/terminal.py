@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sparrow.schedule import ALL_PAGES
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 if TYPE_CHECKING:
     from sparrow.audit.statistics import Finding, Verdict
@@ -66,7 +66,7 @@ def _acceptance(metrics: dict[str, Any]) -> str:
     if "drafts" in metrics and "dial" not in metrics:
         exact = metrics["drafts"].get("acceptance")
         return "" if exact is None else f"drafts accepted {exact:.3f}  "
-    if set(metrics["schedule"]["top_k"]) == {"all"}:  # as a schedule writes ``ALL_PAGES``
+    if SparsitySchedule.from_dict(metrics["schedule"]).is_dense:
         return ""
     bins = metrics["mismatch"]["bins"]
     # Bins that few responses reach are left out: their p5 is noisy.

@@ -17,7 +17,7 @@ STEP = {
     "mismatch": {"bins": [BIN, {"lower_bound": 0.2, "n_sequences": 1}]},
     "reward": {"mean": 0.25},
     "kv": {"read_fraction": 0.5},
-    "schedule": {"top_k": [8, 16]},
+    "schedule": SparsitySchedule(top_k=(8, 16), bin_tokens=100).to_dict(),
     "response": {"mean": 120.0, "tokens": 2400.0},
     "seconds": {"rollout": 2.0, "score": 0.5, "update": 1.0, "sync": 0.1},
 }
