@@ -5,6 +5,7 @@ This module imports no torch, so ``--help`` is instant.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -25,6 +26,16 @@ Many = Annotated[int, Field(ge=1, le=10**6)]  # of what is held in memory, one b
 Name = Annotated[str, Field(min_length=1)]  # of a file or folder
 CountOrZero = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy's global generator takes
+
+
+def read_value(text: str) -> Any:
+    """The value of an option as a user writes it, NAME=VALUE: JSON if it can be read as that, and
+    text otherwise.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 class Settings:

@@ -6,7 +6,6 @@ A ``spec`` is a name with options, ``name:key=value,key=value``.
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import os
 import re
@@ -31,7 +30,7 @@ from sparrow.engines.base import Engine
 from sparrow.errors import ConfigError, place
 from sparrow.rewards import Limits, extract_answer, extract_code, verify_code, verify_math
 from sparrow.rewards.sandbox import Isolation
-from sparrow.settings import Count, Settings
+from sparrow.settings import Count, Settings, read_value
 from sparrow.tasks import Mixture, Problem, Task, load_dataset_task, load_task
 from sparrow.tasks.base import TASKS, check_text, draw, make_task
 from sparrow.tasks.dataset import load_rows
@@ -85,10 +84,7 @@ def _parse_options(text: str, spec: str) -> dict[str, Any]:
             )
         if key in options:
             raise ConfigError(f"the option {key!r} stands twice in {spec!r}; remove one of them")
-        try:
-            options[key] = json.loads(value)
-        except (ValueError, RecursionError):
-            options[key] = value
+        options[key] = read_value(value)
     return options
 
 

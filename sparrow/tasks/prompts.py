@@ -4,7 +4,6 @@ tokenizer cannot read; and from ids back to text.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow.errors import ConfigError
-from sparrow.settings import Settings
+from sparrow.settings import Settings, read_value
 from sparrow.tasks.base import Problem
 
 if TYPE_CHECKING:
@@ -68,10 +67,7 @@ class ChatConfig(Settings):
                 )
             if name in found:
                 raise ConfigError(f"chat.arguments sets {name!r} twice; remove one of them")
-            try:
-                found[name] = json.loads(value)
-            except (ValueError, RecursionError):
-                found[name] = value
+            found[name] = read_value(value)
         return found
 
     def read_template(self) -> str | None:
