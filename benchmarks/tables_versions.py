@@ -28,19 +28,20 @@ def gpu(result: Row) -> str:
     return next(name for name in ("H100", "H200") if name in result["machine"])
 
 
-def error(found: dict[str, float]) -> str:
-    """Mean / 99th percentile of the error of log-probs."""
-    return f"{found['mean']:.3f} / {found['p99']:.2f}"
+def error(way: dict[str, Any] | None, of: str) -> str:
+    """Mean / 99th percentile of the error of log-probs, or that the engine failed."""
+    return "failed" if way is None else f"{way[of]['mean']:.3f} / {way[of]['p99']:.2f}"
 
 
 def log_probs(found: dict[str, Any] | None) -> list[str]:
     """Errors each way an engine runs, the yardstick's, and whether all are within twice that."""
     if found is None:
         return ["", "", "", "", ""]
-    within = all(found[way]["within twice the yardstick"] for way in WAYS)
+    ways = [found[way] for way in WAYS]
+    within = all(way is not None and way["within twice the yardstick"] for way in ways)
     return [
-        *(error(found[way]["missed"]) for way in WAYS),
-        error(found["graphs"]["yardstick"]),
+        *(error(way, "missed") for way in ways),
+        error(found["graphs"], "yardstick") if found["graphs"] else "",
         "yes" if within else "no",
     ]
 
@@ -49,6 +50,8 @@ def verdict(audit: dict[str, Any] | None) -> str:
     """The verdict of an audit, its smallest p-value, and the bias that it would have seen."""
     if audit is None:
         return ""
+    if "failed" in audit:
+        return "failed"
     seen = f"{audit['detectable share of tokens']:.1%}"
     return f"{audit['status']} (p {audit['p']:.1g}; {seen} would be seen)"
 
@@ -58,6 +61,8 @@ def speed(result: Row, mode: str) -> list[str]:
     ours = result.get(SPEED[mode])
     if ours is None:
         return ["", ""]
+    if "failed" in ours:
+        return ["failed", ""]
     ratio = ours["tokens_per_s"] / result["speed stock"]["tokens_per_s"]
     return [f"{ours['batch']} x {ours['length']:,}", f"{ratio:.2f}x"]
 

@@ -3,14 +3,15 @@
     python benchmarks/vllm_versions.py --out benchmarks/results/vllm_versions/0.33.0.json
 
 Run it once with each vLLM that is to stand in the table of docs/vllm.md. Nothing is downloaded:
-models are random. Every part runs in a process of its own, and a part that fails is recorded with
-the last line of what it said.
+models are random. Each part runs in its own process. A part that fails is recorded with the last
+error that it printed.
 
-- ``lossy`` and ``lossless`` are what ``vllm_check.py`` and ``lossless_check.py equal`` find: log-probs
-  against transformers in float32, beside the error of transformers in the same 16 bits; greedy
-  tokens against stock vLLM's. Both run eagerly, with CUDA graphs, and with ``torch.compile``.
-- ``audit``: ``sparrow audit`` on the bundled reasoner with drafts and steps that read few pages, of
-  lossless mode, of lossy mode, and of stock vLLM's own n-gram speculation.
+- ``lossy`` and ``lossless`` condense what ``vllm_check.py`` and ``lossless_check.py equal`` find:
+  log-probs against transformers in float32, beside the error of transformers in the same 16 bits,
+  and greedy tokens against stock vLLM's. Both run eagerly, with CUDA graphs, and with
+  ``torch.compile``.
+- ``audit``: ``sparrow audit`` on the bundled reasoner, of lossless mode, of lossy mode, and of stock
+  vLLM's own n-gram speculation. Drafts and lossy steps read few pages.
 - ``speed``: decode steps of Qwen3-1.7B's shape with 15,000 cached tokens per sequence, in stock
   vLLM, with the published schedule, and with drafts of which 95 % are accepted, as in
   ``lossless.py``. Stock vLLM is of the same version, on the same GPU, in the same run.
@@ -35,13 +36,14 @@ LENGTH = 15_000
 DRAFT_PAGES = 61
 DRAFT_TOKENS = 12
 ACCEPTANCE = 0.95
-SETTLE_S, TIMED_S = 4.0, 6.0
+SETTLE_S = 4.0
+TIMED_S = 6.0
 VARIANTS = ("stock", "sparse", "lossless")
 PARTS = ("lossy", "lossless", "audit", "speed")
 PATIENCE_S = 540
 
 FEW_PAGES = {"top_k": [4], "bin_tokens": 2000, "page_size": 16, "dense_layers": [0]}
-"""What drafts and lossy steps of an audit read: so little that a lossy actor is found out."""
+"""The schedule of drafts and lossy steps in an audit: so sparse that a lossy actor is found out."""
 AUDITED = (
     "gpu_memory_utilization=0.1,kv_cache_memory_bytes=2147483648,max_model_len=1024,"
     "max_num_seqs=256"
@@ -58,7 +60,7 @@ LOSSLESS_PARTS = {
     "graphs": "sampled",
     "compiled": "sampled, compiled",
 }
-"""Ways to run an engine, and what the checks call their results."""
+"""The ways to run an engine, and the names of their results in the two checks."""
 
 
 def speed(variant: str, batch: int) -> dict[str, Any]:
@@ -104,14 +106,14 @@ def speed(variant: str, batch: int) -> dict[str, Any]:
 
 
 def lossy_findings(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``vllm_check.py`` found, for each way to run an engine."""
+    """Condense the result of ``vllm_check.py``, by the way an engine ran."""
     found: dict[str, Any] = {name: result.get(part) for name, part in LOSSY_PARTS.items()}
     found["dense"] = result.get("unbounded")
     return found
 
 
 def lossless_findings(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``lossless_check.py equal`` found, for each way to run an engine."""
+    """Condense the result of ``lossless_check.py equal``, by the way an engine ran."""
     found: dict[str, Any] = {name: result.get(part) for name, part in LOSSLESS_PARTS.items()}
     found["new weights"] = result.get("sampled with new weights")
     found["greedy"] = result.get("greedy tokens before the first that is not stock's")

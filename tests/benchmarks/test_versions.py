@@ -1,0 +1,79 @@
+"""The script that measures a version of vLLM, and the table that its results make."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ERRORS = {"mean": 0.0123, "p99": 0.045}
+WAY = {"missed": ERRORS, "yardstick": ERRORS, "within twice the yardstick": True}
+RESULT = {
+    "vllm": "0.33.0",
+    "machine": "NVIDIA H100 80GB HBM3",
+    "lossless": {"eager": WAY, "graphs": WAY, "compiled": WAY},
+    "audit lossless": {"status": "exact", "p": 0.4, "detectable share of tokens": 0.009},
+    "speed stock": {"tokens_per_s": 100.0},
+    "speed lossless": {"tokens_per_s": 250.0, "batch": 32, "length": 15_000},
+}
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield (
+            importlib.import_module("vllm_versions"),
+            importlib.import_module("tables_versions"),
+        )
+
+
+def row(scripts, tmp_path, monkeypatch, **changed):
+    """The cells of the only row that a result makes."""
+    tables = scripts[1]
+    (tmp_path / "0.33.0_h100.json").write_text(json.dumps({**RESULT, **changed}))
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    *_, line = tables.versions().splitlines()
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_row_has_the_errors_the_verdict_and_the_speed_over_stock(scripts, tmp_path, monkeypatch):
+    cells = row(scripts, tmp_path, monkeypatch)
+    assert cells[:3] == ["0.33.0", "H100", "lossless"]
+    assert cells[3:8] == ["0.012 / 0.04"] * 4 + ["yes"]
+    assert cells[8:] == ["exact (p 0.4; 0.9% would be seen)", "32 x 15,000", "2.50x"]
+
+
+def test_a_row_says_what_failed_and_leaves_out_what_was_not_run(scripts, tmp_path, monkeypatch):
+    crashed = {"eager": WAY, "graphs": None, "compiled": None, "failed": "RuntimeError: no"}
+    cells = row(scripts, tmp_path, monkeypatch, lossless=crashed)
+    assert cells[3:8] == ["0.012 / 0.04", "failed", "failed", "", "no"]
+
+    audit = {"status": None, "p": None, "failed": "exit status 2"}
+    assert row(scripts, tmp_path, monkeypatch, **{"audit lossless": audit})[8] == "failed"
+
+    slow = {"failed": "not done after 540 s"}
+    assert row(scripts, tmp_path, monkeypatch, **{"speed lossless": slow})[9:] == ["failed", ""]
+
+
+@pytest.mark.parametrize(
+    "code, allowed, failure",
+    [
+        ("pass", (0,), None),
+        ("raise SystemExit(1)", (0, 1), None),
+        ("raise SystemExit(2)", (0, 1), "exit status 2"),
+        ("print('begun'); raise ValueError('what')", (0,), "ValueError: what"),
+    ],
+)
+def test_a_part_fails_with_its_last_error(scripts, tmp_path, code, allowed, failure):
+    assert scripts[0].child(["-c", code], tmp_path / "log", allowed) == failure
+
+
+def test_a_part_that_fails_is_written_down_beside_the_others(scripts, tmp_path):
+    out = tmp_path / "0.33.0.json"
+    result = {"vllm": "0.33.0"}
+    scripts[0].part(result, "lossy", ["-c", "raise ValueError('what')"], dict, out)
+    written = json.loads(out.read_text())
+    assert written["lossy"] == {"failed": "ValueError: what"} and written["vllm"] == "0.33.0"
+    assert "ValueError: what" in (tmp_path / "0.33.0_lossy.log").read_text()
