@@ -106,14 +106,14 @@ def speed(variant: str, batch: int) -> dict[str, Any]:
 
 
 def lossy_findings(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Condense the result of ``vllm_check.py``, by the way an engine ran."""
+    """Condense the result of ``vllm_check.py`` for each way of running an engine."""
     found: dict[str, Any] = {name: result.get(part) for name, part in LOSSY_PARTS.items()}
     found["dense"] = result.get("unbounded")
     return found
 
 
 def lossless_findings(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Condense the result of ``lossless_check.py equal``, by the way an engine ran."""
+    """Condense the result of ``lossless_check.py equal`` for each way of running an engine."""
     found: dict[str, Any] = {name: result.get(part) for name, part in LOSSLESS_PARTS.items()}
     found["new weights"] = result.get("sampled with new weights")
     found["greedy"] = result.get("greedy tokens before the first that is not stock's")

@@ -1,4 +1,6 @@
-"""Import paths of the last release: they give the modules of today, and warn. They go with the next.
+"""Import paths of the last release, which give the modules of today and warn.
+
+They go with the next release.
 
 ``import sparrow.mode`` finds no file; a finder looks here and takes the module of the new name, so
 that a class has one identity under both names.

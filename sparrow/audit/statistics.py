@@ -1,7 +1,7 @@
 """Test whether sampled tokens follow the distributions that a dense model gave them.
 
 Let p be the dense model's distribution of the next token after what was really sampled before. Sort
-the vocabulary by p, likeliest first. With a uniform random number U of its own for each token,
+the vocabulary by p, likeliest first. With an independent uniform random number U for each token,
 
     u = P(tokens sorted before it) + U p(token)
 
@@ -52,8 +52,10 @@ LEAST_SEQUENCES = 30
 """Fewer sequences give a mean no standard error that can be trusted in its tails."""
 
 MOVED = (0.4330127, 0.4303315, 0.4299346, 0.4298850)
-"""Half the mean absolute value of each of the four polynomials: a mean of delta is that of a density
-1 + delta h(u), which has moved the share delta MOVED of all tokens to another place."""
+"""Half the mean absolute value of each of the four polynomials.
+
+A mean of delta is that of a density 1 + delta h(u), which has moved the share delta MOVED of all
+tokens to another place."""
 
 ROUNDING_RATIO = 2.0
 ROUNDING_FLOOR = 1e-4
@@ -243,8 +245,11 @@ def _tests(
 
 
 _SHARES = ("u1 (likely tokens)", "u2 (both ends)", "u3", "u4")
-_OUTSIDE, _LOG_P, _NEIGHBOURS = "outside top-k and top-p", "log p + entropy", "neighbours"
-_FIRST, _LATER = "repeated contexts, first tokens", "repeated contexts, later tokens"
+_OUTSIDE = "outside top-k and top-p"
+_LOG_P = "log p + entropy"
+_NEIGHBOURS = "neighbours"
+_FIRST = "repeated contexts, first tokens"
+_LATER = "repeated contexts, later tokens"
 _NAMES: dict[str, Unit] = {
     **dict.fromkeys(_SHARES, "share"),
     _LOG_P: "nats",
@@ -310,12 +315,12 @@ def _repeated(tokens: Tokens) -> dict[str, Floats]:
 
 
 def _earlier(*keys: Ints) -> Floats:
-    """How many earlier entries have the same keys, ``[T]``."""
+    """The number of earlier entries with the same keys, ``[T]``."""
     return _earlier_sum(_numbered(keys), np.ones(len(keys[0]), dtype=bool))
 
 
 def _earlier_sum(key: Ints, counted: Flags) -> Floats:
-    """How many earlier entries of the same key are ``counted``, ``[T]``."""
+    """The number of earlier entries with the same key that are ``counted``, ``[T]``."""
     order = np.argsort(key, kind="stable")
     before: Ints = np.cumsum(counted[order]) - counted[order]
     starts = np.flatnonzero(np.diff(key[order], prepend=key[order][:1] - 1))
@@ -340,7 +345,7 @@ def legendre(u: Floats) -> Floats:
 
 
 def places(place: Ints, sequence: Ints) -> dict[str, Flags]:
-    """Which tokens stand at each place of a draft cycle, by a name for readers.
+    """Masks of the tokens at each place of a draft cycle, by the name that readers see.
 
     A place is what its token follows, not what became of the draft there: whether a token is an
     accepted draft or a replacement depends on the token itself, and neither alone is distributed
@@ -511,7 +516,7 @@ def cells_of_lists(
     top_p: float = 1.0,
     common: float = COMMON,
 ) -> Cells:
-    """What lists of the likeliest tokens determine.
+    """Compute from lists of the likeliest tokens all that they determine.
 
     All tokens that a list leaves out become one cell. u stays uniform and log p + H of the cells
     stays zero on average; what is lost is any bias among the tokens of that cell. A truncation that

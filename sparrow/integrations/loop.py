@@ -1,4 +1,4 @@
-"""p5 in a training loop of your own on a transformers model: one call that returns scalars."""
+"""One call that measures p5 in your own training loop and returns scalars to log."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class Judge:
     def _arguments(
         self, response: str, answer: Any, prompt: str, row: Mapping[str, Any], source: str
     ) -> dict[str, Any]:
-        """What the function can be given by name."""
+        """The arguments that the function can be given by name."""
         if self.style == "verl":
             return {
                 "data_source": row.get("data_source", source),

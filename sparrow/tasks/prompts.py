@@ -29,7 +29,7 @@ _PROBE = "7 + 5"  # a question with which a chat template is tried out
 
 @dataclass(frozen=True)
 class ChatConfig(Settings):
-    """How the questions of datasets are put to a chat model (sparrow.tasks.prompts)."""
+    """The chat in which the questions of datasets are put to a model (sparrow.tasks.prompts)."""
 
     system: str | None = None  # A system prompt: the first message of every chat.
     # A file with a Jinja chat template, in place of the tokenizer's.
@@ -156,7 +156,7 @@ class ChatTemplate:
 def chat_template(
     tokenizer: PreTrainedTokenizerBase, config: ChatConfig
 ) -> Callable[[str], str] | None:
-    """What renders a question for the tokenizer's model; None if it is no chat model.
+    """A function that renders a question for the tokenizer's model; None if it is no chat model.
 
     Raises ConfigError: settings for a chat where there is no template; and as ``ChatTemplate``.
     """

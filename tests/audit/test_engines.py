@@ -22,7 +22,7 @@ DRAFTS = Decoding.lossless(
     SparsitySchedule.fixed(3, page_size=4, recent_pages=1, dense_layers=()), draft_tokens=3
 )
 SEQUENCES, LENGTH = 512, 24
-"""About 12,000 tokens an arm: a bias of 3 % of the tokens is seen."""
+"""About 12,000 tokens per arm: a bias of 3 % of the tokens is seen."""
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""The audit of a real vLLM, by the model runner of GPUs; ``test_lossless.py`` runs this in a process
-of its own.
+"""The audit of a real vLLM, by the model runner of GPUs; ``test_lossless.py`` runs this in its own
+process.
 """
 
 import pytest

@@ -127,7 +127,7 @@ class Audit(DecodingOptions, FromPrompts):
         sys.exit(STATUS[audited.verdict.status])
 
     def _dense_engine(self) -> str | None:
-        """How the dense arm is made; None without one."""
+        """The engine of the dense arm; None if there is no such arm."""
         if self.dense_engine is not None:
             return None if self.dense_engine == "none" else self.dense_engine
         engine = self.engine.removeprefix(STOCK)

@@ -58,7 +58,7 @@ def guard_numpy() -> None:
     numpy: Any = import_module("numpy")
 
     def empty(pair: tuple[Any, ...]) -> bool:
-        """Whether one side has elements and the other has none."""
+        """True if one side has elements and the other has none."""
         try:
             sizes = [numpy.size(side) for side in pair]
         except Exception:  # of different lengths inside; numpy's own function says so

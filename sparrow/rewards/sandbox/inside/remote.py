@@ -89,7 +89,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class CannotCrossError(BaseException):
-    """What the tests ask for cannot be had from a program in another process.
+    """The tests ask for something that a program in another process cannot give them.
 
     It is no ``Exception``, so that no test takes it for the exception that it expects.
     """
@@ -189,7 +189,8 @@ class Remote:
         self._renew("iteration")
         if self._source is None:
             self.__dict__["_source"] = iter(self._do("iter", self))
-        items, source = self._items, self._source
+        items = self._items
+        source = self._source
         position = 0
         while True:
             if position == len(items):
