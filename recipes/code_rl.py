@@ -37,9 +37,11 @@ from sparrow.tasks import load_dataset_task
 SIGNS = {" add": " +", " subtract": " -", " multiply by": " *"}
 HEAD, TAIL = "```python\nx = int(input())", "\nprint(x)\n```"
 PAD, EOS, UNK = SPECIAL = ("<pad>", "<eos>", "<unk>")
+HOW_RUN = "\n\nThe program reads standard input and writes standard output."
 PIECES = (
     HEAD,
     TAIL,
+    HOW_RUN,
     "\nx = x",
     "take a number",
     *SIGNS,

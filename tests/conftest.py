@@ -110,6 +110,26 @@ def checkpoint(tmp_path_factory) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope="session")
+def reading_checkpoint(tmp_path_factory) -> str:
+    """The folder of a tiny random model whose tokenizer reads any text, one token for each byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    bytewise = Tokenizer(models.BPE({piece: i for i, piece in enumerate(vocabulary)}, merges=[]))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bytewise, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+    folder = tmp_path_factory.mktemp("reading")
+    model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=4096)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def fails(capsys, *argv: str, code: int = 1) -> str:
     """Why a command ends with ``code``: the last thing on stderr, in one line."""
     from sparrow.cli import main

@@ -170,13 +170,13 @@ def test_the_shrunk_run_trains_from_end_to_end(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("run", commands("train"), ids=lambda run: run[run.index("--run-dir") + 1])
 def test_every_training_runs_small_on_five_rows_of_its_data(
-    run, checkpoint, small_pages, tmp_path, monkeypatch
+    run, reading_checkpoint, small_pages, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(ROOT)
     (name,) = parse(["train", *run]).dataset
     small = shrunk(
         run,
-        checkpoint,
+        reading_checkpoint,
         small_pages,
         "--engine",
         "hf",
@@ -216,20 +216,23 @@ def test_every_training_runs_small_on_five_rows_of_its_data(
     assert ("drafts" in step) == ("lossless" in run) and ("distill" in step) == any(
         "distill" in arg for arg in run
     )
-    sparse = "--schedule" in run
-    assert (step["kv"]["read_fraction"] < 1) == (sparse or "lossless" in run)
+    read = step["kv"]["read_fraction"]
+    if "lossless" in run:  # a random model rejects so many drafts that it may read more than dense
+        assert read != 1
+    else:
+        assert (read < 1) == ("--schedule" in run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands("sparrow eval"), ids=lambda c: c[-1])
 def test_every_evaluation_runs_small_on_five_rows_of_each_benchmark(
-    command, checkpoint, small_pages, tmp_path
+    command, reading_checkpoint, small_pages, tmp_path
 ):
     assert parse(["eval", *command]).max_new_tokens in (16000, 36864)
     benchmarks = [part for part in command if part in FORMATS]
     small = shrunk(
         command,
-        checkpoint,
+        reading_checkpoint,
         small_pages,
         "--engine",
         "hf",
@@ -249,12 +252,12 @@ def test_every_evaluation_runs_small_on_five_rows_of_each_benchmark(
 
 
 @pytest.mark.slow
-def test_the_calibration_runs_small_on_five_rows(checkpoint, small_pages, tmp_path):
+def test_the_calibration_runs_small_on_five_rows(reading_checkpoint, small_pages, tmp_path):
     (command,) = commands("sparrow calibrate")
     assert parse(["calibrate", *command]).max_new_tokens == 36864
     small = shrunk(
         command,
-        checkpoint,
+        reading_checkpoint,
         small_pages,
         "--engine",
         "hf",
@@ -375,12 +378,12 @@ def test_predicted_hours_are_what_the_cost_model_says():
 
 
 @pytest.mark.slow
-def test_table_2_times_every_mode_on_the_same_prompts(checkpoint, tmp_path, capsys):
+def test_table_2_times_every_mode_on_the_same_prompts(reading_checkpoint, tmp_path, capsys):
     out = tmp_path / "table2.json"
     recipe("table2").main(
         [
             "--model",
-            checkpoint,
+            reading_checkpoint,
             "--schedule",
             "fixed:1",
             "--engine",

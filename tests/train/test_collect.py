@@ -22,7 +22,6 @@ from sparrow.train.collect import Collector
 from sparrow.train.config import RewardConfig, RolloutConfig, TrainConfig
 from sparrow.train.ranks import Ranks
 from sparrow.train.reward import overlong_penalty, reward_metrics, reward_parts
-from tests.conftest import tiny_model
 from tests.train.test_trainer import EarlyWords, make_trainer, metrics_of
 
 # --- rewards ---
@@ -105,10 +104,7 @@ def test_weights_are_whole_numbers_one_for_each_task(weights):
 
 
 @pytest.mark.slow
-def test_math_and_code_train_together_from_the_command_line(tmp_path, capsys):
-    tokenizer = build_tokenizer()
-    tiny_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+def test_math_and_code_train_together_from_the_command_line(reading_checkpoint, tmp_path, capsys):
     (tmp_path / "sums.jsonl").write_text(
         "".join(
             json.dumps({"question": f"{i} + 1 ?", "answer": str(i + 1)}) + "\n" for i in range(8)
@@ -130,7 +126,7 @@ def test_math_and_code_train_together_from_the_command_line(tmp_path, capsys):
     command = [
         "train",
         "--model",
-        str(tmp_path / "model"),
+        reading_checkpoint,
         "--run-dir",
         str(tmp_path / "run"),
         *sizes,

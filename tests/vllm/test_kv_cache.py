@@ -156,23 +156,25 @@ def test_new_weights_need_no_new_scales_in_int8(tmp_path, folder):
 
 def test_on_a_gpu_int8_needs_nothing_of_vllms_attention(monkeypatch):
     pytest.importorskip("vllm.version")
+    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     from sparrow.vllm.cuda import CudaBackend, CudaFlashBackend
 
+    asked = VllmConfig(additional_config={"sparrow": SMALL.to_dict()})
     seen = []
     stock = classmethod(
         lambda cls, head_size, dtype, kv_cache_dtype, *more, **named: seen.append(kv_cache_dtype)
     )
     monkeypatch.setattr(FlashAttentionBackend, "supports_combination", stock)
-    for backend in (CudaBackend, CudaFlashBackend):
-        assert backend.supports_kv_cache_dtype(INT8) and not backend.supports_kv_cache_dtype(
-            "fp8_per_token_head"
-        )
-        for name in (INT8, "fp8"):
-            backend.supports_combination(
-                128, torch.bfloat16, name, 16, False, False, False, False, None
-            )
+    with set_current_vllm_config(asked):
+        for backend in (CudaBackend, CudaFlashBackend):
+            assert backend.supports_kv_cache_dtype(INT8)
+            assert not backend.supports_kv_cache_dtype("fp8_per_token_head")
+            for name in (INT8, "fp8"):
+                backend.supports_combination(
+                    128, torch.bfloat16, name, 16, False, False, False, False, None
+                )
     assert not FlashAttentionBackend.supports_kv_cache_dtype(INT8) and seen == ["auto", "fp8"] * 2
 
 
