@@ -38,7 +38,7 @@ from rollout_trace import SLOTS, most_cached, responses, simulate, states
 from sparrow import SparsitySchedule
 from sparrow.decoding import Decoding, DraftWeights, acceptance_at
 from sparrow.schedule import LandmarkDtype
-from sparrow.vllm.adapt import DraftLength, tokens_per_cycle
+from sparrow.vllm.lossless.draft_length import DraftLength, tokens_per_cycle
 from sparrow.vllm.runtime import Runtime, find
 
 SETTLE, TIMED = 4, 16

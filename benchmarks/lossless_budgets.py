@@ -26,7 +26,7 @@ from rollout import Bench
 
 from sparrow import SparsitySchedule
 from sparrow.decoding import DRAFT_BUDGETS, Decoding, acceptance_at
-from sparrow.vllm.adapt import DraftLength, tokens_per_cycle
+from sparrow.vllm.lossless.draft_length import DraftLength, tokens_per_cycle
 
 STATES = {
     "qwen3-1.7b": [(64, 4096), (64, 15000), (32, 30000), (8, 30000)],

@@ -49,7 +49,7 @@ from rollout import CONTEXT, Bench
 
 from sparrow import SparsitySchedule
 from sparrow.decoding import Decoding
-from sparrow.vllm.adapt import DraftLength
+from sparrow.vllm.lossless.draft_length import DraftLength
 
 STATES = {
     "qwen3-1.7b": [(64, 320), (64, 1024), (60, 1024), (8, 1024), (1, 1024), (1, 30000)],

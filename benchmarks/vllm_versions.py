@@ -72,7 +72,7 @@ def speed(variant: str, batch: int) -> dict[str, Any]:
 
     from sparrow import SparsitySchedule
     from sparrow.decoding import Decoding
-    from sparrow.vllm.adapt import DraftLength
+    from sparrow.vllm.lossless.draft_length import DraftLength
 
     decoding = None
     if variant == "lossless":

@@ -51,8 +51,9 @@ ELSEWHERE = {
     "train/saving.py": "train/test_trainer.py",
     "vllm/": "vllm/test_plugin.py",
     "vllm/backend.py": "engines/vllm/test_engine.py",
-    "vllm/meter.py": "vllm/test_lossless_parts.py",
-    "vllm/speculator.py": "vllm/test_lossless.py",
+    "vllm/lossless/": "vllm/test_lossless.py",
+    "vllm/lossless/meter.py": "vllm/test_lossless_parts.py",
+    "vllm/lossless/setup.py": "vllm/test_lossless_parts.py",
 }
 """Where a module is tested that has no test of its path: by module or by folder, from ``sparrow/``
 and ``tests/``.

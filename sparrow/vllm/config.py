@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow.decoding import Decoding
 from sparrow.errors import ConfigError, UnsupportedModel, refuse
-from sparrow.vllm import kv_cache, lossless
+from sparrow.vllm import kv_cache
+from sparrow.vllm.lossless import setup
 
 if TYPE_CHECKING:
     from sparrow.attention import Implementation
 
-KEY = lossless.ENGINE_KEY
+KEY = setup.ENGINE_KEY
 # the entry that says which kernels decode, if not the fastest that can
 KERNELS_KEY = "sparrow_kernels"
 # these variables say how to decode, for frameworks that pass nothing to vLLM
@@ -184,9 +185,9 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
                 f"{name} has heads of {model.get_head_size()}; the decode kernels take {HEAD_DIMS}"
             )
     if is_lossless:
-        lossless.check_supported(vllm_config)
+        setup.check_supported(vllm_config)
         if decoding.draft_weights == "fp8":
-            lossless.check_draft_weights(vllm_config, on_cpu)
+            setup.check_draft_weights(vllm_config, on_cpu)
     decoding.schedule.check_model(
         model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
     )

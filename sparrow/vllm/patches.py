@@ -16,7 +16,8 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from sparrow.vllm import config, control, graphs, lossless, versions
+from sparrow.vllm import config, control, versions
+from sparrow.vllm.lossless import graphs, setup
 from sparrow.vllm.runtime import find
 
 
@@ -172,7 +173,7 @@ def _prepared_engine_arguments(stock: Any) -> Any:
         if decoding is not None:
             config.settle(self, decoding, current_platform.is_cpu())
             if decoding.mode == "lossless":
-                lossless.prepare(self, decoding, current_platform.is_cpu())
+                setup.prepare(self, decoding, current_platform.is_cpu())
         return stock(self, *args, **kwargs)
 
     return create_engine_config
@@ -195,8 +196,8 @@ def _allowing_our_speculator(stock: Any) -> Any:
 def _refusing_by_name(stock: Any) -> Any:
     @wraps(stock)
     def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
-        if lossless.is_ours(speculative_config):
-            lossless.check_request(self)
+        if setup.is_ours(speculative_config):
+            setup.check_request(self)
         stock(self, speculative_config)
 
     return _validate_spec_decode
@@ -208,7 +209,7 @@ def _our_speculator(stock: Any) -> Any:
         decoding = config.requested(vllm_config)
         if decoding is None or decoding.mode != "lossless":
             return stock(vllm_config, device, *args)
-        from sparrow.vllm.speculator import SparseSpeculator
+        from sparrow.vllm.lossless.speculator import SparseSpeculator
 
         return SparseSpeculator(vllm_config, device)
 
@@ -254,7 +255,7 @@ def _candidates_by_drafts(stock: Any) -> Any:
 
 
 def _metered_rejection_sample(stock: Any) -> Any:
-    from sparrow.vllm.verify import draw
+    from sparrow.vllm.lossless.verify import draw
 
     @wraps(stock)
     def rejection_sample(

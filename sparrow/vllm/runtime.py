@@ -73,7 +73,7 @@ class Runtime:
         )
         self.fp8_cache: Fp8Cache | None = None  # scales of an engine with an fp8 KV cache
         self.quantization: str | None = None  # how vLLM quantises the weights
-        self.meter: Any = None  # set in lossless mode; see ``sparrow.vllm.meter``
+        self.meter: Any = None  # set in lossless mode; see ``sparrow.vllm.lossless.meter``
         # What drafts may read, in multiples of the schedule; a lossy actor reads just that.
         self.budgets = decoding.draft_budgets
         self._budget = self.base_budget = self.budgets.index(1.0)

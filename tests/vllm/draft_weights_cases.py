@@ -22,7 +22,7 @@ from vllm import logger
 
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mismatch.drafts import DraftAcceptance
-from sparrow.vllm.draft_weights import DraftLinearMethod
+from sparrow.vllm.lossless.draft_weights import DraftLinearMethod
 from tests.vllm.lossless_life_cases import lose
 from tests.vllm.lossless_reference_cases import K, by_sequence, recorded_cycles
 from tests.vllm.tiny_vllm import checkpoint, on_v2, prompts

@@ -32,11 +32,10 @@ from sparrow import SparsitySchedule
 from sparrow.attention.pages import landmarks
 from sparrow.decoding import DRAFT_BUDGETS, Decoding
 from sparrow.mismatch.drafts import DraftAcceptance
-from sparrow.vllm import lossless as sparrow_in_vllm
-from sparrow.vllm import speculator
-from sparrow.vllm.adapt import DraftLength
 from sparrow.vllm.cpu import CpuImpl
-from sparrow.vllm.meter import overlap
+from sparrow.vllm.lossless import setup, speculator
+from sparrow.vllm.lossless.draft_length import DraftLength
+from sparrow.vllm.lossless.meter import overlap
 from tests.vllm.tiny_vllm import prompts
 
 topk_topp_sampler.HAS_TRITON = (
@@ -247,7 +246,7 @@ def stock(tmp_path_factory):
 def test_greedy_tokens_of_64_ragged_prompts_are_stock_vllms(stock, monkeypatch, pages):
     """With 1, 4 and 8 drafts at a time, in one engine."""
     folder, asked, expected = stock
-    monkeypatch.setattr(sparrow_in_vllm, "draft_choices", lambda decoding: (1, 4, 8))
+    monkeypatch.setattr(setup, "draft_choices", lambda decoding: (1, 4, 8))
     with engine(folder, lossless(8, adapt=True, pages=pages)) as llm:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         for k in (1, 4, 8):
@@ -269,7 +268,7 @@ class Landmarks:
     """
 
     def __init__(self, monkeypatch):
-        from sparrow.vllm.speculator import SparseSpeculator
+        from sparrow.vllm.lossless.speculator import SparseSpeculator
 
         self.worst, self.pages, self.calls = 0.0, 0, 0
         stock = SparseSpeculator.propose

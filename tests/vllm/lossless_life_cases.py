@@ -14,7 +14,7 @@ from tests.vllm import lossless_cases as cases  # isort: skip  before vLLM is im
 from vllm import logger
 
 from sparrow.rollout import Sampling
-from sparrow.vllm.adapt import DraftLength
+from sparrow.vllm.lossless.draft_length import DraftLength
 from tests.vllm.lossless_cases import (
     Landmarks,
     assert_greedy_and_dense,

@@ -8,7 +8,8 @@ import torch
 
 from sparrow.decoding import Decoding
 from sparrow.errors import ConfigError
-from sparrow.vllm import config, lossless, versions
+from sparrow.vllm import config, versions
+from sparrow.vllm.lossless import setup
 
 vllm = pytest.importorskip("vllm")
 
@@ -33,7 +34,7 @@ def arguments(**given):
 
 def prepared(decoding=None, on_cpu=True, **given):
     made = arguments(**given)
-    lossless.prepare(made, decoding or Decoding.lossless(), on_cpu)
+    setup.prepare(made, decoding or Decoding.lossless(), on_cpu)
     return made
 
 
@@ -57,7 +58,7 @@ def test_a_number_of_drafts_that_adapts_names_its_choices_and_its_scheduler():
     made = prepared(Decoding.lossless(draft_tokens=7))
     ranges = made.speculative_config["num_speculative_tokens_per_batch_size"]
     assert ranges == [(1, 1, 0), (2, 2, 2), (3, 3, 5), (4, 4, 7)]
-    assert made.scheduler_cls == "sparrow.vllm.scheduler.LosslessScheduler"
+    assert made.scheduler_cls == "sparrow.vllm.lossless.scheduler.LosslessScheduler"
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -67,7 +68,7 @@ def test_preparing_twice_changes_nothing(cuda_version, on_cpu, adapts, monkeypat
     decoding = Decoding.lossless(adapt_draft_tokens=adapts)
     made = prepared(decoding, on_cpu)
     before = dict(vars(made))
-    lossless.prepare(made, decoding, on_cpu)
+    setup.prepare(made, decoding, on_cpu)
     assert vars(made) == before
 
 
@@ -85,11 +86,9 @@ def test_on_a_gpu_the_backend_and_the_sizes_of_graphs_are_chosen(cuda_version):
 
 
 def test_the_choices_of_drafts():
-    assert lossless.draft_choices(Decoding.lossless(draft_tokens=8)) == (0, 3, 5, 8)
-    assert lossless.draft_choices(Decoding.lossless(draft_tokens=1)) == (0, 1)
-    assert lossless.draft_choices(Decoding.lossless(draft_tokens=8, adapt_draft_tokens=False)) == (
-        8,
-    )
+    assert setup.draft_choices(Decoding.lossless(draft_tokens=8)) == (0, 3, 5, 8)
+    assert setup.draft_choices(Decoding.lossless(draft_tokens=1)) == (0, 1)
+    assert setup.draft_choices(Decoding.lossless(draft_tokens=8, adapt_draft_tokens=False)) == (8,)
 
 
 def test_synthetic_acceptance_may_be_asked_for():
@@ -215,7 +214,7 @@ def test_engines_that_would_not_draft_are_refused(wrong, message):
         }
     )
     with pytest.raises(ConfigError, match=f"mode 'lossless': {message}"):
-        lossless.check_supported(made)
+        setup.check_supported(made)
 
 
 @pytest.mark.parametrize(
@@ -250,14 +249,14 @@ def test_engines_whose_weights_cannot_have_a_copy_are_refused(
         quant_config=model.pop("quant_config", None), model_config=SimpleNamespace(**model)
     )
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        lossless.check_draft_weights(made, on_cpu=False)
+        setup.check_draft_weights(made, on_cpu=False)
 
 
 def test_a_batch_invariant_engine_has_no_draft_weights(monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     model = SimpleNamespace(quantization=None, is_moe=False, dtype=torch.float32)
     with pytest.raises(ConfigError, match="unset VLLM_BATCH_INVARIANT; or leave draft_weights out"):
-        lossless.check_draft_weights(
+        setup.check_draft_weights(
             SimpleNamespace(quant_config=None, model_config=model), on_cpu=True
         )
 
@@ -323,6 +322,6 @@ def test_requests_that_drafts_do_not_serve_are_refused_by_name(name):
 
 def test_acceptance_is_counted_in_the_buckets_that_read_it():
     from sparrow.mismatch import drafts
-    from sparrow.vllm import meter
+    from sparrow.vllm.lossless import meter
 
     assert meter.BUCKETS == drafts.BUCKETS

@@ -511,7 +511,7 @@ def test_what_would_be_dense_or_wrong_is_refused_by_name(wrong, message):
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_lossless_mode_takes_fp8_caches_alone(monkeypatch, on_cpu):
-    monkeypatch.setattr("sparrow.vllm.lossless.check_supported", lambda _: None)
+    monkeypatch.setattr("sparrow.vllm.lossless.setup.check_supported", lambda _: None)
     for name in ("fp8", "fp8_e4m3", "int8_per_token_head"):
         made = vllm_config(cache_config=SimpleNamespace(cache_dtype=name))
         config.check_supported(made, Decoding.lossy(SCHEDULE), on_cpu)

@@ -29,17 +29,18 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from sparrow.errors import ConfigError
-from sparrow.vllm import config, lossless, versions
+from sparrow.vllm import config, versions
 from sparrow.vllm.backend import Step
-from sparrow.vllm.draft_weights import DraftWeights, drafting
-from sparrow.vllm.meter import Meter, Metered, Tally
+from sparrow.vllm.lossless import setup
+from sparrow.vllm.lossless.draft_weights import DraftWeights, drafting
+from sparrow.vllm.lossless.meter import Meter, Metered, Tally
 from sparrow.vllm.runtime import Runtime, find
 
 DRAFT_NOISE = 0x5DEECE66D
 """Some versions of vLLM draw a draft and the token that replaces it after rejection from the same
 noise. There, drafts get seeds of their own: if the two are not independent, the result does not
 follow the dense distribution. With ``drafter_invariant`` nothing replaces a draft, and the noise is
-the same on purpose (``sparrow.vllm.verify``)."""
+the same on purpose (``sparrow.vllm.lossless.verify``)."""
 
 
 @triton.jit
@@ -337,7 +338,7 @@ class SparseSpeculator(DraftModelSpeculator):
             scheduled: vLLM's ``SchedulerOutput`` of the step.
         """
         self.num_drafts = scheduled.num_spec_tokens_to_schedule
-        self.budget = getattr(scheduled, lossless.BUDGET, self.budget)
+        self.budget = getattr(scheduled, setup.BUDGET, self.budget)
         self.is_idle = not (self.num_drafts or scheduled.scheduled_spec_decode_tokens)
 
     @torch.inference_mode()

@@ -1,8 +1,8 @@
 """Lossless mode, before a model is loaded: what vLLM must be told, and what it cannot do.
 
 vLLM is told that the model drafts for itself (``speculative_config`` of the method
-``draft_model``); ``sparrow.vllm.speculator`` then takes the place of the speculator that would load
-a second copy of it.
+``draft_model``); ``sparrow.vllm.lossless.speculator`` then takes the place of the speculator that
+would load a second copy of it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import Any
 
 from sparrow.decoding import Decoding
 from sparrow.errors import ConfigError, refuse
-from sparrow.vllm import graphs, versions
+from sparrow.vllm import versions
+from sparrow.vllm.lossless import graphs
 
 ENGINE_KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that says how to decode
-SCHEDULER = "sparrow.vllm.scheduler.LosslessScheduler"
+SCHEDULER = "sparrow.vllm.lossless.scheduler.LosslessScheduler"
 # the attribute of vLLM's ``SchedulerOutput`` that says what the drafts of this step read
 BUDGET = "sparrow_budget"
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from sparrow.decoding import DRAFT_BUDGETS, acceptance_at
-from sparrow.vllm import adapt
-from sparrow.vllm.adapt import DraftLength, tokens_per_cycle
+from sparrow.vllm.lossless import draft_length
+from sparrow.vllm.lossless.draft_length import DraftLength, tokens_per_cycle
 
 CHOICES = (0, 4, 8)
 # Milliseconds of a dense step, of a draft and of a token verified in excess: measured shapes,
@@ -110,19 +110,19 @@ def test_one_slow_dense_step_does_not_hide_what_is_known_of_others():
     assert simulate(chooser, 100, 0.95, machine, length=1000)[0][-1] == 4
     assert chooser.choose(64, 1500) == 4
     chooser.observe(64, 1500, 0, 0.4, 0, 0)
-    assert simulate(chooser, 60, 0.95, machine, length=1500)[0].count(0) >= adapt.DENSE_ALIKE
+    assert simulate(chooser, 60, 0.95, machine, length=1500)[0].count(0) >= draft_length.DENSE_ALIKE
 
 
 def test_what_lost_is_tried_again_when_acceptance_has_changed():
     chooser = DraftLength(CHOICES)
     assert simulate(chooser, 300, 0.3, LONG)[0][-1] == 0
-    chosen, _ = simulate(chooser, 4 * adapt.TRY_AGAIN, 0.95, LONG, seed=1)
+    chosen, _ = simulate(chooser, 4 * draft_length.TRY_AGAIN, 0.95, LONG, seed=1)
     assert Counter(chosen[-100:]).most_common(1)[0][0] == 8
 
 
 def test_what_lost_is_tried_again_less_and_less_often():
     """Sequences grow to lengths that are told apart meanwhile; the count of cycles goes on."""
-    chooser, first, most = DraftLength(CHOICES), adapt.TRY_AGAIN, adapt.TRY_AGAIN_MOST
+    chooser, first, most = DraftLength(CHOICES), draft_length.TRY_AGAIN, draft_length.TRY_AGAIN_MOST
     chosen = [
         simulate(chooser, 1, 0.3, LONG, length=4000 + i / 2, seed=i)[0][0]
         for i in range(3 * most + 100)
@@ -134,7 +134,8 @@ def test_what_lost_is_tried_again_less_and_less_often():
     due = [*(first << i for i in range((most // first).bit_length())), 2 * most, 3 * most]
     assert len(begun) == len(due) + 1 and begun[0] < 20
     assert all(
-        0 <= at - cycle <= adapt.THINK_DENSE for at, cycle in zip(begun[1:], due, strict=True)
+        0 <= at - cycle <= draft_length.THINK_DENSE
+        for at, cycle in zip(begun[1:], due, strict=True)
     )
 
 
@@ -276,30 +277,30 @@ def late(chooser, steps, machine, acceptance, rows=8, length=1024, under_way=2):
 def test_what_loses_is_not_drafted_while_its_first_times_are_under_way():
     machine = dict(dense=7.3, draft=6.1, verified=0.1)
     chosen = late(DraftLength((0, 4, 8, 12)), 300, machine, 0.5)
-    assert Counter(chosen) == {0: 298, 4: adapt.TRIED}
+    assert Counter(chosen) == {0: 298, 4: draft_length.TRIED}
 
 
 def test_what_wins_is_drafted_though_its_first_times_come_late():
     chosen = late(DraftLength((0, 4, 8)), 300, LONG, 0.95)
-    assert set(chosen[-200:]) == {8} and chosen.count(0) <= adapt.DENSE_ALIKE + 8
+    assert set(chosen[-200:]) == {8} and chosen.count(0) <= draft_length.DENSE_ALIKE + 8
 
 
 def test_a_first_time_speaks_only_against_a_number():
     """The cycle after some with other drafts may seem short."""
     machine = dict(dense=4.1, draft=3.8, verified=0.15)
     chooser = DraftLength((0, 4))
-    for _ in range(adapt.DENSE_PROBES):
+    for _ in range(draft_length.DENSE_PROBES):
         chooser.observe(64, 1024, 0, cycle_time(0, **machine), 0, 0)
     for _ in range(20):
         chooser.observe(64, 1024, 4, 0.001, 61, 64, first=True)
         assert chooser.settled(64, 1024) is None and chooser.choose(64, 1024) in (0, 4)
-    for _ in range(adapt.PROBES):
+    for _ in range(draft_length.PROBES):
         chooser.observe(64, 1024, 4, cycle_time(4, **machine), 61, 64)
     assert chooser.choose(64, 1024) == 0 and chooser.settled(64, 1024) == 0
 
 
 @pytest.mark.parametrize(
-    ("scatter", "steps"), [(0.005, adapt.DENSE_ALIKE), (0.2, adapt.DENSE_PROBES)]
+    ("scatter", "steps"), [(0.005, draft_length.DENSE_ALIKE), (0.2, draft_length.DENSE_PROBES)]
 )
 def test_dense_steps_that_are_alike_are_timed_less_often(scatter, steps):
     chooser, rng, taken = DraftLength((0, 4)), np.random.default_rng(1), 0
@@ -330,7 +331,7 @@ def test_acceptance_of_a_length_not_seen_is_that_of_the_nearest():
     for length, accepted in ((1_000, 1), (30_000, 9)):
         chooser.observe(1, length, 4, 0.01, accepted * 100, 1000)
     for length, share in ((2_000, 0.1), (40_000, 0.9)):
-        accepted, judged = chooser._judged(adapt._step(length), 0)
+        accepted, judged = chooser._judged(draft_length._step(length), 0)
         assert accepted / judged == pytest.approx(share, abs=0.01)
 
 
@@ -340,8 +341,13 @@ def test_what_is_predicted_to_be_hopeless_is_never_drafted():
 
 
 def test_of_the_times_the_middle_half_counts():
-    assert adapt._typical([3.0, 1.0, 90.0, 2.0]) == 2.5 and adapt._typical([5.0]) == 5.0
-    assert adapt._typical([9.0, 1.0]) == 5.0 and adapt._typical([1.0, 3.0, 3.5, 4.0, 70.0]) == 3.5
+    assert (
+        draft_length._typical([3.0, 1.0, 90.0, 2.0]) == 2.5 and draft_length._typical([5.0]) == 5.0
+    )
+    assert (
+        draft_length._typical([9.0, 1.0]) == 5.0
+        and draft_length._typical([1.0, 3.0, 3.5, 4.0, 70.0]) == 3.5
+    )
 
 
 @pytest.mark.parametrize("acceptance", [0.95, 0.9])
@@ -389,7 +395,7 @@ def test_times_of_another_batch_follow_the_number_of_drafts_that_was_timed_first
         dict(dense=17.6, draft=4.2, verified=0.43),
     )
     assert simulate(chooser, 100, 0.95, many, rows=48, length=11_500)[0][-1] == 8
-    for _ in range(adapt.PROBES):
+    for _ in range(draft_length.PROBES):
         chooser.observe(21, 16_800, 4, cycle_time(4, **few), 76, 80)
     chosen, _ = simulate(chooser, 60, 0.95, few, rows=21, length=16_800)
     assert 8 in chosen[:2] and chosen[30:].count(8) >= 26
@@ -402,7 +408,7 @@ def test_a_smaller_batch_tries_dense_steps_though_only_drafts_were_timed_there()
     chooser = DraftLength((0, 8))
     many, few = dict(dense=7.0, draft=6.0, verified=0.1), dict(dense=4.5, draft=5.3, verified=0.1)
     assert simulate(chooser, 100, 0.99, many, rows=48, length=1000)[0][-1] == 8
-    for _ in range(adapt.PROBES):
+    for _ in range(draft_length.PROBES):
         chooser.observe(30, 1000, 8, cycle_time(8, **few), 230, 232)
     chosen, _ = simulate(chooser, 60, 0.99, few, rows=30, length=1000)
     assert chosen[30:].count(0) >= 26
@@ -416,7 +422,10 @@ def test_times_at_other_lengths_follow_those_of_dense_steps():
         machine = dict(dense=9.5 + 0.0003 * length, draft=8.6, verified=0.5)
         chosen, _ = simulate(chooser, 1, 0.9, machine, length=length, seed=length)
         drafted.append(chosen[0])
-    assert drafted[:40].count(4) >= adapt.TRIED and drafted[40:].count(4) <= 2 * adapt.PROBES
+    assert (
+        drafted[:40].count(4) >= draft_length.TRIED
+        and drafted[40:].count(4) <= 2 * draft_length.PROBES
+    )
 
 
 # --- what drafts read ---
@@ -499,7 +508,7 @@ def test_another_budget_is_taken_back_where_its_drafts_are_rejected():
     """Half as much would be faster if the rejected share grew as usual; here it grows more."""
     assert set(with_budgets(600, as_expected(0.97), **AT_4K)[1][-100:]) == {0}
     _, budgets, share = with_budgets(1500, [0.9, 0.97, 0.975], **AT_4K)
-    assert budgets.count(0) <= 6 * adapt.BUDGET_PROBES and budgets[-1] == BASE
+    assert budgets.count(0) <= 6 * draft_length.BUDGET_PROBES and budgets[-1] == BASE
     assert share > 0.98
 
 
@@ -512,7 +521,7 @@ def test_other_budgets_are_tried_with_the_settled_number_of_drafts_only():
             tried += 1
             assert drafts == chooser.settled(64, 15_000) == 8
             assert chooser.choose_budget(64, 15_000, 4) == BASE
-    assert tried == 2 * adapt.BUDGET_PROBES
+    assert tried == 2 * draft_length.BUDGET_PROBES
 
 
 def test_a_schedule_that_was_given_is_held():

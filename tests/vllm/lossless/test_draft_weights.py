@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 pytest.importorskip("vllm.version")
 
-from sparrow.vllm.draft_weights import DraftLinearMethod, drafting, quantize
+from sparrow.vllm.lossless.draft_weights import DraftLinearMethod, drafting, quantize
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -14,8 +14,9 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from sparrow.errors import ConfigError
-from sparrow.vllm import config, lossless
-from sparrow.vllm.adapt import DraftLength
+from sparrow.vllm import config
+from sparrow.vllm.lossless import setup
+from sparrow.vllm.lossless.draft_length import DraftLength
 
 LOG_EVERY = 200  # least number of cycles between two lines of the log
 # the attribute of ``SchedulerOutput`` that says what the drafts it verifies read
@@ -29,7 +30,7 @@ class LosslessScheduler(AsyncScheduler):
     each step.
 
     What these drafts read is an attribute of the step's ``SchedulerOutput``, named
-    ``lossless.BUDGET``. What was chosen can be kept, so that another engine can repeat it: with a
+    ``setup.BUDGET``. What was chosen can be kept, so that another engine can repeat it: with a
     seed, samples depend on it.
     """
 
@@ -81,7 +82,7 @@ class LosslessScheduler(AsyncScheduler):
         if self.keeps_choices:
             self._choices.append((self._drafts, self.draft_length.budgets[self._budget]))
         scheduled = super().schedule(*args, **kwargs)
-        setattr(scheduled, lossless.BUDGET, self._budget)
+        setattr(scheduled, setup.BUDGET, self._budget)
         setattr(scheduled, VERIFIED, verified)
         return scheduled
 

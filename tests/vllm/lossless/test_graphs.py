@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from sparrow.decoding import Decoding
-from sparrow.vllm import config, graphs, patches
-from sparrow.vllm.lossless import draft_choices
+from sparrow.vllm import config, patches
+from sparrow.vllm.lossless import graphs
+from sparrow.vllm.lossless.setup import draft_choices
 
 vllm = pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode  # noqa: E402

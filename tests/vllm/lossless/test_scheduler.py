@@ -12,9 +12,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from sparrow.errors import ConfigError
-from sparrow.vllm import adapt, lossless
-from sparrow.vllm import scheduler as module
-from sparrow.vllm.scheduler import LOG_EVERY, LosslessScheduler
+from sparrow.vllm.lossless import draft_length, setup
+from sparrow.vllm.lossless import scheduler as module
+from sparrow.vllm.lossless.scheduler import LOG_EVERY, LosslessScheduler
 
 CHOICES = (0, 2, 4)
 
@@ -197,10 +197,10 @@ def test_workers_are_told_what_drafts_read_and_the_scheduler_what_those_it_verif
     monkeypatch.setattr(module.DraftLength, "choose", lambda *_: 2)
     monkeypatch.setattr(module.DraftLength, "choose_budget", lambda *_: next(budgets))
     told = [scheduler.schedule() for _ in range(4)]
-    assert [getattr(each, lossless.BUDGET) for each in told] == [1, 2, 2, 0]
+    assert [getattr(each, setup.BUDGET) for each in told] == [1, 2, 2, 0]
     assert [getattr(each, module.VERIFIED) for each in told] == [1, 1, 2, 2]
     scheduler.running = []  # the last response has ended; another comes in
-    assert getattr(scheduler.schedule(), lossless.BUDGET) == 0
+    assert getattr(scheduler.schedule(), setup.BUDGET) == 0
     assert make().schedule().sparrow_budget == 0
 
 
@@ -210,9 +210,9 @@ def test_what_drafts_would_read_is_not_asked_of_dense_steps(make, monkeypatch):
     """
     scheduler = make(budgets=True)
     run(scheduler, {"a": 100})
-    scheduler.draft_length._budget_of[adapt._step(1), adapt._step(100)] = 2
+    scheduler.draft_length._budget_of[draft_length._step(1), draft_length._step(100)] = 2
     monkeypatch.setattr(module.DraftLength, "choose_budget", lambda *_: pytest.fail("asked"))
-    assert getattr(scheduler.schedule(), lossless.BUDGET) == 2
+    assert getattr(scheduler.schedule(), setup.BUDGET) == 2
 
 
 def test_the_chooser_is_asked_as_seldom_as_it_says_and_when_sequences_come_or_go(make, monkeypatch):
@@ -252,7 +252,7 @@ def chosen(scheduler, choices, monkeypatch):
     told = []
     for i in range(len(choices) + 1):
         run(scheduler, {"a": 100} if i else {})
-        budget = getattr(scheduler.schedule(), lossless.BUDGET)
+        budget = getattr(scheduler.schedule(), setup.BUDGET)
         told.append((scheduler.dynamic_sd_lookup[1], budget))
     return told
 
@@ -311,8 +311,8 @@ def test_drafts_that_an_engine_does_not_choose_among_are_not_repeated(make):
 def test_what_is_added_to_a_step_reaches_the_workers():
     """vLLM sends workers of other processes its steps pickled."""
     scheduled = SchedulerOutput.make_empty()
-    setattr(scheduled, lossless.BUDGET, 2)
-    assert getattr(pickle.loads(pickle.dumps(scheduled)), lossless.BUDGET) == 2
+    setattr(scheduled, setup.BUDGET, 2)
+    assert getattr(pickle.loads(pickle.dumps(scheduled)), setup.BUDGET) == 2
 
 
 def test_steps_that_are_not_alike_are_not_timed(make, observed):
