@@ -255,7 +255,7 @@ def _candidates_by_drafts(stock: Any) -> Any:
 
 
 def _metered_rejection_sample(stock: Any) -> Any:
-    from sparrow.vllm.lossless.verify import draw
+    from sparrow.vllm.lossless.verify import draw, runtime_of
 
     @wraps(stock)
     def rejection_sample(
@@ -274,7 +274,7 @@ def _metered_rejection_sample(stock: Any) -> Any:
         use_fp64: bool = False,
         **kwargs: Any,
     ) -> Any:
-        runtime = getattr(draft_logits, "sparrow", None)
+        runtime = runtime_of(draft_logits)
         if runtime is not None and runtime.decoding.drafter_invariant:
             sampled, num_sampled = draw(
                 target_logits,

@@ -33,9 +33,10 @@ from sparrow.attention.pages import landmarks
 from sparrow.decoding import DRAFT_BUDGETS, Decoding
 from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.vllm.cpu import CpuImpl
-from sparrow.vllm.lossless import setup, speculator
+from sparrow.vllm.lossless import plan, setup, speculator
 from sparrow.vllm.lossless.draft_length import DraftLength
 from sparrow.vllm.lossless.meter import overlap
+from sparrow.vllm.lossless.plan import DraftPlan
 from tests.vllm.tiny_vllm import prompts
 
 topk_topp_sampler.HAS_TRITON = (
@@ -424,15 +425,15 @@ def test_steps_without_drafts_pass_the_speculator_by_and_are_counted_as_if_not(
     ("drafts", "to_verify", "is_idle"), [(0, {}, True), (2, {}, False), (0, {"a": [-1]}, False)]
 )
 def test_a_step_is_idle_if_it_neither_verifies_drafts_nor_makes_any(drafts, to_verify, is_idle):
-    drafting = SimpleNamespace(budget=0)
+    drafting = SimpleNamespace(plan=DraftPlan(4, budget=0))
     scheduled = SimpleNamespace(
         num_spec_tokens_to_schedule=drafts, scheduled_spec_decode_tokens=to_verify
     )
     speculator.SparseSpeculator.begin_step(drafting, scheduled)
-    assert (drafting.is_idle, drafting.num_drafts, drafting.budget) == (is_idle, drafts, 0)
-    scheduled.sparrow_budget = 1
+    assert (drafting.is_idle, drafting.plan) == (is_idle, DraftPlan(drafts, budget=0))
+    plan.attach(scheduled, DraftPlan(drafts, budget=1), verified=DraftPlan(0, budget=0))
     speculator.SparseSpeculator.begin_step(drafting, scheduled)
-    assert drafting.budget == 1
+    assert drafting.plan == DraftPlan(drafts, budget=1)
 
 
 # --- what vLLM does around a cycle ---

@@ -15,12 +15,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from sparrow.errors import ConfigError
 from sparrow.vllm import config
-from sparrow.vllm.lossless import setup
+from sparrow.vllm.lossless import plan
 from sparrow.vllm.lossless.draft_length import DraftLength
+from sparrow.vllm.lossless.plan import DraftPlan
 
 LOG_EVERY = 200  # least number of cycles between two lines of the log
-# the attribute of ``SchedulerOutput`` that says what the drafts it verifies read
-VERIFIED = "sparrow_verified_budget"
 Choice = tuple[int, float, int]
 """A number of drafts, what they read in multiples of their schedule, and for how many steps."""
 
@@ -29,9 +28,8 @@ class LosslessScheduler(AsyncScheduler):
     """Sets the table by which vLLM looks up the number of drafts (``dynamic_sd_lookup``) before
     each step.
 
-    What these drafts read is an attribute of the step's ``SchedulerOutput``, named
-    ``setup.BUDGET``. What was chosen can be kept, so that another engine can repeat it: with a
-    seed, samples depend on it.
+    What these drafts read goes along with the step (``plan``). What was chosen can be kept, so that
+    another engine can repeat it: with a seed, samples depend on it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,16 +43,15 @@ class LosslessScheduler(AsyncScheduler):
         choices = (k for _, _, k in speculative.num_speculative_tokens_per_batch_size)
         self.draft_length = DraftLength(choices, decoding.draft_budgets)
         # The latest choice, which also holds for a step before which nothing runs.
-        self._drafts, self._budget = (
+        self._plan = DraftPlan(
             self.draft_length.choices[0],
             self.draft_length.budgets.index(1.0),
         )
-        self._rows = self._repeated = (
-            0  # for how many sequences the chooser was asked last, and steps since
-        )
+        self._rows = 0  # for how many sequences the chooser was asked last
+        self._repeated = 0  # steps since then
         self.keeps_choices = False  # for whoever calls ``take_choices``
         self._choices: list[tuple[int, float]] = []  # of each step since its last call
-        self._replayed: Iterator[tuple[int, int]] | None = None
+        self._replayed: Iterator[DraftPlan] | None = None
         rows = len(self.dynamic_sd_lookup)
         self._tables = {drafts: [drafts] * rows for drafts in self.draft_length.choices}
         # When the previous step ended, its sequences, how many drafts each of them had, and what
@@ -65,25 +62,24 @@ class LosslessScheduler(AsyncScheduler):
         self._logger = init_logger("vllm.sparrow")
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        repeats = 0 if self._drafts or self._replayed is not None else self.draft_length.repeats
-        if (
-            self._repeated < repeats and len(self.running) == self._rows
-        ):  # such steps wait for the host: do no more
-            self._repeated += 1
+        may_repeat = not self._plan.tokens and self._replayed is None
+        repeats = self.draft_length.repeats if may_repeat else 0
+        if self._repeated < repeats and len(self.running) == self._rows:
+            self._repeated += 1  # such steps wait for the host: do no more
             if self.keeps_choices:
-                self._choices.append((0, self.draft_length.budgets[self._budget]))
+                self._choices.append((0, self.draft_length.budgets[self._plan.budget]))
             return super().schedule(*args, **kwargs)
-        verified = self._budget  # what the drafts read that this step verifies
+        verified = self._plan
         if self.running:
             self._choose(len(self.running))
         if self._replayed is not None:
             self._repeat()
-        self.dynamic_sd_lookup = self._tables[self._drafts]
+        tokens, budget = self._plan
+        self.dynamic_sd_lookup = self._tables[tokens]
         if self.keeps_choices:
-            self._choices.append((self._drafts, self.draft_length.budgets[self._budget]))
+            self._choices.append((tokens, self.draft_length.budgets[budget]))
         scheduled = super().schedule(*args, **kwargs)
-        setattr(scheduled, setup.BUDGET, self._budget)
-        setattr(scheduled, VERIFIED, verified)
+        plan.attach(scheduled, self._plan, verified)
         return scheduled
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -116,7 +112,7 @@ class LosslessScheduler(AsyncScheduler):
                     f"among {self.draft_length.choices} and {budgets}; start it as the one that chose them"
                 )
         self._replayed = (
-            (drafts, budgets.index(multiple))
+            DraftPlan(drafts, budgets.index(multiple))
             for drafts, multiple, steps in choices
             for _ in range(steps)
         )
@@ -125,10 +121,9 @@ class LosslessScheduler(AsyncScheduler):
         """Choose for the next step, and where nothing is drafted for some more."""
         chooser = self.draft_length
         length = sum([request.num_computed_tokens for request in self.running]) / rows
-        self._drafts = chooser.choose(rows, length, self._repeated)
-        self._budget = (
-            chooser.choose_budget(rows, length, self._drafts) if self._drafts else chooser.budget
-        )
+        tokens = chooser.choose(rows, length, self._repeated)
+        budget = chooser.choose_budget(rows, length, tokens) if tokens else chooser.budget
+        self._plan = DraftPlan(tokens, budget)
         self._rows, self._repeated = rows, 0
 
     def _repeat(self) -> None:
@@ -141,7 +136,7 @@ class LosslessScheduler(AsyncScheduler):
                 "The drafts to repeat have ended: this run differs from the one that chose them"
             )
         else:
-            self._drafts, self._budget = choice
+            self._plan = choice
 
     def _learn(self, scheduled: Any, sampled: Any) -> None:
         """Note a step's time if its sequences all had equally many drafts and the step before had
@@ -158,16 +153,14 @@ class LosslessScheduler(AsyncScheduler):
             return
         if drafts and len(drafted) != rows:
             return
-        budget = getattr(
-            scheduled, VERIFIED, self._budget
-        )  # a step between two choices verifies nothing
+        budget = plan.verified_by(scheduled, self._plan).budget
         self._last = (now, rows, drafts, budget)
         if last is None or last[1] != rows:
             return
         # Where steps wait for the host, a dense step seems short right after drafts, which have let
         # the host run ahead, and long right before some: the host launches the next step, drafts
         # and all, before it sees this one's end.
-        if not drafts and (last[2] or self._drafts):
+        if not drafts and (last[2] or self._plan.tokens):
             return
         emitted = list(map(len, sampled))
         if min(emitted) == 0:

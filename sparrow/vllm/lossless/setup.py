@@ -16,8 +16,6 @@ from sparrow.vllm.lossless import graphs
 
 ENGINE_KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that says how to decode
 SCHEDULER = "sparrow.vllm.lossless.scheduler.LosslessScheduler"
-# the attribute of vLLM's ``SchedulerOutput`` that says what the drafts of this step read
-BUDGET = "sparrow_budget"
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:

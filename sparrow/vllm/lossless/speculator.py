@@ -31,9 +31,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from sparrow.errors import ConfigError
 from sparrow.vllm import config, versions
 from sparrow.vllm.backend import Step
-from sparrow.vllm.lossless import setup
+from sparrow.vllm.lossless import plan, verify
 from sparrow.vllm.lossless.draft_weights import DraftWeights, drafting
 from sparrow.vllm.lossless.meter import Meter, Metered, Tally
+from sparrow.vllm.lossless.plan import DraftPlan
 from sparrow.vllm.runtime import Runtime, find
 
 DRAFT_NOISE = 0x5DEECE66D
@@ -189,9 +190,8 @@ class SparseSpeculator(DraftModelSpeculator):
     """Drafts with the sparse actor; vLLM's model runner knows it as the speculator of a draft
     model.
 
-    ``num_drafts`` is how many tokens the next call of ``propose`` drafts, 0 for plain dense
-    decoding, and ``budget`` which of ``Runtime.budgets`` they read. ``is_idle`` says that the
-    present step neither verifies drafts nor makes any.
+    ``plan`` says what the next call of ``propose`` drafts, and ``is_idle`` that the present step
+    neither verifies drafts nor makes any.
     """
 
     num_query_per_req = 1
@@ -205,7 +205,8 @@ class SparseSpeculator(DraftModelSpeculator):
         super().__init__(vllm_config, device)
         decoding = config.requested(vllm_config)
         assert decoding is not None and self.draft_logits is not None
-        self.num_drafts, self.budget, self.is_idle = self.num_speculative_steps, 0, False
+        self.plan = DraftPlan(self.num_speculative_steps, budget=0)
+        self.is_idle = False
         self._invariant = decoding.drafter_invariant
         self._copies_weights = decoding.draft_weights == "fp8"
         self.draft_weights: DraftWeights | None = None
@@ -267,15 +268,18 @@ class SparseSpeculator(DraftModelSpeculator):
             Tally(runtime.schedule.bin_tokens, self.max_model_len, self.device)
             for _ in runtime.budgets
         ]
-        self.budget = runtime.base_budget
+        self.plan = self.plan._replace(budget=runtime.base_budget)
         runtime.meter = Meter(
-            drafts, self.budget, self._logits_argument == "logits_cache", self._metered(runtime)
+            drafts,
+            self.plan.budget,
+            self._logits_argument == "logits_cache",
+            self._metered(runtime),
         )
         runtime.draft_bytes = sum(
             x.nbytes for x in (self.draft_logits, self._metered_logits) if x is not None
         )
         runtime.draft_weights = self.draft_weights
-        self.draft_logits.sparrow = runtime  # where verification finds it
+        verify.register(self.draft_logits, runtime)
         # Where kernels may see smaller blocks than the scheduler, vLLM has both sizes; this is the
         # kernels'.
         self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[
@@ -331,15 +335,13 @@ class SparseSpeculator(DraftModelSpeculator):
         self._step_index.zero_()
 
     def begin_step(self, scheduled: Any) -> None:
-        """Note how many tokens to draft after a step, what they read, and whether it verifies or
-        makes any drafts.
+        """Note what to draft after a step, and whether it verifies or makes any drafts.
 
         Args:
             scheduled: vLLM's ``SchedulerOutput`` of the step.
         """
-        self.num_drafts = scheduled.num_spec_tokens_to_schedule
-        self.budget = getattr(scheduled, setup.BUDGET, self.budget)
-        self.is_idle = not (self.num_drafts or scheduled.scheduled_spec_decode_tokens)
+        self.plan = plan.drafts_after(scheduled, self.plan)
+        self.is_idle = not (self.plan.tokens or scheduled.scheduled_spec_decode_tokens)
 
     @torch.inference_mode()
     def propose(
@@ -368,10 +370,10 @@ class SparseSpeculator(DraftModelSpeculator):
             the cache yet. temperature, seeds: those of each sequence the worker holds, ``[S]``.
 
         Returns:
-            ``[B, k]`` int64, meaningful in its first ``num_drafts`` columns.
+            ``[B, k]`` int64, meaningful in as many columns as the plan has tokens.
         """
         B = input_batch.num_reqs
-        drafts = self.num_drafts
+        drafts, budget = self.plan
         if (
             dummy_run
         ):  # a draft step takes less memory than the passes that vLLM tries out before it
@@ -383,7 +385,7 @@ class SparseSpeculator(DraftModelSpeculator):
             else None
         )
         if drafts:
-            self.runtime.use_budget(self.budget)
+            self.runtime.use_budget(budget)
         buffers, S = self.input_buffers, self.max_num_reqs
         _begin_kernel[(1,)](
             input_batch.idx_mapping,

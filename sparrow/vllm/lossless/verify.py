@@ -11,13 +11,30 @@ the worker can hold; k the most drafts of a sequence; V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from sparrow.vllm import versions
+
+if TYPE_CHECKING:
+    from sparrow.vllm.runtime import Runtime
+
+# by the tensor with the logits of the drafts, which is all that vLLM gives verification
+_runtimes: Any = WeakTensorKeyDictionary()
+
+
+def register(draft_logits: Tensor, runtime: Runtime) -> None:
+    """Have drafts with these logits verified as the engine of this runtime was asked to."""
+    _runtimes[draft_logits] = runtime
+
+
+def runtime_of(draft_logits: Tensor | None) -> Runtime | None:
+    """The runtime of the speculator whose drafts have these logits, if it is Sparrow's."""
+    return None if draft_logits is None else _runtimes.get(draft_logits)
 
 
 def draw(

@@ -12,11 +12,13 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from sparrow.errors import ConfigError
-from sparrow.vllm.lossless import draft_length, setup
+from sparrow.vllm.lossless import draft_length, plan
 from sparrow.vllm.lossless import scheduler as module
+from sparrow.vllm.lossless.plan import DraftPlan
 from sparrow.vllm.lossless.scheduler import LOG_EVERY, LosslessScheduler
 
 CHOICES = (0, 2, 4)
+UNKNOWN = DraftPlan(-1, budget=-1)
 
 
 @pytest.fixture
@@ -36,7 +38,11 @@ def make(monkeypatch):
         self.running, self.requests = [], {}
 
     monkeypatch.setattr(AsyncScheduler, "__init__", init)
-    monkeypatch.setattr(AsyncScheduler, "schedule", lambda self: SimpleNamespace())
+    monkeypatch.setattr(
+        AsyncScheduler,
+        "schedule",
+        lambda self: SimpleNamespace(num_spec_tokens_to_schedule=self.dynamic_sd_lookup[1]),
+    )
     monkeypatch.setattr(AsyncScheduler, "update_from_output", lambda self, *_: None)
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
@@ -68,7 +74,7 @@ def step(scheduler, names, drafts, emitted, seconds=0.01, budget=0):
         num_scheduled_tokens=dict.fromkeys(names, drafts + 1),
         scheduled_spec_decode_tokens=dict.fromkeys(names, [-1] * drafts) if drafts else {},
     )
-    setattr(output, module.VERIFIED, budget)
+    plan.attach(output, DraftPlan(0, budget), verified=DraftPlan(drafts, budget))
     scheduler.update_from_output(
         output, SimpleNamespace(sampled_token_ids=[[5] * n for n in emitted])
     )
@@ -197,11 +203,11 @@ def test_workers_are_told_what_drafts_read_and_the_scheduler_what_those_it_verif
     monkeypatch.setattr(module.DraftLength, "choose", lambda *_: 2)
     monkeypatch.setattr(module.DraftLength, "choose_budget", lambda *_: next(budgets))
     told = [scheduler.schedule() for _ in range(4)]
-    assert [getattr(each, setup.BUDGET) for each in told] == [1, 2, 2, 0]
-    assert [getattr(each, module.VERIFIED) for each in told] == [1, 1, 2, 2]
+    assert [plan.drafts_after(each, UNKNOWN) for each in told] == [(2, b) for b in (1, 2, 2, 0)]
+    assert [plan.verified_by(each, UNKNOWN).budget for each in told] == [1, 1, 2, 2]
     scheduler.running = []  # the last response has ended; another comes in
-    assert getattr(scheduler.schedule(), setup.BUDGET) == 0
-    assert make().schedule().sparrow_budget == 0
+    assert plan.drafts_after(scheduler.schedule(), UNKNOWN).budget == 0
+    assert plan.drafts_after(make().schedule(), UNKNOWN) == (0, 0)
 
 
 def test_what_drafts_would_read_is_not_asked_of_dense_steps(make, monkeypatch):
@@ -212,7 +218,7 @@ def test_what_drafts_would_read_is_not_asked_of_dense_steps(make, monkeypatch):
     run(scheduler, {"a": 100})
     scheduler.draft_length._budget_of[draft_length._step(1), draft_length._step(100)] = 2
     monkeypatch.setattr(module.DraftLength, "choose_budget", lambda *_: pytest.fail("asked"))
-    assert getattr(scheduler.schedule(), setup.BUDGET) == 2
+    assert plan.drafts_after(scheduler.schedule(), UNKNOWN) == (0, 2)
 
 
 def test_the_chooser_is_asked_as_seldom_as_it_says_and_when_sequences_come_or_go(make, monkeypatch):
@@ -252,8 +258,7 @@ def chosen(scheduler, choices, monkeypatch):
     told = []
     for i in range(len(choices) + 1):
         run(scheduler, {"a": 100} if i else {})
-        budget = getattr(scheduler.schedule(), setup.BUDGET)
-        told.append((scheduler.dynamic_sd_lookup[1], budget))
+        told.append(plan.drafts_after(scheduler.schedule(), UNKNOWN))
     return told
 
 
@@ -311,8 +316,19 @@ def test_drafts_that_an_engine_does_not_choose_among_are_not_repeated(make):
 def test_what_is_added_to_a_step_reaches_the_workers():
     """vLLM sends workers of other processes its steps pickled."""
     scheduled = SchedulerOutput.make_empty()
-    setattr(scheduled, setup.BUDGET, 2)
-    assert getattr(pickle.loads(pickle.dumps(scheduled)), setup.BUDGET) == 2
+    scheduled.num_spec_tokens_to_schedule = 4
+    plan.attach(scheduled, DraftPlan(4, budget=2), verified=DraftPlan(3, budget=1))
+    received = pickle.loads(pickle.dumps(scheduled))
+    assert plan.drafts_after(received, UNKNOWN) == (4, 2)
+    assert plan.verified_by(received, UNKNOWN) == (3, 1)
+
+
+def test_a_step_without_a_plan_has_vllms_number_of_drafts_and_the_budget_before_it():
+    """Steps of vLLM's warm-up have none, and those that are repeated without choosing."""
+    scheduled = SchedulerOutput.make_empty()
+    scheduled.num_spec_tokens_to_schedule = 4
+    assert plan.drafts_after(scheduled, DraftPlan(8, budget=2)) == (4, 2)
+    assert plan.verified_by(scheduled, DraftPlan(8, budget=2)) == (8, 2)
 
 
 def test_steps_that_are_not_alike_are_not_timed(make, observed):
