@@ -38,7 +38,8 @@ from rollout_trace import SLOTS, most_cached, responses, simulate, states
 from sparrow import SparsitySchedule
 from sparrow.decoding import Decoding, DraftWeights, acceptance_at
 from sparrow.schedule import LandmarkDtype
-from sparrow.vllm.lossless.draft_length import DraftLength, tokens_per_cycle
+from sparrow.vllm.lossless.chooser import DraftChooser
+from sparrow.vllm.lossless.measured import tokens_per_cycle
 from sparrow.vllm.runtime import Runtime, find
 
 SETTLE, TIMED = 4, 16
@@ -125,10 +126,10 @@ def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> 
 
 def hold(bench: Bench, drafts: int) -> None:
     """Have every cycle draft so many tokens."""
-    before = scheduler(bench).draft_length
-    chooser: Any = DraftLength(before.choices, before.budgets)
+    before = scheduler(bench).chooser
+    chooser: Any = DraftChooser(before.choices, before.budgets)
     chooser.choose = lambda *_: drafts
-    scheduler(bench).draft_length = chooser
+    scheduler(bench).chooser = chooser
 
 
 def point(
@@ -150,7 +151,7 @@ def settle(bench: Bench, lengths: np.ndarray) -> int:
     """The number of drafts that is in use once this state has lasted for ``SETTLED_CYCLES`` with
     one.
     """
-    behind, chooser = np.maximum(PROMPT + 1, lengths - SETTLED), scheduler(bench).draft_length
+    behind, chooser = np.maximum(PROMPT + 1, lengths - SETTLED), scheduler(bench).chooser
     begin(bench, behind.tolist(), LOGPROBS["sampled"])
     drafts, cycles = None, 0
     while drafts is None or cycles < SETTLED_CYCLES:
@@ -171,7 +172,7 @@ def state(bench: Bench, lengths: np.ndarray, rate: float | None) -> dict[str, fl
     """
     drafts = 0
     if rate is not None:
-        drafts, chooser = settle(bench, lengths), scheduler(bench).draft_length
+        drafts, chooser = settle(bench, lengths), scheduler(bench).chooser
         hold(bench, drafts)
     grown = round(
         (SETTLE + TIMED / 2) * tokens_per_cycle(rate or 0.0, drafts)
@@ -181,7 +182,7 @@ def state(bench: Bench, lengths: np.ndarray, rate: float | None) -> dict[str, fl
     metrics = timed(bench, behind, TIMED, 0.5)
     abandon(bench, len(lengths))
     if rate is not None:
-        scheduler(bench).draft_length = chooser
+        scheduler(bench).chooser = chooser
         metrics["drafts"] = drafts
     return {"ms_per_token": len(lengths) / metrics["tokens_per_s"] * 1e3, **metrics}
 
@@ -266,7 +267,7 @@ def measure(arguments: argparse.Namespace) -> None:
             result["draft_weight_bytes"] = bench.llm.collective_rpc("sparrow_describe")[0].get(
                 "draft_weight_bytes", 0
             )
-            choices = scheduler(bench).draft_length.choices
+            choices = scheduler(bench).chooser.choices
 
         def save(part: str, **row: Any) -> None:
             result.setdefault(part, []).append(row)
@@ -309,7 +310,7 @@ def measure(arguments: argparse.Namespace) -> None:
                     measured = point(bench, batch, length, FIXED_S, speed)
                     save("points", **what, drafts=drafts, **measured)
                     speed = measured["tokens_per_s"]
-                chooser = scheduler(bench).draft_length = DraftLength(choices)
+                chooser = scheduler(bench).chooser = DraftChooser(choices)
                 measured = point(bench, batch, length, SECONDS, speed)
                 measured["settled"] = point(
                     bench, batch, length, SETTLED_S, measured["tokens_per_s"]
@@ -319,7 +320,7 @@ def measure(arguments: argparse.Namespace) -> None:
         if decoding is not None:
             bench.llm.collective_rpc("sparrow_set_schedule", args=(decoding.schedule.to_dict(),))
             rates.fill_(cases[0][1])
-            scheduler(bench).draft_length = DraftLength(choices)
+            scheduler(bench).chooser = DraftChooser(choices)
         if "trace" in parts:
             tokens, slots = responses(240), SLOTS[arguments.shape]
             spans = simulate([PROMPT] * len(tokens), tokens, slots)
@@ -341,7 +342,7 @@ def measure(arguments: argparse.Namespace) -> None:
         if "whole" in parts:
             ran = whole(bench, arguments.requests)
             if decoding is not None:
-                ran["in_use"] = scheduler(bench).draft_length.in_use()
+                ran["in_use"] = scheduler(bench).chooser.in_use()
             save("whole", rate=cases[0][1], **ran)
         if decoding is not None:
             print(json.dumps(bench.llm.collective_rpc("sparrow_acceptance")[0])[:600], flush=True)

@@ -26,7 +26,8 @@ from rollout import Bench
 
 from sparrow import SparsitySchedule
 from sparrow.decoding import DRAFT_BUDGETS, Decoding, acceptance_at
-from sparrow.vllm.lossless.draft_length import DraftLength, tokens_per_cycle
+from sparrow.vllm.lossless.chooser import DraftChooser
+from sparrow.vllm.lossless.measured import tokens_per_cycle
 
 STATES = {
     "qwen3-1.7b": [(64, 4096), (64, 15000), (32, 30000), (8, 30000)],
@@ -39,7 +40,7 @@ HELD, FOUND = (2.0,), (4.0, 4.0, 4.0, 4.0)
 TIMED_S = 2.0
 
 
-class Counted(DraftLength):
+class Counted(DraftChooser):
     """Counts cycles by their drafts and what these read, ``held`` times the draft schedule if it is
     given.
     """
@@ -97,7 +98,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(shape, "lossless", folder, lossless=decoding)
-        choices = scheduler(bench).draft_length.choices
+        choices = scheduler(bench).chooser.choices
         for batch, length in states:
             for rate in RATES:
                 for held in (*DRAFT_BUDGETS, None):
@@ -106,7 +107,7 @@ def main() -> None:
                         "sparrow_set_schedule", args=(drafts.times(multiple).to_dict(),)
                     )
                     accept(bench, acceptance_at(rate, multiple))
-                    chooser = scheduler(bench).draft_length = Counted(choices, held)
+                    chooser = scheduler(bench).chooser = Counted(choices, held)
                     for seconds in FOUND if held is None else HELD:
                         speed(bench, chooser, batch, length, rate, seconds)
                     timed = speed(bench, chooser, batch, length, rate, TIMED_S)

@@ -49,7 +49,7 @@ from rollout import CONTEXT, Bench
 
 from sparrow import SparsitySchedule
 from sparrow.decoding import Decoding
-from sparrow.vllm.lossless.draft_length import DraftLength
+from sparrow.vllm.lossless.chooser import DraftChooser
 
 STATES = {
     "qwen3-1.7b": [(64, 320), (64, 1024), (60, 1024), (8, 1024), (1, 1024), (1, 30000)],
@@ -108,7 +108,7 @@ class Engine:
     def __init__(self, bench: Bench, lossless: bool) -> None:
         self.bench, self.spent = bench, clock_parts(bench)
         # Numbers of drafts to choose from; stock vLLM has none.
-        self.choices: Sequence[int] = scheduler(bench).draft_length.choices if lossless else ()
+        self.choices: Sequence[int] = scheduler(bench).chooser.choices if lossless else ()
 
     def kv_tokens(self) -> int:
         return self.bench.kv_tokens
@@ -117,7 +117,7 @@ class Engine:
         """Start requests of ``lengths`` cached tokens; how many tokens they then have generated."""
         if self.choices:
             choices = [0] if rate is None else self.choices
-            scheduler(self.bench).draft_length = DraftLength(choices, DECODING.draft_budgets)
+            scheduler(self.bench).chooser = DraftChooser(choices, DECODING.draft_budgets)
             if rate is not None:
                 accept(self.bench, rate)
         begin(self.bench, lengths)
@@ -150,7 +150,7 @@ class Engine:
         """
         abandon(self.bench, batch)
         host_us = {part: 1e6 * self.spent[part] / self.spent["steps"] for part in PARTS}
-        cycles = dict(scheduler(self.bench).draft_length.chosen) if self.choices else {}
+        cycles = dict(scheduler(self.bench).chooser.chosen) if self.choices else {}
         return {"host_us": host_us, "cycles_by_drafts": cycles}
 
 

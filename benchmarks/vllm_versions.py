@@ -72,7 +72,7 @@ def speed(variant: str, batch: int) -> dict[str, Any]:
 
     from sparrow import SparsitySchedule
     from sparrow.decoding import Decoding
-    from sparrow.vllm.lossless.draft_length import DraftLength
+    from sparrow.vllm.lossless.chooser import DraftChooser
 
     decoding = None
     if variant == "lossless":
@@ -92,7 +92,7 @@ def speed(variant: str, batch: int) -> dict[str, Any]:
             hold(bench, 0)
         before = point(bench, batch, LENGTH, 0.0)["tokens_per_s"]
         if decoding is not None:
-            scheduler(bench).draft_length = DraftLength(scheduler(bench).draft_length.choices)
+            scheduler(bench).chooser = DraftChooser(scheduler(bench).chooser.choices)
             before = point(bench, batch, LENGTH, SETTLE_S, before)["tokens_per_s"]
         measured = point(bench, batch, LENGTH, TIMED_S, before)
 

@@ -52,6 +52,9 @@ ELSEWHERE = {
     "vllm/": "vllm/test_plugin.py",
     "vllm/backend.py": "engines/vllm/test_engine.py",
     "vllm/lossless/": "vllm/test_lossless.py",
+    "vllm/lossless/draft_budget.py": "vllm/lossless/test_chooser.py",
+    "vllm/lossless/draft_length.py": "vllm/lossless/test_chooser.py",
+    "vllm/lossless/measured.py": "vllm/lossless/test_chooser.py",
     "vllm/lossless/meter.py": "vllm/test_lossless_parts.py",
     "vllm/lossless/setup.py": "vllm/test_lossless_parts.py",
 }

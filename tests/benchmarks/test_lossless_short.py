@@ -31,7 +31,7 @@ class Bench:
         self.running = [SimpleNamespace(num_output_tokens=0) for _ in range(ROWS)]
         self.llm, self.kv_tokens = SimpleNamespace(llm_engine=self), 160_000
         self.scheduler = SimpleNamespace(
-            _last="before the pause", draft_length=SimpleNamespace(choices=[0, 4], chosen={})
+            _last="before the pause", chooser=SimpleNamespace(choices=[0, 4], chosen={})
         )
         self.served, self.since_pause, self.cleared = ROWS, 0, []
 
@@ -148,13 +148,10 @@ def test_each_state_begins_with_nothing_known(short, engines, monkeypatch, rate,
         engines, ROWS, 1024, None
     )  # without drafts, after which they are chosen again
     bench = engines["lossless"].engine.bench
-    before = bench.scheduler.draft_length
-    bench.step = lambda: (Bench.step(bench), bench.scheduler.draft_length.chosen.__setitem__(0, 5))
+    before = bench.scheduler.chooser
+    bench.step = lambda: (Bench.step(bench), bench.scheduler.chooser.chosen.__setitem__(0, 5))
     result = short.side_by_side(engines, ROWS, 1024, rate)
-    assert (
-        bench.scheduler.draft_length is not before
-        and bench.scheduler.draft_length.choices == numbers
-    )
+    assert bench.scheduler.chooser is not before and bench.scheduler.chooser.choices == numbers
     assert result["cycles_by_drafts"] == {0: 5} and getattr(bench, "rate", None) == rate
     assert not hasattr(engines["stock"].engine.bench, "rate")
 

@@ -34,7 +34,7 @@ from sparrow.decoding import DRAFT_BUDGETS, Decoding
 from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.vllm.cpu import CpuImpl
 from sparrow.vllm.lossless import plan, setup, speculator
-from sparrow.vllm.lossless.draft_length import DraftLength
+from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.meter import overlap
 from sparrow.vllm.lossless.plan import DraftPlan
 from tests.vllm.tiny_vllm import prompts
@@ -251,7 +251,7 @@ def test_greedy_tokens_of_64_ragged_prompts_are_stock_vllms(stock, monkeypatch, 
     with engine(folder, lossless(8, adapt=True, pages=pages)) as llm:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         for k in (1, 4, 8):
-            monkeypatch.setattr(DraftLength, "choose", lambda *_, k=k: k)
+            monkeypatch.setattr(DraftChooser, "choose", lambda *_, k=k: k)
             scheduler._drafts = k  # of the first step, before which nothing runs
             llm.reset_prefix_cache()
             counters(llm)
@@ -406,7 +406,7 @@ def test_steps_without_drafts_pass_the_speculator_by_and_are_counted_as_if_not(
             never = property(lambda _: False, lambda *_: None)
             monkeypatch.setattr(speculator.SparseSpeculator, "is_idle", never, raising=False)
         drafts = cycle((4, 0, 0, 0, 4, 4, 0))
-        monkeypatch.setattr(DraftLength, "choose", lambda *_, drafts=drafts: next(drafts))
+        monkeypatch.setattr(DraftChooser, "choose", lambda *_, drafts=drafts: next(drafts))
         with engine(folder, lossless(4, adapt=True, pages=4)) as llm:
             got = generate(llm, asked, 40)
             told.append((counters(llm), llm.collective_rpc("sparrow_acceptance")[0]["cycles"]))
@@ -621,7 +621,7 @@ def test_a_seeds_tokens_are_stock_vllms_whatever_drafts(tmp_path, monkeypatch):
         expected = seeded(llm, asked)
     assert len({str(tokens) for tokens in expected}) == len(SEEDED)
     turns = iter(range(10**6))
-    monkeypatch.setattr(DraftLength, "choose", lambda *_: (0, 1, 3, 4)[next(turns) % 4])
+    monkeypatch.setattr(DraftChooser, "choose", lambda *_: (0, 1, 3, 4)[next(turns) % 4])
     for decoding, options in (
         (lossless(1, pages=4, drafter_invariant=True), {}),
         (lossless(8, pages=1, drafter_invariant=True), dict(max_num_seqs=3)),
@@ -712,7 +712,7 @@ def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
     stock = speculator.gumbel_sample
     if adapts:
         turns = iter(range(10**6))
-        monkeypatch.setattr(DraftLength, "choose", lambda *_: (2, 0, 1)[next(turns) % 3])
+        monkeypatch.setattr(DraftChooser, "choose", lambda *_: (2, 0, 1)[next(turns) % 3])
     elif variant == "worst drafts":  # rejected as often as can be
         monkeypatch.setattr(
             speculator,
@@ -791,11 +791,11 @@ def test_what_drafts_read_changes_with_every_cycle(folder, model, monkeypatch):
     """
     asked = prompts(*FEW, seed=9)
     found = Landmarks(monkeypatch)
-    monkeypatch.setattr(DraftLength, "choose", lambda *_: 4)
+    monkeypatch.setattr(DraftChooser, "choose", lambda *_: 4)
 
     def run(budgets):
         turns = cycle(budgets)
-        monkeypatch.setattr(DraftLength, "choose_budget", lambda *_: next(turns))
+        monkeypatch.setattr(DraftChooser, "choose_budget", lambda *_: next(turns))
         with engine(folder, lossless(4, adapt=True, pages=6, adapt_draft_budget=True)) as llm:
             counters(llm), llm.collective_rpc("sparrow_acceptance")
             assert_greedy_and_dense(model, asked, generate(llm, asked, 40))
@@ -884,7 +884,7 @@ def test_steps_leave_nothing_to_the_garbage_collector(folder, monkeypatch, draft
     def tensors():
         return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
 
-    monkeypatch.setattr(DraftLength, "choose", lambda *_: drafts)
+    monkeypatch.setattr(DraftChooser, "choose", lambda *_: drafts)
     with engine(folder, lossless(4, adapt=True)) as llm:
         generate(llm, [[1, 2, 3]], 10, temperature=1.0)
         gc.collect()

@@ -14,7 +14,7 @@ from tests.vllm import lossless_cases as cases  # isort: skip  before vLLM is im
 from vllm import logger
 
 from sparrow.rollout import Sampling
-from sparrow.vllm.lossless.draft_length import DraftLength
+from sparrow.vllm.lossless.chooser import DraftChooser
 from tests.vllm.lossless_cases import (
     Landmarks,
     assert_greedy_and_dense,
@@ -111,10 +111,10 @@ def test_an_engine_repeats_what_another_chose_and_so_its_samples(old_and_new, mo
     for seed, replayed in ((1, False), (2, False), (3, True)):
         clock = np.random.default_rng(seed)  # stands in for it
         monkeypatch.setattr(
-            DraftLength, "choose", lambda *_, clock=clock: int(clock.choice((0, 1, 3, 4)))
+            DraftChooser, "choose", lambda *_, clock=clock: int(clock.choice((0, 1, 3, 4)))
         )
         monkeypatch.setattr(
-            DraftLength, "choose_budget", lambda *_, clock=clock: int(clock.integers(3))
+            DraftChooser, "choose_budget", lambda *_, clock=clock: int(clock.integers(3))
         )
         with engine(folder, decoding, max_num_seqs=4) as made:
             made.generate(asked[:2], sampling)  # something else was sampled before
@@ -195,7 +195,7 @@ def test_a_new_engine_repeats_samples_only_with_as_many_drafts(old_and_new, monk
     with cases.engine(folder, cases.lossless(4)) as llm:
         again = generate(llm, ASKED, **second)
     with cases.engine(folder, cases.lossless(4, adapt=True)) as llm:
-        monkeypatch.setattr(DraftLength, "choose", lambda *_: 1)
+        monkeypatch.setattr(DraftChooser, "choose", lambda *_: 1)
         other = generate(llm, ASKED, **second)
     for a, b in zip(wanted, again, strict=True):
         assert list(a.token_ids) == list(b.token_ids) and np.array_equal(

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from sparrow.errors import ConfigError
 from sparrow.vllm import config
 from sparrow.vllm.lossless import plan
-from sparrow.vllm.lossless.draft_length import DraftLength
+from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.plan import DraftPlan
 
 LOG_EVERY = 200  # least number of cycles between two lines of the log
@@ -41,19 +41,16 @@ class LosslessScheduler(AsyncScheduler):
         decoding = config.requested(self.vllm_config)
         assert decoding is not None
         choices = (k for _, _, k in speculative.num_speculative_tokens_per_batch_size)
-        self.draft_length = DraftLength(choices, decoding.draft_budgets)
+        self.chooser = DraftChooser(choices, decoding.draft_budgets)
         # The latest choice, which also holds for a step before which nothing runs.
-        self._plan = DraftPlan(
-            self.draft_length.choices[0],
-            self.draft_length.budgets.index(1.0),
-        )
+        self._plan = DraftPlan(self.chooser.choices[0], self.chooser.budgets.index(1.0))
         self._rows = 0  # for how many sequences the chooser was asked last
         self._repeated = 0  # steps since then
         self.keeps_choices = False  # for whoever calls ``take_choices``
         self._choices: list[tuple[int, float]] = []  # of each step since its last call
         self._replayed: Iterator[DraftPlan] | None = None
         rows = len(self.dynamic_sd_lookup)
-        self._tables = {drafts: [drafts] * rows for drafts in self.draft_length.choices}
+        self._tables = {drafts: [drafts] * rows for drafts in self.chooser.choices}
         # When the previous step ended, its sequences, how many drafts each of them had, and what
         # these read.
         self._last: tuple[float, int, int, int] | None = None
@@ -63,11 +60,11 @@ class LosslessScheduler(AsyncScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         may_repeat = not self._plan.tokens and self._replayed is None
-        repeats = self.draft_length.repeats if may_repeat else 0
+        repeats = self.chooser.repeats if may_repeat else 0
         if self._repeated < repeats and len(self.running) == self._rows:
             self._repeated += 1  # such steps wait for the host: do no more
             if self.keeps_choices:
-                self._choices.append((0, self.draft_length.budgets[self._plan.budget]))
+                self._choices.append((0, self.chooser.budgets[self._plan.budget]))
             return super().schedule(*args, **kwargs)
         verified = self._plan
         if self.running:
@@ -77,13 +74,13 @@ class LosslessScheduler(AsyncScheduler):
         tokens, budget = self._plan
         self.dynamic_sd_lookup = self._tables[tokens]
         if self.keeps_choices:
-            self._choices.append((tokens, self.draft_length.budgets[budget]))
+            self._choices.append((tokens, self.chooser.budgets[budget]))
         scheduled = super().schedule(*args, **kwargs)
         plan.attach(scheduled, self._plan, verified)
         return scheduled
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        if self.draft_length.is_watching:
+        if self.chooser.is_watching:
             self._learn(scheduler_output, model_runner_output.sampled_token_ids)
         else:
             self._last = None
@@ -104,12 +101,12 @@ class LosslessScheduler(AsyncScheduler):
 
         Raises ConfigError: drafts that this engine does not choose among.
         """
-        choices, budgets = list(choices), self.draft_length.budgets
+        choices, budgets = list(choices), self.chooser.budgets
         for drafts, multiple, _ in choices:
             if drafts not in self._tables or multiple not in budgets:
                 raise ConfigError(
                     f"cannot repeat {drafts} drafts that read {multiple} times their schedule: this engine chooses "
-                    f"among {self.draft_length.choices} and {budgets}; start it as the one that chose them"
+                    f"among {self.chooser.choices} and {budgets}; start it as the one that chose them"
                 )
         self._replayed = (
             DraftPlan(drafts, budgets.index(multiple))
@@ -119,11 +116,8 @@ class LosslessScheduler(AsyncScheduler):
 
     def _choose(self, rows: int) -> None:
         """Choose for the next step, and where nothing is drafted for some more."""
-        chooser = self.draft_length
         length = sum([request.num_computed_tokens for request in self.running]) / rows
-        tokens = chooser.choose(rows, length, self._repeated)
-        budget = chooser.choose_budget(rows, length, tokens) if tokens else chooser.budget
-        self._plan = DraftPlan(tokens, budget)
+        self._plan = self.chooser.plan(rows, length, self._repeated)
         self._rows, self._repeated = rows, 0
 
     def _repeat(self) -> None:
@@ -176,7 +170,7 @@ class LosslessScheduler(AsyncScheduler):
             drafts + 1
         )  # after the last of all drafts came one more token
         is_first = (last[2], last[3] if drafts else budget) != (drafts, budget)
-        self.draft_length.observe(
+        self.chooser.observe(
             rows,
             length,
             drafts,
@@ -186,10 +180,10 @@ class LosslessScheduler(AsyncScheduler):
             first=is_first,
             budget=budget,
         )
-        cycles = self.draft_length.chosen.total()
-        if cycles >= self._log_from and (in_use := self.draft_length.in_use()):
+        cycles = self.chooser.chosen.total()
+        if cycles >= self._log_from and (in_use := self.chooser.in_use()):
             self._log_from = cycles + LOG_EVERY
-            budgets = self.draft_length.budgets_in_use()
+            budgets = self.chooser.budgets_in_use()
             if self._logged != (in_use, budgets):
                 self._logged = in_use, budgets
                 read = (

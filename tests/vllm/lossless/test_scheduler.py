@@ -12,7 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from sparrow.errors import ConfigError
-from sparrow.vllm.lossless import draft_length, plan
+from sparrow.vllm.lossless import measured, plan
 from sparrow.vllm.lossless import scheduler as module
 from sparrow.vllm.lossless.plan import DraftPlan
 from sparrow.vllm.lossless.scheduler import LOG_EVERY, LosslessScheduler
@@ -84,7 +84,7 @@ def step(scheduler, names, drafts, emitted, seconds=0.01, budget=0):
 def observed(monkeypatch):
     found = []
     monkeypatch.setattr(
-        module.DraftLength,
+        module.DraftChooser,
         "observe",
         lambda self, *what, first, budget: found.append((*what, first, budget)),
     )
@@ -94,7 +94,7 @@ def observed(monkeypatch):
 @pytest.mark.parametrize("most", [1, 2, 8])
 def test_every_number_of_drafts_may_be_chosen_however_few_sequences_run(make, most):
     scheduler = make(most)
-    assert scheduler.draft_length.choices == CHOICES
+    assert scheduler.chooser.choices == CHOICES
     run(scheduler, {"a": 100})
     chosen = set()
     for _ in range(40):
@@ -160,7 +160,7 @@ def test_steps_that_the_chooser_does_not_watch_are_not_noted(make, observed):
     scheduler = make()
     run(scheduler, {"a": 100})
     for is_watching, noted in ((True, 0), (True, 1), (False, 1), (False, 1), (True, 1), (True, 2)):
-        scheduler.draft_length.is_watching = is_watching
+        scheduler.chooser.draft_length.is_watching = is_watching
         step(scheduler, ["a"], 0, [1])
         assert len(observed) == noted
     assert observed[1][3] == pytest.approx(0.01)
@@ -200,8 +200,8 @@ def test_workers_are_told_what_drafts_read_and_the_scheduler_what_those_it_verif
 ):
     scheduler, budgets = make(budgets=True), iter((1, 2, 2, 0))
     run(scheduler, {"a": 100})
-    monkeypatch.setattr(module.DraftLength, "choose", lambda *_: 2)
-    monkeypatch.setattr(module.DraftLength, "choose_budget", lambda *_: next(budgets))
+    monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: 2)
+    monkeypatch.setattr(module.DraftChooser, "choose_budget", lambda *_: next(budgets))
     told = [scheduler.schedule() for _ in range(4)]
     assert [plan.drafts_after(each, UNKNOWN) for each in told] == [(2, b) for b in (1, 2, 2, 0)]
     assert [plan.verified_by(each, UNKNOWN).budget for each in told] == [1, 1, 2, 2]
@@ -216,15 +216,15 @@ def test_what_drafts_would_read_is_not_asked_of_dense_steps(make, monkeypatch):
     """
     scheduler = make(budgets=True)
     run(scheduler, {"a": 100})
-    scheduler.draft_length._budget_of[draft_length._step(1), draft_length._step(100)] = 2
-    monkeypatch.setattr(module.DraftLength, "choose_budget", lambda *_: pytest.fail("asked"))
+    scheduler.chooser.draft_budget._in_use[measured.steps_of(1), measured.steps_of(100)] = 2
+    monkeypatch.setattr(module.DraftChooser, "choose_budget", lambda *_: pytest.fail("asked"))
     assert plan.drafts_after(scheduler.schedule(), UNKNOWN) == (0, 2)
 
 
 def test_the_chooser_is_asked_as_seldom_as_it_says_and_when_sequences_come_or_go(make, monkeypatch):
     scheduler, asked = make(), []
-    monkeypatch.setattr(scheduler.draft_length, "repeats", 3)
-    monkeypatch.setattr(module.DraftLength, "choose", lambda _, *what: asked.append(what) or 0)
+    monkeypatch.setattr(scheduler.chooser.draft_length, "repeats", 3)
+    monkeypatch.setattr(module.DraftChooser, "choose", lambda _, *what: asked.append(what) or 0)
     run(scheduler, {"a": 100, "b": 300})
     for _ in range(9):
         scheduler.schedule()
@@ -239,8 +239,8 @@ def test_the_chooser_is_asked_as_seldom_as_it_says_and_when_sequences_come_or_go
 
 def test_after_a_replay_steps_without_drafts_have_none(make, monkeypatch):
     scheduler = make()
-    monkeypatch.setattr(scheduler.draft_length, "repeats", 3)
-    monkeypatch.setattr(module.DraftLength, "choose", lambda *_: 0)
+    monkeypatch.setattr(scheduler.chooser.draft_length, "repeats", 3)
+    monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: 0)
     run(scheduler, {"a": 100})
     scheduler.replay([(0, 1.0, 1), (4, 1.0, 1)])
     told = []
@@ -253,8 +253,8 @@ def test_after_a_replay_steps_without_drafts_have_none(make, monkeypatch):
 def chosen(scheduler, choices, monkeypatch):
     """What a scheduler tells the workers in so many steps, before the first of which nothing runs."""
     numbers, budgets = (iter(column) for column in zip(*choices, strict=True))
-    monkeypatch.setattr(module.DraftLength, "choose", lambda *_: next(numbers))
-    monkeypatch.setattr(module.DraftLength, "choose_budget", lambda *_: next(budgets))
+    monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: next(numbers))
+    monkeypatch.setattr(module.DraftChooser, "choose_budget", lambda *_: next(budgets))
     told = []
     for i in range(len(choices) + 1):
         run(scheduler, {"a": 100} if i else {})
@@ -285,8 +285,8 @@ def test_steps_between_two_choices_are_kept_too(make, monkeypatch):
     scheduler = make(keeps=True)
     run(scheduler, {"a": 100})
     asked = []
-    monkeypatch.setattr(module.DraftLength, "choose", lambda *_: asked.append(1) or 0)
-    scheduler.draft_length.repeats = 3
+    monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: asked.append(1) or 0)
+    scheduler.chooser.draft_length.repeats = 3
     for _ in range(8):
         scheduler.schedule()
     assert len(asked) == 2 and scheduler.take_choices() == [(0, 1.0, 8)]
@@ -365,8 +365,8 @@ def test_the_length_of_a_step_is_that_of_the_sequences_that_are_left(make, obser
 def test_what_is_in_use_is_looked_at_seldom_and_said_once(make, monkeypatch):
     scheduler, asked, said = make(), [], []
     run(scheduler, {"a": 100})
-    in_use = module.DraftLength.in_use
-    monkeypatch.setattr(module.DraftLength, "in_use", lambda self: asked.append(1) or in_use(self))
+    in_use = module.DraftChooser.in_use
+    monkeypatch.setattr(module.DraftChooser, "in_use", lambda self: asked.append(1) or in_use(self))
     scheduler._logger = SimpleNamespace(info=lambda text, *use: said.append(use))
     for _ in range(5 * LOG_EVERY):
         scheduler.schedule()

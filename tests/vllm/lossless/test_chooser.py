@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from sparrow.decoding import DRAFT_BUDGETS, acceptance_at
-from sparrow.vllm.lossless import draft_length
-from sparrow.vllm.lossless.draft_length import DraftLength, tokens_per_cycle
+from sparrow.vllm.lossless import draft_budget, draft_length, measured
+from sparrow.vllm.lossless.chooser import DraftChooser
+from sparrow.vllm.lossless.measured import tokens_per_cycle
 
 CHOICES = (0, 4, 8)
 # Milliseconds of a dense step, of a draft and of a token verified in excess: measured shapes,
@@ -52,7 +53,7 @@ def simulate(
 )
 def test_it_settles_on_the_fastest_number_of_drafts(acceptance, machine, expected):
     assert best(acceptance, machine) == expected
-    chosen, _ = simulate(DraftLength(CHOICES), 900, acceptance, machine)
+    chosen, _ = simulate(DraftChooser(CHOICES), 900, acceptance, machine)
     assert Counter(chosen[200:]).most_common(1)[0][0] == expected
     assert chosen[200:].count(expected) >= 0.98 * len(chosen[200:])
 
@@ -63,12 +64,12 @@ def test_it_settles_on_the_fastest_number_of_drafts(acceptance, machine, expecte
 def test_probing_costs_less_than_two_percent(acceptance, machine):
     k = best(acceptance, machine)
     ideal = 64 * tokens_per_cycle(acceptance, k) / cycle_time(k, **machine)
-    _, speed = simulate(DraftLength(CHOICES), 4000, acceptance, machine)
+    _, speed = simulate(DraftChooser(CHOICES), 4000, acceptance, machine)
     assert speed >= 0.98 * ideal
 
 
 def test_one_hiccup_does_not_change_the_choice():
-    chooser = DraftLength(CHOICES)
+    chooser = DraftChooser(CHOICES)
     settled = set(simulate(chooser, 200, 0.95, LONG)[0][100:])
     assert settled == {8}
     chosen, _ = simulate(chooser, 50, 0.95, LONG, seed=1, hiccup=lambda i: 50.0 if i == 0 else 1.0)
@@ -81,7 +82,7 @@ def test_one_hiccup_does_not_change_the_choice():
 )  # tokens a cycle, at which the batch soon counts as another one
 def test_dense_steps_that_were_slow_at_first_are_found_to_be_the_fastest(seed, growth):
     """One sequence, every step waiting for the host: four drafts are a fifth slower than none."""
-    machine, chooser, chosen = dict(dense=2.1, draft=2.0, verified=0.0), DraftLength(CHOICES), []
+    machine, chooser, chosen = dict(dense=2.1, draft=2.0, verified=0.0), DraftChooser(CHOICES), []
     for i in range(120):
         machine["dense"] = 3.4 if i < 3 else 2.1
         chosen += simulate(
@@ -92,7 +93,7 @@ def test_dense_steps_that_were_slow_at_first_are_found_to_be_the_fastest(seed, g
 
 
 def test_dense_steps_are_timed_again_however_late_drafts_came_into_use():
-    machine, chooser = dict(dense=2.1, draft=2.0, verified=0.0), DraftLength(CHOICES)
+    machine, chooser = dict(dense=2.1, draft=2.0, verified=0.0), DraftChooser(CHOICES)
     assert simulate(chooser, 1100, 0.9, machine, rows=1)[0][-1] == 0
     for seed in range(800):  # dense steps are slow for a while
         if not chooser.settled(1, 15_000):
@@ -106,15 +107,15 @@ def test_one_slow_dense_step_does_not_hide_what_is_known_of_others():
     """Four drafts win by a third. At the next length the only dense step so far seems to take as
     long as a pause.
     """
-    machine, chooser = dict(dense=7.0, draft=3.8, verified=0.15), DraftLength(CHOICES)
+    machine, chooser = dict(dense=7.0, draft=3.8, verified=0.15), DraftChooser(CHOICES)
     assert simulate(chooser, 100, 0.95, machine, length=1000)[0][-1] == 4
     assert chooser.choose(64, 1500) == 4
     chooser.observe(64, 1500, 0, 0.4, 0, 0)
-    assert simulate(chooser, 60, 0.95, machine, length=1500)[0].count(0) >= draft_length.DENSE_ALIKE
+    assert simulate(chooser, 60, 0.95, machine, length=1500)[0].count(0) >= measured.DENSE_ALIKE
 
 
 def test_what_lost_is_tried_again_when_acceptance_has_changed():
-    chooser = DraftLength(CHOICES)
+    chooser = DraftChooser(CHOICES)
     assert simulate(chooser, 300, 0.3, LONG)[0][-1] == 0
     chosen, _ = simulate(chooser, 4 * draft_length.TRY_AGAIN, 0.95, LONG, seed=1)
     assert Counter(chosen[-100:]).most_common(1)[0][0] == 8
@@ -122,7 +123,11 @@ def test_what_lost_is_tried_again_when_acceptance_has_changed():
 
 def test_what_lost_is_tried_again_less_and_less_often():
     """Sequences grow to lengths that are told apart meanwhile; the count of cycles goes on."""
-    chooser, first, most = DraftLength(CHOICES), draft_length.TRY_AGAIN, draft_length.TRY_AGAIN_MOST
+    chooser, first, most = (
+        DraftChooser(CHOICES),
+        draft_length.TRY_AGAIN,
+        draft_length.TRY_AGAIN_MOST,
+    )
     chosen = [
         simulate(chooser, 1, 0.3, LONG, length=4000 + i / 2, seed=i)[0][0]
         for i in range(3 * most + 100)
@@ -143,7 +148,7 @@ def test_sequences_that_outgrow_the_lengths_seen_so_far():
     """A batch grows past lengths at which drafting nothing lost, and nothing else was timed at the
     new ones yet.
     """
-    chooser = DraftLength(CHOICES)
+    chooser = DraftChooser(CHOICES)
     for length in range(4_000, 30_000, 8):
         machine = dict(LONG, dense=26.0 * length / 15_000)
         chosen, _ = simulate(chooser, 1, 0.95, machine, length=length, seed=length)
@@ -154,7 +159,7 @@ def test_sequences_that_outgrow_the_lengths_seen_so_far():
 @pytest.mark.parametrize("acceptance", [0.95, 0.5])
 def test_growing_sequences_are_not_timed_from_nothing_at_every_length(acceptance):
     """A step waits for what was chosen two steps before it, as under async scheduling."""
-    chooser, rng, share = DraftLength(CHOICES), np.random.default_rng(0), []
+    chooser, rng, share = DraftChooser(CHOICES), np.random.default_rng(0), []
     for _rollout in range(2):
         under_way, last, length, seconds, ideal = [], None, 320.0, 0.0, 0.0
         while length < 1344:
@@ -192,7 +197,7 @@ def test_where_drafting_hardly_pays_it_is_left_alone_though_times_scatter(
     """
     machine, floor = dict(dense=dense, draft=draft, verified=0.0), []
     for seed in range(8):
-        chooser, rng, seconds, tokens = DraftLength(CHOICES), np.random.default_rng(seed), 0.0, 0.0
+        chooser, rng, seconds, tokens = DraftChooser(CHOICES), np.random.default_rng(seed), 0.0, 0.0
         while tokens < 1024:
             k = chooser.choose(rows, length + tokens)
             took = cycle_time(k, **machine) * max(0.6, rng.normal(1, 0.04 if k else 0.15))
@@ -207,7 +212,7 @@ def test_where_drafting_hardly_pays_it_is_left_alone_though_times_scatter(
 
 @pytest.mark.parametrize(("acceptance", "drafts", "watched"), [(0.3, 0, 9), (0.95, 8, 96)])
 def test_few_steps_are_watched_where_nothing_is_drafted(acceptance, drafts, watched):
-    chooser = DraftLength(CHOICES)
+    chooser = DraftChooser(CHOICES)
     simulate(chooser, 180, acceptance, LONG)
     seen = 0
     for _ in range(96):
@@ -221,7 +226,7 @@ def test_a_choice_that_may_be_repeated_is_the_one_that_would_be_made(acceptance)
     """Two choosers see the same times. One is asked at every step, the other only where it has to
     be.
     """
-    always, seldom = DraftLength(CHOICES), DraftLength(CHOICES)
+    always, seldom = DraftChooser(CHOICES), DraftChooser(CHOICES)
     rng, repeated, asked, drafts, before = np.random.default_rng(0), 0, 0, 0, 0
     for _ in range(6_000):
         rows = 64 if rng.random() < 0.99 else 60
@@ -244,7 +249,7 @@ def test_a_choice_that_may_be_repeated_is_the_one_that_would_be_made(acceptance)
 
 
 def test_what_is_far_too_slow_is_timed_twice_only():
-    chooser = DraftLength(CHOICES)
+    chooser = DraftChooser(CHOICES)
     simulate(chooser, 60, 0.5, SHORT)
     assert chooser.chosen[4] == 2 and chooser.chosen[8] == 0
     assert chooser.settled(64, 15_000) == 0
@@ -276,34 +281,34 @@ def late(chooser, steps, machine, acceptance, rows=8, length=1024, under_way=2):
 
 def test_what_loses_is_not_drafted_while_its_first_times_are_under_way():
     machine = dict(dense=7.3, draft=6.1, verified=0.1)
-    chosen = late(DraftLength((0, 4, 8, 12)), 300, machine, 0.5)
-    assert Counter(chosen) == {0: 298, 4: draft_length.TRIED}
+    chosen = late(DraftChooser((0, 4, 8, 12)), 300, machine, 0.5)
+    assert Counter(chosen) == {0: 298, 4: measured.TRIED}
 
 
 def test_what_wins_is_drafted_though_its_first_times_come_late():
-    chosen = late(DraftLength((0, 4, 8)), 300, LONG, 0.95)
-    assert set(chosen[-200:]) == {8} and chosen.count(0) <= draft_length.DENSE_ALIKE + 8
+    chosen = late(DraftChooser((0, 4, 8)), 300, LONG, 0.95)
+    assert set(chosen[-200:]) == {8} and chosen.count(0) <= measured.DENSE_ALIKE + 8
 
 
 def test_a_first_time_speaks_only_against_a_number():
     """The cycle after some with other drafts may seem short."""
     machine = dict(dense=4.1, draft=3.8, verified=0.15)
-    chooser = DraftLength((0, 4))
-    for _ in range(draft_length.DENSE_PROBES):
+    chooser = DraftChooser((0, 4))
+    for _ in range(measured.DENSE_PROBES):
         chooser.observe(64, 1024, 0, cycle_time(0, **machine), 0, 0)
     for _ in range(20):
         chooser.observe(64, 1024, 4, 0.001, 61, 64, first=True)
         assert chooser.settled(64, 1024) is None and chooser.choose(64, 1024) in (0, 4)
-    for _ in range(draft_length.PROBES):
+    for _ in range(measured.PROBES):
         chooser.observe(64, 1024, 4, cycle_time(4, **machine), 61, 64)
     assert chooser.choose(64, 1024) == 0 and chooser.settled(64, 1024) == 0
 
 
 @pytest.mark.parametrize(
-    ("scatter", "steps"), [(0.005, draft_length.DENSE_ALIKE), (0.2, draft_length.DENSE_PROBES)]
+    ("scatter", "steps"), [(0.005, measured.DENSE_ALIKE), (0.2, measured.DENSE_PROBES)]
 )
 def test_dense_steps_that_are_alike_are_timed_less_often(scatter, steps):
-    chooser, rng, taken = DraftLength((0, 4)), np.random.default_rng(1), 0
+    chooser, rng, taken = DraftChooser((0, 4)), np.random.default_rng(1), 0
     while chooser.choose(64, 15_000) == 0:
         chooser.observe(64, 15_000, 0, 0.026 * (1 + scatter * rng.random()), 0, 0)
         taken += 1
@@ -311,7 +316,7 @@ def test_dense_steps_that_are_alike_are_timed_less_often(scatter, steps):
 
 
 def test_batches_and_lengths_are_told_apart():
-    chooser = DraftLength(CHOICES)
+    chooser = DraftChooser(CHOICES)
     for seed in range(40):
         long, _ = simulate(chooser, 10, 0.95, LONG, seed=seed)
         short, _ = simulate(chooser, 10, 0.95, SHORT, length=1024, seed=seed)
@@ -320,33 +325,30 @@ def test_batches_and_lengths_are_told_apart():
 
 
 def test_acceptance_is_that_of_the_length():
-    chooser = DraftLength(CHOICES)
+    chooser = DraftChooser(CHOICES)
     for length, acceptance, expected in ((15_000, 0.95, 8), (60_000, 0.3, 0), (15_000, 0.95, 8)):
         chosen, _ = simulate(chooser, 600, acceptance, LONG, length=length)
         assert Counter(chosen[300:]).most_common(1)[0][0] == expected
 
 
 def test_acceptance_of_a_length_not_seen_is_that_of_the_nearest():
-    chooser = DraftLength(CHOICES)
+    chooser = DraftChooser(CHOICES)
     for length, accepted in ((1_000, 1), (30_000, 9)):
         chooser.observe(1, length, 4, 0.01, accepted * 100, 1000)
     for length, share in ((2_000, 0.1), (40_000, 0.9)):
-        accepted, judged = chooser._judged(draft_length._step(length), 0)
+        accepted, judged = chooser.measured.judged(measured.steps_of(length), 0)
         assert accepted / judged == pytest.approx(share, abs=0.01)
 
 
 def test_what_is_predicted_to_be_hopeless_is_never_drafted():
-    chosen, _ = simulate(DraftLength(CHOICES), 300, 0.95, SHORT)
+    chosen, _ = simulate(DraftChooser(CHOICES), 300, 0.95, SHORT)
     assert set(chosen) == {0, 4}, "four are half as fast as none, so eight are not tried"
 
 
 def test_of_the_times_the_middle_half_counts():
+    assert measured.typical([3.0, 1.0, 90.0, 2.0]) == 2.5 and measured.typical([5.0]) == 5.0
     assert (
-        draft_length._typical([3.0, 1.0, 90.0, 2.0]) == 2.5 and draft_length._typical([5.0]) == 5.0
-    )
-    assert (
-        draft_length._typical([9.0, 1.0]) == 5.0
-        and draft_length._typical([1.0, 3.0, 3.5, 4.0, 70.0]) == 3.5
+        measured.typical([9.0, 1.0]) == 5.0 and measured.typical([1.0, 3.0, 3.5, 4.0, 70.0]) == 3.5
     )
 
 
@@ -365,7 +367,7 @@ def test_a_host_that_looks_late_is_not_misled(rows, length, machine, acceptance)
     """
     floor = []
     for seed in range(6):
-        chooser, rng, seconds, tokens = DraftLength(CHOICES), np.random.default_rng(seed), 0.0, 0.0
+        chooser, rng, seconds, tokens = DraftChooser(CHOICES), np.random.default_rng(seed), 0.0, 0.0
         last, pause = None, 0.4
         while tokens < 1024:
             k = chooser.choose(rows, length + tokens)
@@ -389,13 +391,13 @@ def test_times_of_another_batch_follow_the_number_of_drafts_that_was_timed_first
     """Milliseconds of 4B: 48 sequences, then 21 longer ones, which begin with four drafts; eight
     are 7 % faster.
     """
-    chooser = DraftLength(CHOICES)
+    chooser = DraftChooser(CHOICES)
     many, few = (
         dict(dense=23.4, draft=4.9, verified=0.45),
         dict(dense=17.6, draft=4.2, verified=0.43),
     )
     assert simulate(chooser, 100, 0.95, many, rows=48, length=11_500)[0][-1] == 8
-    for _ in range(draft_length.PROBES):
+    for _ in range(measured.PROBES):
         chooser.observe(21, 16_800, 4, cycle_time(4, **few), 76, 80)
     chosen, _ = simulate(chooser, 60, 0.95, few, rows=21, length=16_800)
     assert 8 in chosen[:2] and chosen[30:].count(8) >= 26
@@ -405,10 +407,10 @@ def test_a_smaller_batch_tries_dense_steps_though_only_drafts_were_timed_there()
     """Eight drafts win by little. In a smaller batch a cycle of theirs gains more time than a dense
     step takes.
     """
-    chooser = DraftLength((0, 8))
+    chooser = DraftChooser((0, 8))
     many, few = dict(dense=7.0, draft=6.0, verified=0.1), dict(dense=4.5, draft=5.3, verified=0.1)
     assert simulate(chooser, 100, 0.99, many, rows=48, length=1000)[0][-1] == 8
-    for _ in range(draft_length.PROBES):
+    for _ in range(measured.PROBES):
         chooser.observe(30, 1000, 8, cycle_time(8, **few), 230, 232)
     chosen, _ = simulate(chooser, 60, 0.99, few, rows=30, length=1000)
     assert chosen[30:].count(0) >= 26
@@ -417,15 +419,12 @@ def test_a_smaller_batch_tries_dense_steps_though_only_drafts_were_timed_there()
 def test_times_at_other_lengths_follow_those_of_dense_steps():
     """Four drafts lose by a seventh at 320 tokens. At longer sequences dense steps are timed first,
     and tell that four drafts lose there as well."""
-    chooser, drafted = DraftLength(CHOICES), []
+    chooser, drafted = DraftChooser(CHOICES), []
     for length in range(320, 1344):
         machine = dict(dense=9.5 + 0.0003 * length, draft=8.6, verified=0.5)
         chosen, _ = simulate(chooser, 1, 0.9, machine, length=length, seed=length)
         drafted.append(chosen[0])
-    assert (
-        drafted[:40].count(4) >= draft_length.TRIED
-        and drafted[40:].count(4) <= 2 * draft_length.PROBES
-    )
+    assert drafted[:40].count(4) >= measured.TRIED and drafted[40:].count(4) <= 2 * measured.PROBES
 
 
 # --- what drafts read ---
@@ -443,7 +442,7 @@ def with_budgets(
     """The chooser, its budgets by cycle, and tokens per second over those with the best drafts; as
     under async scheduling, a cycle is known three cycles after it was chosen. ``acceptance`` is by
     budget."""
-    chooser, rng = DraftLength((0, 4, 8, 12), DRAFT_BUDGETS), np.random.default_rng(seed)
+    chooser, rng = DraftChooser((0, 4, 8, 12), DRAFT_BUDGETS), np.random.default_rng(seed)
 
     def took(drafts, budget):
         return (dense + drafts * (draft + read * DRAFT_BUDGETS[budget] + verified)) / 1000
@@ -508,12 +507,12 @@ def test_another_budget_is_taken_back_where_its_drafts_are_rejected():
     """Half as much would be faster if the rejected share grew as usual; here it grows more."""
     assert set(with_budgets(600, as_expected(0.97), **AT_4K)[1][-100:]) == {0}
     _, budgets, share = with_budgets(1500, [0.9, 0.97, 0.975], **AT_4K)
-    assert budgets.count(0) <= 6 * draft_length.BUDGET_PROBES and budgets[-1] == BASE
+    assert budgets.count(0) <= 6 * draft_budget.BUDGET_PROBES and budgets[-1] == BASE
     assert share > 0.98
 
 
 def test_other_budgets_are_tried_with_the_settled_number_of_drafts_only():
-    chooser, tried = DraftLength(CHOICES, DRAFT_BUDGETS), 0
+    chooser, tried = DraftChooser(CHOICES, DRAFT_BUDGETS), 0
     simulate(chooser, 40, 0.95, LONG)
     for seed in range(60):
         drafts = simulate(chooser, 1, 0.95, LONG, seed=seed)[0][0]
@@ -521,11 +520,11 @@ def test_other_budgets_are_tried_with_the_settled_number_of_drafts_only():
             tried += 1
             assert drafts == chooser.settled(64, 15_000) == 8
             assert chooser.choose_budget(64, 15_000, 4) == BASE
-    assert tried == 2 * draft_length.BUDGET_PROBES
+    assert tried == 2 * draft_budget.BUDGET_PROBES
 
 
 def test_a_schedule_that_was_given_is_held():
-    chooser = DraftLength(CHOICES)
+    chooser = DraftChooser(CHOICES)
     simulate(chooser, 400, 0.99, LONG)
     assert (
         chooser.budgets == (1.0,)
