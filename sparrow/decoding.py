@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal, get_args
 
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule, without_duplicates
@@ -39,18 +39,6 @@ METER_EVERY = 16
 """One in this many cycles measures another schedule; one sparse step in that many cycles costs
 about half a percent.
 """
-LOSSLESS_SETTINGS = (
-    "draft_schedule",
-    "adapt_draft_budget",
-    "draft_tokens",
-    "adapt_draft_tokens",
-    "drafter_invariant",
-    "draft_weights",
-    "meter_schedule",
-    "meter_every",
-)
-"""What lossless mode has settings for, as ``Decoding.load`` and the command line name them."""
-
 AUTO_ELSEWHERE = (
     "mode 'auto' needs sparrow train with its engine hf: vLLM verifies all of a response or nothing, and its prefix "
     "cache would share blocks that hold unverified tokens; take mode 'lossless' or 'lossy'"
@@ -58,30 +46,58 @@ AUTO_ELSEWHERE = (
 
 
 @dataclass(frozen=True)
-class Decoding:
+class AtLeast:
+    """A bound in the annotation of a whole number, which pydantic enforces where the number is an
+    option of a command.
+    """
+
+    least: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return {**handler(source), "ge": self.least}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LosslessSettings:
+    """Settings of lossless mode, under their names in vLLM's ``additional_config`` and on the
+    command line, where the comments are help texts.
+    """
+
+    # Lossless in vLLM: choose by measured speed and acceptance whether drafts read half of that,
+    # all of it, or twice as much; unset: if draft_schedule is unset and adapt_draft_tokens on.
+    adapt_draft_budget: bool | None = None
+    # Lossless and auto: the most tokens drafted before each verification.
+    draft_tokens: Annotated[int, AtLeast(1)] = DRAFT_TOKENS
+    # Lossless in vLLM: draft as many as measured speed and acceptance make worth it, 0 included;
+    # else always as many.
+    adapt_draft_tokens: bool = True
+    # Lossless: draw drafts with the random numbers that draw the tokens. A seed then gives the
+    # tokens of dense decoding, up to rounding, whatever was drafted; fewer drafts are accepted.
+    drafter_invariant: bool = False
+    # Lossless in vLLM: what drafts multiply with. auto: the model's weights. fp8: a copy of the
+    # linear layers' weights in 8 bits, which takes half as much memory again; samples are those of
+    # the weights proper all the same.
+    draft_weights: DraftWeights = "auto"
+    # A schedule whose acceptance is measured too: its name in the options, loaded in ``Decoding``.
+    meter_schedule: Any = None
+    # Lossless in vLLM: cycles from one measurement of meter_schedule to the next.
+    meter_every: Annotated[int, AtLeast(1)] = METER_EVERY
+
+
+ALWAYS_WRITTEN = ("draft_tokens", "adapt_draft_tokens")
+"""Settings that ``Decoding.to_dict`` writes though they have their default."""
+LOSSLESS_SETTINGS = ("draft_schedule", *(setting.name for setting in fields(LosslessSettings)))
+"""What lossless mode has settings for, as ``Decoding.load`` and the command line name them."""
+
+
+@dataclass(frozen=True)
+class Decoding(LosslessSettings):
     """A mode and its settings; anything that takes one takes what ``load`` takes."""
 
     mode: Mode
     # lossy: what a step reads; lossless: what a draft reads; auto: both; dense: everything
     schedule: SparsitySchedule
-    draft_tokens: int = DRAFT_TOKENS  # lossless: the most tokens drafted before each verification
-    # lossless in vLLM: choose the number of drafts, 0 included, by measured speed and acceptance;
-    # else always as many
-    adapt_draft_tokens: bool = True
-    # lossless in vLLM: choose by the same whether drafts read half of their schedule, all of it, or
-    # twice as much; None: if their number adapts and the schedule is the default
-    adapt_draft_budget: bool | None = None
-    # lossless: draw drafts with the random numbers that draw the tokens, so that a seed gives the
-    # tokens that dense decoding gives, whatever was drafted; else with numbers of their own, so
-    # that more drafts are accepted
-    drafter_invariant: bool = False
-    # lossless in vLLM: what drafts multiply with; verification and all that is in the cache is the
-    # model's own anyway
-    draft_weights: DraftWeights = "auto"
-    # lossless in vLLM: also measure what decoding under this schedule would have in acceptance, at
-    # every so many cycles
-    meter_schedule: SparsitySchedule | None = None
-    meter_every: int = METER_EVERY
+    meter_schedule: SparsitySchedule | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -167,38 +183,43 @@ class Decoding:
         return cls.lossy(settings.get("schedule", "dense"))
 
     @property
+    def is_lossless(self) -> bool:
+        return self.mode == "lossless"
+
+    @property
+    def verifies(self) -> bool:
+        """Whether sparse steps draft and dense ones verify, of all of a response or of its
+        beginning.
+        """
+        return self.mode in ("lossless", "auto")
+
+    @property
     def draft_budgets(self) -> tuple[float, ...]:
         """What vLLM's drafts may read, in multiples of their schedule."""
         adapts = self.adapt_draft_budget
         if adapts is None:
             adapts = self.adapt_draft_tokens and self.schedule == DRAFT_SCHEDULE
-        return DRAFT_BUDGETS if self.mode == "lossless" and adapts else (1.0,)
+        return DRAFT_BUDGETS if self.is_lossless and adapts else (1.0,)
 
     def to_dict(self) -> dict[str, Any]:
         """What ``load`` reads back, in plain types."""
-        if self.mode != "lossless":
+        if not self.is_lossless:
             return {"mode": "dense"} if self == Decoding.lossy("dense") else self.schedule.to_dict()
-        metered = self.meter_schedule
-        settings = {
-            "mode": self.mode,
-            "draft_schedule": self.schedule.to_dict(),
-            "adapt_draft_budget": self.adapt_draft_budget,
-            "draft_tokens": self.draft_tokens,
-            "adapt_draft_tokens": self.adapt_draft_tokens,
-            "drafter_invariant": self.drafter_invariant or None,
-            "draft_weights": None if self.draft_weights == "auto" else self.draft_weights,
-            "meter_schedule": metered and metered.to_dict(),
-            "meter_every": self.meter_every if metered else None,
-        }
-        return {name: value for name, value in settings.items() if value is not None}
+        written: dict[str, Any] = {"mode": self.mode, "draft_schedule": self.schedule.to_dict()}
+        for setting in fields(LosslessSettings):
+            value = getattr(self, setting.name)
+            if value != setting.default or setting.name in ALWAYS_WRITTEN:
+                written[setting.name] = value
+        if self.meter_schedule is None:
+            written.pop("meter_every", None)
+        else:
+            written["meter_schedule"] = self.meter_schedule.to_dict()
+            written["meter_every"] = self.meter_every
+        return written
 
     def with_schedule(self, schedule: SparsitySchedule) -> Decoding:
         """The same mode under another schedule; the schedule decides between dense and lossy."""
-        return (
-            replace(self, schedule=schedule)
-            if self.mode in ("lossless", "auto")
-            else Decoding.lossy(schedule)
-        )
+        return replace(self, schedule=schedule) if self.verifies else Decoding.lossy(schedule)
 
 
 def acceptance_at(acceptance: float, multiple: float) -> float:

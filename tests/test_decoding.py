@@ -38,13 +38,16 @@ def test_one_word_is_enough():
                 "draft_tokens": 4,
                 "adapt_draft_tokens": False,
             },
-            Decoding("lossless", TABLE, 4, False),
+            Decoding("lossless", TABLE, draft_tokens=4, adapt_draft_tokens=False),
         ),
         (
             {"mode": "lossless", "meter_schedule": TABLE.to_dict(), "meter_every": 3},
             Decoding("lossless", DRAFT_SCHEDULE, meter_schedule=TABLE, meter_every=3),
         ),
-        (' {"mode": "lossless", "draft_tokens": 2}', Decoding("lossless", DRAFT_SCHEDULE, 2)),
+        (
+            ' {"mode": "lossless", "draft_tokens": 2}',
+            Decoding("lossless", DRAFT_SCHEDULE, draft_tokens=2),
+        ),
         (
             {"mode": "lossless", "drafter_invariant": True},
             Decoding("lossless", DRAFT_SCHEDULE, drafter_invariant=True),

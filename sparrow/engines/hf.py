@@ -87,10 +87,7 @@ class HFEngine(Engine, Scorer, Ranker):
         self.token_budget = token_budget
         config = model.config.get_text_config()
         self._attention_layers = attention_layers(config)
-        if (
-            self.decoding.mode in ("lossless", "auto")
-            and len(self._attention_layers) < config.num_hidden_layers
-        ):
+        if self.decoding.verifies and len(self._attention_layers) < config.num_hidden_layers:
             raise UnsupportedModel(
                 f"{type(model).__name__} has linear layers, whose state cannot forget a rejected draft; take mode "
                 "dense or lossy, or a model with attention in every layer"
@@ -155,7 +152,7 @@ class HFEngine(Engine, Scorer, Ranker):
             responses.verified = self._to_verify(prompts, steps)
             parts = [(responses.verified, True), (max_tokens_B, False)]
         else:
-            parts = [(max_tokens_B, self.decoding.mode == "lossless")]
+            parts = [(max_tokens_B, self.decoding.is_lossless)]
         for limit_B, drafting in parts:
             if len(rows := responses.open(limit_B)):
                 sparse_steps += self._go_on(
@@ -232,7 +229,7 @@ class HFEngine(Engine, Scorer, Ranker):
         once with the same number, but the tokens before it never depend on that number, so it is as
         good as a new one.
         """
-        if sampling.temperature == 0 or self.decoding.mode not in ("lossless", "auto"):
+        if sampling.temperature == 0 or not self.decoding.verifies:
             drawn = torch.stack([_uniform(sampling.max_new_tokens, seed) for seed in seeds])
             return drawn.expand(3, -1, -1)
         streams = [[derived_seed(seed, 0), derived_seed(seed, 1), seed] for seed in seeds]

@@ -49,7 +49,7 @@ def measured(
             f"temperature is {temperature!r}, but a greedy actor has no acceptance rate; take that of the rollouts"
         )
     decoding = Decoding.load(schedule)
-    if decoding.mode == "lossless":
+    if decoding.is_lossless:
         raise ConfigError(
             "lossless samples are the dense policy's, so there is nothing to measure; give the schedule of "
             "lossy rollouts"

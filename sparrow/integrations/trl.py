@@ -101,7 +101,7 @@ class SparseGRPOTrainer(Trainer):
         self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
         mode = self._described[0]["mode"]
         self._is_lossless = mode == "lossless"
-        if decoding is not None and self._is_lossless != (decoding.mode == "lossless"):
+        if decoding is not None and self._is_lossless != decoding.is_lossless:
             raise ConfigError(
                 f"TRL's vLLM server runs in mode {mode!r}, not {decoding.mode!r}, and cannot change it; start it with "
                 f'--additional-config \'{{"sparrow": "{decoding.mode}"}}\', or leave schedule out'

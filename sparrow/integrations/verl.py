@@ -94,7 +94,7 @@ class SparsePPOTrainer(Trainer):
     def on_init_end(self) -> None:
         """See ``PPOTrainer``; makes sure that every replica decodes under the schedule."""
         decoding = requested(OmegaConf.to_container(self.config, resolve=True))
-        self.schedule, self._is_lossless = decoding.schedule, decoding.mode == "lossless"
+        self.schedule, self._is_lossless = decoding.schedule, decoding.is_lossless
         super().on_init_end()
         self.set_schedule(self.schedule)
 

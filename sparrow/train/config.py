@@ -14,14 +14,7 @@ from typing import Annotated, Final, Literal
 import tyro
 from pydantic import Field
 
-from sparrow.decoding import (
-    DRAFT_TOKENS,
-    LOSSLESS_SETTINGS,
-    METER_EVERY,
-    Decoding,
-    DraftWeights,
-    Mode,
-)
+from sparrow.decoding import LOSSLESS_SETTINGS, Decoding, LosslessSettings, Mode
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 from sparrow.settings import (
@@ -99,8 +92,8 @@ class LossConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingOptions(Settings):
-    """How an engine decodes, where a command chooses one."""
+class ModeOptions(Settings):
+    """The mode, and what drafts read; the further options of ``DecodingOptions`` come after these."""
 
     # dense: every step reads the whole cache. lossy: steps read what the schedule says, and samples
     # are the sparse actor's. lossless: sparse steps draft, a dense step verifies, and samples are
@@ -111,27 +104,16 @@ class DecodingOptions(Settings):
     # Lossless: what drafts read, in any form that a schedule has; unset: 64 pages, in every layer
     # at any length.
     draft_schedule: str | None = None
-    # Lossless in vLLM: choose by measured speed and acceptance whether drafts read half of that,
-    # all of it, or twice as much; unset: if draft_schedule is unset and adapt_draft_tokens on.
-    adapt_draft_budget: bool | None = None
-    # Lossless and auto: the most tokens drafted before each verification.
-    draft_tokens: Count = DRAFT_TOKENS
-    # Lossless in vLLM: draft as many as measured speed and acceptance make worth it, 0 included;
-    # else always as many.
-    adapt_draft_tokens: bool = True
-    # Lossless: draw drafts with the random numbers that draw the tokens. A seed then gives the
-    # tokens of dense decoding, up to rounding, whatever was drafted; fewer drafts are accepted.
-    drafter_invariant: bool = False
-    # Lossless in vLLM: what drafts multiply with. auto: the model's weights. fp8: a copy of the
-    # linear layers' weights in 8 bits, which takes half as much memory again; samples are those of
-    # the weights proper all the same.
-    draft_weights: DraftWeights = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingOptions(LosslessSettings, ModeOptions):
+    """How an engine decodes, where a command chooses one."""
+
     # Lossless in vLLM: a schedule whose acceptance is measured too, on the way, at the first draft
     # of every so many cycles; its samples are never used. It tells what a lossy run under it would
     # begin with.
     meter_schedule: str | None = None
-    # Lossless in vLLM: cycles from one measurement of meter_schedule to the next.
-    meter_every: Count = METER_EVERY
 
     def decoding(self, schedule: str | None) -> Decoding:
         """The decoding that these options and ``--schedule`` ask for; None or ``dense`` means no
@@ -184,7 +166,8 @@ class DecodingOptions(Settings):
                     f"schedule is {schedule!r}, but mode auto needs one that drafts and unverified steps read, such as "
                     "qwen3-4b-0.86; give one, or use mode lossless"
                 )
-            return Decoding("auto", SparsitySchedule.load(chosen), self.draft_tokens)
+            schedule_of_both = SparsitySchedule.load(chosen)
+            return Decoding("auto", schedule_of_both, draft_tokens=self.draft_tokens)
         if start and not isinstance(self, RolloutConfig):
             raise ConfigError(
                 f"schedule is {schedule!r}, but only sparrow train moves a schedule; give the one to decode under"

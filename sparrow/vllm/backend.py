@@ -267,10 +267,8 @@ class SparseImpl(VLLMClass):
         asked = signature(super().__init__).bind(*args, **kwargs)
         asked.apply_defaults()
         config.check_layer(asked.arguments)
-        decoding = config.requested(get_current_vllm_config())
-        if asked.arguments["kv_cache_dtype"] in STORED and (
-            decoding is None or decoding.mode != "lossless"
-        ):
+        is_lossless = config.requested_lossless(get_current_vllm_config()) is not None
+        if asked.arguments["kv_cache_dtype"] in STORED and not is_lossless:
             asked.arguments["kv_cache_dtype"] = "auto"  # vLLM's own attention reads a 16-bit copy
         super().__init__(*asked.args, **asked.kwargs)
         if asked.arguments["kv_cache_dtype"] not in STORED:

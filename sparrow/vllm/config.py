@@ -96,6 +96,12 @@ def requested(vllm_config: Any) -> Decoding | None:
     return from_environment() if value is None else Decoding.load(value)
 
 
+def requested_lossless(vllm_config: Any) -> Decoding | None:
+    """How an engine drafts and verifies if it was asked to be lossless, else None."""
+    decoding = requested(vllm_config)
+    return decoding if decoding is not None and decoding.is_lossless else None
+
+
 def kernels(vllm_config: Any) -> Implementation | None:
     """The kernels an engine was asked to decode with, ``additional_config`` first; None means the
     fastest that can.
@@ -137,7 +143,7 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
     )
     spec, is_lossless, dtype = (
         vllm_config.speculative_config,
-        decoding.mode == "lossless",
+        decoding.is_lossless,
         cache.cache_dtype,
     )
     cases = (

@@ -39,8 +39,7 @@ class CudaBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
         decoding = requested(vllm_config)
         if decoding is None:
             return FlashAttentionMetadataBuilder.get_cudagraph_support(vllm_config, kv_cache_spec)
-        is_lossless = decoding.mode == "lossless"
-        return AttentionCGSupport.UNIFORM_BATCH if is_lossless else cls._cudagraph_support
+        return AttentionCGSupport.UNIFORM_BATCH if decoding.is_lossless else cls._cudagraph_support
 
 
 class CudaImpl(SparseImpl, FlashAttentionImpl):

@@ -90,7 +90,7 @@ def _checked_init_device(stock: Any) -> Any:
         if decoding is not None:
             versions.check(current_platform.is_cpu())
             config.check_supported(self.vllm_config, decoding, current_platform.is_cpu())
-            if decoding.mode == "lossless":
+            if decoding.is_lossless:
                 apply(LOSSLESS)
         stock(self, *args, **kwargs)
         if decoding is not None:
@@ -172,7 +172,7 @@ def _prepared_engine_arguments(stock: Any) -> Any:
         decoding = config.requested(self)
         if decoding is not None:
             config.settle(self, decoding, current_platform.is_cpu())
-            if decoding.mode == "lossless":
+            if decoding.is_lossless:
                 setup.prepare(self, decoding, current_platform.is_cpu())
         return stock(self, *args, **kwargs)
 
@@ -182,8 +182,7 @@ def _prepared_engine_arguments(stock: Any) -> Any:
 def _allowing_our_speculator(stock: Any) -> Any:
     @wraps(stock)
     def unsupported_features(self: Any) -> list[str]:
-        decoding = config.requested(self)
-        ours = decoding is not None and decoding.mode == "lossless"
+        ours = config.requested_lossless(self) is not None
         return [
             name
             for name in stock(self)
@@ -206,8 +205,7 @@ def _refusing_by_name(stock: Any) -> Any:
 def _our_speculator(stock: Any) -> Any:
     @wraps(stock)
     def init_speculator(vllm_config: Any, device: Any, *args: Any) -> Any:
-        decoding = config.requested(vllm_config)
-        if decoding is None or decoding.mode != "lossless":
+        if config.requested_lossless(vllm_config) is None:
             return stock(vllm_config, device, *args)
         from sparrow.vllm.lossless.speculator import SparseSpeculator
 
@@ -243,8 +241,7 @@ def _candidates_by_drafts(stock: Any) -> Any:
         from vllm.config import CUDAGraphMode
 
         stock(self)
-        decoding = config.requested(self.vllm_config)
-        if decoding is not None and decoding.mode == "lossless":
+        if config.requested_lossless(self.vllm_config) is not None:
             captured = self._capture_descs
             modes = (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)
             self._candidates = graphs.candidates(

@@ -48,7 +48,7 @@ class Runtime:
         self, decoding: Decoding, max_rows: int, max_length: int, device: torch.device
     ) -> None:
         self.decoding = decoding
-        self.is_lossless = decoding.mode == "lossless"
+        self.is_lossless = decoding.is_lossless
         schedule = self._started_with = decoding.schedule
         self.layout = PageLayout(**schedule.page_layout)
         self.sparse_layers: list[int] = []

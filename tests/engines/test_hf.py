@@ -370,7 +370,9 @@ def test_auto_is_lossless_until_it_is_told_to_stop_verifying():
     lossless = HFEngine(
         tiny_model(), Decoding.lossless(AUTO, draft_tokens=3), eos_ids=[7]
     ).generate(rows, sampling)
-    found = HFEngine(tiny_model(), Decoding("auto", AUTO, 3), eos_ids=[7]).generate(rows, sampling)
+    found = HFEngine(tiny_model(), Decoding("auto", AUTO, draft_tokens=3), eos_ids=[7]).generate(
+        rows, sampling
+    )
     for a, b in zip(found, lossless, strict=True):
         assert np.array_equal(a.response_ids, b.response_ids) and np.array_equal(
             a.logprobs, b.logprobs
@@ -384,7 +386,9 @@ def test_auto_is_lossless_until_it_is_told_to_stop_verifying():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_auto_is_exact_up_to_where_it_verifies_and_sparse_after_it(temperature):
-    engine = HFEngine(tiny_model(), Decoding("auto", AUTO, 3), eos_ids=[7], batch_size=3)
+    engine = HFEngine(
+        tiny_model(), Decoding("auto", AUTO, draft_tokens=3), eos_ids=[7], batch_size=3
+    )
     engine.verify_up_to(96)
     rows = [p.tolist() for p in prompts([9, 60, 70, 130])]
     rollouts = engine.generate(rows, Sampling(STEPS, temperature, VOCAB, seed=3))

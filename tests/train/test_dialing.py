@@ -81,7 +81,9 @@ def test_a_turn_is_told_of_its_step_by_hand():
 def trainer(run_dir, dial, steps=4, resume=False):
     tokenizer = build_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer), initializer_range=0.1)
-    engine = HFEngine(model, Decoding("auto", SCHEDULE, 4), eos_ids=[tokenizer.eos_token_id])
+    engine = HFEngine(
+        model, Decoding("auto", SCHEDULE, draft_tokens=4), eos_ids=[tokenizer.eos_token_id]
+    )
     config = TrainConfig(
         run_dir=str(run_dir),
         steps=steps,
@@ -140,7 +142,7 @@ def test_a_run_that_may_not_stays_lossless(tmp_path):
 
 def test_the_correction_leaves_verified_tokens_alone():
     model = tiny_model()
-    engine = HFEngine(model, Decoding("auto", SCHEDULE, 3), eos_ids=[])
+    engine = HFEngine(model, Decoding("auto", SCHEDULE, draft_tokens=3), eos_ids=[])
     engine.verify_up_to(48)
     prompts = [np.random.default_rng(i).integers(1, VOCAB, 24).tolist() for i in range(4)]
     rollouts = engine.generate(prompts, Sampling(40, top_n=VOCAB))

@@ -178,7 +178,7 @@ def _predicted(
         colocated,
         recompute=optimizer.gradient_checkpointing,
         engine_share=share,
-        acceptance=target.acceptance if decoding.mode == "lossless" else None,
+        acceptance=target.acceptance if decoding.is_lossless else None,
     )
     batch = f"{rollout.prompts} prompts x {rollout.samples} responses of {lengths.mean():,.0f} tokens in the mean"
     run = f"{command.steps:,} steps, {command.steps * rollout.prompts:,} prompts"

@@ -100,7 +100,7 @@ class Eval(DecodingOptions, Sampled):
                     **made_by,
                     "schedule": {**schedule.to_dict(), "provenance": None},
                 }
-                if decoding.mode == "lossless":
+                if decoding.is_lossless:
                     source |= {
                         "draft_tokens": decoding.draft_tokens,
                         "adapt": decoding.adapt_draft_tokens,

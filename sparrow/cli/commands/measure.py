@@ -45,7 +45,7 @@ class Measure(DecodingOptions, WithLists):
                 "say what to measure: give --schedule, or --mode lossless (how drafts fare), or --mode dense"
             )
         decoding = self.decoding(self.schedule)
-        if decoding.mode == "lossless" and decoding.adapt_draft_budget is None:
+        if decoding.is_lossless and decoding.adapt_draft_budget is None:
             decoding = replace(
                 decoding, adapt_draft_budget=False
             )  # acceptance is measured for one schedule
@@ -66,7 +66,7 @@ class Measure(DecodingOptions, WithLists):
             longer = None if self.top_n else lengthened(sampling, mismatch.bins, tau.value)
         counters = engine.counters()
         ceiling = Ceiling()
-        if decoding.mode == "lossless" or schedule.is_dense:
+        if decoding.is_lossless or schedule.is_dense:
             ceiling.measure(mismatch)
         else:
             note("sampling densely for the ceiling of p5")

@@ -62,7 +62,7 @@ class VLLMServer(Client):
         self.connect(json.loads(self._request("GET", "/v1/models"))["data"][0]["max_model_len"])
         decoding = Decoding.load(schedule)
         mode = self._described[0]["mode"]
-        if (decoding.mode == "lossless") != self._is_lossless:
+        if decoding.is_lossless != self._is_lossless:
             raise ConfigError(
                 f"the server at {self._url} runs in mode {mode!r}, not {decoding.mode!r}, and cannot change it; start "
                 f'it with --additional-config \'{{"sparrow": "{decoding.mode}"}}\', or ask for mode {mode!r}'

@@ -38,7 +38,7 @@ class LosslessScheduler(AsyncScheduler):
         # Not from the table, which has only as many numbers as ``max_num_seqs``: the first of them
         # is 0.
         speculative: Any = self.vllm_config.speculative_config
-        decoding = config.requested(self.vllm_config)
+        decoding = config.requested_lossless(self.vllm_config)
         assert decoding is not None
         choices = (k for _, _, k in speculative.num_speculative_tokens_per_batch_size)
         self.chooser = DraftChooser(choices, decoding.draft_budgets)

@@ -203,7 +203,7 @@ class SparseSpeculator(DraftModelSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        decoding = config.requested(vllm_config)
+        decoding = config.requested_lossless(vllm_config)
         assert decoding is not None and self.draft_logits is not None
         self.plan = DraftPlan(self.num_speculative_steps, budget=0)
         self.is_idle = False

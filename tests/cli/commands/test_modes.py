@@ -31,7 +31,11 @@ from tests.conftest import fails
         ({}, "fixed:9", Decoding.load("fixed:9")),
         ({"mode": "dense"}, "dense", Decoding.load("dense")),
         ({"mode": "lossless"}, "dense", Decoding.lossless()),
-        ({"mode": "lossless", "draft_tokens": 4}, None, Decoding("lossless", DRAFT_SCHEDULE, 4)),
+        (
+            {"mode": "lossless", "draft_tokens": 4},
+            None,
+            Decoding("lossless", DRAFT_SCHEDULE, draft_tokens=4),
+        ),
         (
             {"mode": "lossless", "draft_schedule": "fixed:9", "adapt_draft_tokens": False},
             None,
@@ -123,9 +127,9 @@ def test_a_schedule_that_training_moves_begins_where_it_says():
 
 def test_auto_drafts_and_decodes_under_one_schedule():
     found = RolloutConfig(mode="auto", draft_tokens=4).decoding("fixed:9")
-    assert found == Decoding("auto", SparsitySchedule.fixed(9), 4)
+    assert found == Decoding("auto", SparsitySchedule.fixed(9), draft_tokens=4)
     assert found.with_schedule(SparsitySchedule.fixed(2)) == Decoding(
-        "auto", SparsitySchedule.fixed(2), 4
+        "auto", SparsitySchedule.fixed(2), draft_tokens=4
     )
     for schedule in ("dense", None, "auto", "auto:fixed:9"):
         with pytest.raises(
