@@ -179,9 +179,9 @@ class SparseBuilder(VLLMClass):
         metadata = super().build(0, common, fast_build)
         rows, prefill_rows, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         prefills: list[Prefill] = []
-        if self.runtime.cache_in_8_bits is not None:
+        if self.runtime.cache.in_8_bits is not None:
             if prefill_rows or not (
-                self.runtime.fp8_cache is None or self.runtime.fp8_cache.is_set
+                self.runtime.cache.fp8 is None or self.runtime.cache.fp8.is_set
             ):
                 prefills = self._copied_prefills(common, rows)
         elif prefill_rows:
@@ -197,8 +197,8 @@ class SparseBuilder(VLLMClass):
             prefills=tuple(prefills),
             layers=self._layers,
             everything=None
-            if self.runtime.cache_in_8_bits is None
-            else self.runtime.everything(rows),
+            if self.runtime.cache.in_8_bits is None
+            else self.runtime.pages.everything(rows),
         )
         return metadata
 
@@ -210,14 +210,14 @@ class SparseBuilder(VLLMClass):
             : common.num_reqs
         ]
         block_tokens = self.kv_cache_spec.block_size
-        if self.runtime.fp8_cache is not None:
+        if self.runtime.cache.fp8 is not None:
             flags = common.is_prefilling
             in_prefill = 0 if flags is None else int(np.count_nonzero(flags.numpy()[:rows]))
             table, computed = (
                 common.block_table_tensor[: common.num_reqs],
                 lengths - np.diff(start)[: common.num_reqs],
             )
-            self.runtime.fp8_cache.begin_step(in_prefill, table, computed, block_tokens)
+            self.runtime.cache.fp8.begin_step(in_prefill, table, computed, block_tokens)
         lengths = lengths[rows:]
         prefills = []
         for first, last in groups(lengths) if len(lengths) else ():
@@ -292,7 +292,7 @@ class SparseImpl(VLLMClass):
         """
         runtime = self.runtime
         return (
-            runtime is not None and runtime.cache_in_8_bits is not None and not runtime.is_lossless
+            runtime is not None and runtime.cache.in_8_bits is not None and not runtime.is_lossless
         )
 
     @property
@@ -304,7 +304,7 @@ class SparseImpl(VLLMClass):
         return (
             self.is_sparse_layer
             and runtime is not None
-            and (runtime.is_drafting or not runtime.is_lossless)
+            and (runtime.drafting.is_running or not runtime.is_lossless)
         )
 
     def cache_views(self, layer: Any, kv_cache: Tensor) -> CacheViews:
@@ -312,12 +312,12 @@ class SparseImpl(VLLMClass):
         if self._viewed is not kv_cache or self._cached_views is None:
             assert self.runtime is not None
             keys, values = self.key_value(layer, kv_cache)
-            if (stored := self.runtime.cache_in_8_bits) is not None:
+            if (stored := self.runtime.cache.in_8_bits) is not None:
                 keys, values = keys.view(stored), values.view(stored)
             blocks, K, N, D = keys.shape
             pages, interior = N // self.runtime.layout.page_size, 2 * K * N * D * kv_cache.itemsize
             scales_end = interior + (2 * K * N if keys.dtype == torch.int8 else 0)
-            dtype, block = self.runtime.landmark_dtype, kv_cache.stride(0) * kv_cache.itemsize
+            dtype, block = self.runtime.cache.landmark_dtype, kv_cache.stride(0) * kv_cache.itemsize
             if block < scales_end + pages * K * D * dtype.itemsize:
                 raise ConfigError(
                     f"a KV block takes {block} bytes, leaving no room for its {pages} landmarks after {scales_end}; "
@@ -425,7 +425,7 @@ class SparseImpl(VLLMClass):
                 out=output[:B],
                 implementation=self.kernels.of(B),
                 cache_scales=scales,
-                workspace=self.runtime.workspace,
+                workspace=self.runtime.model.workspace,
                 head_budgets_K=self.head_budgets,
                 reuse_plan=step.may_reuse_plan and not self.begins_decode,
             )
@@ -476,15 +476,15 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         runtime = Runtime(
             decoding, max_rows, max(max_length, scheduler.max_num_batched_tokens), device
         )
-        runtime.backend = f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"
+        runtime.model.backend = f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"
         max_pages = -(-max_length // spec.block_size) * spec.block_size // schedule.page_size
-        runtime.workspace = layer.impl.make_workspace(max_rows, max_pages, device)
-        stored = runtime.cache_in_8_bits = STORED.get(vllm_config.cache_config.cache_dtype)
-        runtime.fp8_cache = fp8.Fp8Cache(device, not runtime.is_lossless) if stored == FP8 else None
-        runtime.quantization = vllm_config.model_config.quantization
+        runtime.model.workspace = layer.impl.make_workspace(max_rows, max_pages, device)
+        stored = runtime.cache.in_8_bits = STORED.get(vllm_config.cache_config.cache_dtype)
+        runtime.cache.fp8 = fp8.Fp8Cache(device, not runtime.is_lossless) if stored == FP8 else None
+        runtime.model.quantization = vllm_config.model_config.quantization
         model_dtype = vllm_config.model_config.dtype if stored else spec.dtype
-        runtime.landmark_dtype = runtime.layout.landmark_type(model_dtype)
-        runtime.kernels = attention.choose(
+        runtime.cache.landmark_dtype = runtime.layout.landmark_type(model_dtype)
+        runtime.model.kernels = attention.choose(
             config.kernels(vllm_config),
             page_size=schedule.page_size,
             head_dim=spec.head_size,
@@ -499,13 +499,13 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         )
     index = extract_layer_index(layer.layer_name)
     layer.impl.is_sparse_layer = index not in schedule.dense_layers
-    stored = runtime.cache_in_8_bits
+    stored = runtime.cache.in_8_bits
     layer.impl.has_landmarks = (
         layer.impl.is_sparse_layer or runtime.is_lossless or stored is not None
     )
-    if runtime.fp8_cache is not None and layer.impl.fp8_scales is None:
-        layer.impl.fp8_scales = fp8.LayerScales(spec.num_kv_heads, runtime.fp8_cache, layer)
-    layer.impl.kernels = runtime.kernels
+    if runtime.cache.fp8 is not None and layer.impl.fp8_scales is None:
+        layer.impl.fp8_scales = fp8.LayerScales(spec.num_kv_heads, runtime.cache.fp8, layer)
+    layer.impl.kernels = runtime.model.kernels
     if layer.impl.runtime is None:
         layer.impl.runtime = runtime
         if layer.impl.is_sparse_layer and schedule.head_budgets:
@@ -514,16 +514,18 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
                 vllm_config.parallel_config.tensor_parallel_size,
             )
             layer.impl.head_budgets = runtime.head_budgets(index, spec.num_kv_heads, rank, ranks)
-        (runtime.sparse_layers if layer.impl.is_sparse_layer else runtime.dense_layers).append(
-            index
-        )
+        (
+            runtime.model.sparse_layers
+            if layer.impl.is_sparse_layer
+            else runtime.model.dense_layers
+        ).append(index)
         # The kernels' division of a step's work holds for the next layer that decodes with the same
         # page counts.
         if layer.impl.has_landmarks:
-            layer.impl.begins_decode = runtime.last_decoded is not layer.impl.is_sparse_layer
-            runtime.last_decoded = layer.impl.is_sparse_layer
-    spec, runtime.landmark_share = with_tail(
-        spec, schedule.page_size, runtime.landmark_dtype, stored
+            layer.impl.begins_decode = runtime.model.last_decoded is not layer.impl.is_sparse_layer
+            runtime.model.last_decoded = layer.impl.is_sparse_layer
+    spec, runtime.cache.landmark_share = with_tail(
+        spec, schedule.page_size, runtime.cache.landmark_dtype, stored
     )
     return spec
 

@@ -118,8 +118,8 @@ def sparrow_renew_kv_scales(self: Any) -> None:
     lossless mode.
     """
     runtime = _runtime(self)
-    cache = runtime.fp8_cache
-    if runtime.cache_in_8_bits == torch.int8:
+    cache = runtime.cache.fp8
+    if runtime.cache.in_8_bits == torch.int8:
         raise ConfigError(
             f"kv_cache_dtype={kv_cache.INT8!r} gives every token scales of its own, so there are none to renew; drop "
             "the call"
@@ -142,7 +142,7 @@ def sparrow_renew_draft_weights(self: Any) -> None:
     Raises ConfigError: drafts have no copy of the weights.
     """
     runtime = _runtime(self)
-    if runtime.draft_weights is None:
+    if runtime.drafting.weights is None:
         raise ConfigError(
             "the drafts of this vLLM engine have no copy of the weights; start it with mode 'lossless' and "
             "draft_weights 'fp8'"
@@ -216,11 +216,10 @@ def check(vllm_config: Any) -> None:
         return
     # A name under vLLM's own, so that its handlers and VLLM_LOGGING_LEVEL apply.
     logger = init_logger("vllm.sparrow")
-    schedule, decoding, stored = runtime.schedule, runtime.decoding, runtime.cache_in_8_bits
+    schedule, decoding, stored = runtime.schedule, runtime.decoding, runtime.cache.in_8_bits
+    model, drafting = runtime.model, runtime.drafting
     pages = f"top-k pages of {schedule.page_size} tokens by {schedule.bin_tokens}: {schedule.to_dict()['top_k']}"
-    landmarks = (
-        f"landmarks ({schedule.landmark_dtype}) {100 * runtime.landmark_share:.1f}% of the KV cache"
-    )
+    landmarks = f"landmarks ({schedule.landmark_dtype}) {100 * runtime.cache.landmark_share:.1f}% of the KV cache"
     if not runtime.is_lossless:
         cache = (
             ""
@@ -228,8 +227,8 @@ def check(vllm_config: Any) -> None:
             else f", which is {kv_cache.NAMES[stored]} ({kv_cache.SCALES[stored]})"
         )
         logger.info(
-            f"Sparrow decodes layers {runtime.sparse_layers} sparsely with {runtime.backend} ({runtime.kernels}), "
-            f"layers {runtime.dense_layers} densely; {pages}; {landmarks}{cache}"
+            f"Sparrow decodes layers {model.sparse_layers} sparsely with {model.backend} ({model.kernels}), "
+            f"layers {model.dense_layers} densely; {pages}; {landmarks}{cache}"
         )
         below, above = between_graphs(vllm_config)
         if below < above:
@@ -239,17 +238,17 @@ def check(vllm_config: Any) -> None:
                 f"{below} or {above}, the batches that vLLM captures"
             )
         return
-    if runtime.meter is None:
+    if drafting.meter is None:
         raise ConfigError(
             "mode 'lossless': vLLM made another speculator than Sparrow's; drop speculative_config"
         )
-    if (metered := runtime.meter.metered) is not None:
+    if (metered := drafting.meter.metered) is not None:
         logger.info(
             f"Sparrow also measures, in one of {decoding.meter_every} cycles, the acceptance that decoding under "
             f"meter_schedule would have: layers read whole {list(metered.schedule.dense_layers) or 'none'}, top-k "
             f"pages by {metered.schedule.bin_tokens} tokens {metered.schedule.to_dict()['top_k']}"
         )
-    if (copies := runtime.draft_weights) is not None:
+    if (copies := drafting.weights) is not None:
         logger.info(
             f"Drafts multiply with an fp8 copy of the weights of {len(copies)} linear layers, which takes "
             f"{copies.bytes / 2**30:.2f} GiB; {copies.kept_layers} others ({copies.kept_bytes / 2**30:.2f} GiB) have "
@@ -266,8 +265,8 @@ def check(vllm_config: Any) -> None:
         else f"; samples are the policy's with a KV cache in {kv_cache.NAMES[stored]}"
     )
     logger.info(
-        f"Sparrow is lossless: sparse steps draft {tokens} tokens ({runtime.backend}, {runtime.kernels}; layers read "
-        f"whole: {runtime.dense_layers or 'none'}; {pages}{budgets}), vLLM's dense attention verifies them{drawn}"
-        f"{cache}; logits of drafts take {runtime.draft_bytes / 2**30:.2f} GiB, {landmarks}, drafts up to "
+        f"Sparrow is lossless: sparse steps draft {tokens} tokens ({model.backend}, {model.kernels}; layers read "
+        f"whole: {model.dense_layers or 'none'}; {pages}{budgets}), vLLM's dense attention verifies them{drawn}"
+        f"{cache}; logits of drafts take {drafting.logits_bytes / 2**30:.2f} GiB, {landmarks}, drafts up to "
         f"{decoding.draft_tokens} tokens of it for each sequence"
     )

@@ -302,7 +302,7 @@ def _metered_rejection_sample(stock: Any) -> Any:
                 **kwargs,
             )
         if runtime is not None:
-            runtime.meter.add(
+            runtime.drafting.meter.add(
                 target_logits,
                 draft_logits,
                 cu_num_logits,

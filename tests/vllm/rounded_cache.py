@@ -22,9 +22,9 @@ PROMPTS.append(PROMPTS[2])  # it reads the blocks of the other in the step that 
 def scales_of(sparrow):
     """Of an fp8 cache, the keys' and the values' scales of every layer, ``[K]`` each; of int8 None."""
     runtime = find(sparrow.llm.llm_engine.vllm_config)
-    if runtime.cache_in_8_bits == torch.int8:
+    if runtime.cache.in_8_bits == torch.int8:
         return None
-    return [(layer.values.k.clone(), layer.values.v.clone()) for layer in runtime.fp8_cache.layers]
+    return [(layer.values.k.clone(), layer.values.v.clone()) for layer in runtime.cache.fp8.layers]
 
 
 def flat(scales):

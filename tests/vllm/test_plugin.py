@@ -23,14 +23,18 @@ from sparrow.engines.vllm.server import VLLMServer, _rollout
 from sparrow.errors import ConfigError, EngineError, UnsupportedModel
 from sparrow.schedule import ALL_PAGES
 from sparrow.vllm import config, control, fp8, versions
-from sparrow.vllm.runtime import PLAIN_PASSES, Runtime, find
+from sparrow.vllm.counters import PLAIN_PASSES
+from sparrow.vllm.runtime import Runtime, find
 
 SCHEDULE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
 
 
 def runtime(schedule: SparsitySchedule = SCHEDULE, sparse: int = 3, dense: int = 1) -> Runtime:
     made = Runtime(Decoding.lossy(schedule), max_rows=8, max_length=400, device=torch.device("cpu"))
-    made.dense_layers, made.sparse_layers = list(range(dense)), list(range(dense, dense + sparse))
+    made.model.dense_layers, made.model.sparse_layers = (
+        list(range(dense)),
+        list(range(dense, dense + sparse)),
+    )
     return made
 
 
@@ -72,7 +76,7 @@ def test_a_schedule_to_meter_reads_the_cache_of_drafts(other, message):
 def test_steps_under_another_table_are_not_counted():
     made, other = runtime(), SCHEDULE.replace(top_k=(7,))
     step(made, lengths(100, 30))
-    with made.uncounted(made.page_table(other)):
+    with made.uncounted(made.pages.of(other)):
         assert step(made, lengths(100, 30, 0)).tolist() == [7, 7, ALL_PAGES]
     assert step(made, lengths(100, 30)).tolist() == [4, 2]
     assert made.counters()["rows"] == 4
@@ -218,8 +222,8 @@ def test_counters_know_which_budget_drafts_read():
         SparsitySchedule.fixed(5, dense_layers=()), adapt_draft_budget=True
     )
     made = Runtime(decoding, max_rows=8, max_length=400, device=torch.device("cpu"))
-    made.sparse_layers, used = [0], []
-    made.meter = SimpleNamespace(use=used.append)
+    made.model.sparse_layers, used = [0], []
+    made.drafting.meter = SimpleNamespace(use=used.append)
     pages = []
     for budget in (1, 0, 0, 2):  # 8, 4, 4 and 16 pages, the sink page and two recent ones included
         made.use_budget(budget)
@@ -239,7 +243,7 @@ def test_passes_without_drafts_are_counted_whenever_they_are_summed(passes):
     made = Runtime(
         Decoding.lossless(SCHEDULE), max_rows=8, max_length=400, device=torch.device("cpu")
     )
-    made.sparse_layers, made.dense_layers = [1, 2], [0]
+    made.model.sparse_layers, made.model.dense_layers = [1, 2], [0]
     for i in range(passes):
         made.count_plain_pass(np.array([100 + i, 2**31 - 1], np.int32)[: 1 + i % 2])
     counts = made.counters()
@@ -544,8 +548,8 @@ def test_what_an_fp8_cache_is_and_clips_is_told(monkeypatch):
     )
     with pytest.raises(ConfigError, match=r"no fp8 KV cache.*kv_cache_dtype='fp8'"):
         control.sparrow_renew_kv_scales(worker)
-    made.cache_in_8_bits = torch.float8_e4m3fn
-    cache = made.fp8_cache = fp8.Fp8Cache(torch.device("cpu"))
+    made.cache.in_8_bits = torch.float8_e4m3fn
+    cache = made.cache.fp8 = fp8.Fp8Cache(torch.device("cpu"))
     layers = [fp8.LayerScales(2, cache) for _ in range(2)]
     assert made.describe()["kv_cache"] == "fp8_e4m3" and made.describe()["kv_scales"] is None
     for layer in layers:
@@ -562,10 +566,10 @@ def test_what_an_fp8_cache_is_and_clips_is_told(monkeypatch):
         monkeypatch.setattr(config, "requested", lambda of: Decoding.lossy(SCHEDULE))
         control.check(worker.vllm_config)
         assert said[0].endswith("of the KV cache, which is fp8_e4m3 (scales by layer and kv head)")
-        made.fp8_cache, made.cache_in_8_bits = None, None
+        made.cache.fp8, made.cache.in_8_bits = None, None
         control.check(worker.vllm_config)
         assert said[1].endswith("of the KV cache")
-        made.cache_in_8_bits = torch.int8
+        made.cache.in_8_bits = torch.int8
         control.check(worker.vllm_config)
         assert said[2].endswith(
             "of the KV cache, which is int8_per_token_head (scales by token and kv head)"
@@ -574,7 +578,7 @@ def test_what_an_fp8_cache_is_and_clips_is_told(monkeypatch):
 
 def test_what_an_int8_cache_is_is_told():
     made = runtime()
-    made.cache_in_8_bits = torch.int8
+    made.cache.in_8_bits = torch.int8
     assert (
         made.describe()["kv_cache"] == "int8_per_token_head" and "kv_scales" not in made.describe()
     )
@@ -592,8 +596,8 @@ def test_what_an_int8_cache_is_is_told():
 def test_in_lossless_mode_an_fp8_cache_has_vllms_scales(monkeypatch):
     decoding = Decoding.lossless(SCHEDULE)
     made = Runtime(decoding, 4, 100, torch.device("cpu"))
-    made.cache_in_8_bits, made.meter = torch.float8_e4m3fn, SimpleNamespace(metered=None)
-    cache = made.fp8_cache = fp8.Fp8Cache(torch.device("cpu"), sets_scales=False)
+    made.cache.in_8_bits, made.drafting.meter = torch.float8_e4m3fn, SimpleNamespace(metered=None)
+    cache = made.cache.fp8 = fp8.Fp8Cache(torch.device("cpu"), sets_scales=False)
     for of_layer, expected in (
         (torch.tensor(0.25), [0.25, 0.25]),
         (torch.tensor([0.5, 2.0]), [0.5, 2.0]),
@@ -637,7 +641,7 @@ def test_a_schedule_that_is_measured_on_the_way_is_said_at_start(monkeypatch):
     other = SCHEDULE.replace(top_k=(3, 5))
     decoding = Decoding.lossless(SCHEDULE, meter_schedule=other, meter_every=7)
     made = Runtime(decoding, 4, 100, torch.device("cpu"))
-    made.meter = SimpleNamespace(metered=SimpleNamespace(schedule=other))
+    made.drafting.meter = SimpleNamespace(metered=SimpleNamespace(schedule=other))
     layers = {"layer": SimpleNamespace(impl=SimpleNamespace(runtime=made))}
     said: list[str] = []
     monkeypatch.setattr("vllm.logger.init_logger", lambda name: SimpleNamespace(info=said.append))

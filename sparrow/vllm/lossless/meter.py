@@ -157,7 +157,7 @@ class Metered:
     distribution at that position.
 
     Args: schedule: has the page layout of the drafts. every: cycles with drafts from one such step
-        to the next. table: its pages by length, as ``Runtime.page_table`` makes it. logits_SV:
+        to the next. table: its pages by length, as ``PageTables.of`` makes it. logits_SV:
         where the logits of its steps go: one place for each sequence that the worker holds, and one
         more at
             the end (index -1) for rows without drafts.

@@ -268,17 +268,17 @@ class SparseSpeculator(DraftModelSpeculator):
             Tally(runtime.schedule.bin_tokens, self.max_model_len, self.device)
             for _ in runtime.budgets
         ]
-        self.plan = self.plan._replace(budget=runtime.base_budget)
-        runtime.meter = Meter(
+        self.plan = self.plan._replace(budget=runtime.pages.base_budget)
+        runtime.drafting.meter = Meter(
             drafts,
             self.plan.budget,
             self._logits_argument == "logits_cache",
             self._metered(runtime),
         )
-        runtime.draft_bytes = sum(
+        runtime.drafting.logits_bytes = sum(
             x.nbytes for x in (self.draft_logits, self._metered_logits) if x is not None
         )
-        runtime.draft_weights = self.draft_weights
+        runtime.drafting.weights = self.draft_weights
         verify.register(self.draft_logits, runtime)
         # Where kernels may see smaller blocks than the scheduler, vLLM has both sizes; this is the
         # kernels'.
@@ -308,7 +308,7 @@ class SparseSpeculator(DraftModelSpeculator):
         return Metered(
             schedule,
             runtime.decoding.meter_every,
-            runtime.page_table(schedule).to(self.device),
+            runtime.pages.of(schedule).to(self.device),
             self._metered_logits,
             Tally(schedule.bin_tokens, self.max_model_len, self.device),
         )
@@ -405,8 +405,8 @@ class SparseSpeculator(DraftModelSpeculator):
             self._step_index,
             self.runtime.count_pass(drafts),
             self._slots_R,
-            self.runtime.top_k,
-            self.runtime.top_k_at_length,
+            self.runtime.pages.top_k,
+            self.runtime.pages.at_length,
             self._blocks_SM,
             B,
             S,
@@ -420,7 +420,7 @@ class SparseSpeculator(DraftModelSpeculator):
         )
         if drafts and self.draft_weights is not None:
             self.draft_weights.renew()
-        metered = self.runtime.meter.metered
+        metered = self.runtime.drafting.meter.metered
         if drafts and metered is not None and metered.begin_cycle(self.idx_mapping):
             self._measure(metered, B)
         rows = min((size for size in self._graphs if size >= B), default=0)
@@ -459,7 +459,7 @@ class SparseSpeculator(DraftModelSpeculator):
             top_k=self.runtime.begin_step(rows, None),
             block_table=self._blocks_SM[:rows],
             prefills=(),
-            everything=self.runtime.everything(rows),
+            everything=self.runtime.pages.everything(rows),
             has_page_counts=True,
         )
 
@@ -476,13 +476,13 @@ class SparseSpeculator(DraftModelSpeculator):
             slot_mapping=dict.fromkeys(self.layer_names, self._slots_R[:rows]),
             batch_descriptor=BatchDescriptor(num_tokens=rows),
         ):
-            self.runtime.is_drafting = True
+            self.runtime.drafting.is_running = True
             try:
                 hidden = self.model(
                     input_ids=buffers.input_ids[:rows], positions=buffers.positions[:rows]
                 )
             finally:
-                self.runtime.is_drafting = False
+                self.runtime.drafting.is_running = False
         return self.model.compute_logits(hidden)
 
     def _draft(self, rows: int) -> None:
@@ -512,10 +512,10 @@ class SparseSpeculator(DraftModelSpeculator):
             buffers.positions,
             buffers.seq_lens,
             self._step_index,
-            runtime.decoded,
+            runtime.rows.at_length,
             self._slots_R,
-            runtime.top_k,
-            runtime.top_k_at_length,
+            runtime.pages.top_k,
+            runtime.pages.at_length,
             self._blocks_SM,
             rows,
             self.num_speculative_steps,

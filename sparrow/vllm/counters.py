@@ -1,0 +1,139 @@
+"""What a worker counts, at the price of one addition on the device for each decode step: rows by
+length, and the dense passes of lossless mode.
+
+Shapes: B rows of a decode batch, padding rows of a CUDA graph (length 0) included.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
+
+PLAIN_PASSES = 256
+"""Passes without drafts whose tokens are summed at a time: a short step waits for the host, and a
+sum costs it time.
+"""
+
+
+class DecodedRows:
+    """How often a row was decoded at each length.
+
+    Everything that is counted follows from it and the schedule, and a step pays for one addition on
+    the device and no synchronisation.
+    """
+
+    def __init__(self, budgets: int, max_rows: int, max_length: int, device: torch.device) -> None:
+        self.at_length = torch.zeros(max_length + 1, dtype=torch.int64, device=device)
+        # by budget, without the latest steps
+        self._before = self.at_length.repeat(budgets, 1)
+        self._one_B = torch.ones(max_rows, dtype=torch.int64, device=device)
+        self.in_prefill = 0  # rows with one token of a prompt, which are not counted by length
+
+    def add(self, place_B: Tensor) -> None:
+        """Count rows of these lengths (int32)."""
+        self.at_length.index_add_(0, place_B, self._one_B[: len(place_B)])
+
+    def end_budget(self, budget: int) -> None:
+        """Note that the steps since the last call read this budget."""
+        self._before[budget] += self.at_length
+        self.at_length.zero_()
+
+    def take(
+        self, schedules: list[SparsitySchedule], budget: int, sparse: int, dense: int
+    ) -> Counter[str]:
+        """What was counted since the last call.
+
+        Args:
+            schedules: what was read, by budget.
+            budget: that of the latest steps.
+            sparse, dense: numbers of layers.
+        """
+        self._before[budget] += self.at_length
+        counts = Counter({"dense_rows_prefill": self.in_prefill})
+        for schedule, decoded in zip(schedules, self._before.cpu().numpy(), strict=True):
+            counts.update(_decode_counts(schedule, decoded.copy(), sparse, dense))
+        self.at_length.zero_()
+        self._before.zero_()
+        self.in_prefill = 0
+        return counts
+
+
+class DensePasses:
+    """The dense passes of lossless mode: those that verify or come before drafts, and plain ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cycles: Counter[int] = Counter()  # by how many tokens were drafted afterwards
+        # tokens read, held, emitted; rows
+        self._verified = torch.zeros(4, dtype=torch.int64, device=device)
+        # The same of passes without drafts: sequences, and tokens read.
+        self._plain_rows = 0
+        self._plain_tokens = 0
+        self._plain: list[np.ndarray] = []  # those that are not in these sums yet
+
+    def count(self, drafts: int) -> Tensor:
+        """See ``Runtime.count_pass``."""
+        self._cycles[drafts] += 1
+        return self._verified
+
+    def count_plain(self, computed: np.ndarray) -> None:
+        """See ``Runtime.count_plain_pass``."""
+        self._plain.append(computed)
+        if len(self._plain) >= PLAIN_PASSES:
+            self._sum_plain()
+
+    def _sum_plain(self) -> None:
+        if self._plain:
+            self._cycles[0] += len(self._plain)
+            computed = np.concatenate(self._plain)
+            self._plain_rows += len(computed)
+            self._plain_tokens += int(computed.sum(dtype=np.int64)) + len(computed)
+            self._plain.clear()
+
+    def take_cycles(self) -> dict[int, int]:
+        """Passes since the last call, by how many tokens were drafted afterwards."""
+        self._sum_plain()
+        cycles = dict(sorted(self._cycles.items()))
+        self._cycles = Counter()
+        return cycles
+
+    def add_to(self, counts: Counter[str], layers: int) -> None:
+        """Complete the counts of a worker's decode steps, all of which were drafts, with the passes
+        since the last call.
+        """
+        self._sum_plain()
+        read, held, emitted, passes = self._verified.tolist()
+        counts["tokens_read"] += layers * (read + self._plain_tokens)
+        counts["tokens_held"] = layers * (held + self._plain_tokens)
+        counts["drafted"] = counts["rows"]
+        counts["accepted"] = emitted - passes
+        counts["emitted"] = emitted + self._plain_rows
+        self._verified.zero_()
+        self._plain_rows = 0
+        self._plain_tokens = 0
+
+
+def _decode_counts(
+    schedule: SparsitySchedule, decoded: np.ndarray, sparse: int, dense: int
+) -> dict[str, int]:
+    """The counts of decode steps under ``schedule``, of which there were ``decoded`` at each
+    length, in a model with so many sparse and dense layers.
+    """
+    decoded[0] = 0  # padding rows, and rows in prefill
+    length = np.flatnonzero(decoded)
+    rows = decoded[length]
+    read = schedule.tokens_read(length)
+    everything = schedule.pages(length) >= ALL_PAGES
+    counts = {
+        "rows": rows.sum(),
+        "tokens_read": (rows * (sparse * read + dense * length)).sum(),
+        "tokens_held": (rows * (sparse + dense) * length).sum(),
+        "pages_read": (rows * sparse * schedule.pages_read(length)).sum(),
+        "dense_rows_schedule": rows[everything].sum(),
+        "dense_rows_short": rows[~everything & (read == length)].sum(),
+    }
+    return {name: int(count) for name, count in counts.items()}

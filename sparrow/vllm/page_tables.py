@@ -1,0 +1,94 @@
+"""How many pages each row of a decode batch reads, on the device: the schedule by length, and the
+present step's page counts.
+
+Shapes: B rows of a decode batch, padding rows of a CUDA graph (length 0) included.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
+
+
+class PageTables:
+    """Tensors stay where they are: CUDA graphs hold their addresses.
+
+    Args:
+        schedule: the page counts at first.
+        budgets: what may be read, in multiples of the schedule, 1 included.
+        max_rows: most sequences decoded together, graph padding included.
+        max_length: tokens of the longest sequence.
+        device: where the model runs.
+    """
+
+    def __init__(
+        self,
+        schedule: SparsitySchedule,
+        budgets: tuple[float, ...],
+        max_rows: int,
+        max_length: int,
+        device: torch.device,
+    ) -> None:
+        self.budgets = budgets
+        self.budget = self.base_budget = budgets.index(1.0)  # the one in use, and that of 1
+        self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
+        # The schedule at every length, so that any bins fit. Rows in prefill look at place 0, where
+        # everything is read.
+        self.at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
+        self._by_budget = self.at_length.repeat(len(budgets), 1)
+        self.top_k = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        # 0 for rows in prefill
+        self._decodes_B = torch.ones(max_rows, dtype=torch.int32, device=device)
+        self._all_decode = True
+        self.fill(schedule)
+
+    def fill(self, schedule: SparsitySchedule) -> None:
+        """Read what this schedule says from the next step on."""
+        for budget, multiple in enumerate(self.budgets):
+            self._by_budget[budget].copy_(self.of(schedule.times(multiple)))
+        self.at_length.copy_(self._by_budget[self.budget])
+        self.schedule = schedule
+
+    def of(self, schedule: SparsitySchedule) -> Tensor:
+        """Pages kept by score at every length, int32, on the host; rows in prefill look at length
+        0.
+        """
+        table = torch.from_numpy(schedule.pages(np.arange(len(self.at_length))).astype(np.int32))
+        table[0] = ALL_PAGES
+        return table
+
+    def use_budget(self, budget: int) -> None:
+        """Read this one of ``budgets`` from the next step on."""
+        self.at_length.copy_(self._by_budget[budget])
+        self.budget = budget
+
+    def mark_prefill(self, rows: int, is_prefilling: Tensor | None) -> int:
+        """Note which of a step's decode rows are in prefill, and return how many; see
+        ``Runtime.begin_step``.
+        """
+        flags = np.zeros(0, bool) if is_prefilling is None else is_prefilling.numpy()[:rows]
+        prefilling = int(np.count_nonzero(flags))
+        if prefilling:
+            decodes = torch.ones(len(self._decodes_B), dtype=torch.int32)
+            decodes[: len(flags)] -= torch.from_numpy(flags).int()
+            self._decodes_B.copy_(decodes, non_blocking=True)
+        elif not self._all_decode:
+            self._decodes_B.fill_(1)
+        self._all_decode = not prefilling
+        return prefilling
+
+    def look_up(self, length_B: Tensor) -> Tensor:
+        """Write the page counts of rows of these lengths (int32) to ``top_k``; returns the length
+        that each row is at, int32 ``[B]``, 0 for rows in prefill.
+        """
+        B = len(length_B)
+        place_B = length_B * self._decodes_B[:B]
+        torch.index_select(self.at_length, 0, place_B, out=self.top_k[:B])
+        return place_B
+
+    def everything(self, rows: int) -> Tensor:
+        """Page counts ``[rows]``, int32, that leave nothing out."""
+        return self._everything_B[:rows]
