@@ -71,9 +71,10 @@ class Calibrate(WithLists):
         from datetime import date
 
         from sparrow.calibrate import head_budgets
-        from sparrow.calibrate.run import PILOT, SHORTEST_LISTS, calibrate_engine
+        from sparrow.calibrate.run import PILOT, calibrate_engine
         from sparrow.cli.terminal import note, print_calibration
         from sparrow.decoding import Decoding
+        from sparrow.engines.measure import SHORTEST_LISTS
         from sparrow.evaluation.benchmark import weights_digest
         from sparrow.mismatch import Tau
         from sparrow.rollout import Sampling
