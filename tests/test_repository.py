@@ -24,7 +24,7 @@ ELSEWHERE = {
     "calibrate/run.py": "calibrate/test_search.py",
     "calibrate/trajectories.py": "calibrate/test_search.py",
     "cli/commands/": "cli/test_entry.py",
-    "cli/loading.py": "cli/commands/test_bad_input.py",
+    "cli/loading/": "cli/commands/test_bad_input.py",
     "engines/base.py": "engines/test_hf.py",
     "engines/measure.py": "calibrate/test_search.py",
     "engines/responses.py": "engines/test_hf.py",
