@@ -11,11 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from sparrow.cli.loading.specs import load_object, parse_options, parse_spec
+from sparrow.cli.loading.objects import load_object
 from sparrow.errors import ConfigError
 from sparrow.rewards import Limits, extract_answer, extract_code, verify_code, verify_math
 from sparrow.rewards.sandbox import Isolation
-from sparrow.settings import Count, Settings
+from sparrow.settings import Count, Settings, parse_options, parse_spec
 from sparrow.tasks import Mixture, Task, load_dataset_task, load_task
 from sparrow.tasks.base import TASKS, make_task
 from sparrow.tasks.formats import FORMATS

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from sparrow.cli.loading.specs import parse_spec
+from sparrow.engines.registry import parse_engine
 from sparrow.errors import ConfigError
 from sparrow.tasks import Task
 from sparrow.tasks.base import check_text, draw
@@ -20,14 +20,15 @@ log = logging.getLogger(__name__)
 
 
 def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
-    """The most tokens in a prompt that leave room for a response in the model's context, or in
-    vLLM's if it is smaller.
+    """The most tokens in a prompt that leave room for a response in the model's context, or in the
+    engine's if it is smaller.
 
-    Raises ConfigError: none are left.
+    Raises ConfigError: none are left, or there is no such engine.
     """
     context = context or sys.maxsize
-    if engine.startswith("vllm:"):
-        limit = parse_spec(engine)[1].get("max_model_len")
+    spec = parse_engine(engine)
+    if spec.kind.length_option is not None:
+        limit = spec.options.get(spec.kind.length_option)
         context = min(context, limit) if isinstance(limit, int) else context
     if max_new_tokens >= context:
         raise ConfigError(

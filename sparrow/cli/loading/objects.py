@@ -1,6 +1,4 @@
-"""Reads what a user writes for a thing to load: a name with options, ``name:key=value,key=value``,
-or an object of the user's own, ``module:name``.
-"""
+"""Loads objects of the user's own, written ``module:name``."""
 
 from __future__ import annotations
 
@@ -12,37 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from sparrow.errors import ConfigError, place
-from sparrow.settings import read_value
-
-
-def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """The name and its options; a value is read as JSON if possible, and is text otherwise.
-
-    Raises ConfigError: an option that is not ``key=value``.
-    """
-    name, _, text = spec.partition(":")
-    return name, parse_options(text, spec)
-
-
-def parse_options(text: str, spec: str) -> dict[str, Any]:
-    """The options in ``text``, which is part of ``spec``. Raises ConfigError: as ``parse_spec``."""
-    options: dict[str, Any] = {}
-    for option in filter(None, re.split(r",(?=\w+=)", text)):
-        key, equals, value = option.partition("=")
-        if not equals:
-            raise ConfigError(
-                f"the option {option!r} in {spec!r} should read name=value, as in trace:lines=24"
-            )
-        if key in options:
-            raise ConfigError(f"the option {key!r} stands twice in {spec!r}; remove one of them")
-        options[key] = read_value(value)
-    return options
-
-
-def without_option(options: str, name: str) -> str:
-    """Options as a user writes them, ``key=value,key=value``, less one."""
-    parts = re.split(r",(?=\w+=)", options)
-    return ",".join(part for part in parts if part.partition("=")[0] != name)
 
 
 def load_object(spec: str, what: str) -> Any:
