@@ -33,19 +33,30 @@ MODULES = {
 """Old name -> new name, of modules and of packages with all that is in them."""
 
 ATTRIBUTES = {
-    "sparrow.calibrate": (
-        "sparrow.calibrate.search",
-        {"Curves", "Measure", "PERCENTILE", "STEP", "Tried", "WIDE"},
-    ),
-    "sparrow.cli": ("sparrow.cli.entry", {"COMMANDS", "parse"}),
-    "sparrow.cost": (
-        "sparrow.cost.roofline",
-        {"CHUNK", "MODEL_TYPES", "PREFILL_MFU", "SCORE_MFU", "UPDATE_MFU"},
-    ),
+    "sparrow.calibrate": {
+        "sparrow.calibrate.search": {"Curves", "Measure", "PERCENTILE", "STEP", "Tried", "WIDE"},
+    },
+    "sparrow.calibrate.run": {
+        "sparrow.engines.measure": {
+            "LENGTHEN",
+            "LONGEST_LISTS",
+            "SHORTEST_LISTS",
+            "measure",
+            "measure_ceiling",
+        },
+    },
+    "sparrow.cli": {"sparrow.cli.entry": {"COMMANDS", "parse"}},
+    "sparrow.cost": {
+        "sparrow.cost.roofline": {
+            "CHUNK",
+            "MODEL_TYPES",
+            "PREFILL_MFU",
+            "SCORE_MFU",
+            "UPDATE_MFU",
+        },
+    },
 }
-"""Packages with the name of an old module -> where the code is now, and what of it the package does
-not offer.
-"""
+"""Modules that names have left -> where the code is now -> the names that are no longer offered."""
 
 
 def new_name(module: str) -> str | None:
@@ -56,17 +67,18 @@ def new_name(module: str) -> str | None:
     return None
 
 
-def attributes_of(package: str) -> Callable[[str], Any]:
-    """``__getattr__`` of a package in ``ATTRIBUTES``."""
-    home, names = ATTRIBUTES[package]
+def attributes_of(module: str) -> Callable[[str], Any]:
+    """``__getattr__`` of a module in ``ATTRIBUTES``."""
+    homes = {name: home for home, names in ATTRIBUTES[module].items() for name in names}
 
-    def getattr_of_package(name: str) -> Any:
-        if name not in names:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        _warn(f"{package}.{name}", f"{home}.{name}", level=3)
+    def getattr_of_module(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home = homes[name]
+        _warn(f"{module}.{name}", f"{home}.{name}", level=3)
         return getattr(importlib.import_module(home), name)
 
-    return getattr_of_package
+    return getattr_of_module
 
 
 def install() -> None:

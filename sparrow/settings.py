@@ -38,6 +38,37 @@ def read_value(text: str) -> Any:
         return text
 
 
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """The name and the options of ``name:key=value,key=value``; a value is read as JSON if possible,
+    and is text otherwise.
+
+    Raises ConfigError: an option that is not ``key=value``.
+    """
+    name, _, text = spec.partition(":")
+    return name, parse_options(text, spec)
+
+
+def parse_options(text: str, spec: str) -> dict[str, Any]:
+    """The options in ``text``, which is part of ``spec``. Raises ConfigError: as ``parse_spec``."""
+    options: dict[str, Any] = {}
+    for option in filter(None, re.split(r",(?=\w+=)", text)):
+        key, equals, value = option.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"the option {option!r} in {spec!r} should read name=value, as in trace:lines=24"
+            )
+        if key in options:
+            raise ConfigError(f"the option {key!r} stands twice in {spec!r}; remove one of them")
+        options[key] = read_value(value)
+    return options
+
+
+def without_option(options: str, name: str) -> str:
+    """Options as a user writes them, ``key=value,key=value``, less one."""
+    parts = re.split(r",(?=\w+=)", options)
+    return ",".join(part for part in parts if part.partition("=")[0] != name)
+
+
 class Settings:
     """A base of dataclasses: every field holds a value of its type, within the range that the type
     is annotated with.

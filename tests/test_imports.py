@@ -36,16 +36,27 @@ ALLOWED = {
     "mismatch.tokens": ["mismatch", "rollout", "schedule"],
     "calibrate": ["_moved", "calibrate.search"],
     "calibrate.search": ["mismatch", "schedule"],
-    "calibrate.run": [
-        "calibrate.search",
+    "calibrate.trajectories": [
         "engines.base",
+        "engines.measure",
+        "mismatch",
+        "mismatch.tokens",
+        "rollout",
+        "schedule",
+    ],
+    "calibrate.run": [
+        "_moved",
+        "calibrate.search",
+        "calibrate.trajectories",
+        "engines.base",
+        "engines.measure",
         "mismatch",
         "mismatch.tokens",
         "rollout",
         "schedule",
     ],
     "calibrate.head_budgets": [
-        "calibrate.run",
+        "calibrate.trajectories",
         "engines.hf",
         "mismatch.tokens",
         "rollout",
@@ -78,12 +89,15 @@ ALLOWED = {
     ],
     "engines": [],
     "engines.base": ["mismatch", "rollout", "schedule"],
+    "engines.registry": ["decoding", "engines.base", "settings"],
+    "engines.measure": ["engines.base", "mismatch", "mismatch.tokens", "rollout", "schedule"],
     "model": ["attention", "attention.api", "attention.pages", "model.scoring", "schedule"],
     "model.scoring": ["rollout"],
     "engines.responses": ["model", "rollout"],
     "engines.hf": [
         "attention",
         "engines.base",
+        "engines.registry",
         "engines.responses",
         "mismatch",
         "decoding",
@@ -103,7 +117,15 @@ ALLOWED = {
         "decoding",
         "schedule",
     ],
-    "engines.vllm": ["decoding", "engines.base", "mismatch", "rollout", "schedule", "vllm"],
+    "engines.vllm": [
+        "decoding",
+        "engines.base",
+        "engines.registry",
+        "mismatch",
+        "rollout",
+        "schedule",
+        "vllm",
+    ],
     "run": ["files", "mismatch", "schedule"],
     "report": ["mismatch", "run", "schedule"],
     "train": [
@@ -126,10 +148,10 @@ ALLOWED = {
     "train.dial": ["cost", "cost.lossless", "mismatch", "schedule"],
     "train.distill": ["mismatch", "model", "model.scoring", "schedule", "train"],
     "integrations": [
-        "calibrate.run",
         "decoding",
         "engines.base",
         "engines.hf",
+        "engines.measure",
         "engines.vllm",
         "mismatch",
         "mismatch.tokens",
@@ -145,7 +167,7 @@ ALLOWED = {
         "engines",
         "engines.base",
         "engines.hf",
-        "engines.vllm",
+        "engines.registry",
         "rewards",
         "schedule",
         "settings",
@@ -193,11 +215,12 @@ def part_of(module: str) -> str:
     return max(fits, key=len)
 
 
-def imports(source: str, module: str, is_package: bool) -> Iterator[str]:
-    """Full names of what ``source`` imports anywhere; ``module.name`` for a name, which may be a
-    module too.
+def imports(source: str, module: str, is_package: bool, running: bool = False) -> Iterator[str]:
+    """Full names of what ``source`` imports anywhere, or, if ``running``, anywhere but for types
+    only; ``module.name`` for a name, which may be a module too.
     """
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    for node in without_type_checking(tree) if running else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -209,11 +232,13 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def edges(source: str, module: str, is_package: bool, known: dict[str, Path]) -> Iterator[str]:
-    """Sparrow modules that ``source`` imports, as in ``modules``; a name inside a module counts as
-    that module.
+def edges(
+    source: str, module: str, is_package: bool, known: dict[str, Path], running: bool = False
+) -> Iterator[str]:
+    """Sparrow modules that ``source`` imports, as in ``modules`` and ``imports``; a name inside a
+    module counts as that module.
     """
-    for name in imports(source, module, is_package):
+    for name in imports(source, module, is_package, running):
         first, _, inner = name.partition(".")
         if first == "sparrow":
             yield inner if inner in known else inner.rpartition(".")[0]
@@ -318,6 +343,63 @@ def test_a_module_belongs_to_the_longest_name_that_fits():
     )
     with pytest.raises(AssertionError, match=r"sparrow\.mismatches has no place"):
         part_of("mismatches")
+
+
+# --- circles ---
+
+
+def without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of ``tree`` that run: all but the bodies of ``if TYPE_CHECKING:``."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        only_for_types = isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING"
+        if not (only_for_types and child in tree.body):
+            yield from without_type_checking(child)
+
+
+def circle(arrows: dict[str, set[str]]) -> list[str] | None:
+    """The names along one circle of the graph, the first one again at its end; None without one."""
+    done: set[str] = set()
+
+    def search(path: list[str]) -> list[str] | None:
+        if path[-1] in path[:-1]:
+            return path[path.index(path[-1]) :]
+        if path[-1] in done:
+            return None
+        for target in sorted(arrows.get(path[-1], ())):
+            if found := search([*path, target]):
+                return found
+        done.add(path[-1])
+        return None
+
+    return next(filter(None, (search([name]) for name in arrows)), None)
+
+
+def test_no_module_imports_itself_through_others_not_even_inside_functions():
+    known = modules()
+    arrows = {}
+    for module, path in known.items():
+        package = path.name == "__init__.py"
+        arrows[module] = set(edges(path.read_text(encoding="utf-8"), module, package, known, True))
+    assert (found := circle(arrows)) is None, " imports ".join(found or [])
+
+
+def test_a_circle_is_found_wherever_an_arrow_of_it_hides():
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}) == ["b", "c", "b"]
+    source = """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from sparrow.train import trainer
+else:
+    from sparrow.train import learner
+def f():
+    from sparrow.cli.commands import train
+"""
+    names = ["train.trainer", "train.learner", "cli.commands.train"]
+    known = dict.fromkeys(names, PACKAGE)
+    assert set(edges(source, "m", False, known, True)) == set(names[1:])
+    assert set(edges(source, "m", False, known)) == set(names)
 
 
 # --- fresh interpreters ---

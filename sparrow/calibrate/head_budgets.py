@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.calibrate.run import Trajectories
+from sparrow.calibrate.trajectories import Trajectories
 from sparrow.errors import ConfigError
 from sparrow.mismatch.tokens import flatten
 from sparrow.rollout import Sampling

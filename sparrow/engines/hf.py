@@ -30,6 +30,7 @@ from transformers import (
 from sparrow.attention import PageLayout
 from sparrow.decoding import Decoding
 from sparrow.engines.base import Counters, Engine, Ranker, Scorer
+from sparrow.engines.registry import Asked
 from sparrow.engines.responses import Responses
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mismatch.drafts import DraftAcceptance
@@ -501,6 +502,13 @@ def load_config(name: str) -> dict[str, Any]:
         raise ConfigError(
             f"cannot load the config of {name!r} ({_reason(error)}); give its config.json"
         ) from error
+
+
+def start(asked: Asked) -> HFEngine:
+    """The engine on the model that has been loaded."""
+    ends = eos_ids(asked.model, asked.tokenizer)
+    autocast = torch.bfloat16 if asked.precision == "bf16" else None
+    return HFEngine(asked.model, asked.decoding, ends, autocast=autocast)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

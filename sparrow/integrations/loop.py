@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sparrow.calibrate.run import measure
 from sparrow.decoding import Decoding
 from sparrow.engines.hf import HFEngine, eos_ids
+from sparrow.engines.measure import measure
 from sparrow.errors import ConfigError
 from sparrow.mismatch import mismatch_metrics
 from sparrow.mismatch.tokens import pool

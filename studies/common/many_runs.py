@@ -179,7 +179,7 @@ def calibrated(
     Raises ConfigError: no budget holds a target.
     """
     from sparrow.calibrate import Acceptance, calibrate
-    from sparrow.calibrate.run import Trajectories
+    from sparrow.calibrate.trajectories import Trajectories
     from sparrow.errors import ConfigError
     from sparrow.mismatch.tokens import flatten
     from sparrow.schedule import SparsitySchedule

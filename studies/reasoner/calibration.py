@@ -25,10 +25,11 @@ import numpy as np
 from scipy import stats
 
 from sparrow import SparsitySchedule
-from sparrow.calibrate.run import Trajectories, measure
+from sparrow.calibrate.trajectories import Trajectories
 from sparrow.cli import main as sparrow
 from sparrow.cli.loading import draw_prompts, encode_prompts
 from sparrow.engines.hf import HFEngine, eos_ids, load_model
+from sparrow.engines.measure import measure
 from sparrow.mismatch import (
     BinMismatch,
     percentile_by_bin_interval,

@@ -22,10 +22,10 @@ import tyro
 from stability_study import LAYOUT
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from sparrow.calibrate.run import measure
 from sparrow.cli.loading import HELD_OUT, load_model
 from sparrow.decoding import Decoding
 from sparrow.engines.hf import HFEngine, eos_ids
+from sparrow.engines.measure import measure
 from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean, weighted_percentile
 from sparrow.mismatch.tokens import flatten
 from sparrow.rollout import Sampling

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from sparrow.calibrate import Acceptance, calibrate
-from sparrow.calibrate.run import Trajectories, calibrate_engine, measure
+from sparrow.calibrate.run import calibrate_engine
+from sparrow.calibrate.trajectories import Trajectories
+from sparrow.engines.measure import measure
 from sparrow.errors import ConfigError
 from sparrow.mismatch.tokens import pool
 from sparrow.rollout import Rollout, Sampling, Scores

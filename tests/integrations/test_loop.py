@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparrow.calibrate.run import measure
 from sparrow.engines.hf import HFEngine, eos_ids
+from sparrow.engines.measure import measure
 from sparrow.errors import ConfigError
 from sparrow.integrations.loop import measured
 from sparrow.mismatch import mismatch_metrics

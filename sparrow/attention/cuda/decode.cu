@@ -1,23 +1,44 @@
-// Page-sparse decode attention in one launch, for Hopper: rank a row's pages, select, attend to the kept ones.
+// Page-sparse decode attention in one launch, for Hopper: rank a row's pages, select, attend to the
+// kept ones.
 //
-// What Triton's kernels cannot do: each warp has tiles of its own in flight and never waits for another warp's, scores
-// come from the tensor cores and stay in shared memory, and while pages are being selected the ones that are nearly
-// always kept (the first, the newest, each warp's best) are on their way already.
+// What Triton's kernels cannot do: each warp has tiles of its own in flight and never waits for
+// another warp's, scores come from the tensor cores and stay in shared memory, and while pages are
+// being selected the ones that are nearly always kept (the first, the newest, each warp's best) are
+// on their way already.
 //
-// From below: tiles.cuh (a warp and its tiles), program.cuh (what a program works on), select.cuh (which pages are
-// kept); here are scoring, attention, and the sums over warps and parts, and the kernel is the last function.
+// From below: tiles.cuh (a warp and its tiles), program.cuh (what a program works on), select.cuh
+// (which pages are kept); here are scoring, attention, and the sums over warps and parts, and the
+// kernel is the last function.
 //
-// The division of the batch (attention/division.py), the scratch memory and the meaning of every argument are those of
-// the Triton kernels (attention/triton/kernels.py); pages.py is what both answer to. A page is 16 tokens, the rows of a
-// tensor-core tile; heads of a group are its columns, up to 8. "Logits" are to base 2.
+// The division of the batch (attention/division.py), the scratch memory and the meaning of every
+// argument are those of the Triton kernels (attention/triton/kernels.py); pages.py is what both
+// answer to. A page is 16 tokens, the rows of a tensor-core tile; heads of a group are its columns,
+// up to 8. "Logits" are to base 2.
 //
-// Defined by who compiles it: D head dim, G query heads per kv head, K kv heads, PER_BLOCK pages in a block of the
-// cache, SINK and RECENT pages always kept, BF16 (else float16), FP8_CACHE and FP8_LANDMARKS (in e4m3, else as the
-// queries), INT8_CACHE (scales of tokens and heads, attention/int8.py), WARPS, STAGES pages in flight per warp,
-// RESIDENT programs that are to fit on a multiprocessor, BINS of scores, and CANDIDATES: most scores of one bin that
-// are ranked.
+// Defined by who compiles it: D head dim, G query heads per kv head, K kv heads, PER_BLOCK pages in
+// a block of the cache, SINK and RECENT pages always kept, BF16 (else float16), FP8_CACHE and
+// FP8_LANDMARKS (in e4m3, else as the queries), INT8_CACHE (scales of tokens and heads,
+// attention/int8.py), WARPS, STAGES pages in flight per warp, RESIDENT programs that are to fit on
+// a multiprocessor, BINS of scores, and CANDIDATES: most scores of one bin that are ranked.
 
 #include "select.cuh"
+
+static_assert(P == 16, "a page is the 16 rows of a tensor-core tile");
+static_assert(D == 64 || D == 128, "rows of 4, 8 or 16 chunks are those that `swizzled` knows");
+static_assert(1 <= G && G <= MAX_GROUP, "the group's heads are the columns of one tile");
+static_assert(STEPS % 2 == 0, "in 8 bits, one load brings two steps of a product");
+static_assert(32 % CHUNKS == 0 && P % COPY_ROWS == 0,
+              "a warp copies whole rows, and a page in whole turns");
+static_assert(32 % MARK_CHUNKS == 0 && 16 % MARK_COPY_ROWS == 0,
+              "a warp copies whole landmarks, and a tile of them in whole turns");
+static_assert((WARPS & (WARPS - 1)) == 0 && WARPS <= 32, "lanes exchange the warps' extremes");
+static_assert(STAGES <= 32, "each lane remembers one page that was prefetched");
+static_assert(TILES_IN_FLIGHT >= 1, "a warp's slots hold at least one tile of landmarks");
+static_assert(BINS == 32 * 32, "each of 32 lanes counts 32 bins");
+static_assert(SINK >= 0 && RECENT >= 1, "the newest page, filled in part, is never ranked");
+static_assert(!(FP8_CACHE && INT8_CACHE), "the cache has one format");
+static_assert(WARPS * (G * D + 2 * MAX_GROUP) * 4 <= WARPS * STAGES * SLOT + 4 * BINS,
+              "the warps' results take the place of the ring and the bins");
 
 // The group's queries, as the right-hand side of a product, and what to multiply the product by.
 struct Queries {
@@ -30,48 +51,56 @@ template <bool IN_8_BITS>
 DEVICE Queries load_queries(const Program& p) {
   Queries queries;
   queries.factor = 1.f;
-  const u32* const from = (const u32*)(p.a.q + p.b * p.a.q_row + (p.head * G + p.row8) * p.a.q_head);
+  const u32* const from =
+      (const u32*)(p.a.q + p.b * p.a.q_row + (p.head * G + p.row8) * p.a.q_head);
 #pragma unroll
   for (int i = 0; i < 2 * STEPS; ++i) queries.q[i] = p.row8 < G ? from[4 * i + p.column2] : 0u;
   return queries;
 }
 
-// For rows in 8 bits, in float16 and in the order of their ``times_queries``. Those in bfloat16 are scaled by a power
-// of 2, one for the group, that takes the largest to 2^14 or more: what float16 cannot hold is then too small to
-// matter.
+// For rows in 8 bits, in float16 and in the order of their ``times_queries``. Those in bfloat16 are
+// scaled by a power of 2, one for the group, that takes the largest to 2^14 or more: what float16
+// cannot hold is then too small to matter.
 template <>
 DEVICE Queries load_queries<true>(const Program& p) {
   Queries queries;
   queries.factor = 1.f;
   u32* const q = queries.q;
-  const uint2* const from = (const uint2*)(p.a.q + p.b * p.a.q_row + (p.head * G + p.row8) * p.a.q_head);
+  const uint2* const from =
+      (const uint2*)(p.a.q + p.b * p.a.q_row + (p.head * G + p.row8) * p.a.q_head);
 #pragma unroll
   for (int j = 0; j < STEPS; ++j) {
     const uint2 four = p.row8 < G ? from[4 * j + p.column2] : make_uint2(0, 0);
-    q[2 * j] = four.x, q[2 * j + 1] = four.y;
+    q[2 * j] = four.x;
+    q[2 * j + 1] = four.y;
   }
 #if BF16
   u32 largest = 0;
 #pragma unroll
-  for (int i = 0; i < 2 * STEPS; ++i) largest = max(largest, max(q[i] & 0x7fff, q[i] >> 16 & 0x7fff));
+  for (int i = 0; i < 2 * STEPS; ++i)
+    largest = max(largest, max(q[i] & 0x7fff, q[i] >> 16 & 0x7fff));
   const int exponent = __reduce_max_sync(ALL, largest) >> 7;
   const int scale_exponent = min(254, 2 * 127 + 14 - exponent);
   const float scale = __int_as_float(scale_exponent << 23);
   queries.factor = __int_as_float((254 - scale_exponent) << 23);
 #pragma unroll
   for (int i = 0; i < 2 * STEPS; ++i)
-    q[i] = pack_halves(__int_as_float(q[i] << 16) * scale, __int_as_float(q[i] & 0xffff0000u) * scale);
+    q[i] = pack_halves(__int_as_float(q[i] << 16) * scale,
+                       __int_as_float(q[i] & 0xffff0000u) * scale);
 #endif
   return queries;
 }
 
 // What a thread saw while it scored pages.
 struct Seen {
-  float low, high;
-  int best, best_block;  // page of the highest score, and its block
+  float low;
+  float high;
+  int best;  // page of the highest score
+  int best_block;
 };
 
-// Looks up the blocks of the row and clears what the selection counts in; a warp can then load its first landmarks.
+// Looks up the blocks of the row and clears what the selection counts in; a warp can then load its
+// first landmarks.
 DEVICE void stage_blocks(const Program& p) {
   // Blocks of the tiles that this warp ranks, two tiles at a time, the first before the rest.
   auto copy_blocks = [&](int i) {
@@ -93,10 +122,12 @@ DEVICE void stage_blocks(const Program& p) {
   __syncwarp();
 }
 
-// Replaces blocks by scores. The warps share the tiles of 16 landmarks, TILES_IN_FLIGHT of each on their way.
+// Replaces blocks by scores. The warps share the tiles of 16 landmarks, TILES_IN_FLIGHT of each on
+// their way.
 DEVICE Seen score_pages(const Program& p, const Queries& queries) {
   Seen seen = {infinity(), -infinity(), 0, 0};
-  const int tiles = (p.ranked_end + 15) / 16, own = p.warp < tiles ? (tiles - p.warp + WARPS - 1) / WARPS : 0;
+  const int tiles = (p.ranked_end + 15) / 16;
+  const int own = p.warp < tiles ? (tiles - p.warp + WARPS - 1) / WARPS : 0;
 #pragma unroll 1
   for (int i = 0; i < TILES_IN_FLIGHT; ++i) {
     if (i < own) p.load_landmarks(i, i);
@@ -109,12 +140,21 @@ DEVICE Seen score_pages(const Program& p, const Queries& queries) {
     wait_for_all_but<TILES_IN_FLIGHT - 1>();
     __syncwarp();
     const u32 tile = p.warp_ring + place * MARK_TILE;
-    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+    float even[4] = {0, 0, 0, 0};
+    float odd[4] = {0, 0, 0, 0};
     times_queries<MARKS>(even, odd, tile, queries.q, p.chunks);
-    // The mean query's score, times G (and the queries' scale); columns beyond the group are no queries.
-    float first = 0.f, second = 0.f;
-    if (2 * p.column2 < G) first += even[0] + odd[0], second += even[2] + odd[2];
-    if (2 * p.column2 + 1 < G) first += even[1] + odd[1], second += even[3] + odd[3];
+    // The mean query's score, times G (and the queries' scale); columns beyond the group are no
+    // queries.
+    float first = 0.f;
+    float second = 0.f;
+    if (2 * p.column2 < G) {
+      first += even[0] + odd[0];
+      second += even[2] + odd[2];
+    }
+    if (2 * p.column2 + 1 < G) {
+      first += even[1] + odd[1];
+      second += even[3] + odd[3];
+    }
 #pragma unroll
     for (int o = 1; o < 4; o <<= 1) {
       first += __shfl_xor_sync(ALL, first, o);
@@ -124,7 +164,11 @@ DEVICE Seen score_pages(const Program& p, const Queries& queries) {
     if (p.column2 < 2 && n >= SINK && n < p.ranked_end) {
       const float score = (p.column2 ? second : first) + 0.f;  // -0.0 equals 0.0
       seen.low = fminf(seen.low, score);
-      if (score > seen.high) seen.high = score, seen.best = n, seen.best_block = p.list[n];
+      if (score > seen.high) {
+        seen.high = score;
+        seen.best = n;
+        seen.best_block = p.list[n];
+      }
       p.scores[n] = score;
     }
     __syncwarp();
@@ -139,17 +183,20 @@ DEVICE Seen score_pages(const Program& p, const Queries& queries) {
 
 // Pages that a warp fetches before the selection is known: lane i knows the i-th.
 struct Prefetch {
-  int count, page;
+  int count;
+  int page;
   float score;  // infinite for pages that are always kept
 };
 
-// A warp fetches its part of the pages always kept, the newest first, then those that it found to score best.
+// A warp fetches its part of the pages always kept, the newest first, then those that it found to
+// score best.
 DEVICE Prefetch prefetch(const Program& p, const Seen& seen) {
   Prefetch fetched = {0, -1, infinity()};
   u32 key = seen.high > -infinity() ? order_of(seen.high) : 0u;
 #pragma unroll 1
   for (int turn = p.warp; fetched.count < STAGES; turn += WARPS) {
-    int n, page;
+    int n;
+    int page;
     float score = infinity();
     if (turn < ALWAYS) {
       n = turn < RECENT ? p.pages - 1 - turn : turn - RECENT;
@@ -166,40 +213,51 @@ DEVICE Prefetch prefetch(const Program& p, const Seen& seen) {
     p.load_page(n, page, fetched.count);
     commit();
     if (p.lane == 0) atomicOr(&p.prefetched[n / 32], 1u << (n & 31));
-    if (p.lane == fetched.count) fetched.page = n, fetched.score = score;
+    if (p.lane == fetched.count) {
+      fetched.page = n;
+      fetched.score = score;
+    }
     ++fetched.count;
   }
   return fetched;
 }
 
-// Hands the list to the row's other parts; returns how much of it this part attends to itself: with the pages that were
-// prefetched, as much as every other part.
+// Hands the list to the row's other parts; returns how much of it this part attends to itself: with
+// the pages that were prefetched, as much as every other part.
 DEVICE int share_list(const Program& p, int listed) {
-  const int all = ALWAYS + p.budget, equal = (all + p.parts - 1) / p.parts;
+  const int all = ALWAYS + p.budget;
+  const int equal = (all + p.parts - 1) / p.parts;
   const int own = min(max(equal - (all - listed), 0), listed);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < listed; i += THREADS) p.a.rows[p.item * p.a.rows_row + i] = p.page_at(p.list[i]);
+  for (int i = threadIdx.x; i < listed; i += THREADS)
+    p.a.rows[p.item * p.a.rows_row + i] = p.page_at(p.list[i]);
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) atomicExch(p.a.ready + p.item, 1 << 30 | own << 15 | listed);
   return own;
 }
 
-// Pages that a program attends to besides those prefetched: places in the list, or in a row that is kept whole.
+// Pages that a program attends to besides those prefetched: places in the list, or in a row that is
+// kept whole.
 struct Range {
-  int begin, end;
+  int begin;
+  int end;
 };
 
 // Waits for the list of the row's first part; returns this part of what that left.
 DEVICE Range wait_for_list(const Program& p) {
   if (threadIdx.x == 0) {
     int message;
-    do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(message) : "l"(p.a.ready + p.item) : "memory");
-    while (message == 0);
+    do {
+      asm volatile("ld.acquire.gpu.s32 %0, [%1];"
+                   : "=r"(message) : "l"(p.a.ready + p.item) : "memory");
+    } while (message == 0);
     p.shared->last = message;
   }
   __syncthreads();
-  const int message = p.shared->last, first = message >> 15 & 0x7fff, others = (message & 0x7fff) - first;
+  const int message = p.shared->last;
+  const int first = message >> 15 & 0x7fff;
+  const int others = (message & 0x7fff) - first;
   const Range range = {first + (int)((u32)others * (p.part - 1) / (p.parts - 1)),
                        first + (int)((u32)others * p.part / (p.parts - 1))};
   __syncthreads();
@@ -208,39 +266,56 @@ DEVICE Range wait_for_list(const Program& p) {
 
 constexpr bool NARROW = CACHE != BITS16;
 // Which two of 16 dimensions a thread has: 8 bits come in pairs of neighbours.
-constexpr int OWN = NARROW ? 2 : 1, OTHER = NARROW ? 1 : 8;
+constexpr int OWN = NARROW ? 2 : 1;
+constexpr int OTHER = NARROW ? 1 : 8;
 
 // The running softmax of a warp, for the heads of a thread's two columns.
 //
-// Values in int8 are added as codes, so their scales, 2^e, belong to the weights. The exponent is added to the logit:
-// the maximum is that of logits plus exponents, by which all weights 2^(logit + e - max) are at most 1 and fit float16.
-// A sum takes 2^(logit - max), which is the weight times 2^-e. Exponents of a cache are at most 100 apart: a weight
-// that is flushed to 0 (below 2^-126) belongs to a token of less than 2^-26 of the sum. And a token at the maximum has
-// 2^-e there, so that sums are normal floats. Merging warps and parts, by the same maximum for both, stays as it is.
+// Values in int8 are added as codes, so their scales, 2^e, belong to the weights. The exponent is
+// added to the logit: the maximum is that of logits plus exponents, by which all weights 2^(logit +
+// e - max) are at most 1 and fit float16. A sum takes 2^(logit - max), which is the weight times
+// 2^-e. Exponents of a cache are at most 100 apart: a weight that is flushed to 0 (below 2^-126)
+// belongs to a token of less than 2^-26 of the sum. And a token at the maximum has 2^-e there, so
+// that sums are normal floats. Merging warps and parts, by the same maximum for both, stays as it
+// is.
 struct Softmax {
   float acc[STEPS][4];  // of the value's dimensions j * 16 + OWN * row8 and + OTHER
-  float max0, max1, sum0, sum1;
+  float max0;
+  float max1;
+  float sum0;
+  float sum1;
 
   DEVICE Softmax() : max0(-1e30f), max1(-1e30f), sum0(0.f), sum1(0.f) {
 #pragma unroll
-    for (int j = 0; j < STEPS; ++j) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.f;
+    for (int j = 0; j < STEPS; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[j][i] = 0.f;
   }
 
-  // Adds the page in a slot; the row's newest page may be filled in part.
-  DEVICE void add_page(const Program& p, const Queries& queries, u32 slot, bool is_newest) {
-    float logit[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-    times_queries<CACHE>(logit, odd, slot, queries.q, p.chunks);
+  // Adds the page that lies at an address of the ring; the row's newest page may be filled in part.
+  DEVICE void add_page(const Program& p, const Queries& queries, u32 address, bool is_newest) {
+    float logit[4] = {0, 0, 0, 0};
+    float odd[4] = {0, 0, 0, 0};
+    times_queries<CACHE>(logit, odd, address, queries.q, p.chunks);
 #pragma unroll
     for (int j = 0; j < 4; ++j) logit[j] = (logit[j] + odd[j]) * queries.factor;
-    float in_sum0 = 1.f, in_sum1 = 1.f;  // what a token's weight is multiplied by in the sum
+    float in_sum0 = 1.f;  // what a token's weight is multiplied by in the sum
+    float in_sum1 = 1.f;
     if constexpr (CACHE == INT8) {
-      const u32 of_keys = slot + 2 * TILE + p.row8, of_values = of_keys + SCALES;
-      const float key0 = scale_of(load_byte(of_keys)), key1 = scale_of(load_byte(of_keys + 8));
-      const u32 value0 = load_byte(of_values), value1 = load_byte(of_values + 8);
-      const float exponent0 = exponent_of(value0), exponent1 = exponent_of(value1);
-      logit[0] = logit[0] * key0 + exponent0, logit[1] = logit[1] * key0 + exponent0;
-      logit[2] = logit[2] * key1 + exponent1, logit[3] = logit[3] * key1 + exponent1;
-      in_sum0 = reciprocal_of(value0), in_sum1 = reciprocal_of(value1);
+      const u32 of_keys = address + 2 * TILE + p.row8;
+      const u32 of_values = of_keys + SCALES;
+      const float key0 = scale_of(load_byte(of_keys));
+      const float key1 = scale_of(load_byte(of_keys + 8));
+      const u32 value0 = load_byte(of_values);
+      const u32 value1 = load_byte(of_values + 8);
+      const float exponent0 = exponent_of(value0);
+      const float exponent1 = exponent_of(value1);
+      logit[0] = logit[0] * key0 + exponent0;
+      logit[1] = logit[1] * key0 + exponent0;
+      logit[2] = logit[2] * key1 + exponent1;
+      logit[3] = logit[3] * key1 + exponent1;
+      in_sum0 = reciprocal_of(value0);
+      in_sum1 = reciprocal_of(value1);
     }
     if (is_newest) {
       __syncwarp();  // keeps this a branch: else every page would pay for the masks
@@ -249,35 +324,60 @@ struct Softmax {
         if (p.row8 >= inside) in_sum0 = 0.f;
         if (p.row8 + 8 >= inside) in_sum1 = 0.f;
       }
-      if (p.row8 >= inside) logit[0] = logit[1] = -infinity();
-      if (p.row8 + 8 >= inside) logit[2] = logit[3] = -infinity();
+      if (p.row8 >= inside) {
+        logit[0] = -infinity();
+        logit[1] = -infinity();
+      }
+      if (p.row8 + 8 >= inside) {
+        logit[2] = -infinity();
+        logit[3] = -infinity();
+      }
     }
-    float top0 = fmaxf(logit[0], logit[2]), top1 = fmaxf(logit[1], logit[3]);
+    float top0 = fmaxf(logit[0], logit[2]);
+    float top1 = fmaxf(logit[1], logit[3]);
 #pragma unroll
     for (int o = 4; o < 32; o <<= 1) {
       top0 = fmaxf(top0, __shfl_xor_sync(ALL, top0, o));
       top1 = fmaxf(top1, __shfl_xor_sync(ALL, top1, o));
     }
     if (__any_sync(ALL, top0 > max0 || top1 > max1)) {
-      top0 = fmaxf(max0, top0), top1 = fmaxf(max1, top1);
-      const float shrink0 = exp2_of(max0 - top0), shrink1 = exp2_of(max1 - top1);
-      max0 = top0, max1 = top1, sum0 *= shrink0, sum1 *= shrink1;
+      top0 = fmaxf(max0, top0);
+      top1 = fmaxf(max1, top1);
+      const float shrink0 = exp2_of(max0 - top0);
+      const float shrink1 = exp2_of(max1 - top1);
+      max0 = top0;
+      max1 = top1;
+      sum0 *= shrink0;
+      sum1 *= shrink1;
 #pragma unroll
-      for (int j = 0; j < STEPS; ++j)
-        acc[j][0] *= shrink0, acc[j][1] *= shrink1, acc[j][2] *= shrink0, acc[j][3] *= shrink1;
+      for (int j = 0; j < STEPS; ++j) {
+        acc[j][0] *= shrink0;
+        acc[j][1] *= shrink1;
+        acc[j][2] *= shrink0;
+        acc[j][3] *= shrink1;
+      }
     }
-    const float w0 = exp2_of(logit[0] - max0), w1 = exp2_of(logit[1] - max1);
-    const float w2 = exp2_of(logit[2] - max0), w3 = exp2_of(logit[3] - max1);
-    if constexpr (CACHE == INT8) sum0 += w0 * in_sum0 + w2 * in_sum1, sum1 += w1 * in_sum0 + w3 * in_sum1;
-    else sum0 += w0 + w2, sum1 += w1 + w3;
-    add_values(p, slot + TILE, w0, w1, w2, w3);
+    const float w0 = exp2_of(logit[0] - max0);
+    const float w1 = exp2_of(logit[1] - max1);
+    const float w2 = exp2_of(logit[2] - max0);
+    const float w3 = exp2_of(logit[3] - max1);
+    if constexpr (CACHE == INT8) {
+      sum0 += w0 * in_sum0 + w2 * in_sum1;
+      sum1 += w1 * in_sum0 + w3 * in_sum1;
+    } else {
+      sum0 += w0 + w2;
+      sum1 += w1 + w3;
+    }
+    add_values(p, address + TILE, w0, w1, w2, w3);
   }
 
   // Adds values times weights; tokens are columns of the left-hand side.
   DEVICE void add_values(const Program& p, u32 tile, float w0, float w1, float w2, float w3) {
 #if FP8_CACHE || INT8_CACHE
-    const int row = p.lane % 8 + p.lane / 16 * 8, chunk = p.lane / 8 % 2;
-    const u32 right0 = transposed(pack_halves(w0, w1)), right1 = transposed(pack_halves(w2, w3));
+    const int row = p.lane % 8 + p.lane / 16 * 8;
+    const int chunk = p.lane / 8 % 2;
+    const u32 right0 = transposed(pack_halves(w0, w1));
+    const u32 right1 = transposed(pack_halves(w2, w3));
 #pragma unroll
     for (int j = 0; j < STEPS; j += 2) {
       u32 x[4];  // two neighbouring dimensions of each of two tokens
@@ -285,14 +385,16 @@ struct Softmax {
       prepare<CACHE>(x);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const u32 first = x[i], second = x[i + 2];  // tokens 0 to 7 and 8 to 15
-        const u32 left[4] = {pair_of<CACHE, 0, 2>(first), pair_of<CACHE, 1, 3>(first), pair_of<CACHE, 0, 2>(second),
-                             pair_of<CACHE, 1, 3>(second)};
+        const u32 first = x[i];       // tokens 0 to 7
+        const u32 second = x[i + 2];  // tokens 8 to 15
+        const u32 left[4] = {pair_of<CACHE, 0, 2>(first), pair_of<CACHE, 1, 3>(first),
+                             pair_of<CACHE, 0, 2>(second), pair_of<CACHE, 1, 3>(second)};
         multiply<false>(acc[j + i], left, right0, right1);
       }
     }
 #else
-    const u32 right0 = transposed(pack(w0, w1)), right1 = transposed(pack(w2, w3));
+    const u32 right0 = transposed(pack(w0, w1));
+    const u32 right1 = transposed(pack(w2, w3));
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
       u32 left[4];
@@ -312,20 +414,32 @@ struct Softmax {
   }
 };
 
-// Attends to the pages that were prefetched and turned out to be kept (`fetched_kept`, a bit for each), then to every
-// WARPS-th of the range; STAGES pages are in flight.
+// Attends to the pages that were prefetched and turned out to be kept (`fetched_kept`, a bit for
+// each), then to every WARPS-th of the range; STAGES pages are in flight.
 DEVICE void attend_pages(
-    const Program& p, const Queries& queries, int fetched, u32 fetched_kept, const Range& range, Softmax& softmax) {
+    const Program& p, const Queries& queries, int fetched, u32 fetched_kept, const Range& range,
+    Softmax& softmax) {
   const int* const ids = p.a.rows + p.item * p.a.rows_row;
   const int first = range.begin + p.warp;
-  const int own = first < range.end ? (range.end - range.begin - p.warp + WARPS - 1) / WARPS : 0, all = fetched + own;
+  const int own = first < range.end ? (range.end - range.begin - p.warp + WARPS - 1) / WARPS : 0;
+  const int all = fetched + own;
   auto page_of = [&](int i) {  // of this warp's pages besides those prefetched
     const int at = first + i * WARPS;
-    return i >= own ? 0 : !p.listed ? p.page_at(at) : p.part == 0 ? p.page_at(p.list[at]) : __ldcg(ids + at);
+    if (i >= own) return 0;
+    if (!p.listed) return p.page_at(at);
+    if (p.part == 0) return p.page_at(p.list[at]);
+    return __ldcg(ids + at);
   };
-  int known = 0, page_now = page_of(p.lane), page_next = page_of(p.lane + 32);  // page ids, one a lane, from `known` on
+  // Page ids, one per lane, from the `known`-th on.
+  int known = 0;
+  int page_now = page_of(p.lane);
+  int page_next = page_of(p.lane + 32);
   auto load_next = [&](int i, int slot) {
-    if (i - known == 32) known = i, page_now = page_next, page_next = page_of(i + 32 + p.lane);
+    if (i - known == 32) {
+      known = i;
+      page_now = page_next;
+      page_next = page_of(i + 32 + p.lane);
+    }
     p.load_page(p.listed ? -1 : first + i * WARPS, __shfl_sync(ALL, page_now, i - known), slot);
   };
 #pragma unroll 1
@@ -338,7 +452,8 @@ DEVICE void attend_pages(
     wait_for_all_but<STAGES - 1>();
     __syncwarp();
     if (i >= fetched || fetched_kept >> i & 1) {
-      const bool is_newest = p.listed ? p.ranks && p.warp == 0 && i == 0 : first + i * WARPS == p.pages - 1;
+      const bool is_newest =
+          p.listed ? p.ranks && p.warp == 0 && i == 0 : first + i * WARPS == p.pages - 1;
       softmax.add_page(p, queries, p.warp_ring + slot * SLOT, is_newest);
     }
     __syncwarp();
@@ -351,50 +466,69 @@ DEVICE void attend_pages(
 
 DEVICE void store(const Program& p, int i, float acc, float sum) {
   const float scale = CACHE == E4M3 ? __ldg(p.a.v_scales + p.head) : 1.f;
-  const float result = acc * __fdividef(scale, sum > 0.f ? sum : 1.f);  // a row without tokens returns zeros
-  p.a.out[p.b * p.a.out_row + (p.head * G + i / D) * p.a.out_head + i % D] = (u16)pack(result, 0.f);
+  // A row without tokens returns zeros.
+  const float result = acc * __fdividef(scale, sum > 0.f ? sum : 1.f);
+  const i64 to = p.b * p.a.out_row + (p.head * G + i / D) * p.a.out_head + i % D;
+  p.a.out[to] = (u16)pack(result, 0.f);
 }
 
-// Adds the warps' results in their order; they are the output if the row has one part, else a partial result.
+// Adds the warps' results in their order; they are the output if the row has one part, else a
+// partial result.
 DEVICE void add_warps(const Program& p, Softmax& softmax) {
   softmax.add_rows();
   __syncthreads();
   float* const warp_acc = (float*)p.ring;  // [WARPS, G, D]
-  float* const warp_max = warp_acc + WARPS * G * D, *const warp_sum = warp_max + WARPS * 8;
-  const int head0 = 2 * p.column2, head1 = head0 + 1;
+  float* const warp_max = warp_acc + WARPS * G * D;  // [WARPS, MAX_GROUP]
+  float* const warp_sum = warp_max + WARPS * MAX_GROUP;
+  const int head0 = 2 * p.column2;
+  const int head1 = head0 + 1;
 #pragma unroll
   for (int j = 0; j < STEPS; ++j) {
     float* const to = warp_acc + p.warp * G * D + j * 16 + OWN * p.row8;
-    if (head0 < G) to[head0 * D] = softmax.acc[j][0], to[head0 * D + OTHER] = softmax.acc[j][2];
-    if (head1 < G) to[head1 * D] = softmax.acc[j][1], to[head1 * D + OTHER] = softmax.acc[j][3];
+    if (head0 < G) {
+      to[head0 * D] = softmax.acc[j][0];
+      to[head0 * D + OTHER] = softmax.acc[j][2];
+    }
+    if (head1 < G) {
+      to[head1 * D] = softmax.acc[j][1];
+      to[head1 * D + OTHER] = softmax.acc[j][3];
+    }
   }
   if (p.row8 == 0) {
-    warp_max[p.warp * 8 + head0] = softmax.max0, warp_max[p.warp * 8 + head1] = softmax.max1;
-    warp_sum[p.warp * 8 + head0] = softmax.sum0, warp_sum[p.warp * 8 + head1] = softmax.sum1;
+    warp_max[p.warp * MAX_GROUP + head0] = softmax.max0;
+    warp_max[p.warp * MAX_GROUP + head1] = softmax.max1;
+    warp_sum[p.warp * MAX_GROUP + head0] = softmax.sum0;
+    warp_sum[p.warp * MAX_GROUP + head1] = softmax.sum1;
   }
   __syncthreads();
-  const i64 cell = (i64)(p.slot + p.part * K) * G;
+  const i64 cell = (i64)(p.first_partial + p.part * K) * G;
   for (int i = threadIdx.x; i < G * D; i += THREADS) {
     const int head = i / D;
-    float highest = -1e30f, sum = 0.f, acc = 0.f;
+    float highest = -1e30f;
+    float sum = 0.f;
+    float acc = 0.f;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, warp_max[w * 8 + head]);
+    for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, warp_max[w * MAX_GROUP + head]);
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-      const float weight = exp2_of(warp_max[w * 8 + head] - highest);
-      sum += weight * warp_sum[w * 8 + head];
+      const float weight = exp2_of(warp_max[w * MAX_GROUP + head] - highest);
+      sum += weight * warp_sum[w * MAX_GROUP + head];
       acc += weight * warp_acc[w * G * D + i];
     }
     if (p.parts == 1) {
       store(p, i, acc, sum);
     } else {
       p.a.partial[cell * D + i] = acc;
-      if (i % D == 0) p.a.stats[cell * 2 + head] = highest, p.a.stats[cell * 2 + G + head] = sum;
+      if (i % D == 0) {
+        p.a.stats[cell * 2 + head] = highest;
+        p.a.stats[cell * 2 + G + head] = sum;
+      }
     }
   }
 }
 
-// The program that finishes a row's last part adds the parts in their order: the result does not depend on timing.
+// The program that finishes a row's last part adds the parts in their order: the result does not
+// depend on timing.
 DEVICE void add_parts(const Program& p) {
   __threadfence();
   __syncthreads();
@@ -402,14 +536,21 @@ DEVICE void add_parts(const Program& p) {
   __syncthreads();
   if (!p.shared->last) return;
   __threadfence();
-  if (threadIdx.x == 0) p.a.counters[p.item] = 0, p.a.ready[p.item] = 0;
+  if (threadIdx.x == 0) {
+    p.a.counters[p.item] = 0;
+    p.a.ready[p.item] = 0;
+  }
   for (int i = threadIdx.x; i < G * D; i += THREADS) {
-    float highest = -1e30f, sum = 0.f, acc = 0.f;
+    float highest = -1e30f;
+    float sum = 0.f;
+    float acc = 0.f;
 #pragma unroll 4
     for (int part = 0; part < p.parts; ++part) {
-      const i64 other = (i64)(p.slot + part * K) * G;
-      const float its_highest = __ldcg(p.a.stats + other * 2 + i / D), both = fmaxf(highest, its_highest);
-      const float shrink = exp2_of(highest - both), weight = exp2_of(its_highest - both);
+      const i64 other = (i64)(p.first_partial + part * K) * G;
+      const float its_highest = __ldcg(p.a.stats + other * 2 + i / D);
+      const float both = fmaxf(highest, its_highest);
+      const float shrink = exp2_of(highest - both);
+      const float weight = exp2_of(its_highest - both);
       sum = sum * shrink + weight * __ldcg(p.a.stats + other * 2 + G + i / D);
       acc = acc * shrink + weight * __ldcg(p.a.partial + other * D + i);
       highest = both;
@@ -420,15 +561,19 @@ DEVICE void add_parts(const Program& p) {
 
 // Writes the landmark of a page that the newest token filled; nobody ranks that page in this step.
 DEVICE void write_landmark(const Program& p) {
-  const int page = p.page_at(p.pages - 1), block = page / PER_BLOCK, inside = page % PER_BLOCK;
+  const int page = p.page_at(p.pages - 1);
+  const int block = page / PER_BLOCK;
+  const int inside = page % PER_BLOCK;
   for (int d = threadIdx.x; d < D; d += THREADS) {
-    const Entry* const from = p.a.k + block * p.a.block + p.head * p.a.head + (i64)inside * P * p.a.token + d;
+    const Entry* const from =
+        p.a.k + block * p.a.block + p.head * p.a.head + (i64)inside * P * p.a.token + d;
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < P; ++i) {
       float key = widen(from[i * p.a.token]);
       if constexpr (CACHE == INT8)
-        key *= scale_of(p.a.k_scales[block * p.a.scale_block + p.head * p.a.scale_head + inside * P + i]);
+        key *= scale_of(
+            p.a.k_scales[block * p.a.scale_block + p.head * p.a.scale_head + inside * P + i]);
       sum += key;
     }
     Mark* const to = p.a.landmarks + block * p.a.landmark_block + inside * p.a.landmark_page + d;
@@ -440,7 +585,8 @@ DEVICE void write_landmark(const Program& p) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+attend(const __grid_constant__ Args a) {
   extern __shared__ __align__(1024) unsigned char memory[];
   if (!a.rank_before_wait) wait_for_launch_before();
   const Program p(a, memory);
@@ -464,7 +610,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
     fetched = prefetched.count;
     const float low = from_order(__reduce_min_sync(ALL, order_of(seen.low)));
     const float high = from_order(__reduce_max_sync(ALL, order_of(seen.high)));
-    if (p.lane == 0) p.shared->low[p.warp] = low, p.shared->high[p.warp] = high;
+    if (p.lane == 0) {
+      p.shared->low[p.warp] = low;
+      p.shared->high[p.warp] = high;
+    }
     __syncthreads();
     Threshold threshold = {infinity(), -1};
     Bin bin = {0.f, 0.f, -1, 0, 0};
@@ -472,7 +621,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
       bin = find_bin(p.scores, p.bins, SINK, p.ranked_end, p.budget, p.shared);
       if (bin.number < 0) threshold = bisect(p.scores, SINK, p.ranked_end, p.budget, p.shared);
     }
-    const int all = (p.pages + 31) / 32, own = (all + AT_ONCE * WARPS - 1) / (AT_ONCE * WARPS) * AT_ONCE;
+    const int all = (p.pages + 31) / 32;
+    const int own = (all + AT_ONCE * WARPS - 1) / (AT_ONCE * WARPS) * AT_ONCE;
     const Groups groups = {p.warp * own, min(p.warp * own + own, all)};
     mark_kept(p, bin, threshold, groups);
     __syncthreads();

@@ -51,7 +51,8 @@ struct Shared {  // what a program's warps tell each other, besides scores and l
 // A program: one part of the kept pages of one row and kv head, as the plan of the batch says.
 struct Program {
   const Args& a;
-  // A thread's place, also in a tile of results: rows row8 and row8 + 8, columns 2 * column2 and the next.
+  // A thread's place, also in a tile of results: rows row8 and row8 + 8, columns 2 * column2 and
+  // the next.
   const int lane, warp, row8, column2;
   const Chunks chunks;
   // Dynamic shared memory; the launcher counts the same bytes.
@@ -63,9 +64,18 @@ struct Program {
   float* scores;           // [capacity] of the row's pages
   int* list;               // in their place: before, blocks of the row; afterwards, kept pages by their number in it
   u32 *prefetched, *kept;  // a bit for each page that a warp fetches before the selection, and for each that is kept
-  // slot: of the row's first part among all partial results; listed: not all pages are kept; ranks: by this program.
-  int b, head, part, parts, item, slot, tokens, pages, ranked_end, budget;
-  bool listed, ranks;
+  int b;
+  int head;
+  int part;
+  int parts;
+  int item;
+  int first_partial;  // where the row's first part stands among all partial results
+  int tokens;
+  int pages;
+  int ranked_end;
+  int budget;
+  bool listed;  // not all pages are kept
+  bool ranks;   // this program finds those that are
   const int* table;
   // Where this thread copies to and from.
   u32 warp_ring;
@@ -80,22 +90,34 @@ struct Program {
     candidate_score = (float*)(bins + BINS);
     candidate_index = (int*)(candidate_score + CANDIDATES);
     shared = (Shared*)(candidate_index + CANDIDATES);
-    scores = (float*)(shared + 1), list = (int*)scores;
-    prefetched = (u32*)(scores + a.capacity), kept = prefetched + a.capacity / 32;
-    const int4 entry = a.plan[blockIdx.x / K * 2], row = a.plan[blockIdx.x / K * 2 + 1];
-    b = entry.x, part = entry.y, parts = entry.z, head = blockIdx.x % K;
-    item = b * K + head, slot = entry.w * K + head;
-    tokens = row.x, pages = (tokens + P - 1) / P;
+    scores = (float*)(shared + 1);
+    list = (int*)scores;
+    prefetched = (u32*)(scores + a.capacity);
+    kept = prefetched + a.capacity / 32;
+    const int4 entry = a.plan[blockIdx.x / K * 2];
+    const int4 row = a.plan[blockIdx.x / K * 2 + 1];
+    b = entry.x;
+    part = entry.y;
+    parts = entry.z;
+    head = blockIdx.x % K;
+    item = b * K + head;
+    first_partial = entry.w * K + head;
+    tokens = row.x;
+    pages = (tokens + P - 1) / P;
     const int ranked = max(pages - ALWAYS, 0);
     int top_k = max(row.y, 0);
     if (a.head_budgets && top_k < ALL_PAGES)
       top_k = (int)min((i64)ALL_PAGES, ((i64)top_k * __ldg(a.head_budgets + head) + 128) >> 8);
-    ranked_end = SINK + ranked, budget = min(ranked, top_k);
-    listed = budget < ranked, ranks = listed && part == 0;
+    ranked_end = SINK + ranked;
+    budget = min(ranked, top_k);
+    listed = budget < ranked;
+    ranks = listed && part == 0;
     table = a.table + b * a.table_row;
     warp_ring = shared_address(ring) + warp * STAGES * SLOT;
-    copy_row = lane / CHUNKS, copy_chunk = lane % CHUNKS;
-    mark_row = lane / MARK_CHUNKS, mark_chunk = lane % MARK_CHUNKS;
+    copy_row = lane / CHUNKS;
+    copy_chunk = lane % CHUNKS;
+    mark_row = lane / MARK_CHUNKS;
+    mark_chunk = lane % MARK_CHUNKS;
     keys = a.k + head * a.head + copy_chunk * (16 / (int)sizeof(Entry));
     values = a.v + head * a.head + copy_chunk * (16 / (int)sizeof(Entry));
     landmarks = a.landmarks + head * a.landmark_head + mark_chunk * (16 / (int)sizeof(Mark));
@@ -105,7 +127,8 @@ struct Program {
     return PER_BLOCK == 1 ? table[n] : table[n / PER_BLOCK] * PER_BLOCK + n % PER_BLOCK;
   }
 
-  // Copies keys and values of a page by its id into a slot; n: its place in the row, or -1 if it is surely full.
+  // Copies keys and values of a page by its id into a slot of the ring; n: its place in the row, or
+  // -1 if it is surely full.
   DEVICE void load_page(int n, int page, int slot) const {
     const u32 to = warp_ring + slot * SLOT;
     const int inside = n == pages - 1 ? tokens - n * P : P;  // what lies beyond may be NaN, and 0 * NaN is NaN
@@ -122,7 +145,8 @@ struct Program {
                     (i64)(page / PER_BLOCK) * a.scale_block + page % PER_BLOCK * P);
   }
 
-  // Copies the landmarks of 16 pages, from the first of the warp's i-th tile on; `list` holds their blocks.
+  // Copies the landmarks of 16 pages, from the first of the warp's i-th tile on; `list` holds their
+  // blocks.
   DEVICE void load_landmarks(int i, int place) const {
 #pragma unroll
     for (int j = 0; j < 16 / MARK_COPY_ROWS; ++j) {

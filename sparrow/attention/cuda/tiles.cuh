@@ -9,8 +9,10 @@ typedef long long i64;
 
 constexpr u32 ALL = 0xffffffffu;
 constexpr int P = 16;              // tokens of a page
+constexpr int MAX_GROUP = 8;       // columns of a tensor-core tile, one for each query head
 enum Format { BITS16, E4M3, INT8 };
-constexpr Format CACHE = INT8_CACHE ? INT8 : FP8_CACHE ? E4M3 : BITS16, MARKS = FP8_LANDMARKS ? E4M3 : BITS16;
+constexpr Format CACHE = INT8_CACHE ? INT8 : FP8_CACHE ? E4M3 : BITS16;
+constexpr Format MARKS = FP8_LANDMARKS ? E4M3 : BITS16;
 constexpr int ROW = CACHE == BITS16 ? 2 * D : D;     // bytes of a key or value
 constexpr int TILE = P * ROW;                        // keys of a page, or its values
 constexpr int CHUNKS = ROW / 16;                     // copied 16 bytes at a time

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from sparrow import files
 from sparrow.cli.commands.sampled import FromPrompts
 from sparrow.decoding import Decoding
+from sparrow.engines.registry import parse_engine
 from sparrow.errors import ConfigError
-from sparrow.settings import Count, Probability, Share
+from sparrow.settings import Count, Probability, Share, without_option
 from sparrow.train.config import DecodingOptions
 
 if TYPE_CHECKING:
     from sparrow.engines.base import Engine, Ranker
 
 STATUS = {"exact": 0, "biased": 1, "cannot tell": 2}
-STOCK = "stock:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Audit(DecodingOptions, FromPrompts):
 
         decoding = self.decoding(self.schedule)
         dense = self._dense_engine()
-        if self.scorer == "prefill" and not (dense or "").startswith(STOCK):
+        if self.scorer == "prefill" and not (dense and parse_engine(dense).kind.is_stock):
             raise ConfigError(
                 f"the scorer prefill needs a dense engine that is stock vLLM, got {dense or 'none'}; "
                 "give --dense-engine stock:... or take the scorer hf"
@@ -83,12 +83,8 @@ class Audit(DecodingOptions, FromPrompts):
         def made(spec: str, how: Decoding) -> Engine:
             from sparrow.cli import loading
 
-            if spec.startswith(STOCK):
-                return loading.load_stock_engine(
-                    spec.removeprefix(STOCK), self.model, self.precision
-                )
             return loading.load_engine(
-                staying_awake(spec), self.model, model, tokenizer, how, self.precision
+                spec, self.model, model, tokenizer, how, self.precision, audits=True
             )
 
         def ranker() -> AbstractContextManager[Ranker]:
@@ -130,26 +126,12 @@ class Audit(DecodingOptions, FromPrompts):
         """The engine of the dense arm; None if there is no such arm."""
         if self.dense_engine is not None:
             return None if self.dense_engine == "none" else self.dense_engine
-        engine = self.engine.removeprefix(STOCK)
-        if engine.startswith(("http://", "https://")):
+        engine = parse_engine(self.engine)
+        if engine.kind.takes == "address":
             raise ConfigError(
                 f"{self.engine} decodes in one way only; give --dense-engine with a server of the "
                 "same model that does not draft, or --dense-engine none to count rounding as bias"
             )
-        if self.engine.startswith(STOCK):
-            from sparrow.cli.loading import without_option
-
-            return STOCK + without_option(engine, "speculative_config")
+        if engine.kind.is_stock:
+            return "stock:" + without_option(engine.rest, "speculative_config")
         return self.engine
-
-
-def staying_awake(spec: str) -> str:
-    """An engine as a user names it, vLLM without its sleep mode unless the user asked for that.
-
-    An audit starts two engines in one process and lets neither sleep, and vLLM's allocator for
-    sleep serves one engine per process.
-    """
-    name, _, options = spec.partition(":")
-    if name != "vllm" or "enable_sleep_mode=" in options:
-        return spec
-    return f"vllm:{options},enable_sleep_mode=false" if options else "vllm:enable_sleep_mode=false"

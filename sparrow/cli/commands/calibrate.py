@@ -9,6 +9,7 @@ from pydantic import Field
 
 from sparrow import __version__, files
 from sparrow.cli.commands.sampled import WithLists
+from sparrow.engines.registry import parse_engine
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 from sparrow.settings import CountOrZero, Name, Probability, choose, require
@@ -61,7 +62,7 @@ class Calibrate(WithLists):
             self.count >= MIN_SEQUENCES,
             f"at least {MIN_SEQUENCES}: fewer responses give no interval of p5",
         )
-        if self.head_budgets and self.engine != "hf":
+        if self.head_budgets and not parse_engine(self.engine).kind.shares_model:
             raise ConfigError(
                 f"budgets of heads are found with engine hf, got {self.engine!r}, which cannot change them while it "
                 "runs; find a schedule with engine hf first, and give it as --layout"
@@ -71,9 +72,10 @@ class Calibrate(WithLists):
         from datetime import date
 
         from sparrow.calibrate import head_budgets
-        from sparrow.calibrate.run import PILOT, SHORTEST_LISTS, calibrate_engine
+        from sparrow.calibrate.run import PILOT, calibrate_engine
         from sparrow.cli.terminal import note, print_calibration
         from sparrow.decoding import Decoding
+        from sparrow.engines.measure import SHORTEST_LISTS
         from sparrow.evaluation.benchmark import weights_digest
         from sparrow.mismatch import Tau
         from sparrow.rollout import Sampling

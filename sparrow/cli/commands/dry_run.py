@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparrow.decoding import Decoding
+from sparrow.engines.registry import parse_engine
 from sparrow.errors import ConfigError, SparrowError
-from sparrow.settings import Count, Positive, Probability, Settings
+from sparrow.settings import Count, Positive, Probability, Settings, parse_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +43,6 @@ def dry_run(command: TrainOptions) -> None:
         load_benchmarks,
         load_problems,
         model_path,
-        parse_spec,
         prompt_room,
     )
     from sparrow.cli.terminal import print_rows
@@ -58,6 +58,7 @@ def dry_run(command: TrainOptions) -> None:
         raise ConfigError(
             f"dry_run is {command.dry_run!r}; expected such as h200:gpus=8,median=9000"
         ) from error
+    parse_engine(command.engine)  # refuses what names no engine, once and at once
     problems: list[str] = []
     rows: Rows = []
 
@@ -140,10 +141,10 @@ def _check_launch(command: TrainOptions, cluster: Cluster) -> None:
             f"{cluster.gpus} GPUs are several machines, and this trainer runs on the {cluster.host} of one; take verl "
             "with Sparrow in its rollouts"
         )
-    if command.engine == "hf":
+    if not parse_engine(command.engine).kind.predicted:
         raise ConfigError(
-            "engine is 'hf', which is slower than any prediction here; take vllm, as in "
-            "engine='vllm:gpu_memory_utilization=0.8'"
+            f"engine is {command.engine!r}, which is slower than any prediction here; "
+            "take vllm, as in engine='vllm:gpu_memory_utilization=0.8'"
         )
     if command.optimizer.precision == "fp32":
         raise ConfigError(
@@ -155,14 +156,13 @@ def _predicted(
     command: TrainOptions, target: Target, decoding: Decoding, shape: ModelShape, cluster: Cluster
 ) -> Rows:
     """Memory, the seconds of a step and the hours of the run. Raises ConfigError: it does not fit."""
-    from sparrow.cli.loading import parse_spec
     from sparrow.cost import cluster as planning
     from sparrow.cost import response_lengths
 
     rollout, optimizer = command.rollout, command.optimizer
-    engine = parse_spec(command.engine)[1] if command.engine.startswith("vllm") else {}
-    colocated = not command.engine.startswith("http")
-    share = engine.get("gpu_memory_utilization", planning.VLLM_SHARE)
+    engine = parse_engine(command.engine)
+    options = engine.options
+    share = options.get("gpu_memory_utilization", planning.VLLM_SHARE)
     cutoff = rollout.max_new_tokens
     lengths = response_lengths(
         target.median or TYPICAL * cutoff, cutoff, rollout.prompts * rollout.samples
@@ -173,9 +173,9 @@ def _predicted(
         lengths,
         decoding.schedule if decoding.mode == "lossy" else None,
         PROMPT,
-        engine.get("max_num_seqs", 256),
+        options.get("max_num_seqs", 256),
         optimizer.token_budget,
-        colocated,
+        engine.kind.colocated,
         recompute=optimizer.gradient_checkpointing,
         engine_share=share,
         acceptance=target.acceptance if decoding.is_lossless else None,

@@ -34,8 +34,8 @@ class Measure(DecodingOptions, WithLists):
         choose(self, "tau", "relative_tau", 0.86)
 
     def run(self) -> None:
-        from sparrow.calibrate.run import SHORTEST_LISTS, lengthened, measure, measure_ceiling
         from sparrow.cli.terminal import note, print_drafts, print_mismatch
+        from sparrow.engines.measure import SHORTEST_LISTS, lengthened, measure, measure_ceiling
         from sparrow.mismatch import Ceiling, Tau
         from sparrow.mismatch.tokens import left_open, pool
         from sparrow.rollout import Sampling

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from sparrow.cli.commands.base import Command
+from sparrow.engines.registry import parse_engine
 from sparrow.errors import ConfigError
 from sparrow.settings import Count, Many, Positive, Seed
 from sparrow.tasks.prompts import NO_CHAT, ChatConfig
@@ -102,7 +103,6 @@ class WithLists(FromPrompts):
         loaded = model, tokenizer, decoding, self.precision
         scorer = loading.load_scorer(*loaded)
         note(f"starting the engine {self.engine}")
-        engine = (
-            scorer if self.engine == "hf" else loading.load_engine(self.engine, self.model, *loaded)
-        )
-        return engine, scorer, prompts
+        if parse_engine(self.engine).kind.shares_model:
+            return scorer, scorer, prompts
+        return loading.load_engine(self.engine, self.model, *loaded), scorer, prompts

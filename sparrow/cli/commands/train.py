@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow import files
 from sparrow.cli.commands.train_options import TrainOptions
+from sparrow.engines.registry import parse_engine
 
 if TYPE_CHECKING:
     from sparrow.decoding import Decoding
@@ -111,7 +112,9 @@ class Train(TrainOptions):
         # it, or if the policy's are sharded, since those need all processes; otherwise the two
         # share weights.
         own = self.distill.enabled or self.lora.r or asked_to_shard()
-        actor = copy.deepcopy(model) if own and self.engine == "hf" else model
+        actor = (
+            copy.deepcopy(model) if own and parse_engine(self.engine).kind.shares_model else model
+        )
         return load_engine(
             self.engine, self.model, actor, tokenizer, decoding, self.optimizer.precision
         )

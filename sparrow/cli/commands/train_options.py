@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sparrow.cli.commands.base import Command
 from sparrow.decoding import AUTO_ELSEWHERE
+from sparrow.engines.registry import parse_engine
 from sparrow.errors import ConfigError
 from sparrow.train.config import TrainConfig
 
@@ -37,5 +38,5 @@ class TrainOptions(TrainConfig, Command):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rollout.mode == "auto" and self.engine != "hf":
+        if self.rollout.mode == "auto" and not parse_engine(self.engine).kind.shares_model:
             raise ConfigError(f"engine is {self.engine!r}, but {AUTO_ELSEWHERE}")

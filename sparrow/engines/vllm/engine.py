@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sparrow.decoding import Decoding
 from sparrow.engines.base import Counters
+from sparrow.engines.registry import Asked
 from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError
 from sparrow.rollout import Rollout, Sampling
@@ -241,3 +242,23 @@ def rollout_of(prompt: Sequence[int], completion: Any, top_n: int) -> Rollout:
         :, : top_n + 1
     ]
     return rollout(prompt, completion.token_ids, ids, logprobs, completion.finish_reason)
+
+
+def start(asked: Asked) -> VLLMEngine:
+    """vLLM in this process, with the user's options of ``vllm.LLM``."""
+    options = options_of(asked)
+    if not asked.sleeps:
+        # vLLM's allocator for sleep serves one engine per process, and an audit has two.
+        options.setdefault("enable_sleep_mode", False)
+    return VLLMEngine(asked.checkpoint, asked.decoding, **options)
+
+
+def options_of(asked: Asked) -> dict[str, Any]:
+    """The user's options of ``vllm.LLM`` and the dtype. Raises ConfigError: there is a dtype."""
+    options = asked.spec.options
+    if "dtype" in options:
+        raise ConfigError(
+            f"engine {asked.spec.written!r}: vLLM's dtype follows the precision, "
+            f"{asked.precision}; leave dtype out, set precision"
+        )
+    return {"dtype": {"fp32": "float32", "bf16": "bfloat16"}[asked.precision], **options}

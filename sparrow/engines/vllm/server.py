@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sparrow.decoding import LOSSLESS_SETTINGS, Decoding
 from sparrow.engines.base import Counters
+from sparrow.engines.registry import Asked
 from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Rollout, Sampling
@@ -284,3 +285,17 @@ def _token_id(entry: dict[str, Any]) -> int:
     return (
         entry["token_id"] if "token_id" in entry else int(entry["token"].removeprefix("token_id:"))
     )
+
+
+def start(asked: Asked) -> VLLMServer:
+    """The server of this process: of the addresses given, processes take one each or share them.
+
+    Raises ConfigError: more servers than processes.
+    """
+    from accelerate import PartialState
+
+    urls = asked.spec.rest.split(",")
+    rank, processes = PartialState().process_index, PartialState().num_processes
+    if len(urls) > processes:
+        raise ConfigError(f"{len(urls)} vLLM servers for {processes} processes; give one each")
+    return VLLMServer(urls[rank % len(urls)], asked.decoding, controls=rank < len(urls))

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from sparrow.engines.base import Counters
+from sparrow.engines.registry import Asked
 from sparrow.engines.vllm.client import rollout
-from sparrow.engines.vllm.engine import VLLMEngine
+from sparrow.engines.vllm.engine import VLLMEngine, options_of
 from sparrow.engines.vllm.server import VLLMServer, finished
 from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Rollout, Sampling, TopLists
@@ -198,3 +199,13 @@ def _lists(sampled: Rollout, positions: Sequence[Mapping[int, float]], n: int) -
         top_ids=pairs[..., 0].astype(np.int32),
         top_logprobs=pairs[..., 1].astype(np.float32),
     )
+
+
+def start(asked: Asked) -> StockEngine:
+    """vLLM in this process, with the user's options of ``vllm.LLM`` and nothing of Sparrow's."""
+    return StockEngine(asked.checkpoint, **options_of(asked))
+
+
+def start_server(asked: Asked) -> StockServer:
+    """The server at the address given."""
+    return StockServer(asked.spec.rest)

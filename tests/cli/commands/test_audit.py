@@ -7,7 +7,7 @@ import pytest
 
 from sparrow.audit.statistics import Finding, Mean, Verdict
 from sparrow.cli import main, parse
-from sparrow.cli.commands.audit import Audit, staying_awake
+from sparrow.cli.commands.audit import Audit
 from sparrow.engines.base import Counters
 from sparrow.errors import ConfigError
 from tests.conftest import fails
@@ -98,7 +98,7 @@ def test_a_server_has_no_dense_arm_unless_one_is_named():
 def test_an_engine_that_fails_ends_with_2(monkeypatch, capsys):
     from sparrow.cli import loading
 
-    def engine(*_):
+    def engine(*_, **__):
         def generate(prompts, sampling):
             raise ConfigError("no room")
 
@@ -124,17 +124,3 @@ def test_what_is_biased_at_a_place_is_shown_and_the_rest_counted(capsys):
     printed = capsys.readouterr().out
     assert "u3, bonus token" in printed and "u3, draft 1" not in printed
     assert "1 more tests found nothing" in printed and "not tested: a note" in printed
-
-
-@pytest.mark.parametrize(
-    "spec, started",
-    [
-        ("vllm", "vllm:enable_sleep_mode=false"),
-        ("vllm:max_num_seqs=8", "vllm:max_num_seqs=8,enable_sleep_mode=false"),
-        ("vllm:enable_sleep_mode=true", "vllm:enable_sleep_mode=true"),
-        ("hf", "hf"),
-        ("http://localhost:8000", "http://localhost:8000"),
-    ],
-)
-def test_two_engines_of_vllm_fit_into_the_process_of_an_audit(spec, started):
-    assert staying_awake(spec) == started

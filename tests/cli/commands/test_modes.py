@@ -362,17 +362,17 @@ def test_the_demo_runs_in_every_mode(mode, monkeypatch):
 
 
 def test_vllm_is_told_how_to_decode(monkeypatch, checkpoint):
-    import sparrow.engines.vllm as vllm
+    from sparrow.engines.vllm import engine, server
 
     told = []
     monkeypatch.setattr(
-        vllm, "VLLMEngine", lambda model, decoding, **options: told.append(decoding)
+        engine, "VLLMEngine", lambda model, decoding, **options: told.append(decoding)
     )
-    monkeypatch.setattr(vllm, "VLLMServer", lambda url, decoding, controls: told.append(decoding))
+    monkeypatch.setattr(server, "VLLMServer", lambda url, decoding, controls: told.append(decoding))
     for spec in ("vllm", "http://localhost:1"):
         loading.load_engine(spec, checkpoint, None, None, Decoding.lossless(draft_tokens=4), "fp32")
     assert told == [Decoding.lossless(draft_tokens=4)] * 2
-    with pytest.raises(ConfigError, match="follows the trainer's, fp32; leave dtype out"):
+    with pytest.raises(ConfigError, match="follows the precision, fp32; leave dtype out"):
         loading.load_engine(
             "vllm:dtype=bfloat16", checkpoint, None, None, Decoding.lossless(), "fp32"
         )

@@ -1,0 +1,135 @@
+"""Rollouts sampled once and scored under many schedules, kept on disk.
+
+Shapes: T response tokens, n entries of the actor's top-n list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparrow.engines.base import Engine, Scorer
+from sparrow.engines.measure import sample
+from sparrow.mismatch import engine_noise, with_noise
+from sparrow.mismatch.tokens import TokenAcceptance, token_acceptance
+from sparrow.rollout import Rollout, Sampling, Scores, split
+from sparrow.schedule import SparsitySchedule
+
+
+class Trajectories:
+    """Rollouts sampled once, to be scored under many schedules by teacher-forced passes.
+
+    The scorer's numerics differ from the sampler's, and p5 has to hold for the sampler. So the
+    sampler's noise, known at every token under the schedule that was sampled under, is added to the
+    log-probs of all schedules, also dense.
+
+    Everything is kept in ``folder``, so an interrupted calibration continues where it stopped.
+
+    Args: engine, scorer: both with the same weights. prompts, sampling: what is sampled, and how.
+        folder: where rollouts and scores are kept; those already there for the same prompts,
+        sampling and ``made_by``
+            are reused.
+        behaviour: the schedule to sample under; dense by default.
+        made_by: which weights and engine these are, in JSON types; needed where a folder may be
+        used with others.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        scorer: Scorer,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        folder: Path,
+        behaviour: SparsitySchedule | None = None,
+        made_by: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._scorer, self._temperature, self._folder = scorer, sampling.temperature, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._behaviour = behaviour = behaviour or SparsitySchedule.dense()
+        prompts = [list(map(int, prompt)) for prompt in prompts]
+        self._name = _digest(
+            prompts, asdict(sampling), behaviour.to_dict() | {"provenance": None}, made_by
+        )
+        path = folder / f"rollouts-{self._name}.npz"
+        if not path.exists():
+            _save_rollouts(path, sample(engine, prompts, sampling, behaviour))
+        self.rollouts = _load_rollouts(path)
+        self._dense = self._top_logprobs(SparsitySchedule.dense())
+        scored = None if engine is scorer else self._top_logprobs(behaviour)
+        self._noise = scored and [
+            engine_noise(r.top_logprobs, q) for r, q in zip(self.rollouts, scored, strict=True)
+        ]
+
+    def acceptance(self, schedule: SparsitySchedule | None = None) -> list[TokenAcceptance]:
+        """Acceptance between the dense model and its actor under ``schedule``; by default, the one
+        sampled under.
+        """
+        sparse: list[Any] = (
+            self._top_logprobs(schedule) if schedule else [None] * len(self.rollouts)
+        )
+        if schedule and self._noise:
+            sparse = [with_noise(q, noise) for q, noise in zip(sparse, self._noise, strict=True)]
+        rows = zip(self.rollouts, self._dense, sparse, strict=True)
+        return [
+            token_acceptance(rollout, p, schedule or self._behaviour, q) for rollout, p, q in rows
+        ]
+
+    def ceiling(self) -> list[TokenAcceptance]:
+        """Acceptance of dense rollouts; below 1 because of what the lists leave out and of the
+        sampler's noise.
+        """
+        sampled = self._dense
+        if self._noise:
+            sampled = [
+                with_noise(p, noise) for p, noise in zip(self._dense, self._noise, strict=True)
+            ]
+        rows = zip(self.rollouts, self._dense, sampled, strict=True)
+        return [token_acceptance(rollout, p, self._behaviour, q) for rollout, p, q in rows]
+
+    def _top_logprobs(self, schedule: SparsitySchedule) -> list[np.ndarray]:
+        path = (
+            self._folder
+            / f"scores-{_digest(self._name, schedule.to_dict() | {'provenance': None})}.npy"
+        )
+        if not path.exists():
+            scores: list[Scores] = self._scorer.score(self.rollouts, schedule, self._temperature)
+            partial = path.with_suffix(".partial.npy")
+            np.save(partial, np.concatenate([s.top_logprobs for s in scores]))
+            partial.replace(path)
+        return split(np.load(path), [len(r) for r in self.rollouts])
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+_ARRAYS = ("response_ids", "logprobs", "top_ids", "top_logprobs")
+
+
+def _save_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
+    arrays: dict[str, Any] = {
+        name: np.concatenate([getattr(r, name) for r in rollouts]) for name in _ARRAYS
+    }
+    arrays["prompt_ids"] = np.concatenate([np.asarray(r.prompt_ids, np.int64) for r in rollouts])
+    arrays["prompt_lengths"] = np.array([len(r.prompt_ids) for r in rollouts])
+    arrays["lengths"] = np.array([len(r) for r in rollouts])
+    arrays["finish_reasons"] = np.array([r.finish_reason for r in rollouts])
+    partial = path.with_suffix(".partial.npz")
+    np.savez(partial, **arrays)
+    partial.replace(path)
+
+
+def _load_rollouts(path: Path) -> list[Rollout]:
+    with np.load(path) as file:
+        prompts = split(file["prompt_ids"], file["prompt_lengths"])
+        columns = [split(file[name], file["lengths"]) for name in _ARRAYS]
+        reasons = file["finish_reasons"].tolist()
+    rows = zip(prompts, *columns, reasons, strict=True)
+    return [Rollout(prompt.tolist(), *parts) for prompt, *parts in rows]

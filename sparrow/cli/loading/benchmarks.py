@@ -1,0 +1,69 @@
+"""Loads what a model is evaluated on: the problems of tasks and datasets, in order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from sparrow.cli.loading.problems import is_task, load_problems, load_task_spec
+from sparrow.errors import ConfigError
+from sparrow.tasks import Problem
+from sparrow.tasks.base import draw
+from sparrow.tasks.prompts import NO_CHAT, ChatConfig, check_read, prompt_of
+
+HELD_OUT = 10**9  # the problem stream of evaluation, which no training seed reaches
+
+
+def load_benchmarks(
+    specs: Sequence[str],
+    limit: int | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    room: int,
+    reward: str | None = None,
+    option: str = "--eval.limit",
+    chat: ChatConfig = NO_CHAT,
+) -> dict[str, list[Problem]]:
+    """``load_benchmark`` for each spec, by name without options or by file stem; by the whole spec
+    if names repeat.
+    """
+    short = [Path(spec).stem if os.path.isfile(spec) else spec.partition(":")[0] for spec in specs]
+    return {
+        spec if short.count(name) > 1 else name: load_benchmark(
+            spec, limit, tokenizer, room, reward, option, chat
+        )
+        for name, spec in zip(short, specs, strict=True)
+    }
+
+
+def load_benchmark(
+    spec: str,
+    limit: int | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    room: int | None = None,
+    reward: str | None = None,
+    option: str = "--limit",
+    chat: ChatConfig = NO_CHAT,
+) -> list[Problem]:
+    """The first ``limit`` problems (None: all) of a task's held-out stream, or of a dataset in the
+    order of its rows; ``option`` is the user's name for the limit.
+
+    Raises ConfigError: a task without a limit, and as ``load_problems``.
+    """
+    if is_task(spec):
+        task = load_task_spec(spec)
+        if limit is None:
+            raise ConfigError(
+                f"the task {spec} has no end; say how many problems to take, as in {option} 64"
+            )
+        problems = [draw(task, i, HELD_OUT) for i in range(limit)]
+    else:
+        dataset: Any = load_problems(None, (spec,), tokenizer, room, reward, chat)
+        problems = list(islice(dataset, limit))
+    if tokenizer is not None:
+        check_read(tokenizer, list(map(prompt_of, problems)))
+    return problems

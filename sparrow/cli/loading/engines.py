@@ -1,0 +1,47 @@
+"""Starts engines and scorers."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sparrow.cli.loading.models import Precision, model_path
+from sparrow.decoding import Decoding
+from sparrow.engines import hf
+from sparrow.engines.base import Engine
+from sparrow.engines.registry import Asked, no_engine, parse_engine
+
+
+def load_engine(
+    spec: str,
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    decoding: Decoding,
+    precision: Precision,
+    audits: bool = False,
+) -> Engine:
+    """Start the engine that ``spec`` names (``engines.registry``), for a model that has been loaded
+    from ``name``.
+
+    An audit (``audits``) takes engines without Sparrow too, and lets none of them sleep.
+
+    Raises ConfigError: no such engine, or what it cannot be started with.
+    """
+    parsed = parse_engine(spec)
+    if parsed.kind.is_stock and not audits:
+        raise no_engine(spec)
+    asked = Asked(parsed, model_path(name), model, tokenizer, decoding, precision, not audits)
+    return asked.start()
+
+
+def load_scorer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    decoding: Decoding,
+    precision: Precision,
+) -> hf.HFEngine:
+    """The transformers engine on ``model``: it scores under any schedule and samples as
+    ``decoding`` says.
+    """
+    asked = Asked(parse_engine("hf"), "", model, tokenizer, decoding, precision)
+    return hf.start(asked)

@@ -1,0 +1,41 @@
+"""Loads models and their tokenizers."""
+
+from __future__ import annotations
+
+import logging
+from importlib import resources
+from typing import Literal
+
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from sparrow.engines import hf
+
+Precision = Literal["fp32", "bf16"]
+REASONER = "reasoner"
+
+
+def load_model(
+    name: str, precision: Precision = "fp32"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model by name or path, or the bundled ``reasoner``, on this process's device; errors as
+    ``hf.load_model``.
+    """
+    disable_progress_bar()  # Sparrow shows its own
+    logging.getLogger("accelerate.utils.other").setLevel(
+        logging.ERROR
+    )  # tied weights are saved once, as intended
+    place = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    return hf.load_model(model_path(name), precision, place.device)
+
+
+def model_path(name: str) -> str:
+    """A model's name or path; the bundled ``reasoner`` by its path."""
+    return str(resources.files("sparrow") / REASONER) if name == REASONER else name
+
+
+def context_of(model: PreTrainedModel) -> int | None:
+    """The most tokens in a sequence; None if the model's config does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -1,0 +1,53 @@
+"""Loads objects of the user's own, written ``module:name``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from sparrow.errors import ConfigError, place
+
+
+def load_object(spec: str, what: str) -> Any:
+    """The object that ``module:name`` names; modules are also searched for in the working
+    directory.
+
+    Raises ConfigError: no such module or name, or a module that raises.
+    """
+    module, _, name = spec.partition(":")
+    if not re.fullmatch(r"[\w.]+:\w+", spec) or module.endswith(".py"):
+        raise ConfigError(
+            f"{what} {spec!r} should read module:name, such as my_rewards:judge{_by_path(spec)}"
+        )
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise ConfigError(
+                f"{what} {spec!r}: {module} raised {place(error)}; install what it needs"
+            ) from error
+        raise ConfigError(
+            f"{what} {spec!r}: no module {error.name!r} here or on PYTHONPATH; check the name"
+        ) from error
+    except AttributeError as error:
+        raise ConfigError(f"{what} {spec!r}: {place(error)}; check the name") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{what} {spec!r}: importing {module} raised {place(error)}; fix it"
+        ) from error
+
+
+def _by_path(spec: str) -> str:
+    """How to write a module that was given as a path, as the end of a sentence; empty for others."""
+    path, _, name = spec.partition(":")
+    file = Path(path)
+    if file.suffix != ".py" and "/" not in path:
+        return ""
+    written = f"{file.stem}:{name or 'judge'}"
+    return f"; for the file {path} write {written} in its folder, or with that folder on PYTHONPATH"

@@ -1,0 +1,144 @@
+"""Loads what is trained on: a task, or a mixture of datasets."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from sparrow.cli.loading.objects import load_object
+from sparrow.errors import ConfigError
+from sparrow.rewards import Limits, extract_answer, extract_code, verify_code, verify_math
+from sparrow.rewards.sandbox import Isolation
+from sparrow.settings import Count, Settings, parse_options, parse_spec
+from sparrow.tasks import Mixture, Task, load_dataset_task, load_task
+from sparrow.tasks.base import TASKS, make_task
+from sparrow.tasks.formats import FORMATS
+from sparrow.tasks.judges import Judge
+from sparrow.tasks.prompts import NO_CHAT, ChatConfig, chat_template, encode
+
+_OWN = re.compile(r"([\w.]+:\w+)(?::(.*))?", re.DOTALL)  # module:Class, optionally with options
+
+
+@dataclass(frozen=True)
+class DatasetOptions(Settings):
+    """Options of a dataset."""
+
+    path: str | None = None  # a local file in place of the hub
+    split: str | None = None  # of the dataset on the hub
+    template: str | None = None  # the prompt, with {question} where the question goes
+    max_length: Count | None = None  # rows whose prompt has more characters are dropped
+    isolation: Isolation = "auto"  # of programs that are run against tests
+    output_bytes: Count = Limits().output_bytes  # the most bytes that such a program may write
+    weight: Count = 1  # how often it is drawn from, relative to the other datasets
+
+
+def load_problems(
+    task: str | None,
+    datasets: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase | None,
+    room: int | None = None,
+    reward: str | None = None,
+    chat: ChatConfig = NO_CHAT,
+) -> Task:
+    """A task by name or as ``module:Class``, or a mixture of datasets: whichever is given.
+
+    The questions of a dataset are put into the tokenizer's chat template, if it has one, as
+    ``chat`` says. Rows whose prompt has no tokens, or more than ``room``, are dropped and counted.
+    Without a tokenizer, no row is dropped for its tokens, and no template is tried. If given, the
+    function ``reward`` (``module:function``, a ``tasks.judges.Judge``) judges in place of the
+    datasets' verifiers.
+
+    Raises ConfigError: both or neither are given, unknown names or options, rows that cannot be
+    used.
+    """
+    if task is not None and datasets:
+        raise ConfigError(
+            f"--task {task} and --dataset {' '.join(datasets)} exclude each other; give one of them"
+        )
+    if task is None and not datasets:
+        raise ConfigError("say what to train on: either --task NAME or --dataset NAME or FILE")
+    if task is not None:
+        if reward is not None:
+            raise ConfigError(
+                f"--reward {reward} goes with --dataset; the task {task} brings its own verifier"
+            )
+        if chat.is_set:
+            raise ConfigError(
+                f"the settings of chat go with --dataset; the prompts of the task {task} are sent "
+                "as they are"
+            )
+        return load_task_spec(task)
+    judge = None if reward is None else Judge.of(load_object(reward, "reward"), reward)
+    parts = [_load_dataset(spec, tokenizer, room, judge, chat) for spec in datasets]
+    tasks, weights = [task for task, _ in parts], [weight for _, weight in parts]
+    return tasks[0] if len(tasks) == 1 else Mixture(tasks, weights)
+
+
+def is_task(spec: str) -> bool:
+    """Whether a benchmark is a task and no dataset."""
+    name = spec.partition(":")[0]
+    return name in TASKS or bool(
+        name not in FORMATS and _OWN.fullmatch(spec) and not os.path.isfile(spec)
+    )
+
+
+def load_task_spec(spec: str) -> Task:
+    """A task as a user writes it: ``trace:lines=24``, or the user's own as ``module:Class``, with
+    or without options.
+
+    Raises ConfigError: no such task, or options that it does not take. TaskError: the task itself
+    raised.
+    """
+    own = _OWN.fullmatch(spec)
+    if own is None or spec.partition(":")[0] in TASKS:
+        name, options = parse_spec(spec)
+        return load_task(name, **options)
+    return make_task(own[1], load_object(own[1], "task"), parse_options(own[2] or "", spec))
+
+
+def _load_dataset(
+    spec: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    room: int | None,
+    judge: Judge | None,
+    chat: ChatConfig,
+) -> tuple[Task, int]:
+    """A dataset as a user writes it, and its weight in a mixture."""
+    dressing: dict[str, Any] = {}
+    if tokenizer is not None:
+        render = chat_template(tokenizer, chat)
+        dressing = {
+            "render": render,
+            "tokens": lambda text: len(encode(tokenizer, text, render is not None)),
+            "max_tokens": room,
+        }
+    name, options = ("qa", {"path": spec}) if os.path.isfile(spec) else parse_spec(spec)
+    taken = {field.name for field in fields(DatasetOptions)}
+    if unknown := sorted(set(options) - taken):
+        raise ConfigError(
+            f"dataset {spec!r} has the option {unknown[0]!r}; it takes {', '.join(sorted(taken))}"
+        )
+    try:
+        chosen = DatasetOptions(**options)
+    except ConfigError as error:
+        raise ConfigError(f"dataset {spec!r}: {error}") from error
+    verify_programs = partial(
+        verify_code, limits=Limits(output_bytes=chosen.output_bytes), isolation=chosen.isolation
+    )
+    task = load_dataset_task(
+        name,
+        verifiers={"math": judge or verify_math, "code": judge or verify_programs},
+        extractors={"math": extract_answer, "code": extract_code},
+        path=chosen.path,
+        split=chosen.split,
+        template=chosen.template,
+        max_length=chosen.max_length,
+        **dressing,
+    )
+    return task, chosen.weight

@@ -1,0 +1,108 @@
+"""Loads prompts, and makes them token ids that leave room for a response."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from sparrow.engines.registry import parse_engine
+from sparrow.errors import ConfigError
+from sparrow.tasks import Task
+from sparrow.tasks.base import check_text, draw
+from sparrow.tasks.dataset import load_rows
+from sparrow.tasks.prompts import Prompt, check_read, encode, prompt_of
+
+log = logging.getLogger(__name__)
+
+
+def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
+    """The most tokens in a prompt that leave room for a response in the model's context, or in the
+    engine's if it is smaller.
+
+    Raises ConfigError: none are left, or there is no such engine.
+    """
+    context = context or sys.maxsize
+    spec = parse_engine(engine)
+    if spec.kind.length_option is not None:
+        limit = spec.options.get(spec.kind.length_option)
+        context = min(context, limit) if isinstance(limit, int) else context
+    if max_new_tokens >= context:
+        raise ConfigError(
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the context of {context}"
+        )
+    return context - max_new_tokens
+
+
+def draw_prompts(task: Task, count: int, seed: int) -> list[Prompt]:
+    """The first ``count`` prompts that training with this seed draws from the task.
+
+    Raises TaskError: the task raised.
+    """
+    return [prompt_of(draw(task, i, seed)) for i in range(count)]
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt], count: int, tokenizer: PreTrainedTokenizerBase, room: int
+) -> list[list[int]]:
+    """Token ids of ``count`` prompts, repeated as needed.
+
+    Prompts without tokens, or with more than ``room``, are left out and counted.
+
+    Raises ConfigError: no prompt is left, or the tokenizer cannot read them.
+    """
+    encoded = [(prompt.name, encode(tokenizer, prompt.text, prompt.rendered)) for prompt in prompts]
+    kept = [ids for _, ids in encoded if 0 < len(ids) <= room]
+    if len(kept) < len(encoded):
+        name, ids = next((name, ids) for name, ids in encoded if not 0 < len(ids) <= room)
+        left_out = (
+            f"{len(encoded) - len(kept)} of {len(encoded)} prompts have no tokens, or more than the {room} that the "
+            f"model's context has beside a response; the first is {name} with {len(ids)}"
+        )
+        if not kept:
+            raise ConfigError(f"{left_out}; shorten them, or lower max_new_tokens")
+        log.warning("left out: %s", left_out)
+    check_read(tokenizer, prompts)
+    return [kept[i % len(kept)] for i in range(count)]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts in a file, unchanged.
+
+    Raises ConfigError: a file that cannot be read, or that holds no prompts.
+    """
+    if path.suffix in (".jsonl", ".json", ".parquet"):
+        named = []
+        for number, row in enumerate(load_rows(path), 1):
+            text = row.get("prompt")
+            if not isinstance(text, str):
+                kind = f"a {type(text).__name__}" if "prompt" in row else "none"
+                raise ConfigError(
+                    f'row {number} of {path}: every row needs a "prompt" that is text, got {kind}; render messages '
+                    "with the model's chat template first"
+                )
+            try:
+                check_text(text)
+            except ValueError as error:
+                raise ConfigError(f"row {number} of {path} cannot be used: {error}") from error
+            named.append(Prompt(f"row {number} of {path}", text))
+    else:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            expected = "expected text with one prompt a line, or a .jsonl, .json or .parquet file"
+            raise ConfigError(f"cannot read the prompts {path}: {reason}; {expected}") from error
+        if any("\0" in line for line in lines):
+            raise ConfigError(
+                f"{path} is not text: it holds zero bytes; give prompts one a line, or a .jsonl file"
+            )
+        named = [
+            Prompt(f"line {i} of {path}", line) for i, line in enumerate(lines, 1) if line.strip()
+        ]
+    if not named:
+        raise ConfigError(f"{path} holds no prompts")
+    return named
