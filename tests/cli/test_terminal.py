@@ -8,8 +8,10 @@ import pytest
 
 from sparrow import __version__
 from sparrow.cli import main, terminal
+from sparrow.cli.entry import COMPLETED
 from sparrow.cli.terminal import Progress
 from sparrow.schedule import SparsitySchedule
+from tests.conftest import fails
 
 BIN = {"lower_bound": 0.91, "n_sequences": 4}
 STEP = {
@@ -80,10 +82,34 @@ def test_help_names_config_and_the_version(capsys):
         assert named in " ".join(capsys.readouterr().out.split())
 
 
-def test_completions_are_printed(capsys):
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", COMPLETED)
+def test_completions_are_printed(shell, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(["--tyro-print-completion", "bash"])
-    assert not stopped.value.code and "--rollout.temperature" in capsys.readouterr().out
+        main(["--tyro-print-completion", shell])
+    assert not stopped.value.code and "rollout.temperature" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--tyro-print-completion", "tcsh"],  # tyro offers it, but needs another package for it
+        ["--tyro-print-completion=tcsh"],
+        ["--tyro_print_completion", "tcsh"],
+        ["--tyro-write-completion", "tcsh", "/nowhere/sparrow.csh"],
+    ],
+)
+def test_a_shell_without_completions_is_refused_in_a_sentence(arguments, capsys):
+    said = fails(capsys, *arguments)
+    assert "completion is 'tcsh', but must be bash, zsh or fish; name one of them" in said
+    assert "'', but must be bash" in fails(capsys, "--tyro-print-completion")
+
+
+def test_no_shell_is_offered_that_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "for bash, zsh or fish" in said and "tcsh" not in said
 
 
 def test_modes_stand_beside_each_other(capsys):
