@@ -14,8 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from sparrow.files import write_text
-
 # Names that transformers 5 has changed; what a checkpoint said under them is said again.
 FORMER_NAMES = ("torch_dtype", "rope_theta", "rope_scaling")
 ANY_TOKENIZER = "PreTrainedTokenizerFast"  # loads a tokenizer.json in every version
@@ -36,7 +34,7 @@ def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Pa
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
     former = {name: source[name] for name in FORMER_NAMES if name in source}
-    write_text(path, json.dumps({**former, **config}, indent=2) + "\n")
+    path.write_text(json.dumps({**former, **config}, indent=2) + "\n", encoding="utf-8")
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -53,7 +51,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         config["tokenizer_class"] = ANY_TOKENIZER
     if isinstance(config.get("extra_special_tokens"), list):
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    write_text(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
@@ -568,6 +568,7 @@ def test_of_a_long_run_some_steps_are_shown_or_those_asked_for(tmp_path):
 
 
 @pytest.mark.slow
+@settings(deadline=None)  # it renders whole pages
 @given(st.lists(st.tuples(st.text(), st.floats(0, 1)), min_size=1, max_size=20))
 def test_any_text_survives(
     parsed, tokens

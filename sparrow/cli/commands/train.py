@@ -48,6 +48,7 @@ class Train(TrainOptions):
         check_trackers(self.trackers)
         decoding = self.rollout.decoding(self.schedule)
         closed_loop = re.match(r"auto(:|$)", self.schedule) is not None
+        self.check_loras()
         files.check_folder(self.run_dir)
         RunDir(
             self.run_dir, self.resume
@@ -62,7 +63,6 @@ class Train(TrainOptions):
         tell: Any = note if main_process else lambda text: None
         if decoding.mode == "dense" and not closed_loop:
             tell(f"rollouts are dense; {SPARSE_BY}")
-        self.check_loras()
         tell(f"loading {self.model}")
         model, tokenizer = load_model(self.model)
         room = prompt_room(context_of(model), self.engine, self.rollout.max_new_tokens)
