@@ -920,39 +920,52 @@ MODES = {
     "dense": {"schedule": {"top_k": ["all"]}, "dense_up_to": None},
     "lossless": {
         "dense_up_to": None,
-        "drafts": {"drafted": 9, "accepted": 8, "cycles": 1, "acceptance": 0.9, "p5": 0.8},
+        "drafts": {
+            **{"drafted": 9, "accepted": 8, "cycles": 1, "tokens_per_cycle": 9.0},
+            **{"acceptance": 0.9, "p5": 0.8},
+        },
     },
     "lossy": {"dense_up_to": 0},
 }
 
 
-def page_of(folder, mode: str, **changes) -> Page:
-    train = {"rollout": {"mode": mode}, "model": "m", "schedule": "fixed:2"}
-    row = bounded(1, **{**MODES[mode], **changes})
-    run = write_run(folder / mode, [row], [RESPONSE], **train)
-    return Page(write_report(run).read_text(encoding="utf-8"))
+@pytest.fixture
+def page_of(tmp_path, monkeypatch):
+    """The page of a run in a mode, its figures not drawn, and its log."""
+    monkeypatch.setattr(page, "figures", lambda logs: {})
+
+    def made(mode: str, **changes) -> tuple[Page, RunLog]:
+        train = {"rollout": {"mode": mode}, "model": "m", "schedule": "fixed:2"}
+        row = bounded(1, **{**MODES[mode], **changes})
+        run = write_run(tmp_path / mode, [row], [RESPONSE], **train)
+        return Page(write_report(run).read_text(encoding="utf-8")), RunLog.load(run)
+
+    return made
 
 
-@pytest.mark.slow
-def test_samples_of_the_dense_policy_are_not_coloured_nor_held_to_tau(tmp_path):
-    drawn = {
+def titles(log: RunLog) -> set[str]:
+    return {figure.title for some in figures.figures([log]).values() for figure in some}
+
+
+def test_samples_of_the_dense_policy_are_not_coloured_nor_held_to_tau(page_of, tmp_path):
+    shown = {
         "dense": {"Share of the KV cache read"},
         "lossless": {"Tokens per cycle", "Acceptance of drafts"},
     }
-    for mode, expected in drawn.items():
-        found = page_of(tmp_path, mode)
+    for mode, expected in shown.items():
+        found, log = page_of(mode)
         assert [attributes["class"] for attributes, _ in found.responses[0]] == ["none"] * 3
         assert "bins" not in found.tables and "tau" not in found.text
-        assert not any("p5" in name or "Distribution" in name for name in found.figures)
-        assert expected <= set(found.figures)
+        assert not any("p5" in name or "Distribution" in name for name in titles(log))
+        assert expected <= titles(log)
         assert "none is coloured" in found.text and "mean acceptance" not in found.text
         setup = dict(found.tables["run"])
         assert setup["mode"] == {"dense": DENSE[1], "lossless": "lossless"}[mode]
         assert not any("p5 at" in name for name, _ in summary_rows(tmp_path / mode))
 
 
-@pytest.mark.slow
-def test_a_dense_run_of_an_older_version_is_told_by_its_schedule(tmp_path):
+def test_a_dense_run_of_an_older_version_is_told_by_its_schedule(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "figures", lambda logs: {})
     older = rollout_row(1, ["a", "b"], [0.9, 0.4])
     run = write_run(tmp_path / "r", [bounded(1, schedule={"top_k": ["all"]})], [older])
     found = Page(write_report(run).read_text(encoding="utf-8"))
@@ -960,9 +973,8 @@ def test_a_dense_run_of_an_older_version_is_told_by_its_schedule(tmp_path):
     assert ["mode", DENSE[1]] in found.tables["run"] and "bins" not in found.tables
 
 
-@pytest.mark.slow
-def test_a_sparse_actor_is_shown_between_its_bounds(tmp_path):
-    found = page_of(tmp_path, "lossy")
+def test_a_sparse_actor_is_shown_between_its_bounds(page_of):
+    found, log = page_of("lossy")
     assert [row[:3] for row in found.tables["bins"][1:]] == [
         ["0-100", "between 0.600 and 0.990", "undecided"],
         ["100-200", "between 0.700 and 0.999", "undecided"],
@@ -974,19 +986,22 @@ def test_a_sparse_actor_is_shown_between_its_bounds(tmp_path):
     ]
     assert "mean acceptance between 0.650 and 0.850" in found.text
     assert "lowest between 0.400 and 0.700" in found.text
+    shaded = drawn(figures.draw_tail, log, log=log).collections
+    ends = [area.get_datalim(area.axes.transData).intervaly.tolist() for area in shaded]
+    assert ends == [[0.6, 0.99], [0.7, 0.999]]
 
 
-@pytest.mark.slow
-def test_lengths_that_are_read_in_full_or_verified_are_no_mismatch(tmp_path):
-    found = page_of(tmp_path, "lossy", dense_up_to=100)
+def test_lengths_that_are_read_in_full_or_verified_are_no_mismatch(page_of, tmp_path):
+    found, log = page_of("lossy", dense_up_to=100)
     assert [row[0] for row in found.tables["bins"][1:]] == ["100-200"]
     assert dict(summary_rows(tmp_path / "lossy"))["p5 at 0-100 tokens"] == OWN_SAMPLES
-    log = RunLog.load(tmp_path / "lossy")
     np.testing.assert_array_equal(log.tail_by_step(), [[nan, 0.7]])
     np.testing.assert_array_equal(log.upper_tail_by_step(), [[nan, 0.999]])
-    all_short = page_of(tmp_path, "lossy", dense_up_to=200)
+    (dots, *_) = drawn(figures.draw_last_tail, log).lines
+    assert dots.get_xydata().tolist() == [[1, 0.7]]
+    all_short, log = page_of("lossy", dense_up_to=200)
     assert "bins" not in all_short.tables
-    assert not any("p5" in name for name in all_short.figures)
+    assert not any("p5" in name for name in titles(log))
 
 
 def test_steps_of_older_versions_say_from_their_settings_what_was_sampled_densely():
