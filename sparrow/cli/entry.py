@@ -26,6 +26,7 @@ from sparrow.cli.commands.report import Report
 from sparrow.cli.commands.train import Train
 from sparrow.errors import ConfigError, SparrowError
 
+COMPLETED = ("bash", "zsh", "fish")  # shells whose completions need no other package
 COMMANDS: Any = Demo | Train | Measure | Calibrate | Eval | Cost | Audit | Report
 
 
@@ -96,6 +97,7 @@ def parse(argv: list[str]) -> Command:
             if other.get(a.partition("=")[0]) not in given
         ]
         argv = ["train", *before, *argv[1:]]
+    _check_shell(argv)
     _check_model(argv)
     try:
         return tyro.cli(
@@ -103,11 +105,23 @@ def parse(argv: list[str]) -> Command:
             args=argv,
             prog="sparrow",
             description="RL rollouts with sparse attention, fast, without breaking the training. --version prints the "
-            "version; --tyro-print-completion SHELL prints completions for bash or zsh.",
+            "version; --tyro-print-completion SHELL prints completions for bash, zsh or fish.",
             config=(tyro.conf.ConsolidateSubcommandArgs,),
         )
     except ConfigError as error:  # an option out of range
         _stop(error, code=2)
+
+
+def _check_shell(argv: Sequence[str]) -> None:
+    """Raises ConfigError: completions for a shell that there are none for."""
+    for argument, following in itertools.pairwise([*argv, ""]):
+        name, equals, value = argument.replace("_", "-").partition("=")
+        if name not in ("--tyro-print-completion", "--tyro-write-completion"):
+            continue
+        shell = value if equals else following
+        if shell not in COMPLETED:
+            shells = f"{', '.join(COMPLETED[:-1])} or {COMPLETED[-1]}"
+            raise ConfigError(f"{name} is {shell!r}, but must be {shells}; name one of them")
 
 
 def _check_model(argv: Sequence[str]) -> None:

@@ -13,12 +13,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sparrow.schedule import ALL_PAGES, SparsitySchedule
+from sparrow.mismatch.tail import between
+from sparrow.schedule import ALL_PAGES
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from sparrow.audit.statistics import Finding, Verdict
     from sparrow.calibrate import Calibration
-    from sparrow.mismatch import MismatchReport
+    from sparrow.mismatch import BinMismatch, MismatchReport
     from sparrow.mismatch.tau import Span, Tau
 
 QUIET_S = 30.0  # when a step takes longer, its phases are told too
@@ -60,18 +63,20 @@ def step_line(metrics: dict[str, Any]) -> str:
 
 
 def _acceptance(metrics: dict[str, Any]) -> str:
-    """What is known of acceptance: exactly for drafts, the lowest p5 for a sparse actor, and
-    nothing that would mean anything for dense rollouts.
+    """What is known of acceptance: exactly for drafts, bounds on the lowest p5 for a sparse actor,
+    and nothing that would mean anything for dense rollouts.
     """
-    if "drafts" in metrics and "dial" not in metrics:
+    if "drafts" in metrics and metrics["dense_up_to"] is None:
         exact = metrics["drafts"].get("acceptance")
         return "" if exact is None else f"drafts accepted {exact:.3f}  "
-    if SparsitySchedule.from_dict(metrics["schedule"]).is_dense:
-        return ""
-    bins = metrics["mismatch"]["bins"]
+    up_to = metrics["dense_up_to"]
+    bins = [b for b in metrics["mismatch"]["bins"] if up_to is not None and b["end"] > up_to]
     # Bins that few responses reach are left out: their p5 is noisy.
-    tail = min(b["lower_bound"] for b in bins if 2 * b["n_sequences"] >= bins[0]["n_sequences"])
-    return f"lowest p5 {tail:.3f}  "
+    tails = [b for b in bins if 2 * b["n_sequences"] >= bins[0]["n_sequences"]]
+    if not tails:
+        return ""
+    bounds = (min(b[name] for b in tails) for name in ("lower_bound", "upper_bound"))
+    return f"lowest p5 {between(*bounds)}  "
 
 
 def note(text: str) -> None:
@@ -134,25 +139,52 @@ def print_audit(verdict: Verdict, tokens: int) -> None:
         print(f"  a bias of {verdict.detectable:.2%} of the tokens would have been seen")
 
 
-def print_mismatch(report: MismatchReport, tau: Tau, read_fraction: float) -> None:
-    """Print the results of ``sparrow measure``."""
+def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: float) -> None:
+    """Print what ``sparrow measure`` found of a sparse actor; up to the length ``dense_up_to`` it
+    reads everything.
+    """
+
+    def row(b: BinMismatch) -> tuple[str, ...]:
+        counts = (f"{b.start}-{b.end}", str(b.n_tokens), str(b.n_sequences))
+        if b.end <= dense_up_to:
+            return (*counts, "", "", "", "reads all")
+        return (
+            *counts,
+            f"{b.mean:.3f}",
+            f"{b.lower_bound:.3f} and {b.upper_bound:.3f}",
+            f"{b.interval_low:.3f}-{b.interval_high:.3f}",
+            tau.verdict(b),
+        )
+
     _print_columns(
-        f"acceptance rate of the sparse actor, {report.n_sequences} responses, {report.n_tokens} tokens",
-        ("length", "tokens", "responses", "mean", "p5", "95 % interval", "at most", str(tau)),
+        f"acceptance rate of the sparse actor, {report.n_sequences} responses, {report.n_tokens} tokens, "
+        f"bounded by lists of {top_n} tokens",
+        ("length", "tokens", "responses", "mean", "p5 between", "95 % interval", str(tau)),
+        list(map(row, report.bins)),
+    )
+    print("mean and interval are of the lower bound")
+
+
+def print_own_samples(report: MismatchReport, off_policy_T: np.ndarray) -> None:
+    """Print what ``sparrow measure`` found where the dense policy sampled; ``off_policy_T`` is the
+    distance of each sampled token's log-prob from the policy's.
+    """
+    _print_columns(
+        f"samples of the dense policy, {report.n_sequences} responses, {report.n_tokens} tokens",
+        ("length", "tokens", "responses", "acceptance at the 5th percentile, at most"),
         [
-            (
-                f"{b.start}-{b.end}",
-                str(b.n_tokens),
-                str(b.n_sequences),
-                f"{b.mean:.3f}",
-                f"{b.lower_bound:.3f}",
-                f"{b.interval_low:.3f}-{b.interval_high:.3f}",
-                f"{b.upper_bound:.3f}",
-                tau.verdict(b),
-            )
+            (f"{b.start}-{b.end}", str(b.n_tokens), str(b.n_sequences), f"{b.upper_bound:.3f}")
             for b in report.bins
         ],
     )
+    print(
+        f"log-probs of the sampled tokens are {off_policy_T.mean():.1g} off the policy's on average, "
+        f"{off_policy_T.max():.1g} at most"
+    )
+
+
+def print_ceiling(bins: Iterable[BinMismatch]) -> None:
+    """Print p5, its ceiling and the relative p5 of ``sparrow measure``."""
     _print_ceiling(
         (
             b.start,
@@ -160,9 +192,8 @@ def print_mismatch(report: MismatchReport, tau: Tau, read_fraction: float) -> No
             (b.lower_bound, b.interval_low, b.interval_high),
             (b.ceiling, b.ceiling_low, b.ceiling_high),
         )
-        for b in report.bins
+        for b in bins
     )
-    Console().print(f"mean {report.mean:.4f}, share of the KV cache read {read_fraction:.1%}")
 
 
 def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
@@ -180,7 +211,9 @@ def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
         for start, end, p5, ceiling in bins
     ]
     _print_columns(
-        "p5 beside its ceiling, that of dense rollouts, and relative to it", headings, rows
+        "p5 (lower bound) beside its ceiling, that of dense rollouts, and relative to it",
+        headings,
+        rows,
     )
 
 

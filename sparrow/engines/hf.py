@@ -465,6 +465,22 @@ def load_model(
     return model, tokenizer
 
 
+def load_shape(name: str) -> PreTrainedModel:
+    """A Hugging Face causal language model without its weights, by hub name or local path.
+
+    Raises ConfigError: there is no such model, or the hub cannot be reached.
+    """
+    try:
+        config = AutoConfig.from_pretrained(_find(name, "the config of"))
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot load the config of {name!r} ({_reason(error)}); give the path of a whole local "
+            "checkpoint folder, or a hub name with the hub in reach"
+        ) from error
+
+
 def _find(name: str, what: str) -> str:
     """Check that ``name`` is a local path or may be a hub name; the hub, which takes minutes to
     give up, is not asked.

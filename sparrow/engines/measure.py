@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,6 +43,36 @@ def lengthened(sampling: Sampling, bins: Sequence[BinMismatch], p5: float) -> Sa
     return replace(sampling, top_n=top_n)
 
 
+class Comparison(NamedTuple):
+    """Samples of an actor beside the dense model."""
+
+    acceptances: list[TokenAcceptance]  # of each response
+    off_policy: np.ndarray  # float64 [T], |log p - log q| of all sampled tokens, end to end
+
+
+def compare(
+    engine: Engine,
+    scorer: Scorer,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    schedule: SparsitySchedule,
+) -> Comparison:
+    """Sample with the engine's actor under ``schedule`` and compare with the dense model, token by
+    token; the engine's counters are of these samples alone.
+
+    Args: engine, scorer: both with the same weights; may be one object, as ``HFEngine`` is both.
+        prompts: token ids. sampling: how responses are sampled; its lists of ``top_n`` tokens bound
+        the acceptance rate. schedule: what the actor may read.
+    """
+    engine.counters()  # forget what was sampled before
+    rollouts = sample(engine, prompts, sampling, schedule)
+    policy = scorer.score(rollouts, SparsitySchedule.dense(), sampling.temperature)
+    pairs = list(zip(rollouts, policy, strict=True))
+    off_policy = [np.abs(p.logprobs.astype(np.float64) - r.logprobs) for r, p in pairs]
+    acceptances = [token_acceptance(r, p.top_logprobs, schedule) for r, p in pairs]
+    return Comparison(acceptances, np.concatenate(off_policy))
+
+
 def measure(
     engine: Engine,
     scorer: Scorer,
@@ -49,18 +80,8 @@ def measure(
     sampling: Sampling,
     schedule: SparsitySchedule,
 ) -> list[TokenAcceptance]:
-    """Sample with the engine's actor under ``schedule`` and compare with the dense model, token by
-    token.
-
-    Args: engine, scorer: both with the same weights; may be one object, as ``HFEngine`` is both.
-        prompts: token ids. sampling: how responses are sampled; its lists of ``top_n`` tokens bound
-        the acceptance rate. schedule: what the actor may read.
-    """
-    rollouts = sample(engine, prompts, sampling, schedule)
-    policy = scorer.score(rollouts, SparsitySchedule.dense(), sampling.temperature)
-    return [
-        token_acceptance(r, p.top_logprobs, schedule) for r, p in zip(rollouts, policy, strict=True)
-    ]
+    """The acceptance of each response of ``compare``."""
+    return compare(engine, scorer, prompts, sampling, schedule).acceptances
 
 
 def measure_ceiling(

@@ -9,7 +9,7 @@ from sparrow.decoding import Decoding
 from sparrow.engines.hf import HFEngine, eos_ids
 from sparrow.engines.measure import measure
 from sparrow.errors import ConfigError
-from sparrow.mismatch import mismatch_metrics
+from sparrow.mismatch import Ceiling, mismatch_metrics
 from sparrow.mismatch.tokens import pool
 from sparrow.rollout import Sampling
 
@@ -35,7 +35,7 @@ def measured(
 
     Args: model, tokenizer: of transformers, the model whole on one device. prompts: token ids, as
         the loop feeds them. schedule: what the actor may read, as ``Decoding.load`` takes it; or
-        ``"dense"``, which gives the most that lists of ``top_n`` tokens can show. max_new_tokens:
+        ``"dense"``, which gives the ceiling, the most that lists of ``top_n`` tokens can show. max_new_tokens:
         responses are cut here. temperature: that of the loop's rollouts, above 0. top_n: length of
         the lists that bound the acceptance rate. seed: seeds the samples.
 
@@ -60,4 +60,7 @@ def measured(
         found = measure(engine, engine, prompts, sampling, decoding.schedule)
     finally:
         engine.close()
-    return mismatch_metrics(pool(found, decoding.schedule.bin_tokens, seed))
+    report, ceiling = pool(found, decoding.schedule.bin_tokens, seed), Ceiling()
+    if decoding.schedule.is_dense:
+        ceiling.measure(report)
+    return mismatch_metrics(ceiling.on(report), decoding.schedule.dense_up_to)

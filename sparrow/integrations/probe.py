@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from math import inf
 from typing import Any
 
 import httpx
@@ -126,7 +127,8 @@ class Probe:
         self.report = self._ceiling.on(report)
         if self._is_open:
             self.counted()
-        return mismatch_metrics(self.report)
+        dense_up_to = inf if self.mode == "lossless" else self.schedule.dense_up_to
+        return mismatch_metrics(self.report, dense_up_to)
 
     def _pooled(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, top_n: int

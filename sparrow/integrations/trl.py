@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -151,7 +152,8 @@ class SparseGRPOTrainer(Trainer):
                     self._ceiling.measure(report)
                 self.report = self._ceiling.on(report)
                 self._measured, self._of_dense = [], []
-                logs |= mismatch_metrics(self.report)
+                dense_up_to = inf if self._reads_all else self.schedule.dense_up_to
+                logs |= mismatch_metrics(self.report, dense_up_to)
         super().log(logs, *args, **kwargs)
 
     def _counted(self) -> dict[str, float]:

@@ -25,7 +25,7 @@ Shapes: B responses, T tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isnan
+from math import inf, isnan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,7 +109,9 @@ class SparsePPOTrainer(Trainer):
             if samples_are_dense:
                 self._ceiling.measure(report)
             self.report = self._ceiling.on(report)
-            self.logger.log(data=mismatch_metrics(self.report), step=self.global_steps)
+            dense_up_to = inf if samples_are_dense else self.schedule.dense_up_to
+            metrics = mismatch_metrics(self.report, dense_up_to)
+            self.logger.log(data=metrics, step=self.global_steps)
 
     def _probed(self) -> MismatchReport:
         urls = [f"http://{address}" for address in self.llm_server_manager.get_addresses()]

@@ -26,6 +26,7 @@ from sparrow.mismatch.tail import (
     DEFAULT_BIN_TOKENS,
     FloatArray,
     IntArray,
+    between,
     check_acceptance,
     check_percentile,
     split_by_bin,
@@ -87,6 +88,11 @@ class BinMismatch:
     ceiling: float = nan
     ceiling_low: float = nan
     ceiling_high: float = nan
+
+    @property
+    def p5(self) -> str:
+        """What is known of the percentile, as text."""
+        return between(self.lower_bound, self.upper_bound)
 
     def verdict(self, tau: float) -> Literal["holds", "below", "undecided"]:
         """Whether the tail holds ``tau``, judged by its interval and by the upper bound on

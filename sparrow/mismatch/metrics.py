@@ -1,39 +1,54 @@
 """A mismatch report as scalars for trackers, under the same names wherever it is logged.
 
-sparrow/p5                     the lowest 5th percentile of acceptance (lower bound) over all length bins
+sparrow/p5                     the lowest 5th percentile of acceptance (lower bound) over all length bins;
+                               sparrow/p5/upper is that of the upper bound
 sparrow/p5/START-END           that of one bin; /low and /high are its 95 % interval, resampled by sequence, where at
                                least two sequences reach the bin; /upper is the percentile of the
                                upper bound; where dense rollouts were measured, /ceiling is their
                                p5, with /ceiling/low and /ceiling/high, and /relative is the
-                               relative p5 (``mismatch.tau``)
+                               relative p5 (``mismatch.tau``). Where samples are the dense policy's
+                               own, only /upper and /ceiling are there, as the lower bound shows the
+                               length of the lists and no mismatch
 sparrow/acceptance_mean        mean acceptance (lower bound)
 sparrow/sequences              responses measured
 """
 
 from math import isnan
 
+import numpy as np
+
 from sparrow.mismatch.bootstrap import MismatchReport
 from sparrow.mismatch.tau import relative
 
 
-def mismatch_metrics(report: MismatchReport) -> dict[str, float]:
-    """A report as flat scalars; unknown values (nan) are left out."""
+def mismatch_metrics(report: MismatchReport, dense_up_to: float = 0) -> dict[str, float]:
+    """A report as flat scalars; unknown values (nan) are left out.
+
+    Up to the length ``dense_up_to``, samples are the dense policy's own; infinity if all are.
+    """
     name = f"sparrow/p{report.percentile:g}"
-    metrics = {
-        name: min(b.lower_bound for b in report.bins),
-        "sparrow/acceptance_mean": report.mean,
-        "sparrow/sequences": float(report.n_sequences),
-    }
+    metrics = {"sparrow/sequences": float(report.n_sequences)}
+    sparse = [b for b in report.bins if b.end > dense_up_to]
+    if sparse:
+        tokens = [b.n_tokens for b in sparse]
+        metrics |= {
+            name: min(b.lower_bound for b in sparse),
+            f"{name}/upper": min(b.upper_bound for b in sparse),
+            "sparrow/acceptance_mean": float(np.average([b.mean for b in sparse], weights=tokens)),
+        }
     for b in report.bins:
         at = f"{name}/{b.start}-{b.end}"
+        if b.end > dense_up_to:
+            metrics |= {
+                at: b.lower_bound,
+                f"{at}/low": b.interval_low,
+                f"{at}/high": b.interval_high,
+                f"{at}/relative": relative(b).lower_bound,
+            }
         metrics |= {
-            at: b.lower_bound,
-            f"{at}/low": b.interval_low,
-            f"{at}/high": b.interval_high,
             f"{at}/upper": b.upper_bound,
             f"{at}/ceiling": b.ceiling,
             f"{at}/ceiling/low": b.ceiling_low,
             f"{at}/ceiling/high": b.ceiling_high,
-            f"{at}/relative": relative(b).lower_bound,
         }
     return {name: value for name, value in metrics.items() if not isnan(value)}

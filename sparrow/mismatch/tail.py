@@ -39,6 +39,12 @@ def check_acceptance(alpha: ArrayLike, **aligned: ArrayLike | None) -> FloatArra
     return values
 
 
+def between(low: float, high: float, digits: int = 3) -> str:
+    """What lies between two bounds, as text: one number where they round to the same."""
+    ends = [f"{x:.{digits}f}" if np.isfinite(x) else "n/a" for x in (low, high)]
+    return ends[0] if ends[0] == ends[1] else f"between {ends[0]} and {ends[1]}"
+
+
 def check_percentile(percentile: float) -> float:
     """The percentile itself; ValueError unless it is in 0..100."""
     if not 0 <= percentile <= 100:

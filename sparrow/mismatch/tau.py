@@ -79,7 +79,7 @@ class Tau(NamedTuple):
         b = min((b for b in bins if best(b) < self.value), key=best, default=None)
         if b is None:
             return None
-        what = f"so no schedule holds {self.value:g}; lower tau"
+        what = f"so no schedule can be shown to hold {self.value:g}; lower tau"
         if self.relative:
             what = (
                 f"and {self} lets p5 fall to {self.level(b.ceiling):.3f}, which is not told apart from that; lower "

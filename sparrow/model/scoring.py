@@ -183,6 +183,11 @@ class TokenScorer(nn.Module):
             direct = self.model(input_ids=ids, use_cache=False).logits
             hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
             ours = self.model.get_output_embeddings()(hidden)
+        if not torch.isfinite(ours).all():
+            raise UnsupportedModel(
+                f"the logits of {type(self.model).__name__} are not finite: its weights are damaged, or overflow in "
+                f"{ours.dtype}; load other weights, or another precision"
+            )
         if not torch.allclose(direct.float(), ours.float(), rtol=1e-3, atol=1e-3):
             raise UnsupportedModel(
                 f"{type(self.model).__name__} changes its logits after the output embedding (a soft cap or a scale), "

@@ -161,6 +161,12 @@ PANELS: dict[str, list[Panel]] = {
         Panel("Share of the KV cache read", "%", of(100, read="kv.read_fraction"), 0),
         Panel("Unverified tokens", "%", of(100, unverified="dial.unverified_fraction"), 0),
         Panel("Tokens per cycle", "tokens", of(tokens="drafts.tokens_per_cycle"), 0),
+        Panel(
+            "Acceptance of drafts",
+            "acceptance rate",
+            of(mean="drafts.acceptance", p5="drafts.p5"),
+            meaning="exact, as verification has both distributions: the chance that the dense policy keeps a draft",
+        ),
     ],
 }
 

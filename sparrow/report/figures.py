@@ -79,10 +79,14 @@ def _acceptance(logs: Logs) -> list[Figure]:
         Figure(
             f"{log.tau.statistic} of acceptance by length{_of_run(logs, i)}",
             partial(draw_tail, logs=logs, log=log),
-            "5th percentile of the acceptance rate over the tokens sampled at a length; dashed, what the run must hold",
+            "5th percentile of the acceptance rate over the tokens that a sparse actor sampled at a length, "
+            "shaded from its lower to its upper bound; dashed, what the run must hold",
         )
         for i, log in enumerate(logs)
+        if np.isfinite(log.tail_by_step()).any()
     ]
+    if not any(log.sparse_bins() for log in logs):
+        return by_step
     last = Figure(
         "p5 by length at the last step",
         partial(draw_last_tail, logs=logs),
@@ -93,25 +97,37 @@ def _acceptance(logs: Logs) -> list[Figure]:
     distribution = Figure(
         "Distribution of acceptance",
         partial(draw_acceptance, logs=logs),
-        "share of tokens by acceptance rate, on a log scale, as most are accepted almost surely",
+        "share of tokens by acceptance rate (lower bound), on a log scale, as most are accepted almost surely",
     )
     return [*by_step, last, distribution]
 
 
 def _bin_lines(ax: Axes, logs: Logs, log: RunLog, values_SN: np.ndarray) -> None:
     """Draw a value by step and bin; a bin has one colour in every figure."""
-    width = log.bin_tokens
-    colors = theme.bin_colors(max(x.tail_by_step().shape[1] for x in logs))
+    width, colors = log.bin_tokens, _colors(logs)
     for n in np.flatnonzero(np.isfinite(values_SN).any(0)).tolist():
         line(ax, log.steps, values_SN[:, n], colors[n], label=bin_name(n * width, (n + 1) * width))
     step_axis(ax)
     ax.legend(bbox_to_anchor=(1.01, 1), loc="upper left", borderaxespad=0)
 
 
+def _colors(logs: Logs) -> list[str]:
+    """The colours of the length bins."""
+    return theme.bin_colors(max(x.tail_by_step().shape[1] for x in logs))
+
+
 def draw_tail(ax: Axes, logs: Logs, log: RunLog) -> None:
     """Draw the p5 of ``log`` by step and bin, on a scale that all ``logs`` share."""
-    _bin_lines(ax, logs, log, log.tail_by_step())
-    shown = np.concatenate([[x.tau.value for x in logs], *(x.tail_by_step().ravel() for x in logs)])
+    lower_SN, upper_SN = log.tail_by_step(), log.upper_tail_by_step()
+    _bin_lines(ax, logs, log, lower_SN)
+    colors = _colors(logs)
+    for n in np.flatnonzero(np.isfinite(upper_SN).any(0)).tolist():
+        ax.fill_between(
+            log.steps, lower_SN[:, n], upper_SN[:, n], color=colors[n], alpha=0.15, linewidth=0
+        )
+    sparse = [x for x in logs if x.is_sparse]
+    bounds = [tail() for x in sparse for tail in (x.tail_by_step, x.upper_tail_by_step)]
+    shown = np.concatenate([[x.tau.value for x in sparse], *(tail.ravel() for tail in bounds)])
     low, high = np.nanmin(shown), np.nanmax(shown)
     ax.set_ylim(low - 0.06 * (high - low) - 1e-3, high + 0.06 * (high - low) + 1e-3)
     ax.set_ylabel(f"{log.tau.statistic} of acceptance")
@@ -123,7 +139,7 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
     by side.
     """
     for i, log in enumerate(logs):
-        for b in log.bins():
+        for b in log.sparse_bins():
             x, color = b.bin + (0.3 * i - 0.15 if len(logs) > 1 else 0.0), theme.SERIES[i]
             ax.fill_between(
                 [x - 0.13, x + 0.13],
@@ -143,10 +159,10 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
                 ax.hlines(
                     level, x - 0.4, x + 0.4, color=theme.INK, linewidth=1, linestyle=(0, (4, 3))
                 )
-        if not log.tau.relative:
+        if not log.tau.relative and log.is_sparse:
             _tau_line(ax, log.tau)
     width = logs[0].bin_tokens
-    bins = [b.bin for log in logs for b in log.bins()]
+    bins = [b.bin for log in logs for b in log.sparse_bins()]
     shown = range(min(bins), max(bins) + 1)
     ticks = shown[:: -(-len(shown) // 6)]
     ax.set_xticks(ticks, [bin_name(n * width, (n + 1) * width) for n in ticks])
@@ -157,7 +173,7 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
 
 def draw_acceptance(ax: Axes, logs: Logs) -> None:
     """Draw the histogram of acceptance at the last step of each run, and at the first if there is
-    one run.
+    one run, each if a sparse actor sampled.
     """
     steps = [
         (log, -1, f"last step{_of_run(logs, i)}", theme.SERIES[i], DASHES[i])
@@ -166,6 +182,8 @@ def draw_acceptance(ax: Axes, logs: Logs) -> None:
     if len(logs) == 1:
         steps.append((logs[0], 0, "first step", theme.MUTED, DASHES[0]))
     for log, index, label, color, dash in steps:
+        if not log.sparse_bins(index):
+            continue
         counts, edges = log.histogram(index)
         ax.stairs(
             counts / counts.sum(), edges, color=color, linewidth=1.2, linestyle=dash, label=label

@@ -72,7 +72,12 @@ def html_page(
         theme=theme,
         runs=list(zip(RUNS, map(_name, logs), strict=False)),
         table=[(name, [row.get(name, "n/a") for row in rows]) for name in names],
-        tails=[(log.steps[-1], [_tail_row(b, log.tau) for b in log.bins()]) for log in logs],
+        tails=[
+            (letter, log.steps[-1], [_tail_row(b, log.tau) for b in bins])
+            for letter, log in zip(RUNS, logs, strict=False)
+            if log.is_sparse and (bins := log.sparse_bins())
+        ],
+        coloured=any(one.is_coloured for some in responses.values() for one in some),
         figures=drawn,
         responses=responses,
         last=max(responses, default=0),
@@ -88,12 +93,11 @@ def _tail_row(b: BinMismatch, tau: Tau) -> dict[str, str]:
     known = isfinite(b.interval_low)
     return {
         "length": bin_name(b.start, b.end),
-        "p5": number(b.lower_bound),
+        "p5": b.p5,
         f"against {tau}": tau.verdict(b),
-        "95 % interval": f"[{number(b.interval_low)}, {number(b.interval_high)}]"
+        "95 % interval of its lower end": f"[{number(b.interval_low)}, {number(b.interval_high)}]"
         if known
         else "one response",
-        "upper bound": number(b.upper_bound),
         "ceiling": number(b.ceiling),
         "relative p5": number(relative_p5(b.lower_bound, b.ceiling)),
         "tokens": f"{b.n_tokens:,}",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from math import isfinite, nan
+from dataclasses import dataclass, replace
+from math import isfinite
 
 import numpy as np
 
 from sparrow.errors import ConfigError
+from sparrow.mismatch.tail import between
 from sparrow.report import theme
-from sparrow.report.summary import number
 from sparrow.run.directory import LoggedResponse
-from sparrow.run.log import RunLog, nan_mean
+from sparrow.run.log import RunLog
 
 # a page with more tokens is slow to open, so longer responses lose their middle
 MOST_TOKENS = 100_000
@@ -31,6 +31,7 @@ class Shown:
     facts: Sequence[str]
     prompt: str
     spans: Sequence[Span]
+    is_coloured: bool  # whether a token's acceptance is known
 
 
 def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
@@ -56,9 +57,12 @@ def show(
     """The logged responses of these steps, by step; the responses of two runs to one problem are
     next to each other.
     """
-    entries = [
-        (name, row) for name, log in zip(names, logs, strict=True) for row in log.responses(steps)
-    ]
+    entries = []
+    for name, log in zip(names, logs, strict=True):
+        at = {step: index for index, step in enumerate(log.steps.tolist())}
+        for row in log.responses(steps):
+            sparse = row.step not in at or isfinite(log.dense_up_to(at[row.step]))
+            entries.append((name, row if sparse else _without_acceptance(row)))
     most = max(MOST_TOKENS // max(len(entries), 1), 2)
     order: dict[tuple[int, str], int] = {}
     for _, row in entries:
@@ -72,10 +76,16 @@ def show(
     return by_step
 
 
+def _without_acceptance(row: LoggedResponse) -> LoggedResponse:
+    """A response of the dense policy as newer versions log it."""
+    return replace(row, acceptance=[None] * len(row.tokens), acceptance_upper=None)
+
+
 def _shown(run: str, row: LoggedResponse, most: int) -> Shown:
-    accepted = np.array(row.acceptance, dtype=float)
-    lowest = min(accepted[np.isfinite(accepted)], default=nan)
-    spans = [_span(text, rate) for text, rate in zip(row.tokens, accepted, strict=True)]
+    lower = np.array(row.acceptance, dtype=float)
+    upper = lower if row.acceptance_upper is None else np.array(row.acceptance_upper, dtype=float)
+    known = np.isfinite(lower)
+    spans = list(map(_span, row.tokens, lower.tolist(), upper.tolist()))
     left_out = len(spans) - most
     if left_out > 0:
         spans[most // 2 : most // 2 + left_out] = [
@@ -83,16 +93,20 @@ def _shown(run: str, row: LoggedResponse, most: int) -> Shown:
         ]
     facts = [
         f"reward {row.reward:.3g}",
-        f"{len(accepted):,} tokens",
+        f"{len(lower):,} tokens",
         "ended by itself" if row.finish_reason == "stop" else f"ended by {row.finish_reason}",
-        f"mean acceptance {number(nan_mean(accepted))}",
-        f"lowest {number(lowest)}",
     ]
-    return Shown(run, row.problem, row.answer, facts, row.prompt, spans)
+    if known.any():
+        facts += [
+            f"mean acceptance {between(lower[known].mean(), upper[known].mean())}",
+            f"lowest {between(lower[known].min(), upper[known].min())}",
+        ]
+    return Shown(run, row.problem, row.answer, facts, row.prompt, spans, bool(known.any()))
 
 
-def _span(text: str, rate: float) -> Span:
-    if not isfinite(rate):
+def _span(text: str, lower: float, upper: float) -> Span:
+    if not isfinite(lower):
         return "none", "not measured", text
-    level = next((i for i, low in enumerate(theme.LEVELS) if rate >= low), len(theme.LEVELS) - 1)
-    return f"a{level} n" if "\n" in text else f"a{level}", f"{rate:.4f}", text
+    level = next((i for i, low in enumerate(theme.LEVELS) if upper >= low), len(theme.LEVELS) - 1)
+    kind = f"a{level} n" if "\n" in text else f"a{level}"
+    return kind, between(lower, upper, digits=4), text

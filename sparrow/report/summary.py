@@ -13,27 +13,36 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 NamedValue = tuple[str, str]
 SPARSE_BY = "--schedule or --rollout.mode lossless makes rollouts sparse"
+DENSE: NamedValue = ("mode", f"dense; {SPARSE_BY}")
+OWN_SAMPLES = "samples are the dense policy's own"
 
 
 def summary_rows(run_dir: str | Path) -> list[NamedValue]:
-    """The closing table of a run, as (name, value): steps, reward, tokens, KV read, and the tail of
-    acceptance by length bin if the rollouts were sparse, or else how to make them so.
+    """The closing table of a run, as (name, value): steps, reward, tokens, KV read, and what is
+    known of the tail of acceptance by length bin if the rollouts were sparse, or else how to make
+    them so.
 
     Raises ConfigError: not a run directory, a run without a finished step, or a damaged file.
     """
     log = RunLog.load(run_dir)
     if not log.is_sparse:
-        mode = [] if log.drafting() else [("mode", f"dense; {SPARSE_BY}")]
+        mode = [] if log.drafting() else [DENSE]
         return [*result_rows(log), *mode]
+    up_to = log.dense_up_to()
     tail = [
-        (f"p5 at {bin_name(b.start, b.end)} tokens", describe_tail(b, log.tau)) for b in log.bins()
+        (
+            f"p5 at {bin_name(b.start, b.end)} tokens",
+            describe_tail(b, log.tau) if b.end > up_to else OWN_SAMPLES,
+        )
+        for b in log.bins()
     ]
     return [*result_rows(log), *tail]
 
 
 def setup_rows(log: RunLog) -> list[NamedValue]:
     """What was run: model, task or datasets, and engine, as far as the command line named them;
-    then the mode if it is lossless or auto, and the schedule (in lossless mode, what drafts read).
+    then the mode if it is dense, lossless or auto, and the schedule if it is not dense (in lossless
+    mode, what drafts read).
     """
     start, now = log.schedules[0], log.schedules[-1]
     schedule = describe_schedule(now)
@@ -49,6 +58,10 @@ def setup_rows(log: RunLog) -> list[NamedValue]:
     if mode in ("lossless", "auto"):
         read = "drafts read" if mode == "lossless" else "schedule"
         return [*texts.items(), ("mode", mode), (read, schedule)]
+    if not log.is_sparse:
+        return [*texts.items(), DENSE]
+    if log.follows_p5 and now.is_dense:
+        schedule = f"auto: {schedule}, until p5 leaves room for less"
     return [*texts.items(), ("schedule", schedule)]
 
 
@@ -125,15 +138,17 @@ def _rise(log: RunLog, values: FloatArray) -> str:
 
 
 def describe_tail(b: BinMismatch, tau: Tau) -> str:
-    """The estimate, its interval, and the verdict on both against ``tau``."""
+    """The bounds on p5, the interval of the lower one, and the verdict on both against ``tau``."""
     interval = (
         f" [{number(b.interval_low)}, {number(b.interval_high)}]"
         if isfinite(b.interval_low)
         else ""
     )
     verdict = tau.verdict(b)
-    against = f" against {tau} (upper bound {number(b.upper_bound)})"
-    return f"{number(b.lower_bound)}{interval}, {verdict}{against if verdict == 'undecided' else f' {tau}'}"
+    against = "undecided against" if verdict == "undecided" else verdict
+    low, high = number(b.lower_bound), number(b.upper_bound)
+    p5 = f"{low}{interval}" if low == high else f"between {low}{interval} and {high}"
+    return f"{p5}, {against} {tau}"
 
 
 def describe_schedule(schedule: SparsitySchedule) -> str:

@@ -104,18 +104,23 @@ class LoggedResponse:
     prompt: str
     # what each token adds to the text; a character of several tokens stands at the first of them
     tokens: Sequence[str]
-    acceptance: Sequence[float | None]  # lower bound on the acceptance rate of each token
+    # lower bound on the acceptance rate of each token; None where the dense policy sampled it
+    acceptance: Sequence[float | None]
     reward: float
     finish_reason: str
     answer: str | None = None  # the expected answer, where it is text
     ids: Sequence[int] | None = None  # of the tokens; None in runs of older versions
+    # upper bound on the same; None in runs of older versions
+    acceptance_upper: Sequence[float | None] | None = None
 
     @classmethod
     def from_row(cls, row: Row, where: str) -> LoggedResponse:
         """Raises ConfigError: a field is missing."""
         names = [field.name for field in fields(cls)]
         if missing := [
-            name for name in names if name not in row and name not in ("answer", "ids")
+            name
+            for name in names
+            if name not in row and name not in ("answer", "ids", "acceptance_upper")
         ]:  # older runs did not record it
             raise ConfigError(
                 f"{where} has no {missing[0]!r}; restore the line from a copy or remove it"

@@ -9,9 +9,10 @@ response reached is nan).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from math import nan
+from math import inf, nan
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,46 @@ class RunLog:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether samples came from a sparse actor, so that its p5 says something: neither dense
-        nor lossless.
+        """Whether samples may come from a sparse actor, so that something is held to tau: neither
+        dense nor lossless.
         """
-        mode = (self.train.get("rollout") or {}).get("mode")
-        return mode != "lossless" and not all(table.is_dense for table in self.schedules)
+        if self._mode == "lossless":
+            return False
+        return (
+            self.follows_p5
+            or self._is_distilled
+            or not all(table.is_dense for table in self.schedules)
+        )
+
+    @property
+    def follows_p5(self) -> bool:
+        """Whether the schedule follows the measured p5."""
+        return str(self.train.get("schedule")).partition(":")[0] == "auto"
+
+    @property
+    def _mode(self) -> str | None:
+        return (self.train.get("rollout") or {}).get("mode")
+
+    @property
+    def _is_distilled(self) -> bool:
+        return bool((self.train.get("distill") or {}).get("enabled"))
+
+    def dense_up_to(self, index: int = -1) -> float:
+        """The length up to which samples of the recorded step with this ``index`` are the dense
+        policy's own; infinity if all are.
+        """
+        row = self.metrics[index]
+        if "dense_up_to" in row:
+            return inf if row["dense_up_to"] is None else row["dense_up_to"]
+        # Older versions did not record it.
+        if self._mode == "lossless":
+            return inf
+        if self._is_distilled:
+            return 0
+        verified_up_to = row["dial"]["verified_up_to"] if "dial" in row else 0
+        return max(
+            inf if verified_up_to is None else verified_up_to, self.schedules[index].dense_up_to
+        )
 
     @property
     def bin_tokens(self) -> int:
@@ -164,21 +200,36 @@ class RunLog:
             for row in rows
         )
 
+    def sparse_bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
+        """The length bins of ``bins`` in which a sparse actor sampled, so that bounds on its
+        acceptance say something.
+        """
+        up_to = self.dense_up_to(index)
+        return tuple(b for b in self.bins(index) if b.end > up_to)
+
     def throughput(self) -> FloatArray:
         """Response tokens per second of the rollout phase at each step, float64 [S]."""
         seconds = self.series("seconds", "rollout")
         return self.series("response", "tokens") / np.where(seconds > 0, seconds, nan)
 
     def tail_by_step(self) -> FloatArray:
-        """p5 of acceptance (lower bound) by step and length bin, on the scale of tau, float64 [S,
-        N].
+        """p5 of the sparse actor's acceptance (lower bound) by step and length bin, on the scale of
+        tau, float64 [S, N].
         """
-        bins_by_step = [self.tau.scale(self.bins(index)) for index in range(len(self.metrics))]
-        count = max((b.bin + 1 for bins in bins_by_step for b in bins), default=0)
+        return self._by_step(attrgetter("lower_bound"))
+
+    def upper_tail_by_step(self) -> FloatArray:
+        """The upper bounds beside ``tail_by_step``."""
+        return self._by_step(attrgetter("upper_bound"))
+
+    def _by_step(self, bound: Callable[[BinMismatch], float]) -> FloatArray:
+        steps = range(len(self.metrics))
+        bins_by_step = [self.tau.scale(self.sparse_bins(index)) for index in steps]
+        count = max((b.bin + 1 for index in steps for b in self.bins(index)), default=0)
         tail_SN = np.full((len(bins_by_step), count), nan)
         for index, bins in enumerate(bins_by_step):
             for b in bins:
-                tail_SN[index, b.bin] = b.lower_bound
+                tail_SN[index, b.bin] = bound(b)
         return tail_SN
 
     def histogram(self, index: int = -1) -> tuple[FloatArray, FloatArray]:

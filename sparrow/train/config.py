@@ -251,7 +251,7 @@ class LoraConfig(Settings):
     """A LoRA on the policy, which then is all that trains; the model that is saved has it merged."""
 
     # Its rank; unset: no LoRA, all weights train.
-    r: Annotated[int, Field(ge=1, le=4096)] | None = None
+    r: Count | None = None
     alpha: Count = 32  # Its scale, over the rank.
     # Linear layers that get it, by the last part of their name.
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = PROJECTIONS
@@ -295,8 +295,8 @@ class EvalConfig(Settings):
     benchmark: tuple[str, ...] = ()
     # Problems per benchmark, the first ones; unset: all of a dataset. A task has no end and needs a
     # limit.
-    limit: Count | None = None
-    k: Count = 1  # Responses per problem.
+    limit: Many | None = None
+    k: Many = 1  # Responses per problem.
     temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
     # Sample from the fewest of the likeliest tokens that hold this share of the mass.
     top_p: Share = 1.0

@@ -63,7 +63,9 @@ class Adapter:
         self.model = model
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         set_schedule(model, schedule)
-        self._lora = inject(model, config.rank, 2 * config.rank, config.target_modules)
+        self._lora = inject(
+            model, config.rank, 2 * config.rank, config.target_modules, "distill.rank"
+        )
         self._base = self._sample()
         for module in layers(model):
             module.enable_adapters(False)

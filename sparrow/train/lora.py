@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparrow.errors import ConfigError
-from sparrow.train.config import LoraConfig
+from sparrow.train.config import LoraConfig, TrainConfig
 
 
 class _TimesMerged(torch.autograd.Function):
@@ -80,26 +80,56 @@ class MergedLinear(Linear):
         )
 
 
-def inject(
-    model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str]
-) -> peft.LoraConfig:
-    """Put a LoRA of ``MergedLinear`` on these linear layers; it is active, and nothing else trains.
+def check_loras(model: PreTrainedModel, config: TrainConfig) -> None:
+    """Refuse what no LoRA of ``config`` could be on ``model``, whose weights may be empty.
 
-    Raises ConfigError: a name matches no linear layer.
+    Raises ConfigError: see ``check_lora``.
+    """
+    if config.lora.r is not None:
+        check_lora(model, config.lora.r, config.lora.target_modules, "lora.r")
+    if config.distill.enabled:
+        check_lora(model, config.distill.rank, config.distill.target_modules, "distill.rank")
+
+
+def check_lora(
+    model: PreTrainedModel, rank: int, target_modules: Sequence[str], setting: str
+) -> None:
+    """Refuse a LoRA that does not fit the model; ``setting`` is the user's name for its rank.
+
+    Raises ConfigError: a name matches no linear layer, or the rank is above what the weights of the
+    largest of the layers can have.
     """
     head = model.get_output_embeddings()  # may be tied to the embeddings, which have no LoRA
-    linear = [
-        n
-        for n, module in model.named_modules()
+    linear = {
+        name: module
+        for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
-    ]
-    if missing := [
-        t for t in target_modules if not any(f".{name}".endswith(f".{t}") for name in linear)
-    ]:
+    }
+    ranks: dict[str, int] = {}
+    for target in target_modules:
+        found = [m for name, m in linear.items() if f".{name}".endswith(f".{target}")]
+        ranks[target] = max((min(m.in_features, m.out_features) for m in found), default=0)
+    if missing := [target for target, most in ranks.items() if not most]:
         available = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
         raise ConfigError(
             f"cannot put a LoRA on {', '.join(missing)}: the linear layers of this model are {available}"
         )
+    most = max(ranks.values())
+    if rank > most:
+        raise ConfigError(
+            f"{setting} is {rank}, but no matrix of {', '.join(ranks)} in this model has a rank above "
+            f"{most}; lower {setting} to {most} or less"
+        )
+
+
+def inject(
+    model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str], setting: str
+) -> peft.LoraConfig:
+    """Put a LoRA of ``MergedLinear`` on these linear layers; it is active, and nothing else trains.
+
+    Raises ConfigError: see ``check_lora``.
+    """
+    check_lora(model, rank, target_modules, setting)
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -158,7 +188,7 @@ class PolicyLora:
     def __init__(self, model: PreTrainedModel, config: LoraConfig) -> None:
         assert config.r is not None
         self.model = model
-        inject(model, config.r, config.alpha, config.target_modules)
+        inject(model, config.r, config.alpha, config.target_modules, "lora.r")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights, with the LoRA merged."""

@@ -18,6 +18,7 @@ from sparrow.run.directory import Row, RunDir, TrainerState
 from sparrow.train.config import ExportConfig
 from sparrow.train.evaluation import best_step
 from sparrow.train.learner import Learner
+from sparrow.train.pretrained import save_model, save_tokenizer
 from sparrow.train.ranks import Ranks, whole
 
 
@@ -84,8 +85,8 @@ def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
 def export(
     learner: Learner, tokenizer: PreTrainedTokenizerBase, model: Path, adapter: Path
 ) -> None:
-    """Write the trained policy and the tokenizer to ``model``, and the actor's adapter, if there is
-    one.
+    """Write the trained policy, in its checkpoint's dtype, and the tokenizer to ``model``, and the
+    actor's adapter, if there is one.
     """
     distiller, ranks = learner.distiller, learner.ranks
     tied = (
@@ -100,8 +101,8 @@ def export(
     )
 
     def write() -> None:
-        learner.model.save_pretrained(model, state_dict=weights)
-        tokenizer.save_pretrained(model)
+        save_model(learner.model, weights, model)
+        save_tokenizer(tokenizer, model)
         if distiller:
             distiller.save(adapter, phi)
 

@@ -5,6 +5,7 @@ stable names.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 from accelerate.tracking import get_available_trackers
@@ -27,8 +28,12 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def tracked(metrics: Mapping[str, Any], report: MismatchReport) -> dict[str, Any]:
-    """The scalars of a step's metrics under slash-joined names, and those of ``mismatch_metrics``."""
-    return flatten(metrics) | mismatch_metrics(report)
+    """The scalars of a step's metrics under slash-joined names, and of its mismatch those of
+    ``mismatch_metrics``.
+    """
+    up_to = metrics["dense_up_to"]
+    others = {name: value for name, value in metrics.items() if name != "mismatch"}
+    return flatten(others) | mismatch_metrics(report, inf if up_to is None else up_to)
 
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from math import isinf
 
 import numpy as np
 from accelerate import Accelerator
@@ -239,6 +240,19 @@ class Trainer:
                     self._log(metrics, report, experience, assessment)
         self.listener("step", metrics)
 
+    @property
+    def dense_up_to(self) -> float:
+        """The length in tokens up to which samples are the dense policy's own; infinity if all are.
+
+        Up to there, bounds on acceptance show how long the lists of tokens are, and no mismatch.
+        """
+        if self.config.rollout.mode == "lossless":
+            return float("inf")
+        if self.learner.distiller:  # the actor is another model even where it reads everything
+            return 0
+        verified_up_to = self.dial.verified_up_to if self.dial else 0
+        return max(verified_up_to, self.schedule.dense_up_to)
+
     def _rest(self) -> Counters:
         counters = self.engine.counters()
         self.engine.sleep()
@@ -338,6 +352,7 @@ class Trainer:
             },
             "entropy": entropy,
             "mismatch": report.to_dict(),
+            "dense_up_to": None if isinf(self.dense_up_to) else self.dense_up_to,
         }
         return report, metrics
 
@@ -380,6 +395,10 @@ class Trainer:
         assessment: Assessment,
     ) -> None:
         self.accelerator.log(tracked(metrics, report), step=self.step)
+        up_to = metrics["dense_up_to"]
+        sparse = [
+            a.position >= (np.inf if up_to is None else up_to) for a in assessment.acceptances
+        ]
         # The first response to each prompt, then the second ones, so that the token view shows
         # different problems.
         per_prompt = self.config.rollout.samples
@@ -390,7 +409,8 @@ class Trainer:
                 experience.problems[i].id,
                 experience.problems[i].prompt,
                 tokens=token_texts(self.tokenizer, experience.rollouts[i].response_ids.tolist()),
-                acceptance=np.round(assessment.acceptances[i].lower, 4).tolist(),
+                acceptance=_logged(assessment.acceptances[i].lower, sparse[i]),
+                acceptance_upper=_logged(assessment.acceptances[i].upper, sparse[i]),
                 reward=float(experience.rewards[i]),
                 finish_reason=experience.rollouts[i].finish_reason,
                 answer=experience.problems[i].answer,
@@ -454,3 +474,11 @@ class Trainer:
         entry = [{"step": self.step, "changed": changes}] if changes else []
         settings = {**before.train, **given.train, "resume": False}
         return RunConfig(settings, given.schedule, [*before.resumed, *entry], given.data)
+
+
+def _logged(bound_T: np.ndarray, sparse_T: np.ndarray) -> list[float | None]:
+    """A bound on each token's acceptance rate; None where the token is the dense policy's own."""
+    return [
+        value if sparse else None
+        for value, sparse in zip(np.round(bound_T, 4).tolist(), sparse_T.tolist(), strict=True)
+    ]

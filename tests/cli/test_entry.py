@@ -1,6 +1,7 @@
 """The command line end to end, on a tiny checkpoint: what it prints, writes and refuses."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -74,7 +75,12 @@ def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
         "20",
     ]
     main(["measure", "--schedule", "dense", *arguments, "--out", str(out)])
-    assert "100.0%" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "share of the KV cache read 100.0%" in printed
+    assert "samples of the dense policy, 6 responses" in printed
+    assert re.search(r"log-probs of the sampled tokens are \d(e-\d+)? off the policy's", printed)
+    # Lists leave open how far dense samples are from the policy, which they are not at all.
+    assert not any(word in printed for word in ("sparse actor", "tau", "ceiling", "undecided"))
     dense = json.loads(out.read_text())
     assert dense["n_sequences"] == 6 and dense["mean"] > 0.8
     assert dense["bins"][0]["upper_bound"] == pytest.approx(1, abs=1e-5)
@@ -91,6 +97,74 @@ def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
         ]
     )
     assert json.loads(out.read_text())["bins"][0]["upper_bound"] < 0.999
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The lengths of the lists of each pass that samples, and whether it was dense."""
+    from sparrow.engines.hf import HFEngine
+
+    made: list[tuple[int, bool]] = []
+    generate = HFEngine.generate
+
+    def counted(self, prompts, sampling):
+        made.append((sampling.top_n, self.schedule.is_dense))
+        return generate(self, prompts, sampling)
+
+    monkeypatch.setattr(HFEngine, "generate", counted)
+    return made
+
+
+SAMPLED = [*("--task", "trace:lines=24"), *("--count", "4"), *("--max-new-tokens", "24")]
+
+
+@pytest.mark.slow
+def test_what_is_exact_after_one_pass_is_not_sampled_again(checkpoint, tmp_path, passes, capsys):
+    out = tmp_path / "report.json"
+    sampled = ["--model", checkpoint, *SAMPLED, "--tau", "0.99", "--out", str(out)]
+    main(["measure", "--mode", "lossless", "--draft-schedule", "fixed:0", *sampled])
+    assert passes == [(20, False)]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "drafts by exact acceptance" in printed and "sparse actor" not in printed
+    assert not any(word in printed for word in ("tau", "ceiling", "undecided"))
+    counted = json.loads(out.read_text())["drafts"]
+    assert counted["accepted"] + counted["cycles"] <= 4 * 24, "more than one pass was counted"
+    passes.clear()
+    main(["measure", "--schedule", "dense", *sampled])
+    assert passes == [(20, True)]
+
+
+@pytest.mark.slow
+def test_counters_are_those_of_the_last_samples(checkpoint, tmp_path, passes, monkeypatch):
+    from sparrow.engines.base import Counters
+
+    kept: list[Counters] = []
+    to_dict = Counters.to_dict
+    monkeypatch.setattr(Counters, "to_dict", lambda self: kept.append(self) or to_dict(self))
+    main(["measure", "--model", checkpoint, *SAMPLED, "--schedule", "fixed:0", "--tau", "0.6"])
+    assert [top_n for top_n, _ in passes][:2] == [20, 80], "this test needs lists that grow"
+    assert len({counters.tokens_held for counters in kept}) == 1
+
+
+@pytest.mark.slow
+def test_what_a_sparse_actor_sampled_is_kept_before_the_ceiling_is_measured(
+    checkpoint, tmp_path, monkeypatch, capsys
+):
+    from sparrow.calibrate import run
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "measure_ceiling", interrupt)
+    out = tmp_path / "report.json"
+    arguments = ["--model", checkpoint, *SAMPLED, "--schedule", "fixed:0", "--top-n", "20"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["measure", *arguments, "--out", str(out)])
+    printed = capsys.readouterr()
+    assert stopped.value.code == 130 and f"wrote {out}" in printed.err
+    assert "p5 between" in " ".join(printed.out.split())
+    kept = json.loads(out.read_text())
+    assert kept["n_sequences"] == 4 and kept["bins"][0]["ceiling"] is None
 
 
 @pytest.fixture
@@ -118,6 +192,7 @@ def sent_by(checkpoint, tmp_path, monkeypatch):
     arguments = {
         "train": [*dataset, *small, "--run-dir", str(tmp_path / "run")],
         "measure": [*dataset, "--schedule", "fixed:1", *sampled],
+        "audit": [*dataset, *sampled],
         "calibrate": [*dataset, "--out", str(tmp_path / "s.json"), *sampled],
         "eval": [
             *("--benchmark", f"qa:path={data},{plain}", "--out", str(tmp_path / "eval")),
@@ -161,7 +236,7 @@ def add_bos(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-@pytest.mark.parametrize("command", COMMANDS_THAT_SAMPLE)
+@pytest.mark.parametrize("command", [*COMMANDS_THAT_SAMPLE, "audit"])
 def test_a_base_model_s_prompts_have_the_ids_of_its_tokenizer_with_bos(sent_by, command):
     add_bos(sent_by.model)
     tokenizer = AutoTokenizer.from_pretrained(sent_by.model)
@@ -169,6 +244,17 @@ def test_a_base_model_s_prompts_have_the_ids_of_its_tokenizer_with_bos(sent_by, 
     own = {tuple(tokenizer(question).input_ids) for question in questions}
     assert all(ids[0] == tokenizer.bos_token_id for ids in own)
     assert set(sent_by(command)) == own
+
+
+@pytest.mark.parametrize("command", ["measure", "calibrate", "audit"])
+def test_prompts_of_a_file_have_the_ids_of_the_tokenizer_with_bos(sent_by, tmp_path, command):
+    add_bos(sent_by.model)
+    tokenizer = AutoTokenizer.from_pretrained(sent_by.model)
+    prompts = [" ba = 7", " ku"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    sent = sent_by(command, "--prompts", str(tmp_path / "prompts.txt"), "--dataset")
+    own = {tuple(tokenizer(prompt).input_ids) for prompt in prompts}
+    assert set(sent) == own and all(ids[0] == tokenizer.bos_token_id for ids in own)
 
 
 @pytest.mark.parametrize("command", COMMANDS_THAT_SAMPLE)
@@ -192,7 +278,7 @@ CHAT = (
 )
 
 
-@pytest.mark.parametrize("command", COMMANDS_THAT_SAMPLE)
+@pytest.mark.parametrize("command", [*COMMANDS_THAT_SAMPLE, "audit"])
 def test_a_chat_model_s_prompts_are_rendered_as_apply_chat_template_does(
     sent_by, command, tmp_path
 ):
@@ -252,7 +338,7 @@ def test_longer_lists_decide_what_short_ones_leave_open(checkpoint, tmp_path, ca
     arguments = [
         "measure",
         "--schedule",
-        "dense",
+        "fixed:9",  # at these lengths everything
         "--model",
         checkpoint,
         "--task",
@@ -268,6 +354,7 @@ def test_longer_lists_decide_what_short_ones_leave_open(checkpoint, tmp_path, ca
         in said
     )
     assert "1.000; longer ones (--top-n) tell" in said and " undecided" in said
+    assert re.search(r"p5 between .* 0\.\d+ and 1\.000 ", said)
     for lists in (["--top-n", "151"], []):  # as many as it takes, unless told how many
         main([*arguments, *lists])
         said = " ".join(capsys.readouterr().out.split())

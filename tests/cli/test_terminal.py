@@ -8,20 +8,23 @@ import pytest
 
 from sparrow import __version__
 from sparrow.cli import main, terminal
+from sparrow.cli.entry import COMPLETED
 from sparrow.cli.terminal import Progress
-from sparrow.schedule import SparsitySchedule
+from tests.conftest import fails
 
-BIN = {"lower_bound": 0.91, "n_sequences": 4}
+BIN = {"end": 100, "lower_bound": 0.91, "upper_bound": 0.98, "n_sequences": 4}
+SHORT = {"end": 200, "lower_bound": 0.2, "upper_bound": 0.3, "n_sequences": 1}
 STEP = {
     "step": 3,
-    "mismatch": {"bins": [BIN, {"lower_bound": 0.2, "n_sequences": 1}]},
+    "mismatch": {"bins": [BIN, SHORT]},
+    "dense_up_to": 0,
     "reward": {"mean": 0.25},
     "kv": {"read_fraction": 0.5},
-    "schedule": SparsitySchedule(top_k=(8, 16), bin_tokens=100).to_dict(),
     "response": {"mean": 120.0, "tokens": 2400.0},
     "seconds": {"rollout": 2.0, "score": 0.5, "update": 1.0, "sync": 0.1},
 }
-LINE = "reward 0.250  lowest p5 0.910  length 120  1,200 tokens/s  KV read 50%  3.6 s"
+P5 = "lowest p5 between 0.910 and 0.980  "
+LINE = f"reward 0.250  {P5}length 120  1,200 tokens/s  KV read 50%  3.6 s"
 
 
 def test_a_step_is_one_line_that_is_flushed(monkeypatch):
@@ -48,12 +51,22 @@ def test_a_step_is_one_line_that_is_flushed(monkeypatch):
 
 
 def test_a_step_speaks_of_p5_only_where_a_sparse_actor_sampled():
-    dense = {**STEP, "schedule": SparsitySchedule.dense().to_dict()}
+    dense = {**STEP, "dense_up_to": None}
     assert terminal.step_line(STEP) == LINE
-    assert terminal.step_line(dense) == LINE.replace("lowest p5 0.910  ", "")
+    assert terminal.step_line(dense) == LINE.replace(P5, "")
     for known, said in (({"acceptance": 0.987}, "drafts accepted 0.987  "), ({}, "")):
-        line = terminal.step_line({**STEP, "drafts": known})
-        assert line == LINE.replace("lowest p5 0.910  ", said)
+        line = terminal.step_line({**dense, "drafts": known})
+        assert line == LINE.replace(P5, said)
+
+
+def test_a_step_leaves_out_the_lengths_at_which_the_dense_policy_sampled():
+    later = {"end": 200, "lower_bound": 0.5, "upper_bound": 0.5, "n_sequences": 4}
+    step = {**STEP, "mismatch": {"bins": [{**BIN, "lower_bound": 0.1}, later]}, "dense_up_to": 100}
+    assert terminal.step_line(step) == LINE.replace(P5, "lowest p5 0.500  ")
+    drafts = {"acceptance": 0.987}  # of mode auto, which verifies up to 100 tokens here
+    assert terminal.step_line({**step, "drafts": drafts}) == terminal.step_line(step)
+    read_in_full = {**step, "dense_up_to": 200}
+    assert terminal.step_line(read_in_full) == LINE.replace(P5, "")
 
 
 def test_the_version_is_printed(capsys):
@@ -80,10 +93,34 @@ def test_help_names_config_and_the_version(capsys):
         assert named in " ".join(capsys.readouterr().out.split())
 
 
-def test_completions_are_printed(capsys):
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", COMPLETED)
+def test_completions_are_printed(shell, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(["--tyro-print-completion", "bash"])
-    assert not stopped.value.code and "--rollout.temperature" in capsys.readouterr().out
+        main(["--tyro-print-completion", shell])
+    assert not stopped.value.code and "rollout.temperature" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--tyro-print-completion", "tcsh"],  # tyro offers it, but needs another package for it
+        ["--tyro-print-completion=tcsh"],
+        ["--tyro_print_completion", "tcsh"],
+        ["--tyro-write-completion", "tcsh", "/nowhere/sparrow.csh"],
+    ],
+)
+def test_a_shell_without_completions_is_refused_in_a_sentence(arguments, capsys):
+    said = fails(capsys, *arguments)
+    assert "completion is 'tcsh', but must be bash, zsh or fish; name one of them" in said
+    assert "'', but must be bash" in fails(capsys, "--tyro-print-completion")
+
+
+def test_no_shell_is_offered_that_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "for bash, zsh or fish" in said and "tcsh" not in said
 
 
 def test_modes_stand_beside_each_other(capsys):

@@ -190,6 +190,21 @@ def test_metrics_are_named_by_bin_and_leave_out_what_is_not_known():
     )
 
 
+def test_of_the_dense_policys_own_samples_only_what_is_certain_is_logged():
+    lower, upper = np.array([0.5, 0.6, 0.9]), np.array([0.9, 0.95, 1.0])
+    report = mismatch_report(lower, upper, np.array([0, 1, 7]), np.array([0, 1, 1]), bin_tokens=4)
+    partly = mismatch_metrics(report, dense_up_to=4)
+    assert partly["sparrow/p5"] == partly["sparrow/p5/4-8"] == 0.9
+    assert partly["sparrow/p5/upper"] == 1.0 and partly["sparrow/acceptance_mean"] == 0.9
+    assert "sparrow/p5/0-4" not in partly and "sparrow/p5/0-4/low" not in partly
+    assert partly["sparrow/p5/0-4/upper"] == pytest.approx(0.9025)
+    assert set(mismatch_metrics(report, dense_up_to=np.inf)) == {
+        "sparrow/sequences",
+        "sparrow/p5/0-4/upper",
+        "sparrow/p5/4-8/upper",
+    }
+
+
 def test_what_workers_counted_is_logged_as_shares():
     assert counter_metrics(Counters(0, 0)) == {}
     assert counter_metrics(Counters(1, 4) + Counters(3, 4)) == {"sparrow/tokens_read": 0.5}
@@ -386,8 +401,9 @@ def test_stock_trl_trains_on_lossless_rollouts(tmp_path):
         assert step["grad_norm"] > 0 and step["reward_std"] > 0
         assert step["sampling/sampling_logp_difference/max"] < 1e-4
         assert (
-            step["sparrow/p5"] > 0.999 and step["sparrow/sequences"] == 8
+            step["sparrow/p5/128-192/ceiling"] > 0.999 and step["sparrow/sequences"] == 8
         )  # all but what the lists leave out
+        assert "sparrow/p5" not in step, "samples are the policy's own"
         assert step["sparrow/tokens_read"] < 0.8
         assert (
             step["sparrow/drafts/p5"]

@@ -152,7 +152,8 @@ def test_the_probe_asks_the_servers_when_its_turn_comes(composed, monkeypatch):
 
     def probe(urls, prompts, schedule, max_new_tokens):
         asked.append((urls, prompts, schedule, max_new_tokens))
-        return [TokenAcceptance(np.full(4, x), np.ones(4), np.arange(4)) for x in (0.5, 0.9)]
+        at = 96 + np.arange(4)  # where the schedule no longer reads everything
+        return [TokenAcceptance(np.full(4, x), np.ones(4), at) for x in (0.5, 0.9)]
 
     monkeypatch.setattr(adapter, "probe", probe)
     monkeypatch.setattr(
@@ -177,10 +178,10 @@ def test_the_probe_asks_the_servers_when_its_turn_comes(composed, monkeypatch):
         ("all", SCHEDULE),
         asks,
     ]
-    assert logged[5]["sparrow/p5/0-32/ceiling"] == 0.5
+    assert logged[5]["sparrow/p5/96-128/ceiling"] == 0.5
     trainer.global_steps = 10
     trainer.on_step_end()
-    assert asked[6:] == [10, asks] and logged.pop(10)["sparrow/p5/0-32/ceiling"] == 0.5
+    assert asked[6:] == [10, asks] and logged.pop(10)["sparrow/p5/96-128/ceiling"] == 0.5
     assert (
         list(logged) == [5]
         and logged[5]["sparrow/p5"] == 0.5
@@ -192,7 +193,8 @@ def test_the_probe_asks_the_servers_when_its_turn_comes(composed, monkeypatch):
     asked.clear()
     trainer._is_lossless, trainer._ceiling, trainer.global_steps = True, Ceiling(), 15
     trainer.on_step_end()
-    assert asked == [15, asks] and logged[15]["sparrow/p5/0-32/ceiling"] == 0.5
+    assert asked == [15, asks] and logged[15]["sparrow/p5/96-128/ceiling"] == 0.5
+    assert "sparrow/p5" not in logged[15]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import torch
 
 from sparrow.decoding import Decoding
 from sparrow.engines.hf import HFEngine
-from sparrow.errors import TrainingDiverged
+from sparrow.errors import TrainingDiverged, UnsupportedModel
 from sparrow.model.speculative import Shape
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
@@ -23,6 +23,15 @@ def test_an_engine_says_that_logits_are_not_finite(mode, bad, temperature):
         model.model.norm.weight.fill_(bad)
     with pytest.raises(TrainingDiverged, match="the model's logits are not finite"):
         engine.generate([[1, 2, 3]], Sampling(4, temperature))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_weights_that_were_damaged_before_are_named_as_what_they_are(bad):
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(bad)
+    with pytest.raises(UnsupportedModel, match="are not finite: its weights are damaged"):
+        HFEngine(model, SparsitySchedule.dense(), eos_ids=[])
 
 
 def test_tokens_may_be_ruled_out_with_minus_infinity():

@@ -92,6 +92,35 @@ def metrics_of(run_dir) -> list[dict]:
     return rows
 
 
+@pytest.mark.parametrize(
+    ("schedule", "mode", "up_to"),
+    [
+        (SCHEDULE, None, 0),
+        (SCHEDULE.replace(top_k=(1, 1)), None, 32),
+        (SparsitySchedule.dense(), None, None),
+        (SCHEDULE, "lossless", None),
+    ],
+)
+def test_acceptance_is_logged_where_a_sparse_actor_sampled(tmp_path, schedule, mode, up_to):
+    made = make_trainer(tmp_path, steps=1, logged_rollouts=16)
+    made.config = replace(made.config, rollout=replace(made.config.rollout, mode=mode))
+    made.set_schedule(schedule)
+    made.train()
+    (row,) = metrics_of(tmp_path)
+    assert row["dense_up_to"] == up_to
+    logged = map(json.loads, (tmp_path / "rollouts.jsonl").read_text().splitlines())
+    seen = set()
+    for response in logged:
+        prompt = len(made.tokenizer(response["prompt"])["input_ids"])
+        tokens = zip(response["acceptance"], response["acceptance_upper"], strict=True)
+        for cached, (lower, upper) in enumerate(tokens, prompt):
+            sparse = up_to is not None and SCHEDULE.page_end(cached) >= up_to
+            assert (lower is not None) == (upper is not None) == sparse
+            assert not sparse or 0 <= lower <= upper <= 1
+            seen.add(sparse)
+    assert seen == {0: {True}, 32: {True, False}, None: {False}}[up_to]
+
+
 def test_tied_embeddings_are_written_once_wherever_the_weights_were(tmp_path, monkeypatch):
     # Copies, as of shards or from a GPU, no longer share memory with what they are tied to.
     monkeypatch.setattr(

@@ -14,7 +14,7 @@ from sparrow.cli.commands.sampled import FromPrompts
 from sparrow.decoding import Decoding
 from sparrow.engines.registry import parse_engine
 from sparrow.errors import ConfigError
-from sparrow.settings import Count, Probability, Share, without_option
+from sparrow.settings import Count, Many, Name, Probability, Share, without_option
 from sparrow.train.config import DecodingOptions
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Audit(DecodingOptions, FromPrompts):
     # Sample from the fewest of the likeliest tokens that hold this share of the mass.
     top_p: Share = 1.0
     top_k: Count | None = None  # Sample from so many of the likeliest tokens; unset: from all.
-    count: Count = 512  # Responses of each arm; prompts are repeated as needed.
+    count: Many = 512  # Responses of each arm; prompts are repeated as needed.
     max_new_tokens: Count = 64  # Responses are cut at this many tokens.
     # Log-probs that the engine reports: after temperature and truncation (processed, as Sparrow's
     # engines), raw (as vLLM by default), or not to be compared.
@@ -54,7 +54,7 @@ class Audit(DecodingOptions, FromPrompts):
     level: Probability = 0.01  # The chance of calling an exact engine biased.
     # The share of tokens that, moved to likelier places, must not have gone unseen.
     resolution: Probability = 0.05
-    out: str | None = None  # Write the whole report to this JSON file.
+    out: Name | None = None  # Write the whole report to this JSON file.
 
     def run(self) -> None:
         from sparrow.audit.run import run_audit

@@ -92,6 +92,8 @@ def dry_run(command: TrainOptions) -> None:
             )
         )
     with noting():
+        command.check_loras()
+    with noting():
         task: Any = load_problems(
             command.task, command.dataset, None, room, command.reward.function, command.chat
         )

@@ -37,7 +37,7 @@ class Eval(DecodingOptions, Sampled):
     k: Many = 16  # Responses per problem.
     # Problems per benchmark, the first ones; unset: all of a dataset. A task has no end and needs a
     # limit.
-    limit: Count | None = None
+    limit: Many | None = None
 
     def run(self) -> None:
         from sparrow.cli.loading import (

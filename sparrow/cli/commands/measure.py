@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from math import isinf
 from pathlib import Path
+from typing import Any
 
 from sparrow import files
 from sparrow.cli.commands.sampled import WithLists
@@ -27,15 +29,22 @@ class Measure(DecodingOptions, WithLists):
     # Instead of tau: what to compare p5 with relative to its ceiling, that of dense rollouts
     # (docs/calibration.md).
     relative_tau: Probability | None = None
-    out: Name | None = None  # Write the whole report to this JSON file.
+    # Write the whole report to this JSON file: after the first samples, and again with the ceiling.
+    out: Name | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         choose(self, "tau", "relative_tau", 0.86)
 
     def run(self) -> None:
-        from sparrow.cli.terminal import note, print_drafts, print_mismatch
-        from sparrow.engines.measure import SHORTEST_LISTS, lengthened, measure, measure_ceiling
+        from sparrow.cli.terminal import (
+            note,
+            print_ceiling,
+            print_drafts,
+            print_mismatch,
+            print_own_samples,
+        )
+        from sparrow.engines.measure import SHORTEST_LISTS, compare, lengthened, measure_ceiling
         from sparrow.mismatch import Ceiling, Tau
         from sparrow.mismatch.tokens import left_open, pool
         from sparrow.rollout import Sampling
@@ -57,30 +66,52 @@ class Measure(DecodingOptions, WithLists):
             self.max_new_tokens, self.temperature, self.top_n or SHORTEST_LISTS, seed=self.seed
         )
         longer: Sampling | None = sampling
+        dense_up_to = float("inf") if decoding.mode == "lossless" else schedule.dense_up_to
+        ceiling = Ceiling()
         note(f"sampling and scoring {len(prompts)} responses")
         while longer:
             sampling = longer
-            mismatch = pool(
-                measure(engine, scorer, prompts, sampling, schedule), schedule.bin_tokens, self.seed
-            )
-            longer = None if self.top_n else lengthened(sampling, mismatch.bins, tau.value)
-        counters = engine.counters()
-        ceiling = Ceiling()
-        if decoding.is_lossless or schedule.is_dense:
-            ceiling.measure(mismatch)
-        else:
+            found = compare(engine, scorer, prompts, sampling, schedule)
+            counters = engine.counters()
+            drafts = counters.to_dict().get("drafts")
+            mismatch = pool(found.acceptances, schedule.bin_tokens, self.seed)
+            if isinf(dense_up_to):
+                ceiling.measure(mismatch)
+                mismatch = ceiling.on(mismatch)
+            extra = {
+                "dense_up_to": None if isinf(dense_up_to) else dense_up_to,
+                "top_n": sampling.top_n,
+                "off_policy": {
+                    "mean": float(found.off_policy.mean()),
+                    "max": float(found.off_policy.max()),
+                },
+                **({"drafts": drafts} if drafts else {}),
+            }
+            sparse = [b for b in mismatch.bins if b.end > dense_up_to]
+            if sparse:
+                print_mismatch(mismatch, tau, sampling.top_n, dense_up_to)
+            else:
+                print_own_samples(mismatch, found.off_policy)
+            print(f"share of the KV cache read {counters.read_fraction:.1%}")
+            if drafts:
+                print_drafts(drafts)
+            self._write(mismatch.to_dict() | extra)
+            longer = None if self.top_n else lengthened(sampling, sparse, tau.value)
+        if sparse:
             note("sampling densely for the ceiling of p5")
-            ceiling = measure_ceiling(engine, scorer, prompts, sampling, schedule)
-        mismatch = ceiling.on(mismatch)
+            mismatch = measure_ceiling(engine, scorer, prompts, sampling, schedule).on(mismatch)
+            sparse = [b for b in mismatch.bins if b.end > dense_up_to]
+            print_ceiling(sparse)
+            self._write(mismatch.to_dict() | extra)
         engine.close()
-        drafts = counters.to_dict().get("drafts")
-        print_mismatch(mismatch, tau, counters.read_fraction)
-        if drafts:
-            print_drafts(drafts)
-        if open_question := left_open(
-            mismatch.bins, tau, sampling.top_n, "--top-n"
-        ) or tau.out_of_reach(mismatch.bins):
+        if open_question := left_open(sparse, tau, sampling.top_n, "--top-n") or tau.out_of_reach(
+            sparse
+        ):
             print(open_question)
+
+    def _write(self, report: dict[str, Any]) -> None:
+        from sparrow.cli.terminal import note
+
         if self.out:
-            report = mismatch.to_dict() | ({"drafts": drafts} if drafts else {})
             files.write_text(Path(self.out), json.dumps(report, indent=1))
+            note(f"wrote {self.out}")

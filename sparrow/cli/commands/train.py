@@ -49,6 +49,7 @@ class Train(TrainOptions):
         check_trackers(self.trackers)
         decoding = self.rollout.decoding(self.schedule)
         closed_loop = re.match(r"auto(:|$)", self.schedule) is not None
+        self.check_loras()
         files.check_folder(self.run_dir)
         RunDir(
             self.run_dir, self.resume

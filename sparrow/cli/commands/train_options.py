@@ -40,3 +40,15 @@ class TrainOptions(TrainConfig, Command):
         super().__post_init__()
         if self.rollout.mode == "auto" and not parse_engine(self.engine).kind.shares_model:
             raise ConfigError(f"engine is {self.engine!r}, but {AUTO_ELSEWHERE}")
+
+    def check_loras(self) -> None:
+        """Refuse a LoRA that does not fit the model, before its weights are loaded.
+
+        Raises ConfigError: see ``sparrow.train.lora.check_lora``.
+        """
+        from sparrow.cli.loading import model_path
+        from sparrow.engines.hf import load_shape
+        from sparrow.train.lora import check_loras
+
+        if self.lora.r is not None or self.distill.enabled:
+            check_loras(load_shape(model_path(self.model)), self)

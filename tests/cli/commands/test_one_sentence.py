@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from sparrow.cli import loading
 from sparrow.cli.loading import (
     load_benchmark,
     load_benchmarks,
@@ -41,7 +42,6 @@ TASK = ["--task", "trace:lines=4"]
             ["train", *MODEL, *TASK, "--rollout.samples", "1000000000000"],
             "rollout.samples is 1000000000000, but must be less",
         ),
-        (["train", *MODEL, *TASK, "--lora.r", "100000"], "lora.r is 100000, but must be less"),
         (
             ["cost", *MODEL, "--schedule", "fixed:1", "--responses", "10000000000"],
             "responses is 10000000000, but must be less",
@@ -49,6 +49,23 @@ TASK = ["--task", "trace:lines=4"]
         (
             ["calibrate", *MODEL, *TASK, "--out", "s.json", "--count", "19"],
             "count is 19, but must be at least 20: fewer responses give no interval of p5",
+        ),
+        (["audit", *MODEL, *TASK, "--out", ""], "out is '', but must have at least 1"),
+        (
+            ["audit", *MODEL, *TASK, "--count", "1000000000000"],
+            "count is 1000000000000, but must be less",
+        ),
+        (
+            ["eval", *MODEL, "--benchmark", "trace", "--out", "e", "--limit", "1000000000000"],
+            "limit is 1000000000000, but must be less",
+        ),
+        (
+            ["train", *MODEL, *TASK, "--eval.limit", "1000000000000"],
+            "eval.limit is 1000000000000, but must be less",
+        ),
+        (
+            ["train", *MODEL, *TASK, "--eval.k", "1000000000000"],
+            "eval.k is 1000000000000, but must be less",
         ),
         (["report", "missing.json"], "there is no missing.json; give a run directory"),
         (["report", ".", "missing"], "there is no missing; give a run directory"),
@@ -175,3 +192,40 @@ def test_a_full_disk_is_called_so_and_not_by_a_place_in_torch(tmp_path):
     reason = _cut_short(error, tmp_path)
     assert reason.startswith("a file was cut short, with ") and "MB left on the disk" in reason
     assert _cut_short(RuntimeError("another reason\nmore"), tmp_path) == "another reason"
+
+
+@pytest.mark.parametrize(
+    ("options", "setting"),
+    [
+        (["--lora.r", "100000"], "lora.r"),
+        (["--lora.r", "129"], "lora.r"),
+        (
+            ["--distill.enabled", "--distill.rank", "100000", "--schedule", "fixed:1"],
+            "distill.rank",
+        ),
+        (["--lora.r", "100000", "--dry-run", "h200"], "lora.r"),
+    ],
+)
+def test_a_lora_larger_than_the_model_is_refused_before_the_model_is_loaded(
+    options, setting, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "load_model", lambda *names: pytest.fail("loaded the model"))
+    said = " ".join(fails(capsys, "train", *MODEL, *TASK, *options).split())
+    given = "129" if "129" in options else "100000"
+    assert f"{setting} is {given}, but no matrix of q_proj" in said
+    assert f"has a rank above 128; lower {setting} to 128 or less" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_rank_of_a_lora_may_be_as_large_as_the_model():
+    from sparrow.engines.hf import load_shape
+    from sparrow.train.config import LoraConfig
+    from sparrow.train.lora import check_lora
+
+    model = load_shape(loading.model_path("reasoner"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    check_lora(model, 128, LoraConfig().target_modules, "lora.r")
+    check_lora(model, 64, ("k_proj",), "lora.r")  # a model of 2 kv heads of 64
+    with pytest.raises(ConfigError, match=r"lora\.r is 129"):
+        check_lora(model, 129, ("k_proj",), "lora.r")

@@ -1,0 +1,84 @@
+"""Writes a trained model as a Hugging Face folder like the one that it was loaded from: in the same
+dtype, and with names that older versions of transformers know too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+
+# Names that transformers 5 has changed; what a checkpoint said under them is said again.
+FORMER_NAMES = ("torch_dtype", "rope_theta", "rope_scaling")
+ANY_TOKENIZER = "PreTrainedTokenizerFast"  # loads a tokenizer.json in every version
+
+
+def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write ``weights``, by name, with the model's config.
+
+    They get the dtype of the checkpoint that the model was loaded from, whatever it trained in; of
+    a model that comes from no checkpoint, they keep theirs.
+    """
+    source = _read_json(model.name_or_path, "config.json")
+    dtype = _dtype_of(source)
+    cast = {name: _cast(model, name, weight, dtype) for name, weight in weights.items()}
+    model.save_pretrained(folder, state_dict=cast)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if dtype is not None:
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    former = {name: source[name] for name in FORMER_NAMES if name in source}
+    path.write_text(json.dumps({**former, **config}, indent=2) + "\n", encoding="utf-8")
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the tokenizer under the class that its checkpoint names.
+
+    transformers 5 would write its own class and lists, which earlier versions cannot load.
+    """
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    named = _read_json(tokenizer.name_or_path, "tokenizer_config.json").get("tokenizer_class")
+    config["tokenizer_class"] = named or config["tokenizer_class"]
+    if config["tokenizer_class"] == "TokenizersBackend":
+        config["tokenizer_class"] = ANY_TOKENIZER
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that a checkpoint's ``config.json`` names; None if it names none of floats."""
+    name = config.get("dtype") or config.get("torch_dtype")
+    dtype = getattr(torch, str(name), None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
+
+
+def _cast(model: PreTrainedModel, name: str, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``weight`` in ``dtype``; those that the architecture keeps in float32 stay as they are."""
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    if dtype is None or not weight.is_floating_point() or any(part in name for part in kept):
+        return weight
+    return weight.to(dtype)
+
+
+def _read_json(name_or_path: str, file: str) -> dict[str, Any]:
+    """A file of the checkpoint that was loaded, which lies on this machine; empty if there is none."""
+    if not name_or_path:
+        return {}
+    path = cached_file(
+        name_or_path,
+        file,
+        local_files_only=True,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
