@@ -20,6 +20,7 @@ import tyro
 from scipy.stats import spearmanr
 from stability_statistics import (
     BAND,
+    EARLY,
     STATISTICS,
     Run,
     against_dense,
@@ -95,12 +96,19 @@ def main(options: Options) -> None:
         merged = {
             (run["arm"], run["seed"]): run for run in [*runs, *filter(None, map(shortened, logs))]
         }
-        rows = ",\n".join(json.dumps(merged[key]) for key in sorted(merged))
+        rows = ",\n".join(json.dumps(kept(merged[key])) for key in sorted(merged))
         path.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
     study = load()
     for name, draw in DRAWINGS.items():
         save(FIGURES / f"stability-{name}.png", draw, study)
     PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), tables(study)), encoding="utf-8")
+
+
+def kept(run: Run) -> Run:
+    """A run without what neither tables nor figures read of it."""
+    drawn = run["arm"] in PAGES
+    first = {"kl": run["kl"][:EARLY], "mean": run["mean"] if drawn else run["mean"][:EARLY]}
+    return {name: value for name, value in run.items() if drawn or name != "length"} | first
 
 
 def load() -> Study:
@@ -324,11 +332,9 @@ def dials(study: Study) -> str:
             run for run in study[model] if run["schedule"].startswith("dial:")
         ).values():
             # Every step samples about the same number of tokens.
-            share = [np.mean([step["unverified"] for step in run["dial"]]) for run in some]
-            gain = [
-                step["speedup"] for run in some for step in run["dial"][len(run["dial"]) // 2 :]
-            ]
-            returns = sum(bool(step["failed"]) for run in some for step in run["dial"])
+            share = [np.mean(run["unverified"]) for run in some]
+            gain = [x for run in some for x in run["speedup"][len(run["speedup"]) // 2 :]]
+            returns = sum(run["returns"] for run in some)
             minus = (
                 against_dense(some, study[model], f) for f in (last_reward, outcome, late_outcome)
             )

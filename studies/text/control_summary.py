@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/reasoner")]
 from common import save  # noqa: E402
 from stability_statistics import (  # noqa: E402
+    EARLY,
     STATISTICS,
     Run,
     against,
@@ -145,6 +146,12 @@ def ranking(runs: Sequence[Run], value: Callable[..., float]) -> dict[str, list[
     return {name: list(over_arms(sparse, partial(rank, name))) for name in STATISTICS}
 
 
+def drawn(run: Run) -> Run:
+    """What the figure shows of a run: its rewards, and its mismatch at the start."""
+    first = {name: run[name][:EARLY] for name in ("tail", "mean", "kl")}
+    return {name: run[name] for name in ("arm", "seed", "actor", "reward")} | first
+
+
 def counted(path: Path) -> Run | None:
     """A run, shortened; None if it was cut off too early."""
     first = next(iter(logged_rows(path)), {})
@@ -189,7 +196,7 @@ def summary(folders: Sequence[Path], checkpoint: Path) -> dict[str, Any]:
             for name, value in {"reward": whole_reward, "held_out": held_out_end}.items()
             if len({run["arm"] for run in runs} - {"dense"}) > 2
         },
-        "runs": runs,
+        "runs": [drawn(run) for run in runs],
     }
 
 
