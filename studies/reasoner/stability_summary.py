@@ -165,6 +165,8 @@ def thresholds(runs: list[Run]) -> str:
     wrong.
     """
     rows = []
+    start = {id(run): early(run) for run in runs}
+    bad = {id(run): collapsed(run) for run in runs}
     groups = {
         "token TIS": [r for r in runs if r["correction"] == "token_tis"],
         "every correction": runs,
@@ -173,16 +175,14 @@ def thresholds(runs: list[Run]) -> str:
         for name in STATISTICS:
 
             def cut(some: list[Run], name: str = name) -> float:
-                bad = [collapsed(run) for run in some]
-                return (
-                    threshold([early(run)[name] for run in some], bad)
-                    if 0 < sum(bad) < len(bad)
-                    else np.nan
-                )
+                fell = [bad[id(run)] for run in some]
+                if all(fell) or not any(fell):
+                    return np.nan
+                return threshold([start[id(run)][name] for run in some], fell)
 
             estimate = over_arms(chosen, cut)
-            wrong = sum((early(run)[name] < estimate[0]) != collapsed(run) for run in chosen)
-            count = f"{title}: {len(chosen)} runs, {sum(map(collapsed, chosen))} collapsed"
+            wrong = sum((start[id(run)][name] < estimate[0]) != bad[id(run)] for run in chosen)
+            count = f"{title}: {len(chosen)} runs, {sum(bad[id(run)] for run in chosen)} collapsed"
             rows.append([count, name, "{:.3f} [{:.3f}, {:.3f}]".format(*estimate), wrong])
     return table(
         ["fixed schedules with", "statistic", "cut, step 1", "runs on the wrong side"], rows
@@ -192,10 +192,15 @@ def thresholds(runs: list[Run]) -> str:
 def ranks(groups: dict[str, list[Run]]) -> str:
     """How well each statistic at the first step ranks the outcomes."""
     rows = []
+    runs = [run for some in groups.values() for run in some]
+    start = {id(run): early(run) for run in runs}
+    end = {id(run): outcome(run) for run in runs}
     for name in STATISTICS:
 
         def rank(some: list[Run], name: str = name) -> float:
-            return spearmanr([early(run)[name] for run in some], [outcome(run) for run in some])[0]
+            return spearmanr(
+                [start[id(run)][name] for run in some], [end[id(run)] for run in some]
+            )[0]
 
         rows.append(
             [

@@ -1,5 +1,5 @@
 """The control study's runs as one JSON file: a row for each arm with 95 % intervals over seeds, how
-well each statistic of acceptance ranks the runs, and the shortened logs.
+well each statistic of acceptance ranks the runs, and what the figure shows of them.
 
     python studies/text/control_summary.py runs/control --checkpoint runs/text \\
         --out benchmarks/results/text_control.json
@@ -136,12 +136,12 @@ def ranking(runs: Sequence[Run], value: Callable[..., float]) -> dict[str, list[
     dense run of its seed, over the sparse runs; with 95 % intervals, resampling arms."""
     dense = {run["seed"] for run in runs if run["arm"] == "dense"}
     sparse = [run for run in runs if run["arm"] != "dense" and run["seed"] in dense]
+    start = {id(run): early(run) for run in sparse}
     lost = {id(run): against_dense([run], runs, value)[0] for run in sparse}
 
     def rank(name: str, some: Sequence[Run]) -> float:
-        return float(
-            spearmanr([early(run)[name] for run in some], [lost[id(run)] for run in some]).statistic
-        )
+        first = [start[id(run)][name] for run in some]
+        return float(spearmanr(first, [lost[id(run)] for run in some]).statistic)
 
     return {name: list(over_arms(sparse, partial(rank, name))) for name in STATISTICS}
 
