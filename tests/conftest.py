@@ -18,8 +18,8 @@ from transformers import (
 )
 
 LIMIT_S = 30.0
-"""Seconds of processor time above which a test without the mark ``slow`` fails. Tests are marked
-from a third of that on, so that a slow machine does not fail those that are not.
+"""Seconds of processor time above which a test without the mark ``slow`` fails: three times what
+any of them takes, so that none fails for a slow machine.
 """
 
 ROOT = Path(__file__).parents[1]

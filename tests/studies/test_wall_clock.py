@@ -15,8 +15,6 @@ from sparrow.vllm import patches
 from tests.conftest import tiny_model
 from tests.vllm.tiny_vllm import discoverable, on_v2
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 REQUIRED = ("vllm.version",)
 MODULES = ("corpus", "task", "wall_clock", "wall_clock_figure", "wall_clock_summary")
@@ -80,6 +78,7 @@ def run_arm(checkpoint, folder, arm, steps, tokens, seconds=480, ended="done"):
     return rows, json.loads((folder / f"{arm}-0.profile.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["dense", "p86"])
 def test_an_arm_from_end_to_end(checkpoint, tmp_path, arm):
     rows, timed = run_arm(checkpoint, tmp_path, arm, steps=2, tokens=200)
