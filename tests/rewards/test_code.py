@@ -177,6 +177,7 @@ def test_calls(verifier):
     assert judge(verifier, deep, ADD)[0] == ("error",)
 
 
+@pytest.mark.slow
 def test_assertions(verifier):
     good = "def add(a, b): return a + b"
     for tests in (CHECK, ASSERTS):
@@ -303,6 +304,7 @@ def test_a_program_s_code_does_not_inherit_ours(verifier):
     ).passed
 
 
+@pytest.mark.slow
 def test_the_whole_program_has_a_time_limit():
     verifier = CodeVerifier(Limits(cpu_s=1, wall_s=1.0, program_s=2))
     tests = {"inputs": ["x"] * 50, "outputs": ["x"] * 50}

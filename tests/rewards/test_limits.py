@@ -325,6 +325,7 @@ def f(x):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["called", "read", "asserted"])
 def test_a_program_that_sleeps_and_works_by_turns_holds_a_worker_no_longer_than_its_limit(kind):
     """It is on the processor for an eighth of the time, so neither the limit on processor time nor
