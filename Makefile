@@ -1,8 +1,11 @@
 # Developer targets; each works after README's test command has set up .venv.
-.PHONY: test lint types format
+.PHONY: test test-all lint types format
 
 test:
 	.venv/bin/pytest -n 2 --dist loadfile
+
+test-all:
+	.venv/bin/pytest --all -n 2 --dist loadfile
 
 lint:
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .

@@ -28,6 +28,8 @@ SIZES = {
     "qwen3-14b": (5120, 17_408, 40, 40, False),
 }
 """Width, width of the MLP, layers, query heads, and whether embeddings are tied."""
+LINE = 300
+"""Characters of a line of a result that lists and objects may fill unbroken."""
 Row = dict[str, Any]
 Column = str | Callable[[Row], Any]
 
@@ -146,18 +148,43 @@ def save(path: Path, result: Mapping[str, Any]) -> None:
     import torch
 
     record = {"machine": machine(), "torch": torch.__version__, "python": platform.python_version()}
-    path.parent.mkdir(parents=True, exist_ok=True)
     record |= {"date": time.strftime("%Y-%m-%d"), **result}
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write(path, record)
+
+
+def write(path: Path, result: Any) -> None:
+    """Write a result as it is, with numbers to eight digits and a line for each row."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plain = json.loads(json.dumps(result))  # keys as JSON has them, tuples as lists
+    path.write_text(compact(rounded(plain)) + "\n", encoding="utf-8")
 
 
 def rounded(x: Any) -> Any:
-    """Numbers to five digits, at any depth."""
-    if isinstance(x, Mapping):
+    """Numbers to eight digits, at any depth; whole ones as they are."""
+    if isinstance(x, dict):
         return {key: rounded(value) for key, value in x.items()}
     if isinstance(x, list):
         return [rounded(value) for value in x]
-    return float(f"{x:.5g}") if isinstance(x, float) else x
+    if isinstance(x, float) and not x.is_integer():
+        return float(f"{x:.8g}")
+    return x
+
+
+def compact(x: Any, indent: str = "") -> str:
+    """JSON in few lines: what fits in one, or holds neither lists nor objects, is not broken."""
+    whole = json.dumps(x)
+    inner = list(x.values()) if isinstance(x, dict) else x if isinstance(x, list) else []
+    if len(whole) <= LINE or not any(isinstance(value, (dict, list)) for value in inner):
+        return whole
+
+    deeper = indent + " "
+    parts = [compact(value, deeper) for value in inner]
+    opening, closing = "[]"
+    if isinstance(x, dict):
+        opening, closing = "{}"
+        parts = [f"{json.dumps(key)}: {part}" for key, part in zip(x, parts, strict=True)]
+    body = ",\n".join(deeper + part for part in parts)
+    return f"{opening}\n{body}\n{indent}{closing}"
 
 
 def speed_ratio(turns: ArrayLike) -> list[float]:

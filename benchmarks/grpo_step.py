@@ -27,7 +27,6 @@ ways to shorten it:
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import tempfile
@@ -40,7 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
-from common import REASONER, parser, qwen3
+from common import REASONER, parser, qwen3, write
 from rollout_trace import CUTOFF, most_cached, responses, simulate
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
@@ -304,7 +303,7 @@ def main() -> None:
                     result["acceptance"] = metrics["mismatch"]["mean"]
                     result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
                     result["engine"] = engine.measured
-                    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+                    write(arguments.out, result)
                 if metrics["step"] > arguments.steps:
                     raise Done  # before a checkpoint is written
 

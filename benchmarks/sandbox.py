@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import ROOT, parser
+from common import ROOT, parser, write
 
 sys.path.insert(0, str(ROOT / "tests" / "rewards" / "sandbox"))
 from attacks import ATTACKS, TESTS
@@ -214,8 +214,7 @@ def main() -> int:
         verifier, [HONEST[:6:5][number % 2] for number in range(options.programs // 10)]
     )
     shutil.rmtree(tempfile.tempdir)
-    options.out.parent.mkdir(exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(options.out, result)
     print(json.dumps(result, indent=1))
     kept = ("file_descriptors", "threads", "children", "sandboxed_processes", "temporary_files")
     clean = (

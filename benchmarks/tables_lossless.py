@@ -354,10 +354,10 @@ def lossless_training() -> str:
         low, high = ttest_1samp(p5, 0).confidence_interval()
         kl, seconds = (
             mean(value(s) for steps in runs for s in steps[3:])
-            for value in (lambda s: s["kl"], lambda s: s["seconds"]["rollout"])
+            for value in (lambda s: s["kl"], lambda s: s["rollout_s"])
         )
         drafts = [
-            step["drafts"]["tokens_per_cycle"] for steps in runs for step in steps if step["drafts"]
+            step["tokens_per_cycle"] for steps in runs for step in steps if step["tokens_per_cycle"]
         ]
         tokens = f"{mean(drafts):.1f}" if drafts else ""
         rows.append(

@@ -145,7 +145,7 @@ def trainers() -> str:
     logs = {
         "TRL, vLLM colocated": load("trl_grpo")["log"],
         "TRL, vLLM server": load("trl_grpo_server")["log"],
-        "verl": [line["data"] for line in load("verl_grpo")["log"]],
+        "verl": load("verl_grpo")["log"],
     }
     rows = []
     for name, logged in logs.items():

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import parser, rounded
+from common import parser, write
 
 LAYOUT = {"bin_tokens": 64, "page_size": 8, "sink_pages": 1, "recent_pages": 2, "dense_layers": [0]}
 SPARSE = {"top_k": [8, 8, 8, 16, 20, 24, 28], **LAYOUT}
@@ -112,8 +112,8 @@ def start(name: str, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """Main metrics of every step: reward, entropy, the share of KV read, p5 overall and in the
-    worst bin, seconds.
+    """Main metrics of every step: those of ``QUANTITIES``, what was drafted, and the seconds of the
+    rollout.
     """
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -125,15 +125,12 @@ def read(run: Path) -> list[dict[str, Any]]:
             {
                 "step": step["step"],
                 "reward": step["reward"]["mean"],
-                "ended": step["response"]["ended_fraction"],
                 "entropy": step["entropy"],
                 "acceptance": step["mismatch"]["mean"],
-                "p5": [round(b["lower_bound"], 4) for b in bins],
                 "p5_mean": float(np.average([b["lower_bound"] for b in bins], weights=weights)),
                 "read_fraction": step["kv"]["read_fraction"],
-                "seconds": step["seconds"],
-                "distill_kl": step.get("distill", {}).get("kl"),
-                "drafts": {k: v for k, v in step.get("drafts", {}).items() if k != "bins"},
+                "rollout_s": step["seconds"]["rollout"],
+                "tokens_per_cycle": step.get("drafts", {}).get("tokens_per_cycle"),
                 "kl": step["correction"]["kl_k3"],
             }
         )
@@ -182,7 +179,7 @@ def main() -> None:
                 for run in arguments.runs
                 if (rows := read(folder / run))
             }
-            arguments.out.write_text(json.dumps(rounded(results), indent=1) + "\n")
+            write(arguments.out, results)
             if not alive:
                 break
             time.sleep(5)

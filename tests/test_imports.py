@@ -422,7 +422,6 @@ print(json.dumps(heavy))
     assert fresh(code) == {name: [] for name in names}
 
 
-@pytest.mark.slow
 def test_attention_loads_no_triton():
     code = """
 import json, sys

@@ -4,11 +4,13 @@ their path.
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 import sparrow
+from tests import conftest
 from tests.conftest import ROOT
 
 LARGE = 50
@@ -132,6 +134,55 @@ def test_ci_runs_the_test_command_of_the_readme(script):
     )
     (command,) = re.findall(f"{line}.*", read("README.md"), flags=re.MULTILINE)
     assert command.endswith(".venv/bin/pytest -n 2 --dist loadfile")
+
+
+@pytest.mark.parametrize("script", [".github/workflows/test.yml", ".ci/run"])
+def test_ci_runs_the_rest_after_the_test_command_of_the_readme(script):
+    if not (ROOT / script).exists():
+        pytest.skip("not in the source distribution")
+    command, rest = (
+        read(script).index(text)
+        for text in ('bash -c "$', ".venv/bin/pytest --all -m slow -n 2 --dist loadfile\n")
+    )
+    assert command < rest
+
+
+@pytest.mark.parametrize(
+    ("everything", "arguments", "run"),
+    [
+        (False, ["tests"], ["quick"]),
+        (True, ["tests"], ["quick", "slow"]),
+        (False, ["tests/test_a.py::test_slow"], ["quick", "slow"]),
+    ],
+    ids=["by default", "with --all", "named by its id"],
+)
+def test_slow_tests_run_only_if_all_are_asked_for_or_they_are_named(everything, arguments, run):
+    items = [
+        SimpleNamespace(name="quick", get_closest_marker=lambda mark: None),
+        SimpleNamespace(name="slow", get_closest_marker=lambda mark: mark == "slow"),
+    ]
+    left_out = []
+    config = SimpleNamespace(
+        getoption={"all": everything}.get,
+        args=arguments,
+        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
+    )
+    conftest.pytest_collection_modifyitems(config, items)
+    assert [item.name for item in items] == run
+    assert [item.name for item in left_out] == ([] if "slow" in run else ["slow"])
+
+
+@pytest.mark.parametrize(
+    ("used", "mark", "fails"), [(29, None, False), (31, None, True), (99, "slow", False)]
+)
+def test_a_test_that_takes_long_fails_unless_it_is_marked(used, mark, fails):
+    times = iter([(0, 0, 0, 0, 0), (1, 1, used - 3, 1, 0)])
+    call = conftest.pytest_runtest_call(SimpleNamespace(get_closest_marker=lambda name: mark))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conftest.os, "times", lambda: next(times))
+        next(call)
+        with pytest.raises(pytest.fail.Exception if fails else StopIteration):
+            call.send(None)
 
 
 def test_workflows_call_what_exists():

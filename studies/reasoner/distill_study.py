@@ -195,11 +195,8 @@ def gather(options: Options) -> dict[str, Any]:
         runs[name] = {
             "steps": len(rows),
             "reward": [round(row["reward"]["mean"], 4) for row in rows],
-            "entropy": [round(row["entropy"], 4) for row in rows],
-            "kl": [round(row["distill"]["kl"], 5) for row in rows if "distill" in row],
             "lowest_p5": [round(min(b["lower_bound"] for b in tail), 4) for tail in tails],
             "lowest_p5_low": [round(min(b["interval_low"] for b in tail), 4) for tail in tails],
-            "kv_read_fraction": [round(row["kv"]["read_fraction"], 4) for row in rows],
             "seconds": {
                 k: round(float(np.median([r["seconds"][k] for r in rows])), 2)
                 for k in rows[0]["seconds"]

@@ -11,7 +11,7 @@ policy, teacher-forced along the actor's text.
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,9 @@ from sparrow.mismatch.tokens import flatten
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import Trace
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from common import write
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ def main(options: Options) -> None:
             rows.append(
                 row(model, tokenizer, prompts, pages, options.drafts, options.max_new_tokens)
             )
-            options.out.write_text(json.dumps(plain(report), indent=1) + "\n", encoding="utf-8")
+            write(options.out, plain(report))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import ALL_PAGES
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from common import REASONER, device, parser, rounded, save, table, tracing
+from common import REASONER, device, parser, save, table, tracing
 
 RESAMPLES, SEED = 400, 7
 TOKEN_BUDGET = 65_536  # padded tokens in a forward pass
@@ -392,14 +392,13 @@ def run(arguments: argparse.Namespace) -> None:
                 {
                     "label": variant.label,
                     "p5": p5[0],
-                    "p5_interval": np.quantile(p5[1:], [0.025, 0.975]).tolist(),
                     "over_first": p5[0] - base[0],
                     "over_first_interval": np.quantile(p5[1:] - base[1:], [0.025, 0.975]).tolist(),
                     **rest,
                 }
             )
         result["sections"][section] = rows
-        save(arguments.out, rounded(result))
+        save(arguments.out, result)
         print(f"{time.monotonic() - began:6.1f} s  {section}", flush=True)
     show(result)
 

@@ -19,13 +19,15 @@ from sparrow.train.schedules import FALLEN
 
 Run = dict[str, Any]
 STATISTICS = ("p1", "p5", "p10", "mean", "KL")
-SERIES = ("reward", "length", "entropy", "mean", "kl", "ess", "grad_norm", "read")
+SERIES = ("reward", "length", "mean", "kl", "read")
 BAND = 0.02 + 1e-9
 """A bin within this distance of tau is near it."""
 LAST = 10
 """Steps at the end over which the reward is averaged."""
 FEWEST_STEPS = 25
 """A run that the clock has cut off counts if it did this many steps."""
+EARLY = 5
+"""Steps at the start that tell how large a mismatch is."""
 RESAMPLES = 2000
 
 
@@ -45,24 +47,14 @@ def shortened(path: Path, fewest: int = FEWEST_STEPS) -> Run | None:
     run = {k: v for k, v in rows[0].items() if k != "options"}
     run |= {name: [float(f"{row[name]:.4g}") for row in steps] for name in SERIES}
     run["tail"] = [row["tail"] for row in steps]
-    # By bin, for the runs where they are used: p5, its lower limit, and the pages.
     run["lowest_p5"] = [round(min(b[1] for b in _whole_bins(row)), 4) for row in steps]
     if run["schedule"].startswith("auto"):
-        run["bins"] = [
-            [[b[0], round(b[1], 3), b[2] and round(b[2], 3)] for b in _whole_bins(row)]
-            for row in steps
-        ]
-        run["tables"] = [row["top_k"] for row in steps]
+        run["bins"] = [[[b[0], round(b[1], 3)] for b in _whole_bins(row)] for row in steps]
     if run["schedule"].startswith("dial"):
-        run["dial"] = [
-            {
-                "verified_up_to": row["dial"]["verified_up_to"],
-                "unverified": round(row["dial"]["unverified_fraction"], 4),
-                "speedup": round(row["dial"]["speedup"], 4),
-                "failed": [b["start"] for b in row["dial"]["bins"] if b["verdict"] == "fails"],
-            }
-            for row in steps
-        ]
+        dial = [row["dial"] for row in steps]
+        run["unverified"] = [round(step["unverified_fraction"], 4) for step in dial]
+        run["speedup"] = [round(step["speedup"], 4) for step in dial]
+        run["returns"] = sum(any(b["verdict"] == "fails" for b in step["bins"]) for step in dial)
     run["held_out"] = [
         [row["step"], row["held_out"]["policy"]] for row in rows if "held_out" in row
     ]
@@ -85,7 +77,7 @@ def _whole_bins(row: Run) -> list[list[float]]:
 def early(run: Run) -> dict[str, float]:
     """The statistics at the first step, before any update, with signs such that more is better; for
     a stale actor, over steps 2 to 5, because at the first it is not stale yet."""
-    when = slice(1, 5) if run["actor"].startswith("stale") else slice(0, 1)
+    when = slice(1, EARLY) if run["actor"].startswith("stale") else slice(0, 1)
     values = [
         *np.mean(run["tail"][when], axis=0),
         np.mean(run["mean"][when]),

@@ -20,6 +20,7 @@ import tyro
 from scipy.stats import spearmanr
 from stability_statistics import (
     BAND,
+    EARLY,
     STATISTICS,
     Run,
     against_dense,
@@ -95,12 +96,19 @@ def main(options: Options) -> None:
         merged = {
             (run["arm"], run["seed"]): run for run in [*runs, *filter(None, map(shortened, logs))]
         }
-        rows = ",\n".join(json.dumps(merged[key]) for key in sorted(merged))
+        rows = ",\n".join(json.dumps(kept(merged[key])) for key in sorted(merged))
         path.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
     study = load()
     for name, draw in DRAWINGS.items():
         save(FIGURES / f"stability-{name}.png", draw, study)
     PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), tables(study)), encoding="utf-8")
+
+
+def kept(run: Run) -> Run:
+    """A run without what neither tables nor figures read of it."""
+    drawn = run["arm"] in PAGES
+    first = {"kl": run["kl"][:EARLY], "mean": run["mean"] if drawn else run["mean"][:EARLY]}
+    return {name: value for name, value in run.items() if drawn or name != "length"} | first
 
 
 def load() -> Study:
@@ -157,6 +165,8 @@ def thresholds(runs: list[Run]) -> str:
     wrong.
     """
     rows = []
+    start = {id(run): early(run) for run in runs}
+    bad = {id(run): collapsed(run) for run in runs}
     groups = {
         "token TIS": [r for r in runs if r["correction"] == "token_tis"],
         "every correction": runs,
@@ -165,16 +175,14 @@ def thresholds(runs: list[Run]) -> str:
         for name in STATISTICS:
 
             def cut(some: list[Run], name: str = name) -> float:
-                bad = [collapsed(run) for run in some]
-                return (
-                    threshold([early(run)[name] for run in some], bad)
-                    if 0 < sum(bad) < len(bad)
-                    else np.nan
-                )
+                fell = [bad[id(run)] for run in some]
+                if all(fell) or not any(fell):
+                    return np.nan
+                return threshold([start[id(run)][name] for run in some], fell)
 
             estimate = over_arms(chosen, cut)
-            wrong = sum((early(run)[name] < estimate[0]) != collapsed(run) for run in chosen)
-            count = f"{title}: {len(chosen)} runs, {sum(map(collapsed, chosen))} collapsed"
+            wrong = sum((start[id(run)][name] < estimate[0]) != bad[id(run)] for run in chosen)
+            count = f"{title}: {len(chosen)} runs, {sum(bad[id(run)] for run in chosen)} collapsed"
             rows.append([count, name, "{:.3f} [{:.3f}, {:.3f}]".format(*estimate), wrong])
     return table(
         ["fixed schedules with", "statistic", "cut, step 1", "runs on the wrong side"], rows
@@ -184,10 +192,15 @@ def thresholds(runs: list[Run]) -> str:
 def ranks(groups: dict[str, list[Run]]) -> str:
     """How well each statistic at the first step ranks the outcomes."""
     rows = []
+    runs = [run for some in groups.values() for run in some]
+    start = {id(run): early(run) for run in runs}
+    end = {id(run): outcome(run) for run in runs}
     for name in STATISTICS:
 
         def rank(some: list[Run], name: str = name) -> float:
-            return spearmanr([early(run)[name] for run in some], [outcome(run) for run in some])[0]
+            return spearmanr(
+                [start[id(run)][name] for run in some], [end[id(run)] for run in some]
+            )[0]
 
         rows.append(
             [
@@ -324,11 +337,9 @@ def dials(study: Study) -> str:
             run for run in study[model] if run["schedule"].startswith("dial:")
         ).values():
             # Every step samples about the same number of tokens.
-            share = [np.mean([step["unverified"] for step in run["dial"]]) for run in some]
-            gain = [
-                step["speedup"] for run in some for step in run["dial"][len(run["dial"]) // 2 :]
-            ]
-            returns = sum(bool(step["failed"]) for run in some for step in run["dial"])
+            share = [np.mean(run["unverified"]) for run in some]
+            gain = [x for run in some for x in run["speedup"][len(run["speedup"]) // 2 :]]
+            returns = sum(run["returns"] for run in some)
             minus = (
                 against_dense(some, study[model], f) for f in (last_reward, outcome, late_outcome)
             )

@@ -1,5 +1,5 @@
 """The control study's runs as one JSON file: a row for each arm with 95 % intervals over seeds, how
-well each statistic of acceptance ranks the runs, and the shortened logs.
+well each statistic of acceptance ranks the runs, and what the figure shows of them.
 
     python studies/text/control_summary.py runs/control --checkpoint runs/text \\
         --out benchmarks/results/text_control.json
@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/reasoner")]
 from common import save  # noqa: E402
 from stability_statistics import (  # noqa: E402
+    EARLY,
     STATISTICS,
     Run,
     against,
@@ -135,14 +136,20 @@ def ranking(runs: Sequence[Run], value: Callable[..., float]) -> dict[str, list[
     dense run of its seed, over the sparse runs; with 95 % intervals, resampling arms."""
     dense = {run["seed"] for run in runs if run["arm"] == "dense"}
     sparse = [run for run in runs if run["arm"] != "dense" and run["seed"] in dense]
+    start = {id(run): early(run) for run in sparse}
     lost = {id(run): against_dense([run], runs, value)[0] for run in sparse}
 
     def rank(name: str, some: Sequence[Run]) -> float:
-        return float(
-            spearmanr([early(run)[name] for run in some], [lost[id(run)] for run in some]).statistic
-        )
+        first = [start[id(run)][name] for run in some]
+        return float(spearmanr(first, [lost[id(run)] for run in some]).statistic)
 
     return {name: list(over_arms(sparse, partial(rank, name))) for name in STATISTICS}
+
+
+def drawn(run: Run) -> Run:
+    """What the figure shows of a run: its rewards, and its mismatch at the start."""
+    first = {name: run[name][:EARLY] for name in ("tail", "mean", "kl")}
+    return {name: run[name] for name in ("arm", "seed", "actor", "reward")} | first
 
 
 def counted(path: Path) -> Run | None:
@@ -189,7 +196,7 @@ def summary(folders: Sequence[Path], checkpoint: Path) -> dict[str, Any]:
             for name, value in {"reward": whole_reward, "held_out": held_out_end}.items()
             if len({run["arm"] for run in runs} - {"dense"}) > 2
         },
-        "runs": runs,
+        "runs": [drawn(run) for run in runs],
     }
 
 

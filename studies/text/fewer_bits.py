@@ -110,7 +110,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     rows, unrounded = [], None
     for (what, _, kept), values in zip(actors, study.measured(measure, batch=1), strict=True):
-        rows.append({**what, "dense_layers": list(kept.dense_layers), **study.summary(values)})
+        measured = study.summary(values)
+        del measured["bins"]
+        rows.append({**what, "dense_layers": list(kept.dense_layers), **measured})
         if what["rounded"] == "nothing":
             unrounded = values
         elif what["budget"] is not None and unrounded is not None:

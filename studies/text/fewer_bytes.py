@@ -160,9 +160,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         every, study.measured(partial(measure, model, every), args.batch), strict=True
     ):
         measured = study.summary(values, (4, DRAFTS))
-        for part in measured["bins"]:
-            inside = position[(position >= part["start"]) & (position < part["end"])]
-            part["tokens_read"] = round(variant.tokens_read(inside + 1, layers), 1)
+        del measured["bins"]
         read = round(variant.tokens_read(position + 1, layers), 1)
         rows.append({**vars(variant), "tokens_read": read, **measured})
         print(

@@ -1,5 +1,6 @@
 """What the scripts of the benchmarks share."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,63 @@ def test_the_states_that_a_script_measures(arguments, shape, states, file, monke
     monkeypatch.setattr("sys.argv", ["script", *arguments])
     given = parse_states(parser("About."), "name", STATES)
     assert given[:2] == (shape, states) and given[2].name == file
+
+
+@pytest.fixture
+def common(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import common
+
+    return common
+
+
+def test_a_result_has_a_line_for_each_row_and_reads_back(common, tmp_path):
+    rows = [{"batch": i, "ms": [i / 3, 1.0], "chosen": {8: "x" * 120}} for i in range(3)]
+    path = tmp_path / "new" / "result.json"
+    common.write(path, {"machine": "one", "rows": tuple(rows), "series": list(range(999))})
+    lines = path.read_text().splitlines()
+    assert [line.lstrip()[:12] for line in lines] == [
+        "{",
+        '"machine": "',
+        '"rows": [',
+        *(f'{{"batch": {i},' for i in range(3)),
+        "],",
+        '"series": [0',
+        "}",
+    ]
+    read = json.loads(path.read_text())
+    assert read["rows"][1] == {"batch": 1, "ms": [0.33333333, 1.0], "chosen": {"8": "x" * 120}}
+    assert read["series"] == list(range(999))
+
+
+def test_a_row_that_is_too_long_for_a_line_is_broken_by_its_fields(common):
+    row = {"name": "a", "bins": [{"start": i, "text": "x" * 100} for i in range(4)]}
+    lines = common.compact([row]).splitlines()
+    assert [line.strip()[:10] for line in lines[:4]] == ["[", "{", '"name": "a', '"bins": [']
+    assert json.loads("\n".join(lines)) == [row]
+
+
+def test_numbers_keep_eight_digits_and_whole_ones_all(common):
+    assert common.rounded([1 / 3, 123456789.0, 1234567890123, True, None, "1.123456789"]) == [
+        0.33333333,
+        123456789.0,
+        1234567890123,
+        True,
+        None,
+        "1.123456789",
+    ]
+
+
+def test_of_a_trainers_log_the_table_s_metrics_are_left(common):
+    import trainer_log
+
+    trl = {"mode": "colocate", "log": [{"reward": 0.5, "loss": 1.0}, {"train_runtime": 9.0}]}
+    verl = {"log": [{"step": 1, "data": {"critic/score/mean": 0.25, "actor/lr": 1.0}}]}
+    assert trainer_log.cut(trl) == {"mode": "colocate", "log": [{"reward": 0.5}, {}]}
+    assert trainer_log.cut(verl) == {"log": [{"critic/score/mean": 0.25}]}
+
+
+def test_results_are_small_enough_to_read(common):
+    """Series that neither a table nor a figure shows belong in a run's folder."""
+    files = [path for path in common.RESULTS.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 1.5e6

@@ -135,7 +135,6 @@ def test_what_does_not_fit_is_named():
         plan(TINY, Cluster(GPU, 4), [5, 5], SparsitySchedule.dense())
 
 
-@pytest.mark.slow
 def test_the_published_run_lies_within_what_its_unknown_batch_and_lengths_allow():
     """32 H200s, dense, 53,000 examples in about 190 hours: neither prompts a step nor lengths are
     published.
@@ -158,7 +157,6 @@ def test_the_published_run_lies_within_what_its_unknown_batch_and_lengths_allow(
     )
 
 
-@pytest.mark.slow
 def test_the_command_plans_a_cluster(capsys):
     main(
         [

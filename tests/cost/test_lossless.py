@@ -153,7 +153,6 @@ def test_more_is_drafted_where_drafts_are_right_and_nothing_is_lost_where_they_a
         predicted("qwen3-1.7b", responses, 1.5)
 
 
-@pytest.mark.slow
 def test_a_larger_model_verifies_at_the_flops_and_gains_less():
     responses = np.full(240, 12_000)
     found = [predicted(shape, responses)[1].speedup for shape in SHAPES]
@@ -163,7 +162,6 @@ def test_a_larger_model_verifies_at_the_flops_and_gains_less():
 LONG = response_lengths(14_000, 32_768, 240)
 
 
-@pytest.mark.slow
 def test_rows_advise_by_what_pays():
     lossy, lossless = predicted("qwen3-1.7b", LONG, 0.9)
     table = dict(rows(lossy, lossless))

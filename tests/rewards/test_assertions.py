@@ -248,7 +248,6 @@ def verifier():
     return CodeVerifier(LIMITS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_honest_test(verifier, name):
     test, right, wrong = CASES[name]
@@ -336,7 +335,6 @@ HOSTILE = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_calls_back_reach_nothing_but_the_function(verifier, name):
     tests = {"test": "EXPECTED = [3, 4]\nassert apply(lambda x: x + 1, [2, 3]) == EXPECTED"}
@@ -453,7 +451,6 @@ def _output(code, tests, given, expected):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "number", "not_told"),
     [
@@ -486,7 +483,6 @@ def test_mutants_are_judged_as_they_would_be_in_one_process(verifier, name, numb
     assert ours.count(False) > 0.6 * len(ours), f"{name}: {ours.count(False)} of {len(ours)}"
 
 
-@pytest.mark.slow
 def test_calls_are_judged_as_in_one_process_for_every_case(verifier):
     """The cases above pass and fail in one plain process too, so that they test honest tests."""
     with ThreadPoolExecutor(2) as pool:

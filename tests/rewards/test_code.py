@@ -106,7 +106,6 @@ def test_a_flood_of_fences_is_read_in_linear_time(flood):
     assert time.process_time() - start < 5
 
 
-@pytest.mark.slow
 def test_standard_input_and_output(verifier):
     tests = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7", "11\n"]}
     good = "a, b = map(int, input().split())\nprint(a + b)"
@@ -125,7 +124,6 @@ def test_standard_input_and_output(verifier):
     assert judge(verifier, "bytearray(1 << 40)", tests) == (("memory",), "MemoryError")
 
 
-@pytest.mark.slow
 def test_one_test_s_failure_does_not_touch_the_next(verifier):
     tests = {"inputs": ["0", "1"], "outputs": ["0", "1"]}
     for bad in (
@@ -140,7 +138,6 @@ def test_one_test_s_failure_does_not_touch_the_next(verifier):
         assert judge(verifier, program, call, stop_early=False)[0][1] == "pass"
 
 
-@pytest.mark.slow
 def test_calls(verifier):
     assert judge(verifier, "def add(a, b): return a + b", ADD) == (("pass", "pass"), "")
     method = "class Solution:\n    def add(self, a: List[int], b: int) -> int: return a + b"
@@ -339,7 +336,6 @@ def test_rewards():
     assert verify("```python\nprint(input())\n```") == 1.0
 
 
-@pytest.mark.slow
 def test_threads_never_run_more_than_the_workers(monkeypatch):
     running, most, lock = 0, 0, threading.Lock()
 
@@ -385,7 +381,6 @@ def test_threads_never_run_more_than_the_workers(monkeypatch):
     assert most == 2 and running == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["", "hub"])
 @pytest.mark.parametrize("name", ["humaneval", "humaneval+", "mbpp", "mbpp+", "taco"])
 def test_reference_solutions_pass_and_broken_ones_do_not(name, folder):

@@ -40,7 +40,6 @@ def pretend(monkeypatch, share, state="S"):
     monkeypatch.setattr(processes, "family", seen)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("share", "verdict"), [(0.0, "timeout"), (0.3, "pass")])
 def test_a_called_program_kept_from_the_processor_is_waited_for(monkeypatch, share, verdict):
     """1.6 s by the clock of 1 s allowed: too much asleep, not at a third of a processor."""
@@ -48,7 +47,6 @@ def test_a_called_program_kept_from_the_processor_is_waited_for(monkeypatch, sha
     assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).verdicts == (verdict,)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("share", "end"), [(0.0, (-9, "")), (0.3, (0, None))])
 def test_a_program_that_reads_kept_from_the_processor_is_waited_for(monkeypatch, share, end):
     start = time.monotonic()
@@ -61,7 +59,6 @@ def test_a_program_that_reads_kept_from_the_processor_is_waited_for(monkeypatch,
     assert (code, why) == end
 
 
-@pytest.mark.slow
 def test_a_program_that_never_gets_the_processor_is_given_up(monkeypatch):
     monkeypatch.setattr(clock, "STARVED", 2)
     pretend(monkeypatch, 0.06, "R")
@@ -70,7 +67,6 @@ def test_a_program_that_never_gets_the_processor_is_given_up(monkeypatch):
     assert judgement.verdicts == ("timeout",) and 2 <= judgement.wall_s < 6
 
 
-@pytest.mark.slow
 def test_processor_time_of_a_family():
     burn = "import time\nwhile time.process_time() < 0.4: pass"
     script = f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {burn!r}])"
@@ -116,7 +112,6 @@ def test_own_time_is_what_is_spent_on_the_processor_and_asleep(monkeypatch):
     assert time_limit.over and time_limit.left_s == 0.0
 
 
-@pytest.mark.slow
 def test_what_a_program_spends_before_it_ends_counts(monkeypatch):
     """Six tests of 0.6 s asleep, each of which ends the program: 2 s are over in the fourth."""
     pretend(
@@ -132,7 +127,6 @@ def test_what_a_program_spends_before_it_ends_counts(monkeypatch):
     )
 
 
-@pytest.mark.slow
 def test_a_program_that_waits_for_the_processor_is_not_asleep(monkeypatch):
     """None of the 1.6 s was it on the processor, yet it asked for it."""
     pretend(monkeypatch, 0.0, "R")
@@ -266,7 +260,6 @@ def test_a_dataset_s_option_sets_the_output_limit(tmp_path):
 ECHO = "import sys, time\nfor line in sys.stdin:\n    time.sleep(0.03)\n    print(line, end='', flush=True)"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kept_from", [True, False])
 def test_what_a_busy_machine_withholds_in_many_short_calls_is_not_the_program_s(
     monkeypatch, kept_from
@@ -348,7 +341,6 @@ def test_a_program_that_sleeps_and_works_by_turns_holds_a_worker_no_longer_than_
     assert judgement.verdicts == ("timeout",) and judgement.wall_s < 8, judgement
 
 
-@pytest.mark.slow
 def test_a_program_that_does_not_read_is_not_waited_for():
     with Child([sys.executable, "-c", "import time\ntime.sleep(60)"]) as child:
         began = time.monotonic()

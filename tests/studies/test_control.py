@@ -14,8 +14,6 @@ from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
 from tests.conftest import VOCAB, tiny_model
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "studies/common", "studies/reasoner", "studies/text")
 MODULES = ("corpus", "task", "control", "control_summary", "control_figure", "train")
@@ -389,6 +387,7 @@ def test_the_engine_follows_the_reference_beyond_one_span_of_the_cache(study, to
 # --- end to end ---
 
 
+@pytest.mark.slow
 def test_the_study_end_to_end(study, checkpoint, tmp_path, monkeypatch):
     folder, _ = checkpoint
     options = study.control.Options(

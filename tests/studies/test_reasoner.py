@@ -37,8 +37,6 @@ from stability_statistics import (
 from stability_study import Arm, Options, as_if_large, fail, find_schedule, quantized, train
 from stability_summary import PAGE, load, render, tables
 
-pytestmark = pytest.mark.slow
-
 LAYOUT = dict(bin_tokens=16, page_size=4, dense_layers=(0,))
 
 

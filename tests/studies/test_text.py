@@ -16,8 +16,6 @@ from sparrow.model import actor
 from sparrow.schedule import SparsitySchedule
 from tests.conftest import VOCAB, tiny_model
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 MODULES = (
     "corpus",

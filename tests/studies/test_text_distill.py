@@ -10,8 +10,6 @@ import torch
 
 from tests.conftest import VOCAB, tiny_model
 
-pytestmark = pytest.mark.slow
-
 LOSSES = ("forward", "reverse", "overlap")
 MODULES = ("distill", "task", "tables_text")
 PROMPT, TOKENS, TRAIN, HELD_OUT = 64, 64, 48, 4
@@ -90,6 +88,7 @@ def test_a_gain_compares_the_same_responses(study):
     )
 
 
+@pytest.mark.slow
 def test_every_loss_teaches_the_actor_what_the_policy_does(result):
     rows = {(row["loss"], row["responses"]): row for row in result["rows"]}
     assert list(rows) == [("none", 0), *((loss, n) for loss in LOSSES for n in (8, TRAIN))]

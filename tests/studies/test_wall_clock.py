@@ -15,8 +15,6 @@ from sparrow.vllm import patches
 from tests.conftest import tiny_model
 from tests.vllm.tiny_vllm import discoverable, on_v2
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 REQUIRED = ("vllm.version",)
 MODULES = ("corpus", "task", "wall_clock", "wall_clock_figure", "wall_clock_summary")
@@ -80,6 +78,7 @@ def run_arm(checkpoint, folder, arm, steps, tokens, seconds=480, ended="done"):
     return rows, json.loads((folder / f"{arm}-0.profile.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["dense", "p86"])
 def test_an_arm_from_end_to_end(checkpoint, tmp_path, arm):
     rows, timed = run_arm(checkpoint, tmp_path, arm, steps=2, tokens=200)
@@ -91,6 +90,7 @@ def test_an_arm_from_end_to_end(checkpoint, tmp_path, arm):
     assert 90 < timed["length"] < 200 and timed["clock_ms"] > 0 and timed["tokens_per_step"] == 1
 
 
+@pytest.mark.slow
 def test_an_arm_that_the_clock_ends_is_judged_where_it_ends(checkpoint, tmp_path):
     rows, _ = run_arm(
         checkpoint, tmp_path, "p86", steps=3, tokens=100, seconds=0, ended="time is over"
@@ -99,6 +99,7 @@ def test_an_arm_that_the_clock_ends_is_judged_where_it_ends(checkpoint, tmp_path
     assert [row["step"] for row in rows if "reward" in row] == [1]
 
 
+@pytest.mark.slow
 def test_the_lossless_arm_from_end_to_end(checkpoint, tmp_path):
     rows, timed = run_arm(checkpoint, tmp_path, "lossless", steps=1, tokens=80)
     (step,) = (row for row in rows if "reward" in row)

@@ -52,7 +52,6 @@ def test_new_weights_get_new_scales(tmp_path, folder):
 
 
 @tiny.CACHE_IN_8_BITS
-@pytest.mark.slow
 def test_scales_stay_while_something_is_cached(folder):
     with fp8_engine(folder) as sparrow:
         first = sparrow.generate(PROMPTS, SAMPLED)
@@ -68,7 +67,6 @@ def test_scales_stay_while_something_is_cached(folder):
 
 
 @tiny.CACHE_IN_8_BITS
-@pytest.mark.slow
 def test_scales_are_not_taken_from_one_token(folder):
     with (
         fp8_engine(folder) as sparrow,
@@ -78,7 +76,6 @@ def test_scales_are_not_taken_from_one_token(folder):
 
 
 @tiny.CACHE_IN_8_BITS
-@pytest.mark.slow
 def test_what_is_beyond_the_range_is_clamped_and_counted(folder, reference, monkeypatch):
     monkeypatch.setattr(fp8, "MARGIN", 0.75)
     prompt, cached = (

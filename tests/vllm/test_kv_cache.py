@@ -42,7 +42,6 @@ def grouped(monkeypatch):
 
 
 @tiny.CACHE_IN_8_BITS
-@pytest.mark.slow
 @CACHES
 def test_log_probs_are_those_of_rounded_keys_and_values(
     name, folder, reference, monkeypatch, grouped
@@ -72,7 +71,6 @@ def test_log_probs_are_those_of_rounded_keys_and_values(
 
 
 @tiny.CACHE_IN_8_BITS
-@pytest.mark.slow
 @CACHES
 def test_prefill_agrees_with_decoding(name, folder, reference):
     with engine(folder, UNBOUNDED, kv_cache_dtype=name) as sparrow:
@@ -89,7 +87,6 @@ def test_prefill_agrees_with_decoding(name, folder, reference):
 
 
 @tiny.CACHE_IN_8_BITS
-@pytest.mark.slow
 @CACHES
 def test_landmarks_in_8_bits_are_those_of_stored_keys(name, folder, reference):
     schedule = SMALL.replace(landmark_dtype="fp8_e4m3")

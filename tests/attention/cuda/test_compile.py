@@ -52,7 +52,6 @@ def test_the_source_compiles_for_hopper(changes, cache, FP8_LANDMARKS):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "D, G, cache, FP8_LANDMARKS",
     [

@@ -34,7 +34,6 @@ def test_an_exact_engine_ends_with_0_and_says_what_would_have_been_seen(tmp_path
     assert {f["place"] for f in written["findings"]} > {"all", "draft 1"}
 
 
-@pytest.mark.slow
 def test_a_sparse_actor_ends_with_1_and_says_by_how_much(capsys):
     blind = '{"top_k": [0], "page_size": 4, "sink_pages": 0, "recent_pages": 1, "dense_layers": []}'
     code, printed = status(capsys, *SMALL, "--mode", "lossy", "--schedule", blind)

@@ -193,7 +193,6 @@ def test_settings_that_lossless_rollouts_cannot_have_are_refused():
         RolloutConfig(mode="fast")
 
 
-@pytest.mark.slow
 def test_a_lossless_run_trains_on_the_policys_own_samples(checkpoint, tmp_path, capsys):
     run = tmp_path / "run"
     sampled = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "24"]
@@ -270,7 +269,6 @@ def test_measuring_is_about_one_draft_schedule(asked, adapts, monkeypatch, capsy
     assert (len(given[0].draft_budgets) > 1) is adapts
 
 
-@pytest.mark.slow
 def test_measuring_lossless_tells_how_drafts_fare(checkpoint, tmp_path, capsys):
     out = tmp_path / "report.json"
     sampled = [
@@ -303,7 +301,6 @@ def test_measuring_lossless_tells_how_drafts_fare(checkpoint, tmp_path, capsys):
     assert "say what to measure: give --schedule" in fails(capsys, "measure", *sampled)
 
 
-@pytest.mark.slow
 def test_evaluating_losslessly_samples_what_dense_does(checkpoint, tmp_path, monkeypatch):
     sampled = {}
     generate = HFEngine.generate

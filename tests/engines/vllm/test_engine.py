@@ -30,8 +30,6 @@ from tests.vllm.tiny_vllm import (
     same_tokens,
 )
 
-pytestmark = pytest.mark.slow
-
 RAGGED = prompts(300, 17, 150, 511, 64, 33)
 TIGHT = dict(num_gpu_blocks_override=36, max_model_len=576, enable_prefix_caching=False)
 GREEDY = Sampling(max_new_tokens=48, temperature=0.0, top_n=5)
@@ -255,6 +253,7 @@ def test_the_last_token_of_a_prompt_is_prefill_even_alone(folder):
     assert same_tokens(rollouts, expected) and logprob_gap(rollouts, expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_updated_weights_equal_a_fresh_engine(tmp_path, tied):
     old = checkpoint(tmp_path / "old", tie_word_embeddings=tied)
@@ -276,6 +275,7 @@ def test_updated_weights_equal_a_fresh_engine(tmp_path, tied):
             sparrow.update_weights([("model.layers.9.mlp.down_proj.weight", torch.zeros(64, 96))])
 
 
+@pytest.mark.slow
 def test_lora_adapters_and_merged_weights_agree(tmp_path):
     peft = pytest.importorskip("peft")
     from vllm.lora.request import LoRARequest
@@ -305,6 +305,7 @@ def test_lora_adapters_and_merged_weights_agree(tmp_path):
     assert [o.outputs[0].token_ids for o in adapted] != [o.outputs[0].token_ids for o in base]
 
 
+@pytest.mark.slow
 def test_two_tensor_parallel_workers_equal_one(tmp_path, folder, monkeypatch):
     other = tiny.tiny_model(seed=1)
     results = []
@@ -364,6 +365,7 @@ def test_the_environment_alone_is_enough(folder, monkeypatch):
     assert SparsitySchedule.from_dict(described["schedule"]) == SMALL
 
 
+@pytest.mark.slow
 def test_an_engine_keeps_its_mode_and_the_next_one_is_stock(folder, stock, monkeypatch):
     """Whatever becomes of the environment that the first was asked through."""
     monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
@@ -420,6 +422,7 @@ def test_a_stock_engine_is_stock_and_leaves_the_environment_as_it_was(folder, st
     assert [r.response_ids.tolist() for r in rollouts] == [tokens for tokens, _ in stock]
 
 
+@pytest.mark.slow
 def test_the_trainer_runs_on_it_unchanged(tmp_path):
     options = "enforce_eager=true,kv_cache_memory_bytes=67108864,block_size=32,max_model_len=512"
     arguments = [
@@ -449,6 +452,7 @@ def test_the_trainer_runs_on_it_unchanged(tmp_path):
     assert all(step["mismatch"]["n_tokens"] > 0 for step in steps)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sparse_is_refused_by_name(tmp_path, folder, monkeypatch):
     checkpoint(tmp_path / "mistral", name="mistral-mqa", sliding_window=64)
     with (

@@ -18,8 +18,6 @@ import pytest
 from sparrow.rewards import CodeVerifier, Limits
 from sparrow.rewards.sandbox import box, cgroup
 
-pytestmark = pytest.mark.slow
-
 ONE = {"inputs": ["1"], "outputs": ["1"]}
 
 

@@ -16,8 +16,6 @@ from sparrow.rewards import CodeVerifier, Limits
 from sparrow.rewards.sandbox import Child, ChildEndedError, judge, pack, unpack
 from sparrow.rewards.sandbox.inside.wire import parse
 
-pytestmark = pytest.mark.slow
-
 PRIME = 2**61 - 1  # integers that differ by it have the same hash
 
 

@@ -38,8 +38,6 @@ from sparrow.rewards.sandbox import (
 from sparrow.rewards.sandbox.inside import programs, watch
 from sparrow.rewards.sandbox.seccomp import program_filter
 
-pytestmark = pytest.mark.slow
-
 LIMITS = Limits(
     cpu_s=1,
     wall_s=1.0,
@@ -186,6 +184,7 @@ def marked(monkeypatch):
     return gone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_program_is_stopped_and_the_next_is_served(name, mode, marked):
     program, verdicts = HOSTILE[name]

@@ -21,8 +21,6 @@ from sparrow.rewards.sandbox import Sandbox, box, files, walls
 from sparrow.rewards.sandbox.inside.watch import Watch
 from sparrow.rewards.sandbox.walls import Wall
 
-pytestmark = pytest.mark.slow
-
 FOLDER = Path(sandbox.__file__).parent
 ONE = {"inputs": ["1"], "outputs": ["1"]}
 CALL = {"fn_name": "f", "inputs": [[1]], "outputs": [1]}

@@ -1,0 +1,42 @@
+"""What other trainers logged, cut to what the table of docs/integrations.md is made of.
+
+python recipes/trl_grpo.py --out run.json
+python benchmarks/trainer_log.py run.json --out benchmarks/results/trl_grpo.json
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from common import parser, write
+
+METRICS = (
+    "reward",
+    "critic/score/mean",
+    "sparrow/p5",
+    "sparrow/acceptance_mean",
+    "sparrow/sampled/p5_floor",
+    "step_time",
+    "timing_s/step",
+)
+"""By TRL's name and by verl's where the two differ."""
+
+
+def cut(run: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's result with these metrics alone."""
+    logged = [row.get("data", row) for row in run["log"]]  # verl has them one level down
+    kept = [{name: row[name] for name in METRICS if name in row} for row in logged]
+    return run | {"log": kept}
+
+
+def main() -> None:
+    options = parser(__doc__ or "", "trl_grpo")
+    options.add_argument("run", type=Path, help="the file that a recipe wrote")
+    arguments = options.parse_args()
+    write(arguments.out, cut(json.loads(arguments.run.read_text(encoding="utf-8"))))
+
+
+if __name__ == "__main__":
+    main()
