@@ -1,11 +1,12 @@
 """A mismatch report as scalars for trackers, under the same names wherever it is logged.
 
-sparrow/p5                     the lowest 5th percentile of acceptance (lower bound) over all length bins
-sparrow/p5/START-END           that of one bin; /low and /high are its 95 % interval, resampled by sequence, where at
-                               least two sequences reach the bin; /upper is the percentile of the
-                               upper bound; where dense rollouts were measured, /ceiling is their
-                               p5, with /ceiling/low and /ceiling/high, and /relative is the
-                               relative p5 (``mismatch.tau``)
+sparrow/p5                     the lowest 5th percentile of acceptance (lower bound) over all length
+                               bins
+sparrow/p5/START-END           that of one bin; /low and /high are its 95 % interval, resampled by
+                               sequence, where at least two sequences reach the bin; /upper is the
+                               percentile of the upper bound; where dense rollouts were measured,
+                               /ceiling is their p5, with /ceiling/low and /ceiling/high, and
+                               /relative is the relative p5 (``mismatch.tau``)
 sparrow/acceptance_mean        mean acceptance (lower bound)
 sparrow/sequences              responses measured
 """
