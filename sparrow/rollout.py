@@ -142,5 +142,5 @@ class TopLists:
 
 
 def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    """Split an array of all responses end to end, ``[sum of lengths, ...]``, into one per response."""
+    """Split an array of all responses end to end, ``[sum of lengths, ...]``, by response."""
     return np.split(flat, np.cumsum(lengths)[:-1])
