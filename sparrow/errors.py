@@ -5,16 +5,15 @@ from collections.abc import Iterable
 
 
 def place(error: BaseException) -> str:
-    """What code outside Sparrow raised and where, for a message: ``KeyError: 'x' (tasks.py, line 7,
-    in verify)``.
+    """Describe an error of code outside Sparrow and where it was raised, for a message: ``KeyError:
+    'x' (tasks.py, line 7, in verify)``.
     """
+    described = f"{type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
-    where = (
-        f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})"
-        if frames
-        else ""
-    )
-    return f"{type(error).__name__}: {error}{where}"
+    if not frames:
+        return described
+    last = frames[-1]
+    return f"{described} ({last.filename}, line {last.lineno}, in {last.name})"
 
 
 class SparrowError(Exception):
@@ -32,7 +31,8 @@ class PromptError(ConfigError):
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(f"prompt {index} {reason}")
-        self.index, self.reason = index, reason
+        self.index = index
+        self.reason = reason
 
 
 class TaskError(SparrowError):
@@ -56,7 +56,7 @@ class EngineError(SparrowError):
 
 
 class ProcessLost(SparrowError):
-    """A process of the run that died or hangs, so that the processes can no longer work together."""
+    """A process of the run that died or hangs, so that the others cannot go on."""
 
 
 class CheckpointError(SparrowError):
@@ -66,7 +66,10 @@ class CheckpointError(SparrowError):
 def refuse(
     error: type[SparrowError], cases: Iterable[tuple[bool, str]], before: str, after: str = ""
 ) -> None:
-    """Raises ``error``: the first case that holds, named between ``before`` and ``after``."""
+    """Raise ``error`` for the first condition that is true.
+
+    ``cases`` are conditions and their names; the message is ``before``, the name, and ``after``.
+    """
     for holds, name in cases:
         if holds:
             raise error(f"{before}{name}{after}")

@@ -1,5 +1,5 @@
-"""Output files of a command: tried before the work, so that no work is lost for lack of a folder or
-of disk space.
+"""Checks that a command's output files can be written, made before the work, so that none of it is
+lost for lack of a folder or of disk space.
 """
 
 from __future__ import annotations

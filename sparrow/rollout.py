@@ -1,5 +1,4 @@
-"""What is sampled and how: sampling parameters, rollouts, and log-probs of their tokens. Plain
-data, without torch.
+"""Sampling parameters, rollouts, and log-probs of their tokens: plain data, without torch.
 
 Shapes: T response tokens, n entries of a top-n list.
 """
@@ -18,19 +17,19 @@ from sparrow.errors import PromptError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled."""
+    """Parameters of sampling."""
 
     max_new_tokens: int  # responses are cut here (``finish_reason == "length"``)
     # softmax temperature of actor and policy alike; 0 is greedy (log-probs then at temperature 1)
     temperature: float = 1.0
     top_n: int = 20  # length of the recorded lists of most likely tokens; 0 records none
     seed: int = 0  # makes the samples reproducible on the same engine and hardware
-    # one for each prompt, so that its samples do not depend on which others are sampled in the same
-    # call; by default derived from ``seed`` and the prompt's index
+    # one for each prompt, so that its samples do not depend on the other prompts of the same call;
+    # by default derived from ``seed`` and the prompt's index
     seeds: Sequence[int] | None = None
-    # actor and policy alike sample only from the ``top_k`` likeliest tokens, and of them from the
-    # fewest that hold ``top_p`` of the mass; for evaluation: truncation changes the support that
-    # corrections need
+    # Actor and policy alike sample only from the ``top_k`` likeliest tokens, and of them from the
+    # fewest that hold ``top_p`` of the mass. This is for evaluation: truncation changes the support
+    # that corrections need.
     top_k: int | None = None
     top_p: float = 1.0
 
@@ -59,9 +58,9 @@ class Sampling:
             if len(prompt) > context - self.max_new_tokens:
                 raise PromptError(
                     i,
-                    f"has {len(prompt)} tokens, which with max_new_tokens={self.max_new_tokens} does not fit the "
-                    f"model's context of {context} (in vLLM, max_model_len); shorten or drop it, or lower "
-                    "max_new_tokens",
+                    f"has {len(prompt)} tokens, which with max_new_tokens={self.max_new_tokens} "
+                    f"does not fit the model's context of {context} (in vLLM, max_model_len); "
+                    "shorten or drop it, or lower max_new_tokens",
                 )
 
 
@@ -80,9 +79,8 @@ class Verification:
     """
 
     tokens: int
-    acceptance: NDArray[
-        np.float32
-    ]  # [tokens], the chance that each token's draft is kept; nan where none was verified
+    # ``[tokens]``, the chance that each token's draft is kept; nan where none was verified
+    acceptance: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -91,18 +89,16 @@ class Rollout:
 
     prompt_ids: Sequence[int]  # token ids of the prompt
     response_ids: NDArray[np.int64]  # [T], the end-of-sequence token included if it was sampled
-    logprobs: NDArray[
-        np.float32
-    ]  # [T], the actor's log-prob of each sampled token at the sampling temperature
+    # [T], the actor's log-prob of each sampled token at the sampling temperature
+    logprobs: NDArray[np.float32]
     top_ids: NDArray[np.int32]  # [T, n], the actor's most likely tokens, best first
     top_logprobs: NDArray[np.float32]  # [T, n], their log-probs
-    finish_reason: Literal[
-        "stop", "length"
-    ]  # ``"stop"`` at an end-of-sequence token, ``"length"`` at the limit
+    # ``"stop"`` at an end-of-sequence token, ``"length"`` at the limit
+    finish_reason: Literal["stop", "length"]
     # only with ``mode=auto``; in other modes all tokens are sampled alike
     verification: Verification | None = None
-    # [T], of each token its place in the draft cycle that gave it, from 0, and -1 where a prefill
-    # or a step without drafts gave it; None where the engine does not tell
+    # [T], each token's place, from 0, in the draft cycle that gave it; -1 where a prefill or a step
+    # without drafts gave it; None where the engine does not say
     cycle_place: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
@@ -120,8 +116,8 @@ class Scores:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rollout's tokens stand in the dense model's distributions that they should be
-    samples of, all ``[T]``.
+    """The places of a rollout's tokens in the dense model's distributions, of which they should be
+    samples, all ``[T]``.
 
     A token that top-k or top-p excludes has ``p`` 0 and ``before`` 1.
     """
@@ -146,7 +142,5 @@ class TopLists:
 
 
 def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    """Split an array of all responses end to end, ``[sum of lengths, ...]``, into one array for
-    each response.
-    """
+    """Split an array of all responses end to end, ``[sum of lengths, ...]``, by response."""
     return np.split(flat, np.cumsum(lengths)[:-1])

@@ -1,9 +1,9 @@
 """Sparsity schedules: how many pages the sparse actor may read at each sequence length.
 
 A schedule is a table from length bin to ``top_k``, the number of pages kept by score in addition to
-the sink and recent pages, which are always kept; each layer and kv head may have a budget of its
-own, relative to that number. Lengths are in tokens and count everything in the KV cache, the
-current token included. Source: Sparrow, arXiv 2606.08446, sections 2 and 4.
+the sink and recent pages, which are always kept. Each layer and kv head may have its own budget,
+relative to that number. Lengths are in tokens and count everything in the KV cache, the current
+token included. Source: Sparrow, arXiv 2606.08446, sections 2 and 4.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow.errors import ConfigError
 
-ALL_PAGES = (
-    2**30
-)  # A ``top_k`` that covers any sequence: the bin is dense. JSON spells it ``"all"``.
+# A ``top_k`` that covers any sequence: the bin is dense. JSON spells it ``"all"``.
+ALL_PAGES = 2**30
 LARGEST_PAGE = 2**16
 LandmarkDtype = Literal["auto", "fp8_e4m3"]
 # relative budgets are whole numbers of 1 / 256, so that all implementations compute the same
@@ -44,9 +43,8 @@ class SparsitySchedule:
     Raises ConfigError: an empty or shrinking table, or a field out of range.
     """
 
-    top_k: tuple[
-        int, ...
-    ]  # pages kept by score in each length bin; the last entry also holds for all longer lengths
+    # pages kept by score in each length bin; the last entry also holds for all longer lengths
+    top_k: tuple[int, ...]
     # width of a length bin in tokens; a length belongs to bin ``ceil(length / page_size) *
     # page_size // bin_tokens``, which for 16 and 2,000 gives exactly the published edges (lengths
     # are rounded up to whole pages)
@@ -57,34 +55,36 @@ class SparsitySchedule:
     dense_layers: tuple[int, ...] = (0, 1)  # layers that always attend to everything
     # pages' mean keys are stored in the cache's dtype or in 8 bits
     landmark_dtype: LandmarkDtype = "auto"
-    # what multiplies ``top_k``: one row for each layer of the model, dense ones too, with a number
-    # for each kv head. Its mean over the sparse layers is 1, so that ``top_k`` is the mean number
-    # of pages. Empty: the same everywhere
+    # factors of ``top_k``: one row for each layer of the model, dense ones too, with a number for
+    # each kv head. Their mean over the sparse layers is 1, so that ``top_k`` is the mean number of
+    # pages. Empty: the same everywhere
     head_budgets: tuple[tuple[float, ...], ...] = ()
     # where the table comes from (preset name, or model, data and intervals of a calibration)
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("top_k", "dense_layers"):
-            numbers = _listed(name, getattr(self, name), "whole numbers")
-            object.__setattr__(
-                self, name, tuple(_whole_number(f"{name}[{i}]", k) for i, k in enumerate(numbers))
-            )
+            listed = _listed(name, getattr(self, name), "whole numbers")
+            numbers = tuple(_whole_number(f"{name}[{i}]", k) for i, k in enumerate(listed))
+            object.__setattr__(self, name, numbers)
         for name in ("bin_tokens", "page_size", "sink_pages", "recent_pages"):
             object.__setattr__(self, name, _whole_number(name, getattr(self, name)))
         if self.landmark_dtype not in (known := get_args(LandmarkDtype)):
             raise ConfigError(
                 f"a schedule's landmark_dtype is one of {known}, got {self.landmark_dtype!r}"
             )
+
         if not self.top_k:
             raise ConfigError("a schedule needs at least one length bin, got an empty top_k table")
         object.__setattr__(self, "head_budgets", _head_budgets(self.head_budgets))
         for i, k in enumerate(self.top_k):
             if i and k < self.top_k[i - 1]:
                 raise ConfigError(
-                    f"a schedule must not shrink with length, but top_k falls from {self.top_k[i - 1]} in bin {i - 1} "
-                    f"to {k} in bin {i}; raise it to at least {self.top_k[i - 1]}"
+                    "a schedule must not shrink with length, but top_k "
+                    f"falls from {self.top_k[i - 1]} in bin {i - 1} to {k} "
+                    f"in bin {i}; raise it to at least {self.top_k[i - 1]}"
                 )
+
         if self.page_size < 1 or self.bin_tokens < self.page_size:
             raise ConfigError(
                 f"need 1 <= page_size <= bin_tokens, got {self.page_size} and {self.bin_tokens}"
@@ -95,13 +95,15 @@ class SparsitySchedule:
             )
         if self.recent_pages < 1:
             raise ConfigError(
-                f"recent_pages must be at least 1, since the page being written is always read, got {self.recent_pages}"
+                "recent_pages must be at least 1, since the page being written is always read, "
+                f"got {self.recent_pages}"
             )
+
         mean = float(self.sparse_budget_units.mean()) / BUDGET_UNIT
         if abs(mean - 1) > 0.01:
             raise ConfigError(
-                f"a schedule's head_budgets have a mean of 1 over the layers that are not dense, got {mean:.4g}; "
-                "divide them by it, and multiply top_k if more is to be read"
+                "a schedule's head_budgets have a mean of 1 over the layers that are not dense, "
+                f"got {mean:.4g}; divide them by it, and multiply top_k if more is to be read"
             )
 
     def pages(self, length: ArrayLike) -> NDArray[np.int64]:
@@ -109,7 +111,8 @@ class SparsitySchedule:
         mean over heads.
         """
         bins = self.page_end(length) // self.bin_tokens
-        return np.asarray(self.top_k, dtype=np.int64)[np.minimum(bins, len(self.top_k) - 1)]
+        last = len(self.top_k) - 1
+        return np.asarray(self.top_k, dtype=np.int64)[np.minimum(bins, last)]
 
     def page_end(self, length: ArrayLike) -> NDArray[np.int64]:
         """Tokens up to the end of the page being written at ``length``; they decide the length's
@@ -134,17 +137,19 @@ class SparsitySchedule:
     def _mean_over_heads(
         self, of: Callable[[NDArray[np.int64]], NDArray[np.int64]], length: ArrayLike
     ) -> NDArray[Any]:
-        """``of`` the tokens that a head reads."""
-        held, top_k = np.asarray(length, dtype=np.int64), self.pages(length)
+        """Apply ``of`` to the tokens that each head reads, and take the mean."""
+        held = np.asarray(length, dtype=np.int64)
+        top_k = self.pages(length)
 
         def read(pages: NDArray[np.int64]) -> NDArray[np.int64]:
-            return of(
-                np.minimum(held, (pages + self.sink_pages + self.recent_pages) * self.page_size)
-            )
+            budget = (pages + self.sink_pages + self.recent_pages) * self.page_size
+            return of(np.minimum(held, budget))
 
         if not self.head_budgets:
             return read(top_k)
-        total, cells = np.zeros(held.shape), self.sparse_budget_units
+
+        total = np.zeros(held.shape)
+        cells = self.sparse_budget_units
         for relative, count in zip(*np.unique(cells, return_counts=True), strict=True):
             total = total + count * read(_budget_of(top_k, relative))
         return total / cells.size
@@ -169,7 +174,7 @@ class SparsitySchedule:
 
     @property
     def is_dense(self) -> bool:
-        """Whether no length is ever decoded sparsely."""
+        """True if no length is ever decoded sparsely."""
         return self.top_k[0] >= ALL_PAGES
 
     @property
@@ -177,17 +182,17 @@ class SparsitySchedule:
         """The length in tokens up to which decoding reads everything, in whole length bins;
         infinity if always.
         """
-        last, least = len(self.top_k) - 1, self.sparse_budget_units.min()
+        last = len(self.top_k) - 1
+        least = self.sparse_budget_units.min()  # the head that reads least decides
         for i, k in enumerate(self.top_k):
-            held = (
-                int(_budget_of(np.int64(k), least)) + self.sink_pages + self.recent_pages
-            ) * self.page_size
-            if k < ALL_PAGES and (i == last or held < (i + 1) * self.bin_tokens):
-                return (
-                    max(i, held // self.bin_tokens) * self.bin_tokens
-                    if i == last
-                    else i * self.bin_tokens
-                )
+            if k >= ALL_PAGES:
+                continue
+            pages = int(_budget_of(np.int64(k), least)) + self.sink_pages + self.recent_pages
+            held = pages * self.page_size
+            if i == last:
+                return max(i, held // self.bin_tokens) * self.bin_tokens
+            if held < (i + 1) * self.bin_tokens:
+                return i * self.bin_tokens
         return math.inf
 
     def check_model(self, num_layers: int, kv_heads: int) -> None:
@@ -204,21 +209,25 @@ class SparsitySchedule:
         if self.head_budgets and self.budget_units.shape != (num_layers, kv_heads):
             layers, heads = self.budget_units.shape
             raise ConfigError(
-                f"the schedule's head_budgets are for {layers} layers of {heads} kv heads but the model has "
-                f"{num_layers} of {kv_heads}; take a schedule made for this model, or leave head_budgets out"
+                f"the schedule's head_budgets are for {layers} layers of {heads} kv heads but the "
+                f"model has {num_layers} of {kv_heads}; take a schedule made for this model, or "
+                "leave head_budgets out"
             )
 
     def times(self, multiple: float) -> SparsitySchedule:
         """The schedule that reads ``multiple`` times as many pages, sink and recent ones included.
 
-        A page by score is left where there was one, and a bin that reads everything still does.
+        At least one page is kept by score where there was one, and a bin that reads everything
+        still does.
         """
         always = self.sink_pages + self.recent_pages
-        pages = [
-            k if k >= ALL_PAGES else max(min(k, 1), round((k + always) * multiple) - always)
-            for k in self.top_k
-        ]
-        return self.replace(top_k=tuple(pages))
+
+        def scaled(k: int) -> int:
+            if k >= ALL_PAGES:
+                return k
+            return max(min(k, 1), round((k + always) * multiple) - always)
+
+        return self.replace(top_k=tuple(scaled(k) for k in self.top_k))
 
     def replace(self, **changes: Any) -> SparsitySchedule:
         """A copy with some fields changed, validated again."""
@@ -244,7 +253,8 @@ class SparsitySchedule:
         if not isinstance(model, str) or isinstance(target, bool | str) or target is None:
             known = ", ".join(sorted(published["top_k"]))
             raise ConfigError(
-                f"a preset is a model's name and a target, got {model!r} and {target!r}; known ones: {known}"
+                "a preset is a model's name and a target, got "
+                f"{model!r} and {target!r}; known ones: {known}"
             )
         name = f"{model.lower()}-{target:.2f}"
         if name not in published["top_k"] or float(f"{target:.2f}") != target:
@@ -259,8 +269,8 @@ class SparsitySchedule:
 
     @classmethod
     def load(cls, spec: str | Path | Mapping[str, Any]) -> SparsitySchedule:
-        """A schedule as a user writes it: ``dense``, ``fixed:PAGES``, ``MODEL-TARGET``, a JSON file
-        or its contents.
+        """Read a schedule as a user writes it: ``dense``, ``fixed:PAGES``, ``MODEL-TARGET``, a JSON
+        file or its contents.
 
         Raises ConfigError: none of these, or contents that are not a valid schedule.
         """
@@ -276,6 +286,7 @@ class SparsitySchedule:
         if text.lower() in _published()["top_k"]:
             model, _, target = text.rpartition("-")
             return cls.preset(model, float(target))
+
         try:
             return cls.from_json(Path(text).read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
@@ -301,7 +312,9 @@ class SparsitySchedule:
         top_k = ["all" if k >= ALL_PAGES else k for k in self.top_k]
         plain = asdict(self) | {"top_k": top_k, "dense_layers": list(self.dense_layers)}
         rows = plain.pop("head_budgets")
-        return {**plain, "head_budgets": [list(row) for row in rows]} if rows else plain
+        if rows:
+            plain["head_budgets"] = [list(row) for row in rows]
+        return plain
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> SparsitySchedule:
@@ -313,7 +326,8 @@ class SparsitySchedule:
         unknown = sorted(set(plain) - known, key=str)
         if unknown or "top_k" not in plain:
             raise ConfigError(
-                f"a schedule has the fields {sorted(known)}; got unknown {unknown}, top_k is required"
+                f"a schedule has the fields {sorted(known)}; "
+                f"got unknown {unknown}, top_k is required"
             )
         top_k = plain["top_k"]
         if isinstance(top_k, list | tuple):
@@ -343,37 +357,32 @@ class SparsitySchedule:
 def _budget_of(
     top_k: NDArray[np.int64] | np.int64, relative: int | np.integer[Any]
 ) -> NDArray[np.int64]:
-    """A head's pages by score, from its relative budget in units of 1 / 256; what covers any
-    sequence still does.
+    """A head's pages by score, from its relative budget in units of 1 / 256; a budget that covers
+    any sequence still does.
     """
-    return np.where(
-        top_k >= ALL_PAGES, top_k, (top_k * np.int64(relative) + BUDGET_UNIT // 2) // BUDGET_UNIT
-    )
+    rounded = (top_k * np.int64(relative) + BUDGET_UNIT // 2) // BUDGET_UNIT
+    return np.where(top_k >= ALL_PAGES, top_k, rounded)
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object without duplicate keys, of which the standard library would silently keep the
-    last.
+    """Make a JSON object, and refuse duplicate keys, of which the standard library would silently
+    keep the last.
     """
     plain = dict(pairs)
     if len(plain) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(
-            f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice"
-        )
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} stands there twice")
     return plain
 
 
 def _head_budgets(rows: Any) -> tuple[tuple[float, ...], ...]:
-    """Relative budgets as whole numbers of 1 / 256."""
+    """Check relative budgets and round them to whole numbers of 1 / 256."""
     table: list[tuple[float, ...]] = []
     for i, row in enumerate(_listed("head_budgets", rows)):
         for j, number in enumerate(_listed(f"head_budgets[{i}]", row)):
-            if (
-                isinstance(number, bool)
-                or not isinstance(number, int | float)
-                or not 0 <= number <= LARGEST_BUDGET
-            ):
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if not is_number or not 0 <= number <= LARGEST_BUDGET:
                 expected = f"a number in 0..{LARGEST_BUDGET} that multiplies top_k"
                 raise ConfigError(
                     f"a schedule's head_budgets[{i}][{j}] is {expected}, got {number!r}"
@@ -382,8 +391,8 @@ def _head_budgets(rows: Any) -> tuple[tuple[float, ...], ...]:
     lengths = [len(row) for row in table]
     if len(set(lengths)) > 1 or 0 in lengths:
         raise ConfigError(
-            "a schedule's head_budgets have a row for each layer and in it a number for each kv head, got rows of "
-            f"{', '.join(map(str, lengths))} numbers"
+            "a schedule's head_budgets have a row for each layer and in it a number for each kv "
+            f"head, got rows of {', '.join(map(str, lengths))} numbers"
         )
     return tuple(table)
 
@@ -406,6 +415,5 @@ def _whole_number(name: str, value: Any) -> int:
 
 @cache
 def _published() -> dict[str, Any]:
-    return json.loads(
-        resources.files("sparrow").joinpath("presets.json").read_text(encoding="utf-8")
-    )
+    file = resources.files("sparrow").joinpath("presets.json")
+    return json.loads(file.read_text(encoding="utf-8"))

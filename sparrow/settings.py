@@ -29,8 +29,8 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy's global generator ta
 
 
 def read_value(text: str) -> Any:
-    """The value of an option as a user writes it, NAME=VALUE: JSON if it can be read as that, and
-    text otherwise.
+    """Read the value of an option that a user wrote as NAME=VALUE: as JSON if it is that, else as
+    text.
     """
     try:
         return json.loads(text)
@@ -70,11 +70,10 @@ def without_option(options: str, name: str) -> str:
 
 
 class Settings:
-    """A base of dataclasses: every field holds a value of its type, within the range that the type
-    is annotated with.
+    """A base class of dataclasses that checks that every field holds a value of its type, within
+    the range that the type is annotated with.
 
-    A module may spell its annotations as it likes, as strings too. Raises ConfigError: the first
-    field that does not.
+    Annotations may be strings. Raises ConfigError: a field holds another value; the first is named.
     """
 
     def __post_init__(self) -> None:
@@ -100,12 +99,10 @@ def flat(nested: Mapping[str, Any], separator: str, prefix: str = "") -> dict[st
     """The values in nested mappings by name, after the names of the mappings that they are in."""
     values: dict[str, Any] = {}
     for name, value in nested.items():
-        inner = isinstance(value, Mapping)
-        values |= (
-            flat(value, separator, f"{prefix}{name}{separator}")
-            if inner
-            else {prefix + name: value}
-        )
+        if isinstance(value, Mapping):
+            values |= flat(value, separator, f"{prefix}{name}{separator}")
+        else:
+            values[prefix + name] = value
     return values
 
 
@@ -122,12 +119,8 @@ def choose(settings: Settings, name: str, other: str, default: Any) -> None:
     """
     if getattr(settings, other) is None and getattr(settings, name) is None:
         object.__setattr__(settings, name, default)
-    require(
-        settings,
-        other,
-        None in (getattr(settings, name), getattr(settings, other)),
-        f"left out beside {name}",
-    )
+    at_most_one = None in (getattr(settings, name), getattr(settings, other))
+    require(settings, other, at_most_one, f"left out beside {name}")
 
 
 def _refused(settings: Settings, name: str, reason: str) -> ConfigError:

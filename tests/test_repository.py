@@ -37,7 +37,7 @@ ELSEWHERE = {
     "model/actor.py": "model/test_generation.py",
     "model/state.py": "model/test_generation.py",
     "report/": "report/test_report.py",
-    "rewards/math_worker.py": "rewards/test_math.py",
+    "rewards/math_worker/": "rewards/test_math.py",
     "rewards/sandbox/": "rewards/sandbox/test_sandbox.py",
     "rewards/sandbox/inside/assertions.py": "rewards/test_assertions.py",
     "rewards/sandbox/inside/programs.py": "rewards/test_code.py",

@@ -1,4 +1,4 @@
-"""Page attention: what the sparse actor attends to."""
+"""Page attention: the attention of the sparse actor."""
 
 from sparrow.attention.api import (
     Choice,

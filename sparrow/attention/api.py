@@ -48,11 +48,15 @@ def decode(
 
     Under autocast q, k and v are cast as in dense attention.
 
-    Args: q_BHD: queries of the newest tokens. k_BKSD, v_BKSD: the cache, the newest tokens' keys
-        and values included. start_B, length_B: each row's first column (``None``: 0 everywhere) and
-        number of tokens, int64. top_k_B: pages kept by score, int64. layout: page size and
-        always-kept pages. scale: softmax scale, ``D ** -0.5`` by default. head_budgets_K: as in
-        ``paged_decode``.
+    Args:
+        q_BHD: queries of the newest tokens.
+        k_BKSD, v_BKSD: the cache, the newest tokens' keys and values included.
+        start_B, length_B: each row's first column (``None``: 0 everywhere) and number of tokens,
+            int64.
+        top_k_B: pages kept by score, int64.
+        layout: page size and always-kept pages.
+        scale: softmax scale, ``D ** -0.5`` by default.
+        head_budgets_K: as in ``paged_decode``.
 
     Returns:
         ``[B, H, D]`` in the dtype of ``q_BHD``.
@@ -94,14 +98,16 @@ def paged_decode(
     time, never wait for the device and, given ``out``, allocate nothing, so the call can be
     captured in a CUDA graph and replayed with other lengths and budgets.
 
-    Args: q_BHD: queries of the newest tokens, whose keys and values the cache holds already;
-        strided, D contiguous. k_cache, v_cache: strided views ``[blocks, K, block tokens, D]``; a
-        block holds a whole number of pages. landmark_cache: mean keys of full pages, ``[blocks,
-        block tokens / P, K, D]``, in the dtype of the queries, or
-            in float8_e4m3fn if the layout says so; updated in place. Those of keys in float8_e4m3fn
-            leave their scale out.
+    Args:
+        q_BHD: queries of the newest tokens, whose keys and values the cache holds already; strided,
+            D contiguous.
+        k_cache, v_cache: strided views ``[blocks, K, block tokens, D]``; a block holds a whole
+            number of pages.
+        landmark_cache: mean keys of full pages, ``[blocks, block tokens / P, K, D]``, in the dtype
+            of the queries, or in float8_e4m3fn if the layout says so; updated in place. Those of
+            keys in float8_e4m3fn leave their scale out.
         block_table_BM: blocks of each sequence in order, int32; entries beyond its length are not
-        read.
+            read.
         length_B: tokens in each sequence, the newest included, int32.
         top_k_B: pages kept by score, int32; ``ALL_PAGES`` keeps every page.
         layout: page size, always-kept pages, dtype of landmarks.
@@ -113,10 +119,10 @@ def paged_decode(
         scale: softmax scale, ``D ** -0.5`` by default.
         cache_scales: of a cache in float8_e4m3fn or int8, which needs them; read on the device, so
             that a graph follows changes.
-        head_budgets_K: what multiplies ``top_k_B`` in each kv head, int32 in units of 1 / 256,
+        head_budgets_K: the factor of ``top_k_B`` in each kv head, int32 in units of 1 / 256,
             rounded half up (the pages that are always kept and ``ALL_PAGES`` stay); ``None`` if all
             keep ``top_k_B``.
-        out: where the result goes, ``[B, H, D]``; allocated if not given.
+        out: the tensor to write the result to, ``[B, H, D]``; allocated if not given.
         workspace: scratch memory for the kernels, shared by all layers.
         reuse_plan: whether the workspace's last call had the same lengths, ``top_k_B`` and
             implementation, as when it was for an earlier layer of the same step, whatever its
@@ -136,11 +142,11 @@ def paged_decode(
         block_table_BM,
         length_B,
         top_k_B,
-        torch.empty_like(q_BHD) if out is None else out,
-        layout,
-        q_BHD.shape[-1] ** -0.5 if scale is None else scale,
-        cache_scales,
-        head_budgets_K,
+        out_BHD=torch.empty_like(q_BHD) if out is None else out,
+        layout=layout,
+        scale=q_BHD.shape[-1] ** -0.5 if scale is None else scale,
+        cache_scales=cache_scales,
+        head_budgets_K=head_budgets_K,
     )
     decoder = _decoder(implementation)
     decoder.check(batch, workspace)
@@ -165,13 +171,13 @@ def _decoder(implementation: Implementation) -> DecodeImplementation:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which implementation decodes, by the number of rows in a batch."""
+    """The implementation that decodes, by the number of rows in a batch."""
 
     implementation: Implementation
     few_rows: int = 0  # batches of up to so many rows are decoded by ``triton``
 
     def of(self, rows: int) -> Implementation:
-        """What decodes a batch of ``rows``."""
+        """The implementation that decodes a batch of ``rows``."""
         return "triton" if rows <= self.few_rows else self.implementation
 
     def __str__(self) -> str:
@@ -190,8 +196,8 @@ def choose(
     device: torch.device,
     landmark_dtype: LandmarkDtype = "auto",
 ) -> Choice:
-    """Which implementation decodes such a model on ``device``: exactly what is asked for, or else
-    the fastest.
+    """Choose the implementation that decodes such a model on ``device``: exactly what is asked for,
+    or else the fastest.
 
     The fastest is the CUDA kernel where it can serve. The exception is batches of so few rows that
     it would leave most multiprocessors idle: Triton's kernels are faster there, because several
@@ -211,6 +217,7 @@ def choose(
                 f"there are no {asked} kernels on a CPU; ask for none (leave sparrow_kernels out)"
             )
         return Choice("reference")
+
     from sparrow.attention import cuda
 
     reason = cuda.unsupported_reason(page_size, head_dim, group, dtype, device)
@@ -218,7 +225,9 @@ def choose(
         raise ConfigError(reason)
     if asked is not None:
         return Choice(asked)
-    return Choice("triton") if reason else Choice("cuda", few_rows=cuda.few_rows(kv_heads, device))
+    if reason:
+        return Choice("triton")
+    return Choice("cuda", few_rows=cuda.few_rows(kv_heads, device))
 
 
 def update_landmarks(
@@ -276,13 +285,15 @@ def teacher_forced(
     cast as in dense attention. ``triton`` gives the same bits every time, also in gradients; its
     memory grows with the length plus a few bits per (position, page, kv head).
 
-    Args: q_BHTD, k_BKTD, v_BKTD: queries, keys and values after the rotary embedding. start_B,
-        length_B: each row's first column and number of tokens, int64. prompt_B: leading tokens that
-        attend densely, as in prefill, int64. top_k_BT: pages kept by score at each column, int64.
-        layout: page size and always-kept pages. implementation: ``reference`` (eager torch, any
-        device; time and memory of dense attention with a mask) or
-            ``triton`` (time grows with the budget; D up to 256, groups up to 16). There is no
-            fallback.
+    Args:
+        q_BHTD, k_BKTD, v_BKTD: queries, keys and values after the rotary embedding.
+        start_B, length_B: each row's first column and number of tokens, int64.
+        prompt_B: leading tokens that attend densely, as in prefill, int64.
+        top_k_BT: pages kept by score at each column, int64.
+        layout: page size and always-kept pages.
+        implementation: ``reference`` (eager torch, any device; time and memory of dense attention
+            with a mask) or ``triton`` (time grows with the budget; D up to 256, groups up to 16).
+            There is no fallback.
         scale: softmax scale, ``D ** -0.5`` by default.
         head_budgets_K: as in ``paged_decode``.
         kept: for a call that will be repeated (gradient checkpointing): ``triton`` puts its result
@@ -297,7 +308,8 @@ def teacher_forced(
     q_BHTD, k_BKTD, v_BKTD, scale = _prepared(q_BHTD, k_BKTD, v_BKTD, scale, head_budgets_K)
     if q_BHTD.shape[2] != k_BKTD.shape[2]:
         raise ValueError(
-            f"teacher forcing runs without a cache: {q_BHTD.shape[2]} queries, {k_BKTD.shape[2]} keys"
+            "teacher forcing runs without a cache: "
+            f"{q_BHTD.shape[2]} queries, {k_BKTD.shape[2]} keys"
         )
     arguments = (q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout, scale)
     with torch.autocast(q_BHTD.device.type, enabled=False):
@@ -323,11 +335,13 @@ def _prepared(
     """Queries, keys and values, checked and in the dtype of autocast if it is on, and the softmax
     scale.
     """
-    H, K, device = q.shape[1], k.shape[1], q.device.type
+    H = q.shape[1]
+    K = k.shape[1]
+    device = q.device.type
     if H % K or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"query heads must be a multiple of kv heads and shapes must agree, got q {tuple(q.shape)}, "
-            f"k {tuple(k.shape)}, v {tuple(v.shape)}"
+            "query heads must be a multiple of kv heads and shapes must agree, got q "
+            f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
     check_head_budgets(head_budgets_K, k)
     if torch.is_autocast_enabled(device):

@@ -1,4 +1,4 @@
-"""One decode step over a paged cache, as every implementation takes it: its batch, its scratch
+"""One decode step over a paged cache, the same for every implementation: its batch, its scratch
 memory, its limits.
 
 ``reference``, ``triton`` and ``cuda`` each ``check`` and ``run`` a ``DecodeBatch``: see
@@ -100,8 +100,8 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What launch configurations depend on: multiprocessors, and bytes of shared memory a program
-    may use.
+    """Limits of a device that launch configurations depend on: multiprocessors, and the bytes of
+    shared memory that a program may use.
     """
 
     multiprocessors: int
@@ -117,20 +117,23 @@ def device_limits(device: torch.device) -> DeviceLimits:
     if device.type != "cuda":
         return H200
     properties = torch.cuda.get_device_properties(device)
-    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs leave it out
+    # torch's stubs leave this property out.
+    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return DeviceLimits(properties.multi_processor_count, shared_memory)
 
 
 def fp8_lacking(
     device: torch.device, keys: torch.dtype, landmark_dtype: LandmarkDtype
 ) -> str | None:
-    """Why the kernels cannot serve such keys and landmarks on ``device``, in a sentence; None if
-    they can.
+    """A sentence that says why the kernels cannot serve such keys and landmarks on ``device``; None
+    if they can.
     """
     if landmark_dtype == "fp8_e4m3":
-        what, option = "landmarks", "landmark_dtype"
+        what = "landmarks"
+        option = "landmark_dtype"
     elif keys == FP8:
-        what, option = "keys and values", "kv_cache_dtype"
+        what = "keys and values"
+        option = "kv_cache_dtype"
     else:
         return None
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
@@ -169,21 +172,19 @@ class DecodeWorkspace:
     ) -> None:
         if not 1 <= max_pages <= MAX_PAGES:
             raise ValueError(
-                f"a sequence of {max_pages} pages cannot be ranked, expected 1..{MAX_PAGES}; use larger pages or a "
-                "shorter maximum length"
+                f"a sequence of {max_pages} pages cannot be ranked, expected 1..{MAX_PAGES}; use "
+                "larger pages or a shorter maximum length"
             )
         device = torch.empty(0, device=device).device
-        self.max_batch, self.kv_heads, self.group, self.head_dim = (
-            max_batch,
-            kv_heads,
-            group,
-            head_dim,
-        )
+        self.max_batch = max_batch
+        self.kv_heads = kv_heads
+        self.group = group
+        self.head_dim = head_dim
         self.max_pages = max_pages
+
         items = max_batch * kv_heads
-        parts = (
-            items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads
-        )  # more than any launch makes
+        # This is more than any launch makes.
+        parts = items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads
         # Scores, later overwritten by the ids of the kept pages; row lengths are multiples of 16 to
         # keep loads aligned.
         self.rows = torch.empty(items, -(-max_pages // 16) * 16, dtype=torch.float32, device=device)
@@ -203,106 +204,112 @@ class DecodeWorkspace:
 
 
 class DecodeImplementation(Protocol):
-    """What the modules ``reference``, ``triton`` and ``cuda`` provide."""
+    """The functions that the modules ``reference``, ``triton`` and ``cuda`` provide."""
 
     def check(self, batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-        """Raises ValueError: what the implementation cannot serve. Looks at no tensor's values."""
+        """Raise ValueError for a batch that cannot be served; tensors' values are not looked at."""
 
     def run(
         self, batch: DecodeBatch, workspace: DecodeWorkspace | None, reuse_plan: bool = False
     ) -> Tensor:
-        """Decodes a batch that ``check`` let pass; returns ``batch.out_BHD``."""
+        """Decode a batch that ``check`` let pass; returns ``batch.out_BHD``."""
 
 
 def check_shapes(batch: DecodeBatch) -> None:
-    """Raises ValueError: shapes that do not belong together, whatever the implementation."""
-    q, k, v, out = batch.q_BHD, batch.k_cache, batch.v_cache, batch.out_BHD
-    if (
-        q.shape[1] % k.shape[1]
-        or k.shape != v.shape
-        or q.shape[2] != k.shape[3]
-        or q.shape != out.shape
-    ):
+    """Raise ValueError for shapes that do not belong together, whatever the implementation."""
+    q = batch.q_BHD
+    k = batch.k_cache
+    v = batch.v_cache
+    out = batch.out_BHD
+    agree = k.shape == v.shape and q.shape[2] == k.shape[3] and q.shape == out.shape
+    if q.shape[1] % k.shape[1] or not agree:
         raise ValueError(
-            f"query heads must be a multiple of kv heads and shapes must agree, got q {tuple(q.shape)}, "
-            f"k {tuple(k.shape)}, v {tuple(v.shape)}, out {tuple(out.shape)}"
+            "query heads must be a multiple of kv heads and shapes must agree, got q "
+            f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, out {tuple(out.shape)}"
         )
+
     scales = batch.cache_scales
     if (scales is None) == (k.dtype in CACHES_IN_8_BITS) or k.dtype != v.dtype:
         raise ValueError(
-            f"a cache in {FP8} or torch.int8 needs scales, and no other has any; got keys in {k.dtype}, values in "
-            f"{v.dtype} and {'no scales' if scales is None else 'scales'}"
+            f"a cache in {FP8} or torch.int8 needs scales, and no other has any; got keys in "
+            f"{k.dtype}, values in {v.dtype} and {'no scales' if scales is None else 'scales'}"
         )
     if scales is not None:
-        strides = scales.k.stride(), scales.v.stride()
         check_scales(scales.k, k)
         check_scales(scales.v, k)
-        if strides[0] != strides[1]:
+        if scales.k.stride() != scales.v.stride():
             raise ValueError(
-                f"scales of keys and values must be strided alike, got {strides[0]}, {strides[1]}"
+                "scales of keys and values must be strided alike, got "
+                f"{scales.k.stride()}, {scales.v.stride()}"
             )
     check_head_budgets(batch.head_budgets_K, k)
 
 
 def check_scales(scales: Tensor, cache: Tensor) -> None:
-    """Raises ValueError: scales of other keys or values than those of ``cache``."""
-    shape, dtype = (
-        (cache.shape[1:2], torch.float32) if cache.dtype == FP8 else (cache.shape[:3], torch.uint8)
-    )
+    """Raise ValueError for scales of other keys or values than those of ``cache``."""
+    if cache.dtype == FP8:
+        shape = cache.shape[1:2]
+        dtype = torch.float32
+    else:
+        shape = cache.shape[:3]
+        dtype = torch.uint8
     if scales.shape != shape or scales.dtype != dtype or scales.stride(-1) != 1:
         raise ValueError(
-            f"scales must be contiguous {dtype} {list(shape)}, got {scales.dtype} {tuple(scales.shape)}"
+            f"scales must be contiguous {dtype} {list(shape)}, got {scales.dtype} "
+            f"{tuple(scales.shape)}"
         )
 
 
 def check_head_budgets(head_budgets_K: Tensor | None, k: Tensor) -> None:
-    """Raises ValueError: budgets of other heads than those of the keys ``[B, K, ...]``, or on
+    """Raise ValueError for budgets of other heads than those of the keys ``[B, K, ...]``, or on
     another device.
     """
-    x, K = head_budgets_K, k.shape[1]
-    if x is not None and (
-        x.shape != (K,) or x.dtype != torch.int32 or x.stride(0) != 1 or x.device != k.device
-    ):
+    x = head_budgets_K
+    if x is None:
+        return
+    K = k.shape[1]
+    if x.shape != (K,) or x.dtype != torch.int32 or x.stride(0) != 1 or x.device != k.device:
         got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
         raise ValueError(f"head_budgets_K must be contiguous int32 [{K}] on {k.device}, got {got}")
 
 
 def check_landmarks(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> None:
-    """Raises ValueError: landmarks of another shape or dtype than the keys and the layout ask for.
+    """Raise ValueError for landmarks of another shape or dtype than keys and layout ask for.
 
-    Those of keys in 8 bits may have any dtype of 16 or 32 bits.
+    Landmarks of keys in 8 bits may have any dtype of 16 or 32 bits.
     """
     blocks, K, block_tokens, D = k_cache.shape
-    shape, dtype = (
-        (blocks, block_tokens // layout.page_size, K, D),
-        layout.landmark_type(k_cache.dtype),
-    )
+    shape = (blocks, block_tokens // layout.page_size, K, D)
+    dtype = layout.landmark_type(k_cache.dtype)
     if k_cache.dtype in CACHES_IN_8_BITS and layout.landmark_dtype == "auto":
-        dtype = (
-            landmark_cache.dtype
-            if landmark_cache.dtype in (*QUERY_DTYPES, torch.float32)
-            else torch.bfloat16
-        )
+        dtype = torch.bfloat16
+        if landmark_cache.dtype in (*QUERY_DTYPES, torch.float32):
+            dtype = landmark_cache.dtype
     if landmark_cache.shape != shape or landmark_cache.dtype != dtype:
         raise ValueError(
-            f"landmarks must be {shape} in {dtype}, got {tuple(landmark_cache.shape)} in {landmark_cache.dtype}"
+            f"landmarks must be {shape} in {dtype}, got {tuple(landmark_cache.shape)} in "
+            f"{landmark_cache.dtype}"
         )
 
 
 class CachedLayers:
     """Layers whose caches hold the same tokens in the same slots.
 
-    Args: caches: keys, a strided view ``[blocks, K, block tokens, D]``, landmarks, as in
-        ``DecodeBatch``, and of keys in
-            int8 their scales, as in ``CacheScales``, of each layer; shapes, strides and dtypes are
-            the same in all.
+    Args:
+        caches: keys, a strided view ``[blocks, K, block tokens, D]``, landmarks, as in
+            ``DecodeBatch``, and of keys in int8 their scales, as in ``CacheScales``, of each layer;
+            shapes, strides and dtypes are the same in all.
 
     Raises ValueError: no layers, layers that differ, caches at such distances that loads would not
     be aligned, or keys in int8 without scales.
     """
 
     def __init__(self, caches: Sequence[tuple[Tensor, ...]]) -> None:
-        kinds = {tuple((x.shape, x.stride(), x.dtype, x.device) for x in layer) for layer in caches}
+
+        def kind(layer: tuple[Tensor, ...]) -> tuple[object, ...]:
+            return tuple((x.shape, x.stride(), x.dtype, x.device) for x in layer)
+
+        kinds = {kind(layer) for layer in caches}
         if len(kinds) != 1:
             raise ValueError(
                 f"{len(caches)} layers with {len(kinds)} kinds of caches, expected one kind"
@@ -316,15 +323,16 @@ class CachedLayers:
         self.scales = scales[0] if scales else None
         if self.scales is not None:
             check_scales(self.scales, self.keys)
-        # How far each layer's keys, landmarks and scales lie from the first layer's, in elements.
-        distances = [
-            [
+
+        def distance(layer: tuple[Tensor, ...]) -> list[int]:
+            """From the first layer's keys, landmarks and scales to this one's, in elements."""
+            return [
                 (x.data_ptr() - first.data_ptr()) // x.itemsize
                 for x, first in zip(layer, caches[0], strict=True)
             ]
-            for layer in caches
-        ]
-        if any(distance % 16 for layer in distances for distance in layer):
+
+        distances = [distance(layer) for layer in caches]
+        if any(elements % 16 for layer in distances for elements in layer):
             raise ValueError(f"caches lie {distances} elements apart, expected multiples of 16")
         self.distance_L3 = torch.tensor(
             [[*layer, 0][:3] for layer in distances], device=self.keys.device
@@ -332,16 +340,18 @@ class CachedLayers:
 
 
 def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> None:
-    """Raises ValueError: a cache that the kernels cannot serve."""
+    """Raise ValueError for a cache that the kernels cannot serve."""
     block_tokens, D = k_cache.shape[2:]
     P = layout.page_size
     if P not in PAGE_SIZES or block_tokens % P:
         raise ValueError(
-            f"pages of {P} tokens in blocks of {block_tokens}: expected a divisor among {PAGE_SIZES}"
+            f"pages of {P} tokens in blocks of {block_tokens}: "
+            f"expected a divisor among {PAGE_SIZES}"
         )
     if D not in HEAD_DIMS:
         raise ValueError(
-            f"head dim {D} has no kernel, expected one of {HEAD_DIMS}; use implementation='reference'"
+            f"head dim {D} has no kernel, expected one of {HEAD_DIMS}; use "
+            "implementation='reference'"
         )
     if k_cache.dtype not in (*QUERY_DTYPES, *CACHES_IN_8_BITS):
         raise ValueError(
@@ -353,17 +363,24 @@ def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> 
 
 
 def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raises ValueError: what no kernel can serve; ``check_shapes`` and ``check_cache`` are part of
-    it.
+    """Raise ValueError for a batch that no kernel can serve; ``check_shapes`` and ``check_cache``
+    are part of it.
     """
     check_shapes(batch)
     check_cache(batch.k_cache, batch.landmark_cache, batch.layout)
-    B, K, G, D = len(batch.q_BHD), batch.kv_heads, batch.group, batch.head_dim
-    q, k, v, out = batch.q_BHD, batch.k_cache, batch.v_cache, batch.out_BHD
+
+    B = len(batch.q_BHD)
+    K = batch.kv_heads
+    G = batch.group
+    D = batch.head_dim
+    q = batch.q_BHD
+    k = batch.k_cache
+    v = batch.v_cache
+    out = batch.out_BHD
     if q.dtype not in QUERY_DTYPES or k.dtype not in (q.dtype, *CACHES_IN_8_BITS):
         raise ValueError(
-            "queries must be float16 or bfloat16, as is the cache unless it has 8 bits, got queries in "
-            f"{q.dtype} and keys in {k.dtype}"
+            "queries must be float16 or bfloat16, as is the cache unless it has 8 bits, got "
+            f"queries in {q.dtype} and keys in {k.dtype}"
         )
     if batch.landmark_cache.dtype not in (q.dtype, FP8):
         raise ValueError(
@@ -375,21 +392,24 @@ def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> 
         )
     if not q.stride(2) == v.stride(3) == out.stride(2) == 1:
         raise ValueError("q, v and out must be contiguous along the head dim")
+
     rows = dict(block_table_BM=batch.block_table_BM, length_B=batch.length_B, top_k_B=batch.top_k_B)
     for name, x in rows.items():
         if x.dtype != torch.int32 or x.shape[0] != B or x.stride(-1) != 1:
             raise ValueError(
                 f"{name} must be contiguous int32 with {B} rows, got {x.dtype} {tuple(x.shape)}"
             )
+
     if workspace is None:
         raise ValueError("a kernel needs a workspace; make one DecodeWorkspace for all layers")
     if (workspace.kv_heads, workspace.group, workspace.head_dim) != (K, G, D) or G > MAX_GROUP:
         raise ValueError(
-            f"{K} kv heads, group {G}, head dim {D}, but the workspace is for {workspace.kv_heads}, "
-            f"{workspace.group}, {workspace.head_dim}; groups are at most {MAX_GROUP}"
+            f"{K} kv heads, group {G}, head dim {D}, but the workspace "
+            f"is for {workspace.kv_heads}, {workspace.group}, "
+            f"{workspace.head_dim}; groups are at most {MAX_GROUP}"
         )
     if workspace.max_batch < B or workspace.max_pages < batch.max_pages:
         raise ValueError(
-            f"{B} sequences of up to {batch.max_pages} pages do not fit a workspace for {workspace.max_batch} of "
-            f"{workspace.max_pages}; make a larger one"
+            f"{B} sequences of up to {batch.max_pages} pages do not fit a workspace for "
+            f"{workspace.max_batch} of {workspace.max_pages}; make a larger one"
         )

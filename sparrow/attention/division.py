@@ -1,12 +1,11 @@
-"""How a batch is divided among programs: once per step, on the device, for every kernel that
-attends.
+"""Division of a batch among programs: once per step, on the device, for every kernel that attends.
 
 In a rollout rows differ in length, and a step waits for its slowest program. Triton's kernels and
 the CUDA kernel read the same plan. Each entry holds ``PLAN_ENTRY`` int32 numbers for the K programs
 (one per kv head) of a part of a row: the row, the part, the row's number of parts, the slot of its
-first part, its length and its top_k; two are for alignment. Where heads have budgets of their own,
-the plan knows the mean alone, so that it is good for every layer: each program cuts its own head's
-pages into the row's number of parts.
+first part, its length and its top_k; two are for alignment. Where heads have different budgets, the
+plan knows only their mean, so that it is good for every layer: each program cuts the pages of its
+head into the row's number of parts.
 
 Shapes: R rows (sequences), S rows or sizes tried at a time.
 """
@@ -28,22 +27,24 @@ SIZES = tl.constexpr(16)  # sizes that are tried for the parts of a batch
 
 @dataclass(frozen=True)
 class Division:
-    """What a launch asks of the plan."""
+    """The demands of a launch on the plan."""
 
     # for further parts of rows, besides one program for each item; a multiple of the kv heads
     extra_programs: int
     resident_programs: int  # programs that run at once
-    part_tokens: int  # kept tokens worth a program of their own
+    part_tokens: int  # kept tokens that are worth another program
     ranks: bool  # whether a row's first program ranks its pages first, while the others wait for it
 
 
 def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -> None:
-    """Writes the workspace's plan, which is good for every layer with these lengths and budgets.
+    """Write the workspace's plan, which is good for every layer with these lengths and budgets.
 
     Raises ValueError: extra programs that are no multiple of the kv heads; some of them would find
     no plan.
     """
-    B, K, layout = len(batch.length_B), batch.kv_heads, batch.layout
+    B = len(batch.length_B)
+    K = batch.kv_heads
+    layout = batch.layout
     if division.extra_programs % K:
         raise ValueError(
             f"extra programs must be a multiple of the {K} kv heads, got {division.extra_programs}"
@@ -103,7 +104,7 @@ def plan_kernel(
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Divides a batch: every row has at least one part, with at most ``extra`` more in all, as
+    """Divide a batch: every row has at least one part, with at most ``extra`` more in all, as
     small as that allows.
 
     A row stays whole if it is not longer than what each of ``resident`` entries would get or,
@@ -119,9 +120,8 @@ def plan_kernel(
     low = tl.maximum(
         tl.maximum(MIN_PART, total // (count + extra)), tl.maximum(whole, total // resident)
     )
-    high = tl.maximum(
-        low, total // extra + 1
-    )  # needs at most ``extra`` further parts, whatever the lengths
+    # This size needs at most ``extra`` further parts, whatever the lengths.
+    high = tl.maximum(low, total // extra + 1)
     size_S = high - (high - low) // (SIZES - 1) * tl.arange(0, SIZES)
     needed_S = tl.sum(tl.maximum(tokens_R - 1, 0)[:, None] // size_S[None, :], 0)
     size = tl.min(tl.where(needed_S <= extra, size_S, high))
@@ -182,7 +182,7 @@ def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def _count_before(order_R, first_S, further_S, more_S):
-    """How many parts of rows S come before each of R."""
+    """The number of parts of rows S that come before each of R."""
     first = (first_S[None, :] > order_R[:, None]).to(tl.int32)
     further = (further_S[None, :] > order_R[:, None]).to(tl.int32)
     return tl.sum(first + further * more_S[None, :], 1)

@@ -1,10 +1,10 @@
-"""Keys and values in int8, each vector of a token and kv head with a scale of its own: the one
-definition of it.
+"""Keys and values in int8, with one scale per vector of a token and kv head: the one definition of
+this format.
 
 A vector is codes from -127 to 127 and one exponent byte e (E8M0): it stands for ``code * 2^(e -
-127)``. The scale is the least power of 2 that lets no code exceed 127, so that nothing has to be
-calibrated, and nothing is clipped. Within ``exponent_limits``, that is: what is beyond the greatest
-scale is clipped, and what is below the least loses digits.
+127)``. The scale is the least power of 2 with which no code exceeds 127, so that nothing has to be
+calibrated, and nothing is clipped within ``exponent_limits``. Vectors beyond the greatest scale are
+clipped, and those below the least lose digits.
 
 Shapes: D elements of a vector.
 """
@@ -45,7 +45,7 @@ def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_of(exponent: Tensor) -> Tensor:
-    """The scales, float32, that exponent bytes stand for; 0 for the byte 0, which is never stored."""
+    """Scales, float32, of exponent bytes; 0 for the byte 0, which is never stored."""
     return (exponent.int() << 23).view(torch.float32)
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 LandmarkDtype = Literal["auto", "fp8_e4m3"]
-"""How landmarks are stored: in the keys' dtype, or in 8 bits (1 sign, 4 exponent, 3 mantissa)
-clamped to 448.
+"""The format of landmarks: the keys' dtype, or 8 bits (1 sign, 4 exponent, 3 mantissa) clamped to
+448.
 """
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -31,7 +31,7 @@ implementations agree.
 
 @dataclass(frozen=True)
 class PageLayout:
-    """What a page is, and what the sparse actor keeps besides the top-k pages."""
+    """The size of a page, and the pages that the sparse actor keeps in addition to the top-k."""
 
     page_size: int = 16  # P, tokens in a page
     sink_pages: int = 1  # pages always kept at the start
@@ -42,7 +42,8 @@ class PageLayout:
     def __post_init__(self) -> None:
         if self.landmark_dtype not in get_args(LandmarkDtype):
             raise ValueError(
-                f"landmark_dtype is {self.landmark_dtype!r}, expected one of {get_args(LandmarkDtype)}"
+                f"landmark_dtype is {self.landmark_dtype!r}, expected one of "
+                f"{get_args(LandmarkDtype)}"
             )
         if self.page_size < 1 or self.sink_pages < 0 or self.recent_pages < 1:
             raise ValueError(f"need page_size >= 1, sink_pages >= 0, recent_pages >= 1, got {self}")
@@ -65,9 +66,8 @@ def tokens_at(x_BKSD: Tensor, column_BKT: Tensor) -> Tensor:
     """
     B, K, S, D = x_BKSD.shape
     first_BK1 = torch.arange(0, B * K * S, S, device=x_BKSD.device).view(B, K, 1)
-    return (
-        x_BKSD.reshape(-1, D).index_select(0, (first_BK1 + column_BKT).flatten()).view(B, K, -1, D)
-    )
+    index = (first_BK1 + column_BKT).flatten()
+    return x_BKSD.reshape(-1, D).index_select(0, index).view(B, K, -1, D)
 
 
 def to_fp8(x: Tensor) -> Tensor:
@@ -78,11 +78,10 @@ def to_fp8(x: Tensor) -> Tensor:
 
 
 def landmarks(k_BKNPD: Tensor, dtype: LandmarkDtype = "auto") -> Tensor:
-    """What a page is ranked by: mean keys ``[B, K, N, D]``.
+    """Landmarks, by which pages are ranked: mean keys ``[B, K, N, D]``.
 
-    The mean is taken in float32 and rounded once to what is stored, as a KV cache holds it. A page
-    that is not yet full has no meaningful landmark and is never ranked: it is among the recent
-    pages.
+    The mean is taken in float32 and rounded once, to the dtype in which it is stored. A page that
+    is not yet full has no meaningful landmark and is never ranked: it is among the recent pages.
     """
     mean = k_BKNPD.float().mean(-2)
     return mean.to(k_BKNPD.dtype) if dtype == "auto" else to_fp8(mean)
@@ -99,11 +98,8 @@ def head_top_k(top_k_BT: Tensor, head_budgets_K: Tensor) -> Tensor:
     of 1 / 256.
     """
     top_k_B1T = top_k_BT[:, None].long()
-    return torch.where(
-        top_k_B1T >= ALL_PAGES,
-        top_k_B1T,
-        (top_k_B1T * head_budgets_K[:, None] + BUDGET_UNIT // 2) // BUDGET_UNIT,
-    )
+    rounded_BKT = (top_k_B1T * head_budgets_K[:, None] + BUDGET_UNIT // 2) // BUDGET_UNIT
+    return torch.where(top_k_B1T >= ALL_PAGES, top_k_B1T, rounded_BKT)
 
 
 def select_pages(
@@ -127,13 +123,16 @@ def select_pages(
     always = inside & ((n < layout.sink_pages) | (n >= pages_BT1 - layout.recent_pages))
     ranked = (inside & ~always)[:, None]
     scores = scores_BKTN.masked_fill(~ranked, float("-inf"))
-    top_k_BKT = (
-        top_k_BT[:, None] if head_budgets_K is None else head_top_k(top_k_BT, head_budgets_K)
-    )
+
+    top_k_BKT = top_k_BT[:, None]
+    if head_budgets_K is not None:
+        top_k_BKT = head_top_k(top_k_BT, head_budgets_K)
     k_BKT1 = torch.minimum(top_k_BKT, ranked.sum(-1))[..., None]
     most = int(k_BKT1.max()) if k_BKT1.numel() else 0
     if most == 0:
         return always[:, None].expand_as(scores_BKTN)
+
+    # Of the pages at the threshold, only as many are taken as are still missing, the first ones.
     best = scores.topk(most, dim=-1).values
     threshold = best.gather(-1, (k_BKT1 - 1).clamp(min=0).expand(*scores.shape[:-1], 1))
     above = scores > threshold

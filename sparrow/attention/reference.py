@@ -51,9 +51,10 @@ def decode(
 
     Row b's sequence lies in columns ``start_B[b] .. start_B[b] + length_B[b] - 1`` (left padding
     before, unused cache after; ``None`` means column 0 everywhere); its pages are counted from its
-    own first token.
+    first token.
     """
-    S, P = k_BKSD.shape[2], layout.page_size
+    S = k_BKSD.shape[2]
+    P = layout.page_size
     with torch.no_grad():
         marks = _page_landmarks(k_BKSD, start_B, layout)
         scores = page_scores(q_BHD[:, :, None], marks)
@@ -61,17 +62,18 @@ def decode(
             scores, length_B[:, None], top_k_B[:, None], layout, head_budgets_K
         )[:, :, 0]
         token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
-        column_BKT = (token_BKT if start_B is None else token_BKT + start_B[:, None, None]).clamp(
-            max=S - 1
-        )
-    return _attend(
-        q_BHD, tokens_at(k_BKSD, column_BKT), tokens_at(v_BKSD, column_BKT), seen_BKT, scale
-    )
+        column_BKT = token_BKT
+        if start_B is not None:
+            column_BKT = token_BKT + start_B[:, None, None]
+        column_BKT = column_BKT.clamp(max=S - 1)
+    keys = tokens_at(k_BKSD, column_BKT)
+    values = tokens_at(v_BKSD, column_BKT)
+    return _attend(q_BHD, keys, values, seen_BKT, scale)
 
 
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raises ValueError: shapes that do not belong together, or landmarks in another dtype than the
-    layout says.
+    """Raise ValueError for shapes that do not belong together, or landmarks in another dtype than
+    the layout's.
     """
     check_shapes(batch)
     check_landmarks(batch.k_cache, batch.landmark_cache, batch.layout)
@@ -87,17 +89,23 @@ def run(
     returns zeros. The landmark of a page that a row's newest token filled is written. There is no
     plan, and the workspace stays untouched.
     """
-    q_BHD, k_cache, layout = batch.q_BHD, batch.k_cache, batch.layout
-    K, block_tokens, P = batch.kv_heads, k_cache.shape[2], layout.page_size
-    length_B, table_BM = batch.length_B.long(), batch.block_table_BM.long()
+    q_BHD = batch.q_BHD
+    k_cache = batch.k_cache
+    layout = batch.layout
+    K = batch.kv_heads
+    block_tokens = k_cache.shape[2]
+    P = layout.page_size
+    length_B = batch.length_B.long()
+    table_BM = batch.block_table_BM.long()
+
     with torch.no_grad():
         newest_B = (length_B - 1).clamp(min=0)
         block_B = table_BM.gather(1, newest_B[:, None] // block_tokens)[:, 0]
         slot_B = torch.where(length_B > 0, block_B * block_tokens + newest_B % block_tokens, -1)
         scales = batch.cache_scales
-        _update_landmarks(
-            k_cache, batch.landmark_cache, slot_B, layout, None if scales is None else scales.k
-        )
+        key_scales = None if scales is None else scales.k
+        _update_landmarks(k_cache, batch.landmark_cache, slot_B, layout, key_scales)
+
         pages_B = page_count(length_B, P)
         n = torch.arange(max(1, int(pages_B.max())), device=q_BHD.device)
         block_BN = table_BM[:, n * P // block_tokens].where(n < pages_B[:, None], 0)
@@ -107,15 +115,19 @@ def run(
         keep_BKN = select_pages(scores, length_B[:, None], top_k_B1, layout, batch.head_budgets_K)[
             :, :, 0
         ]
+
         token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
         block_BKT = block_BN[:, None].expand(-1, K, -1).gather(-1, token_BKT // P)
         at = (block_BKT, torch.arange(K, device=q_BHD.device)[:, None], token_BKT % block_tokens)
         if scales is None:
-            keys, values = k_cache[at].to(q_BHD.dtype), batch.v_cache[at].to(q_BHD.dtype)
+            keys = k_cache[at].to(q_BHD.dtype)
+            values = batch.v_cache[at].to(q_BHD.dtype)
         else:
-            own = ((k_cache, scales.k), (batch.v_cache, scales.v))
-            keys, values = (_dequantised(cache, scale, at, q_BHD.dtype) for cache, scale in own)
-    keys, values = (x.masked_fill(~seen_BKT[..., None], 0.0) for x in (keys, values))
+            keys = _dequantised(k_cache, scales.k, at, q_BHD.dtype)
+            values = _dequantised(batch.v_cache, scales.v, at, q_BHD.dtype)
+    # Tokens that do not count may hold anything, even NaN.
+    keys = keys.masked_fill(~seen_BKT[..., None], 0.0)
+    values = values.masked_fill(~seen_BKT[..., None], 0.0)
     out_BHD = _attend(q_BHD, keys, values, seen_BKT, batch.scale)
     return batch.out_BHD.copy_(out_BHD.masked_fill((length_B == 0)[:, None, None], 0.0))
 
@@ -123,18 +135,20 @@ def run(
 def _attend(
     q_BHD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, seen_BKT: Tensor, scale: float
 ) -> Tensor:
-    """Attention of one query in each row to the tokens gathered for its kv heads, of which those
-    count in ``seen``.
+    """Attention of one query in each row to the tokens gathered for its kv heads; those in ``seen``
+    count.
     """
     q_BKGD = q_BHD.unflatten(1, (k_BKTD.shape[1], -1))
-    return F.scaled_dot_product_attention(
-        q_BKGD, k_BKTD, v_BKTD, seen_BKT[:, :, None], scale=scale
-    ).flatten(1, 2)
+    mask = seen_BKT[:, :, None]
+    out_BKGD = F.scaled_dot_product_attention(q_BKGD, k_BKTD, v_BKTD, mask, scale=scale)
+    return out_BKGD.flatten(1, 2)
 
 
 def _entries(cache: Tensor, at: tuple[Tensor | slice, ...]) -> Tensor:
-    """``cache[at]``; torch indexes no tensors of 8-bit floats on a CPU, but bytes."""
-    return cache.view(torch.uint8)[at].view(FP8) if cache.dtype == FP8 else cache[at]
+    """``cache[at]``; on a CPU, torch cannot index tensors of 8-bit floats, but can index bytes."""
+    if cache.dtype == FP8:
+        return cache.view(torch.uint8)[at].view(FP8)
+    return cache[at]
 
 
 def _dequantised(
@@ -155,33 +169,33 @@ def store_tokens(
     scales: CacheScales,
     clipped: Tensor | None = None,
 ) -> None:
-    """Stores each token's keys and values in its slot (-1: none) of a cache in 8 bits; see
+    """Store each token's keys and values in its slot (-1: none) of a cache in 8 bits; see
     ``triton.store_tokens``.
     """
     has_slot_T = slot_mapping_T >= 0
-    slot, block_tokens = slot_mapping_T[has_slot_T].long(), k_cache.shape[2]
+    slot = slot_mapping_T[has_slot_T].long()
+    block_tokens = k_cache.shape[2]
+    at = (slot // block_tokens, slice(None), slot % block_tokens)
+
     if k_cache.dtype == torch.int8:
         for new_TKD, cache, scale in ((key_TKD, k_cache, scales.k), (value_TKD, v_cache, scales.v)):
-            at = (slot // block_tokens, slice(None), slot % block_tokens)
             cache[at], scale[at] = to_int8(new_TKD[: len(slot_mapping_T)][has_slot_T])
         return
+
     assert clipped is not None
     beyond = torch.zeros_like(slot, dtype=torch.bool)
     for new_TKD, cache, scale_K in ((key_TKD, k_cache, scales.k), (value_TKD, v_cache, scales.v)):
         scaled = new_TKD[: len(slot_mapping_T)][has_slot_T].float() / scale_K[:, None]
         beyond |= (scaled.abs() > FP8_MAX).flatten(1).any(1)
-        cache.view(torch.uint8)[slot // block_tokens, :, slot % block_tokens] = to_fp8(scaled).view(
-            torch.uint8
-        )
+        cache.view(torch.uint8)[at] = to_fp8(scaled).view(torch.uint8)
     clipped += beyond.sum()
 
 
 def update_landmarks(layers: CachedLayers, slot_mapping_T: Tensor, layout: PageLayout) -> None:
-    """Recomputes, in place, the landmark of every page whose last slot is in ``slot_mapping_T``."""
+    """Recompute, in place, the landmark of every page whose last slot is in ``slot_mapping_T``."""
     for k_cache, landmark_cache, *scales in layers.caches:
-        _update_landmarks(
-            k_cache, landmark_cache, slot_mapping_T, layout, scales[0] if scales else None
-        )
+        key_scales = scales[0] if scales else None
+        _update_landmarks(k_cache, landmark_cache, slot_mapping_T, layout, key_scales)
 
 
 def _update_landmarks(
@@ -191,22 +205,23 @@ def _update_landmarks(
     layout: PageLayout,
     scales: Tensor | None,
 ) -> None:
-    """One layer of ``update_landmarks``; ``scales`` are those of keys in int8, and others are not
-    looked at.
+    """Update the landmarks of one layer; ``scales`` are those of keys in int8, and ignored for
+    other keys.
     """
     check_landmarks(k_cache, landmark_cache, layout)
-    block_tokens, P = k_cache.shape[2], layout.page_size
+    block_tokens = k_cache.shape[2]
+    P = layout.page_size
     last = slot_mapping_T[(slot_mapping_T >= 0) & (slot_mapping_T % P == P - 1)].long()
-    block, token = last // block_tokens, last % block_tokens
+    block = last // block_tokens
+    token = last % block_tokens
     at = (block[:, None], slice(None), token[:, None] + torch.arange(1 - P, 1, device=last.device))
     keys_TPKD = _entries(k_cache, at)
     dtype = torch.float32 if landmark_cache.dtype == FP8 else landmark_cache.dtype
     if k_cache.dtype == torch.int8:
         assert scales is not None
         keys_TPKD = from_int8(keys_TPKD, scales[at], dtype)
-    elif (
-        k_cache.dtype == FP8
-    ):  # of what is stored: a head's scale does not change the order of a row's scores
+    elif k_cache.dtype == FP8:
+        # Landmarks leave the scale out: a head's scale does not change the order of its scores.
         keys_TPKD = keys_TPKD.to(dtype)
     landmark_cache[block, token // P] = landmarks(keys_TPKD.transpose(1, 2), layout.landmark_dtype)
 
@@ -230,7 +245,8 @@ def teacher_forced(
     grows with ``query_chunk * T``; use the kernel for real lengths.
     """
     H, T = q_BHTD.shape[1:3]
-    K, P = k_BKTD.shape[1], layout.page_size
+    K = k_BKTD.shape[1]
+    P = layout.page_size
     device = q_BHTD.device
     N = -(-T // P)
     column_T = torch.arange(T, device=device)
@@ -239,6 +255,7 @@ def teacher_forced(
     page_BT = (position_BT // P).clamp(0, N - 1)
     with torch.no_grad():
         marks = _page_landmarks(k_BKTD, start_B, layout)
+
     chunks = []
     for q0 in range(0, T, query_chunk):
         now = slice(q0, min(T, q0 + query_chunk))
@@ -256,6 +273,7 @@ def teacher_forced(
             # A padded query attends to itself: softmax over nothing is NaN, and NaN times zero
             # poisons gradients.
             mask = mask | (padded[:, None, :, None] & (column_T == column_T[now, None]))
+
         out = F.scaled_dot_product_attention(
             q_BHTD[:, :, now], k_BKTD, v_BKTD, attn_mask=mask, scale=scale, enable_gqa=K != H
         )
@@ -267,13 +285,11 @@ def _kept_tokens(keep_BKN: Tensor, length_B: Tensor, page_size: int) -> tuple[Te
     """Token numbers of the kept pages, in order, as many as the fullest row needs, and a mask of
     those that count.
     """
-    page_BKM = keep_BKN.int().argsort(dim=-1, descending=True, stable=True)[
-        ..., : int(keep_BKN.sum(-1).max())
-    ]
+    most = int(keep_BKN.sum(-1).max())
+    page_BKM = keep_BKN.int().argsort(dim=-1, descending=True, stable=True)[..., :most]
     token_BKMP = page_BKM[..., None] * page_size + torch.arange(page_size, device=keep_BKN.device)
-    seen_BKMP = keep_BKN.gather(-1, page_BKM)[..., None] & (
-        token_BKMP < length_B[:, None, None, None]
-    )
+    is_kept_BKM1 = keep_BKN.gather(-1, page_BKM)[..., None]
+    seen_BKMP = is_kept_BKM1 & (token_BKMP < length_B[:, None, None, None])
     return token_BKMP.flatten(2), seen_BKMP.flatten(2)
 
 
@@ -281,7 +297,8 @@ def _page_landmarks(k_BKSD: Tensor, start_B: Tensor | None, layout: PageLayout) 
     """Landmarks of ``ceil(S / P)`` pages, counted from each row's first token; zeros where no whole
     page fits.
     """
-    (K, S), P = k_BKSD.shape[1:3], layout.page_size
+    K, S = k_BKSD.shape[1:3]
+    P = layout.page_size
     whole = S // P
     k = k_BKSD[:, :, : whole * P]
     if start_B is not None:

@@ -56,13 +56,16 @@ def run_audit(
 ) -> Audit:
     """Audit an engine; the arms sample the same prompts one after the other, with other seeds.
 
-    Args: tested, dense, ranker: make what samples and ranks; each is closed before the next is
-        made, so that they may share one device. prompts: one for each response. listener: called
-        at the start of each pass with its name.
+    Args:
+        tested, dense, ranker: make the engines and the ranker; each is closed before the next is
+            made, so that they may share one device.
+        prompts: one for each response.
+        listener: called at the start of each pass with its name.
 
     Raises ConfigError: greedy sampling. EngineError: log-probs that are no numbers.
     """
     check(sampling)
+
     listener(f"sampling {len(prompts)} responses")
     rollouts, counters = _sampled(tested, prompts, sampling)
     theirs: list[Rollout] | None = None
@@ -70,12 +73,14 @@ def run_audit(
         listener(f"sampling {len(prompts)} responses densely")
         other = replace(sampling, seed=derived_seed(sampling.seed, 1))
         theirs, _ = _sampled(dense, prompts, other)
+
     listener("ranking all tokens densely")
     beside = None
     with ranker() as made:
         ours = tokens_of(rollouts, made.rank(rollouts, sampling, COMMON), logprobs)
         if theirs is not None:
             beside = tokens_of(theirs, made.rank(theirs, sampling, COMMON), logprobs)
+
     verdict = audit(ours, beside, level, resolution, sampling.seed)
     return Audit(
         verdict,
@@ -88,7 +93,7 @@ def run_audit(
 
 
 def check(sampling: Sampling) -> None:
-    """Raises ConfigError: greedy sampling, which leaves nothing to chance."""
+    """Raise ConfigError for greedy sampling, which leaves nothing to chance."""
     if sampling.temperature <= 0:
         raise ConfigError(
             f"temperature is {sampling.temperature:g}, but greedy tokens have no distribution to "
@@ -104,7 +109,7 @@ def _sampled(
 
 
 class ListRanker(Ranker):
-    """Ranks by lists of the ``length`` likeliest tokens, as far as they determine ranks; see
+    """A ranker by lists of the ``length`` likeliest tokens, as far as they determine ranks; see
     ``cells_of_lists``.
     """
 
@@ -115,26 +120,25 @@ class ListRanker(Ranker):
     def rank(
         self, rollouts: Sequence[Rollout], sampling: Sampling, common: float
     ) -> list[Standing]:
-        """See ``Ranker.rank``; nan where a list does not tell.
+        """See ``Ranker.rank``; nan where a list does not determine a value.
 
-        Raises ConfigError: the lists tell nothing at this temperature and top-k.
+        Raises ConfigError: the lists determine nothing at this temperature and top-k.
         """
         if sampling.top_k is None and sampling.temperature != 1:
             raise ConfigError(
-                f"temperature is {sampling.temperature:g}, but lists of likely tokens at temperature "
-                f"1 give no probabilities at another; set top_k to at most {self._length}, sample at "
-                "1, or score with transformers (--scorer hf)"
+                f"temperature is {sampling.temperature:g}, but lists of likely tokens at "
+                "temperature 1 give no probabilities at another; set top_k to at most "
+                f"{self._length}, sample at 1, or score with transformers (--scorer hf)"
             )
         if sampling.top_k is not None and sampling.top_k > self._length:
             raise ConfigError(
                 f"top_k is {sampling.top_k}, but lists of {self._length} tokens do not hold all of "
                 "them; make the lists longer (--lists), or score with transformers (--scorer hf)"
             )
+        lists = self._scorer.top_lists(rollouts, self._length)
         return [
             self._standing(rollout, found, sampling, common)
-            for rollout, found in zip(
-                rollouts, self._scorer.top_lists(rollouts, self._length), strict=True
-            )
+            for rollout, found in zip(rollouts, lists, strict=True)
         ]
 
     def _standing(
@@ -173,10 +177,11 @@ def tokens_of(
     Raises EngineError: a reported log-prob that is not a number.
     """
     assert logprobs in get_args(Logprobs), logprobs
-    parts = {
-        name: np.concatenate([getattr(each, name) for each in standings])
-        for name in ("before", "p", "entropy", "common", "is_common", "raw_logprobs")
-    }
+
+    def joined(name: str) -> NDArray[Any]:
+        return np.concatenate([getattr(each, name) for each in standings])
+
+    p = joined("p")
     reported = None
     scored = None
     if logprobs != "none":
@@ -186,22 +191,23 @@ def tokens_of(
                 f"the engine reported log-probs of which {int(np.isnan(reported).sum())} are not "
                 "numbers; mend that first, or audit without them (--logprobs none)"
             )
-        scored = parts["raw_logprobs"]
+        scored = joined("raw_logprobs")
         if logprobs == "processed":
             unlikely = np.full(len(scored), -np.inf)
-            scored = np.log(parts["p"], out=unlikely, where=parts["p"] > 0)
+            scored = np.log(p, out=unlikely, where=p > 0)
+
     known = [r.cycle_place for r in rollouts if r.cycle_place is not None]
     lengths = [len(r) for r in rollouts]
     return Tokens(
-        before=parts["before"],
-        p=parts["p"],
-        entropy=parts["entropy"],
+        before=joined("before"),
+        p=p,
+        entropy=joined("entropy"),
         sequence=np.repeat(np.arange(len(rollouts)), lengths),
         place=np.concatenate(known) if len(known) == len(rollouts) else None,
         token=np.concatenate([r.response_ids for r in rollouts]),
         context=_contexts(rollouts),
-        common=parts["common"],
-        is_common=parts["is_common"],
+        common=joined("common"),
+        is_common=joined("is_common"),
         reported=reported,
         scored=scored,
     )

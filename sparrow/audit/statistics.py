@@ -160,10 +160,12 @@ def audit(
 ) -> Verdict:
     """Compare an engine's tokens with the dense model's distributions, and with its dense decoding.
 
-    Args: dense: the same engine's dense decoding of the same prompts with other random numbers;
-        without it, rounding between engine and scorer counts as bias. seed: of the numbers U.
+    Args:
+        dense: the same engine's dense decoding of the same prompts with other random numbers;
+            without it, rounding between engine and scorer counts as bias.
+        seed: of the numbers U.
     """
-    notes: list[str] = []
+    notes: list[str] = []  # ``_tests`` adds to them
     tests = _tests(tested, dense, np.random.default_rng(seed), notes)
     raw = [each for each in tests if each.tested.tokens]
     corrected = holm(np.array([each.p_value for each in raw]))
@@ -182,6 +184,7 @@ def audit(
         )
         for each, adjusted in zip(raw, corrected, strict=True)
     )
+
     seen = next((f.detectable for f in findings if f.place == "all" and f.unit == "share"), inf)
     few = min(len(np.unique(arm.sequence)) for arm in (tested, dense) if arm is not None)
     reasons = [_described(f) for f in findings if f.corrected < level]
@@ -222,6 +225,7 @@ def _tests(
             continue
         their = None if dense is None or theirs is None else _mean(theirs[name], dense.sequence)
         yield _compared(name, "all", unit, _mean(ours[name], tested.sequence), their)
+
     if tested.place is None:
         notes.append("places in the draft cycle are not known; only all tokens together are tested")
     else:
@@ -231,13 +235,14 @@ def _tests(
                 notes.append(f"{place}: reached in {few} sequences only, not tested")
                 continue
             for name in _AT_PLACES:
-                # Places are the tested arm's own; the dense arm has none, and its rounding is that
-                # of all its tokens.
+                # Only the tested arm has places; the rounding of the dense arm is that of all its
+                # tokens.
                 their = (
                     None if dense is None or theirs is None else _mean(theirs[name], dense.sequence)
                 )
                 own = _mean(np.where(where, ours[name], np.nan), tested.sequence)
                 yield _compared(name, place, _NAMES[name], own, their)
+
     if (reported := _reported(tested, dense)) is not None:
         yield reported
     else:
@@ -288,8 +293,8 @@ def _repeated(tokens: Tokens) -> dict[str, Floats]:
     """Pairs with earlier sequences of the same context, ``[T]``; the mean is the chi-square
     distance of common tokens, averaged over pairs.
 
-    First tokens come from the prefill, mostly without drafts, and make the most pairs; the noise of
-    these would cover what later tokens show.
+    First tokens come from the prefill, mostly without drafts, and make the most pairs; their noise
+    would hide a bias of later tokens.
     """
     if tokens.context is None or tokens.token is None or tokens.is_common is None:
         return {}
@@ -302,6 +307,7 @@ def _repeated(tokens: Tokens) -> dict[str, Floats]:
     earlier_common = _earlier_sum(context, common)
     matches = np.divide(alike, tokens.p[usable], out=np.zeros(len(usable)), where=common)
     pairs = matches - earlier * common - earlier_common + earlier * tokens.common[usable]
+
     first = np.ones(len(tokens), dtype=bool)
     first[1:] = tokens.sequence[1:] != tokens.sequence[:-1]
     found = {}
@@ -347,9 +353,10 @@ def legendre(u: Floats) -> Floats:
 def places(place: Ints, sequence: Ints) -> dict[str, Flags]:
     """Masks of the tokens at each place of a draft cycle, by the name that readers see.
 
-    A place is what its token follows, not what became of the draft there: whether a token is an
-    accepted draft or a replacement depends on the token itself, and neither alone is distributed
-    as the dense model says. Whether a place is reached at all depends on earlier tokens only.
+    A place is defined by what its token follows, not by the fate of the draft there: whether a
+    token is an accepted draft or a replacement depends on the token itself, and neither alone is
+    distributed as the dense model says. Whether a place is reached at all depends on earlier tokens
+    only.
     """
     last = int(place.max(initial=-1))
     if last < 1:
@@ -440,7 +447,9 @@ def _tail(t: float, freedom: float) -> float:
 
 
 def holm(p_values: Floats) -> Floats:
-    """P-values ``[m]`` corrected for their number (Holm, Scandinavian Journal of Statistics 1979)."""
+    """P-values ``[m]`` corrected for their number (Holm, Scandinavian Journal of Statistics,
+    1979).
+    """
     m = len(p_values)
     order = np.argsort(p_values)
     stepped = np.maximum.accumulate(p_values[order] * (m - np.arange(m)))
@@ -454,7 +463,7 @@ def holm(p_values: Floats) -> Floats:
 
 def _detectable(test: _Test, level: float) -> float:
     """The difference that the strictest step of the correction finds with probability ``POWER``."""
-    if test.error == 0:  # nothing was seen: a share this large would have shown itself
+    if test.error == 0:  # nothing was seen: a share as large as this would have been
         return -log(level) / max(test.tested.tokens, 1)
     normal = NormalDist()
     threshold = -normal.inv_cdf(level if test.name == _REPORTED else level / 2)
@@ -479,8 +488,8 @@ def _doubts(
         off = abs(f.dense.value)
         if off > resolution and off > -NormalDist().inv_cdf(strictest / 2) * f.dense.error:
             yield (
-                f"the dense arm itself is off by {off:.2%} of the tokens ({f.name}); score with the "
-                "weights, the temperature and the truncation that the engine samples with"
+                f"the dense arm itself is off by {off:.2%} of the tokens ({f.name}); score with "
+                "the weights, the temperature and the truncation that the engine samples with"
             )
 
 
@@ -498,7 +507,7 @@ def _described(finding: Finding) -> str:
 
 
 class Cells(NamedTuple):
-    """As the fields of ``Tokens``, ``[T]`` each, and where a list determines them."""
+    """Values as in ``Tokens``, ``[T]`` each, and a mask of those that a list determines."""
 
     before: Floats
     p: Floats
@@ -522,8 +531,9 @@ def cells_of_lists(
     stays zero on average; what is lost is any bias among the tokens of that cell. A truncation that
     the list does not determine leaves a place out, which depends on earlier tokens only.
 
-    Args: top_logprobs: ``[T, n]`` at temperature 1, best first. index: ``[T]``, where the sampled
-        token is in its list; -1 if it is in none.
+    Args:
+        top_logprobs: ``[T, n]`` at temperature 1, best first.
+        index: ``[T]``, the sampled token's place in its list; -1 if it is in none.
     """
     n = top_logprobs.shape[1]
     known = np.ones(len(index), dtype=bool)
@@ -536,6 +546,7 @@ def cells_of_lists(
     else:
         known &= temperature == 1 and top_k is None
         rest = np.clip(1 - mass.sum(1), 0, 1)
+
     ahead = np.cumsum(mass, axis=1) - mass
     if top_p < 1:
         known &= (rest == 0) | (mass.sum(1) >= top_p)
@@ -544,6 +555,7 @@ def cells_of_lists(
         mass = mass / total
         ahead = np.minimum(ahead / total, 1.0)
         rest = np.zeros(len(index))
+
     listed = (index >= 0) & (index < kept)
     row = np.arange(len(index))
     column = np.clip(index, 0, kept - 1)

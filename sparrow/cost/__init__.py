@@ -1,4 +1,4 @@
-"""What a schedule costs and gains before any GPU runs: one engine, lossless decoding, a cluster."""
+"""Predicted cost and gain of a schedule: of one engine, of lossless decoding, and of a cluster."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,9 @@
-"""What a whole run costs on several GPUs: whether it fits, and where a step's time goes in each
+"""Cost of a whole run on several GPUs: the memory it needs, and the time of a step's phases in each
 mode of decoding.
 
-``sparrow.cost.roofline`` prices one engine; here the GPUs hold several engines (of one or more GPUs each)
-and shards of the training state. ``docs/cost.md`` lists the assumptions. This is arithmetic only;
-nothing is measured here.
+``sparrow.cost.roofline`` prices one engine; here the GPUs hold several engines (of one or more GPUs
+each) and shards of the training state. ``docs/cost.md`` lists the assumptions. This is arithmetic
+only; nothing is measured here.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ LAYER_BYTES = 34
 LINK_BYTES_S = 350e9  # between GPUs of one host
 NETWORK_BYTES_S = 40e9  # from one GPU to another host
 HOST_BYTES_S = 13e9  # between a GPU and its host's memory, as measured in vLLM's sleep and wake
-# measured, per response token: sent to all processes after the rollout, and again with its log-
-# probs
+# per response token, as measured: it is sent to all processes after the rollout, and again with its
+# log-probs
 GATHER_S = 1.4e-6
 # of a GPU's memory that vLLM takes by default; weights and KV get MEMORY_FRACTION of the memory
 VLLM_SHARE = 0.9
@@ -59,7 +59,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1 or self.gpus < 1 or self.gpus % self.tensor_parallel:
             raise ConfigError(
-                f"{self.gpus} GPUs do not make engines of {self.tensor_parallel}; choose a tensor_parallel that divides"
+                f"{self.gpus} GPUs do not make engines of {self.tensor_parallel}; choose a "
+                "tensor_parallel that divides"
             )
 
     @property
@@ -122,52 +123,54 @@ def fit(
     recompute: bool = True,
     engine_share: float | None = None,
 ) -> Memory:
-    """Bytes per GPU; weights, moments and gradients are sharded over all GPUs (FSDP2), and vLLM
-    sleeps in training.
+    """Compute the bytes per GPU; weights, moments and gradients are sharded over all GPUs (FSDP2),
+    and vLLM sleeps in training.
 
-    Args: longest: tokens of the longest prompt and response together. token_budget: padded tokens
-        of one training pass. colocated: engines share the training GPUs, and the sharded training
-        state stays on them during rollouts. recompute: activations are recomputed layer by layer in
-        the backward pass (gradient checkpointing). engine_share: share of a GPU's memory that vLLM
-        may take (``gpu_memory_utilization``); None: all that is free.
+    Args:
+        longest: tokens of the longest prompt and response together.
+        token_budget: padded tokens of one training pass.
+        colocated: engines share the training GPUs, and the sharded training state stays on them
+            during rollouts.
+        recompute: activations are recomputed layer by layer in the backward pass (gradient
+            checkpointing).
+        engine_share: share of a GPU's memory that vLLM may take (``gpu_memory_utilization``); None:
+            all that is free.
 
     Raises ConfigError: training, or a single response, does not fit.
     """
     parameters = shape.weights + shape.embedding
     width = shape.heads * shape.head_dim
-    state, gradients = (
-        STATE_BYTES * parameters / cluster.gpus,
-        GRADIENT_BYTES * parameters / cluster.gpus,
-    )
-    gathered = (
-        3 * 2 * parameters / shape.layers
-    )  # bf16, three layers: the current, the next, the gradient of the last
+    state = STATE_BYTES * parameters / cluster.gpus
+    gradients = GRADIENT_BYTES * parameters / cluster.gpus
+    # in bf16, three layers: the current, the next, the gradient of the last
+    gathered = 3 * 2 * parameters / shape.layers
     kept = 2 * shape.layers + LAYER_BYTES if recompute else LAYER_BYTES * shape.layers
     activations = max(token_budget, longest) * width * kept + HEAD_BYTES + gathered
     memory = cluster.machine.memory_bytes
-    if state + gradients + activations > MEMORY_FRACTION * memory:
+    needed = state + gradients + activations
+    if needed > MEMORY_FRACTION * memory:
+        remedy = "recompute them (optimizer.gradient_checkpointing)"
+        if recompute:
+            remedy = "take more GPUs or fewer tokens"
         raise ConfigError(
             f"training {shape.name} on {cluster.gpus} {cluster.machine.name} needs "
-            f"{(state + gradients + activations) / 2**30:.0f} GiB on each, of which {activations / 2**30:.0f} for "
-            f"activations, but {MEMORY_FRACTION * memory / 2**30:.0f} are there; "
-            + (
-                "take more GPUs or fewer tokens"
-                if recompute
-                else "recompute them (optimizer.gradient_checkpointing)"
-            )
+            f"{needed / 2**30:.0f} GiB on each, of which {activations / 2**30:.0f} for "
+            f"activations, but {MEMORY_FRACTION * memory / 2**30:.0f} are there; {remedy}"
         )
+
     reserved = _reserved(cluster, state, colocated, engine_share)
     if colocated and engine_share and state + engine_share * memory > MOST_SHARE * memory:
         raise ConfigError(
-            f"vLLM is to take {engine_share:g} of {memory / 2**30:.0f} GiB, and training keeps {state / 2**30:.0f} "
-            f"beside it; lower gpu_memory_utilization to {MOST_SHARE - state / memory:.2f} at most"
+            f"vLLM is to take {engine_share:g} of {memory / 2**30:.0f} GiB, and training keeps "
+            f"{state / 2**30:.0f} beside it; lower gpu_memory_utilization to "
+            f"{MOST_SHARE - state / memory:.2f} at most"
         )
     held = roofline.kv_capacity(shape, engine_machine(cluster, reserved))
     if held < longest:
         raise ConfigError(
-            f"an engine of {cluster.tensor_parallel} {cluster.machine.name} holds {held:,} tokens beside {shape.name}"
-            f"{' and its training state' if colocated else ''}, but a response may have {longest:,}; "
-            "raise tensor_parallel, take more GPUs or shorter responses"
+            f"an engine of {cluster.tensor_parallel} {cluster.machine.name} holds {held:,} tokens "
+            f"beside {shape.name}{' and its training state' if colocated else ''}, but a response "
+            f"may have {longest:,}; raise tensor_parallel, take more GPUs or shorter responses"
         )
     kv = held * shape.kv_width * shape.kv_bytes / cluster.tensor_parallel
     weights = parameters * shape.weight_bytes / cluster.tensor_parallel
@@ -186,7 +189,8 @@ def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: flo
 
 def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
     """The GPUs of one engine as one machine; ``reserved`` bytes of each GPU are not available."""
-    m, n = cluster.machine, cluster.tensor_parallel
+    m = cluster.machine
+    n = cluster.tensor_parallel
     return Machine(
         m.name,
         n * m.hbm_bytes_s,
@@ -250,6 +254,7 @@ def plan(
     sparse = None if schedule is None else step(simulated(schedule))
     if acceptance is None:
         return Plan(memory, step(dense), sparse)
+
     pairs = zip(shares, dense, strict=True)
     stored = "auto" if schedule is None else schedule.landmark_dtype
     lossless = [
@@ -265,33 +270,31 @@ def train_seconds(
     shape: ModelShape, cluster: Cluster, totals: ArrayLike, token_budget: int = 32768
 ) -> tuple[float, float]:
     """Seconds of the log-probs and of the update over sequences of ``totals`` tokens
-    (``roofline.train_seconds``); each is the time to gather the shards where that is longer."""
-    score, update = (
-        seconds / cluster.gpus for seconds in roofline.train_seconds(shape, cluster.machine, totals)
-    )
+    (``roofline.train_seconds``); each is the time to gather the shards where that is longer.
+    """
+    score_s, update_s = roofline.train_seconds(shape, cluster.machine, totals)
     passes = max(1.0, np.sum(totals) / token_budget / cluster.gpus)
-    away = (
-        (cluster.gpus - 1)
-        / cluster.gpus
-        * (shape.weights + shape.embedding)
-        / cluster.exchange_bytes_s
-    )
+
     # bf16 weights are gathered once for the log-probs and twice for the update, whose gradients are
     # reduced in float32.
-    return max(score, passes * 2 * away), max(update, passes * (2 + 2 + GRADIENT_BYTES) * away)
+    parameters = shape.weights + shape.embedding
+    away = (cluster.gpus - 1) / cluster.gpus * parameters / cluster.exchange_bytes_s
+    return (
+        max(score_s / cluster.gpus, passes * 2 * away),
+        max(update_s / cluster.gpus, passes * (2 + 2 + GRADIENT_BYTES) * away),
+    )
 
 
 def sync_seconds(shape: ModelShape, cluster: Cluster, colocated: bool = True) -> float:
     """Seconds to give every engine new weights: the float32 shards are gathered and, if colocated,
-    the engine's weights are moved to the host and back, as vLLM's sleep does."""
+    the engine's weights are moved to the host and back, as vLLM's sleep does.
+    """
     parameters = shape.weights + shape.embedding
-    gathered = 4 * parameters * (cluster.gpus - 1) / cluster.gpus / cluster.exchange_bytes_s
-    moved = (
-        2 * shape.weight_bytes * parameters / cluster.tensor_parallel / HOST_BYTES_S
-        if colocated
-        else 0.0
-    )
-    return gathered + moved
+    gathered_s = 4 * parameters * (cluster.gpus - 1) / cluster.gpus / cluster.exchange_bytes_s
+    if not colocated:
+        return gathered_s
+    moved_s = 2 * shape.weight_bytes * parameters / cluster.tensor_parallel / HOST_BYTES_S
+    return gathered_s + moved_s
 
 
 def _imbalance(runs: Sequence[RolloutEstimate]) -> float:
@@ -303,8 +306,14 @@ def rows(planned: Plan, steps: int | None = None) -> list[tuple[str, str]]:
     """A plan as (name, value) pairs for printing; with ``steps``, also the hours of a whole run."""
     gib = 2**30
     m = planned.memory
-    training = f"{m.state / gib:.0f} state, {m.gradients / gib:.0f} gradients, {m.activations / gib:.0f} activations"
-    engine = f"{m.engine_weights / gib:.0f} weights, {m.kv / gib:.0f} KV: {m.full_responses} responses of full length"
+    training = (
+        f"{m.state / gib:.0f} state, {m.gradients / gib:.0f} "
+        f"gradients, {m.activations / gib:.0f} activations"
+    )
+    engine = (
+        f"{m.engine_weights / gib:.0f} weights, {m.kv / gib:.0f} "
+        f"KV: {m.full_responses} responses of full length"
+    )
     lines = [("training, GiB a GPU", training), ("engine, GiB a GPU", engine)]
     steps_of = {"dense": planned.dense, "lossy": planned.sparse, "lossless": planned.lossless}
     speedups = []

@@ -1,4 +1,5 @@
-"""What lossless decoding gains: dense, lossy and lossless rollouts side by side, and how to draft.
+"""Predicted gain of lossless decoding: dense, lossy and lossless rollouts side by side, and the
+best drafting.
 
 A cycle is k draft steps and one verification, which reads weights and cache as a dense step does
 and computes k more tokens per sequence. It gives (1 - a^(k+1)) / (1 - a) tokens if drafts are
@@ -32,23 +33,23 @@ from sparrow.schedule import LandmarkDtype, SparsitySchedule
 REFERENCE_TOKENS = 1024  # the draft budget at which an acceptance is given
 WORTHWHILE = 1.15  # a smaller rollout speed-up is within the error of these predictions
 DRAFT_TOKENS = (2, 4, 8, 16)
+# of 16 tokens, besides the sink page and the two recent ones, in every layer
 DRAFT_PAGES = (
     29,
     61,
     125,
     253,
-)  # of 16 tokens, besides the sink page and the two recent ones, in every layer
+)
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """What a cycle costs beyond the bytes of its steps and a dense step's overheads."""
+    """Costs of a cycle beyond the bytes of its steps and a dense step's overheads."""
 
     # seconds per layer of a draft step, in place of all ``Overheads``: a draft is one CUDA graph
     draft_layer_s: float
-    peak_share: (
-        float  # of the machine's peak FLOP/s, reached by the further tokens of a verification
-    )
+    # of the machine's peak FLOP/s, reached by the further tokens of a verification
+    peak_share: float
     # on top, per layer of a draft step in fp8, whose tokens have to be rounded
     fp8_layer_s: float = 0.0
     fp8_share: float = 1.0  # of the bandwidth of other steps, at which such a step reads weights
@@ -65,7 +66,7 @@ def _flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a cycle drafts."""
+    """Drafting of a cycle: the number of drafts, what they read, and how many are accepted."""
 
     tokens: int  # k; 0 is plain dense decoding
     schedule: SparsitySchedule  # what drafts read
@@ -93,19 +94,23 @@ def lossless_step(
     """
     if not drafting.tokens:
         return decode_step(shape, machine, lengths, None, overheads)
+
     length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
     plain = replace(overheads, lists_s=0.0, host_s=0.0)
-    copied, layer_s = _copied(shape, drafting.weights), cycle.draft_layer_s
+    copied = _copied(shape, drafting.weights)
+    layer_s = cycle.draft_layer_s
     if copied:
         copy_s = copied / (machine.read_bytes_s * overheads.read_fraction)
         layer_s += cycle.fp8_layer_s + copy_s * (1 / cycle.fp8_share - 1) / shape.layers
     graph = replace(plain, layer_s=layer_s, sparse_layer_s=0.0, row_s=0.0)
+
     # Read bytes alone shrink: products in fp8 are priced like those in 16 bits, and the scales are
     # left out.
     read = shape.weight_bytes - copied / shape.weights
     drafts = replace(shape, weight_bytes=read)
     parts = [decode_step(drafts, machine, length, drafting.schedule, graph)] * drafting.tokens
     parts.append(decode_step(shape, machine, length, None, plain))
+
     further = length.size * drafting.tokens
     given = drafting.tokens_per_cycle
     weight_s = sum(p.weight_s for p in parts) + _flops_s(shape, machine, further) / cycle.peak_share
@@ -113,24 +118,17 @@ def lossless_step(
     overhead_s = sum(p.overhead_s for p in parts)
     overhead_s += overheads.lists_s * length.size * given  # for each token that is output
     # The host is priced per token, as in dense steps: its work per cycle was not measured.
-    overhead_s += max(
-        0.0, overheads.host_s * length.size * given - overhead_s - weight_s - attention_s
+    host_s = overheads.host_s * length.size * given
+    overhead_s += max(0.0, host_s - overhead_s - weight_s - attention_s)
+    return StepCost(
+        weight_bytes=sum(p.weight_bytes for p in parts) / given,
+        kv_bytes=sum(p.kv_bytes for p in parts) / given,
+        landmark_bytes=sum(p.landmark_bytes for p in parts) / given,
+        overhead_s=overhead_s / given,
+        weight_s=weight_s / given,
+        attention_s=attention_s / given,
+        seconds=(overhead_s + weight_s + attention_s) / given,
     )
-    costs = (
-        np.array(
-            [
-                sum(p.weight_bytes for p in parts),
-                sum(p.kv_bytes for p in parts),
-                sum(p.landmark_bytes for p in parts),
-                overhead_s,
-                weight_s,
-                attention_s,
-                overhead_s + weight_s + attention_s,
-            ]
-        )
-        / given
-    )
-    return StepCost(*costs.tolist())
 
 
 def _copied(shape: ModelShape, draft_weights: DraftWeights) -> int:
@@ -191,10 +189,8 @@ def predict_lossless(
     if not 0 <= acceptance <= 1:
         raise ValueError(f"acceptance is {acceptance}, expected a probability in [0, 1]")
     final = np.atleast_1d(np.asarray(responses, dtype=np.int64))
-    batch, mean = (
-        max(1, round(dense.mean_batch)),
-        prompt + float(np.average(final, weights=final)) / 2,
-    )
+    batch = max(1, round(dense.mean_batch))
+    mean = prompt + float(np.average(final, weights=final)) / 2
     typical = [np.full(batch, max(1, int(mean * share))) for share in (0.5, 1.0, 1.5)]
 
     def cost(lengths: NDArray[np.int64], drafting: Drafting) -> StepCost:
@@ -245,16 +241,23 @@ def rows(lossy: Prediction, lossless: LosslessPrediction) -> list[tuple[str, str
 
 
 def verdict(lossy: Prediction, lossless: LosslessPrediction) -> str:
-    """Which mode to use, in one or two sentences."""
-    lossy_pays, lossless_pays = (x >= WORTHWHILE for x in (lossy.speedup, lossless.speedup))
+    """Recommend a mode, in one or two sentences."""
+    lossy_pays = lossy.speedup >= WORTHWHILE
+    lossless_pays = lossless.speedup >= WORTHWHILE
     both = f"{lossy.speedup:.2f}x lossy, {lossless.speedup:.2f}x lossless"
     if not lossy_pays and not lossless_pays:
         return f"Neither pays ({both}): decode densely. {_limit(lossy)}"
     if lossless.speedup >= lossy.speedup:
         return f"Lossless rollouts pay most ({both}), and leave nothing to correct."
     if not lossless_pays:
-        return f"Sparse rollouts pay and lossless ones do not ({both}); lossy needs a schedule that holds p5."
-    return f"Both pay ({both}): lossy gains more and needs a schedule that holds p5, lossless needs none."
+        return (
+            "Sparse rollouts pay and lossless ones do not "
+            f"({both}); lossy needs a schedule that holds p5."
+        )
+    return (
+        f"Both pay ({both}): lossy gains more and needs "
+        "a schedule that holds p5, lossless needs none."
+    )
 
 
 def _limit(lossy: Prediction) -> str:

@@ -1,7 +1,7 @@
-"""What a sparsity schedule gains: a byte-accurate roofline of decoding, predicted speed-ups.
+"""Predicted gain of a sparsity schedule: a byte-accurate roofline of decoding.
 
-Arithmetic on model shapes and machine figures; ``docs/cost.md`` says what is exact, what is fitted,
-what is assumed.
+This is arithmetic on model shapes and machine figures; ``docs/cost.md`` says what is exact, what is
+fitted and what is assumed.
 
 Shapes: B sequences.
 """
@@ -25,16 +25,17 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # of device memory, for weights and KV: gives the H200's known KV capacities within 4 %
 MEMORY_FRACTION = 0.85
 PREFILL_MFU = 0.5  # assumed share of the peak FLOP/s
-SCORE_MFU, UPDATE_MFU = (
-    0.24,
-    0.28,
-)  # of our trainer's log-probs and update, as measured by benchmarks/grpo_step.py
+# of our trainer's log-probs and update, as measured by benchmarks/grpo_step.py
+SCORE_MFU = 0.24
+UPDATE_MFU = 0.28
 CHUNK = 256  # decode steps priced at once, at their middle length
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a decode step of a dense decoder-only model reads and computes."""
+    """Sizes of a dense decoder-only model, from which follows what a decode step reads and
+    computes.
+    """
 
     name: str
     layers: int
@@ -60,8 +61,7 @@ class ModelShape:
         folder's path.
 
         Raises UnsupportedModel: mixture of experts, another architecture, a sliding window,
-        quantized weights.
-        ConfigError: no such file, or a field that is missing.
+        quantized weights. ConfigError: no such file, or a field that is missing.
         """
         if not isinstance(config, Mapping):
             path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
@@ -78,17 +78,20 @@ class ModelShape:
                 raise ConfigError(
                     f"{path} is not a model config ({error}); expected a JSON object"
                 ) from error
-        get, kind = config.get, config.get("model_type")
-        windowed = get("sliding_window", kind == "mistral") and get(
-            "use_sliding_window", kind == "mistral"
-        )
+
+        get = config.get
+        kind = config.get("model_type")
+        is_mistral = kind == "mistral"  # its window is on unless the config says otherwise
+        windowed = get("sliding_window", is_mistral) and get("use_sliding_window", is_mistral)
         windowed = bool(windowed or "sliding_attention" in (get("layer_types") or ()))
         quantized = bool(get("quantization_config"))
         if kind not in MODEL_TYPES or windowed or quantized:
             raise UnsupportedModel(
-                f"the cost model reads configs of {', '.join(MODEL_TYPES)} without sliding window or quantization, got "
-                f"model_type {kind!r}, {windowed=}, {quantized=}; describe this model with a ModelShape of your own"
+                f"the cost model reads configs of {', '.join(MODEL_TYPES)} without sliding window "
+                f"or quantization, got model_type {kind!r}, {windowed=}, {quantized=}; describe "
+                "this model with a ModelShape of your own"
             )
+
         sizes = (
             "hidden_size",
             "num_hidden_layers",
@@ -100,21 +103,27 @@ class ModelShape:
             value = get(key)
             if key in sizes and value is None:
                 raise ConfigError(f"the model config has no {key!r}; expected a whole config.json")
-            if value is not None and (
-                not isinstance(value, int) or isinstance(value, bool) or value < 1
-            ):
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and (not is_whole or value < 1):
                 raise ConfigError(
-                    f"the model config's {key!r} is {value!r}, but must be a whole number of at least 1"
+                    f"the model config's {key!r} is {value!r}, "
+                    "but must be a whole number of at least 1"
                 )
+
         hidden, layers, heads, mlp, vocab = (config[key] for key in sizes)
-        kv_heads, head_dim = get("num_key_value_heads") or heads, get("head_dim") or hidden // heads
+        kv_heads = get("num_key_value_heads") or heads
+        head_dim = get("head_dim") or hidden // heads
         qkv = (heads + 2 * kv_heads) * head_dim
         layer = hidden * (qkv + heads * head_dim + 3 * mlp + 2)  # projections, MLP, two norms
-        layer += qkv * (kind == "qwen2") + 2 * head_dim * (
-            kind == "qwen3"
-        )  # biases; norms of queries and keys
-        layer += (qkv + hidden) * bool(get("attention_bias"))
-        name, head = str(get("_name_or_path") or kind), vocab * hidden
+        if kind == "qwen2":
+            layer += qkv  # biases
+        if kind == "qwen3":
+            layer += 2 * head_dim  # norms of queries and keys
+        if get("attention_bias"):
+            layer += qkv + hidden
+
+        name = str(get("_name_or_path") or kind)
+        head = vocab * hidden
         embedding = 0 if get("tie_word_embeddings") else head
         weights = layers * layer + hidden + head
         context = get("max_position_embeddings")
@@ -173,7 +182,7 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a decode step costs beyond its bytes, as fitted by ``benchmarks/fit_roofline.py``."""
+    """Costs of a decode step beyond its bytes, as fitted by ``benchmarks/fit_roofline.py``."""
 
     layer_s: float = 0.0  # seconds per layer, whatever it reads
     sparse_layer_s: float = 0.0  # further seconds per layer that scores and selects pages
@@ -227,23 +236,21 @@ def decode_step(
         )
     schedule = schedule or SparsitySchedule.dense(dense_layers=())
     schedule.check_model(shape.layers, shape.kv_heads)
+
     read = schedule.tokens_read(length)
     partial = read < length
     sparse_layers = (shape.layers - len(set(schedule.dense_layers))) * bool(partial.any())
     bandwidth = machine.read_bytes_s * overheads.read_fraction
     key_bytes = shape.kv_heads * shape.head_dim * shape.kv_bytes
-    kv = (
-        2
-        * key_bytes
-        * float((shape.layers - sparse_layers) * length.sum() + sparse_layers * read.sum())
-    )
-    landmark_bytes = (
-        key_bytes if schedule.landmark_dtype == "auto" else shape.kv_heads * shape.head_dim
-    )
-    landmarks = landmark_bytes * float(
-        sparse_layers * (-(-length[partial] // schedule.page_size)).sum()
-    )
+    dense_layers = shape.layers - sparse_layers
+    kv = 2 * key_bytes * float(dense_layers * length.sum() + sparse_layers * read.sum())
+    landmark_bytes = key_bytes
+    if schedule.landmark_dtype != "auto":
+        landmark_bytes = shape.kv_heads * shape.head_dim
+    ranked_pages = (-(-length[partial] // schedule.page_size)).sum()
+    landmarks = landmark_bytes * float(sparse_layers * ranked_pages)
     weights = shape.weights * shape.weight_bytes
+
     overhead_s = overheads.layer_s * shape.layers + overheads.sparse_layer_s * sparse_layers
     overhead_s += (overheads.row_s + overheads.lists_s) * length.size
     weight_s = max(weights / bandwidth, 2 * shape.weights * length.size / machine.flops)
@@ -276,7 +283,10 @@ class RolloutEstimate:
     preemptions: int
 
     def __str__(self) -> str:
-        shares = f"{self.attention_s / self.seconds:.0%} attention, {self.drain_s / self.seconds:.0%} draining"
+        shares = (
+            f"{self.attention_s / self.seconds:.0%} attention, "
+            f"{self.drain_s / self.seconds:.0%} draining"
+        )
         speed = f"{self.tokens / self.seconds:,.0f} tokens/s, batch {self.mean_batch:.1f}"
         return f"{self.seconds:.1f} s, {speed}, {shares}"
 
@@ -296,11 +306,9 @@ def response_lengths(
 
 
 def kv_capacity(shape: ModelShape, machine: Machine) -> int:
-    """Tokens whose KV fits beside the weights."""
-    free = (
-        MEMORY_FRACTION * machine.memory_bytes
-        - (shape.weights + shape.embedding) * shape.weight_bytes
-    )
+    """The number of tokens whose KV fits in memory together with the weights."""
+    weight_bytes = (shape.weights + shape.embedding) * shape.weight_bytes
+    free = MEMORY_FRACTION * machine.memory_bytes - weight_bytes
     return max(0, int(free // (shape.kv_width * shape.kv_bytes)))
 
 
@@ -337,42 +345,59 @@ def simulate_rollout(
         raise ConfigError(
             f"{need}, which holds {capacity}; give a larger Machine or shorter responses"
         )
+
     waiting = deque((prompt, int(n)) for n in final)  # cached tokens, tokens still to come
-    length, left = np.empty(0, np.int64), np.empty(0, np.int64)  # the same for running responses
-    spent, prefilled, drain_s, steps, preemptions = np.zeros(3), 0, 0.0, 0, 0
+    # the same for running responses
+    length = np.empty(0, np.int64)
+    left = np.empty(0, np.int64)
+    spent = np.zeros(3)
+    prefilled = 0
+    drain_s = 0.0
+    steps = 0
+    preemptions = 0
+
     while waiting or left.size:
         while waiting and left.size < max_batch:
             if left.size and length.sum() + waiting[0][0] + CHUNK * (left.size + 1) > capacity:
                 break
             cached, more = waiting.popleft()
-            length, left, prefilled = (
-                np.append(length, cached),
-                np.append(left, more),
-                prefilled + cached,
-            )
+            length = np.append(length, cached)
+            left = np.append(left, more)
+            prefilled += cached
+
         advance = int(min(left.min(), CHUNK, (capacity - length.sum()) // left.size))
         if advance < 1:
             waiting.appendleft((int(length[-1]), int(left[-1])))
-            length, left, preemptions = length[:-1], left[:-1], preemptions + 1
+            length = length[:-1]
+            left = left[:-1]
+            preemptions += 1
             continue
+
         middle = length + (advance + 1) // 2
         step = price(middle) if price else decode_step(shape, machine, middle, schedule, overheads)
         spent += advance * np.array([step.overhead_s, step.weight_s, step.attention_s])
         drain_s = 0.0 if waiting else drain_s + advance * step.seconds
-        length, left, steps = length + advance, left - advance, steps + advance
-        length, left = length[left > 0], left[left > 0]
+        length = length + advance
+        left = left - advance
+        steps += advance
+        length = length[left > 0]
+        left = left[left > 0]
+
     overhead_s, weight_s, attention_s = spent.tolist()
     prefill_s = 2 * shape.weights * prefilled / (PREFILL_MFU * machine.flops)
-    total, n = overhead_s + weight_s + attention_s + prefill_s, int(final.sum())
+    total = overhead_s + weight_s + attention_s + prefill_s
+    n = int(final.sum())
     return RolloutEstimate(
         overhead_s, weight_s, attention_s, prefill_s, total, drain_s, n, n / steps, preemptions
     )
 
 
 def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tuple[float, float]:
-    """Seconds of the log-probs (a forward pass) and of the update (two forward passes and a
-    backward, which counts as two) over sequences of ``totals`` tokens. A pass is priced by the
-    weights and causal attention (half the square)."""
+    """Seconds of the log-probs and of the update over sequences of ``totals`` tokens.
+
+    The log-probs are a forward pass; the update is two forward passes and a backward pass, which
+    counts as two. A pass is priced by the weights and causal attention (half the square).
+    """
     total = np.asarray(totals, dtype=np.float64)
     attention = shape.kv_width * shape.heads / shape.kv_heads
     forward = float(2 * shape.weights * total.sum() + attention * (total**2).sum())
@@ -408,15 +433,12 @@ def predict(
     by its FLOPs.
     """
     batching = (prompt, max_batch, overheads)
-    dense, sparse = (
-        simulate_rollout(shape, machine, responses, kind, *batching) for kind in (None, schedule)
-    )
+    dense = simulate_rollout(shape, machine, responses, None, *batching)
+    sparse = simulate_rollout(shape, machine, responses, schedule, *batching)
     if rollout_share is None:
         train_s = sum(train_seconds(shape, machine, prompt + np.asarray(responses)))
     else:
         train_s = dense.seconds * (1 / rollout_share - 1)
-    speedup, step_speedup = (
-        dense.seconds / sparse.seconds,
-        (dense.seconds + train_s) / (sparse.seconds + train_s),
-    )
+    speedup = dense.seconds / sparse.seconds
+    step_speedup = (dense.seconds + train_s) / (sparse.seconds + train_s)
     return Prediction(dense, sparse, train_s, speedup, step_speedup)

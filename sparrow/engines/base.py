@@ -17,7 +17,7 @@ from sparrow.schedule import SparsitySchedule
 
 @dataclass(frozen=True)
 class Counters:
-    """What an engine has done since it was started or ``counters`` was last called.
+    """Counts of an engine's work since it was started or ``counters`` was last called.
 
     The fields from ``drafted`` on are about lossless decoding only; a cycle is one verification of
     one sequence.
@@ -37,7 +37,7 @@ class Counters:
     # acceptance of what ``meter_schedule`` would have sampled in place of first drafts, on a sample
     # of cycles
     metered: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
-    # what an engine chose that adapts its drafts, in the order of its steps: how many tokens to
+    # choices of an engine that adapts its drafts, in the order of its steps: how many tokens to
     # draft, what drafts read in multiples of their schedule, and for how many steps
     choices: tuple[tuple[int, float, int], ...] = field(default=(), compare=False)
 
@@ -46,7 +46,7 @@ class Counters:
 
     @property
     def read_fraction(self) -> float:
-        """Tokens read, as a share of what a dense actor would have read; 0 before the first step."""
+        """Tokens read, as a share of those that a dense actor reads; 0 before the first step."""
         return self.tokens_read / max(self.tokens_held, 1)
 
     @property
@@ -72,9 +72,8 @@ class Counters:
         }
         if self.cycles:
             names = ("drafted", "accepted", "cycles", "tokens_per_cycle", "drafts_per_token")
-            metrics["drafts"] = {name: getattr(self, name) for name in names} | _plain(
-                self.acceptance
-            )
+            metrics["drafts"] = {name: getattr(self, name) for name in names}
+            metrics["drafts"] |= _plain(self.acceptance)
             if self.metered.drafts:
                 metrics["drafts"]["metered"] = _plain(self.metered)
             if self.choices:
@@ -93,12 +92,12 @@ def _plain(alpha: DraftAcceptance) -> dict[str, Any]:
 
 
 def total(parts: Sequence[Counters]) -> Counters:
-    """What several engines have done together."""
+    """Add the counts of several engines."""
     return sum(parts[1:], start=parts[0])
 
 
 class Engine(Protocol):
-    """Samples with the actor. Implementations: ``hf.HFEngine``, ``vllm.VLLMEngine``,
+    """A sampler with the actor. Implementations: ``hf.HFEngine``, ``vllm.VLLMEngine``,
     ``vllm.VLLMServer``.
     """
 
@@ -115,11 +114,11 @@ class Engine(Protocol):
         """Decode under another schedule from the next ``generate`` on."""
 
     def counters(self) -> Counters:
-        """What the engine has done since the last call."""
+        """The counts since the last call."""
 
     def sleep(self) -> None:
-        """Give up the accelerator's memory until ``wake``; does nothing where the engine has none
-        of its own.
+        """Give up the accelerator's memory until ``wake``; does nothing where the engine holds
+        none.
         """
         return
 
@@ -160,34 +159,38 @@ class DraftReplayer(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores what was sampled, under any schedule. Implementation: ``hf.HFEngine``; vLLM cannot do
-    this.
+    """A scorer of sampled tokens under any schedule. Implementation: ``hf.HFEngine``; vLLM cannot
+    do this.
     """
 
     def score(
         self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float
     ) -> list[Scores]:
-        """Teacher-forced log-probs of the rollouts under ``schedule`` (``dense()`` for the policy)."""
+        """Compute teacher-forced log-probs of the rollouts under ``schedule`` (``dense()`` for the
+        policy).
+        """
 
 
 class Ranker(Protocol):
-    """Ranks sampled tokens in the dense model's distributions. Implementation: ``hf.HFEngine``."""
+    """A ranker of sampled tokens in the dense model's distributions. Implementation:
+    ``hf.HFEngine``.
+    """
 
     def rank(
         self, rollouts: Sequence[Rollout], sampling: Sampling, common: float
     ) -> list[Standing]:
-        """Teacher-forced and dense, at the temperature, top-k and top-p of ``sampling``; tokens of
-        at least the probability ``common`` count as common.
+        """Rank by a dense teacher-forced pass at the temperature, top-k and top-p of ``sampling``;
+        tokens of at least the probability ``common`` count as common.
         """
 
 
 class ListScorer(Protocol):
-    """Lists the dense model's likeliest tokens. Implementations: ``vllm.stock.StockEngine``,
-    ``vllm.stock.StockServer``.
+    """A source of lists of the dense model's likeliest tokens. Implementations:
+    ``vllm.stock.StockEngine``, ``vllm.stock.StockServer``.
     """
 
     def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
-        """By a prefill of prompt and response, in which nothing is drafted."""
+        """List them by a prefill of prompt and response, in which nothing is drafted."""
 
     def close(self) -> None:
         """Free everything."""

@@ -69,8 +69,7 @@ class HFEngine(Engine, Scorer, Ranker):
     allowed. ``token_budget`` padded tokens are scored together, under autocast to the dtype
     ``autocast`` if one is given.
 
-    Raises UnsupportedModel, ConfigError: see ``set_schedule``; or drafts are to have weights of
-    their own.
+    Raises UnsupportedModel, ConfigError: see ``set_schedule``; or drafts are to have other weights.
     """
 
     def __init__(
@@ -90,21 +89,21 @@ class HFEngine(Engine, Scorer, Ranker):
         self._attention_layers = attention_layers(config)
         if self.decoding.verifies and len(self._attention_layers) < config.num_hidden_layers:
             raise UnsupportedModel(
-                f"{type(model).__name__} has linear layers, whose state cannot forget a rejected draft; take mode "
-                "dense or lossy, or a model with attention in every layer"
+                f"{type(model).__name__} has linear layers, whose state cannot forget a rejected "
+                "draft; take mode dense or lossy, or a model with attention in every layer"
             )
         if self.decoding.draft_weights != "auto":
             raise ConfigError(
-                f"draft_weights is {self.decoding.draft_weights!r}, but transformers drafts with the model's own "
-                "weights; leave draft_weights out, or take the engine vllm"
+                f"draft_weights is {self.decoding.draft_weights!r}, but transformers drafts with "
+                "the model's own weights; leave draft_weights out, or take the engine vllm"
             )
+
         self._eos = torch.tensor(list(eos_ids), device=model.device)
         self._autocast = autocast
         self._counters = Counters(0, 0)
         self._verified_up_to = math.inf
-        self._scorer = TokenScorer(
-            model
-        )  # before routing: a model that it refuses is left as it was
+        # This comes before routing, so that a model that it refuses is left as it was.
+        self._scorer = TokenScorer(model)
         actor = actor_of(model)
         self._schedule_before = actor.schedule if actor is not None and actor.routed else None
         set_schedule(model, self.schedule)
@@ -121,7 +120,8 @@ class HFEngine(Engine, Scorer, Ranker):
         """
         if self.decoding.meter_schedule is not None:
             raise ConfigError(
-                "meter_schedule is measured by vLLM alone; leave it out, or sample with --engine vllm"
+                "meter_schedule is measured by vLLM alone; "
+                "leave it out, or sample with --engine vllm"
             )
         sampling.check(prompts, self.model.config.get_text_config().max_position_embeddings)
         order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
@@ -141,13 +141,16 @@ class HFEngine(Engine, Scorer, Ranker):
     def _decode(
         self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int]
     ) -> list[Rollout]:
-        B, steps = len(prompts), sampling.max_new_tokens
+        B = len(prompts)
+        steps = sampling.max_new_tokens
         shape = Shape(sampling.temperature, sampling.top_k, sampling.top_p)
         uniform = self._uniform(seeds, sampling).to(self.model.device)
         responses = Responses(
             B, sampling, self.model.config.get_text_config().vocab_size, self._eos.cpu()
         )
-        calls, sparse_steps = sparse_calls(self.model), 0
+        calls = sparse_calls(self.model)
+        sparse_steps = 0
+
         max_tokens_B = torch.full((B,), steps)
         if self.decoding.mode == "auto":
             responses.verified = self._to_verify(prompts, steps)
@@ -182,29 +185,30 @@ class HFEngine(Engine, Scorer, Ranker):
             [*prompts[b], *responses.tokens[b, : responses.length[b]].tolist()]
             for b in rows.tolist()
         ]
-        longest, sparse_steps = max(map(len, contexts)), 0
-        ids = torch.tensor([[0] * (longest - len(t)) + t for t in contexts], device=device)
-        sequences = CachedSequences(
-            self.model, torch.tensor([longest - len(t) for t in contexts], device=device)
-        )
+        longest = max(map(len, contexts))
+        padding = [longest - len(context) for context in contexts]
+        padded = [[0] * p + context for p, context in zip(padding, contexts, strict=True)]
+        ids = torch.tensor(padded, device=device)
+        sequences = CachedSequences(self.model, torch.tensor(padding, device=device))
         logits = sequences.read(ids, logits_to_keep=1)
-        cycle = _sampled(
-            logits, shape, uniform[2, rows.to(device), responses.length[rows].to(device)][:, None]
-        )
+        numbers = uniform[2, rows.to(device), responses.length[rows].to(device)]
+        cycle = _sampled(logits, shape, numbers[:, None])
         active = responses.append(rows, cycle, limit_B)
+
+        sparse_steps = 0
         while len(active):
             last_token = cycle.tokens.gather(1, cycle.count[:, None] - 1)[:, 0][active]
             if len(active) < len(rows):
                 sequences.select(active)
                 rows = rows[active.cpu()]
-            length, remaining = (
-                responses.length[rows].to(device),
-                (limit_B - responses.length)[rows].to(device),
-            )
+
+            length = responses.length[rows].to(device)
+            remaining = (limit_B - responses.length)[rows].to(device)
             cached = sequences.lengths
             drafts = (remaining - 1).clamp(max=self.decoding.draft_tokens if drafting else 0)
             position = length[:, None] + torch.arange(int(drafts.max()) + 1, device=device)
             numbers = uniform[:, rows.to(device)[:, None], position.clamp(max=uniform.shape[2] - 1)]
+
             if drafting:
                 cycle = speculate(
                     sequences, last_token, drafts, shape, numbers, self.decoding.drafter_invariant
@@ -218,7 +222,9 @@ class HFEngine(Engine, Scorer, Ranker):
         return sparse_steps
 
     def _to_verify(self, prompts: list[Sequence[int]], steps: int) -> Tensor:
-        """In ``mode=auto``: how many leading tokens of each response are verified, int64 ``[B]``."""
+        """The number of leading tokens of each response that are verified in mode auto, int64
+        ``[B]``.
+        """
         lengths = np.array([len(p) for p in prompts])[:, None] + np.arange(steps)
         return torch.from_numpy((self.schedule.page_end(lengths) < self._verified_up_to).sum(1))
 
@@ -233,12 +239,12 @@ class HFEngine(Engine, Scorer, Ranker):
         if sampling.temperature == 0 or not self.decoding.verifies:
             drawn = torch.stack([_uniform(sampling.max_new_tokens, seed) for seed in seeds])
             return drawn.expand(3, -1, -1)
-        streams = [[derived_seed(seed, 0), derived_seed(seed, 1), seed] for seed in seeds]
-        numbers = [
-            torch.stack([_uniform(sampling.max_new_tokens, stream) for stream in row])
-            for row in streams
-        ]
-        return torch.stack(numbers, 1)
+
+        def three_rows(seed: int) -> Tensor:
+            streams = (derived_seed(seed, 0), derived_seed(seed, 1), seed)
+            return torch.stack([_uniform(sampling.max_new_tokens, stream) for stream in streams])
+
+        return torch.stack([three_rows(seed) for seed in seeds], 1)
 
     def unread(
         self, rollouts: Sequence[Rollout], layout: SparsitySchedule, pages: Sequence[int]
@@ -255,12 +261,9 @@ class HFEngine(Engine, Scorer, Ranker):
                 [*rollout.prompt_ids, *rollout.response_ids.tolist()], device=self.model.device
             )
             first = len(rollout.prompt_ids)
-            position = (
-                torch.linspace(first, len(ids) - 1, min(LOOKED_AT, len(rollout)))
-                .round()
-                .long()
-                .to(ids.device)
-            )
+            count = min(LOOKED_AT, len(rollout))
+            spread = torch.linspace(first, len(ids) - 1, count)
+            position = spread.round().long().to(ids.device)
             with self._inference():
                 found = unread(self.model, ids, position, PageLayout(**layout.page_layout), pages)
             of_each.append(found.double().cpu().numpy())
@@ -275,14 +278,12 @@ class HFEngine(Engine, Scorer, Ranker):
         for rows in micro_batches(lengths, self.token_budget):
             batch_rollouts = [rollouts[i] for i in rows]
             batch = Batch.of(batch_rollouts, self.model.device, with_top=True)
-            sparse = (
-                contextlib.nullcontext()
-                if schedule.is_dense
-                else teacher_forced(self.model, batch.prompt_lengths, schedule)
-            )
+            sparse: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+            if not schedule.is_dense:
+                sparse = teacher_forced(self.model, batch.prompt_lengths, schedule)
             with self._inference(), sparse:
                 result = self._scorer(batch, temperature)
-            parts = (split(x.cpu().numpy(), [len(r) for r in batch_rollouts]) for x in result)
+            parts = _by_response(result, batch_rollouts)
             scores.update((i, Scores(*part)) for i, *part in zip(rows, *parts, strict=True))
         return [scores[i] for i in range(len(rollouts))]
 
@@ -300,7 +301,7 @@ class HFEngine(Engine, Scorer, Ranker):
                 result = self._scorer.over_logits(
                     batch, partial(standing, shape=shape, common=common)
                 )
-            parts = (split(x.cpu().numpy(), [len(r) for r in batch_rollouts]) for x in result)
+            parts = _by_response(result, batch_rollouts)
             found.update((i, Standing(*part)) for i, *part in zip(rows, *parts, strict=True))
         return [found[i] for i in range(len(rollouts))]
 
@@ -316,7 +317,8 @@ class HFEngine(Engine, Scorer, Ranker):
                     tuple(parameters[name].shape) if name in parameters else "no such parameter"
                 )
                 raise ConfigError(
-                    f"cannot update {name!r} with shape {tuple(tensor.shape)}: the engine has {expected}"
+                    f"cannot update {name!r} with shape "
+                    f"{tuple(tensor.shape)}: the engine has {expected}"
                 )
             if parameters[name].data_ptr() != tensor.data_ptr():
                 parameters[name].data.copy_(tensor)
@@ -334,16 +336,18 @@ class HFEngine(Engine, Scorer, Ranker):
         """
         if self.decoding.mode != "auto":
             raise ConfigError(
-                f"the engine was started in mode {self.decoding.mode!r}, and only mode auto stops verifying"
+                f"the engine was started in mode {self.decoding.mode!r}, "
+                "and only mode auto stops verifying"
             )
         self._verified_up_to = length
 
     def counters(self) -> Counters:
-        counters, self._counters = self._counters, Counters(0, 0)
+        counters = self._counters
+        self._counters = Counters(0, 0)
         return counters
 
     def close(self) -> None:
-        """See ``Engine.close``: the model computes the attention again that it had before this
+        """See ``Engine.close``: the model again computes the attention that it had before this
         engine.
         """
         if self._schedule_before is None:
@@ -364,9 +368,9 @@ class HFEngine(Engine, Scorer, Ranker):
         calls = sparse_calls(self.model) - calls_before
         if calls != expected:
             raise UnsupportedModel(
-                f"{type(self.model).__name__} made {calls} sparse attention calls in {sparse_steps} decode steps where "
-                f"{expected} were due; its attention implementation is {self.model.config._attn_implementation!r}, "
-                f"expected {NAME!r}"
+                f"{type(self.model).__name__} made {calls} sparse attention calls in "
+                f"{sparse_steps} decode steps where {expected} were due; its attention "
+                f"implementation is {self.model.config._attn_implementation!r}, expected {NAME!r}"
             )
 
     def _count(self, length: Tensor, drafts: Tensor, cycle: Cycle, lossless: bool) -> None:
@@ -379,20 +383,20 @@ class HFEngine(Engine, Scorer, Ranker):
         offset = np.arange(cycle.tokens.shape[1])
         at_BT = length_B[:, None] + offset
         sparse_at = at_BT[offset < drafts_B[:, None]] if lossless else length_B
-        tokens_read = (
-            dense * sparse_at.sum()
-            + (num_layers - dense) * self.schedule.tokens_read(sparse_at).sum()
-        )
+        by_dense_layers = dense * sparse_at.sum()
+        by_sparse_layers = (num_layers - dense) * self.schedule.tokens_read(sparse_at).sum()
         self._counters += Counters(
-            round(float(tokens_read)), num_layers * int(at_BT[offset < count_B[:, None]].sum())
+            tokens_read=round(float(by_dense_layers + by_sparse_layers)),
+            tokens_held=num_layers * int(at_BT[offset < count_B[:, None]].sum()),
         )
+
         if lossless:
             alpha_Bk = cycle.acceptance.cpu().numpy()
             looked_at = ~np.isnan(alpha_Bk)
             position = self.schedule.page_end(at_BT[:, :-1][looked_at])
             self._counters += Counters(
-                tokens_read=num_layers
-                * int((length_B + drafts_B).sum()),  # once for all verified tokens
+                # once for all verified tokens
+                tokens_read=num_layers * int((length_B + drafts_B).sum()),
                 tokens_held=0,
                 drafted=int(drafts_B.sum()),
                 accepted=int((count_B - 1).sum()),
@@ -401,6 +405,12 @@ class HFEngine(Engine, Scorer, Ranker):
                     alpha_Bk[looked_at], position, self.schedule.bin_tokens
                 ),
             )
+
+
+def _by_response(tensors: Iterable[Tensor], rollouts: Sequence[Rollout]) -> list[list[Any]]:
+    """Each tensor, of all response tokens end to end, in one array per response."""
+    lengths = [len(rollout) for rollout in rollouts]
+    return [split(x.cpu().numpy(), lengths) for x in tensors]
 
 
 def _sampled(logits: Tensor, shape: Shape, uniform: Tensor) -> Cycle:
@@ -427,9 +437,8 @@ def load_model(
     """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     path = _find(name, "model")
-    load: Any = (
-        AutoModelForCausalLM.from_pretrained
-    )  # its declared type lacks the second value that it returns here
+    # The declared type lacks the second value that is returned here.
+    load: Any = AutoModelForCausalLM.from_pretrained
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model, loading_info = load(
@@ -439,23 +448,25 @@ def load_model(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except (
-        Exception
-    ) as error:  # transformers, safetensors, tokenizers and the hub raise many unrelated types
+    except Exception as error:
+        # transformers, safetensors, tokenizers and the hub raise many unrelated types.
         raise ConfigError(
-            f"cannot load model {name!r} ({_reason(error)}); give the path of a whole local checkpoint folder, or "
-            "a hub name with the hub in reach"
+            f"cannot load model {name!r} ({_reason(error)}); give the path of a whole local "
+            "checkpoint folder, or a hub name with the hub in reach"
         ) from error
-    # Weights that transformers would fill with random numbers.
+
+    # transformers would fill such weights with random numbers.
     if mismatched := sorted(loading_info["mismatched_keys"]):
         key, stored, expected = mismatched[0]
         raise ConfigError(
-            f"cannot load model {name!r}: {key} has shape {tuple(stored)} in its weights and {tuple(expected)} by its "
-            f"config.json ({len(mismatched)} weights differ); give weights and config of the same model"
+            f"cannot load model {name!r}: {key} has shape {tuple(stored)} in its weights and "
+            f"{tuple(expected)} by its config.json ({len(mismatched)} weights differ); give "
+            "weights and config of the same model"
         )
     if missing := sorted(loading_info["missing_keys"]):
         raise ConfigError(
-            f"cannot load model {name!r}: {missing[0]} and {len(missing) - 1} more weights are missing"
+            f"cannot load model {name!r}: {missing[0]} and "
+            f"{len(missing) - 1} more weights are missing"
         )
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ConfigError(
@@ -496,7 +507,8 @@ def _find(name: str, what: str) -> str:
         or (rest and os.path.isdir(first))
     ):
         raise ConfigError(
-            f"cannot load {what} {name!r}: there is no such file or folder; check the path, or give a hub name"
+            f"cannot load {what} {name!r}: there is no such "
+            "file or folder; check the path, or give a hub name"
         )
     return name
 

@@ -18,13 +18,13 @@ class Responses:
     """The responses of a batch while they grow; T is the longest response allowed."""
 
     def __init__(self, B: int, sampling: Sampling, vocabulary: int, eos: Tensor) -> None:
-        T, n = sampling.max_new_tokens, min(sampling.top_n, vocabulary)
+        T = sampling.max_new_tokens
+        n = min(sampling.top_n, vocabulary)
         self.eos = eos
-        self.tokens, self.logprobs = torch.zeros(B, T, dtype=torch.long), torch.zeros(B, T)
-        self.top_ids, self.top_logprobs = (
-            torch.zeros(B, T, n, dtype=torch.int32),
-            torch.zeros(B, T, n),
-        )
+        self.tokens = torch.zeros(B, T, dtype=torch.long)
+        self.logprobs = torch.zeros(B, T)
+        self.top_ids = torch.zeros(B, T, n, dtype=torch.int32)
+        self.top_logprobs = torch.zeros(B, T, n)
         self.acceptance = torch.full((B, T), torch.nan)
         self.cycle_place = torch.full((B, T), -1)
         self.length = torch.zeros(B, dtype=torch.long)
@@ -46,23 +46,24 @@ class Responses:
         ``drafts``: int64, how many tokens each row drafted; without drafts, tokens have no place.
         """
         n = self.top_logprobs.shape[2]
-        tokens, count = cycle.tokens.cpu(), cycle.count.cpu()
+        tokens = cycle.tokens.cpu()
+        count = cycle.count.cpu()
         position = torch.arange(tokens.shape[1])
         ends = torch.isin(tokens, self.eos) & (position < count[:, None])
         stopped = ends.any(1)
         count = torch.where(stopped, ends.int().argmax(1) + 1, count)
+
         b, i = (position < count[:, None]).nonzero(as_tuple=True)
         target = rows[b], self.length[rows[b]] + i
         log_p = cycle.log_p[b.to(cycle.log_p.device), i.to(cycle.log_p.device)]
         best = log_p.topk(n, dim=-1)
+
         self.tokens[target] = tokens[b, i]
         if drafts is not None:
             self.cycle_place[target] = torch.where(drafts.cpu()[b] > 0, i, -1)
         self.logprobs[target] = log_p.cpu().gather(-1, tokens[b, i][:, None])[:, 0]
-        self.top_ids[target], self.top_logprobs[target] = (
-            best.indices.int().cpu(),
-            best.values.cpu(),
-        )
+        self.top_ids[target] = best.indices.int().cpu()
+        self.top_logprobs[target] = best.values.cpu()
         alpha = torch.cat([cycle.acceptance.cpu(), torch.full((len(rows), 1), torch.nan)], 1)
         self.acceptance[target] = alpha[b, i]
         self.length[rows] += count
@@ -87,7 +88,6 @@ class Responses:
     def _verification(self, b: int, length: int) -> Verification | None:
         if self.verified is None:
             return None
-        tokens = min(
-            length, int(self.verified[b]) + 1
-        )  # the first token after a prefill is the policy's too
+        # The first token after a prefill is the policy's too.
+        tokens = min(length, int(self.verified[b]) + 1)
         return Verification(tokens, self.acceptance[b, :tokens].numpy())

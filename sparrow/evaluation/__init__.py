@@ -1,1 +1,1 @@
-"""How good answers are: ``scores`` of rewards, and ``benchmark``, which samples and judges them."""
+"""Evaluation of answers: ``scores`` of rewards, and ``benchmark``, which samples and judges."""

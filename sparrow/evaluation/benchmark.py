@@ -1,4 +1,4 @@
-"""Benchmarks: sample a model k times on every problem, keep the samples, and tabulate the scores."""
+"""Benchmarks: sample a model k times on every problem, keep the samples, tabulate the scores."""
 
 from __future__ import annotations
 
@@ -118,9 +118,12 @@ def run_benchmark(
     number seed it. So a call with fewer problems or responses reuses part of the file, one with
     more adds to it, and an interrupted evaluation continues.
 
-    Args: engine, tokenizer, problems, sampling, k: ``k`` responses to every problem. folder: where
-        samples are kept. benchmark, schedule: their names in the table. source: what produced the
-        samples, in JSON types: model, weights (``weights_digest``), engine, schedule.
+    Args:
+        engine, tokenizer, problems, sampling, k: ``k`` responses to every problem.
+        folder: the folder that samples are kept in.
+        benchmark, schedule: their names in the table.
+        source: the origin of the samples, in JSON types: model, weights (``weights_digest``),
+            engine, schedule.
     """
     folder.mkdir(parents=True, exist_ok=True)
     key = {
@@ -129,8 +132,9 @@ def run_benchmark(
         "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_new_tokens,
         "seed": sampling.seed,
-        **({"top_k": sampling.top_k, "top_p": sampling.top_p} if sampling.truncated else {}),
     }
+    if sampling.truncated:
+        key |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
     slug = "".join(c if c.isalnum() or c in "-._" else "_" for c in f"{schedule}-{benchmark}")[:80]
     path = folder / f"{slug}-{_digest(json.dumps(key, sort_keys=True))}.jsonl"
     path.with_suffix(".json").write_text(json.dumps(key, indent=1), encoding="utf-8")
@@ -139,15 +143,19 @@ def run_benchmark(
         (i, p.id, _digest(str(encode(tokenizer, p.prompt, p.rendered))))
         for i, p in enumerate(problems)
     ]
-    missing = [
-        i for i, name in enumerate(names) if not all((*name, n) in samples for n in range(k))
-    ]
+
+    def is_complete(name: tuple[int, str, str]) -> bool:
+        return all((*name, n) in samples for n in range(k))
+
+    missing = [i for i, name in enumerate(names) if not is_complete(name)]
+
     for begin in range(0, len(missing), CHUNK):
         asked = [(i, n) for i in missing[begin : begin + CHUNK] for n in range(k)]
         began = time.perf_counter()
         rollouts = sample(engine, tokenizer, problems, asked, sampling)
         seconds = (time.perf_counter() - began) / len(asked)
         texts, rewards = judge(tokenizer, [problems[i] for i, _ in asked], rollouts)
+
         new = []
         for (i, n), rollout, text, reward in zip(asked, rollouts, texts, rewards, strict=True):
             new.append(
@@ -169,15 +177,28 @@ def run_benchmark(
             file.flush()
             os.fsync(file.fileno())
         samples |= {_name_of(row): row for row in new}
-    groups = [[samples[(*name, n)] for n in range(k)] for name in names]
-    rewards_Nk = [[row["reward"] for row in group] for group in groups]
-    majority = majority_at_k(rewards_Nk, [[row["answer"] for row in group] for group in groups])
-    scores = mean_at_k(rewards_Nk), pass_at_k(rewards_Nk, k), majority
-    tokens = sum(row["tokens"] for group in groups for row in group)
-    seconds = sum(row.get("seconds", math.nan) for group in groups for row in group)
+
+    rows = [samples[(*name, n)] for name in names for n in range(k)]
+    rewards_Nk = _by_problem([row["reward"] for row in rows], k)
+    answers_Nk = _by_problem([row["answer"] for row in rows], k)
+    tokens = sum(row["tokens"] for row in rows)
+    seconds = sum(row.get("seconds", math.nan) for row in rows)
     return BenchmarkResult(
-        benchmark, schedule, len(groups), k, *scores, tokens / (len(groups) * k), tokens / seconds
+        benchmark,
+        schedule,
+        len(problems),
+        k,
+        mean_at_k(rewards_Nk),
+        pass_at_k(rewards_Nk, k),
+        majority_at_k(rewards_Nk, answers_Nk),
+        tokens / len(rows),
+        tokens / seconds,
     )
+
+
+def _by_problem(values: list[Any], k: int) -> list[list[Any]]:
+    """Values of all responses, ``k`` per problem, in one list per problem."""
+    return [values[begin : begin + k] for begin in range(0, len(values), k)]
 
 
 @torch.no_grad()
@@ -186,15 +207,10 @@ def weights_digest(model: nn.Module) -> str:
     integers.
     """
     whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [
-        (
-            name,
-            list(p.shape),
-            str(p.dtype),
-            int(p.detach().view(whole_numbers[p.element_size()]).sum(dtype=torch.int64)),
-        )
-        for name, p in model.named_parameters()
-    ]
+    sums = []
+    for name, p in model.named_parameters():
+        bits = p.detach().view(whole_numbers[p.element_size()])
+        sums.append((name, list(p.shape), str(p.dtype), int(bits.sum(dtype=torch.int64))))
     return _digest(json.dumps(sums))
 
 

@@ -44,10 +44,9 @@ def pass_at_k(rewards_Nk: ArrayLike, k: int) -> Score:
     n = rewards.shape[1]
     if not 1 <= k <= n:
         raise ValueError(f"pass@k needs 1 <= k <= {n} responses per problem, got k={k}")
-    right = (rewards >= 1).sum(1)
-    return _over_problems(
-        np.array([1 - math.comb(n - c, k) / math.comb(n, k) for c in right.tolist()])
-    )
+    right = (rewards >= 1).sum(1).tolist()
+    passed = [1 - math.comb(n - c, k) / math.comb(n, k) for c in right]
+    return _over_problems(np.array(passed))
 
 
 def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]) -> Score:
@@ -59,7 +58,8 @@ def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]
     rewards = _rewards(rewards_Nk)
     if [len(a) for a in answers] != [rewards.shape[1]] * len(rewards):
         raise ValueError(
-            f"majority needs one answer per reward, {rewards.shape}, got {[len(a) for a in answers]}"
+            f"majority needs one answer per reward, {rewards.shape}, got "
+            f"{[len(a) for a in answers]}"
         )
     won = []
     for reward, given in zip(rewards, answers, strict=True):
@@ -68,10 +68,10 @@ def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]
         winners = [answer for answer, count in votes.items() if count == most]
         # Equal answers may get different rewards (a wrong format): take the mean reward of the
         # responses that gave one.
-        means = [
-            np.mean([r for r, a in zip(reward, given, strict=True) if a == winner])
-            for winner in winners
-        ]
+        means = []
+        for winner in winners:
+            of_winner = [r for r, a in zip(reward, given, strict=True) if a == winner]
+            means.append(np.mean(of_winner))
         won.append(float(np.mean(means)) if means else 0.0)
     return _over_problems(np.array(won))
 
@@ -94,5 +94,6 @@ def _over_problems(values: np.ndarray) -> Score:
         # Resampling equal values tells nothing. Up to this share of all problems, with 97.5 %
         # confidence, may be of a kind that was not drawn, and score 0 or 1.
         unseen = 1 - 0.025 ** (1 / len(values))
-        low, high = value * (1 - unseen), value + (1 - value) * unseen
+        low = value * (1 - unseen)
+        high = value + (1 - value) * unseen
     return Score(float(values.mean()), float(low), float(high))

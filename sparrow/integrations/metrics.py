@@ -1,11 +1,13 @@
-"""What the adapters log beside ``sparrow.mismatch.mismatch_metrics``, under the same names in every
-trainer.
+"""Metrics that the adapters log in addition to ``sparrow.mismatch.mismatch_metrics``, under the
+same names in every trainer.
 
 All values cover the time since the last log; ``sparrow/drafts/*`` is there in lossless mode only:
 
-sparrow/tokens_read              share of the cached tokens that decode steps have read; above 1 if drafts do not pay
+sparrow/tokens_read              share of the cached tokens that decode steps have read; above 1 if
+                                 drafts do not pay
 sparrow/drafts/accepted          share of the drafted tokens that verification kept
-sparrow/drafts/tokens_per_cycle  tokens that one verification of a sequence gave: accepted drafts and one more
+sparrow/drafts/tokens_per_cycle  tokens that one verification of a sequence gave: accepted drafts
+                                 and one more
 sparrow/drafts/acceptance        mean acceptance of the drafts that verification looked at, exact
 sparrow/drafts/p5                its 5th percentile
 sparrow/drafts/p5/START-END      the p5 of one length bin
@@ -15,8 +17,10 @@ from sparrow.engines.base import Counters
 
 
 def counter_metrics(counters: Counters) -> dict[str, float]:
-    """What vLLM's workers counted, as flat scalars; nothing if none of them decoded."""
-    metrics = {"sparrow/tokens_read": counters.read_fraction} if counters.tokens_held else {}
+    """Counts of vLLM's workers as flat scalars; none if no worker decoded."""
+    metrics = {}
+    if counters.tokens_held:
+        metrics["sparrow/tokens_read"] = counters.read_fraction
     if counters.drafted:
         metrics["sparrow/drafts/accepted"] = counters.accepted / counters.drafted
     if counters.cycles:

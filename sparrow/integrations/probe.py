@@ -49,8 +49,10 @@ class Probe:
     trainer's logger.
 
         probe = Probe(["http://10.0.0.1:8000"])
-        logger.log(probe.counted(), step)  # at every step: costs a request or two
-        logger.log(probe.measured(prompts, max_new_tokens=16384), step)  # now and then: as long as a rollout, or two
+        # at every step: costs a request or two
+        logger.log(probe.counted(), step)
+        # now and then: takes as long as a rollout, or two
+        logger.log(probe.measured(prompts, max_new_tokens=16384), step)
 
     The names are those of ``sparrow.integrations.metrics``. Servers started with
     ``VLLM_SERVER_DEV_MODE=1`` report all of them. Others report neither Sparrow's counters nor the
@@ -65,38 +67,41 @@ class Probe:
     ``schedule`` is missing.
     """
 
-    report: MismatchReport | None = None  # what was measured last
+    report: MismatchReport | None = None  # the last measurement
 
     def __init__(self, urls: Sequence[str], schedule: SparsitySchedule | None = None) -> None:
         self._urls = [url.rstrip("/") for url in urls]
         self._ceiling = Ceiling()
         self._drafts = self._counted_by_vllm()
-        self._described = {
-            url: workers
-            for url in self._urls
-            if (workers := _rpc(url, "sparrow_describe")) is not None
-        }
+        self._described = {}
+        for url in dict.fromkeys(self._urls):
+            workers = _rpc(url, "sparrow_describe")
+            if workers is not None:
+                self._described[url] = workers
         self._is_open = len(self._described) == len(set(self._urls))
         if self._is_open:
-            (first, *_) = next(iter(self._described.values()))
-            self.schedule, self.mode = SparsitySchedule.from_dict(first["schedule"]), first["mode"]
+            first, *_ = next(iter(self._described.values()))
+            self.schedule = SparsitySchedule.from_dict(first["schedule"])
+            self.mode = first["mode"]
             self.counted()  # forget what was counted before
         elif schedule is None:
             raise ConfigError(
-                f"the vLLM servers at {', '.join(self._urls)} do not say what they decode under; give the schedule, or "
-                "start them with VLLM_SERVER_DEV_MODE=1"
+                f"the vLLM servers at {', '.join(self._urls)} do not say what they decode under; "
+                "give the schedule, or start them with VLLM_SERVER_DEV_MODE=1"
             )
         else:
-            self.schedule, self.mode = schedule, "unknown"
+            self.schedule = schedule
+            self.mode = "unknown"
 
     def counted(self) -> dict[str, float]:
-        """What decode steps did since the last call: the share of tokens read and, in lossless
-        mode, the drafts.
+        """Metrics of the decode steps since the last call: the share of tokens read and, in
+        lossless mode, the drafts.
 
-        Servers that can be asked count since the last time that anybody asked them.
+        Servers that can be asked count from the last time that anybody asked them.
         """
         if not self._is_open:
-            before, self._drafts = self._drafts, self._counted_by_vllm()
+            before = self._drafts
+            self._drafts = self._counted_by_vllm()
             drafted, accepted, cycles = (self._drafts[name] - before[name] for name in DRAFTS)
             return counter_metrics(
                 Counters(0, 0, drafted=drafted, accepted=accepted, cycles=cycles)
@@ -107,8 +112,8 @@ class Probe:
     def measured(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, top_n: int = 20
     ) -> dict[str, float]:
-        """p5 of acceptance on one response to each prompt, by length, beside the ceiling: the p5 of
-        dense rollouts.
+        """Measure p5 of acceptance on one response to each prompt, by length, and the ceiling: the
+        p5 of dense rollouts.
 
         Call it while nothing else runs on the servers. If they let the schedule be changed, the
         first call also samples densely, for the ceiling; in lossless mode, where samples are dense,
@@ -133,10 +138,8 @@ class Probe:
     def _pooled(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, top_n: int
     ) -> MismatchReport:
-        return pool(
-            probe(self._urls, prompts, self.schedule, max_new_tokens, top_n),
-            self.schedule.bin_tokens,
-        )
+        responses = probe(self._urls, prompts, self.schedule, max_new_tokens, top_n)
+        return pool(responses, self.schedule.bin_tokens)
 
     def _set(self, schedule: SparsitySchedule) -> None:
         for url in self._described:
@@ -164,43 +167,55 @@ def probe(
     """Sample one response per prompt (token ids), spread over the servers, and bound every token's
     acceptance.
 
-    Args: urls: addresses of vLLM servers that have the same weights, such as
-        ``http://10.0.0.1:8000``. prompts: token ids. schedule: what the servers decode under; it
-        places the tokens in its bins. max_new_tokens: responses are cut here. top_n: length of both
-        lists; vLLM allows 20 unless told otherwise.
+    Args:
+        urls: addresses of vLLM servers that have the same weights, such as
+            ``http://10.0.0.1:8000``.
+        prompts: token ids.
+        schedule: what the servers decode under; it places the tokens in its bins.
+        max_new_tokens: responses are cut here.
+        top_n: length of both lists; vLLM allows 20 unless told otherwise.
 
     Raises ConfigError: a server does not answer, or refuses what it is asked for.
     """
     served = {url: _request(f"{url}/v1/models")["data"][0]["id"] for url in dict.fromkeys(urls)}
 
     def measure(i: int) -> TokenAcceptance:
-        url, prompt = urls[i % len(urls)], [int(token) for token in prompts[i]]
+        url = urls[i % len(urls)]
+        prompt = [int(token) for token in prompts[i]]
         common = {"model": served[url], "temperature": 1.0, "return_tokens_as_token_ids": True}
+
+        # The actor samples with lists of its likeliest tokens.
         sampled = _choice(
             url, common | {"prompt": prompt, "max_tokens": max_new_tokens, "logprobs": top_n}
         )
         logprobs = sampled["logprobs"]
         response = [_token(text) for text in logprobs["tokens"]]
-        actor = [
-            {_token(text): value for text, value in entry.items()}
-            for entry in logprobs["top_logprobs"]
-        ]
+        actor = [_of_sample(position) for position in logprobs["top_logprobs"]]
+
+        # Prefill is dense, so the policy's lists are those of a prompt.
         scored = _choice(
             url, common | {"prompt": prompt + response, "max_tokens": 1, "prompt_logprobs": top_n}
         )
-        policy = [
-            {int(token): entry["logprob"] for token, entry in position.items()}
-            for position in scored["prompt_logprobs"][len(prompt) :]
-        ]
+        policy = [_of_prompt(position) for position in scored["prompt_logprobs"][len(prompt) :]]
+
         p_ids, p = _lists(policy, top_n)
         q_ids, q = _lists(actor, top_n)
         bounds = acceptance_bounds(q_ids, q, p, p_ids)
-        return TokenAcceptance(
-            bounds.lower, bounds.upper, schedule.page_end(len(prompt) + np.arange(len(response)))
-        )
+        position = schedule.page_end(len(prompt) + np.arange(len(response)))
+        return TokenAcceptance(bounds.lower, bounds.upper, position)
 
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         return list(pool.map(measure, range(len(prompts))))
+
+
+def _of_sample(position: dict[str, float]) -> dict[int, float]:
+    """Log-probs by id at one position of a response."""
+    return {_token(text): logprob for text, logprob in position.items()}
+
+
+def _of_prompt(position: dict[str, dict[str, Any]]) -> dict[int, float]:
+    """Log-probs by id at one position of a prompt."""
+    return {int(token): entry["logprob"] for token, entry in position.items()}
 
 
 def _lists(positions: Sequence[dict[int, float]], top_n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -221,8 +236,8 @@ def _choice(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rpc(url: str, method: str, *args: Any) -> Any:
-    """What every worker of a server returns; None from a server that does not let its workers be
-    called.
+    """Call a method of every worker of a server, and return their results; None from a server that
+    does not let its workers be called.
     """
     answer = _answer(f"{url}/collective_rpc", {"method": method, "args": args}, allowed=(404,))
     return None if answer.status_code == 404 else answer.json()["results"]

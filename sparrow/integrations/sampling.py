@@ -34,8 +34,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 def check_whole_softmax(settings: Mapping[str, Any], place: str) -> None:
     """Check that vLLM is asked to sample from the whole softmax.
 
-    Args: settings: names and values as vLLM's ``SamplingParams`` have them; others are not looked
-        at. place: what stands before a setting's name in the message, such as ``"GRPOConfig."``.
+    Args:
+        settings: names and values as vLLM's ``SamplingParams`` have them; others are not looked at.
+        place: what stands before a setting's name in the message, such as ``"GRPOConfig."``.
 
     Raises ConfigError: a setting that changes the distribution.
     """
@@ -43,6 +44,6 @@ def check_whole_softmax(settings: Mapping[str, Any], place: str) -> None:
         value = settings.get(name)
         if value not in neutral:
             raise ConfigError(
-                f"{place}{name} is {value!r}, which changes what the actor samples from but not the policy that its "
-                f"log-probs are compared with; leave {name} out"
+                f"{place}{name} is {value!r}, which changes what the actor samples from but not "
+                f"the policy that its log-probs are compared with; leave {name} out"
             )

@@ -60,15 +60,17 @@ class SparseGRPOTrainer(Trainer):
     ``set_schedule``. Before the first batch, its prompts are sampled densely, for the ceiling of
     p5.
 
-    Args: args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set. schedule: what the actor
-        may read, or how to decode, as ``Decoding.load`` takes it: a schedule, ``"lossless"``,
-            or a mapping with its settings. The default is what vLLM was started with.
+    Args:
+        args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set.
+        schedule: what the actor may read, or how to decode, as ``Decoding.load`` takes it: a
+            schedule, ``"lossless"``, or a mapping with its settings. The default is what vLLM was
+            started with.
         measure_every: optimizer steps from one measurement to the next, the first step included.
         sequences: responses measured per process and measurement, spread over the batch.
         top_n: length of the actor's lists.
 
-    Raises ConfigError: TRL generates without vLLM, its vLLM decodes densely or in another mode, or it
-    samples from another distribution than the whole softmax (``integrations.sampling``).
+    Raises ConfigError: TRL generates without vLLM, its vLLM decodes densely or in another mode, or
+    it samples from another distribution than the whole softmax (``integrations.sampling``).
     """
 
     report: MismatchReport | None = None
@@ -90,6 +92,7 @@ class SparseGRPOTrainer(Trainer):
             super().__init__(*args, **kwargs)
         if not self.use_vllm:
             raise ConfigError("sparse rollouts need vLLM; set use_vllm=True in GRPOConfig")
+
         self.measure_every = measure_every
         stock: Any = self.vllm_generation
         self.vllm_generation: Any = Recording(
@@ -98,13 +101,15 @@ class SparseGRPOTrainer(Trainer):
         self._measured: list[TokenAcceptance] = []
         self._of_dense: list[TokenAcceptance] = []
         self._ceiling = Ceiling()
+
         self._described = self._rpc("sparrow_describe")
         self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
         mode = self._described[0]["mode"]
         self._is_lossless = mode == "lossless"
         if decoding is not None and self._is_lossless != decoding.is_lossless:
             raise ConfigError(
-                f"TRL's vLLM server runs in mode {mode!r}, not {decoding.mode!r}, and cannot change it; start it with "
+                f"TRL's vLLM server runs in mode {mode!r}, not {decoding.mode!r}, and cannot "
+                "change it; start it with "
                 f'--additional-config \'{{"sparrow": "{decoding.mode}"}}\', or leave schedule out'
             )
         if decoding is not None and decoding.schedule != self.schedule:
@@ -135,11 +140,12 @@ class SparseGRPOTrainer(Trainer):
             for rollout in recorded:
                 top = policy_top_logprobs(model, rollout, self.temperature, self.accelerator.device)
                 measured.append(token_acceptance(rollout, top, self.schedule))
-        generation.recorded, generation.dense = [], []
+        generation.recorded = []
+        generation.dense = []
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """See ``transformers.Trainer``; adds what was measured since the last log of the training."""
+        """See ``transformers.Trainer``; adds the measurements since the training's last log."""
         if self.model.training:
             logs |= self._counted()
             if self._measured:
@@ -151,14 +157,15 @@ class SparseGRPOTrainer(Trainer):
                 elif self._reads_all:
                     self._ceiling.measure(report)
                 self.report = self._ceiling.on(report)
-                self._measured, self._of_dense = [], []
+                self._measured = []
+                self._of_dense = []
                 dense_up_to = inf if self._reads_all else self.schedule.dense_up_to
                 logs |= mismatch_metrics(self.report, dense_up_to)
         super().log(logs, *args, **kwargs)
 
     def _counted(self) -> dict[str, float]:
-        """What vLLM's workers did since the last call, as shares; each process adds its own workers
-        or the server's.
+        """Metrics of vLLM's workers since the last call; each process adds its workers or the
+        server's.
         """
         return counter_metrics(total(gather_object([tally(self._described, self._rpc)])))
 
@@ -200,23 +207,24 @@ class SparseGRPOTrainer(Trainer):
             )
             if answer.status_code != 200:
                 raise ConfigError(
-                    f"the vLLM server at {url} refused {method} ({answer.status_code} {answer.text[:300]}); "
-                    "start it with VLLM_SERVER_DEV_MODE=1 and a Sparrow schedule that allows this"
+                    f"the vLLM server at {url} refused {method} ({answer.status_code} "
+                    f"{answer.text[:300]}); start it with VLLM_SERVER_DEV_MODE=1 and a Sparrow "
+                    "schedule that allows this"
                 )
             results = answer.json()["results"]
         return gather_object(results)
 
 
 def _check_sampling(config: GRPOConfig) -> None:
-    """Raises ConfigError: TRL would have vLLM sample from another distribution than the softmax."""
+    """Raise ConfigError if TRL would have vLLM sample from anything but the whole softmax."""
     further: Any = config.generation_kwargs or {}  # TRL lets these win over the fields
     fields = {name: getattr(config, name, None) for name in NEUTRAL}
     fields["structured_outputs"] = config.vllm_structured_outputs_regex
     check_whole_softmax({**fields, **further}, "GRPOConfig: ")
     if further.get("temperature", config.temperature) != config.temperature:
         raise ConfigError(
-            f"GRPOConfig.temperature is {config.temperature}, but generation_kwargs has {further['temperature']}, at "
-            "which vLLM would sample; set temperature alone"
+            f"GRPOConfig.temperature is {config.temperature}, but generation_kwargs has "
+            f"{further['temperature']}, at which vLLM would sample; set temperature alone"
         )
 
 
@@ -252,12 +260,10 @@ class Recording:
         self.recorded: list[Rollout] = []
         self.dense: list[Rollout] = []  # responses to the same prompts, sampled densely
         self._densely = densely
-        self._generation, self._top_n, self._sequences, self._wanted = (
-            generation,
-            top_n,
-            sequences,
-            wanted,
-        )
+        self._generation = generation
+        self._top_n = top_n
+        self._sequences = sequences
+        self._wanted = wanted
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generation, name)
@@ -273,7 +279,8 @@ class Recording:
             return generation.generate(prompts, images, num_generations, profiler)
         if images is not None:
             raise ConfigError(
-                "acceptance is measured on text only; with images use GRPOTrainer and set SPARROW_SCHEDULE yourself"
+                "acceptance is measured on text only; with images use GRPOTrainer and set "
+                "SPARROW_SCHEDULE yourself"
             )
         with self._densely() as dense:
             if dense:
@@ -281,19 +288,17 @@ class Recording:
         outputs = self._listed(prompts, num_generations, profiler)
         self.recorded += self._some(outputs)
         prompts, responses, logprobs, ids = outputs
-        at = [
-            [row.index(t) for row, t in zip(rows, ts, strict=True)]
-            for rows, ts in zip(ids, responses, strict=True)
-        ]
         sampled = [
-            [[row[j]] for row, j in zip(rows, js, strict=True)]
-            for rows, js in zip(logprobs, at, strict=True)
+            [[logprob] for logprob in _of_sampled(*lists)]
+            for lists in zip(logprobs, ids, responses, strict=True)
         ]
-        return prompts, responses, sampled, [[[t] for t in ts] for ts in responses]
+        sampled_ids = [[[token] for token in response] for response in responses]
+        return prompts, responses, sampled, sampled_ids
 
     def _listed(self, prompts: Any, num_generations: int, profiler: Any) -> tuple[Any, ...]:
-        """What TRL's generation returns when it is asked for the lists."""
-        previous, self._generation.logprobs = self._generation.logprobs, self._top_n
+        """Have TRL's generation return the lists too."""
+        previous = self._generation.logprobs
+        self._generation.logprobs = self._top_n
         try:
             return self._generation.generate(prompts, None, num_generations, profiler)
         finally:
@@ -302,16 +307,20 @@ class Recording:
     def _some(self, outputs: tuple[Any, ...]) -> list[Rollout]:
         """Responses to measure, spread over the batch."""
         prompts, responses, logprobs, ids = outputs
-        spread = (
-            np.linspace(0, len(responses) - 1, min(self._sequences, len(responses)))
-            .round()
-            .astype(int)
-        )
+        count = min(self._sequences, len(responses))
+        spread = np.linspace(0, len(responses) - 1, count).round().astype(int)
         longest = self._generation.max_completion_length
         return [
             rollout(prompts[i], responses[i], logprobs[i], ids[i], self._top_n, longest)
             for i in spread.tolist()
         ]
+
+
+def _of_sampled(
+    logprobs: Sequence[Sequence[float]], ids: Sequence[Sequence[int]], response: Sequence[int]
+) -> list[float]:
+    """The log-prob of each token of a response, from the list at its position."""
+    return [row[i.index(t)] for row, i, t in zip(logprobs, ids, response, strict=True)]
 
 
 def rollout(
@@ -323,13 +332,12 @@ def rollout(
     max_tokens: int,
 ) -> Rollout:
     """A ``Rollout`` of one of TRL's responses, whose lists are sorted, best first, and have n + 1
-    entries if the sampled token is not among the n most likely."""
+    entries if the sampled token is not among the n most likely.
+    """
     return Rollout(
         prompt_ids=prompt,
         response_ids=np.asarray(response, np.int64),
-        logprobs=np.asarray(
-            [row[i.index(t)] for row, i, t in zip(logprobs, ids, response, strict=True)], np.float32
-        ),
+        logprobs=np.asarray(_of_sampled(logprobs, ids, response), np.float32),
         top_ids=np.asarray([row[:top_n] for row in ids], np.int32),
         top_logprobs=np.asarray([row[:top_n] for row in logprobs], np.float32),
         finish_reason="length" if len(response) >= max_tokens else "stop",

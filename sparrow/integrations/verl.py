@@ -8,12 +8,13 @@ Written for verl 0.9.1, whose registry of trainers this extends. verl asks vLLM 
 tokens' log-probs only, so every step logs what these alone can show (``sparrow.mismatch.sampled``):
 
 sparrow/sampled/acceptance_mean    mean acceptance
-sparrow/sampled/p5_floor           the lowest of the length bins' floors under the 5th percentile of acceptance
-sparrow/sampled/p5_floor/START-END the floor of one bin; /low and /high are its 95 % interval, resampled by sequence,
-                                   where at least two sequences reach the bin
+sparrow/sampled/p5_floor           the lowest of the length bins' floors under the 5th percentile of
+                                   acceptance
+sparrow/sampled/p5_floor/START-END the floor of one bin; /low and /high are its 95 % interval,
+                                   resampled by sequence, where at least two sequences reach the bin
 
-p5 itself is measured by a probe: responses of its own, sampled with top-20 lists over HTTP from
-verl's vLLM servers (``probe``) once they have the step's weights. There is a probe of
+p5 itself is measured by a probe: further responses, sampled with top-20 lists over HTTP from verl's
+vLLM servers (``probe``) once they have the step's weights. There is a probe of
 ``+trainer.v1.sparrow.sequences`` responses (32 by default) every
 ``+trainer.v1.sparrow.probe_every`` steps (none if that is unset); the metrics are named as in
 ``sparrow.integrations.metrics``. Before the first probe, as many responses are sampled densely, for
@@ -80,10 +81,8 @@ class SparsePPOTrainer(Trainer):
 
     def __init__(self, config: Any) -> None:
         options = config.trainer.v1.get("sparrow", {})
-        self._probe_every, self._sequences = (
-            options.get("probe_every", 0),
-            options.get("sequences", 32),
-        )
+        self._probe_every = options.get("probe_every", 0)
+        self._sequences = options.get("sequences", 32)
         self._prompts: list[list[int]] = []
         self._ceiling = Ceiling()
         config.trainer.v1.trainer_mode = (
@@ -94,7 +93,8 @@ class SparsePPOTrainer(Trainer):
     def on_init_end(self) -> None:
         """See ``PPOTrainer``; makes sure that every replica decodes under the schedule."""
         decoding = requested(OmegaConf.to_container(self.config, resolve=True))
-        self.schedule, self._is_lossless = decoding.schedule, decoding.is_lossless
+        self.schedule = decoding.schedule
+        self._is_lossless = decoding.is_lossless
         super().on_init_end()
         self.set_schedule(self.schedule)
 
@@ -147,17 +147,21 @@ class SparsePPOTrainer(Trainer):
             keys=batch.keys, partition_id=batch.partition_id, select_fields=FIELDS
         )
         rows = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
-        columns = [list(data[field].unbind()) for field in FIELDS]
-        spread = np.linspace(0, len(rows) - 1, min(self._sequences, len(rows))).round().astype(int)
-        self._prompts = [columns[0][rows[i]].tolist() for i in spread]
-        metrics |= sampled_metrics(
-            self.schedule, *([column[i] for i in rows] for column in columns)
-        )
+
+        def column(field: str) -> list[Tensor]:
+            values = list(data[field].unbind())
+            return [values[i] for i in rows]
+
+        columns = [column(field) for field in FIELDS]
+        count = min(self._sequences, len(rows))
+        spread = np.linspace(0, len(rows) - 1, count).round().astype(int)
+        self._prompts = [columns[0][i].tolist() for i in spread]
+        metrics |= sampled_metrics(self.schedule, *columns)
         return batch
 
 
 def requested(config: Mapping[str, Any]) -> Decoding:
-    """How vLLM is to decode, by verl's configuration or else by the environment.
+    """The decoding that verl's configuration asks of vLLM, or else the environment.
 
     Raises ConfigError: neither has a schedule, the policy's or the actor's log-probs will not be
     there to compare, samples are truncated, or a probe is asked for at a temperature other than 1.
@@ -165,31 +169,33 @@ def requested(config: Mapping[str, Any]) -> Decoding:
     rollout = config["actor_rollout_ref"]["rollout"]
     if not rollout["calculate_log_probs"]:
         raise ConfigError(
-            "the actor's log-probs are wanted; set actor_rollout_ref.rollout.calculate_log_probs=True"
+            "the actor's log-probs are wanted; set "
+            "actor_rollout_ref.rollout.calculate_log_probs=True"
         )
     check_whole_softmax(rollout, "actor_rollout_ref.rollout.")
-    if (
-        config["trainer"]["v1"].get("sparrow", {}).get("probe_every")
-        and rollout["temperature"] != 1
-    ):
+    probes = config["trainer"]["v1"].get("sparrow", {}).get("probe_every")
+    if probes and rollout["temperature"] != 1:
         raise ConfigError(
-            f"the probe measures at temperature 1, but actor_rollout_ref.rollout.temperature={rollout['temperature']}; "
-            "leave out trainer.v1.sparrow.probe_every"
+            "the probe measures at temperature 1, but "
+            f"actor_rollout_ref.rollout.temperature={rollout['temperature']}; leave out "
+            "trainer.v1.sparrow.probe_every"
         )
     if (config["algorithm"].get("rollout_correction") or {}).get("bypass_mode"):
         raise ConfigError(
-            "bypass_mode takes the actor's log-probs for the policy's, so nothing is left to compare; "
-            "set algorithm.rollout_correction.bypass_mode=False"
+            "bypass_mode takes the actor's log-probs for the policy's, so nothing is left to "
+            "compare; set algorithm.rollout_correction.bypass_mode=False"
         )
-    additional = ((rollout.get("engine_kwargs") or {}).get("vllm") or {}).get(
-        "additional_config"
-    ) or {}
+
+    engine_options = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
+    additional = engine_options.get("additional_config") or {}
     setting = additional.get(vllm_config.KEY)
     decoding = vllm_config.from_environment() if setting is None else Decoding.load(setting)
     if decoding is None:
         raise ConfigError(
-            "no schedule; set +actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={sparrow: SCHEDULE} and "
-            f"+actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=CUSTOM, or {vllm_config.ENVIRONMENT}"
+            "no schedule; set "
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={sparrow: SCHEDULE} "
+            "and +actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=CUSTOM, or "
+            f"{vllm_config.ENVIRONMENT}"
         )
     return decoding
 
@@ -224,18 +230,18 @@ def sampled_metrics(
     A token's position is the length that the schedule was looked up at when the token was sampled;
     see ``sparrow.mismatch.tokens.token_acceptance``.
     """
-    sampled, position, sequence = [], [], []
-    for i, (prompt, mask, q, p) in enumerate(
-        zip(prompts_B, mask_B, actor_B, policy_B, strict=True)
-    ):
+    sampled = []
+    position = []
+    sequence = []
+    responses = zip(prompts_B, mask_B, actor_B, policy_B, strict=True)
+    for i, (prompt, mask, q, p) in enumerate(responses):
         is_sampled = mask.bool().cpu().numpy()
-        sampled.append(
-            sampled_acceptance(
-                p.float().cpu().numpy()[is_sampled], q.float().cpu().numpy()[is_sampled]
-            )
-        )
+        policy = p.float().cpu().numpy()[is_sampled]
+        actor = q.float().cpu().numpy()[is_sampled]
+        sampled.append(sampled_acceptance(policy, actor))
         position.append(schedule.page_end(len(prompt) + np.flatnonzero(is_sampled)))
-        sequence.append(np.full(len(sampled[-1]), i))
+        sequence.append(np.full(len(policy), i))
+
     acceptance = np.concatenate(sampled)
     bins = tail_floor_by_bin(
         acceptance, np.concatenate(position), np.concatenate(sequence), schedule.bin_tokens

@@ -1,5 +1,5 @@
-"""How far the sparse actor is from the dense policy: acceptance per token, its tail by length,
-intervals, a report.
+"""The distance between the sparse actor and the dense policy: acceptance per token, its tail by
+length, confidence intervals, and a report.
 """
 
 from sparrow.mismatch.acceptance import AcceptanceBounds, acceptance, acceptance_bounds

@@ -1,4 +1,4 @@
-"""Per-token acceptance rate of the actor's distribution under the policy's, exact or bounded from
+"""Acceptance rate per token of the actor's distribution under the policy's, exact or bounded from
 top-n lists.
 
 alpha_t = sum_v min(p_t(v), q_t(v)) = 1 - total variation distance, with p the dense policy and q
@@ -30,23 +30,26 @@ class AcceptanceBounds(NamedTuple):
 
 
 def acceptance(p_TV: ArrayLike, q_TV: ArrayLike) -> FloatArray:
-    """Exact acceptance rate, float64 [...] in [0, 1], from two full distributions [..., V];
-    symmetric in them.
+    """Compute the exact acceptance rate of two full distributions [..., V], which is symmetric in
+    them: float64 [...] in [0, 1].
 
     Raises ValueError: shapes differ, or a row is not a probability distribution.
     """
-    p, q = np.asarray(p_TV, np.float64), np.asarray(q_TV, np.float64)
+    p = np.asarray(p_TV, np.float64)
+    q = np.asarray(q_TV, np.float64)
     if p.shape != q.shape or p.ndim == 0:
         raise ValueError(
             f"p_TV has shape {p.shape} and q_TV {q.shape}; pass two arrays of one shape [..., V]."
         )
     for name, rows in (("p_TV", p), ("q_TV", q)):
         total = rows.sum(axis=-1)
-        if not (np.all(rows >= 0) and np.all(np.abs(total - 1) <= ROUNDING)):
+        is_distribution = np.all(rows >= 0) and np.all(np.abs(total - 1) <= ROUNDING)
+        if not is_distribution:
             raise ValueError(
-                f"{name} must hold probabilities that sum to 1 over the last axis, but its least entry is "
-                f"{rows.min(initial=np.inf):g} and its sums reach from {total.min(initial=np.inf):g} to "
-                f"{total.max(initial=-np.inf):g}; exponentiate log-probs and normalise first."
+                f"{name} must hold probabilities that sum to 1 over the last axis, but its least "
+                f"entry is {rows.min(initial=np.inf):g} and its sums reach from "
+                f"{total.min(initial=np.inf):g} to {total.max(initial=-np.inf):g}; exponentiate "
+                "log-probs and normalise first."
             )
     return np.clip(np.minimum(p, q).sum(axis=-1), 0.0, 1.0)
 
@@ -63,13 +66,14 @@ def acceptance_bounds(
     Where a token's probability is known on both sides, min(p, q) is exact. All other tokens
     together can add at most the smaller of the two left-over masses.
 
-    Args: actor_ids: vocabulary ids of the actor's n most probable tokens, integer [..., n], in any
-        order. actor_logprobs: their natural log-probs under the actor, [..., n]. -inf marks padding
-        (fewer than n tokens in
-            the vocabulary): such an entry's id and policy log-prob are ignored.
+    Args:
+        actor_ids: vocabulary ids of the actor's n most probable tokens, integer [..., n], in any
+            order.
+        actor_logprobs: their natural log-probs under the actor, [..., n]. -inf marks padding (fewer
+            than n tokens in the vocabulary): such an entry's id and policy log-prob are ignored.
         policy_logprobs: natural log-probs under the policy, [..., n] at `actor_ids`, or [..., m] at
-        `policy_ids`.
-        policy_ids: ids of a separate list for the policy, integer [..., m]; -inf in
+            `policy_ids`.
+        policy_ids: ids of the policy's list if it has another, integer [..., m]; -inf in
             `policy_logprobs` marks padding. The tokens known on both sides are then the
             intersection of the lists.
 
@@ -80,34 +84,38 @@ def acceptance_bounds(
     a log-prob is NaN or positive beyond rounding; or a row's probabilities sum to more than 1.
     """
     q, q_ids, known = _read_list("actor", actor_ids, actor_logprobs)
+
     if policy_ids is None:
         p = _probabilities("policy", policy_logprobs, where=known)
     else:
         listed, p_ids, p_known = _read_list("policy", policy_ids, policy_logprobs)
         if listed.shape[:-1] != q.shape[:-1]:
             raise ValueError(
-                f"The lists have shapes {q.shape} and {listed.shape}; all axes but the last must agree."
+                f"The lists have shapes {q.shape} and "
+                f"{listed.shape}; all axes but the last must agree."
             )
-        p, matched = np.zeros_like(q), np.zeros_like(known)
-        for entry in range(
-            listed.shape[-1]
-        ):  # not all pairs at once: [T, n, m] would not fit in memory
+        p = np.zeros_like(q)
+        matched = np.zeros_like(known)
+        # Not all pairs at once: [T, n, m] would not fit in memory.
+        for entry in range(listed.shape[-1]):
             match = (q_ids == p_ids[..., entry, None]) & known & p_known[..., entry, None]
             np.copyto(p, listed[..., entry, None], where=match)
             matched |= match
         known = matched
+
     lower = np.minimum(p, q).sum(axis=-1)
-    left_over = np.minimum(1 - p.sum(axis=-1, where=known), 1 - q.sum(axis=-1, where=known))
-    return AcceptanceBounds(
-        np.clip(lower, 0.0, 1.0), np.clip(lower + np.maximum(left_over, 0.0), 0.0, 1.0)
-    )
+    p_left_over = 1 - p.sum(axis=-1, where=known)
+    q_left_over = 1 - q.sum(axis=-1, where=known)
+    left_over = np.minimum(p_left_over, q_left_over)
+    upper = lower + np.maximum(left_over, 0.0)
+    return AcceptanceBounds(np.clip(lower, 0.0, 1.0), np.clip(upper, 0.0, 1.0))
 
 
 def _read_list(
     side: str, ids: ArrayLike, logprobs: ArrayLike
 ) -> tuple[FloatArray, IntArray, NDArray[np.bool_]]:
-    """Probabilities, ids and mask of true entries of one top-n list, all [..., n]; padding has
-    probability 0.
+    """Read one top-n list: probabilities, ids and the mask of entries that are not padding, all
+    [..., n]. Padding has probability 0.
     """
     ids = np.asarray(ids)
     if not np.issubdtype(ids.dtype, np.integer):
@@ -120,7 +128,8 @@ def _read_list(
     listed = np.asarray(logprobs) > -np.inf
     if np.any(ids < 0, where=listed):
         raise ValueError(
-            f"The {side}'s ids hold {ids[listed].min()}; ids start at 0, and -inf log-probs mark padding."
+            f"The {side}'s ids hold {ids[listed].min()}; ids "
+            "start at 0, and -inf log-probs mark padding."
         )
     # Padding gets distinct negative ids, so that the ids it came with never count as repeated.
     ordered = np.sort(np.where(listed, ids, -1 - np.arange(ids.shape[-1])), axis=-1)
@@ -135,14 +144,14 @@ def _read_list(
 def _probabilities(
     side: str, logprobs: ArrayLike, where: NDArray[np.bool_] | None = None
 ) -> FloatArray:
-    """exp(logprobs), 0 outside `where`; refuses values that cannot be log-probs of part of one
-    distribution.
+    """Compute exp(logprobs), with 0 outside `where`; refuse values that cannot be log-probs of part
+    of one distribution.
     """
     values = np.asarray(logprobs, np.float64)
     if where is not None and values.shape != where.shape:
         raise ValueError(
-            f"The {side}'s log-probs have shape {values.shape}, but the actor's list has {where.shape}; gather the "
-            f"{side}'s log-probs at the actor's ids, or pass policy_ids."
+            f"The {side}'s log-probs have shape {values.shape}, but the actor's list has "
+            f"{where.shape}; gather the {side}'s log-probs at the actor's ids, or pass policy_ids."
         )
     if np.isnan(values).any():
         raise ValueError(f"The {side}'s log-probs hold NaN; mark missing entries with -inf.")
@@ -156,6 +165,7 @@ def _probabilities(
     mass = probabilities.sum(axis=-1)
     if np.any(mass > 1 + ROUNDING):
         raise ValueError(
-            f"The {side}'s probabilities sum to {mass.max():g} for one token; pass log-softmax of all."
+            f"The {side}'s probabilities sum to {mass.max():g} "
+            "for one token; pass log-softmax of all."
         )
     return probabilities

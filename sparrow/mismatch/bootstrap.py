@@ -76,15 +76,15 @@ class BinMismatch:
     end: int
     n_tokens: int
     n_sequences: int
-    mean: float  # of the lower bound
-    lower_bound: (
-        float  # the percentile of the lower bound on acceptance, and its 95 % confidence interval
-    )
+    mean: float  # of the lower bound on acceptance
+    # the percentile of the lower bound on acceptance, and its 95 % interval
+    lower_bound: float
     interval_low: float
     interval_high: float
-    upper_bound: float  # the same percentile of the upper bound on acceptance
-    # the percentile of the lower bound for dense rollouts at these lengths and its interval, see
-    # ``ceiling.Ceiling``; nan where it was not measured
+    # the same percentile of the upper bound on acceptance
+    upper_bound: float
+    # the percentile of the lower bound for dense rollouts at these lengths, and its 95 % interval
+    # (see ``ceiling.Ceiling``); nan where it was not measured
     ceiling: float = nan
     ceiling_low: float = nan
     ceiling_high: float = nan
@@ -95,18 +95,14 @@ class BinMismatch:
         return between(self.lower_bound, self.upper_bound)
 
     def verdict(self, tau: float) -> Literal["holds", "below", "undecided"]:
-        """Whether the tail holds ``tau``, judged by its interval and by the upper bound on
-        acceptance.
-        """
+        """Compare the tail with ``tau``, by its interval and by the upper bound on acceptance."""
         if isnan(self.interval_low):
             return "undecided"  # a single sequence decides nothing
         if min(self.lower_bound, self.interval_low) >= tau:
             return "holds"
-        return (
-            "below"
-            if max(self.lower_bound, self.interval_high, self.upper_bound) < tau
-            else "undecided"
-        )
+        if max(self.lower_bound, self.interval_high, self.upper_bound) < tau:
+            return "below"
+        return "undecided"
 
 
 @dataclass(frozen=True)
@@ -151,16 +147,18 @@ def weighted_percentile(
 ) -> FloatArray:
     """Exact percentile of each resample, float64 [R]; with `percentile` bound, a Statistic.
 
-    Equals np.percentile of the values, each repeated as often as its sequence's weight (a whole
-    number) says. The values are sorted once. An order statistic of a resample is then found in two
-    steps: first the block of sorted tokens that holds it, from the sequences' weights times their
-    token counts per block, then the token within that block. Memory: O(T + R (B + sqrt T)).
+    Equals np.percentile of the values, each repeated as often as the weight of its sequence (a
+    whole number) says. The values are sorted once. An order statistic of a resample is then found
+    in two steps: first the block of sorted tokens that holds it, from the sequences' weights times
+    their token counts per block, then the token within that block. Memory: O(T + R (B + sqrt T)).
 
     Raises ValueError: the percentile is out of range, or a resample holds no token.
     """
     order = np.argsort(values)
-    ordered, owner = values[order], sequence[order]
-    n_tokens, n_sequences = values.size, weights_RB.shape[1]
+    ordered = values[order]
+    owner = sequence[order]
+    n_tokens = values.size
+    n_sequences = weights_RB.shape[1]
 
     # Blocks of at least B tokens keep the table of counts no larger than the tokens themselves.
     block_tokens = max(isqrt(n_tokens), n_sequences)
@@ -168,35 +166,37 @@ def weighted_percentile(
     nobody = n_sequences  # owner of the tokens that pad the last block; its weight is 0
     owner = np.append(owner, np.full(n_blocks * block_tokens - n_tokens, nobody))
     owner_blocks = owner.reshape(n_blocks, block_tokens)
-    cells = owner_blocks + np.arange(n_blocks)[:, None] * (n_sequences + 1)
-    tokens_of = np.bincount(cells.ravel(), minlength=n_blocks * (n_sequences + 1)).reshape(
-        n_blocks, n_sequences + 1
-    )
+
+    # Count each sequence's tokens in each block, then the tokens of every resample up to its end.
+    n_owners = n_sequences + 1
+    cells = owner_blocks + np.arange(n_blocks)[:, None] * n_owners
+    counts = np.bincount(cells.ravel(), minlength=n_blocks * n_owners)
+    tokens_of = counts.reshape(n_blocks, n_owners)
     weights = np.append(weights_RB, np.zeros((len(weights_RB), 1)), axis=1)
-    through_block = np.cumsum(
-        weights @ tokens_of.T.astype(np.float64), axis=1
-    )  # whole numbers, so exact in float64
+    # These are whole numbers, so exact in float64.
+    through_block = np.cumsum(weights @ tokens_of.T.astype(np.float64), axis=1)
 
     def order_statistic(rank: FloatArray) -> FloatArray:
         block = np.sum(through_block <= rank[:, None], axis=1)
-        before = np.where(
-            block > 0,
-            np.take_along_axis(through_block, np.maximum(block - 1, 0)[:, None], 1)[:, 0],
-            0,
-        )
+        previous = np.maximum(block - 1, 0)[:, None]
+        through_previous = np.take_along_axis(through_block, previous, 1)[:, 0]
+        before = np.where(block > 0, through_previous, 0)
+
         within = np.cumsum(np.take_along_axis(weights, owner_blocks[block], axis=1), axis=1)
-        return ordered[
-            block * block_tokens + np.sum(before[:, None] + within <= rank[:, None], axis=1)
-        ]
+        place = np.sum(before[:, None] + within <= rank[:, None], axis=1)
+        return ordered[block * block_tokens + place]
 
     total = through_block[:, -1]
     if np.any(total < 1):
         raise ValueError(
-            "A resample holds no token; give each row of weights at least one sequence that has tokens."
+            "A resample holds no token; give each row of "
+            "weights at least one sequence that has tokens."
         )
+
     rank = (total - 1) * (check_percentile(percentile) / 100)
     below = np.floor(rank)
-    low, high = order_statistic(below), order_statistic(np.minimum(below + 1, total - 1))
+    low = order_statistic(below)
+    high = order_statistic(np.minimum(below + 1, total - 1))
     return low + (high - low) * (rank - below)
 
 
@@ -219,14 +219,17 @@ def sequence_bootstrap(
     tokens = np.asarray(values, np.float64)
     if tokens.ndim != 1 or tokens.size == 0 or np.shape(sequence) != tokens.shape:
         raise ValueError(
-            f"values, sequence: {tokens.shape}, {np.shape(sequence)}; pass two arrays [T] with T >= 1."
+            f"values, sequence: {tokens.shape}, "
+            f"{np.shape(sequence)}; pass two arrays [T] with T >= 1."
         )
     ids, owner = np.unique(np.asarray(sequence), return_inverse=True)
     n_sequences = ids.size
+
     rng = np.random.default_rng(seed)
     draws = rng.multinomial(n_sequences, np.full(n_sequences, 1 / n_sequences), size=resamples)
     as_measured = np.ones((1, n_sequences))
-    estimate, *resampled = statistic(tokens, owner, np.concatenate([as_measured, draws])).tolist()
+    weights = np.concatenate([as_measured, draws])
+    estimate, *resampled = statistic(tokens, owner, weights).tolist()
     if n_sequences == 1:
         return Interval(estimate, nan, nan, n_sequences)
     lower, upper = np.quantile(resampled, [0.025, 0.975])
@@ -245,13 +248,15 @@ def interval_by_bin(
     `percentile_by_bin_interval`.
     """
     values = check_acceptance(alpha, position=position, sequence=sequence)
-    sequences, rng = np.asarray(sequence), np.random.default_rng(seed)
+    sequences = np.asarray(sequence)
+    rng = np.random.default_rng(seed)
     bins = []
     for index, tokens in split_by_bin(position, bin_tokens):
         estimate, lower, upper, count = sequence_bootstrap(
             values[tokens], sequences[tokens], statistic, seed=rng
         )
-        start, end = index * bin_tokens, (index + 1) * bin_tokens
+        start = index * bin_tokens
+        end = (index + 1) * bin_tokens
         bins.append(
             PercentileInterval(index, start, end, tokens.size, count, estimate, lower, upper)
         )
@@ -273,9 +278,11 @@ def percentile_by_bin_interval(
     Each bin resamples the sequences that reach it, so intervals widen where few responses are that
     long.
 
-    Args: alpha, position, sequence: rates in [0, 1], 0-based token positions, and ids of the
-        tokens' sequences, [T] each. percentile: in 0..100. seed: an int, or a Generator that the
-        caller owns.
+    Args:
+        alpha, position, sequence: rates in [0, 1], 0-based token positions, and ids of the tokens'
+            sequences, [T] each.
+        percentile: in 0..100.
+        seed: an int, or a Generator that the caller owns.
 
     Raises ValueError: shapes differ, or an argument is out of range.
     """
@@ -294,9 +301,10 @@ def mismatch_report(
 ) -> MismatchReport:
     """The statistics of the mismatch of one set of rollouts (Sparrow, arXiv 2606.08446, section 3).
 
-    Args: lower, upper: bounds on the acceptance rate of each token, [T], T >= 1; pass the same
-        array twice if exact. position, sequence, bin_tokens, percentile, seed: see
-        `percentile_by_bin_interval`.
+    Args:
+        lower, upper: bounds on the acceptance rate of each token, [T], T >= 1; pass the same array
+            twice if exact.
+        position, sequence, bin_tokens, percentile, seed: see `percentile_by_bin_interval`.
 
     Raises ValueError: there are no tokens, shapes differ, a lower bound exceeds its upper bound, or
     an argument is out of range.
@@ -307,12 +315,12 @@ def mismatch_report(
         raise ValueError("There are no tokens to report on; pass at least one acceptance rate.")
     if np.any(low > high):
         raise ValueError(
-            f"A lower bound exceeds its upper bound by {np.max(low - high):g}; pass them in their order."
+            "A lower bound exceeds its upper bound by "
+            f"{np.max(low - high):g}; pass them in their order."
         )
     intervals = percentile_by_bin_interval(
         low, position, sequence, bin_tokens, percentile, seed=seed
     )
-    counts, edges = np.histogram(low, np.linspace(0, 1, 51))
     bins = tuple(
         BinMismatch(
             interval.bin,
@@ -328,6 +336,7 @@ def mismatch_report(
         )
         for interval, (_, tokens) in zip(intervals, split_by_bin(position, bin_tokens), strict=True)
     )
+    counts, edges = np.histogram(low, np.linspace(0, 1, 51))
     return MismatchReport(
         n_tokens=low.size,
         n_sequences=np.unique(np.asarray(sequence)).size,

@@ -2,9 +2,8 @@
 engines and steps.
 
 A draft's acceptance sum_v min(p(v), q(v)) is exact, since verification has both distributions. It
-holds for a dense
-history: the actor of a lossy rollout reads what it wrote itself, and its acceptance is slightly
-lower.
+holds for a dense history: the actor of a lossy rollout reads what it wrote itself, and its
+acceptance is slightly lower.
 
 Shapes: T drafts, N length bins, counted from length 0.
 """
@@ -58,11 +57,11 @@ class DraftAcceptance:
         """
         values = check_acceptance(alpha, position=position)
         bins = np.asarray(position, np.int64) // bin_tokens
-        shape = (int(bins.max(initial=-1)) + 1, BUCKETS)
+        n_bins = int(bins.max(initial=-1)) + 1
         buckets = np.minimum((values * BUCKETS).astype(np.int64), BUCKETS - 1)
-        counts = np.bincount(bins * BUCKETS + buckets, minlength=shape[0] * BUCKETS).reshape(shape)
-        sums = np.bincount(bins, weights=values, minlength=shape[0]).astype(np.float64)
-        return cls(bin_tokens, counts, sums)
+        counts = np.bincount(bins * BUCKETS + buckets, minlength=n_bins * BUCKETS)
+        sums = np.bincount(bins, weights=values, minlength=n_bins).astype(np.float64)
+        return cls(bin_tokens, counts.reshape(n_bins, BUCKETS), sums)
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> DraftAcceptance:
@@ -75,7 +74,11 @@ class DraftAcceptance:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types: for each bin, the buckets that are not empty."""
-        counts = [[[int(i), int(row[i])] for i in np.flatnonzero(row)] for row in self.counts]
+
+        def filled(row: IntArray) -> list[list[int]]:
+            return [[int(bucket), int(row[bucket])] for bucket in np.flatnonzero(row)]
+
+        counts = [filled(row) for row in self.counts]
         return {"bin_tokens": self.bin_tokens, "counts": counts, "sums": self.sums.tolist()}
 
     def __add__(self, other: DraftAcceptance) -> DraftAcceptance:
@@ -83,10 +86,12 @@ class DraftAcceptance:
             return self if len(self.sums) else other
         if self.bin_tokens != other.bin_tokens:
             raise ValueError(
-                f"cannot add acceptance in bins of {self.bin_tokens} and of {other.bin_tokens} tokens"
+                "cannot add acceptance in bins of "
+                f"{self.bin_tokens} and of {other.bin_tokens} tokens"
             )
-        counts = np.zeros((max(len(self.sums), len(other.sums)), BUCKETS), np.int64)
-        sums = np.zeros(len(counts))
+        n_bins = max(len(self.sums), len(other.sums))
+        counts = np.zeros((n_bins, BUCKETS), np.int64)
+        sums = np.zeros(n_bins)
         for part in (self, other):
             counts[: len(part.sums)] += part.counts
             sums[: len(part.sums)] += part.sums
@@ -109,18 +114,18 @@ class DraftAcceptance:
 
     def bins(self) -> list[DraftBin]:
         """The length bins that hold a draft, by rising length."""
+        drafts = self.counts.sum(1).tolist()
+        sums = self.sums.tolist()
         return [
             DraftBin(
-                i * self.bin_tokens,
-                (i + 1) * self.bin_tokens,
-                int(n),
-                total / n,
-                _percentile(counts, 5),
+                start=i * self.bin_tokens,
+                end=(i + 1) * self.bin_tokens,
+                drafts=int(drafts[i]),
+                mean=sums[i] / drafts[i],
+                p5=_percentile(self.counts[i], 5),
             )
-            for i, (counts, n, total) in enumerate(
-                zip(self.counts, self.counts.sum(1).tolist(), self.sums.tolist(), strict=True)
-            )
-            if n
+            for i in range(len(sums))
+            if drafts[i]
         ]
 
 

@@ -1,14 +1,14 @@
 """A mismatch report as scalars for trackers, under the same names wherever it is logged.
 
-sparrow/p5                     the lowest 5th percentile of acceptance (lower bound) over all length bins;
-                               sparrow/p5/upper is that of the upper bound
-sparrow/p5/START-END           that of one bin; /low and /high are its 95 % interval, resampled by sequence, where at
-                               least two sequences reach the bin; /upper is the percentile of the
-                               upper bound; where dense rollouts were measured, /ceiling is their
-                               p5, with /ceiling/low and /ceiling/high, and /relative is the
-                               relative p5 (``mismatch.tau``). Where samples are the dense policy's
-                               own, only /upper and /ceiling are there, as the lower bound shows the
-                               length of the lists and no mismatch
+sparrow/p5                     the lowest 5th percentile of acceptance (lower bound) over all length
+                               bins; sparrow/p5/upper is that of the upper bound
+sparrow/p5/START-END           that of one bin; /low and /high are its 95 % interval, resampled by
+                               sequence, where at least two sequences reach the bin; /upper is the
+                               percentile of the upper bound; where dense rollouts were measured,
+                               /ceiling is their p5, with /ceiling/low and /ceiling/high, and
+                               /relative is the relative p5 (``mismatch.tau``). Where samples are
+                               the dense policy's, only /upper and /ceiling are there, as the lower
+                               bound shows the length of the lists and no mismatch
 sparrow/acceptance_mean        mean acceptance (lower bound)
 sparrow/sequences              responses measured
 """

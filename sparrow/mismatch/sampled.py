@@ -1,5 +1,4 @@
-"""What the log-probs of the sampled tokens alone say about acceptance: its mean, and a floor under
-its tail.
+"""Acceptance from the log-probs of the sampled tokens alone: its mean, and a floor under its tail.
 
 A token y drawn from the actor q gives s = min(1, p(y) / q(y)). Its expectation over y is sum_v
 min(p(v), q(v)), the acceptance rate alpha of that position, so the mean of s estimates the mean of
@@ -7,12 +6,14 @@ alpha. A percentile of s does not estimate that of alpha, because s also scatter
 scatter can only deepen a tail. For any level z and c = percentile / 100, Jensen's inequality for
 the convex (z - x)+ gives
 
-    z - E (z - s)+ / c  <=  z - E (z - alpha)+ / c  <=  mean of the lowest c of alpha  <=  percentile of alpha
+    z - E (z - s)+ / c  <=  z - E (z - alpha)+ / c
+                        <=  mean of the lowest c of alpha
+                        <=  percentile of alpha
 
-(the middle step is Rockafellar and Uryasev, "Optimization of conditional value-at-risk", 2000). The
-left side is largest where z is that percentile of s, and is then the mean of the lowest c of s. So
-sampled tokens alone can show that the tail holds; to show that it does not hold takes top-n lists
-(`acceptance.py`).
+(for the second step see Rockafellar and Uryasev, "Optimization of conditional value-at-risk",
+2000). The left side is largest where z is that percentile of s, and is then the mean of the lowest
+c of s. So sampled tokens alone can show that the tail holds; to show that it does not, one needs
+top-n lists (`acceptance.py`).
 
 Shapes: T tokens.
 """
@@ -25,19 +26,22 @@ from sparrow.mismatch.tail import DEFAULT_BIN_TOKENS, FloatArray, IntArray, chec
 
 
 def sampled_acceptance(policy_logprobs: ArrayLike, actor_logprobs: ArrayLike) -> FloatArray:
-    """min(1, p/q) of sampled tokens, float64 in [0, 1], from their natural log-probs at one
+    """Compute min(1, p/q) of sampled tokens, float64 in [0, 1], from their natural log-probs at one
     temperature.
 
     Raises ValueError: shapes differ, a log-prob is NaN, or a log-prob of the actor is infinite.
     """
-    p, q = np.asarray(policy_logprobs, np.float64), np.asarray(actor_logprobs, np.float64)
+    p = np.asarray(policy_logprobs, np.float64)
+    q = np.asarray(actor_logprobs, np.float64)
     if p.shape != q.shape:
         raise ValueError(
-            f"The policy's log-probs have shape {p.shape}, the actor's {q.shape}; pass the same tokens."
+            f"The policy's log-probs have shape {p.shape}, "
+            f"the actor's {q.shape}; pass the same tokens."
         )
     if np.isnan(p).any() or not np.isfinite(q).all():
         raise ValueError(
-            "A sampled token has a log-prob that is NaN, or infinite under the actor; leave such out."
+            "A sampled token has a log-prob that is NaN, "
+            "or infinite under the actor; leave such out."
         )
     return np.exp(np.minimum(p - q, 0.0))
 

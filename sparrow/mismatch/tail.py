@@ -25,7 +25,8 @@ def check_acceptance(alpha: ArrayLike, **aligned: ArrayLike | None) -> FloatArra
     values = np.asarray(alpha, np.float64)
     if values.ndim != 1:
         raise ValueError(
-            f"Acceptance rates have shape {values.shape}; pass a flat array [T] without masked tokens."
+            f"Acceptance rates have shape {values.shape}; "
+            "pass a flat array [T] without masked tokens."
         )
     if not np.all((values >= 0) & (values <= 1)):
         raise ValueError(
@@ -65,7 +66,8 @@ def split_by_bin(
     positions = np.asarray(position)
     if bin_tokens < 1:
         raise ValueError(
-            f"bin_tokens is {bin_tokens}; a bin needs at least 1 token (the published width is 2000)."
+            f"bin_tokens is {bin_tokens}; a bin needs at "
+            "least 1 token (the published width is 2000)."
         )
     if positions.size and not np.issubdtype(positions.dtype, np.integer):
         raise ValueError(

@@ -58,7 +58,9 @@ class Tau(NamedTuple):
 
     def level(self, ceiling: float) -> float:
         """The measured p5 that holds tau where dense rollouts have the p5 ``ceiling``."""
-        return 1 - sqrt((1 - self.value) ** 2 + (1 - ceiling) ** 2) if self.relative else self.value
+        if not self.relative:
+            return self.value
+        return 1 - sqrt((1 - self.value) ** 2 + (1 - ceiling) ** 2)
 
     def verdict(self, b: BinMismatch) -> Literal["holds", "below", "undecided"]:
         """See ``BinMismatch.verdict``; undecided where tau is relative and no ceiling is known."""
@@ -74,26 +76,31 @@ class Tau(NamedTuple):
         """
 
         def best(b: BinMismatch) -> float:
-            return relative_span(_ceiling(b), _ceiling(b))[1] if self.relative else b.ceiling_high
+            """The highest p5 that any actor can be shown to have."""
+            if not self.relative:
+                return b.ceiling_high
+            _, low, _ = relative_span(_ceiling(b), _ceiling(b))
+            return low
 
         b = min((b for b in bins if best(b) < self.value), key=best, default=None)
         if b is None:
             return None
+
         what = f"so no schedule can be shown to hold {self.value:g}; lower tau"
         if self.relative:
             what = (
-                f"and {self} lets p5 fall to {self.level(b.ceiling):.3f}, which is not told apart from that; lower "
-                "relative tau, sample more responses"
+                f"and {self} lets p5 fall to {self.level(b.ceiling):.3f}, which is not told apart "
+                "from that; lower relative tau, sample more responses"
             )
         return (
             f"at lengths {b.start}-{b.end} dense rollouts of this engine have p5 {b.ceiling:.3f} "
-            f"[{b.ceiling_low:.3f}, {b.ceiling_high:.3f}], {what}, or bring engine and trainer closer (precision, "
-            "longer lists)"
+            f"[{b.ceiling_low:.3f}, {b.ceiling_high:.3f}], {what}, or bring engine and trainer "
+            "closer (precision, longer lists)"
         )
 
 
 def relative_p5(p5: float, ceiling: float) -> float:
-    """What p5 would be if sparsity were all that lowers it; 1 at the ceiling or above."""
+    """The p5 that would remain if sparsity alone lowered it; 1 at the ceiling or above."""
     return 1 - sqrt(max((1 - p5) ** 2 - (1 - ceiling) ** 2, 0.0))
 
 
@@ -104,13 +111,14 @@ def relative_span(p5: Span, ceiling: Span) -> Span:
     Donner, "Construction of confidence limits about effect measures: a general approach",
     Statistics in Medicine 2008). It is too wide where both parts come from the same tokens.
     """
+    # Squares of rejected shares: the low end of a p5 gives the high end of its square.
     (x, x_high, x_low), (c, c_high, c_low) = (1 - np.array([p5, ceiling])) ** 2
-    # A bootstrap interval need not hold its estimate.
+
+    # The maxima are there because a bootstrap interval need not hold its estimate.
     more = np.hypot(np.maximum(x_high - x, 0), np.maximum(c - c_low, 0))
     less = np.hypot(np.maximum(x - x_low, 0), np.maximum(c_high - c, 0))
-    estimate, lower, upper = (
-        1 - np.sqrt(np.maximum(x - c + np.array([0, more, -less]), 0))
-    ).tolist()
+    squares = x - c + np.array([0, more, -less])
+    estimate, lower, upper = (1 - np.sqrt(np.maximum(squares, 0))).tolist()
     return estimate, lower, upper
 
 

@@ -1,4 +1,4 @@
-"""Acceptance of the tokens of rollouts, as a trainer or a probe measures it, pooled into one report.
+"""Acceptance of rollouts' tokens, as a trainer or a probe measures it, pooled into one report.
 
 Shapes: T response tokens, n entries of the actor's top-n list.
 """
@@ -54,12 +54,9 @@ def flatten(
     each ``[T]``.
     """
     lower, upper, position = (np.concatenate(x) for x in zip(*responses, strict=True))
-    return (
-        lower,
-        upper,
-        position,
-        np.repeat(np.arange(len(responses)), [len(r.lower) for r in responses]),
-    )
+    lengths = [len(response.lower) for response in responses]
+    number = np.repeat(np.arange(len(responses)), lengths)
+    return lower, upper, position, number
 
 
 def pool(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int = 0) -> MismatchReport:
@@ -84,7 +81,7 @@ def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) ->
     if b is None:
         return None
     return (
-        f"whether {tau.statistic} of acceptance reaches {tau.value:g} is not known at lengths {b.start}-{b.end}: the "
-        f"actor's lists of {top_n} tokens put it between {b.lower_bound:.3f} and {b.upper_bound:.3f}; longer ones "
-        f"({option}) tell"
+        f"whether {tau.statistic} of acceptance reaches {tau.value:g} is not known at lengths "
+        f"{b.start}-{b.end}: the actor's lists of {top_n} tokens put it between "
+        f"{b.lower_bound:.3f} and {b.upper_bound:.3f}; longer ones ({option}) tell"
     )

@@ -49,17 +49,16 @@ _KEPT: ContextVar[list[Any] | None] = ContextVar("kept", default=None)
 
 @dataclass
 class _TeacherForcing:
-    """Passed as a keyword argument of the forward pass, so that recomputation for gradients sees it
-    too.
+    """State of a teacher-forced pass; it is a keyword argument of the forward pass, so that
+    recomputation for gradients sees it too.
     """
 
     actor: Actor
     prompt_lengths: Tensor
     # which of the implementations in ``sparrow.attention.teacher_forced`` computes the attention
     implementation: attention.Implementation
-    layers: Counter[int] = field(
-        default_factory=Counter
-    )  # the layers that called the attention, and how often
+    # the layers that called the attention, and how often
+    layers: Counter[int] = field(default_factory=Counter)
     modules: list[nn.Module] = field(default_factory=list)
     windows: routing.Windows | None = None  # set only while the model is tried out
     # called with each layer's number, queries, keys and scale, as they came
@@ -70,18 +69,15 @@ class _TeacherForcing:
     _rows: masks.Rows | None = None
 
     def rows(self, mask: Tensor | None, query: Tensor, key: Tensor) -> masks.Rows:
-        """Where the sequences are.
+        """The columns in which the sequences are.
 
         Raises ConfigError: see ``masks.forced``; or the prompt lengths do not fit these sequences.
         """
         shape = (key.shape[0], query.shape[2], key.shape[2])
-        if (
-            self._rows is None
-            or self._mask is None
-            or self._mask[0] is not mask
-            or self._mask[1] != shape
-        ):
-            self._rows, self._mask = masks.forced(mask, query, key), (mask, shape)
+        is_same = self._mask is not None and self._mask[0] is mask and self._mask[1] == shape
+        if self._rows is None or not is_same:
+            self._rows = masks.forced(mask, query, key)
+            self._mask = (mask, shape)
             self._check_prompts(self._rows.length_B)
         return self._rows
 
@@ -89,13 +85,13 @@ class _TeacherForcing:
         prompt = self.prompt_lengths
         if len(prompt) != len(length_B):
             raise ConfigError(
-                f"teacher_forced was given prompt lengths of {len(prompt)} sequences, but {len(length_B)} came; "
-                "give one for each row"
+                f"teacher_forced was given prompt lengths of {len(prompt)} sequences, but "
+                f"{len(length_B)} came; give one for each row"
             )
         for b in (prompt.to(length_B.device) > length_B).nonzero()[:1, 0].tolist():
             raise ConfigError(
-                f"row {b} has {int(length_B[b])} tokens, but {int(prompt[b])} prompt tokens by prompt_lengths; "
-                "count the prompt's tokens without padding"
+                f"row {b} has {int(length_B[b])} tokens, but {int(prompt[b])} prompt tokens by "
+                "prompt_lengths; count the prompt's tokens without padding"
             )
 
 
@@ -148,14 +144,17 @@ def _forced(
         forcing.windows.check(module, mask)
     if forcing.watch is not None:
         forcing.watch(module.layer_idx, query, key, scaling)
-    actor, rows = forcing.actor, forcing.rows(mask, query, key)
+
+    actor = forcing.actor
+    rows = forcing.rows(mask, query, key)
     if module.layer_idx in actor.schedule.dense_layers:
         return None
     if kwargs.get("dropout"):
         raise ConfigError(
-            f"attention dropout of {kwargs['dropout']} while training has no counterpart in decoding; "
-            "set attention_dropout=0 in the model's config"
+            f"attention dropout of {kwargs['dropout']} while training has no counterpart in "
+            "decoding; set attention_dropout=0 in the model's config"
         )
+
     position = torch.arange(key.shape[2], device=key.device) - rows.start_B[:, None]
     out = attention.teacher_forced(
         rows.close(query),
@@ -178,13 +177,13 @@ def _check_prefill(module: Any, query: Tensor) -> None:
     actor: Actor | None = getattr(module, NAME, None)
     if actor is not None and actor.is_generating and not actor.schedule.is_dense:
         raise ConfigError(
-            f"generate reads {query.shape[2]} tokens in a pass after its prompt, which would be dense; leave out what "
-            "makes it do so (prompt tuning by a peft that does not know this transformers does), or set "
-            "SparsitySchedule.dense() first"
+            f"generate reads {query.shape[2]} tokens in a pass after its prompt, which would be "
+            "dense; leave out what makes it do so (prompt tuning by a peft that does not know "
+            "this transformers does), or set SparsitySchedule.dense() first"
         )
 
 
-# a compiler would take for constant what changes here: count, schedule and phase
+# A compiler would take what changes here for constant: count, schedule and phase.
 @torch.compiler.disable
 def _decoded(
     module: Any,
@@ -203,10 +202,11 @@ def _decoded(
         )
     if actor.dense or module.layer_idx in actor.schedule.dense_layers:
         return None
+
     actor.sparse_calls += 1
     rows = masks.decoding(mask, key)
     start = rows.start_B if mask is not None and rows.order_BS is None else None
-    return attention.decode(
+    out_BHD = attention.decode(
         query[:, :, 0],
         rows.close(key),
         rows.close(value),
@@ -216,13 +216,13 @@ def _decoded(
         layout=actor.layout,
         scale=scaling,
         head_budgets_K=actor.table.head_budgets(module.layer_idx, key.device),
-    )[:, :, None]
+    )
+    return out_BHD[:, :, None]
 
 
 AttentionInterface.register(NAME, sparrow_attention)
-AttentionMaskInterface.register(
-    NAME, routing.sparrow_mask
-)  # without it, padding would be attended to
+# Without a mask function, padding would be attended to.
+AttentionMaskInterface.register(NAME, routing.sparrow_mask)
 
 
 def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
@@ -243,6 +243,7 @@ def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
     if actor is not None and actor.routed:
         _wear(model, Actor(schedule, actor.config, actor.own_attention))
         return
+
     windowed = routing.check_kind(model)
     give_back = routing.own_configs(model)
     try:
@@ -275,22 +276,24 @@ def remove_schedule(model: PreTrainedModel) -> None:
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ConfigError(
-            f"the model is {'None' if model is None else f'a {type(model).__name__}'}, not a model of "
-            "transformers; give the model that decodes"
+            f"the model is {'None' if model is None else f'a {type(model).__name__}'}, not a "
+            "model of transformers; give the model that decodes"
         )
 
 
 def _check_schedule(schedule: SparsitySchedule, model: PreTrainedModel) -> None:
     if not isinstance(schedule, SparsitySchedule):
         raise ConfigError(
-            f"the schedule is {schedule!r}, not a SparsitySchedule; SparsitySchedule.load makes one of a name or a file"
+            f"the schedule is {schedule!r}, not a SparsitySchedule; SparsitySchedule.load makes "
+            "one of a name or a file"
         )
-    config, kv_heads = model.config.get_text_config(), 0
+    config = model.config.get_text_config()
+    kv_heads = 0
     if schedule.head_budgets:  # else nobody asks for heads, which not every config has
         if len(attention_layers(config)) < config.num_hidden_layers:
             raise ConfigError(
-                f"{type(model).__name__} has layers without attention, which the mean of head_budgets would count; "
-                "take a schedule without them"
+                f"{type(model).__name__} has layers without attention, which the mean of "
+                "head_budgets would count; take a schedule without them"
             )
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     schedule.check_model(config.num_hidden_layers, kv_heads)
@@ -311,13 +314,17 @@ def _route(
     Raises UnsupportedModel: the two differ; a layer does not call Sparrow's attention exactly once;
     or layers look back through a window, unless ``windowed`` is that refusal already.
     """
-    name, config = type(model).__name__, model.config.get_text_config()
+    name = type(model).__name__
+    config = model.config.get_text_config()
     ids = torch.arange(8, device=model.device)[None] % config.vocab_size
     layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
-    own, dense, covering = routing.LayerPass(), routing.LayerPass(), routing.LayerPass()
+    own = routing.LayerPass()
+    dense = routing.LayerPass()
+    covering = routing.LayerPass()
     if config._attn_implementation == NAME:  # it was loaded with Sparrow's, or its layers are new
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     own_attention = config._attn_implementation
+
     calls: Counter[int] = Counter()
     modules: list[nn.Module] = []
     with evaluating(model):
@@ -340,32 +347,35 @@ def _route(
             except (UnsupportedModel, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # the model's own pass over the same tokens raised nothing
-                if windowed is not None and isinstance(
-                    error, ConfigError
-                ):  # the window is shorter than ``ids``
-                    raise windowed from None
+                if windowed is not None and isinstance(error, ConfigError):
+                    raise windowed from None  # the window is shorter than ``ids``
                 cause, _, _ = str(error).partition("; ")  # what follows is advice on inputs
                 raise UnsupportedModel(
-                    f"{name} has an attention Sparrow cannot read: {cause}; choose a model whose attention is a causal "
-                    "softmax over keys alone"
+                    f"{name} has an attention Sparrow cannot read: {cause}; choose a model whose "
+                    "attention is a causal softmax over keys alone"
                 ) from error
-            calls, modules = forcing.layers, forcing.modules
+            calls = forcing.layers
+            modules = forcing.modules
+
     if missing := attention_layers(config) - set(calls):
         raise UnsupportedModel(
-            f"{name} does not route layers {sorted(missing)} through the transformers attention interface, so they "
-            "cannot be decoded sparsely; choose a model whose attention calls ALL_ATTENTION_FUNCTIONS with its kwargs"
+            f"{name} does not route layers {sorted(missing)} through the transformers attention "
+            "interface, so they cannot be decoded sparsely; choose a model whose attention calls "
+            "ALL_ATTENTION_FUNCTIONS with its kwargs"
         )
     if often := [i for i, count in calls.items() if count > 1]:
         raise UnsupportedModel(
-            f"{name} computes attention {calls[often[0]]} times in layer {often[0]}, but Sparrow selects pages once a "
-            "layer; choose a model whose layers compute it once"
+            f"{name} computes attention {calls[often[0]]} times in layer {often[0]}, but Sparrow "
+            "selects pages once a layer; choose a model whose layers compute it once"
         )
     own.check_same(dense, modules, name, "Sparrow's when dense")
     own.check_same(covering, modules, name, "Sparrow's with every page")
 
 
 def sparse_calls(model: PreTrainedModel) -> int:
-    """How many attention calls of ``model`` were sparse decode steps since its schedule was set."""
+    """The number of attention calls of ``model`` that were sparse decode steps since its schedule
+    was set.
+    """
     actor = actor_of(model)
     return actor.sparse_calls if actor else 0
 
@@ -385,12 +395,14 @@ def teacher_forced(
     ended. A compiled model runs uncompiled inside, because a compiler would reuse one context's
     pass in the next.
 
-    Args: model: a model that ``set_schedule`` was called on. prompt_lengths: ``[B]`` prompt tokens
-        of each row, without padding but with virtual tokens of prompt tuning. schedule: used
-        instead of the schedule that the model decodes under. implementation: what computes the
-        attention (see ``sparrow.attention.teacher_forced``); if unset,
-            ``triton`` for a model on a CUDA device and ``reference`` elsewhere. The context's value
-            has the choice as ``.implementation``.
+    Args:
+        model: a model that ``set_schedule`` was called on.
+        prompt_lengths: ``[B]`` prompt tokens of each row, without padding but with virtual tokens
+            of prompt tuning.
+        schedule: used instead of the schedule that the model decodes under.
+        implementation: what computes the attention (see ``sparrow.attention.teacher_forced``); if
+            unset, ``triton`` for a model on a CUDA device and ``reference`` elsewhere. The
+            context's value has the choice as ``.implementation``.
 
     Raises ConfigError: the model has no schedule; the prompt lengths are not one whole number for
     each row, or exceed its tokens; sequences are packed, or a mask is not causal for another
@@ -402,12 +414,15 @@ def teacher_forced(
         raise ConfigError(
             "teacher_forced needs a model prepared with set_schedule(model, schedule)"
         )
+
     with _forcing(model, prompt_lengths, schedule, implementation) as forcing:
         yield forcing
+
     if missing := attention_layers(actor.config) - set(forcing.layers):
         raise ConfigError(
-            f"no pass through layers {sorted(missing)} was teacher-forced; inside the context call the model that "
-            "set_schedule was called on, not a copy or an exported or captured form of it"
+            f"no pass through layers {sorted(missing)} was teacher-forced; "
+            "inside the context call the model that set_schedule was "
+            "called on, not a copy or an exported or captured form of it"
         )
 
 

@@ -25,17 +25,19 @@ def dense_steps(model: nn.Module) -> Iterator[None]:
     """Inside the context, decode steps of ``model`` attend to everything, whatever its schedule
     says.
 
-    A loop of your own that reads a prompt in chunks needs this: a last chunk of one token looks
-    like a decode step.
+    A loop that reads a prompt in chunks needs this: a last chunk of one token looks like a decode
+    step.
 
     Raises ConfigError: the model has no schedule.
     """
     actor = actor_of(model)
     if actor is None:
         raise ConfigError(
-            "dense_steps needs a model prepared with sparrow.model.actor.set_schedule(model, schedule)"
+            "dense_steps needs a model prepared with "
+            "sparrow.model.actor.set_schedule(model, schedule)"
         )
-    before, actor.dense = actor.dense, True
+    before = actor.dense
+    actor.dense = True
     try:
         yield
     finally:
@@ -48,8 +50,8 @@ def watch_generate(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, GenerationMixin):
-            # A partial, so that a copy of the model gets one of its own; pickle cannot read bound
-            # methods back.
+            # A partial, so that a copy of the model has another; pickle cannot read bound methods
+            # back.
             vars(module)["generate"] = partial(_generate, module)
 
 
@@ -76,10 +78,9 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         _check_options(self, given)
 
     def first_token(ids: Tensor, scores: Tensor) -> Tensor:
-        actor.dense, actor.is_generating = (
-            False,
-            True,
-        )  # a token is sampled, so the prompt has been read
+        # a token is sampled, so the prompt has been read
+        actor.dense = False
+        actor.is_generating = True
         return scores
 
     processors = LogitsProcessorList([*(given.get("logits_processor") or []), first_token])
@@ -107,11 +108,11 @@ def _check_options(model: Any, given: dict[str, Any]) -> None:
 
     if several := [name for name in SEVERAL if option(name)]:
         raise ConfigError(
-            f"generate with {several[0]} verifies several tokens in one pass, which would be dense; leave it out, or "
-            "set SparsitySchedule.dense() first"
+            f"generate with {several[0]} verifies several tokens in one pass, which would be "
+            "dense; leave it out, or set SparsitySchedule.dense() first"
         )
     if option("use_cache") is False:
         raise ConfigError(
-            "generate with use_cache=False computes the whole sequence at every step, which would be dense; "
-            "use the cache, or set SparsitySchedule.dense() first"
+            "generate with use_cache=False computes the whole sequence at every step, which would "
+            "be dense; use the cache, or set SparsitySchedule.dense() first"
         )

@@ -1,5 +1,5 @@
-"""Which columns hold a row's tokens, read from the attention mask that transformers hands to every
-layer.
+"""The columns that hold a row's tokens, read from the attention mask that transformers hands to
+every layer.
 
 Tokens need not lie side by side: turns of a chat that were padded one by one leave holes, as does
 padding to the right of a prompt. Pages are counted in tokens, so holes are closed before selection
@@ -21,7 +21,7 @@ from sparrow.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the tokens of each row are."""
+    """The columns of each row's tokens."""
 
     start_B: Tensor  # first column, int64
     length_B: Tensor  # tokens, int64
@@ -39,8 +39,8 @@ class Rows:
 
 
 def decoding(mask: Tensor | None, key: Tensor) -> Rows:
-    """For a decode step: the tokens that the newest token of each row sees, among the columns of
-    ``key``.
+    """Find, for a decode step, the tokens that the newest token of each row sees, among the columns
+    of ``key``.
 
     Raises ConfigError: the mask differs by head, or adds to scores.
     """
@@ -50,29 +50,30 @@ def decoding(mask: Tensor | None, key: Tensor) -> Rows:
 
 
 def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
-    """For teacher forcing: the tokens of whole sequences.
+    """Find the tokens of whole sequences, for teacher forcing.
 
     Raises ConfigError: queries and keys differ in number, or the mask is not causal attention to a
     row's own tokens.
     """
     if query.shape[2] != key.shape[2]:
         raise ConfigError(
-            f"teacher_forced computes whole sequences in one pass, but {query.shape[2]} tokens came with "
-            f"{key.shape[2]} keys; call the model with use_cache=False and without past_key_values"
+            "teacher_forced computes whole sequences in one pass, but "
+            f"{query.shape[2]} tokens came with {key.shape[2]} keys; call "
+            "the model with use_cache=False and without past_key_values"
         )
     if mask is None:
         return _all_columns(key)
     seen_BTS = _seen(mask, key)
     real_BS = seen_BTS.diagonal(dim1=-2, dim2=-1)
-    other = (seen_BTS != (real_BS[:, None] & torch.ones_like(seen_BTS[0]).tril())) & real_BS[
-        :, :, None
-    ]
+    causal_BTS = real_BS[:, None] & torch.ones_like(seen_BTS[0]).tril()
+    other = (seen_BTS != causal_BTS) & real_BS[:, :, None]
     if bool(other.any()):
         b, t = other.any(-1).nonzero()[0].tolist()
         raise ConfigError(
-            f"the token in column {t} of row {b} does not see exactly the tokens of its row up to itself (packed "
-            "sequences, or a mask of your own), which teacher_forced cannot follow; give every sequence a row of its "
-            "own and an attention_mask [B, T] of its padding"
+            f"the token in column {t} of row {b} does not see exactly the "
+            "tokens of its row up to itself (packed sequences, or a mask of "
+            "your own), which teacher_forced cannot follow; give every sequence "
+            "a row of its own and an attention_mask [B, T] of its padding"
         )
     return _rows(real_BS)
 
@@ -81,33 +82,38 @@ def _seen(mask: Tensor, key: Tensor) -> Tensor:
     """bool ``[B, T, S]``: which columns each query sees."""
     if mask.shape[1] != 1:
         raise ConfigError(
-            f"the attention mask of shape {tuple(mask.shape)} differs by head, but Sparrow selects pages among the "
-            "same tokens for all heads; give a mask [B, T] or [B, 1, T, S]"
+            f"the attention mask of shape {tuple(mask.shape)} differs by head, but Sparrow "
+            "selects pages among the same tokens for all heads; give a mask [B, T] or [B, 1, T, S]"
         )
     if mask.dtype != torch.bool:
         hidden = mask <= torch.finfo(mask.dtype).min / 2
         if not bool((hidden | (mask == 0)).all()):
             raise ConfigError(
-                "the attention mask adds to the scores of tokens (a bias), which page selection would miss; "
-                "give a boolean mask, or a float one of 0 and the lowest number only"
+                "the attention mask adds to the scores of tokens (a bias), which page selection "
+                "would miss; give a boolean mask, or a float one of 0 and the lowest number only"
             )
         mask = ~hidden
     return mask[:, 0].expand(key.shape[0], -1, -1)
 
 
 def _all_columns(key: Tensor) -> Rows:
-    B, S = key.shape[0], key.shape[2]
+    B = key.shape[0]
+    S = key.shape[2]
     return Rows(
-        torch.zeros(B, dtype=torch.long, device=key.device), torch.full((B,), S, device=key.device)
+        start_B=torch.zeros(B, dtype=torch.long, device=key.device),
+        length_B=torch.full((B,), S, device=key.device),
     )
 
 
 def _rows(real_BS: Tensor) -> Rows:
-    first_B, length_B = real_BS.int().argmax(-1), real_BS.sum(-1)
+    first_B = real_BS.int().argmax(-1)
+    length_B = real_BS.sum(-1)
     last_B = real_BS.shape[1] - 1 - real_BS.flip(-1).int().argmax(-1)
-    if bool(((last_B - first_B + 1 == length_B) | (length_B == 0)).all()):
+    side_by_side_B = (last_B - first_B + 1 == length_B) | (length_B == 0)
+    if bool(side_by_side_B.all()):
         return Rows(first_B, length_B)
-    return Rows(torch.zeros_like(first_B), length_B, (~real_BS).int().argsort(stable=True, dim=-1))
+    order_BS = (~real_BS).int().argsort(stable=True, dim=-1)
+    return Rows(torch.zeros_like(first_B), length_B, order_BS)
 
 
 def _take(x_BXSD: Tensor, column_BS: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ def check_extras(module: nn.Module, kwargs: dict[str, Any]) -> None:
     extra = [name for name in EXTRAS if kwargs.get(name) is not None]
     if extra:
         raise UnsupportedModel(
-            f"{type(module).__name__} gives its attention {EXTRAS[extra[0]]} ({extra[0]}), which Sparrow's would drop; "
-            "choose a model whose attention is a softmax over keys alone"
+            f"{type(module).__name__} gives its attention {EXTRAS[extra[0]]} ({extra[0]}), which "
+            "Sparrow's would drop; choose a model whose attention is a softmax over keys alone"
         )
 
 
@@ -73,21 +73,25 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
         raise UnsupportedModel(
             f"{name} is an encoder-decoder; Sparrow decodes causal language models only"
         )
+
     kinds = set(getattr(config, "layer_types", None) or [])
     window = getattr(config, "sliding_window", None) or getattr(
         config, "attention_chunk_size", None
     )
     change: dict[str, Any] = {"layer_types": ["full_attention"] * config.num_hidden_layers}
     if not kinds and window and getattr(config, "use_sliding_window", True):
-        kinds, change = {"sliding_attention"}, {"sliding_window": None}
+        kinds = {"sliding_attention"}
+        change = {"sliding_window": None}
     hybrid = getattr(config, "model_type", None) in HYBRIDS and "full_attention" in kinds
     kinds -= {"full_attention", "linear_attention"} if hybrid else {"full_attention"}
     if not kinds:
         return None
+
     windowed = kinds <= {"sliding_attention", "chunked_attention"}
+    size = f" (window {window})" if windowed else ""
     sentence = (
-        f"{name} has layers of the kind {', '.join(sorted(kinds))}{f' (window {window})' if windowed else ''}, but "
-        "Sparrow selects pages from full attention only; choose a model with full attention in every layer"
+        f"{name} has layers of the kind {', '.join(sorted(kinds))}{size}, but Sparrow selects "
+        "pages from full attention only; choose a model with full attention in every layer"
     )
     if not windowed or not window or not _computes_same(model, change, window):
         raise UnsupportedModel(sentence)
@@ -95,13 +99,14 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
         "sliding_window=None" if "sliding_window" in change else "layer_types all 'full_attention'"
     )
     return UnsupportedModel(
-        f"{sentence}, or load it with {setting} in its config if sequences stay shorter than the window"
+        f"{sentence}, or load it with {setting} in its "
+        "config if sequences stay shorter than the window"
     )
 
 
 @torch.no_grad()
 def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) -> bool:
-    """Whether the model's weights, under a config with ``change``, compute what the model does on a
+    """Try whether the model's weights, under a config with ``change``, compute the same on a
     sequence that fits into its window.
 
     Often they do not: in Cohere 2, EXAONE 4 or Gemma 3 the kind of a layer also decides its rotary
@@ -128,12 +133,13 @@ def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) 
         found = changed.to(model.device).eval()(input_ids=ids, use_cache=False).logits.float()
     except Exception:  # a config that refuses the change, or a model that cannot be built anew
         return False
+
     tolerance = TOLERANCE.get(model.dtype, HALF_TOLERANCE)
     return torch.allclose(own, found, rtol=0, atol=tolerance * float(own.abs().max()))
 
 
 class Windows:
-    """While a model is tried out: the masks made for layers that look back through a window, each
+    """The masks made, while a model is tried out, for layers that look back through a window, each
     with its window.
     """
 
@@ -141,13 +147,13 @@ class Windows:
         self.made: list[tuple[Tensor, int]] = []
 
     def check(self, module: nn.Module, mask: Tensor | None) -> None:
-        """Raises UnsupportedModel: ``mask`` is one of them."""
+        """Raise UnsupportedModel if ``mask`` is one of these."""
         for windowed, size in self.made:
             if mask is windowed:
                 raise UnsupportedModel(
-                    f"{type(module).__name__} looks back through a window of {size} tokens in layer "
-                    f"{module.layer_idx}, but Sparrow selects pages from full attention only; choose a model with full "
-                    "attention in every layer"
+                    f"{type(module).__name__} looks back through a window of {size} tokens in "
+                    f"layer {module.layer_idx}, but Sparrow selects pages from full attention "
+                    "only; choose a model with full attention in every layer"
                 )
 
 
@@ -156,8 +162,8 @@ _WINDOWS: ContextVar[Windows | None] = ContextVar("windows", default=None)
 
 @contextlib.contextmanager
 def trying(windows: bool) -> Iterator[Windows | None]:
-    """Inside, with ``windows``, masks of a window leave out all but two tokens, so it shows on the
-    shortest input.
+    """A context in which, with ``windows``, masks of a window leave out all but two tokens, so that
+    a window has an effect on the shortest input.
     """
     record = Windows() if windows else None
     token = _WINDOWS.set(record)
@@ -171,7 +177,8 @@ def sparrow_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Mask function of the transformers mask interface: makes the mask of ``sdpa``, which Sparrow
     needs too.
     """
-    windows, size = _WINDOWS.get(), kwargs.get("local_size")
+    windows = _WINDOWS.get()
+    size = kwargs.get("local_size")
     if windows is None or size is None:
         return sdpa_mask(*args, **kwargs)
     mask = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
@@ -202,9 +209,7 @@ def own_configs(model: nn.Module) -> Callable[[], None]:
 
 
 class LayerPass:
-    """The hidden states that went into each attention layer in a forward pass, and what came out of
-    it.
-    """
+    """The inputs and outputs of each attention layer in a forward pass."""
 
     def __init__(self) -> None:
         self.given: dict[nn.Module, Tensor] = {}
@@ -212,19 +217,18 @@ class LayerPass:
 
     @contextlib.contextmanager
     def watch(self, layers: list[nn.Module], like: LayerPass | None = None) -> Iterator[None]:
-        """Record a pass; with ``like``, every layer gets that pass's hidden states, so differences
-        don't add up.
+        """Record a pass; with ``like``, every layer gets that pass's hidden states, so that
+        differences do not add up.
         """
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden = args[0] if args else kwargs.get("hidden_states")
             if like is not None and module in like.given:
                 hidden = like.given[module]
-                args, kwargs = (
-                    ((hidden, *args[1:]), kwargs)
-                    if args
-                    else (args, {**kwargs, "hidden_states": hidden})
-                )
+                if args:
+                    args = (hidden, *args[1:])
+                else:
+                    kwargs = {**kwargs, "hidden_states": hidden}
             elif isinstance(hidden, Tensor):
                 self.given[module] = hidden
             return args, kwargs
@@ -248,13 +252,15 @@ class LayerPass:
         Raises UnsupportedModel: they differ by more than the order of summation explains.
         """
         for module in layers:
-            own, ours = self.found[module].float(), other.found[module].float()
+            own = self.found[module].float()
+            ours = other.found[module].float()
             tolerance = TOLERANCE.get(self.found[module].dtype, HALF_TOLERANCE)
             if not torch.allclose(
                 own, ours, rtol=0, atol=tolerance * float(own.abs().max()), equal_nan=True
             ):
                 raise UnsupportedModel(
-                    f"{name} computes something else than causal attention to all tokens in layer {module.layer_idx}: "
-                    f"its own result and {what} differ by {float((own - ours).abs().max()):.2g} in "
-                    f"{float(own.abs().max()):.2g}; choose a model whose attention is a causal softmax over keys alone"
+                    f"{name} computes something else than causal attention to all tokens in layer "
+                    f"{module.layer_idx}: its own result and {what} differ by "
+                    f"{float((own - ours).abs().max()):.2g} in {float(own.abs().max()):.2g}; "
+                    "choose a model whose attention is a causal softmax over keys alone"
                 )

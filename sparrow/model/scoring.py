@@ -54,13 +54,15 @@ class Batch:
         input_ids = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
         for i, row in enumerate(rows):
             input_ids[i, : len(row)] = row
+
+        top = None
+        if top_ids is not None:
+            top = torch.from_numpy(np.concatenate(top_ids).astype(np.int64)).to(device)
         return cls(
             torch.from_numpy(input_ids).to(device),
             torch.tensor([len(p) for p in prompts], device=device),
             torch.tensor([len(r) for r in responses], device=device),
-            torch.from_numpy(np.concatenate(top_ids).astype(np.int64)).to(device)
-            if top_ids is not None
-            else None,
+            top,
         )
 
     @classmethod
@@ -118,18 +120,17 @@ class TokenScorer(nn.Module):
         top_ids = batch.top_ids
         hidden_MC = hidden[rows, columns - 1]
         target_M = batch.input_ids[rows, columns]
-        # With gradients, a chunk's logits are computed again in the backward pass in place of being
-        # kept.
-        score: Any = (
-            partial(checkpoint, self._head, use_reentrant=False)
-            if torch.is_grad_enabled()
-            else self._head
-        )
+
+        score: Any = self._head
+        if torch.is_grad_enabled():
+            # A chunk's logits are not kept, but computed again in the backward pass.
+            score = partial(checkpoint, self._head, use_reentrant=False)
         pieces = []
         for i in range(0, len(target_M), self.chunk_tokens):
             now = slice(i, i + self.chunk_tokens)
             top = top_ids[now] if top_ids is not None else None
             pieces.append(score(hidden_MC[now], target_M[now], top, temperature))
+
         logprobs, tops, entropy = zip(*pieces, strict=True)
         top_logprobs = torch.cat(tops) if top_ids is not None else None
         return TokenScores(
@@ -141,22 +142,24 @@ class TokenScorer(nn.Module):
     def over_logits(
         self, batch: Batch, function: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
-        """What ``function`` makes of the float32 logits ``[N, V]`` and the tokens ``[N]`` that
-        follow them, over all response tokens; called for a few of them at a time.
+        """Apply ``function`` to the float32 logits ``[N, V]`` and the tokens ``[N]`` that follow
+        them, for a few tokens at a time, and put the results of all response tokens together.
         """
         hidden = self.model.get_decoder()(
             input_ids=batch.input_ids, use_cache=False
         ).last_hidden_state
         rows, columns = batch.response_index()
+        head = self.model.get_output_embeddings()
         few = max(self.chunk_tokens // 8, 1)  # such functions need the vocabulary several times
+        chunks = zip(
+            rows.split(few),
+            columns.split(few),
+            batch.input_ids[rows, columns].split(few),
+            strict=True,
+        )
         pieces = [
-            function(self.model.get_output_embeddings()(hidden[row, column - 1]).float(), target)
-            for row, column, target in zip(
-                rows.split(few),
-                columns.split(few),
-                batch.input_ids[rows, columns].split(few),
-                strict=True,
-            )
+            function(head(hidden[row, column - 1]).float(), target)
+            for row, column, target in chunks
         ]
         return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
@@ -165,13 +168,15 @@ class TokenScorer(nn.Module):
     ) -> tuple[Tensor | None, ...]:
         logits = self.model.get_output_embeddings()(hidden).float()
         log_p = (logits / temperature if temperature not in (0, 1) else logits).log_softmax(-1)
-        with torch.autocast(
-            logits.device.type, enabled=False
-        ):  # on a CPU, autocast would take the product in bfloat16
-            entropy = None if torch.is_grad_enabled() else -torch.linalg.vecdot(log_p.exp(), log_p)
-        gathered = log_p.gather(
-            -1, torch.cat([target[:, None], top], -1) if top is not None else target[:, None]
-        )
+        entropy = None
+        if not torch.is_grad_enabled():
+            # On a CPU, autocast would take the product in bfloat16.
+            with torch.autocast(logits.device.type, enabled=False):
+                entropy = -torch.linalg.vecdot(log_p.exp(), log_p)
+        wanted = target[:, None]
+        if top is not None:
+            wanted = torch.cat([wanted, top], -1)
+        gathered = log_p.gather(-1, wanted)
         return gathered[:, 0], gathered[:, 1:], entropy
 
     def _check_head(self) -> None:
@@ -190,8 +195,9 @@ class TokenScorer(nn.Module):
             )
         if not torch.allclose(direct.float(), ours.float(), rtol=1e-3, atol=1e-3):
             raise UnsupportedModel(
-                f"{type(self.model).__name__} changes its logits after the output embedding (a soft cap or a scale), "
-                "which Sparrow's chunked log-probs would miss; choose a model without"
+                f"{type(self.model).__name__} changes its logits after the "
+                "output embedding (a soft cap or a scale), which Sparrow's "
+                "chunked log-probs would miss; choose a model without"
             )
 
 

@@ -33,8 +33,8 @@ from sparrow.model.actor import dense_steps
 
 @dataclass(frozen=True)
 class Shape:
-    """How a softmax over logits ``[..., V]`` is changed before it is sampled from; the same for
-    actor and policy.
+    """Changes to the softmax over logits ``[..., V]`` before it is sampled from; the same for actor
+    and policy.
     """
 
     temperature: float = 1.0  # 0 is greedy; log-probs are then those at 1
@@ -62,27 +62,26 @@ class Shape:
         """Float32 log-probs of the tokens that are kept, -inf for the others."""
         scaled = logits.float() / (self.temperature or 1.0)
         if self.top_k is not None and self.top_k < scaled.shape[-1]:
-            scaled = scaled.masked_fill(
-                scaled < scaled.topk(self.top_k, dim=-1).values[..., -1:], -torch.inf
-            )
+            least = scaled.topk(self.top_k, dim=-1).values[..., -1:]
+            scaled = scaled.masked_fill(scaled < least, -torch.inf)
         if self.top_p < 1:
             mass, token = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
             beyond = mass.cumsum(-1) - mass >= self.top_p
-            scaled = scaled.masked_fill(
-                torch.zeros_like(beyond).scatter(-1, token, beyond), -torch.inf
-            )
+            left_out = torch.zeros_like(beyond).scatter(-1, token, beyond)
+            scaled = scaled.masked_fill(left_out, -torch.inf)
         return scaled.log_softmax(-1)
 
 
 class CachedSequences:
-    """What a model has read of ``B`` sequences: the tokens of row b are in the cache's columns from
-    ``start[b]`` on.
+    """The tokens that a model has read of ``B`` sequences: those of row b are in the cache's
+    columns from ``start[b]`` on.
 
     Columns before that are padding. ``start`` is int64 ``[B]``.
     """
 
     def __init__(self, model: PreTrainedModel, start: Tensor) -> None:
-        self.model, self.start = model, start
+        self.model = model
+        self.start = start
         self.cache = DynamicCache(config=model.config)
         self._last_position = model.config.get_text_config().max_position_embeddings - 1
         # Its name since transformers 5.24, which warns of the former one.
@@ -123,24 +122,26 @@ class CachedSequences:
         """
         width = int(lengths_B.max())
         start = width - lengths_B
-        source_BS = (
-            torch.arange(width, device=start.device) + (self.start - start)[:, None]
-        ).clamp(min=0)
+        column = torch.arange(width, device=start.device)
+        source_BS = (column + (self.start - start)[:, None]).clamp(min=0)
+
+        def moved(x_BKSD: Tensor) -> Tensor:
+            return tokens_at(x_BKSD, source_BS[:, None].expand(-1, x_BKSD.shape[1], -1))
+
         layers: list[Any] = self.cache.layers
         for layer in layers:
-            layer.keys, layer.values = (
-                tokens_at(x, source_BS[:, None].expand(-1, x.shape[1], -1))
-                for x in (layer.keys, layer.values)
-            )
+            layer.keys = moved(layer.keys)
+            layer.values = moved(layer.values)
         self.start = start
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows only."""
         layers: list[Any] = self.cache.layers
-        for layer in (
-            layers
-        ):  # transformers selects rows in layers with keys, and reorders layers with only a state
-            (layer.batch_select_indices if hasattr(layer, "keys") else layer.reorder_cache)(rows)
+        for layer in layers:
+            if hasattr(layer, "keys"):
+                layer.batch_select_indices(rows)
+            else:  # a layer with only a state, in which transformers can reorder rows
+                layer.reorder_cache(rows)
         self.start = self.start[rows]
 
 
@@ -169,24 +170,29 @@ def speculate(
     """Draft and verify once; afterwards ``sequences`` hold the policy's keys and values of all
     tokens but the last.
 
-    Args: sequences: of a model that ``set_schedule`` was called on; drafts read what that schedule
-        says. newest: int64 ``[B]``, the token of each row that is not cached yet. drafts: int64
-        ``[B]``, how many tokens each row drafts, 0 included. shape: of the distributions that
-        drafts and samples are drawn from. uniform: float64 ``[3, B, k + 1]`` in [0, 1): for each
-        place in the cycle, the numbers that draw drafts, accept
-            them, and draw the last token.
+    Args:
+        sequences: of a model that ``set_schedule`` was called on; drafts read what that schedule
+            says.
+        newest: int64 ``[B]``, the token of each row that is not cached yet.
+        drafts: int64 ``[B]``, how many tokens each row drafts, 0 included.
+        shape: of the distributions that drafts and samples are drawn from.
+        uniform: float64 ``[3, B, k + 1]`` in [0, 1): for each place in the cycle, the numbers that
+            draw drafts, accept them, and draw the last token.
         drafter_invariant: draw drafts and all tokens with the last of these numbers.
     """
-    ids, logits = [newest], []
+    ids = [newest]
+    logits = []
+    draft_uniform = uniform[2] if drafter_invariant else uniform[0]
     for i in range(int(drafts.max())):
         logits.append(sequences.read(ids[-1][:, None]).float())
-        ids.append(
-            draw(shape.distribution(logits[-1][:, 0]), uniform[2 if drafter_invariant else 0, :, i])
-        )
+        ids.append(draw(shape.distribution(logits[-1][:, 0]), draft_uniform[:, i]))
+
+    # Verification reads the drafts again, so that the cache gets the policy's keys and values.
     sequences.forget(len(logits))
     ids_BT = torch.stack(ids, 1)
     with dense_steps(sequences.model):  # one token alone would be read sparsely
         dense_logits = sequences.read(ids_BT).float()
+
     q_BkV = shape.distribution(torch.cat([*logits, dense_logits[:, :0]], 1))
     p_BTV = shape.distribution(dense_logits)
     judge = verify_by_drawing if drafter_invariant else verify
@@ -206,17 +212,17 @@ def verify(
     token.
     """
     B, k = draft_Bk.shape
-    place_k, row = torch.arange(k, device=drafts.device), torch.arange(B, device=drafts.device)
-    kept_Bk = accepts(p_BTV[:, :k], q_BkV, draft_Bk, uniform[0, :, :k]) & (
-        place_k < drafts[:, None]
-    )
+    place_k = torch.arange(k, device=drafts.device)
+    row = torch.arange(B, device=drafts.device)
+    accepted_Bk = accepts(p_BTV[:, :k], q_BkV, draft_Bk, uniform[0, :, :k])
+    kept_Bk = accepted_Bk & (place_k < drafts[:, None])
     accepted = kept_Bk.long().cumprod(1).sum(1)
+
     p_BV = p_BTV[row, accepted]
     q_BV = torch.cat([q_BkV, torch.zeros_like(p_BTV[:, :1])], 1)[row, accepted]
-    last = draw(
-        torch.where((accepted < drafts)[:, None], residual(p_BV, q_BV), p_BV),
-        uniform[1, row, accepted],
-    )
+    was_rejected = (accepted < drafts)[:, None]
+    mass_BV = torch.where(was_rejected, residual(p_BV, q_BV), p_BV)
+    last = draw(mass_BV, uniform[1, row, accepted])
     tokens = torch.cat([draft_Bk, last[:, None]], 1).scatter(1, accepted[:, None], last[:, None])
     return tokens, accepted, _examined(p_BTV, q_BkV, drafts, accepted)
 
@@ -244,8 +250,9 @@ def _examined(p_BTV: Tensor, q_BkV: Tensor, drafts: Tensor, accepted: Tensor) ->
 
 
 def accepts(p: Tensor, q: Tensor, draft: Tensor, uniform: Tensor) -> Tensor:
-    """Whether drafts ``[...]`` drawn from q ``[..., V]`` are kept: with probability min(1, p / q)."""
-    p_draft, q_draft = (x.gather(-1, draft[..., None])[..., 0] for x in (p, q))
+    """Accept drafts ``[...]``, drawn from q ``[..., V]``, each with probability min(1, p / q)."""
+    p_draft = p.gather(-1, draft[..., None])[..., 0]
+    q_draft = q.gather(-1, draft[..., None])[..., 0]
     return uniform * q_draft < p_draft
 
 

@@ -1,4 +1,4 @@
-"""Where tokens stand in the distributions that they should be samples of.
+"""The places of tokens in the distributions of which they should be samples.
 
 Shapes: N tokens, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""What the attention layers of one model share: the schedule, and whether they are routed.
+"""State that the attention layers of one model share: the schedule, and whether they are routed.
 
 This state is stored on the modules themselves, so that a copy of a model has its own.
 """
@@ -44,12 +44,13 @@ class ScheduleTable:
             self._tables[length.device] = torch.tensor(
                 self._schedule.top_k, dtype=torch.int32, device=length.device
             )
-        table, P = self._tables[length.device], self._schedule.page_size
+        table = self._tables[length.device]
+        P = self._schedule.page_size
         bins = (length + P - 1) // P * P // self._schedule.bin_tokens
         return table[bins.clamp(max=len(table) - 1)]
 
     def head_budgets(self, layer: int, device: torch.device) -> Tensor | None:
-        """What multiplies a layer's page counts, int32 ``[K]`` in units of 1 / 256; None if all
+        """The factors of a layer's page counts, int32 ``[K]`` in units of 1 / 256; None if all
         heads are alike.
         """
         if not self._schedule.head_budgets:
@@ -61,7 +62,7 @@ class ScheduleTable:
 
 @dataclass
 class Actor:
-    """What all attention layers of one model share."""
+    """State that all attention layers of one model share."""
 
     schedule: SparsitySchedule
     config: PreTrainedConfig  # of the text part of the model; says which attention its layers call
@@ -70,7 +71,7 @@ class Actor:
     table: ScheduleTable = field(init=False)
     sparse_calls: int = 0
     dense: bool = False  # whether decode steps attend to everything at present
-    # whether ``generate`` has read its prompt, so that a pass reads one token from here on
+    # whether ``generate`` has read its prompt, so that each further pass reads one token
     is_generating: bool = False
 
     def __post_init__(self) -> None:

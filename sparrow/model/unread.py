@@ -28,7 +28,7 @@ def unread(
     layout: PageLayout,
     pages_U: Sequence[int],
 ) -> Tensor:
-    """What ``unread_mass`` says of each layer, ``[L, K, U]``, in a dense pass over one sequence.
+    """Compute ``unread_mass`` of each layer, ``[L, K, U]``, in a dense pass over one sequence.
 
     Args:
         model: one that ``set_schedule`` was called on, with attention in every layer.
@@ -40,9 +40,8 @@ def unread(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         found[layer] = unread_mass(query[0], key[0], position_R, layout, scale, pages_U)
 
-    with teacher_forced(
-        model, [len(ids_T)], SparsitySchedule.dense(dense_layers=tuple(layers))
-    ) as forcing:
+    dense = SparsitySchedule.dense(dense_layers=tuple(layers))
+    with teacher_forced(model, [len(ids_T)], dense) as forcing:
         forcing.watch = watch
         model.get_decoder()(input_ids=ids_T[None], use_cache=False)
     return torch.stack([found[layer] for layer in layers])
@@ -59,25 +58,26 @@ def unread_mass(
     """Mass ``[K, U]``, averaged over positions and a group's heads, outside what each number of
     pages keeps.
     """
-    (H, T, _), K, P = q_HTD.shape, len(k_KTD), layout.page_size
-    N, parts = -(-T // P), []
+    H, T, _ = q_HTD.shape
+    K = len(k_KTD)
+    P = layout.page_size
+    N = -(-T // P)
     keys = F.pad(k_KTD, (0, 0, 0, N * P - T))
     marks_BKND = landmarks(keys.unflatten(1, (N, P)), layout.landmark_dtype)[None]
     token = torch.arange(T, device=keys.device)
+    # the last page that is read, in reading order
+    last = torch.tensor(pages_U, device=keys.device) + layout.sink_pages + layout.recent_pages - 1
+
+    parts = []
     for position in position_R.split(ROWS):
         q_HRD = q_HTD[:, position]
-        logits = (
-            torch.einsum("kgrd,ktd->kgrt", q_HRD.unflatten(0, (K, H // K)).float(), k_KTD.float())
-            * scale
-        )
+        q_KGRD = q_HRD.unflatten(0, (K, H // K)).float()
+        logits = torch.einsum("kgrd,ktd->kgrt", q_KGRD, k_KTD.float()) * scale
         weights = logits.masked_fill(token > position[:, None], -torch.inf).softmax(-1).mean(1)
         mass_KRN = F.pad(weights, (0, N * P - T)).unflatten(-1, (N, P)).sum(-1)
-        order_KRN = reading_order(page_scores(q_HRD[None], marks_BKND), position[None] + 1, layout)[
-            0
-        ]
+
+        scores = page_scores(q_HRD[None], marks_BKND)
+        order_KRN = reading_order(scores, position[None] + 1, layout)[0]
         read_KRN = mass_KRN.gather(-1, order_KRN).cumsum(-1)
-        last = (
-            torch.tensor(pages_U, device=keys.device) + layout.sink_pages + layout.recent_pages - 1
-        )
         parts.append((1 - read_KRN[..., last.clamp(max=N - 1)]).clamp(min=0).sum(1))
     return torch.stack(parts).sum(0) / len(position_R)

@@ -34,16 +34,17 @@ def extract_code(response: str) -> str | None:
 
     def close() -> None:
         assert opened is not None
-        blocks[opened["language"].lower() in ("python", "python3", "py")] = "".join(
-            line + "\n" for line in lines
-        )
+        is_python = opened["language"].lower() in ("python", "python3", "py")
+        blocks[is_python] = "".join(line + "\n" for line in lines)
 
     for line in text.split("\n"):
         if opened is None:
             if opened := _FENCE.match(line):
-                lines, quoted = [], False
+                lines = []
+                quoted = False
             continue
-        mark, bare = opened["mark"], line.strip()
+        mark = opened["mark"]
+        bare = line.strip()
         indent = len(line) - len(line.lstrip())
         if bare.startswith(mark) and not bare.strip(mark[0]) and indent < len(opened["indent"]) + 4:
             close()
@@ -55,11 +56,14 @@ def extract_code(response: str) -> str | None:
         else:
             quoted ^= len(_QUOTES.findall(line)) % 2 == 1
             lines.append(_unindented(line, opened["indent"]))
+
     while lines and not lines[-1].strip():
         lines.pop()
     if opened is not None and lines:
         close()
-    return blocks.get(True, blocks.get(False)) if blocks else _indented(text)
+    if not blocks:
+        return _indented(text)
+    return blocks.get(True, blocks.get(False))
 
 
 def _unindented(line: str, indent: str) -> str:
@@ -82,15 +86,16 @@ def _indented(text: str) -> str | None:
             if block is not None:
                 block.append("")
         elif block is not None:
-            last, block = block, None
+            last = block
+            block = None
         empty = not line.strip()
-    return textwrap.dedent("\n".join(last).strip("\n")) + "\n" if last else None
+    if not last:
+        return None
+    return textwrap.dedent("\n".join(last).strip("\n")) + "\n"
 
 
 class CodeVerifier(Judge):
-    """A ``Judge`` of responses, which takes the program out of each; its arguments are those of
-    ``Judge``.
-    """
+    """A ``Judge`` that takes the program out of a response; it has the arguments of ``Judge``."""
 
     def __call__(self, response: str, answer: Tests) -> float:
         """1.0 if the response's program passes every test in ``answer``, otherwise 0.0."""

@@ -2,7 +2,7 @@ r"""Mathematical answers: taken out of a response, and compared with the referen
 
 Equivalence is math-verify's (Hugging Face, Apache-2.0), run in worker processes because sympy can
 hang on an adversarial answer such as ``9^{9^{9^9}}`` and only killing the process stops it. A
-worker is a script in a fresh interpreter: it never imports torch, shares nothing with a CUDA
+worker (``math_worker``) is a fresh interpreter: it never imports torch, shares nothing with a CUDA
 context, and does not run the caller's ``__main__`` again, as ``multiprocessing`` would. It forks
 the process that compares, which the kernel ends at its limit; the next one needs no imports.
 """
@@ -34,7 +34,7 @@ that.
 """
 # comparisons after which a worker is replaced, so that no library's caches grow without end
 RECYCLE = 5000
-WORKER = Path(__file__).with_name("math_worker.py")
+WORKER = Path(__file__).with_name("math_worker")
 CUT_OFF_CHARS = 40  # at the end of a response, where the command of a box may have been cut off
 PATIENCE_S = 0.5  # seconds after which a comparison no longer keeps others waiting
 WALL_LIMITS = 2.5  # a comparison that gets no processor is given up after so many times its limit
@@ -57,10 +57,13 @@ _GAP = r"(?:[\s$]|\\[()\[\],;! ]|\\q?quad)*"
 _JOINT = re.compile(rf"(?:{_GAP}(?:[,;]|and|or|\\text\{{\s*(?:and|or)\s*\}}))+{_GAP}")
 _CUT_OFF = re.compile(r"\\(?:b|bo|box|boxe|boxed|f|fb|fbo|fbox)\s*\Z")
 _HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
-# Marks of thinking as models write them: Qwen and DeepSeek, others in tags, Magistral, Kimi, Sky-T1.
+# Marks of thinking as models write them: Qwen and DeepSeek, others in tags, Magistral, Kimi and
+# Sky-T1.
 _THOUGHT = re.compile(
-    r"(<(?:think|thinking|thought|reasoning|seed:think)>|\[THINK\]|◁think▷|<\|begin_of_thought\|>)"
-    r"|</(?:think|thinking|thought|reasoning|seed:think)>|\[/THINK\]|◁/think▷|<\|end_of_thought\|>",
+    r"(<(?:think|thinking|thought|reasoning|seed:think)>"
+    r"|\[THINK\]|◁think▷|<\|begin_of_thought\|>)"
+    r"|</(?:think|thinking|thought|reasoning|seed:think)>"
+    r"|\[/THINK\]|◁/think▷|<\|end_of_thought\|>",
     re.IGNORECASE,
 )
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?")
@@ -87,10 +90,11 @@ def _boxes(text: str) -> list[tuple[int, int, str]] | None:
             while boxes and boxes[-1][0] > box[0]:
                 boxes.pop()
             boxes.append((*box, token.end()))
+
     last = boxes[-1][0] if boxes else -1
-    if _CUT_OFF.search(text, max(0, len(text) - CUT_OFF_CHARS)) or any(
-        box and box[0] > last for box in opened
-    ):
+    command_cut_off = _CUT_OFF.search(text, max(0, len(text) - CUT_OFF_CHARS))
+    box_left_open = any(box and box[0] > last for box in opened)
+    if command_cut_off or box_left_open:
         return None
     return [
         (start, end, text[content:end].removesuffix("}").strip()) for start, content, end in boxes
@@ -98,7 +102,7 @@ def _boxes(text: str) -> list[tuple[int, int, str]] | None:
 
 
 def _boxed(boxes: list[tuple[int, int, str]], text: str) -> str | None:
-    """The last box, together with those before it that only commas, "and" or "or" separate from it."""
+    """The last box, with those before it that only commas, "and" or "or" separate from it."""
     parts: list[str] = []
     after = len(text)
     for start, end, content in reversed(boxes):
@@ -147,9 +151,10 @@ def _unmarked(answer: str) -> str:
     """The answer with plain spaces and without marks that mean nothing: dollars, sizes of brackets,
     a full stop.
     """
-    return " ".join(
-        _MARKS.sub("", _THIN.sub(" ", answer.replace("{,}", ","))).split()
-    ).removesuffix(".")
+    text = answer.replace("{,}", ",")
+    text = _THIN.sub(" ", text)
+    text = _MARKS.sub("", text)
+    return " ".join(text.split()).removesuffix(".")
 
 
 def _squeezed(answer: str) -> str:
@@ -167,7 +172,8 @@ def _quick(answer: str, reference: str) -> bool | None:
     """The verdict on identical answers, too long ones, and two plain numbers; None where algebra is
     needed.
     """
-    a, b = _unmarked(answer), _unmarked(reference)
+    a = _unmarked(answer)
+    b = _unmarked(reference)
     if _squeezed(a) == _squeezed(b):
         return a != ""
     if not a or not b or max(len(answer), len(reference)) > MAX_ANSWER_CHARS:
@@ -181,9 +187,13 @@ class _Worker(Child):
     asked = 0
 
     def __init__(self) -> None:
-        # -P: the script's folder must not be searched for modules, as its math.py would hide the
-        # standard one.
-        super().__init__([sys.executable, "-P", str(WORKER)])
+        # The worker is imported from this folder without the packages that it is in. The folder
+        # comes last on the path, as its math.py would hide the standard one.
+        start = (
+            f"import sys; sys.path.append({str(WORKER.parent)!r}); "
+            f"from {WORKER.name}.main import main; sys.exit(main())"
+        )
+        super().__init__([sys.executable, "-P", "-c", start])
         try:
             self.receive(time.monotonic() + START_LIMIT_S)
         except (ChildTimeoutError, ChildEndedError) as error:
@@ -201,18 +211,19 @@ class _Worker(Child):
 
 
 class MathVerifier:
-    """Judges responses against reference answers with its own worker processes, started when first
+    """Judge of responses by reference answers, with worker processes that it starts when first
     needed.
 
-    Args: workers: how many processes run at a time; each holds about 100 MB. A thread that finds
-        none free waits for one.
-            A comparison that takes longer than half a second makes room for another process, so as
-            many answers as there are workers can hang before any thread waits for one of them.
+    Args:
+        workers: how many processes run at a time; each holds about 100 MB. A thread that finds none
+            free waits for one. A comparison that takes longer than half a second makes room for
+            another process, so as many answers as there are workers can hang before any thread
+            waits for one of them.
         limit_s: processor seconds one comparison may take, or two and a half times as many seconds
             by the clock. A comparison that is stopped there counts as wrong, is logged and counted
-            in ``lost``, and is not tried again. After ``BUDGET_S`` seconds lost within a minute, the
-            limit is a quarter of this: n answers that all hang take at most
-            ``BUDGET_S + n * limit_s / 4`` processor seconds, besides those that had begun.
+            in ``lost``, and is not tried again. After ``BUDGET_S`` seconds lost within a minute,
+            the limit is a quarter of this: n answers that all hang take at most ``BUDGET_S + n *
+            limit_s / 4`` processor seconds, besides those that had begun.
 
     Thread-safe. Close it, or use it in a ``with`` block, to end its processes at once.
     """
@@ -222,7 +233,8 @@ class MathVerifier:
             raise ValueError(
                 f"need workers >= 1 and limit_s > 0, got workers={workers}, limit_s={limit_s}"
             )
-        self.limit_s, self.lost = limit_s, 0
+        self.limit_s = limit_s
+        self.lost = 0
         self._pid = os.getpid()
         self._hung: dict[tuple[str, str], float] = {}  # the limit at which each was stopped
         self._losses: deque[tuple[float, float]] = deque()  # when, and how many seconds
@@ -233,7 +245,7 @@ class MathVerifier:
             self._slots.put(None)
 
     def equal(self, answer: str, reference: str) -> bool:
-        r"""Whether two answers are equivalent, e.g. ``\frac12`` and ``0.5``.
+        r"""Compare two answers; ``\frac12`` and ``0.5``, for instance, are equivalent.
 
         Units and percent signs are ignored in the way that math-verify does: ``12 cm`` equals
         ``12``, and ``50\%`` equals both ``50`` and ``0.5``.
@@ -269,19 +281,23 @@ class MathVerifier:
                 self._hung[pair] = limit_s
 
     def _ask(self, answer: str, reference: str) -> bool:
+        """Have a worker compare, and wait for its reply."""
         worker = self._slots.get()
         pair = (answer, reference)
         limit_s = self._limit()
         if self._hung.get(pair, 0.0) >= limit_s:
             self._slots.put(worker)
             return False
-        fresh, slow = False, False
+
+        fresh = False  # the worker may be asked again
+        slow = False  # it no longer keeps its place, so that others need not wait
         try:
             worker = worker or _Worker()
             start = time.monotonic()
             wall_s = WALL_LIMITS * limit_s
             request = {"answer": answer, "reference": reference}
             worker.send(request | {"limit_s": limit_s, "wall_s": wall_s}, start + limit_s)
+
             reply: dict[str, Any] | None = None
             while reply is None:
                 patience = time.monotonic() + PATIENCE_S
@@ -292,6 +308,7 @@ class MathVerifier:
                         raise
                     if not slow and (slow := self._slow.acquire(blocking=False)):
                         self._slots.put(None)
+
             worker.asked += 1
             fresh = worker.asked < RECYCLE
             if reply.get("lost"):
@@ -329,8 +346,10 @@ class MathVerifier:
         return float(stated is not None and self.equal(stated, answer))
 
     def close(self) -> None:
-        """Kill the idle workers; a later comparison starts new ones. Does nothing in a forked copy."""
-        for _ in range(self._slots.qsize() if os.getpid() == self._pid else 0):
+        """Kill the idle workers; a later comparison starts new ones. A forked copy does nothing."""
+        if os.getpid() != self._pid:
+            return
+        for _ in range(self._slots.qsize()):
             if (worker := self._slots.get()) is not None:
                 worker.close()
             self._slots.put(None)
@@ -358,8 +377,9 @@ def verify_math(response: str, answer: str, *, last_number: bool = False) -> flo
     two workers.
 
     See ``extract_answer`` for what counts as an answer; the reference is plain text or LaTeX
-    without a box. Raises
-    RewardError: math-verify cannot be started.
+    without a box.
+
+    Raises RewardError: math-verify cannot be started.
     """
     with _lock:
         verifier = _shared(os.getpid())

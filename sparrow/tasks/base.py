@@ -1,5 +1,5 @@
-"""What a task is: problems by index, each with a prompt and a verifier; several tasks as one; and
-tasks by name.
+"""Tasks: problems by index, each with a prompt and a verifier; several tasks as one; and tasks by
+name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Problem:
     prompt: str  # text given to the model, after the tokenizer's special tokens (BOS)
     # response text -> reward in [0, 1]; pure, and picklable so that it can run in another process
     verify: Callable[[str], float]
-    # gives the answer that a response states, right or wrong, or None if it states none; may be
+    # response text -> the answer that it states, right or wrong, or None if it states none; may be
     # left out
     extract: Callable[[str], str | None] | None = None
     source: str = ""  # the task or dataset that it comes from; rewards are reported by source
@@ -40,7 +40,7 @@ class Task(Protocol):
 
 
 def check_text(text: str) -> None:
-    """Raises ValueError: text that no encoding has, because it holds half of a character."""
+    """Refuse text that cannot be encoded. Raises ValueError: it holds half of a character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -64,12 +64,13 @@ def draw(task: Task, index: int, seed: int) -> Problem:
         raise TaskError(
             f"{name} could not be made, it raised {place(error)}; fix the task or its options"
         ) from error
+
     if not isinstance(problem, Problem):
         raise TaskError(f"{name} is a {type(problem).__name__}, expected a sparrow.tasks.Problem")
     if not isinstance(problem.prompt, str):
         raise TaskError(
-            f"{name} has a prompt that is a {type(problem.prompt).__name__}, expected text; render messages with the "
-            "model's chat template"
+            f"{name} has a prompt that is a {type(problem.prompt).__name__}, expected text; "
+            "render messages with the model's chat template"
         )
     try:
         check_text(problem.prompt)
@@ -77,7 +78,8 @@ def draw(task: Task, index: int, seed: int) -> Problem:
         raise TaskError(f"{name} cannot be used: {error}") from error
     if not callable(problem.verify):
         raise TaskError(
-            f"{name} has a verify that is a {type(problem.verify).__name__}, expected a function of the response"
+            f"{name} has a verify that is a {type(problem.verify).__name__}, "
+            "expected a function of the response"
         )
     return problem
 
@@ -100,8 +102,8 @@ class Mixture:
         valid = all(type(weight) is int and weight >= 1 for weight in self.weights)
         if not self.tasks or len(self.tasks) != len(self.weights) or not valid:
             raise ConfigError(
-                f"a mixture takes a whole number of at least 1 for each of its {len(self.tasks)} tasks, got weights "
-                f"{', '.join(map(str, self.weights)) or 'none'}"
+                f"a mixture takes a whole number of at least 1 for each of its {len(self.tasks)} "
+                f"tasks, got weights {', '.join(map(str, self.weights)) or 'none'}"
             )
 
     def problem(self, index: int, seed: int = 0) -> Problem:
@@ -110,7 +112,8 @@ class Mixture:
         cycle, position = divmod(index, len(order))
         random.Random(f"mixture/{seed}/{cycle}").shuffle(order)
         i = order[position]
-        return self.tasks[i].problem(cycle * self.weights[i] + order[:position].count(i), seed)
+        drawn_before = cycle * self.weights[i] + order[:position].count(i)
+        return self.tasks[i].problem(drawn_before, seed)
 
 
 TASKS: dict[str, Callable[..., Task]] = {}

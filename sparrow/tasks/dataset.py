@@ -48,16 +48,19 @@ class DatasetTask:
     """Problems from rows; every row once per epoch, in an order that depends on the seed and the
     epoch only.
 
-    Args: name: start of the problems' ids. rows: the dataset; every row is checked here, and read
-        again when its problem is asked for. format: how to read a row. verifiers: verifier by kind;
-        the one for ``format.kind`` is used. extractors: extractor by kind, for ``Problem.extract``.
+    Args:
+        name: start of the problems' ids.
+        rows: the dataset; every row is checked here, and read again when its problem is asked for.
+        format: how to read a row.
+        verifiers: verifier by kind; the one for ``format.kind`` is used.
+        extractors: extractor by kind, for ``Problem.extract``.
         template: the prompt, with ``{question}`` where the question goes; the format's by default.
         render: prompt -> text for the tokenizer, special tokens included, e.g. a chat template; by
-        default the prompt is sent as it is, after the tokenizer's special tokens. max_length: drop
-        rows whose
-        rendered prompt has more characters than this. tokens: counts tokens; with ``max_tokens``,
-        rows whose rendered prompt has none or more than that are dropped. source: where the rows
-        come from, for error messages.
+            default the prompt is sent as it is, after the tokenizer's special tokens.
+        max_length: drop rows whose rendered prompt has more characters than this.
+        tokens: counts tokens; with ``max_tokens``, rows whose rendered prompt has none or more than
+            that are dropped.
+        source: where the rows come from, for error messages.
 
     Rows that repeat an earlier question, up to spaces and case, are dropped; the number of dropped
     rows is logged.
@@ -88,12 +91,17 @@ class DatasetTask:
         self._template = format.template if template is None else template
         if "{question}" not in self._template:
             raise ConfigError(f"the prompt template has no {{question}}: {self._template!r}")
+
         self.name = name
-        self._rows, self._format, self._source, self._render = rows, format, source, render
+        self._rows = rows
+        self._format = format
+        self._source = source
+        self._render = render
         self._verifier = verifiers[format.kind]
         self._extract = (extractors or {}).get(format.kind)
         if isinstance(self._verifier, Judge):
             check_columns(self._verifier, rows, source)
+
         self._kept: list[int] = []
         dropped: Counter[str] = Counter()
         seen: set[str] = set()
@@ -113,17 +121,15 @@ class DatasetTask:
                 self._kept.append(i)
                 content.update(_bytes(prompt, question.answer))
             seen.add(key)
+
         self.digest = content.hexdigest()[:16]  # of the prompts and answers that are kept, in order
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         if not self._kept:
-            reasons = (
-                ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "it is empty"
-            )
             raise ConfigError(
-                f"{source} leaves no problem of {len(rows)} rows ({reasons}); raise max_length, leave prompts more "
-                "room, or check the file"
+                f"{source} leaves no problem of {len(rows)} rows ({reasons or 'it is empty'}); "
+                "raise max_length, leave prompts more room, or check the file"
             )
         if dropped:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
             log.warning(
                 "%s: dropped %d of %d rows: %s", source, dropped.total(), len(rows), reasons
             )
@@ -132,7 +138,7 @@ class DatasetTask:
     def _unfit(
         prompt: str, max_length: int | None, tokens: Callable[[str], int], max_tokens: int | None
     ) -> str | None:
-        """Why a prompt cannot be used; None if it can."""
+        """The reason why a prompt cannot be used; None if it can."""
         if max_length is not None and len(prompt) > max_length:
             return "too long"
         if max_tokens is None:
@@ -143,13 +149,9 @@ class DatasetTask:
         if prompt.strip() and most <= max_tokens:
             return None
         count = tokens(prompt)
-        return (
-            "without tokens"
-            if not count
-            else f"of more than {max_tokens} tokens"
-            if count > max_tokens
-            else None
-        )
+        if not count:
+            return "without tokens"
+        return f"of more than {max_tokens} tokens" if count > max_tokens else None
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -163,22 +165,27 @@ class DatasetTask:
         later epoch.
         """
         epoch, position = divmod(index, len(self))
-        return self._problem(self._kept[_order(len(self), self.name, seed, epoch)[position]])
+        order = _order(len(self), self.name, seed, epoch)
+        return self._problem(self._kept[order[position]])
 
     def _problem(self, row: int) -> Problem:
         question = self._read(row)
         assert question is not None
-        prompt, answer, verifier = self._prompt(question), question.answer, self._verifier
+        prompt = self._prompt(question)
+        answer = question.answer
+        verify: Callable[[str], float]
+        if isinstance(self._verifier, Judge):
+            verify = self._verifier.verifier(answer, prompt, self._rows[row], self.name)
+        else:
+            verify = partial(self._verifier, answer=answer)
         return Problem(
             id=f"{self.name}-{row}",
             prompt=prompt,
-            verify=verifier.verifier(answer, prompt, self._rows[row], self.name)
-            if isinstance(verifier, Judge)
-            else partial(verifier, answer=answer),
+            verify=verify,
             extract=self._extract,
             source=self.name,
             solution=question.solution,
-            answer=question.answer if isinstance(question.answer, str) else None,
+            answer=answer if isinstance(answer, str) else None,
             rendered=self._render is not None,
         )
 
@@ -199,14 +206,13 @@ class DatasetTask:
                 check_text(question.text)
             return question
         except (LookupError, ValueError, TypeError, AttributeError) as error:
-            fault = (
-                f"has no {error.args[0]}"
-                if isinstance(error, KeyError)
-                else f"cannot be used: {error}"
-            )
+            fault = f"cannot be used: {error}"
+            if isinstance(error, KeyError):
+                fault = f"has no {error.args[0]}"
             raise ConfigError(
-                f"row {row + 1} of {self._source} {fault}; its fields are {', '.join(fields) or 'none'}; "
-                "fix or remove the row, or choose the format that fits"
+                f"row {row + 1} of {self._source} {fault}; its "
+                f"fields are {', '.join(fields) or 'none'}; fix "
+                "or remove the row, or choose the format that fits"
             ) from error
 
 
@@ -215,8 +221,8 @@ def _bytes(prompt: str, answer: Any) -> bytes:
 
 
 def fingerprint(task: Task) -> Any:
-    """What tells a task's data from others, in JSON types: the number of problems and a digest of
-    their prompts and answers in order; for a mixture, those of its parts.
+    """Identify a task's data, in JSON types: by the number of problems and a digest of their
+    prompts and answers in order; for a mixture, by those of its parts.
 
     None for a task whose problems have no end.
     """
@@ -257,9 +263,8 @@ def load_rows(path: str | Path) -> Sequence[Row]:
                 import datasets
                 from pyarrow import parquet
 
-                return datasets.Dataset(
-                    parquet.read_table(path)
-                )  # its rows are made when asked for
+                # its rows are made when asked for
+                return datasets.Dataset(parquet.read_table(path))
             case suffix:
                 raise ValueError(f"files named {suffix or 'without a suffix'!r} are not read")
     except (ValueError, OSError, RecursionError) as error:
@@ -295,8 +300,9 @@ def load_hub_rows(format: Format, split: str) -> Sequence[Row]:
     except Exception as error:  # the hub's client raises many unrelated types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"cannot load {format.hub} ({format.config or 'default'}, {split}) from the Hugging Face hub: {reason}; "
-            "without a connection, give a local .jsonl, .json or .parquet file as path"
+            f"cannot load {format.hub} ({format.config or 'default'}, "
+            f"{split}) from the Hugging Face hub: {reason}; without a "
+            "connection, give a local .jsonl, .json or .parquet file as path"
         ) from error
 
 
@@ -310,18 +316,21 @@ def load_dataset_task(
 ) -> DatasetTask:
     """The dataset ``name`` as a task.
 
-    Args: name: a registered format; ``qa`` reads any file with a question (or problem, prompt) and
-        an answer. verifiers: verifier by kind, e.g. ``{"math": verify_math}``. path: a local file
-        to read instead of the hub. split: a split of the hub's dataset; the format's usual one by
-        default. options: passed to ``DatasetTask``: extractors, template, render, max_length,
-        tokens, max_tokens.
+    Args:
+        name: a registered format; ``qa`` reads any file with a question (or problem, prompt) and an
+            answer.
+        verifiers: verifier by kind, e.g. ``{"math": verify_math}``.
+        path: a local file to read instead of the hub.
+        split: a split of the hub's dataset; the format's usual one by default.
+        options: passed to ``DatasetTask``: extractors, template, render, max_length, tokens,
+            max_tokens.
 
     Raises ConfigError: no such format, or rows that cannot be loaded or used.
     """
     if name not in FORMATS:
         raise ConfigError(
-            f"no file or dataset {name!r}; known datasets: {', '.join(sorted(FORMATS))}; with options a file is "
-            "written qa:path=FILE"
+            f"no file or dataset {name!r}; known datasets: {', '.join(sorted(FORMATS))}; with "
+            "options a file is written qa:path=FILE"
         )
     format = FORMATS[name]
     if path is not None:

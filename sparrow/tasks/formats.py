@@ -1,4 +1,4 @@
-r"""What the rows of each public dataset look like, and where the dataset is found.
+r"""Formats of public datasets: what their rows look like, and where the datasets are found.
 
 A format turns one row into a ``Question``; it knows no verifier, only the kind of verifier that its
 answers are for:
@@ -25,7 +25,10 @@ from typing import Any
 Row = Mapping[str, Any]
 
 BOXED = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
-PYTHON = "{question}\n\nPlease reason step by step, and end with the whole program in one ```python code block."
+PYTHON = (
+    "{question}\n\nPlease reason step by step, and end "
+    "with the whole program in one ```python code block."
+)
 READS = "The program reads standard input and writes standard output."
 IMPORTS = "".join(
     f"import {name}\nfrom {name} import *\n"
@@ -74,7 +77,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Format:
-    """How to find and read a dataset."""
+    """A dataset's place, and the function that reads its rows."""
 
     hub: str | None  # name on the Hugging Face hub, None for local files only
     # row -> question, or None for an unusable row that the dataset is known to hold; raises
@@ -132,9 +135,7 @@ def gsm8k(row: Row) -> Question:
 
 
 def dapo_math(row: Row) -> Question:
-    """DAPO-Math-17k: a chat message that wraps the problem in instructions of its own, which are
-    removed.
-    """
+    """DAPO-Math-17k: a chat message that wraps the problem in instructions, which are removed."""
     messages = row.get("prompt")
     if not messages or not (content := messages[0].get("content")):
         raise KeyError("prompt")
@@ -165,8 +166,10 @@ def _taco_results(outputs: list[Any], starter: str) -> dict[str, Any]:
 
 
 def _depth(value: Any) -> int:
-    """How many lists are in one another."""
-    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
+    """The number of lists in one another."""
+    if not isinstance(value, list):
+        return 0
+    return 1 + max(map(_depth, value), default=0)
 
 
 def taco(row: Row) -> Question | None:
@@ -178,9 +181,12 @@ def taco(row: Row) -> Question | None:
         tests = json.loads(row.get("input_output") or "{}")
     except ValueError:  # broken JSON, and integers too long for Python to read
         return None
-    name, inputs, outputs = tests.get("fn_name"), tests.get("inputs"), tests.get("outputs")
+    name = tests.get("fn_name")
+    inputs = tests.get("inputs")
+    outputs = tests.get("outputs")
     if not inputs or not outputs or len(inputs) != len(outputs):
         return None
+
     answer: dict[str, Any]
     if name:
         answer = {"fn_name": name, "inputs": inputs, "prelude": IMPORTS}
@@ -188,11 +194,11 @@ def taco(row: Row) -> Question | None:
         question = f"{question}\n\nThe function is called {name}."
     else:
         answer = {"inputs": list(map(_lines, inputs)), "outputs": list(map(_lines, outputs))}
+
     text = _with_starter(question, row.get("starter_code"), reads=not name)
-    solutions = row.get("solutions")
-    solutions = (
-        json.loads(solutions) if isinstance(solutions, str) and solutions else solutions or []
-    )
+    solutions = row.get("solutions") or []
+    if isinstance(solutions, str):
+        solutions = json.loads(solutions)
     return Question(text, answer, f"```python\n{solutions[0]}\n```" if solutions else None)
 
 
@@ -230,18 +236,15 @@ def livecodebench(row: Row) -> Question:
         raise ValueError(f"its private tests cannot be unpacked ({error})") from error
     if not cases:
         raise ValueError("it has no tests")
+
     answer: dict[str, Any] = {"prelude": IMPORTS}
     if name:
-        answer |= {
-            "fn_name": name,
-            "inputs": [[json.loads(line) for line in c["input"].splitlines()] for c in cases],
-        }
+        answer["fn_name"] = name
+        answer["inputs"] = [list(map(json.loads, case["input"].splitlines())) for case in cases]
         answer["outputs"] = [json.loads(case["output"]) for case in cases]
     else:
-        answer |= {
-            "inputs": [case["input"] for case in cases],
-            "outputs": [case["output"] for case in cases],
-        }
+        answer["inputs"] = [case["input"] for case in cases]
+        answer["outputs"] = [case["output"] for case in cases]
     return Question(_with_starter(question, row.get("starter_code"), reads=not name), answer)
 
 
@@ -279,7 +282,8 @@ def _executed(test: str, candidate: bool) -> str:
 
 def humaneval(row: Row) -> Question:
     """HumanEval and HumanEval+: a function to complete, and ``check(candidate)``."""
-    prompt, entry_point = row.get("prompt"), text_of(row, "entry_point")
+    prompt = row.get("prompt")
+    entry_point = text_of(row, "entry_point")
     if not prompt:
         raise KeyError("prompt")
     # The program and the tests can both use what the prompt defines: imports and helpers.

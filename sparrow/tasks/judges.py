@@ -54,6 +54,7 @@ class Judge:
             parameters = list(inspect.signature(function).parameters.values())
         except ValueError:  # written in C, without a signature to read
             return cls(function, name, "sparrow", ("answer",), (), False)
+
         named = {p.name: p for p in parameters if p.kind in _NAMED}
         style: Style = "sparrow"
         if "solution_str" in named:
@@ -68,6 +69,7 @@ class Judge:
             ):
                 raise ConfigError(f"reward {name!r} takes no response; {KNOWN}")
             named.pop(first.name, None)
+
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         required = [p for p in named.values() if p.default is inspect.Parameter.empty]
         unnamed = [
@@ -77,7 +79,8 @@ class Judge:
         ]
         if unnamed:
             raise ConfigError(
-                f"reward {name!r} takes {unnamed[0].name!r} by position only, so no column can be given to it; {KNOWN}"
+                f"reward {name!r} takes {unnamed[0].name!r} by position "
+                f"only, so no column can be given to it; {KNOWN}"
             )
         if style == "sparrow" and not takes_all and "answer" not in named:
             raise ConfigError(f"reward {name!r} does not take the answer; {KNOWN}")
@@ -108,8 +111,9 @@ class Judge:
         if isinstance(result, Mapping):
             if "score" not in result:
                 raise RewardError(
-                    f"reward {self.name!r} returned a mapping of {', '.join(map(str, result)) or 'nothing'} without "
-                    "'score'; add it, or return a number"
+                    f"reward {self.name!r} returned a mapping of "
+                    f"{', '.join(map(str, result)) or 'nothing'} "
+                    "without 'score'; add it, or return a number"
                 )
             return result["score"]
         return result
@@ -118,7 +122,8 @@ class Judge:
         is_list = hasattr(result, "__len__") and not isinstance(result, str | bytes | Mapping)
         if not is_list or len(result) != 1:
             raise RewardError(
-                f"reward {self.name!r} returned {result!r} for a list of one completion, expected a list of one number"
+                f"reward {self.name!r} returned {result!r} for a list "
+                "of one completion, expected a list of one number"
             )
         return result[0]
 
@@ -148,6 +153,7 @@ def check_columns(judge: Judge, rows: Sequence[Mapping[str, Any]], source: str) 
     for i, row in enumerate(rows):
         if name := judge.missing(row):
             raise ConfigError(
-                f"reward {judge.name!r} takes {name!r}, but row {i + 1} of {source} has no such column, only "
-                f"{', '.join(map(str, row)) or 'none'}; give {name} a default, or add the column"
+                f"reward {judge.name!r} takes {name!r}, but row {i + 1} of {source} "
+                f"has no such column, only {', '.join(map(str, row)) or 'none'}; "
+                f"give {name} a default, or add the column"
             )

@@ -44,7 +44,7 @@ class ChatConfig(Settings):
 
     @property
     def is_set(self) -> bool:
-        """Whether any setting differs from its default."""
+        """True if any setting differs from its default."""
         return any(getattr(self, field.name) != field.default for field in fields(self))
 
     def values(self) -> dict[str, Any]:
@@ -98,7 +98,8 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: ChatConfig) -> None:
-        self._tokenizer, self._config = tokenizer, config
+        self._tokenizer = tokenizer
+        self._config = config
         self._arguments = config.values()
         self._template = config.read_template()
         if self._template is None:
@@ -256,11 +257,13 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]
     """
     texts = [""] * len(ids)
     # ``ids[begin:read]`` is enough of what has been read to decode the next token in its place.
-    begin, read = 0, 0
+    begin = 0
+    read = 0
     for end in range(1, len(ids) + 1):
         text = str(tokenizer.decode(ids[begin:end]))
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
             continue  # a character whose last token is still to come
         texts[read] = text[len(str(tokenizer.decode(ids[begin:read]))) :]
-        begin, read = read, end
+        begin = read
+        read = end
     return texts

@@ -42,9 +42,8 @@ class Trace(Settings):
     Raises ConfigError: fewer than 2 lines, or a slip outside [0, 1).
     """
 
-    lines: Annotated[int, Field(ge=2)] = (
-        24  # program length, the difficulty; a response has about 10 tokens a line
-    )
+    # program length, which sets the difficulty; a response has about 10 tokens per line
+    lines: Annotated[int, Field(ge=2)] = 24
     # chance that the reference solution miscalculates a line and carries on with the wrong digit.
     # Demonstrations with slips teach the skill and leave reinforcement learning room to improve
     slip: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -54,40 +53,49 @@ class Trace(Settings):
         rng = random.Random(f"trace/{self.lines}/{seed}/{index}")
         true: dict[str, int] = {}
         written: dict[str, int] = {}
-        program, trace = [], []
+        program = []
+        trace = []
         waiting: list[str] = []
         names: list[str] = []
-        quoting, concluding = _Habit(rng), _Habit(rng)
+        quoting = _Habit(rng)
+        concluding = _Habit(rng)
         width = max(2, self.lines // 4)
+
         for lines_left in range(self.lines, 0, -1):
             if not names:
                 # Longer programs than names reuse them, but never one whose value is still waiting.
-                names = rng.sample(
-                    [name for name in NAMES if name not in waiting], len(NAMES) - len(waiting)
-                )
+                free = [name for name in NAMES if name not in waiting]
+                names = rng.sample(free, len(free))
             name = names.pop()
+
             if len(waiting) < min(width, lines_left):
                 true[name] = written[name] = rng.randrange(10)
-                statement, quotes = str(true[name]), ""
+                statement = str(true[name])
+                quotes = ""
             else:
                 sign = rng.choice((1, -1))
                 a = waiting.pop(rng.randrange(len(waiting)))
                 # Each binary line joins two waiting values; the last line must leave a single one.
                 if waiting and (len(waiting) + 1 > lines_left or rng.random() < 0.5):
                     b = waiting.pop(rng.randrange(len(waiting)))
-                    true_b, written_b, quote_b = true[b], written[b], f" {b} {written[b]},"
+                    true_b = true[b]
+                    written_b = written[b]
+                    quote_b = f" {b} {written[b]},"
                 else:
                     true_b = written_b = rng.randrange(10)
-                    b, quote_b = str(true_b), ""
+                    b = str(true_b)
+                    quote_b = ""
                 true[name] = (true[a] + sign * true_b) % 10
                 written[name] = (written[a] + sign * written_b) % 10
                 if self.slip and rng.random() < self.slip:
                     written[name] = (written[name] + rng.randrange(1, 10)) % 10
                 statement = f"{a} {'+' if sign > 0 else '-'} {b}"
                 quotes = f" {quoting.word()} {a} {written[a]},{quote_b}"
+
             waiting.append(name)
             program.append(f" {statement} -> {name}\n")
             trace.append(f" {statement}{quotes} {concluding.word()} {name} {written[name]}\n")
+
         return Problem(
             id=f"trace-{self.lines}-{seed}-{index}",
             prompt="program:\n" + "".join(program) + "trace:\n",

@@ -52,12 +52,12 @@ def verify_all(
                 ended.next(time_limit)
         except multiprocessing.TimeoutError:
             if not failed:
-                oldest = min(
-                    set(range(len(texts))) - rewards.keys(), default=0
-                )  # they begin in order
+                # They begin in order, so the first without a reward has run longest.
+                oldest = min(set(range(len(texts))) - rewards.keys(), default=0)
                 raise RewardError(
-                    f"the verifier of problem {problems[oldest].id!r} has not returned in {time_limit:g} s; fix it, or "
-                    "raise the limit (reward.time_limit), and resume the run"
+                    f"the verifier of problem {problems[oldest].id!r} has "
+                    f"not returned in {time_limit:g} s; fix it, or raise "
+                    "the limit (reward.time_limit), and resume the run"
                 ) from None
     if failed:
         raise failed[min(failed)]
@@ -77,6 +77,7 @@ def verify(problem: Problem, text: str) -> float:
         raise
     except (Exception, SystemExit) as error:
         raise RewardError(f"{verifier} raised {place(error)}; fix it and resume the run") from error
+
     number = math.nan
     if not isinstance(reward, str | bytes | bytearray):  # float() would read their text
         with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -87,14 +88,14 @@ def verify(problem: Problem, text: str) -> float:
         )
     if abs(number) > LARGEST_REWARD:
         raise RewardError(
-            f"{verifier} returned {reward!r}, but a reward is at most {LARGEST_REWARD:g} in size, by custom in 0..1; "
-            "scale it and resume"
+            f"{verifier} returned {reward!r}, but a reward is at most {LARGEST_REWARD:g} in size, "
+            "by custom in 0..1; scale it and resume"
         )
     return number
 
 
 def stated(problem: Problem, text: str) -> bool:
-    """Whether a response states an answer, right or wrong.
+    """True if a response states an answer, right or wrong.
 
     Raises RewardError: the problem's ``extract`` raised.
     """

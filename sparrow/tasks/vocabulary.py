@@ -29,7 +29,7 @@ _SPACED = (*"0123456789", "+", "-", "->", *LINKS, *NAMES)
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The word-level tokenizer of the synthetic task, in Hugging Face format.
 
-    It adds no special tokens of its own. Any text that the task produces survives encoding and
+    It adds no special tokens. Any text that the task produces survives encoding and
     decoding unchanged; a word outside the vocabulary becomes ``<unk>``.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

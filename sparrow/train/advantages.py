@@ -22,9 +22,9 @@ def compute_advantages(
     of groups in which all rewards are equal.
 
     With the mean and the (sample) standard deviation of the group's rewards r:
-      grpo     (r - mean) / (std + EPS)                      DeepSeekMath, arXiv 2402.03300, section 4.1.2
-      dr_grpo  r - mean                                      Dr. GRPO, arXiv 2503.20783, section 3.2
-      rloo     r - mean of the other responses               Back to Basics, arXiv 2402.14740
+      grpo     (r - mean) / (std + EPS)         DeepSeekMath, arXiv 2402.03300, section 4.1.2
+      dr_grpo  r - mean                         Dr. GRPO, arXiv 2503.20783, section 3.2
+      rloo     r - mean of the other responses  Back to Basics, arXiv 2402.14740
     All are 0 in a group whose rewards are all equal.
 
     Args:
@@ -44,16 +44,16 @@ def compute_advantages(
     if not r_B.isfinite().all():
         row = int((~r_B.isfinite()).nonzero()[0])
         raise ValueError(
-            f"reward {row} is {r_B[row].item()}; every reward must be a finite number, fix its verifier."
+            f"reward {row} is {r_B[row].item()}; every reward "
+            "must be a finite number, fix its verifier."
         )
 
     _, group_B, size = groups_B.unique(return_inverse=True, return_counts=True)
     zero = r_B.new_zeros(len(size))
     low = zero.scatter_reduce(0, group_B, r_B, "amin", include_self=False)
     high = zero.scatter_reduce(0, group_B, r_B, "amax", include_self=False)
-    varies = (
-        high > low
-    )  # exact, whereas the standard deviation of equal rewards need not round to 0
+    # This is exact, whereas the standard deviation of equal rewards need not round to 0.
+    varies = high > low
     metrics = {"zero_variance_fraction": 1.0 - varies.double().mean().item()}
 
     mean = zero.index_add(0, group_B, r_B) / size

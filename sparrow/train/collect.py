@@ -60,7 +60,8 @@ class Collector:
         """``count`` responses to the problems of the first step, not judged, sampled with seeds
         that no step uses.
         """
-        config, rollout = self.config, self.config.rollout
+        config = self.config
+        rollout = self.config.rollout
         problems = [draw(self.task, i, config.seed) for i in range(min(count, rollout.prompts))]
 
         def sample(rows: Sequence[int]) -> list[Rollout]:
@@ -80,7 +81,8 @@ class Collector:
     def _sample(self, indices: range) -> list[Group]:
         """The groups of the problems with these indices. The responses to one prompt are spread
         over the processes, because they are often of similar length."""
-        config, n = self.config, self.config.rollout.samples
+        config = self.config
+        n = self.config.rollout.samples
         problems = [draw(self.task, i, config.seed) for i in indices]
 
         def sample(rows: Sequence[int]) -> list[tuple[Rollout, dict[str, float]]]:
@@ -102,7 +104,8 @@ class Collector:
         self, problems: Sequence[Problem], rollouts: Sequence[Rollout]
     ) -> list[dict[str, float]]:
         """The parts of every response's reward."""
-        limit, config = self.config.rollout.max_new_tokens, self.config.reward
+        limit = self.config.rollout.max_new_tokens
+        config = self.config.reward
         texts, correct = judge(self.tokenizer, problems, rollouts, config.time_limit)
         answered = map(stated, problems, texts)
         return [

@@ -51,7 +51,7 @@ PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_p
 
 @dataclass(frozen=True)
 class CorrectionConfig(Settings):
-    """How the mismatch between the sparse actor q and the dense policy p is corrected
+    """Correction of the mismatch between the sparse actor q and the dense policy p
     (sparrow.train.corrections).
     """
 
@@ -193,7 +193,7 @@ class DecodingOptions(LosslessSettings, ModeOptions):
 
 @dataclass(frozen=True)
 class RolloutConfig(DecodingOptions):
-    """What is sampled each step, and how."""
+    """Sampling of the rollouts of each step."""
 
     prompts: Many = 16  # Prompts per step, over all processes.
     samples: Many = 8  # Responses per prompt.
@@ -207,7 +207,7 @@ class RolloutConfig(DecodingOptions):
 
 @dataclass(frozen=True)
 class RewardConfig(Settings):
-    """What a response's reward is made of, beside the verifier's verdict (sparrow.train.reward)."""
+    """Parts of a response's reward other than the verifier's verdict (sparrow.train.reward)."""
 
     # A function of your own that judges in place of the dataset's verifier, module:function, called
     # as function(response, answer=...); it returns a number, by custom in 0..1. Functions written

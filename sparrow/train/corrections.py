@@ -14,16 +14,19 @@ of the gradient unchanged.
 
 Metrics, over response tokens (r = p/q raw, w the weight, 0 where masked out) and over sequences
 with a response:
-  ess_token                  (sum w)^2 / (N sum w^2): effective sample size, as a share of the N tokens
+  ess_token                  (sum w)^2 / (N sum w^2): effective sample size, as a share of the N
+                             tokens
   ess_sequence               the same for each sequence's mean weight
-  ess_sequence_ratio         the same for each sequence's product of r, before any correction: 1 if q = p; it falls
-                             towards 1 / sequences as a single sequence outweighs the others
+  ess_sequence_ratio         the same for each sequence's product of r, before any correction: 1 if
+                             q = p; it falls towards 1 / sequences as a single sequence outweighs
+                             the others
   clipped_fraction           tokens whose weight was cut to the cap
   masked_fraction            tokens not kept
   dropped_sequence_fraction  sequences with no token kept
   ratio_mean, ratio_max      of r; the mean is 1 in expectation
-  kl_k1, kl_k3               KL(q || p) per token, as the mean of -log r and of r - 1 - log r (Schulman 2020,
-                             "Approximating KL divergence"); k1 may be negative, k3 may not
+  kl_k1, kl_k3               KL(q || p) per token, as the mean of -log r and of r - 1 - log r
+                             (Schulman 2020, "Approximating KL divergence"); k1 may be negative, k3
+                             may not
   weight_mean                of w: the factor by which the correction scales the loss
 """
 
@@ -57,15 +60,17 @@ def _log_ratio(log_p_BT: Tensor, log_q_BT: Tensor, mask_BT: Tensor) -> Tensor:
         raise ValueError(f"mask has dtype {mask_BT.dtype}; pass a bool tensor.")
     if not mask_BT.any():
         raise ValueError(
-            f"mask of shape {tuple(mask_BT.shape)} has no response token; a batch needs at least one."
+            f"mask of shape {tuple(mask_BT.shape)} has no "
+            "response token; a batch needs at least one."
         )
     difference_BT = log_p_BT.detach().double() - log_q_BT.detach().double()
     bad_BT = mask_BT & ~difference_BT.isfinite()
     if bad_BT.any():
         b, t = bad_BT.nonzero()[0].tolist()
         raise ValueError(
-            f"token {t} of sequence {b} has log p {log_p_BT[b, t].item()} and log q {log_q_BT[b, t].item()}; both must "
-            "be finite: score with the full softmax, without top-k or top-p."
+            f"token {t} of sequence {b} has log p {log_p_BT[b, t].item()} "
+            f"and log q {log_q_BT[b, t].item()}; both must be finite: "
+            "score with the full softmax, without top-k or top-p."
         )
     return torch.where(mask_BT, difference_BT, 0.0)
 
@@ -144,9 +149,8 @@ def sparse_rl(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Pa
 
     Sparse-RL, arXiv 2601.10079: sparsity-aware rejection sampling and importance-based reweighting.
     """
-    anomalous_B1 = (log_r_BT < _log(config.reject_below)).any(
-        1, keepdim=True
-    )  # padding has log ratio 0
+    # padding has log ratio 0
+    anomalous_B1 = (log_r_BT < _log(config.reject_below)).any(1, keepdim=True)
     kept_BT = mask_BT & ~anomalous_B1 & _inside(log_r_BT, config.band or SPARSE_RL_BAND)
     return log_r_BT.exp(), kept_BT, None
 
@@ -160,9 +164,8 @@ def m2po(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
     stale policy.
     """
     m2, order = log_r_BT[mask_BT].square().sort(stable=True)
-    mean_of_smallest = m2.cumsum(0) / torch.arange(
-        1, len(m2) + 1, device=m2.device
-    )  # never falls: m2 is sorted
+    # never falls: m2 is sorted
+    mean_of_smallest = m2.cumsum(0) / torch.arange(1, len(m2) + 1, device=m2.device)
     kept = torch.zeros_like(order, dtype=torch.bool)
     kept[order[: int((mean_of_smallest <= config.m2_bound).sum())]] = True
     kept_BT = mask_BT.clone()
@@ -189,17 +192,17 @@ def obrs(
             raise ValueError(
                 f"{name} has shape {tuple(value_BT.shape)}, but mask has {tuple(mask_BT.shape)}."
             )
-        if not ((value_BT >= 0) & (value_BT <= 1 + 1e-4))[
-            mask_BT
-        ].all():  # a sum over a float32 softmax may pass 1
+        # A sum over a float32 softmax may be slightly above 1.
+        is_probability_BT = (value_BT >= 0) & (value_BT <= 1 + 1e-4)
+        if not is_probability_BT[mask_BT].all():
             raise ValueError(
                 f"{name} leaves [0, 1] on a response token; pass a probability for each."
             )
+
     log_lambda = math.log(config.obrs_lambda)
     accepted_BT = mask_BT & (uniform_BT.double() < (log_r_BT - log_lambda).exp())
-    weight_BT = (
-        torch.where(mask_BT, z_BT.detach().double(), 0.0) * log_r_BT.clamp(min=log_lambda).exp()
-    )
+    z_BT = torch.where(mask_BT, z_BT.detach().double(), 0.0)
+    weight_BT = z_BT * log_r_BT.clamp(min=log_lambda).exp()
     return weight_BT.clamp(max=config.cap), accepted_BT, weight_BT > config.cap
 
 
@@ -226,16 +229,17 @@ def compute_correction(
     """The correction that the config names. Only `obrs` reads z_BT and uniform_BT, and it needs
     both.
 
-    Args: log_p_BT: log-probs of the sampled tokens under p as it was at rollout time. log_q_BT:
-        log-probs of the same tokens under q when it sampled them, at the same temperature and over
-        the
-            full softmax.
+    Args:
+        log_p_BT: log-probs of the sampled tokens under p as it was at rollout time.
+        log_q_BT: log-probs of the same tokens under q when it sampled them, at the same temperature
+            and over the full softmax.
         mask_BT: bool, true on response tokens; padding may hold anything.
 
     Raises ValueError: shapes disagree, there is no response token, or one has a log-prob that is
     not finite.
     """
     log_r_BT = _log_ratio(log_p_BT, log_q_BT, mask_BT)
+
     if config.kind == "obrs":
         if z_BT is None or uniform_BT is None:
             raise ValueError(
@@ -246,6 +250,7 @@ def compute_correction(
         weight_BT, kept_BT, clipped_BT = KINDS[config.kind](log_r_BT, mask_BT, config)
     weight_BT = torch.where(kept_BT, weight_BT, 0.0)
     clipped_BT = torch.zeros_like(kept_BT) if clipped_BT is None else clipped_BT & kept_BT
+
     length_B = mask_BT.sum(1)
     rows_B = length_B > 0
     log_r = log_r_BT[mask_BT]

@@ -1,8 +1,9 @@
 """One dial from lossless to lossy: verification is skipped where the tail allows it and it saves
 time.
 
-A lossless bin turns lossy by its drafts' p5, a lossy one goes back by that of its own unverified
-tokens; lossy bins are always all from one length on. docs/dial.md gives the rule and its reasons.
+A lossless bin turns lossy if the p5 of its drafts is high enough; a lossy one turns back if the p5
+of its unverified tokens is not. All bins beyond some length are lossy, and none before it.
+docs/dial.md gives the rule and its reasons.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Price = Callable[[int, float], tuple[float, float]]
 
 @dataclass(frozen=True)
 class DialBin:
-    """How responses were decoded at lengths in [start, end), and the dial's verdict on it."""
+    """The dial's verdict on lengths in [start, end), and the measurements that it is based on."""
 
     start: int
     end: int
@@ -60,7 +61,8 @@ class Dial:
     """
 
     def __init__(self, tau: Tau, price: Price) -> None:
-        self._tau, self._price = tau, price
+        self._tau = tau
+        self._price = price
         self._waits: dict[int, int] = {}  # by bin, the steps before the next try
         self._failures: dict[int, int] = {}
         self.verified_up_to = inf
@@ -83,7 +85,9 @@ class Dial:
         self._waits = {b: left - 1 for b, left in self._waits.items() if left > 1}
         lossless = [(b, self._draft_bin(b)) for b in drafts if b.end <= self.verified_up_to]
         lossy = [(b, self._own_bin(b)) for b in own if b.start >= self.verified_up_to]
-        if failed := [b for b, judged in lossy if judged.verdict == "fails"]:
+
+        failed = [b for b, judged in lossy if judged.verdict == "fails"]
+        if failed:
             for b in failed:
                 self._failures[b.bin] = self._failures.get(b.bin, 0) + 1
                 self._waits[b.bin] = WAIT * 2 ** (self._failures[b.bin] - 1)
@@ -99,57 +103,68 @@ class Dial:
                     self.verified_up_to = b.start
                 if judged.verdict not in ("even", "unknown"):
                     break
+
         return tuple(judged for _, judged in [*lossless, *lossy])
 
     def _draft_bin(self, b: BinMismatch) -> DialBin:
-        p5, low = (self._as_scored(x, b.ceiling) for x in (b.lower_bound, b.interval_low))
+        """Judge a lossless bin by its drafts."""
+        p5 = self._as_scored(b.lower_bound, b.ceiling)
+        low = self._as_scored(b.interval_low, b.ceiling)
         lossless_s, speedup = self._priced(b)
         measured = f"drafts' {self._tau.statistic} {p5:.3f} [{low:.3f} at least]"
         verdict: Literal["ready", "even", "waits", "unknown"]
         if b.n_sequences < MIN_SEQUENCES:
-            verdict, why = "unknown", f"{b.n_sequences} responses are too few to tell"
+            verdict = "unknown"
+            why = f"{b.n_sequences} responses are too few to tell"
         elif not low >= self._tau.value:
-            verdict, why = "waits", f"{measured} does not surely hold {self._tau}"
+            verdict = "waits"
+            why = f"{measured} does not surely hold {self._tau}"
         elif b.bin in self._waits:
-            verdict, why = (
-                "waits",
-                f"it failed before, and is tried again in {self._waits[b.bin]} steps",
-            )
+            verdict = "waits"
+            why = f"it failed before, and is tried again in {self._waits[b.bin]} steps"
         elif speedup < FASTER:
             verdict = "even" if speedup >= 1 else "waits"
             why = f"lossy would be {speedup:.2f}x as fast as lossless"
         else:
-            verdict, why = (
-                "ready",
-                f"{measured} holds {self._tau}, and lossy is {speedup:.2f}x as fast",
-            )
+            verdict = "ready"
+            why = f"{measured} holds {self._tau}, and lossy is {speedup:.2f}x as fast"
         return DialBin(
             b.start, b.end, "lossless", p5, low, b.n_tokens, lossless_s, speedup, verdict, why
         )
 
     def _own_bin(self, b: BinMismatch) -> DialBin:
-        (scaled,), (lossless_s, speedup) = self._tau.scale([b]), self._priced(b)
-        p5, low, enough = scaled.lower_bound, scaled.interval_low, b.n_sequences >= MIN_SEQUENCES
+        """Judge a lossy bin by its unverified tokens."""
+        (scaled,) = self._tau.scale([b])
+        lossless_s, speedup = self._priced(b)
+        p5 = scaled.lower_bound
+        low = scaled.interval_low
+        enough = b.n_sequences >= MIN_SEQUENCES
         measured = f"{self._tau.statistic} {p5:.3f} of its own tokens"
+        # Few responses must be certain to fail; the negation counts an unknown p5 as failing.
+        is_below = not p5 >= self._tau.value
+        is_surely_below = scaled.interval_high < self._tau.value
         verdict: Literal["holds", "fails", "unknown"]
-        if not p5 >= self._tau.value if enough else scaled.interval_high < self._tau.value:
-            verdict, why = "fails", f"{measured} is below {self._tau}"
+        if is_below if enough else is_surely_below:
+            verdict = "fails"
+            why = f"{measured} is below {self._tau}"
         elif enough and speedup < 1:
-            verdict, why = "fails", f"lossy is {speedup:.2f}x as fast as lossless"
+            verdict = "fails"
+            why = f"lossy is {speedup:.2f}x as fast as lossless"
         elif enough:
-            verdict, why = (
-                "holds",
-                f"{measured} holds {self._tau}, and lossy is {speedup:.2f}x as fast",
-            )
+            verdict = "holds"
+            why = f"{measured} holds {self._tau}, and lossy is {speedup:.2f}x as fast"
         else:
-            verdict, why = "unknown", f"{b.n_sequences} responses are too few to tell"
+            verdict = "unknown"
+            why = f"{b.n_sequences} responses are too few to tell"
         return DialBin(
             b.start, b.end, "lossy", p5, low, b.n_tokens, lossless_s, speedup, verdict, why
         )
 
     def _as_scored(self, drafts: float, ceiling: float) -> float:
         """The p5 that the trainer would measure where verification finds a p5 of ``drafts``.
-        Verification compares a program with itself, so its ceiling is 1."""
+
+        Verification compares a program with itself, so its ceiling is 1.
+        """
         if self._tau.relative or isnan(ceiling):
             return drafts
         return Tau(drafts, relative=True).level(ceiling)
@@ -171,19 +186,18 @@ class Dial:
     def load(self, state: Mapping[str, Any]) -> None:
         up_to = state["verified_up_to"]
         self.verified_up_to = inf if up_to is None else up_to
-        self._waits, self._failures = dict(state["waits"]), dict(state["failures"])
+        self._waits = dict(state["waits"])
+        self._failures = dict(state["failures"])
 
 
 def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
     """Predicted speed-up of a rollout over a lossless one; ``tokens`` are those sampled, by the
     start of their bin.
     """
-    lossless_s = [
-        (tokens.get(b.start, 0) * b.lossless_s, b.speedup if b.mode == "lossy" else 1.0)
-        for b in bins
-    ]
-    spent = sum(seconds / speedup for seconds, speedup in lossless_s)
-    return sum(seconds for seconds, _ in lossless_s) / spent if spent else 1.0
+    lossless_s = [tokens.get(b.start, 0) * b.lossless_s for b in bins]
+    speedups = [b.speedup if b.mode == "lossy" else 1.0 for b in bins]
+    spent = sum(seconds / speedup for seconds, speedup in zip(lossless_s, speedups, strict=True))
+    return sum(lossless_s) / spent if spent else 1.0
 
 
 def price(
@@ -192,8 +206,10 @@ def price(
     """The cost model's price of lossy decoding under ``schedule``, and of lossless decoding that
     drafts under it.
 
-    Args: draft_tokens: the most tokens drafted at a time; the fastest number up to that is used, 0
-        included. batch: sequences decoded together; fewer where their cache would not fit.
+    Args:
+        draft_tokens: the most tokens drafted at a time; the fastest number up to that is used, 0
+            included.
+        batch: sequences decoded together; fewer where their cache would not fit.
     """
 
     def of(length: int, acceptance: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What a step measures for the dial, and what the run log records of it; the rule itself is in
+"""Measurements of a step for the dial, and its record in the run log; the rule itself is in
 ``sparrow.train.dial``.
 """
 
@@ -20,11 +20,11 @@ from sparrow.train.dial import Dial, gain
 def verified(
     rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance]
 ) -> list[TokenAcceptance]:
-    """The verified tokens of each response; sparsity does not affect these, only engine and trainer
+    """The verified tokens of each response. Sparsity does not affect these; only engine and trainer
     differ there.
     """
     return [
-        TokenAcceptance(*(x[: _verified(r)] for x in bounds))
+        _part(bounds, slice(None, _verified(r)))
         for r, bounds in zip(rollouts, acceptances, strict=True)
     ]
 
@@ -34,9 +34,13 @@ def unverified(
 ) -> list[TokenAcceptance]:
     """The unverified tokens of each response."""
     return [
-        TokenAcceptance(*(x[_verified(r) :] for x in bounds))
+        _part(bounds, slice(_verified(r), None))
         for r, bounds in zip(rollouts, acceptances, strict=True)
     ]
+
+
+def _part(bounds: TokenAcceptance, tokens: slice) -> TokenAcceptance:
+    return TokenAcceptance(bounds.lower[tokens], bounds.upper[tokens], bounds.position[tokens])
 
 
 def drafted(rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[TokenAcceptance]:
@@ -47,11 +51,9 @@ def drafted(rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[Tok
     for r in rollouts:
         alpha = r.verification.acceptance if r.verification else np.zeros(0, np.float32)
         offset = np.flatnonzero(~np.isnan(alpha))
-        drafts.append(
-            TokenAcceptance(
-                alpha[offset], alpha[offset], schedule.page_end(len(r.prompt_ids) + offset)
-            )
-        )
+        exact = alpha[offset]
+        position = schedule.page_end(len(r.prompt_ids) + offset)
+        drafts.append(TokenAcceptance(exact, exact, position))
     return drafts
 
 
@@ -71,8 +73,8 @@ def turn(
     ceiling: Ceiling,
     seed: int,
 ) -> dict[str, Any]:
-    """Turn the dial by what a step has measured; returns what to log: the length up to which
-    responses were verified, and the mode of each length bin with the reason.
+    """Turn the dial by the measurements of a step, and return the entry of the run log: the length
+    up to which responses were verified, and the mode of each length bin with the reason.
 
     Args:
         rollouts, acceptances: those of the step, over all processes.
@@ -80,7 +82,8 @@ def turn(
         ceiling: the p5 of dense rollouts.
         seed: seeds the bootstrap of the intervals.
     """
-    width, up_to = schedule.bin_tokens, dial.verified_up_to
+    width = schedule.bin_tokens
+    up_to = dial.verified_up_to
     own = unverified(rollouts, acceptances)
     drafts = ceiling.beside(tail(drafted(rollouts, schedule), width, seed))
     bins = dial.turn(drafts, tail(own, width, seed))

@@ -75,7 +75,7 @@ class Adapter:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """A context in which the model is the actor: phi is active and the only thing that trains."""
+        """A context in which the model is the actor: phi is active, and nothing else trains."""
         with switched(self.model, True):
             self._train_policy(False)
             try:
@@ -113,23 +113,24 @@ class Adapter:
             raise ConfigError(
                 f"cannot read a PEFT adapter from {folder}: {str(error).splitlines()[0]}"
             ) from error
+
         weights = {k.removeprefix("base_model.model."): v for k, v in weights.items()}
         shapes = {k: v.shape for k, v in get_peft_model_state_dict(self.model).items()}
         if {k: v.shape for k, v in weights.items()} != shapes:
             raise ConfigError(
-                f"the adapter in {folder} was made for {saved.base_model_name_or_path!r} or another rank: its "
-                f"{len(weights)} tensors do not match the {len(shapes)} of this model's adapter"
+                f"the adapter in {folder} was made for "
+                f"{saved.base_model_name_or_path!r} or another rank: its {len(weights)} "
+                f"tensors do not match the {len(shapes)} of this model's adapter"
             )
         if (base := _saved_base(folder)) is not None:
-            cosine = (
-                torch.cosine_similarity(base, self._base, dim=0).item()
-                if len(base) == len(self._base)
-                else 0.0
-            )
+            cosine = 0.0
+            if len(base) == len(self._base):
+                cosine = torch.cosine_similarity(base, self._base, dim=0).item()
             if cosine < 0.5:
                 raise ConfigError(
-                    f"the adapter in {folder} was trained on other weights ({saved.base_model_name_or_path!r}) than "
-                    f"this model's: they correlate by {cosine:.2f}; give the model it was trained on, or no adapter"
+                    f"the adapter in {folder} was trained on other weights "
+                    f"({saved.base_model_name_or_path!r}) than this model's: they correlate by "
+                    f"{cosine:.2f}; give the model it was trained on, or no adapter"
                 )
         set_peft_model_state_dict(self.model, weights)
 
@@ -140,10 +141,14 @@ class Adapter:
         Training turns this vector by a few degrees; that of an unrelated model is at a right angle
         to it.
         """
-        weights = [
-            cast(Tensor, m.get_base_layer().weight).detach().flatten() for m in layers(self.model)
-        ]
-        return torch.cat([w[:: max(1, len(w) // 16)][:16].float().cpu() for w in weights])
+
+        def sixteen(weight: Tensor) -> Tensor:
+            flat = weight.detach().flatten()
+            step = max(1, len(flat) // 16)
+            return flat[::step][:16].float().cpu()
+
+        weights = [cast(Tensor, m.get_base_layer().weight) for m in layers(self.model)]
+        return torch.cat([sixteen(weight) for weight in weights])
 
     def _train_policy(self, trains: bool) -> None:
         for name, parameter in self.model.named_parameters():
@@ -152,7 +157,7 @@ class Adapter:
 
 
 def _saved_base(folder: Path) -> Tensor | None:
-    """The sample of the base that ``Adapter.save`` wrote; None if something else saved the adapter."""
+    """The sample of the base that ``Adapter.save`` wrote; None if something else saved the file."""
     path = folder / "adapter_model.safetensors"
     if not path.exists():
         return None
@@ -168,14 +173,15 @@ def bucket_kl(policy_top: Tensor, actor_top: Tensor) -> Tensor:
     bound on the KL over the vocabulary, exact when the list covers it, and is differentiable in
     ``actor_top``.
     """
-    p, q = policy_top.float().exp(), actor_top.float().exp()
+    p = policy_top.float().exp()
+    q = actor_top.float().exp()
     rest_p = (1 - p.sum(-1)).clamp(min=0)
     # The floor keeps the logarithm finite where rounding leaves the actor no mass outside the list.
     rest_q = (1 - q.sum(-1)).clamp(min=1e-7)
     listed_kl = torch.where(p > 0, p * (policy_top.float() - actor_top.float()), 0.0).sum(-1)
-    return listed_kl + torch.where(
-        rest_p > 0, rest_p * (rest_p.clamp(min=1e-7).log() - rest_q.log()), 0.0
-    )
+    rest_log_ratio = rest_p.clamp(min=1e-7).log() - rest_q.log()
+    rest_kl = torch.where(rest_p > 0, rest_p * rest_log_ratio, 0.0)
+    return listed_kl + rest_kl
 
 
 def worst_responses(acceptance: Sequence[np.ndarray], share: float) -> list[int]:
@@ -183,13 +189,13 @@ def worst_responses(acceptance: Sequence[np.ndarray], share: float) -> list[int]
     at least one.
     """
     count = max(1, round(share * len(acceptance)))
-    return sorted(
-        np.argsort([np.percentile(a, 5) for a in acceptance], kind="stable")[:count].tolist()
-    )
+    tails = [np.percentile(a, 5) for a in acceptance]
+    worst_first = np.argsort(tails, kind="stable")
+    return sorted(worst_first[:count].tolist())
 
 
 class Distiller:
-    """Trains an ``Adapter`` after every update of the policy.
+    """Trainer of an ``Adapter``, one step after every update of the policy.
 
     Args:
         model: the policy.
@@ -204,9 +210,8 @@ class Distiller:
     ) -> None:
         self.config = config
         self._adapter = Adapter(model, config.distill, schedule)
-        self.checkpointing = {
-            "context_fn": keep_attention
-        }  # the backward pass does not recompute sparse attention
+        # The backward pass does not recompute sparse attention.
+        self.checkpointing = {"context_fn": keep_attention}
         self._schedule = schedule
         self.parameter_group = {
             "params": self._adapter.parameters,
@@ -216,11 +221,10 @@ class Distiller:
         # A context in which theta and phi are both trainable, as reading an optimiser's sharded
         # state requires.
         self.everything_trains = partial(switched, model, True)
-        self.actor_weights, self.policy_weights = (
-            partial(merged_weights, model),
-            partial(base_weights, model),
-        )
-        self.adapter_weights, self.save = self._adapter.adapter_weights, self._adapter.save
+        self.actor_weights = partial(merged_weights, model)
+        self.policy_weights = partial(base_weights, model)
+        self.adapter_weights = self._adapter.adapter_weights
+        self.save = self._adapter.save
 
     def prepare(
         self, accelerator: Accelerator, ranks: Ranks, scorer: TokenScorer, optimizer: Any
@@ -228,12 +232,10 @@ class Distiller:
         """Take the scorer and an optimiser that has the ``parameter_group``, as the accelerator
         prepared them.
         """
-        self._accelerator, self._ranks, self._scorer, self._optimizer = (
-            accelerator,
-            ranks,
-            scorer,
-            optimizer,
-        )
+        self._accelerator = accelerator
+        self._ranks = ranks
+        self._scorer = scorer
+        self._optimizer = optimizer
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Train for another schedule from now on."""
@@ -253,10 +255,12 @@ class Distiller:
         actor at sampling time, plus ``kl_coef`` times the mean KL(dense || sparse), over the tokens
         of the worst responses; the policy loss over those in ``trains_BT``.
         """
-        distill, accelerator = self.config.distill, self._accelerator
+        distill = self.config.distill
+        accelerator = self._accelerator
         rows = worst_responses([a.lower for a in assessment.acceptances], distill.responses)
         normalizers = count_normalizers(trains_BT[rows], self.config.rollout.max_new_tokens)
         tokens = int(assessment.mask_BT[rows].sum())
+
         parts = []
         with self._adapter.active():
             groups = self._ranks.micro_batches(
@@ -269,6 +273,7 @@ class Distiller:
                 )
                 kl = bucket_kl(policy_top.to(top.device), top).sum()
                 loss = distill.kl_coef * kl / tokens
+
                 metrics: dict[str, float] = {}
                 if distill.policy_loss:
                     longest = int(assessment.mask_BT[indices].sum(1).max())
@@ -287,13 +292,14 @@ class Distiller:
                         normalizers,
                     )
                     loss = loss + policy
+
                 accelerator.backward(loss * (self._ranks.count * counts))
                 if counts:
                     parts.append(metrics | {"kl": kl.item() / tokens})
+
             phi = self._adapter.parameters
-            if (
-                self._ranks.count > 1 and not self._ranks.is_sharded
-            ):  # shards are averaged in the backward pass
+            if self._ranks.count > 1 and not self._ranks.is_sharded:
+                # Shards have been averaged in the backward pass, whole gradients not yet.
                 for p in phi:
                     p.grad = accelerator.reduce(p.grad, "mean")
             norm = accelerator.clip_grad_norm_(phi, self.config.optimizer.max_grad_norm)

@@ -34,7 +34,7 @@ class Evaluator:
     ranks: Ranks
 
     def due(self, step: int) -> bool:
-        """Whether the policy after ``step`` steps is to be evaluated."""
+        """True if the policy after ``step`` steps is to be evaluated."""
         every = self.config.eval.every
         return every is not None and (step % every == 0 or step == self.config.steps)
 
@@ -50,7 +50,8 @@ class Evaluator:
         return {name: self._score(problems) for name, problems in self.benchmarks.items()}
 
     def _score(self, problems: Sequence[Problem]) -> dict[str, Any]:
-        config, seed = self.config.eval, self.config.seed
+        config = self.config.eval
+        seed = self.config.seed
         sampling = Sampling(
             config.max_new_tokens or self.config.rollout.max_new_tokens,
             config.temperature,
@@ -64,12 +65,11 @@ class Evaluator:
             asked = [divmod(row, config.k) for row in rows]
             rollouts = sample(self.engine, self.tokenizer, problems, asked, sampling)
             time_limit = self.config.reward.time_limit
-            _, rewards = judge(
-                self.tokenizer, [problems[i] for i, _ in asked], rollouts, time_limit
-            )
+            answered = [problems[i] for i, _ in asked]
+            _, rewards = judge(self.tokenizer, answered, rollouts, time_limit)
             return [
-                (w, len(r), r.finish_reason == "stop")
-                for w, r in zip(rewards, rollouts, strict=True)
+                (reward, len(rollout), rollout.finish_reason == "stop")
+                for reward, rollout in zip(rewards, rollouts, strict=True)
             ]
 
         scored = self.ranks.spread("eval", len(problems) * config.k, respond)
@@ -90,8 +90,9 @@ def best_step(evaluations: Sequence[Row]) -> int | None:
     """The step with the highest mean@k, averaged over benchmarks; the earliest of equals, None if
     there is none.
     """
-    means = {
-        row["step"]: np.mean([scores["mean"]["value"] for scores in row["eval"].values()])
-        for row in evaluations
-    }
+
+    def mean(row: Row) -> Any:
+        return np.mean([scores["mean"]["value"] for scores in row["eval"].values()])
+
+    means = {row["step"]: mean(row) for row in evaluations}
     return max(means, key=lambda step: (means[step], -step), default=None)

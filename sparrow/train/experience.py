@@ -33,7 +33,7 @@ class Group:
 
 @dataclass
 class Experience:
-    """What one step is trained on; row i of each field up to ``groups`` is about the same response."""
+    """The data of one training step; row i of each field up to ``groups`` is about one response."""
 
     problems: list[Problem]  # per response
     rollouts: list[Rollout]  # per response
@@ -76,9 +76,8 @@ class Assessment:
     logp_BT: Tensor  # float32 log-probs of the sampled tokens under the policy, zero on padding
     logq_BT: Tensor  # the same under the actor
     mask_BT: Tensor  # bool, true on response tokens
-    policy_top: list[
-        np.ndarray
-    ]  # per response, float32 [T, n], the policy's log-probs of the rollout's top-n tokens
+    # per response, float32 [T, n], the policy's log-probs of the rollout's top-n tokens
+    policy_top: list[np.ndarray]
     acceptances: list[TokenAcceptance]  # per response, bounds on each token's acceptance rate
     # ``sum_v min(q, p / lambda)`` over the actor's top-n tokens, for Jackpot's correction
     obrs_z_BT: Tensor

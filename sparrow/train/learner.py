@@ -67,7 +67,10 @@ class Learner:
         accelerator: Accelerator,
         ranks: Ranks,
     ) -> None:
-        self.config, self.model, self.accelerator, self.ranks = config, model, accelerator, ranks
+        self.config = config
+        self.model = model
+        self.accelerator = accelerator
+        self.ranks = ranks
         self.distiller: Distiller | None = None
         self.lora: PolicyLora | None = None
         self._reference: TokenScorer | None = None
@@ -83,6 +86,7 @@ class Learner:
             from sparrow.train.distill import Distiller
 
             self.distiller = Distiller(model, config, schedule)
+
         if config.optimizer.gradient_checkpointing:
             options = self.distiller.checkpointing if self.distiller else {}
             # Older versions of transformers have the second name only, and version 6 will have the
@@ -92,6 +96,7 @@ class Learner:
                 or model.gradient_checkpointing_enable
             )
             enable({"use_reentrant": False, **options})
+
         ranks.check_equal(model)
         settings = {
             "lr": config.optimizer.learning_rate,
@@ -100,9 +105,8 @@ class Learner:
         groups: list[dict[str, Any]] = [
             {"params": [p for p in model.parameters() if p.requires_grad], **settings}
         ]
-        if (
-            self.distiller
-        ):  # one optimiser for both: a step moves what has gradients, never theta and phi at once
+        if self.distiller:
+            # One optimiser has both: a step moves what has gradients, never theta and phi at once.
             groups.append(self.distiller.parameter_group)
         self.scorer, self.optimizer = accelerator.prepare(
             TokenScorer(model), torch.optim.AdamW(groups)
@@ -114,7 +118,7 @@ class Learner:
             self.distiller.prepare(accelerator, ranks, self.plain_scorer, self.optimizer)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """The actor decodes under another schedule from now on."""
+        """Train for an actor that decodes under another schedule from now on."""
         if self.distiller:
             self.distiller.set_schedule(schedule)
 
@@ -123,20 +127,20 @@ class Learner:
         end.
         """
         reshard(self.model)
-        return whole(self.distiller.actor_weights()) if self.distiller else self.policy_weights()
+        if self.distiller:
+            return whole(self.distiller.actor_weights())
+        return self.policy_weights()
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The dense policy's weights, with its own LoRA merged if it has one; otherwise as
+        """The dense policy's weights, with its LoRA merged if it has one; otherwise as
         ``actor_weights``.
         """
         reshard(self.model)
         if self.lora:
             return self.lora.weights()
-        return whole(
-            self.distiller.policy_weights().items()
-            if self.distiller
-            else self.model.named_parameters()
-        )
+        if self.distiller:
+            return whole(self.distiller.policy_weights().items())
+        return whole(self.model.named_parameters())
 
     def restore_settings(self) -> None:
         """Put the run's settings back in place of those that the optimiser's state has loaded from
@@ -150,10 +154,14 @@ class Learner:
     def assess(
         self, experience: Experience, schedule: SparsitySchedule
     ) -> tuple[Assessment, float]:
-        """The dense log-probs of every rollout, with how far the actor was from them under
-        ``schedule``; and the mean entropy of the policy's distributions in nats."""
-        rollouts, lam = experience.rollouts, self.config.correction.obrs_lambda
+        """Compute the dense log-probs of every rollout and the actor's acceptance under
+        ``schedule``; and the mean entropy of the policy's distributions in nats.
+        """
+        rollouts = experience.rollouts
         logps, tops, entropies, acceptances = self._score("score", rollouts, schedule)
+
+        # the normaliser of the correction ``obrs``
+        lam = self.config.correction.obrs_lambda
         z = [
             np.minimum(np.exp(r.top_logprobs), np.exp(top) / lam).sum(-1)
             for r, top in zip(rollouts, tops, strict=True)
@@ -173,7 +181,7 @@ class Learner:
     def acceptances(
         self, rollouts: Sequence[Rollout], schedule: SparsitySchedule
     ) -> list[TokenAcceptance]:
-        """How far the sampler of each rollout was from the dense policy; ``schedule`` is the one in
+        """Acceptance of each rollout's sampler under the dense policy; ``schedule`` is the one in
         force.
         """
         return list(self._score("ceiling", rollouts, schedule)[-1])
@@ -181,8 +189,8 @@ class Learner:
     def _score(
         self, phase: str, rollouts: Sequence[Rollout], schedule: SparsitySchedule
     ) -> tuple[Any, ...]:
-        """By response: log-probs of its tokens, log-probs of the top tokens, summed entropy,
-        acceptance.
+        """Score each response: log-probs of its tokens, log-probs of the top tokens, summed
+        entropy, acceptance.
         """
 
         def score(rows: list[int]) -> list[tuple[np.ndarray, np.ndarray, float, TokenAcceptance]]:
@@ -194,7 +202,8 @@ class Learner:
                     "the policy's log-probs of a response are not finite; go back to the last "
                     "checkpoint and lower the learning rate, or take optimizer.precision fp32"
                 )
-            columns = (split(x.cpu().numpy(), [len(r) for r in batch]) for x in scores)
+            lengths = [len(r) for r in batch]
+            columns = (split(x.cpu().numpy(), lengths) for x in scores)
             return [
                 (
                     logp,
@@ -210,15 +219,15 @@ class Learner:
         return tuple(zip(*scored, strict=True))
 
     def _reference_logps(self, experience: Experience) -> list[np.ndarray]:
-        """By response: log-probs of its tokens under the policy as it was at the start of the run."""
+        """Log-probs of each response's tokens under the policy as it was before the run."""
+        scorer = self._reference or self.plain_scorer
 
         def score(rows: list[int]) -> list[np.ndarray]:
             batch = experience.batch(rows, self.accelerator.device)
             with self.lora.taken_off() if self.lora else self.accelerator.autocast():
-                scores = (self._reference or self.plain_scorer)(
-                    batch, self.config.rollout.temperature
-                )
-            return split(scores.logprobs.cpu().numpy(), [len(experience.rollouts[i]) for i in rows])
+                scores = scorer(batch, self.config.rollout.temperature)
+            lengths = [len(experience.rollouts[i]) for i in rows]
+            return split(scores.logprobs.cpu().numpy(), lengths)
 
         return self.ranks.batched(
             "reference", experience.lengths, self.config.optimizer.token_budget, score
@@ -246,7 +255,8 @@ class Learner:
         Raises TrainingDiverged: a loss or gradient is not finite, or a log ratio exceeds
         ``loss.max_log_ratio``; the optimiser step in question is not taken.
         """
-        config, device = self.config, self.accelerator.device
+        config = self.config
+        device = self.accelerator.device
         advantages_B, advantage_metrics = compute_advantages(
             config.advantage,
             torch.from_numpy(experience.rewards),
@@ -256,6 +266,7 @@ class Learner:
         if config.reward.overlong == "mask":
             trains_BT[torch.from_numpy(experience.truncated)] = False
         correction = self._correct(assessment, trains_BT, step)
+
         self.optimizer.param_groups[0]["lr"] = self._learning_rate(step)
         steps = []
         for rows in self._minibatches(len(experience.rollouts), step):
@@ -268,6 +279,7 @@ class Learner:
                 count_normalizers(mask_BT[rows], config.rollout.max_new_tokens)
                 for mask_BT in (trains_BT, assessment.mask_BT)
             )
+
             parts = []
             for i, (indices, counts) in enumerate(groups):
                 # With FSDP, gradients are reduced after every pass: whole gradients of all layers
@@ -309,21 +321,24 @@ class Learner:
                     self.accelerator.backward(loss * (self.ranks.count * counts))
                 if counts:
                     parts.append(metrics)
+
             norm = self.accelerator.clip_grad_norm_(
                 self.scorer.parameters(), config.optimizer.max_grad_norm
             )
-            merged = merge_metrics(
-                itertools.chain(*self.ranks.gather("update", partial(list, parts)))
+            parts_of_all: list[list[dict[str, float]]] = self.ranks.gather(
+                "update", partial(list, parts)
             )
+            merged = merge_metrics(itertools.chain(*parts_of_all))
             merged |= {"grad_norm": float(norm)}
             check_finite(merged, config.loss.max_log_ratio)
             self.optimizer.step()
             self.optimizer.zero_grad()
             steps.append(merged)
-        loss_metrics = {
-            name: float((np.max if name.endswith("_max") else np.mean)([s[name] for s in steps]))
-            for name in steps[0]
-        }
+
+        loss_metrics = {}
+        for name in steps[0]:
+            over_steps = np.max if name.endswith("_max") else np.mean
+            loss_metrics[name] = float(over_steps([metrics[name] for metrics in steps]))
         step_metrics: Metrics = {
             "advantage": advantage_metrics,
             "correction": correction.metrics,

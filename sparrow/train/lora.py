@@ -36,7 +36,8 @@ class _TimesMerged(torch.autograd.Function):
         x, weight, A, B = ctx.saved_tensors
         d_out = gradients[0]
         d_x = d_out @ weight if ctx.needs_input_grad[0] else None
-        x, d_out = x.flatten(0, -2), d_out.flatten(0, -2)
+        x = x.flatten(0, -2)
+        d_out = d_out.flatten(0, -2)
         d_A = ctx.scale * ((d_out @ B).T @ x)
         d_B = ctx.scale * (d_out.T @ (x @ A.T))
         return d_x, None, None, d_A, d_B, None
@@ -54,7 +55,8 @@ class MergedLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.disable_adapters or self.base_layer.weight.dtype != torch.float32:
             return super().forward(x)
-        device, bias = x.device.type, self.base_layer.bias
+        device = x.device.type
+        bias = self.base_layer.bias
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
@@ -112,7 +114,8 @@ def check_lora(
     if missing := [target for target, most in ranks.items() if not most]:
         available = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
         raise ConfigError(
-            f"cannot put a LoRA on {', '.join(missing)}: the linear layers of this model are {available}"
+            f"cannot put a LoRA on {', '.join(missing)}: the "
+            f"linear layers of this model are {available}"
         )
     most = max(ranks.values())
     if rank > most:
@@ -156,15 +159,15 @@ def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """theta + delta(phi) in theta's dtype, one new tensor at a time; theta itself is not touched."""
+    """theta + delta(phi) in theta's dtype, one new tensor at a time; theta itself stays."""
     with_lora = {
         f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, MergedLinear)
     }
     for name, weight in base_weights(model).items():
-        yield (
-            name,
-            with_lora[name].merged_weight().to(weight.dtype) if name in with_lora else weight,
-        )
+        if name in with_lora:
+            yield name, with_lora[name].merged_weight().to(weight.dtype)
+        else:
+            yield name, weight
 
 
 @contextlib.contextmanager

@@ -43,7 +43,8 @@ def count_normalizers(mask_BT: Tensor, max_length: int) -> Normalizers:
     """Normalizers of a step whose full batch has this mask; 1 where the mask is all false, since
     every sum over it is 0.
     """
-    sequences, tokens = int(mask_BT.any(1).sum()), int(mask_BT.sum())
+    sequences = int(mask_BT.any(1).sum())
+    tokens = int(mask_BT.sum())
     return Normalizers(max(sequences, 1), max(tokens, 1), max_length)
 
 
@@ -63,9 +64,9 @@ def policy_loss(
     arXiv 2503.14476, section 3.1. Where A < 0 and clip_ratio_c is set, the loss is at most weight *
     clip_ratio_c * |A| (dual clip, arXiv 1912.09729, equation 5). The token losses are summed as
     config.normalization says:
-      grpo     sum_b (1 / length_b) sum_t / sequences            DeepSeekMath, arXiv 2402.03300, section 4.1.1
-      dapo     sum_b sum_t / tokens                              DAPO, section 3.3
-      dr_grpo  sum_b sum_t / (sequences * max_length)            Dr. GRPO, arXiv 2503.20783, section 3.2
+      grpo     sum_b (1 / length_b) sum_t / sequences  DeepSeekMath, arXiv 2402.03300, section 4.1.1
+      dapo     sum_b sum_t / tokens                    DAPO, section 3.3
+      dr_grpo  sum_b sum_t / (sequences * max_length)  Dr. GRPO, arXiv 2503.20783, section 3.2
 
     logp_BT, old_logp_BT [B, T]: log-probs of the sampled tokens under the trained policy and under
     the dense policy at rollout time. advantages_B [B]. weight_BT [B, T]: Correction.weight_BT.
@@ -180,12 +181,13 @@ def check_finite(metrics: Mapping[str, float], max_log_ratio: float) -> None:
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise TrainingDiverged(
-                f"{name} is {value}, but must be finite; go back to the last checkpoint and lower the learning rate "
-                "or use a denser schedule."
+                f"{name} is {value}, but must be finite; go back to the last checkpoint and lower "
+                "the learning rate or use a denser schedule."
             )
     log_ratio = metrics.get("log_ratio_abs_max", 0.0)
     if log_ratio > max_log_ratio:
         raise TrainingDiverged(
-            f"the largest |log pi_theta - log p_old| is {log_ratio:.4g}, above the bound of {max_log_ratio:g}; lower "
-            "the learning rate, take fewer updates per rollout, or check that both sides are scored at one temperature."
+            f"the largest |log pi_theta - log p_old| is {log_ratio:.4g}, above the bound of "
+            f"{max_log_ratio:g}; lower the learning rate, take fewer updates per rollout, or "
+            "check that both sides are scored at one temperature."
         )

@@ -39,7 +39,8 @@ class Ranks:
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self.rank, self.count = accelerator.process_index, accelerator.num_processes
+        self.rank = accelerator.process_index
+        self.count = accelerator.num_processes
         self.is_main = accelerator.is_main_process
         self.is_sharded = accelerator.is_fsdp2
         if asked_to_shard() and not self.is_sharded:
@@ -51,11 +52,10 @@ class Ranks:
         at the end.
         """
         # Objects are exchanged through host memory, whatever backend the tensors use.
-        self._group = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
-            if self.count > 1
-            else None
-        )
+        self._group = None
+        if self.count > 1:
+            patience = timedelta(seconds=PATIENCE_S)
+            self._group = dist.new_group(backend="gloo", timeout=patience)
 
     def check_equal(self, model: nn.Module) -> None:
         """Make sure that all processes start from the same weights, even where each then keeps only
@@ -66,13 +66,13 @@ class Ranks:
         sums = [p.detach().double().sum().item() for p in model.parameters()]
         if any(other != sums for other in self.gather("start", lambda: sums)):
             raise ConfigError(
-                "the processes of this run start from different weights; load the same checkpoint in each, with "
-                "FSDP_CPU_RAM_EFFICIENT_LOADING=false in the environment"
+                "the processes of this run start from different weights; load the same checkpoint "
+                "in each, with FSDP_CPU_RAM_EFFICIENT_LOADING=false in the environment"
             )
 
     def gather(self, phase: str, work: Callable[[], T]) -> list[T]:
-        """What ``work()`` returns in each process, by rank. An error of one process is raised in
-        all of them.
+        """Call ``work()`` in each process, and return all results, by rank. An error of one process
+        is raised in all of them.
 
         Args:
             phase: names the work in errors and in ``seconds``.
@@ -85,6 +85,7 @@ class Ranks:
             result = work()
             self._count(phase, [time.perf_counter() - began])
             return [result]
+
         outcome: tuple[T | None, Exception | None]
         try:
             with self.connected(phase):
@@ -93,11 +94,13 @@ class Ranks:
             raise
         except (SparrowError, OSError) as error:
             outcome = None, error
+
         outcomes: list[Any] = [None] * self.count
         seconds = time.perf_counter() - began
         with self.connected(phase):
             dist.monitored_barrier(self._group, timedelta(seconds=PATIENCE_S), wait_all_ranks=True)
             dist.all_gather_object(outcomes, (*outcome, seconds), group=self._group)
+
         for rank, (_, failed, _) in enumerate(outcomes):
             if failed is not None:
                 raise outcome[1] if rank == self.rank and outcome[1] else failed
@@ -127,10 +130,11 @@ class Ranks:
             ) from error
 
     def on_main(self, phase: str, work: Callable[[], T]) -> T:
-        """What ``work()`` returns in the main process, the only one that calls it; errors as in
+        """Call ``work()`` in the main process only, and return its result in all; errors as in
         ``gather``.
         """
-        return self.gather(phase, lambda: work() if self.is_main else None)[0]  # type: ignore[return-value]
+        results = self.gather(phase, lambda: work() if self.is_main else None)
+        return results[0]  # type: ignore[return-value]
 
     def spread(self, phase: str, count: int, work: Callable[[range], list[T]]) -> list[T]:
         """Results of ``work(indices)`` for all of ``range(count)``, in order; neighbours go to
@@ -162,9 +166,9 @@ class Ranks:
                     by_row.update(zip(rows, results, strict=True))
             return by_row
 
-        by_row = {
-            i: result for part in self.gather(phase, own_results) for i, result in part.items()
-        }
+        by_row: dict[int, T] = {}
+        for part in self.gather(phase, own_results):
+            by_row |= part
         return [by_row[i] for i in range(len(lengths))]
 
     def imbalance(self, phase: str) -> float:
@@ -175,9 +179,8 @@ class Ranks:
         return max(seconds) * len(seconds) / sum(seconds)
 
     def _count(self, phase: str, seconds: list[float]) -> None:
-        self.seconds[phase] = [
-            a + b for a, b in zip(self.seconds.get(phase, [0.0] * self.count), seconds, strict=True)
-        ]
+        before = self.seconds.get(phase, [0.0] * self.count)
+        self.seconds[phase] = [a + b for a, b in zip(before, seconds, strict=True)]
 
     def micro_batches(
         self, rows: Sequence[int], lengths: Sequence[int], budget: int
@@ -193,14 +196,18 @@ class Ranks:
             rows: indices into ``lengths``, the same in all processes.
             lengths: tokens of each row.
         """
-        parts = [[rows[i] for i in part] for part in divide([lengths[i] for i in rows], self.count)]
-        groups = [
-            [[part[i] for i in g] for g in micro_batches([lengths[i] for i in part], budget)]
-            for part in parts
-        ]
-        shortest = min(rows, key=lambda i: lengths[i])
+
+        def grouped(part: list[int]) -> list[list[int]]:
+            """A process's rows in groups within the budget."""
+            of_part = [rows[i] for i in part]
+            groups = micro_batches([lengths[row] for row in of_part], budget)
+            return [[of_part[i] for i in group] for group in groups]
+
+        groups = [grouped(part) for part in divide([lengths[row] for row in rows], self.count)]
         own_groups = [(group, True) for group in groups[self.rank]]
-        return own_groups + [([shortest], False)] * (max(map(len, groups)) - len(own_groups))
+        shortest = min(rows, key=lambda row: lengths[row])
+        missing = max(map(len, groups)) - len(own_groups)
+        return own_groups + [([shortest], False)] * missing
 
 
 def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
@@ -227,20 +234,25 @@ def mixed_precision(precision: str) -> str:
     if kept != wanted:
         before = "fp32" if kept == "no" else kept
         raise ConfigError(
-            f"optimizer.precision is {precision!r}, but this process has trained in {before!r} before, and accelerate "
-            "has one precision for all runs of a process; start this run in a process of its own"
+            f"optimizer.precision is {precision!r}, but this process has trained in {before!r} "
+            "before, and accelerate has one precision for all runs of a process; start this run "
+            "in a process of its own"
         )
     return wanted
 
 
 def sharding(model: nn.Module, bf16: bool) -> FullyShardedDataParallelPlugin | None:
-    """How FSDP2 shards ``model``, layer by layer, if ``accelerate launch --use_fsdp`` asked for it.
+    """Settings of FSDP2 that shard ``model`` layer by layer, if ``accelerate launch --use_fsdp``
+    asked for it.
 
     Weights and optimiser stay float32; layers are gathered in bf16 where the run computes in bf16,
     and gradients are reduced in float32.
     """
     if not asked_to_shard():
         return None
+    precision = MixedPrecisionPolicy()
+    if bf16:
+        precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=True,
@@ -248,14 +260,12 @@ def sharding(model: nn.Module, bf16: bool) -> FullyShardedDataParallelPlugin | N
         transformer_cls_names_to_wrap=sorted(getattr(model, "_no_split_modules", None) or ()),
         cpu_ram_efficient_loading=False,
         state_dict_type="SHARDED_STATE_DICT",
-        mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        if bf16
-        else MixedPrecisionPolicy(),
+        mixed_precision_policy=precision,
     )
 
 
 def asked_to_shard() -> bool:
-    """Whether ``accelerate launch`` asked for FSDP."""
+    """True if ``accelerate launch`` asked for FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 

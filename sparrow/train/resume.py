@@ -1,5 +1,5 @@
-"""What ``--resume`` may change: compares settings with those that the run recorded, and names the
-differences.
+"""Checks of ``--resume``: settings and data are compared with those that the run recorded, and the
+differences are named.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ LAYOUT = (*PAGE_LAYOUT, "bin_tokens", "dense_layers", "head_budgets")
 def resumed(
     recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule, step: int
 ) -> Changes:
-    """How a run's settings and start schedule differ from those it recorded; it has finished
-    ``step`` steps.
+    """Compare a run's settings and start schedule with those it recorded, and return the
+    differences; it has finished ``step`` steps.
 
     A setting that an older Sparrow did not have, and so did not record, counts as having had its
     default value.
@@ -61,45 +61,52 @@ def resumed(
     or any change to a run that is finished and stays so.
     """
     recorded_settings = flat(recorded.train, ".")
-    if gone := [
+    gone = [
         name for name, unused in REMOVED.items() if recorded_settings.get(name, unused) != unused
-    ]:
+    ]
+    if gone:
         raise ConfigError(
-            f"the run in {config.run_dir} was started with {gone[0]} {json.dumps(recorded_settings[gone[0]])}, which "
-            "this version no longer has; go on with the version that began it, or start another run"
+            f"the run in {config.run_dir} was started with {gone[0]} "
+            f"{json.dumps(recorded_settings[gone[0]])}, which this version no longer has; go on "
+            "with the version that began it, or start another run"
         )
+
     now = flat(json.loads(json.dumps(asdict(config))), ".")
-    defaults = replace(
-        config, **{f.name: f.default for f in fields(config) if f.default is not MISSING}
-    )
-    before = flat(json.loads(json.dumps(asdict(defaults))), ".") | {
-        name: value for name, value in recorded_settings.items() if name in now
-    }
+    defaults = {f.name: f.default for f in fields(config) if f.default is not MISSING}
+    before = flat(json.loads(json.dumps(asdict(replace(config, **defaults)))), ".")
+    before |= {name: value for name, value in recorded_settings.items() if name in now}
     changes: Changes = {
         name: (before[name], value)
         for name, value in now.items()
         if before[name] != value and name not in FREE
     }
-    old, new = recorded.schedule.to_dict(), schedule.to_dict()
+    old = recorded.schedule.to_dict()
+    new = schedule.to_dict()
     changes |= {
         f"schedule.{k}": (old.get(k), new.get(k))
         for k in ("top_k", *LAYOUT)
         if old.get(k) != new.get(k)
     }
+
     description = describe(changes)
-    if fixed := [name for name in changes if name in (*FIXED, *(f"schedule.{k}" for k in LAYOUT))]:
+    unchangeable = (*FIXED, *(f"schedule.{k}" for k in LAYOUT))
+    fixed = [name for name in changes if name in unchangeable]
+    if fixed:
         raise ConfigError(
-            f"the run in {config.run_dir} cannot go on with another {' or '.join(fixed)}; it was started with other "
-            f"settings: {description}; leave them out, or choose another run_dir"
+            f"the run in {config.run_dir} cannot go on with another "
+            f"{' or '.join(fixed)}; it was started with other settings: "
+            f"{description}; leave them out, or choose another run_dir"
         )
     if config.steps < step:
         raise ConfigError(
-            f"the run in {config.run_dir} has done {step} steps already, but steps is {config.steps}"
+            f"the run in {config.run_dir} has done {step} "
+            f"steps already, but steps is {config.steps}"
         )
     if changes and step >= before["steps"] >= config.steps:
         raise ConfigError(
-            f"the run in {config.run_dir} has finished its {step} steps, so its settings stay as they are, but these "
-            f"differ: {description}; raise steps to go on, or choose another run_dir"
+            f"the run in {config.run_dir} has finished its {step} steps, so "
+            "its settings stay as they are, but these differ: "
+            f"{description}; raise steps to go on, or choose another run_dir"
         )
     return changes
 
@@ -121,8 +128,8 @@ def check_data(recorded: RunConfig, given: RunConfig, run_dir: str) -> None:
         name = changed[0]
         raise ConfigError(
             f"the run in {run_dir} cannot go on with other problems: {name} was "
-            f"{json.dumps(before.get(name))} and is {json.dumps(now.get(name))}; give the data that "
-            "it began with, or choose another run_dir"
+            f"{json.dumps(before.get(name))} and is {json.dumps(now.get(name))}; give the data "
+            "that it began with, or choose another run_dir"
         )
 
 

@@ -49,7 +49,9 @@ def reward_metrics(rewards: Sequence[tuple[str, Mapping[str, float]]]) -> dict[s
     totals = np.array([sum(p.values()) for p in parts])
     metrics: dict[str, Any] = {"mean": totals.mean(), "std": totals.std()}
     if len(parts[0]) > 1:
-        metrics["parts"] = {name: float(np.mean([p[name] for p in parts])) for name in parts[0]}
+        metrics["parts"] = {}
+        for name in parts[0]:
+            metrics["parts"][name] = float(np.mean([p[name] for p in parts]))
     if len(set(sources)) > 1:
         metrics["sources"] = {
             name: totals[np.equal(sources, name)].mean() for name in sorted(set(sources))

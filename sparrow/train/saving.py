@@ -1,4 +1,4 @@
-"""What a run leaves on disk: checkpoints to resume from, and models in Hugging Face's format."""
+"""Files that a run leaves: checkpoints to resume from, and models in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
 
     Raises CheckpointError: it could not be written; earlier ones are untouched.
     """
-    ranks, phase = learner.ranks, "checkpoint"
+    ranks = learner.ranks
+    phase = "checkpoint"
 
     def write() -> None:
         try:
@@ -48,7 +49,9 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
 
 
 def _cut_short(error: BaseException, folder: Path) -> str:
-    """What kept torch from writing a file; of a full disk it only says where in its code it was."""
+    """The reason why torch could not write a file; of a full disk, torch only names a line of its
+    code.
+    """
     reason, *_ = str(error).splitlines()
     if "inline_container" not in reason and "PytorchStreamWriter" not in reason:
         return reason
@@ -67,16 +70,15 @@ def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
         ):
             learner.accelerator.load_state(str(folder))
         state = TrainerState.load(folder)
-    except (
-        Exception
-    ) as error:  # torch, safetensors, pickle and accelerate raise many unrelated types
+    except Exception as error:
+        # torch, safetensors, pickle and accelerate raise many unrelated types.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = next(
-            (line for line in lines if "size mismatch" in line), lines[0] if lines else ""
-        )
+        first = lines[0] if lines else ""
+        reason = next((line for line in lines if "size mismatch" in line), first)
         raise CheckpointError(
-            f"cannot go on from {folder} ({type(error).__name__}: {reason}); if sizes differ, give the model that "
-            "the run began with; if the files are damaged, remove this folder to go on from the checkpoint before"
+            f"cannot go on from {folder} ({type(error).__name__}: {reason}); if sizes differ, "
+            "give the model that the run began with; if the files are damaged, remove this folder "
+            "to go on from the checkpoint before"
         ) from error
     learner.restore_settings()
     return state
@@ -88,10 +90,10 @@ def export(
     """Write the trained policy, in its checkpoint's dtype, and the tokenizer to ``model``, and the
     actor's adapter, if there is one.
     """
-    distiller, ranks = learner.distiller, learner.ranks
-    tied = (
-        learner.model.all_tied_weights_keys
-    )  # these are left out: the weights that they are tied to are written
+    distiller = learner.distiller
+    ranks = learner.ranks
+    # these are left out: the weights that they are tied to are written
+    tied = learner.model.all_tied_weights_keys
     parameters = dict(learner.model.named_parameters(remove_duplicate=False))
     buffers = [item for item in learner.model.state_dict().items() if item[0] not in parameters]
     adapter_weights = whole(distiller.adapter_weights().items()) if distiller else ()
@@ -117,7 +119,9 @@ class Exports:
     """
 
     def __init__(self, config: ExportConfig, run_dir: RunDir, ranks: Ranks) -> None:
-        self.config, self.run_dir, self.ranks = config, run_dir, ranks
+        self.config = config
+        self.run_dir = run_dir
+        self.ranks = ranks
 
     def update(
         self,
@@ -134,7 +138,8 @@ class Exports:
         if not (self.config.every or self.config.best):
             return
         best = best_step(evaluations) if self.config.best else None
-        phase, run_dir = "export", self.run_dir
+        phase = "export"
+        run_dir = self.run_dir
         due = self._periodic(step) or step == best
         if due and step not in self.ranks.on_main(phase, lambda: run_dir.steps("exports")):
             with uninterrupted(), run_dir.write_errors("exports", step):

@@ -1,7 +1,7 @@
-"""What moves the schedule between steps: the closed loop and the guard.
+"""Movers of the schedule between steps: the closed loop and the guard.
 
 They share one interface: each proposes the schedule of the next rollouts, given the one in force,
-what was measured under it, and what the mover before it proposed. docs/method.md ("Closed loop and
+the measurements under it, and the proposal of the mover before it. docs/method.md ("Closed loop and
 guard") says what they do, and why.
 
 The closed loop raises budgets in proportion to the rejected share 1 - p5 and lowers them with its
@@ -28,8 +28,8 @@ from sparrow.train.config import TrainConfig
 
 STEP_UP = 2.0  # in one step, the pages read in a bin at most double,
 STEP_DOWN = 0.75  # or fall by at most a quarter
-# A bin has room while the rejected share is at most this part of what tau allows: the gap is the
-# hysteresis
+# A bin has room while the rejected share is at most this part of what tau allows; the rest is the
+# hysteresis.
 ROOM = 0.9
 PATIENCE = 2  # consecutive steps in which a bin must have room before it is lowered
 MIN_SEQUENCES = 8
@@ -58,31 +58,36 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
     judged; lengths not seen yet keep their pages. A raised bin also raises the longer ones that
     would otherwise read less than it does.
 
-    Args: control: the schedule that the rollouts were sampled under, and the loop's memory. bins:
-        the rollouts' tail in the schedule's own bins, over all processes, on the scale of ``tau``.
+    Args:
+        control: the schedule that the rollouts were sampled under, and the loop's memory.
+        bins: the rollouts' tail in the schedule's own bins, over all processes, on the scale of
+            ``tau``.
         tau: what the bins have to hold, in (0, 1).
 
     Returns:
         The next schedule, in the same layout, with at least as many bins.
     """
-    schedule, always = control.schedule, control.schedule.sink_pages + control.schedule.recent_pages
+    schedule = control.schedule
+    always = control.schedule.sink_pages + control.schedule.recent_pages
     # The last entry of the table is for all longer lengths; only those before it are moved.
     count = max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins))
-    room_steps, floor = (
-        [*memory, *[0] * count][:count] for memory in (control.room_steps, control.floor)
-    )
+    room_steps = [*control.room_steps, *[0] * count][:count]
+    floor = [*control.floor, *[0] * count][:count]
     table = [min(k, _whole(schedule, i)) for i, k in enumerate(_extended(schedule, count))]
+
     judged = set()
     for b in bins:
         enough = b.n_sequences >= MIN_SEQUENCES and not math.isnan(b.interval_low)
         rejected = (1 - (b.interval_low if enough else b.interval_high)) / (1 - tau)
-        i, k, had_room = b.bin, table[b.bin], room_steps[b.bin]
+        i = b.bin
+        k = table[b.bin]
+        had_room = room_steps[b.bin]
+
         room_steps[i] = 0
         if rejected > 1:
             floor[i] = max(floor[i], k + 1)
-            table[i] = min(
-                max(_raised(k + always, rejected) - always, floor[i]), _whole(schedule, i)
-            )
+            raised = max(_raised(k + always, rejected) - always, floor[i])
+            table[i] = min(raised, _whole(schedule, i))
         elif enough and rejected > ROOM:
             floor[i] = max(floor[i], k)
         elif enough:
@@ -93,12 +98,12 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
                 room_steps[i] = 0
         if enough or rejected > 1:
             judged.add(i)
+
     for i in reversed(range(max(judged, default=0))):
         if i not in judged:
             table[i] = min(table[i], table[i + 1])
-    return Control(
-        _monotone(schedule, [*table, schedule.top_k[-1]]), tuple(room_steps), tuple(floor)
-    )
+    moved = _monotone(schedule, [*table, schedule.top_k[-1]])
+    return Control(moved, tuple(room_steps), tuple(floor))
 
 
 def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> SparsitySchedule:
@@ -130,7 +135,7 @@ class Mover(Protocol):
         Args:
             now: the schedule in force.
             proposed: what the movers before this one propose; ``now`` if none moved it.
-            report: what this step measured under ``now``, in its bins, over all processes.
+            report: the measurements of this step under ``now``, in its bins, over all processes.
         """
 
     def state(self) -> dict[str, Any]:
@@ -160,10 +165,10 @@ class ClosedLoop:
         return {"room_steps": self._room_steps, "floor": self._floor}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        room_steps = (
-            state["room_steps"] if "room_steps" in state else state["calm"]
-        )  # as checkpoints of 0.1.0 have it
-        self._room_steps, self._floor = tuple(room_steps), tuple(state["floor"])
+        # as checkpoints of 0.1.0 have it
+        room_steps = state["room_steps"] if "room_steps" in state else state["calm"]
+        self._room_steps = tuple(room_steps)
+        self._floor = tuple(state["floor"])
 
 
 class Guard:
@@ -175,7 +180,8 @@ class Guard:
     """
 
     def __init__(self, config: TrainConfig) -> None:
-        self._config, self._top_n = config.guard, config.rollout.top_n
+        self._config = config.guard
+        self._top_n = config.rollout.top_n
         tau = Tau.chosen(config.tau, config.relative_tau)
         threshold = config.guard.threshold
         self._threshold = tau._replace(value=tau.value - 0.02 if threshold is None else threshold)
@@ -214,12 +220,12 @@ class Guard:
 
     @property
     def alarm(self) -> bool:
-        """Whether the signs have been there for long enough to act."""
+        """True once the signs have been there for long enough to act."""
         return self.steps_below >= self._config.patience
 
     @property
     def stops(self) -> bool:
-        """Whether the run is to stop."""
+        """True if the run is to stop."""
         return self.alarm and self._config.action == "stop"
 
     @property
@@ -235,22 +241,25 @@ class Guard:
 
     @property
     def reason(self) -> str:
-        """Why there is an alarm, and what to do about it."""
+        """The reason for the alarm, and the remedy."""
         symptom = (
             f"{self._threshold.statistic} of acceptance has been below {self._threshold.value:g}"
         )
         prefix = f"{symptom}, or p1 below half of its best, for "
         if self._reads_all:
             return (
-                f"{prefix}{self.steps_below} steps, though samples come from all that is cached: not sparsity is the "
-                "cause, but weights that did not reach the engine, or its precision, temperature or another difference "
-                "to the policy's model"
+                f"{prefix}{self.steps_below} steps, though samples come from all that is cached: "
+                "not sparsity is the cause, but weights that did not reach the engine, or its "
+                "precision, temperature or another difference to the policy's model"
             )
-        return f"{prefix}{self.steps_below} steps, so training may collapse; a denser schedule prevents it"
+        return (
+            f"{prefix}{self.steps_below} steps, so training "
+            "may collapse; a denser schedule prevents it"
+        )
 
     @property
     def remedy(self) -> str:
-        """How to resume from the checkpoint at which the guard has stopped a run."""
+        """The options that resume a run from the checkpoint at which the guard has stopped it."""
         if self._reads_all:
             return "--resume goes on from it once the cause is mended"
         return "--resume --guard.action raise goes on from it with more pages"
@@ -259,7 +268,8 @@ class Guard:
         return {"best_p1": self._best_p1, "steps_below": self.steps_below}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self._best_p1, self.steps_below = state["best_p1"], state["steps_below"]
+        self._best_p1 = state["best_p1"]
+        self.steps_below = state["steps_below"]
 
 
 class Movers:

@@ -1,4 +1,4 @@
-"""What TensorBoard, W&B and trackio get: every scalar of a step, and the tail by length under
+"""Metrics for TensorBoard, W&B and trackio: every scalar of a step, and the tail by length under
 stable names.
 """
 
@@ -16,14 +16,16 @@ from sparrow.settings import flat
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ConfigError: the package of a tracker is not installed; accelerate would leave it out
-    silently.
+    """Check that the packages of all trackers are installed; accelerate would leave out a missing
+    one silently.
+
+    Raises ConfigError: one is not installed.
     """
     installed = {str(tracker) for tracker in get_available_trackers()}
     if missing := [name for name in names if name not in installed]:
         raise ConfigError(
-            f"trackers is {' '.join(names)}, but the package {missing[0]!r} is not installed; pip install {missing[0]} "
-            "or leave it out"
+            f"trackers is {' '.join(names)}, but the package {missing[0]!r} is not installed; pip "
+            f"install {missing[0]} or leave it out"
         )
 
 

@@ -82,7 +82,9 @@ class Trainer:
         benchmarks: Benchmarks | None = None,
     ) -> None:
         check_trackers(config.trackers)
-        self.config, self.tokenizer, self.engine = config, tokenizer, engine
+        self.config = config
+        self.tokenizer = tokenizer
+        self.engine = engine
         self.listener = listener
         self.step = 0
         self.cursor = 0  # index of the next problem
@@ -91,8 +93,8 @@ class Trainer:
         self.dial = dial
         if dial and not isinstance(engine, PartVerifier):
             raise ConfigError(
-                f"{type(engine).__name__} verifies all of a response or nothing, so that mode auto cannot run on it; "
-                "take mode lossless or lossy"
+                f"{type(engine).__name__} verifies all of a response or nothing, so that mode "
+                "auto cannot run on it; take mode lossless or lossy"
             )
         self.ceiling = Ceiling()
         # Of steps that a stopped run had logged after its last checkpoint; a resumed run drafts as
@@ -181,7 +183,8 @@ class Trainer:
                 if self.movers.guard.stops:
                     guard = self.movers.guard
                     raise TrainingDiverged(
-                        f"{guard.reason}; the checkpoint of step {self.step} is saved, and {guard.remedy}"
+                        f"{guard.reason}; the checkpoint of step "
+                        f"{self.step} is saved, and {guard.remedy}"
                     )
         except (KeyboardInterrupt, RewardError, TaskError, EngineError) as error:
             # Sampling and scoring change no state, and updates are not interrupted: the state is
@@ -221,7 +224,8 @@ class Trainer:
             with self.ranks.connected("update"), checkpointing(self.model):
                 metrics |= self.learner.update(experience, assessment, self.step)
             metrics |= self._move_schedule(experience, assessment, report)
-            self.step, self.cursor = self.step + 1, experience.cursor
+            self.step = self.step + 1
+            self.cursor = experience.cursor
             clock["update"] = time.perf_counter()
             try:
                 self.sync()
@@ -278,9 +282,8 @@ class Trainer:
         if self._evaluator.due(self.step) and self.step not in (row["step"] for row in rows):
             self.listener("eval", {})
             begun = time.perf_counter()
-            lossless = (
-                self.config.rollout.mode == "lossless"
-            )  # a lossless engine gives samples of the policy anyway
+            # a lossless engine gives samples of the policy anyway
+            lossless = self.config.rollout.mode == "lossless"
             schedule = self.schedule if lossless else self.schedule.replace(top_k=(ALL_PAGES,))
             self._push(schedule, self.learner.policy_weights)
             scores = self._evaluator.scores()
@@ -313,29 +316,28 @@ class Trainer:
                     self.engine.verify_up_to(self.dial.verified_up_to)
                 self.engine.update_weights(weights)
             finally:
-                deque(
-                    weights, maxlen=0
-                )  # the other processes wait for this one to take part in gathering the rest
+                # The other processes wait for this one to take part in gathering the rest.
+                deque(weights, maxlen=0)
 
         self.ranks.gather("sync", push)
 
     def _describe(
         self, experience: Experience, assessment: Assessment, entropy: float
     ) -> tuple[MismatchReport, Metrics]:
-        """How far the actor was from the policy, and all metrics that are known before the update."""
+        """Pool the acceptances of the step into a report, and collect all metrics that are known
+        before the update.
+        """
         bin_tokens = self.config.bin_tokens or self.schedule.bin_tokens
         report = pool(assessment.acceptances, bin_tokens, seed=self.step)
         if self.dial:
-            exact = dialing.verified(experience.rollouts, assessment.acceptances)
-            if any(a.lower.size for a in exact):
-                self.ceiling.measure(
-                    pool([a for a in exact if a.lower.size], bin_tokens, seed=self.step)
-                )
+            verified = dialing.verified(experience.rollouts, assessment.acceptances)
+            exact = [part for part in verified if part.lower.size]
+            if exact:
+                self.ceiling.measure(pool(exact, bin_tokens, seed=self.step))
         elif self.config.rollout.mode == "lossless":
             self.ceiling.measure(report)
-        elif (
-            not self.learner.distiller
-        ):  # with an adapter, the actor is another model even where it reads everything
+        elif not self.learner.distiller:
+            # With an adapter, the actor is another model even where it reads everything.
             self.ceiling.measure(report, self.schedule.dense_up_to)
         report = self.ceiling.on(report)
         tokens, ended = np.array(
@@ -359,7 +361,7 @@ class Trainer:
     def _move_schedule(
         self, experience: Experience, assessment: Assessment, report: MismatchReport
     ) -> Metrics:
-        """Set the schedule of the next rollouts; returns the metrics of the guard and of the dial."""
+        """Set the schedule of the next rollouts; returns the metrics of the guard and the dial."""
         if report.bin_tokens != self.schedule.bin_tokens:
             report = self.ceiling.on(
                 pool(assessment.acceptances, self.schedule.bin_tokens, seed=self.step)

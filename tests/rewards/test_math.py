@@ -474,8 +474,9 @@ def test_a_worker_is_replaced_after_its_share_of_requests(born, monkeypatch):
 
 
 def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
-    broken = tmp_path / "broken_worker.py"
-    broken.write_text("import no_such_library")
+    broken = tmp_path / "broken_worker"
+    broken.mkdir()
+    (broken / "main.py").write_text("import no_such_library")
     monkeypatch.setattr("sparrow.rewards.math.WORKER", broken)
     with (
         MathVerifier(1, 5) as verifier,

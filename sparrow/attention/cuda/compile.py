@@ -17,10 +17,10 @@ from sparrow.errors import ConfigError
 
 
 class Kernel:
-    """One function of a source file beside this one, compiled for a device.
+    """One function of a source file in this folder, compiled for a device.
 
     Args:
-        file, name: the source, which may include others beside it, and the function's name in it.
+        file, name: the source, which may include others of the folder, and the function's name.
         defines: macros that the source expects.
         shared_bytes: dynamic shared memory of a launch.
         device: a CUDA device.
@@ -46,23 +46,27 @@ class Kernel:
             self._function = _call(driver.cuModuleGetFunction, self._module, name.encode())
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _call(driver.cuFuncSetAttribute, self._function, limit, shared_bytes)
+
         attribute = driver.CUlaunchAttribute()
         attribute.id = (
             driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         )
         attribute.value.programmaticStreamSerializationAllowed = 1
         self._config = driver.CUlaunchConfig()
-        self._config.gridDimY = self._config.gridDimZ = self._config.blockDimY = (
-            self._config.blockDimZ
-        ) = 1
+        self._config.gridDimY = 1
+        self._config.gridDimZ = 1
+        self._config.blockDimY = 1
+        self._config.blockDimZ = 1
         self._config.sharedMemBytes = shared_bytes
-        self._config.attrs, self._config.numAttrs = [attribute], 1
+        self._config.attrs = [attribute]
+        self._config.numAttrs = 1
         self._launch = driver.cuLaunchKernelEx
 
     def __call__(self, programs: int, threads: int, arguments: ctypes.Structure) -> None:
-        """Launches on the current stream; the launch may begin while the one before it ends."""
+        """Launch on the current stream; the launch may begin while the one before it ends."""
         config = self._config
-        config.gridDimX, config.blockDimX = programs, threads
+        config.gridDimX = programs
+        config.blockDimX = threads
         config.hStream = torch.cuda.current_stream().cuda_stream
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         _call(self._launch, config, self._function, ctypes.addressof(pointers), 0)
@@ -75,14 +79,18 @@ def compiled(
     """Machine code for ``target`` (``sm_90``), and the compiler's log; needs no GPU."""
     _, nvrtc = _bindings()
     folder = Path(__file__).parent
-    options = (f"--gpu-architecture={target}", f"--include-path={folder}", *options)
     given = [
-        option.encode() for option in (*options, *(f"-D{name}={value}" for name, value in defines))
+        f"--gpu-architecture={target}",
+        f"--include-path={folder}",
+        *options,
+        *(f"-D{name}={value}" for name, value in defines),
     ]
+    encoded = [option.encode() for option in given]
     program = _call(
         nvrtc.nvrtcCreateProgram, (folder / file).read_bytes(), file.encode(), 0, [], []
     )
-    (result,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+
     # NVRTC writes into the bytes that it is given. Python shares bytes objects of length 1, so this
     # must be longer.
     log = bytes(cast(int, _call(nvrtc.nvrtcGetProgramLogSize, program)) + 1)
@@ -90,6 +98,7 @@ def compiled(
     said = log.partition(b"\0")[0].decode()
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise RuntimeError(f"{file} did not compile: {said}")
+
     code = bytes(cast(int, _call(nvrtc.nvrtcGetCUBINSize, program)))
     _call(nvrtc.nvrtcGetCUBIN, program, code)
     return code, said
@@ -101,8 +110,9 @@ def _bindings() -> tuple[ModuleType, ModuleType]:
         from cuda.bindings import driver, nvrtc
     except ImportError as error:
         raise ConfigError(
-            "CUDA kernels are compiled with cuda-bindings and NVRTC, which torch's CUDA builds bring along; "
-            "pip install cuda-bindings nvidia-cuda-nvrtc, or take implementation='triton'"
+            "CUDA kernels are compiled with cuda-bindings and NVRTC, which torch's CUDA builds "
+            "bring along; pip install cuda-bindings nvidia-cuda-nvrtc, or take "
+            "implementation='triton'"
         ) from error
     return driver, nvrtc
 

@@ -1,5 +1,5 @@
-"""Launcher of the CUDA kernel: what it can serve, how a batch is divided, and what is passed to the
-kernel.
+"""Launcher of the CUDA kernel: the limits of the kernel, the division of a batch, and the kernel's
+arguments.
 
 Shapes as in ``attention/decode.py``.
 """
@@ -28,8 +28,11 @@ from sparrow.attention.decode import (
 from sparrow.attention.division import Division, divide
 from sparrow.attention.pages import FP8
 
-PAGE_SIZE, HEAD_DIMS, MAX_GROUP = 16, (64, 128), 8
-BINS, CANDIDATES = 1024, 256
+PAGE_SIZE = 16
+HEAD_DIMS = (64, 128)
+MAX_GROUP = 8
+BINS = 1024
+CANDIDATES = 256
 SHARED = 16  # words of program.cuh's struct ``Shared``, besides 3 for each warp
 # items per multiprocessor; with fewer, Triton is faster, since several programs rank one row
 FEW_ITEMS = 0.3
@@ -37,43 +40,40 @@ FEW_ITEMS = 0.3
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """How one decode step is cut into programs."""
+    """The division of one decode step into programs."""
 
     warps: int  # warps of a program, a power of 2
     stages: int  # pages in flight per warp
     resident: int  # programs that are to fit on a multiprocessor
     # parts that every row is cut into, roughly; if 1, only rows far longer than the mean are cut
     parts: int = 1
-    part_pages: int = 8  # kept pages worth a program of their own
+    part_pages: int = 8  # kept pages that are worth another program
 
     def shared_bytes(self, key_bytes: int, capacity: int) -> int:
         """Shared memory of a program whose rows have up to ``capacity`` pages, of keys of
-        ``key_bytes``, their own scale included."""
+        ``key_bytes``, their scale included.
+        """
         ring = self.warps * self.stages * 2 * PAGE_SIZE * key_bytes
-        return (
-            ring
-            + capacity * 4
-            + capacity // 4
-            + BINS * 4
-            + CANDIDATES * 8
-            + 4 * SHARED
-            + 12 * self.warps
-        )
+        pages = capacity * 4 + capacity // 4
+        selection = BINS * 4 + CANDIDATES * 8
+        return ring + pages + selection + 4 * SHARED + 12 * self.warps
 
     def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
-        """What to ask of the plan. Parts wait for their row's first part, which starts earlier and
-        never waits.
+        """The division to ask of the plan. Parts wait for their row's first part, which starts
+        earlier and never waits.
         """
         if self.parts > 1:
-            extra, resident = (
-                (self.parts - 1) * items,
-                2**30,
-            )  # parts as small as their number allows
+            # parts as small as their number allows
+            extra = (self.parts - 1) * items
+            resident = 2**30
         else:
             extra = min(2, self.resident) * multiprocessors - kv_heads
             resident = self.resident * multiprocessors
         return Division(
-            max(1, extra // kv_heads) * kv_heads, resident, self.part_pages * PAGE_SIZE, ranks=True
+            extra_programs=max(1, extra // kv_heads) * kv_heads,
+            resident_programs=resident,
+            part_tokens=self.part_pages * PAGE_SIZE,
+            ranks=True,
         )
 
 
@@ -90,21 +90,20 @@ def choose_config(
     """
     if items <= limits.multiprocessors:
         config = CudaConfig(warps=8, stages=3, resident=1)
-    else:  # at 1 to 1.5 items per multiprocessor, whole rows would leave a third of the multiprocessors idle
-        config = CudaConfig(
-            warps=4, stages=3, resident=2, parts=4 if items <= 1.5 * limits.multiprocessors else 1
-        )
+    else:
+        # At 1 to 1.5 items per multiprocessor, whole rows would leave a third of the
+        # multiprocessors idle.
+        parts = 4 if items <= 1.5 * limits.multiprocessors else 1
+        config = CudaConfig(warps=4, stages=3, resident=2, parts=parts)
     config = replace(config, stages=config.stages * 2 // dtype.itemsize)  # as many bytes in flight
-    while (
-        config.shared_bytes(key_bytes(head_dim, dtype), capacity)
-        > (limits.shared_memory + 1024) // config.resident - 1024
-    ):
-        config = (
-            replace(config, stages=config.stages - 1)
-            if config.stages > 1
-            else replace(config, resident=1)
-        )
-    return config
+
+    def fits(config: CudaConfig) -> bool:
+        needed = config.shared_bytes(key_bytes(head_dim, dtype), capacity)
+        return needed <= (limits.shared_memory + 1024) // config.resident - 1024
+
+    while config.stages > 1 and not fits(config):
+        config = replace(config, stages=config.stages - 1)
+    return config if fits(config) else replace(config, resident=1)
 
 
 def key_bytes(head_dim: int, dtype: torch.dtype) -> int:
@@ -120,7 +119,7 @@ def few_rows(kv_heads: int, device: torch.device) -> int:
 def unsupported_reason(
     page_size: int, head_dim: int, group: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Why the kernel cannot serve such a model on ``device``, in a sentence; None if it can."""
+    """A sentence on why the kernel cannot serve such a model on ``device``; None if it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "the CUDA kernel is for Hopper GPUs (H100, H200); take Triton's"
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
@@ -134,14 +133,15 @@ def unsupported_reason(
         or dtype not in (*QUERY_DTYPES, *CACHES_IN_8_BITS)
     ):
         return (
-            f"the CUDA kernel takes pages of {PAGE_SIZE}, head dims {HEAD_DIMS}, groups up to {MAX_GROUP} and caches "
-            f"in 16 or 8 bits, got pages of {page_size}, head dim {head_dim}, group {group} and {dtype}; take Triton's"
+            f"the CUDA kernel takes pages of {PAGE_SIZE}, head dims {HEAD_DIMS}, groups up to "
+            f"{MAX_GROUP} and caches in 16 or 8 bits, got pages of {page_size}, head dim "
+            f"{head_dim}, group {group} and {dtype}; take Triton's"
         )
     return None
 
 
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raises ValueError: what this kernel cannot serve."""
+    """Raise ValueError for a batch that this kernel cannot serve."""
     check_for_kernels(batch, workspace)
     reason = unsupported_reason(
         batch.layout.page_size, batch.head_dim, batch.group, batch.k_cache.dtype, batch.q_BHD.device
@@ -246,7 +246,8 @@ class Launches:
         self, batch: DecodeBatch, workspace: DecodeWorkspace, config: CudaConfig | None = None
     ) -> None:
         limits = device_limits(batch.q_BHD.device)
-        self.batch, self.workspace = batch, workspace
+        self.batch = batch
+        self.workspace = workspace
         self.capacity = -(-batch.max_pages // 32) * 32
         self.config = config or choose_config(
             batch.items, batch.head_dim, self.capacity, limits, batch.k_cache.dtype
@@ -254,14 +255,17 @@ class Launches:
         self.division = self.config.division(batch.items, batch.kv_heads, limits.multiprocessors)
 
     def plan(self) -> None:
-        """Divides the batch among the programs; good for every layer with these lengths and
+        """Divide the batch among the programs; good for every layer with these lengths and
         budgets.
         """
         divide(self.batch, self.workspace, self.division)
 
     def attend(self, rank_before_wait: bool = False) -> None:
         """Ranks, selects and attends, in one launch."""
-        b, w, c, scales = self.batch, self.workspace, self.config, self.batch.cache_scales
+        b = self.batch
+        w = self.workspace
+        c = self.config
+        scales = self.batch.cache_scales
         defines = dict(
             D=b.head_dim,
             G=b.group,

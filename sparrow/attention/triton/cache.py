@@ -31,12 +31,13 @@ def landmark_kernel(
     PER_BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Recomputes the mean key of every page whose last slot is among this program's ``SLOTS``
+    """Recompute the mean key of every page whose last slot is among this program's ``SLOTS``
     slots, in one layer.
 
     ``scales`` are those of keys in int8, else None.
     """
-    head, layer = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    head = tl.program_id(1).to(tl.int64)
+    layer = tl.program_id(2)
     k_cache += tl.multiple_of(tl.load(distances + 3 * layer), 16)
     landmarks += tl.multiple_of(tl.load(distances + 3 * layer + 1), 16)
     if scales is not None:
@@ -93,7 +94,7 @@ def store_kernel(
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Stores the keys and values of one token in the block and place that its slot gives, if it has
+    """Store the keys and values of one token in the block and place that its slot gives, if it has
     a slot.
 
     For a cache in e4m3 they are divided by their scales; ``clipped`` counts the tokens that it
@@ -154,7 +155,7 @@ def complete_page(
     P: tl.constexpr,
     PER_BLOCK: tl.constexpr,
 ):
-    """Writes the landmark of a row's last page if the newest token filled it; nobody ranks that
+    """Write the landmark of a row's last page if the newest token filled it; nobody ranks that
     page in this step.
     """
     if (length > 0) & (length % P == 0):
@@ -185,7 +186,7 @@ def _write_mean(
     DP: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Stores the mean key of one page of a block; the scales of its keys, if any, begin at
+    """Store the mean key of one page of a block; the scales of its keys, if any, begin at
     ``first_scale``.
     """
     token = page * P + tl.arange(0, P)
@@ -206,9 +207,8 @@ def round_to_e4m3(x):
     devices.
     """
     x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    exponent = tl.maximum(
-        x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23
-    )  # at least 2^-6: subnormals lie below
+    # The exponent is at least that of 2^-6: subnormals lie below.
+    exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
     # Adding a float32 that is 20 binary places larger, so that its last place is e4m3's, rounds to
     # that place.
     large = ((exponent + (20 << 23)) | 0x400000).to(tl.float32, bitcast=True)
@@ -217,7 +217,7 @@ def round_to_e4m3(x):
 
 @triton.jit
 def scale_of(exponent):
-    """The scales that exponent bytes stand for, see ``attention/int8.py``."""
+    """Scales of exponent bytes, see ``attention/int8.py``."""
     return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
@@ -226,9 +226,8 @@ def _to_int8(x_KD, LEAST: tl.constexpr, MOST: tl.constexpr):
     """``to_int8`` of ``attention/int8.py``: codes, and exponent bytes between ``LEAST`` and
     ``MOST``.
     """
-    bits = tl.max(
-        x_KD.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1
-    )  # ordered like the floats, and NaN above them
+    # Bits are ordered like the floats, and NaN is above all.
+    bits = tl.max(x_KD.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     exponent = tl.minimum(tl.maximum(((bits + 0x1FFFF) >> 23) - 6, LEAST), MOST)
     x_KD *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     x_KD = tl.where((bits < 0x7F800000)[:, None], tl.minimum(tl.maximum(x_KD, -127.0), 127.0), 0.0)

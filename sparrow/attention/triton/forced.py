@@ -18,12 +18,15 @@ from sparrow.attention.triton import forced_kernels as kernels
 from sparrow.attention.triton import forced_select
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM, MAX_GROUP, MAX_PAGES = 256, 16, 16384
+MAX_HEAD_DIM = 256
+MAX_GROUP = 16
+MAX_PAGES = 16384
 SCORE_BYTES = 2**27  # scratch for the scores of a chunk of positions
-# How the work is cut for heads of 256 bytes: keys per step of the loop, warps and pipeline stages;
-# for the gradients of keys and values, rows of queries per step, keys of a program, warps and
-# stages.
-FORWARD_TILES, QUERY_TILES, KEY_TILES = (64, 4, 3), (64, 4, 2), (32, 64, 4, 3)
+# Tiles for heads of 256 bytes: keys per step of the loop, warps and pipeline stages; for the
+# gradients of keys and values, rows of queries per step, keys of a program, warps and stages.
+FORWARD_TILES = (64, 4, 3)
+QUERY_TILES = (64, 4, 2)
+KEY_TILES = (32, 64, 4, 3)
 
 
 class Selection(NamedTuple):
@@ -38,7 +41,7 @@ class Selection(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a repeated call need not compute again."""
+    """Results that a repeated call need not compute again."""
 
     selection: Selection
     out: Tensor
@@ -46,7 +49,7 @@ class Kept(NamedTuple):
 
 
 class _Context(Protocol):
-    """What autograd carries from the forward to the backward pass."""
+    """State that autograd carries from the forward to the backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
     options: tuple[PageLayout, float]
@@ -67,7 +70,9 @@ def teacher_forced(
     head_budgets_K: Tensor | None = None,
     kept: list[Kept] | None = None,
 ) -> Tensor:
-    """Every position reads what decoding would have read; see ``sparrow.attention.teacher_forced``."""
+    """Let every position read what decoding would have read; see
+    ``sparrow.attention.teacher_forced``.
+    """
     _check(q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout)
     if not scale > 0:
         raise ValueError(f"the softmax scale must be positive, got {scale}")
@@ -129,9 +134,17 @@ class Call:
     ) -> None:
         B, H, T, D = q.shape
         self.K = k.shape[1]
-        self.items, self.T, self.N = B * self.K, T, triton.cdiv(T, layout.page_size)
-        self.q, self.k, self.v, self.start, self.length = q, k, v, start, length
-        self.layout, self.scale, self.log2_scale = layout, scale, scale * 1.4426950408889634
+        self.items = B * self.K
+        self.T = T
+        self.N = triton.cdiv(T, layout.page_size)
+        self.q = q
+        self.k = k
+        self.v = v
+        self.start = start
+        self.length = length
+        self.layout = layout
+        self.scale = scale
+        self.log2_scale = scale * 1.4426950408889634
         GP = triton.next_power_of_2(H // self.K)
         self.BT = min(32 if GP <= 2 else 16, 128 // GP)
         self.tile_count = triton.cdiv(T, self.BT)
@@ -156,16 +169,16 @@ class Call:
     def select(
         self, prompt: Tensor, top_k: Tensor, head_budgets: Tensor | None = None
     ) -> Selection:
-        """Selects the pages of every position, one chunk of positions at a time."""
-        layout, device, N = self.layout, self.q.device, self.N
-        P, K = layout.page_size, self.K
-        C = max(
-            32,
-            min(
-                triton.next_power_of_2(self.T),
-                2 ** ((SCORE_BYTES // (4 * N * self.items)).bit_length() - 1),
-            ),
-        )
+        """Select the pages of every position, one chunk of positions at a time."""
+        layout = self.layout
+        device = self.q.device
+        N = self.N
+        P = layout.page_size
+        K = self.K
+        # Positions in a chunk: a power of 2, as many as the scratch for scores has room for.
+        room = 2 ** ((SCORE_BYTES // (4 * N * self.items)).bit_length() - 1)
+        C = max(32, min(triton.next_power_of_2(self.T), room))
+
         marks = self.k.new_empty(self.items, N, self.heads["D"])
         selection = Selection(
             torch.zeros(self.items, self.tile_count, N, dtype=torch.int32, device=device),
@@ -187,6 +200,7 @@ class Call:
             FP8=layout.landmark_dtype == "fp8_e4m3",
             num_warps=2,
         )
+
         scores = torch.empty(self.items * C * N, dtype=torch.float32, device=device)
         kept = torch.empty(
             self.items * C * triton.next_power_of_2(max(N, 32)) // 32,
@@ -296,7 +310,8 @@ class Call:
         """Gradient of the queries, and ``delta`` ``[B, H, T]``: each position's output times its
         gradient.
         """
-        d_q, delta = torch.zeros_like(self.q), torch.empty_like(lse)
+        d_q = torch.zeros_like(self.q)
+        delta = torch.empty_like(lse)
         tokens, warps, stages = QUERY_TILES
         tokens = self.step(tokens, 2 * self.BT * self.heads["GP"], stages)
         kernels.query_gradient_kernel[(self.tile_count, self.items)](
@@ -336,7 +351,8 @@ class Call:
         self, lse: Tensor, delta: Tensor, d_out: Tensor, readers: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Gradients of keys and values."""
-        d_k, d_v = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        d_k = torch.zeros_like(self.k)
+        d_v = torch.zeros_like(self.v)
         rows, _, warps, stages = KEY_TILES
         P = self.layout.page_size
         keys = max(16, P * self.run_pages)
@@ -374,8 +390,8 @@ class Call:
         return d_k, d_v
 
     def readers(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """Where each run's list ends, ``[B * K * runs]``, and the lists: the positions that keep
-        any page of a run.
+        """List the positions that keep any page of each run: the ends of the lists, ``[B * K *
+        runs]``, and the lists.
         """
         counts = torch.empty(self.items * self.runs, dtype=torch.int32, device=self.q.device)
         sizes = (self.N, self.tile_count, self.runs)
@@ -409,9 +425,8 @@ def _check(
 ) -> None:
     B, H, T, D = q.shape
     P = layout.page_size
-    if q.device.type == "cpu" and isinstance(
-        kernels.forward_kernel, triton.JITFunction
-    ):  # not Triton's interpreter
+    interpreted = not isinstance(kernels.forward_kernel, triton.JITFunction)
+    if q.device.type == "cpu" and not interpreted:
         raise ValueError(
             "the kernels run on a GPU, got tensors on the CPU; use implementation='reference'"
         )
@@ -419,12 +434,14 @@ def _check(
         raise ValueError(f"pages of {P} tokens have no kernel, expected a power of two up to 64")
     if D > MAX_HEAD_DIM or H // k.shape[1] > MAX_GROUP or triton.cdiv(T, P) > MAX_PAGES:
         raise ValueError(
-            f"head dim {D}, {H // k.shape[1]} query heads per kv head and {triton.cdiv(T, P)} pages: the kernels go up "
-            f"to {MAX_HEAD_DIM}, {MAX_GROUP} and {MAX_PAGES}; use implementation='reference'"
+            f"head dim {D}, {H // k.shape[1]} query heads per kv head and {triton.cdiv(T, P)} "
+            f"pages: the kernels go up to {MAX_HEAD_DIM}, {MAX_GROUP} and {MAX_PAGES}; use "
+            "implementation='reference'"
         )
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"q, k and v must all be float16, bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}"
+            "q, k and v must all be float16, bfloat16 or "
+            f"float32, got {q.dtype}, {k.dtype}, {v.dtype}"
         )
     if any(x.shape[1] * x.stride(1) >= 2**31 or T * x.stride(2) >= 2**31 for x in (q, k, v)):
         raise ValueError(

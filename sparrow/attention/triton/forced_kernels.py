@@ -377,8 +377,8 @@ def query_gradient_kernel(
 def _readers(
     masks, place, row, tiles, n, N, ROWS: tl.constexpr, BT: tl.constexpr, PAGES: tl.constexpr
 ):
-    """Which pages of every run the positions of some tiles keep: ``[ROWS, BT, runs]``, bit i for a
-    run's i-th page.
+    """The pages of every run that the positions of some tiles keep: ``[ROWS, BT, runs]``, bit i for
+    a run's i-th page.
     """
     tile = row + tl.arange(0, ROWS)
     bits = tl.zeros((ROWS, BT, n.shape[0]), tl.int32)
@@ -406,7 +406,7 @@ def reader_count_kernel(
     ROWS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """How many positions keep any page of each run: ``[B, K, RUNS]``."""
+    """Count the positions that keep any page of each run: ``[B, K, RUNS]``."""
     item = tl.program_id(1).to(tl.int64)
     tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -546,7 +546,8 @@ def key_gradient_kernel(
         stat = (b * K * G + head) * T
         dk_ND = tl.zeros((KEYS, DP), tl.float32)
         dv_ND = tl.zeros((KEYS, DP), tl.float32)
-        dk_lost, dv_lost = dk_ND, dv_ND
+        dk_lost = dk_ND
+        dv_lost = dv_ND
         reader = tl.arange(0, BT)
         entry = tl.load(readers + tl.minimum(reader, count - 1))
         for _ in range(0, count, BT):

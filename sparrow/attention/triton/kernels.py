@@ -35,8 +35,8 @@ def _split_work(work, split, used, TILE: tl.constexpr):
 
 @triton.jit
 def _arrives_last(counter, expected):
-    """Whether this is the last of the ``expected`` programs to arrive; the others' stores are then
-    visible.
+    """Arrive, and return true in the last of the ``expected`` programs, to which the others' stores
+    are then visible.
     """
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
@@ -47,7 +47,7 @@ def _arrives_last(counter, expected):
 
 @triton.jit
 def _order(bits):
-    """Maps the bits of a float to an int32 of the same order, and back."""
+    """Map the bits of a float to an int32 of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -86,7 +86,7 @@ def _score(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Writes the scores of pages ``begin .. end - 1`` to ``row``."""
+    """Write the scores of pages ``begin .. end - 1`` to ``row``."""
     for first in tl.range(begin, end, TILE, num_stages=STAGES):
         n = first + tl.arange(0, TILE)
         block = tl.load(table + n // PER_BLOCK, mask=n < end, other=0)
@@ -97,7 +97,7 @@ def _score(
 
 @triton.jit
 def above_and_tied(score, is_ranked, ranked, budget):
-    """Which ranked pages score above the threshold, which equal it, and how many of the latter to
+    """Find the ranked pages above the threshold, those equal to it, and how many of the latter to
     take for ``budget``.
 
     The threshold is found in steps. Each step counts how many scores reach each of two guesses,
@@ -120,9 +120,8 @@ def above_and_tied(score, is_ranked, ranked, budget):
             first = _order((low_score + width * (1 / 3)).to(tl.int32, bitcast=True))
             second = _order((low_score + width * (2 / 3)).to(tl.int32, bitcast=True))
         else:
-            third = ((high - low).to(tl.uint32) // 3).to(
-                tl.int32
-            )  # the difference can exceed an int32
+            # The difference can exceed an int32.
+            third = ((high - low).to(tl.uint32) // 3).to(tl.int32)
             first = low + third
             second = high - third
         first = tl.minimum(tl.maximum(first, low + 1), high - 1)
@@ -155,7 +154,7 @@ def _select_block(
     PER_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replaces the scores in ``row`` by the ids of the kept pages, in order; ``BLOCK`` is at least
+    """Replace the scores in ``row`` by the ids of the kept pages, in order; ``BLOCK`` is at least
     ``pages``.
 
     Of equal scores at the threshold the earlier pages are taken.

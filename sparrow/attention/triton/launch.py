@@ -30,7 +30,7 @@ from sparrow.attention.triton.tuning import LaunchConfig, choose
 
 
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raises ValueError: what these kernels cannot serve."""
+    """Raise ValueError for a batch that these kernels cannot serve."""
     check_for_kernels(batch, workspace)
     _check_device(batch.k_cache, batch.layout)
 
@@ -62,7 +62,10 @@ class Launches:
     def __init__(
         self, batch: DecodeBatch, workspace: DecodeWorkspace, config: LaunchConfig | None = None
     ) -> None:
-        self.batch, self.workspace, layout, D = batch, workspace, batch.layout, batch.head_dim
+        self.batch = batch
+        self.workspace = workspace
+        layout = batch.layout
+        D = batch.head_dim
         padded = triton.next_power_of_2(D)
         self.config = config or choose(
             batch.items,
@@ -87,7 +90,7 @@ class Launches:
         self.options = dict(PDL=overlap, launch_pdl=overlap)
 
     def plan(self) -> None:
-        """Divides the batch among the programs that attend; good for every layer with these lengths
+        """Divide the batch among the programs that attend; good for every layer with these lengths
         and budgets.
         """
         c = self.config
@@ -95,8 +98,10 @@ class Launches:
         divide(self.batch, self.workspace, division)
 
     def rank(self, rank_before_wait: bool = False) -> None:
-        """Fills the workspace's lists of kept pages."""
-        b, w, c = self.batch, self.workspace, self.config
+        """Fill the workspace's lists of kept pages."""
+        b = self.batch
+        w = self.workspace
+        c = self.config
         scales = b.cache_scales if b.k_cache.dtype == torch.int8 else None
         kernels.rank_kernel[(b.items, c.rank_splits)](
             b.q_BHD,
@@ -127,7 +132,10 @@ class Launches:
 
     def attend(self) -> None:
         """Attention over the kept pages."""
-        b, w, c, scales = self.batch, self.workspace, self.config, self.batch.cache_scales
+        b = self.batch
+        w = self.workspace
+        c = self.config
+        scales = self.batch.cache_scales
         kernels.attend_kernel[(b.items + c.extra_programs,)](
             b.q_BHD,
             b.k_cache,
@@ -160,13 +168,16 @@ class Launches:
 
 
 def update_landmarks(layers: CachedLayers, slot_mapping_T: Tensor, layout: PageLayout) -> None:
-    """Recomputes the landmarks of the pages that these slots complete; see
+    """Recompute the landmarks of the pages that these slots complete; see
     ``sparrow.attention.update_landmarks``.
     """
-    k_cache, landmark_cache = layers.keys, layers.landmarks
+    k_cache = layers.keys
+    landmark_cache = layers.landmarks
     check_cache(k_cache, landmark_cache, layout)
     _check_device(k_cache, layout)
-    T, K, D = slot_mapping_T.shape[0], k_cache.shape[1], k_cache.shape[3]
+    T = slot_mapping_T.shape[0]
+    K = k_cache.shape[1]
+    D = k_cache.shape[3]
     if T == 0:
         return
     slots = layout.page_size  # in prefill, about one page is completed in so many slots
@@ -198,7 +209,7 @@ def store_tokens(
     scales: CacheScales | None = None,
     clipped: Tensor | None = None,
 ) -> None:
-    """Stores each token's keys and values in its slot (-1: none); the caches are as in
+    """Store each token's keys and values in its slot (-1: none); the caches are as in
     ``DecodeBatch``.
 
     A cache in float8_e4m3fn needs ``scales`` and ``clipped``, int64 [1], which counts the tokens of
@@ -206,7 +217,9 @@ def store_tokens(
     ``scales`` are stored too. If the next launch on the stream is a decode step that reuses its
     plan, it ranks pages meanwhile.
     """
-    (T,), (_, K, D), overlap = slot_mapping_T.shape, key_TKD.shape, _can_overlap(k_cache)
+    (T,) = slot_mapping_T.shape
+    (_, K, D) = key_TKD.shape
+    overlap = _can_overlap(k_cache)
     if T == 0:
         return
     least, most = (exponent + BIAS for exponent in exponent_limits(key_TKD.dtype))

@@ -16,7 +16,7 @@ from sparrow.attention.decode import DeviceLimits
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How one decode step is cut into programs."""
+    """The division of one decode step into programs."""
 
     score_pages: int  # landmarks in a tile
     score_stages: int  # tiles of landmarks in flight
@@ -26,16 +26,15 @@ class LaunchConfig:
     attend_stages: int  # tiles of keys and values in flight
     extra_programs: int  # attending programs besides one for each item; a multiple of the kv heads
     attend_warps: int  # warps of an attending program
-    part_tokens: int  # kept tokens worth a program of their own
-    registers: (
-        int  # most registers of an attending thread, so that enough programs fit side by side
-    )
+    part_tokens: int  # kept tokens that are worth another program
+    # most registers of an attending thread, so that enough programs fit side by side
+    registers: int
     resident_programs: int  # attending programs that run at once
 
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Tiles for heads of 256 bytes, and how many attending programs are to fit on a multiprocessor."""
+    """Tiles for heads of 256 bytes, and the attending programs that are to fit on one processor."""
 
     resident: int
     score_pages: int
@@ -45,7 +44,9 @@ class _Tiles:
 
 
 # Few programs need many bytes in flight each; many need to fit side by side.
-ONE, THREE, FOUR = _Tiles(1, 128, 3, 128, 2), _Tiles(3, 128, 2, 64, 2), _Tiles(4, 64, 2, 64, 1)
+ONE = _Tiles(1, 128, 3, 128, 2)
+THREE = _Tiles(3, 128, 2, 64, 2)
+FOUR = _Tiles(4, 64, 2, 64, 1)
 MAX_SPLITS = 16
 
 
@@ -53,9 +54,12 @@ def _tiles(items: int, multiprocessors: int) -> _Tiles:
     filled = items / multiprocessors
     if filled <= 1:
         return ONE
-    return (
-        FOUR if filled / 4 / math.ceil(filled / 4) > filled / 3 / math.ceil(filled / 3) else THREE
-    )  # fuller last wave
+
+    def last_wave(resident: int) -> float:
+        """Occupancy of the waves of programs, of which the last may be nearly empty."""
+        return filled / resident / math.ceil(filled / resident)
+
+    return FOUR if last_wave(4) > last_wave(3) else THREE
 
 
 def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
@@ -98,7 +102,7 @@ def choose(items: int, kv_heads: int, head_bytes: int, limits: DeviceLimits) -> 
 
 
 def _fit(config: LaunchConfig, head_bytes: int, limits: DeviceLimits) -> LaunchConfig:
-    """``config`` with fewer tiles in flight, then smaller ones, until its buffers fit the device."""
+    """``config`` with fewer tiles in flight, then smaller ones, until its buffers fit."""
     spare = limits.shared_memory - 16 * 1024  # queries, page ids and reductions
     while config.attend_stages * config.attend_tokens * 2 * head_bytes > spare:
         if config.attend_stages > 1:

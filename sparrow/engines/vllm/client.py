@@ -1,6 +1,4 @@
-"""What every vLLM engine does in the same way, whether its vLLM runs in this process or behind
-HTTP.
-"""
+"""The part that all vLLM engines share, whether their vLLM runs in this process or behind HTTP."""
 
 from __future__ import annotations
 
@@ -47,14 +45,17 @@ class Client(ABC):
         self.counters()  # forget what vLLM's own warm-up steps read
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Raises PromptError: see ``Sampling.check``. ConfigError: a truncation that drafts would
-        not follow.
+        """Refuse prompts and sampling that vLLM cannot serve.
+
+        Raises PromptError: see ``Sampling.check``. ConfigError: a truncation that drafts would not
+        follow.
         """
         sampling.check(prompts, self.context)
         if sampling.truncated and self._is_lossless:
             raise ConfigError(
-                f"top_k is {sampling.top_k} and top_p {sampling.top_p:g}, but in vLLM lossless drafts are sampled from "
-                "the whole vocabulary and many would be rejected; leave them out, use mode dense or lossy, or engine hf"
+                f"top_k is {sampling.top_k} and top_p {sampling.top_p:g}, but in vLLM lossless "
+                "drafts are sampled from the whole vocabulary and many would be rejected; leave "
+                "them out, use mode dense or lossy, or engine hf"
             )
 
     @abstractmethod
@@ -110,8 +111,8 @@ class Client(ABC):
         counters = tally(self._described, self.rpc)
         if counters.preemptions:
             logger.warning(
-                "vLLM preempted %d sequences and prefilled their generated tokens again, densely: not what the actor "
-                "would have cached; give it more KV cache or lower max_num_seqs",
+                "vLLM preempted %d sequences and prefilled their generated tokens again, densely: "
+                "not what the actor would have cached; give it more KV cache or lower max_num_seqs",
                 counters.preemptions,
             )
         return counters
@@ -120,22 +121,23 @@ class Client(ABC):
 def tally(
     described: Sequence[Mapping[str, Any]], rpc: Callable[[str], Sequence[Mapping[str, Any]]]
 ) -> Counters:
-    """What all workers of one vLLM have done since they were last asked.
+    """Add up the counts of all workers of one vLLM since they were last asked.
 
     Args:
-        described: what each worker returned for ``sparrow_describe``.
+        described: the answer of each worker to ``sparrow_describe``.
         rpc: calls a method of every worker.
     """
     counts = rpc("sparrow_counters")
-    # Pipeline stages have layers of their own; tensor-parallel workers count the same layers again.
+    # Pipeline stages have different layers; tensor-parallel workers count the same layers again.
     stages = {(*d["sparse_layers"], *d["dense_layers"]) for d in described}
     copies = len(counts) // len(stages)
-    read, held = (sum(c[name] for c in counts) // copies for name in ("tokens_read", "tokens_held"))
-    preemptions = counts[0].get(
-        "preemptions", 0
-    )  # every worker counts all; the plugin of 0.1.0 counts none
+    read = sum(count["tokens_read"] for count in counts) // copies
+    held = sum(count["tokens_held"] for count in counts) // copies
+    # Every worker counts all; the plugin of 0.1.0 counts none.
+    preemptions = counts[0].get("preemptions", 0)
     if described[0]["mode"] != "lossless":
         return Counters(read, held, preemptions)
+
     acceptance = rpc("sparrow_acceptance")[0]
     # Every worker takes part in every draft and sees all of its logits.
     drafted, accepted, emitted = (counts[0][name] for name in ("drafted", "accepted", "emitted"))
@@ -161,7 +163,8 @@ def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> 
         if size >= CHUNK_BYTES and not whole:
             with _saved(chunk, size) as path:
                 yield path
-            chunk, size = {}, 0
+            chunk = {}
+            size = 0
     if chunk:
         with _saved(chunk, size) as path:
             yield path
@@ -196,8 +199,9 @@ def rollout(
     """
     if end not in ("stop", "length"):
         raise EngineError(
-            f"vLLM ended a response after {len(tokens)} tokens with {end!r}, not 'stop' or 'length', so it is no "
-            "sample of the actor; let nobody abort requests, pause or stop vLLM meanwhile, and go on with --resume"
+            f"vLLM ended a response after {len(tokens)} tokens with {end!r}, not 'stop' or "
+            "'length', so it is no sample of the actor; let nobody abort requests, pause or stop "
+            "vLLM meanwhile, and go on with --resume"
         )
     return Rollout(
         prompt_ids=prompt,

@@ -32,9 +32,10 @@ from sparrow.vllm import config, patches, plugin
 class VLLMEngine(Client):
     """Rollouts by vLLM, its scheduler in this process and, with one device, its model too.
 
-    Args: model: directory or Hugging Face name of a checkpoint. schedule: what the actor may read
-        (in lossy mode), or how to decode; ``set_schedule`` can later change its page
-            counts but not its page layout.
+    Args:
+        model: directory or Hugging Face name of a checkpoint.
+        schedule: what the actor may read (in lossy mode), or how to decode; ``set_schedule`` can
+            later change its page counts but not its page layout.
         options: more arguments of ``vllm.LLM``, such as ``tensor_parallel_size``,
             ``gpu_memory_utilization``, ``max_model_len``, ``max_num_seqs`` or ``enforce_eager``.
 
@@ -58,8 +59,9 @@ class VLLMEngine(Client):
         training_processes = int(os.environ.get("WORLD_SIZE", 1))
         if model_processes > 1 < training_processes:
             raise ConfigError(
-                f"each of the {training_processes} training processes has an engine on its own device, but the options "
-                f"ask for {model_processes} devices an engine; serve such a model with vllm serve and pass its address"
+                f"each of the {training_processes} training processes has an engine on its own "
+                f"device, but the options ask for {model_processes} devices an engine; serve such "
+                "a model with vllm serve and pass its address"
             )
         if model_processes > 1:
             check_discoverable()
@@ -120,17 +122,16 @@ class VLLMEngine(Client):
 
     def counters(self) -> Counters:
         counters = super().counters()
-        return (
-            replace(counters, choices=tuple(self._scheduler.take_choices()))
-            if self._scheduler
-            else counters
-        )
+        if self._scheduler is None:
+            return counters
+        return replace(counters, choices=tuple(self._scheduler.take_choices()))
 
     def replay(self, choices: Sequence[tuple[int, float, int]]) -> None:
         """See ``DraftReplayer.replay``."""
         if self._scheduler is None:
             raise ConfigError(
-                "this vLLM engine does not choose how much it drafts; start it with adapt_draft_tokens"
+                "this vLLM engine does not choose how much "
+                "it drafts; start it with adapt_draft_tokens"
             )
         self._scheduler.replay(choices)
 
@@ -153,16 +154,15 @@ class VLLMEngine(Client):
 
     @contextlib.contextmanager
     def _given_up_if_interrupted(self) -> Iterator[None]:
-        """Whatever ends ``generate`` early, such as Ctrl-C, ends its requests: the next call would
-        go on with them.
+        """End the requests of ``generate`` if it ends early, for instance by Ctrl-C: otherwise the
+        next call would go on with them.
         """
         try:
             yield
         except BaseException:
             engine = self.llm.llm_engine
-            with contextlib.suppress(
-                Exception
-            ):  # what ended it is raised again, whether or not vLLM still answers
+            # The cause is raised again, whether or not vLLM still answers.
+            with contextlib.suppress(Exception):
                 engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
 
@@ -227,8 +227,8 @@ def check_discoverable() -> None:
         allowed or plugin.NAME
     ).split(","):
         raise ConfigError(
-            f"vLLM's worker processes would not load Sparrow (VLLM_PLUGINS={allowed}); install sparrow-rl with pip, "
-            f"and name {plugin.NAME!r} in VLLM_PLUGINS or leave it unset"
+            f"vLLM's worker processes would not load Sparrow (VLLM_PLUGINS={allowed}); install "
+            f"sparrow-rl with pip, and name {plugin.NAME!r} in VLLM_PLUGINS or leave it unset"
         )
 
 

@@ -31,7 +31,8 @@ from sparrow.schedule import SparsitySchedule
 T = TypeVar("T")
 CONNECTIONS = 256  # requests in flight at a time; vLLM itself would queue any beyond these
 ANSWER_S = 600.0  # longest wait for an answer to anything but a prompt
-CHECK_S, STALL_S = 15.0, 300.0
+CHECK_S = 15.0
+STALL_S = 300.0
 """How often a server that answers no prompt is asked whether it makes progress, and for how long it
 may make none; one that answers but does not count tokens is waited for."""
 
@@ -41,13 +42,14 @@ class VLLMServer(Client):
 
     docs/vllm.md ("Sparrow's own trainer") has the command that starts it.
 
-    Args: url: such as ``http://localhost:8000``. schedule: what the actor may read, or how to
-        decode. If its page counts differ from the server's, the server's
-            are changed at once; whether the server is lossless was fixed when it was started, and
-            so were the other settings of that mode, which are the server's where they are left at
-            their defaults.
+    Args:
+        url: such as ``http://localhost:8000``.
+        schedule: what the actor may read, or how to decode. If its page counts differ from the
+            server's, the server's are changed at once; whether the server is lossless was fixed
+            when it was started, and so were the other settings of that mode, which are the server's
+            where they are left at their defaults.
         controls: whether this client sets schedules and weights; of several processes that share a
-        server, one does.
+            server, one does.
 
     Raises EngineError: no server answers. ConfigError: the server does not run Sparrow, runs in
     another mode, lacks a setting of lossless mode or cannot be controlled.
@@ -65,8 +67,10 @@ class VLLMServer(Client):
         mode = self._described[0]["mode"]
         if decoding.is_lossless != self._is_lossless:
             raise ConfigError(
-                f"the server at {self._url} runs in mode {mode!r}, not {decoding.mode!r}, and cannot change it; start "
-                f'it with --additional-config \'{{"sparrow": "{decoding.mode}"}}\', or ask for mode {mode!r}'
+                f"the server at {self._url} runs in mode {mode!r}, not {decoding.mode!r}, and "
+                "cannot change it; start it with "
+                f'--additional-config \'{{"sparrow": "{decoding.mode}"}}\', or ask for mode '
+                f"{mode!r}"
             )
         if self._is_lossless:
             self._check_settings(decoding)
@@ -74,7 +78,7 @@ class VLLMServer(Client):
             self.set_schedule(decoding.schedule)
 
     def _check_settings(self, decoding: Decoding) -> None:
-        """Raises ConfigError: a setting of lossless mode, other than the default, that the server
+        """Raise ConfigError for a setting of lossless mode, other than the default, that the server
         does not have.
         """
         for name in (each for each in LOSSLESS_SETTINGS if each != "draft_schedule"):
@@ -83,8 +87,9 @@ class VLLMServer(Client):
             value = decoding.to_dict().get(name, default)
             if value not in (default, theirs):
                 raise ConfigError(
-                    f"the server at {self._url} has {name} {theirs!r}, not {value!r}, and cannot change it; "
-                    f"start it with that {name} in --additional-config, or ask for {theirs!r}"
+                    f"the server at {self._url} has {name} {theirs!r}, not "
+                    f"{value!r}, and cannot change it; start it with that "
+                    f"{name} in --additional-config, or ask for {theirs!r}"
                 )
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
@@ -128,7 +133,8 @@ class VLLMServer(Client):
                 ][0]
 
             requests = [asyncio.create_task(send(body)) for body in bodies]
-            waiting, since = set(requests), time.monotonic()
+            waiting = set(requests)
+            since = time.monotonic()
             generated: int | None = -1
             try:
                 while waiting:
@@ -137,13 +143,14 @@ class VLLMServer(Client):
                     )
                     for request in done:
                         request.result()
-                    before, generated = generated, self._generated()
+                    before = generated
+                    generated = self._generated()
                     if done or generated is None or generated != before:
                         since = time.monotonic()
                     elif time.monotonic() - since > STALL_S:
                         raise EngineError(
-                            f"the vLLM server at {self._url} has generated nothing for {STALL_S:.0f} s; start it "
-                            "again and go on with --resume"
+                            f"the vLLM server at {self._url} has generated nothing for "
+                            f"{STALL_S:.0f} s; start it again and go on with --resume"
                         )
                 return [request.result() for request in requests]
             finally:
@@ -185,16 +192,13 @@ class VLLMServer(Client):
         return super().counters() if self._controls else Counters(0, 0)
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
+        body = {"method": method, "args": args}
         try:
-            return json.loads(
-                self._request("POST", "/collective_rpc", {"method": method, "args": args})
-            )["results"]
+            return json.loads(self._request("POST", "/collective_rpc", body))["results"]
         except HTTPStatusError as error:
-            remedy = (
-                "VLLM_SERVER_DEV_MODE=1"
-                if error.status == 404
-                else "a Sparrow schedule that allows this"
-            )
+            remedy = "a Sparrow schedule that allows this"
+            if error.status == 404:
+                remedy = "VLLM_SERVER_DEV_MODE=1"
             raise ConfigError(
                 f"the vLLM server at {self._url} refused {method} ({error}); start it with {remedy}"
             ) from error
@@ -215,7 +219,7 @@ class VLLMServer(Client):
             self._request("POST", "/wake_up")
 
     def close(self) -> None:
-        """Does nothing: whoever started the server stops it."""
+        """Do nothing: whoever started the server stops it."""
 
     def _request(
         self, verb: str, path: str, body: dict[str, Any] | None = None, timeout: float = ANSWER_S
@@ -231,8 +235,8 @@ class VLLMServer(Client):
             yield
         except httpx.HTTPError as error:
             raise EngineError(
-                f"no vLLM server answers at {self._url} ({str(error) or type(error).__name__}); start one, and go on "
-                "with --resume if it had died"
+                f"no vLLM server answers at {self._url} ({str(error) or type(error).__name__}); "
+                "start one, and go on with --resume if it had died"
             ) from error
 
 
@@ -267,16 +271,17 @@ class HTTPStatusError(EngineError):
 
 
 def _rollout(prompt: Sequence[int], choice: dict[str, Any], top_n: int) -> Rollout:
-    rows = [
-        [position, *sorted(position["top_logprobs"], key=lambda entry: -entry["logprob"])[:top_n]]
-        for position in choice["logprobs"]["content"]
-    ]
-    ids = np.array([[_token_id(entry) for entry in row] for row in rows], np.int32).reshape(
-        len(rows), top_n + 1
-    )
-    logprobs = np.array([[entry["logprob"] for entry in row] for row in rows], np.float32).reshape(
-        ids.shape
-    )
+    """A ``Rollout`` of one answer: at each position the sampled token, then the likeliest ones."""
+
+    def entries(position: dict[str, Any]) -> list[dict[str, Any]]:
+        likeliest_first = sorted(position["top_logprobs"], key=lambda entry: -entry["logprob"])
+        return [position, *likeliest_first[:top_n]]
+
+    positions = choice["logprobs"]["content"]
+    flat = [entry for position in positions for entry in entries(position)]
+    shape = (len(positions), top_n + 1)
+    ids = np.array([_token_id(entry) for entry in flat], np.int32).reshape(shape)
+    logprobs = np.array([entry["logprob"] for entry in flat], np.float32).reshape(shape)
     return rollout(prompt, choice["token_ids"], ids, logprobs, choice["finish_reason"])
 
 

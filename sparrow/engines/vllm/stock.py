@@ -56,11 +56,11 @@ class StockEngine(VLLMEngine):
         self._described = []
 
     def counters(self) -> Counters:
-        """Nothing: vLLM tells none of Sparrow's counts."""
+        """No counts: stock vLLM has none of Sparrow's."""
         return Counters(0, 0)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Raises ConfigError: stock vLLM has no schedule."""
+        """Raise ConfigError: stock vLLM has no schedule."""
         raise _no_schedule()
 
     def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
@@ -71,17 +71,15 @@ class StockEngine(VLLMEngine):
         requests: list[Any] = [{"prompt_token_ids": _whole(each)} for each in rollouts]
         # vLLM's types allow lists that are missing or flat, which these were not asked to be.
         outputs: list[Any] = list(self.llm.generate(requests, wanted, use_tqdm=False))
-        return [
-            _lists(
-                each,
-                [
-                    {token: entry.logprob for token, entry in position.items()}
-                    for position in output.prompt_logprobs[len(each.prompt_ids) :]
-                ],
-                n,
-            )
-            for each, output in zip(rollouts, outputs, strict=True)
-        ]
+
+        def by_token(position: Any) -> dict[int, float]:
+            return {token: entry.logprob for token, entry in position.items()}
+
+        found = []
+        for each, output in zip(rollouts, outputs, strict=True):
+            places = output.prompt_logprobs[len(each.prompt_ids) :]
+            found.append(_lists(each, [by_token(place) for place in places], n))
+        return found
 
 
 class StockServer(VLLMServer):
@@ -103,7 +101,7 @@ class StockServer(VLLMServer):
         self._described = []
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Raises ConfigError: stock vLLM has no schedule."""
+        """Raise ConfigError: stock vLLM has no schedule."""
         raise _no_schedule()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
@@ -144,13 +142,14 @@ class StockServer(VLLMServer):
             }
             for each in rollouts
         ]
+
+        def by_token(position: Mapping[str, Any]) -> dict[int, float]:
+            return {int(token): entry["logprob"] for token, entry in position.items()}
+
         found = []
         for each, choice in zip(rollouts, self._answers(bodies), strict=True):
-            positions = [
-                {int(token): entry["logprob"] for token, entry in position.items()}
-                for position in choice["prompt_logprobs"][len(each.prompt_ids) :]
-            ]
-            found.append(_lists(each, positions, n))
+            places = choice["prompt_logprobs"][len(each.prompt_ids) :]
+            found.append(_lists(each, [by_token(place) for place in places], n))
         return found
 
     def _answers(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -159,7 +158,10 @@ class StockServer(VLLMServer):
 
 
 def _completion(prompt: Sequence[int], choice: Mapping[str, Any]) -> Rollout:
-    """Raises EngineError: an answer without token ids, as before vLLM 0.10.2."""
+    """A ``Rollout`` of one answer.
+
+    Raises EngineError: the answer has no token ids, as before vLLM 0.10.2.
+    """
     tokens = choice.get("token_ids")
     if tokens is None:
         raise EngineError(
@@ -179,7 +181,7 @@ def _whole(sampled: Rollout) -> list[int]:
 
 
 def _lists(sampled: Rollout, positions: Sequence[Mapping[int, float]], n: int) -> TopLists:
-    """From the log-probs of the ``n`` likeliest tokens and of the response's own at each place.
+    """Make lists of the ``n`` likeliest tokens at each place, with the response's log-probs.
 
     Raises EngineError: a list is shorter than asked for.
     """

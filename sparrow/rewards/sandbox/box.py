@@ -47,8 +47,14 @@ def _fault(wall: Wall) -> str | None:
     if wall.held == "bwrap" and shutil.which("bwrap") is None:
         return "bubblewrap is not installed"
     if wall.held == "session" and (version := landlock_version()) < LANDLOCK_NEEDED:
-        return f"this kernel's Landlock is of version {version}, and {LANDLOCK_NEEDED} is needed (Linux 6.2)"
-    program = "import threading\nthread = threading.Thread(target=print, args=(6 * 7,))\nthread.start(); thread.join()"
+        return (
+            f"this kernel's Landlock is of version {version}, "
+            f"and {LANDLOCK_NEEDED} is needed (Linux 6.2)"
+        )
+    program = (
+        "import threading\nthread = threading.Thread(target=print, args=(6 * "
+        "7,))\nthread.start(); thread.join()"
+    )
     try:
         with Sandbox(
             {"mode": "stdio", "prelude": "", "code": program}, Limits(), wall, starts=1
@@ -73,24 +79,29 @@ def _wall(held: Held) -> Wall:
 
 @cache
 def _announce(held: Held) -> None:
+    """Log what holds programs, and what bounds them."""
     wall = _wall(held)
     grouped = cgroup.parent() is not None
-    tasks = (
-        "by the kernel"
-        if grouped or wall.counted_by_kernel
-        else "by counting"
-        if held != "bwrap"
-        else "not at all"
+    if grouped or wall.counted_by_kernel:
+        tasks = "by the kernel"
+    elif held != "bwrap":
+        tasks = "by counting"
+    else:
+        tasks = "not at all"
+    file_system = "a file system of their own and " if held == "bwrap" else ""
+    group = (
+        "and all of it by a control group of its own"
+        if grouped
+        else "no control group can be made here"
     )
     bounds = (
-        f"tasks are bounded {tasks}, processor time, memory and the size of a file by resource limits, files by "
-        f"{'a file system of their own and ' * (held == 'bwrap')}counting, replies by their size and shape, "
-        f"{'and all of it by a control group of its own' if grouped else 'no control group can be made here'}"
+        f"tasks are bounded {tasks}, processor time, memory and the size of a file by resource "
+        f"limits, files by {file_system}counting, replies by their size and shape, {group}"
     )
     if held == "none":
         _log.warning(
-            "GENERATED PROGRAMS RUN WITHOUT ISOLATION, as isolation='none' asks: they can read and write this user's "
-            "files and read this process's memory and environment; %s",
+            "GENERATED PROGRAMS RUN WITHOUT ISOLATION, as isolation='none' asks: they can read "
+            "and write this user's files and read this process's memory and environment; %s",
             bounds,
         )
     else:
@@ -115,8 +126,9 @@ def choose_isolation(isolation: Isolation = "auto") -> Held:
         return held
     if held == "bwrap":
         raise RewardError(
-            f"generated programs must run in bubblewrap, which does not work here: {fault}; {_INSTALL}, or choose "
-            "isolation='session' (Landlock, weaker) or isolation='none' (nothing is kept from them)"
+            f"generated programs must run in bubblewrap, which does not work here: {fault}; "
+            f"{_INSTALL}, or choose isolation='session' (Landlock, weaker) or isolation='none' "
+            "(nothing is kept from them)"
         )
     if held == "session":
         raise RewardError(
@@ -153,7 +165,8 @@ class Sandbox(Child):
             except (OSError, ChildTimeoutError, ChildEndedError) as error:
                 if not left:
                     raise RewardError(
-                        f"a sandbox did not start ({self._wall.held}): {error}; try again with fewer workers"
+                        f"a sandbox did not start ({self._wall.held}): "
+                        f"{error}; try again with fewer workers"
                     ) from error
                 _log.info("a sandbox did not start (%s), trying again", error)
                 time.sleep(2.0 ** (starts - left - 3))
@@ -161,7 +174,9 @@ class Sandbox(Child):
     def _start(self, request: Mapping[str, Any], limits: Limits) -> None:
         self._report: int | None = None
         with ExitStack() as stack:
-            command, folder, inherited = self._wall.command(limits), "/", []
+            command = self._wall.command(limits)
+            folder = "/"
+            inherited = []
             environment = dict(ENVIRONMENT)
             if self._wall.held == "bwrap":
                 self._report, writer = os.pipe()
@@ -172,6 +187,7 @@ class Sandbox(Child):
                 folder = tempfile.mkdtemp(prefix="sparrow-")
                 stack.callback(files.remove, folder)
                 environment.update(HOME=folder, TMPDIR=folder)
+
             if (group := cgroup.parent()) is not None:
                 own = cgroup.make(group, limits)
                 stack.callback(cgroup.remove, own)
@@ -182,6 +198,7 @@ class Sandbox(Child):
                 for fd in inherited:
                     os.close(fd)
             stack.callback(super().close)
+
             whole = {"cpu_s": math.ceil(limits.cpu_s), "program_s": math.ceil(limits.program_s)}
             request = {
                 **request,
@@ -194,8 +211,8 @@ class Sandbox(Child):
 
     @property
     def stopped_by_limit(self) -> bool:
-        """Whether it ended by itself, and by a signal with which the limit on processor time ends a
-        process.
+        """True if the process ended by itself, and by a signal with which the limit on processor
+        time ends a process.
         """
         signals = (signal.SIGXCPU, signal.SIGKILL)
         return self.status in {code for number in signals for code in (-number, 128 + number)}

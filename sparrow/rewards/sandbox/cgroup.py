@@ -17,7 +17,8 @@ from sparrow.rewards.sandbox.limits import Limits
 
 _NEEDED = {"memory", "pids"}
 _REMOVAL_S = 2.0
-_HARNESS_TASKS, _HARNESS_BYTES = 16, 128 << 20
+_HARNESS_TASKS = 16
+_HARNESS_BYTES = 128 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -26,23 +27,21 @@ def parent() -> Path | None:
     """The group in which groups that bound memory and tasks can be made: this process's own or the
     one above it.
     """
-    own = next(
-        (line[3:].strip() for line in _lines("/proc/self/cgroup") if line.startswith("0::")), None
-    )
+    groups = (line for line in _lines("/proc/self/cgroup") if line.startswith("0::"))
+    own = next((line[3:].strip() for line in groups), None)
     mounts = [line.split() for line in _lines("/proc/self/mountinfo") if " - cgroup2 " in line]
     if own is None or not mounts:
         return None
     folder = Path(mounts[0][4]) / own.lstrip("/")
     for group in dict.fromkeys((folder.parent, folder)):
-        if _NEEDED.issubset(" ".join(_lines(group / "cgroup.subtree_control")).split()) and _works(
-            group
-        ):
+        controllers = " ".join(_lines(group / "cgroup.subtree_control")).split()
+        if _NEEDED.issubset(controllers) and _works(group):
             return group
     return None
 
 
 def _works(group: Path) -> bool:
-    """Whether this process may make groups in this one and start processes in them."""
+    """Try to make a group in this one and to start a process in it."""
     try:
         subgroup = make(group, Limits())
     except OSError:

@@ -1,5 +1,5 @@
-"""A process that is sent objects and answers with objects, one line of JSON each; every wait for it
-has a limit.
+"""A process that receives objects and answers with objects, one line of JSON each; every wait for
+it has a limit.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ChildEndedError(Exception):
 
 
 class Child:
-    """A process and its pipes, in a session of its own: an interrupt typed at the trainer does not
-    reach it.
+    """A process and its pipes, in its own session: an interrupt typed at the trainer does not reach
+    it.
 
     Args:
         command, options: of ``subprocess.Popen``.
@@ -67,9 +67,10 @@ class Child:
             if end
         )
         os.set_blocking(self._input, False)
-        self._unread, self._unsent = bytearray(), memoryview(b"")
-        # What was last seen of its processes: processor time, and what each thread has waited for a
-        # processor; and the time since then that was not yet looked into.
+        self._unread = bytearray()
+        self._unsent = memoryview(b"")
+        # What the last look at its processes found: the processor time that they had used, and how
+        # long each thread had waited for a processor; then the time since that look.
         self._seen: float | None = None
         self._queued: dict[int, float] = {}
         self._queued_here_s = 0.0
@@ -101,8 +102,8 @@ class Child:
         self._within(time_limit, self._send_rest)
 
     def receive(self, deadline: float, most: int = MOST_BYTES) -> dict[str, Any]:
-        """The next answer. It may come from a hostile program: only its form is checked, and that
-        it is cheap to read.
+        """Read the next answer. It may come from a hostile program: only its form is checked, and
+        that it is cheap to read.
 
         Raises ChildTimeoutError: none by the deadline. ChildEndedError: the process ended, or sent
         something else.
@@ -121,16 +122,16 @@ class Child:
             raise ChildEndedError(f"the reply cannot be read: {error}") from error
 
     def receive_within(self, time_limit: OwnTime, most: int = MOST_BYTES) -> dict[str, Any]:
-        """The next answer of a program, whose own time is counted against ``time_limit`` while it
-        is awaited.
+        """Read the next answer of a program, whose own time is counted against ``time_limit`` while
+        it is awaited.
 
         Raises ChildTimeoutError: it has none left. ChildEndedError: as ``receive``.
         """
         return self._within(time_limit, lambda deadline: self.receive(deadline, most))
 
     def _within(self, time_limit: OwnTime, attempt: Callable[[float], T]) -> T:
-        """What ``attempt`` returns, which is given a deadline and tried again as long as the program
-        has time left.
+        """Call ``attempt`` with a deadline, again and again as long as the program has time left,
+        and return its result.
         """
         if self._seen is None and not self._uncounted_s:
             self._queued_here_s = _queued_here()
@@ -169,14 +170,15 @@ class Child:
         time_limit.spent_s -= self._uncounted_s
         runnable = any(process.state == "R" for process in family)
         time_limit.count(self._uncounted_s, ran_s, runnable, queued_s)
-        self._seen, self._uncounted_s = used_s, 0.0
+        self._seen = used_s
+        self._uncounted_s = 0.0
 
     def _queued_since(self, family: Sequence[processes.Process]) -> float | None:
-        """How long the processes were kept from the processor since they were last looked at, and
-        this thread from seeing their answers; None if the kernel does not say.
+        """Seconds since the last look in which the processes were kept from the processor, or this
+        thread from seeing their answers; None if the kernel does not say.
 
-        Of the threads the one counts that waited longest: with the sum, a program could make time by
-        starting many.
+        Of all threads, the one that waited longest counts: with the sum, a program could gain time
+        by starting many.
         """
         now: dict[int, float] = {}
         for process in family:
@@ -184,8 +186,10 @@ class Child:
                 return None
             now |= process.queued_s
         longest = max((wait - self._queued.get(tid, 0.0) for tid, wait in now.items()), default=0.0)
-        here_s, before_s = _queued_here(), self._queued_here_s
-        self._queued, self._queued_here_s = now, here_s
+        here_s = _queued_here()
+        before_s = self._queued_here_s
+        self._queued = now
+        self._queued_here_s = here_s
         return max(0.0, longest) + max(0.0, here_s - before_s)
 
     def receive_bytes(self, count: int, deadline: float) -> bytes:
@@ -229,21 +233,19 @@ class Child:
         return ChildEndedError(said[-1] if said else f"ended with status {self.status}")
 
     def _ends_by_itself(self) -> bool:
-        """Whether it ends within a moment. It is not reaped: its number must stay its own until its
-        group is killed.
+        """Wait a moment for the process to end, and return whether it did.
+
+        It is not reaped: no other process may get its number before its group is killed.
         """
         deadline = time.monotonic() + _ENDING_S
+        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
         try:
-            while (
-                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
-            ):
+            while os.waitid(os.P_PID, self.process.pid, options) is None:
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.002)
-        except (
-            ChildProcessError
-        ):  # this process lets the kernel reap its children, or it was reaped before
-            pass
+        except ChildProcessError:
+            pass  # this process lets the kernel reap its children, or it was reaped before
         return True
 
     def kill(self) -> None:

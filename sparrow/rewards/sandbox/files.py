@@ -11,13 +11,13 @@ _log = logging.getLogger(__name__)
 
 
 def remove(folder: str) -> None:
-    """Remove a folder in which no process works any more; what cannot be removed is named in a
-    warning.
+    """Remove a folder in which no process works any more; a warning names what cannot be removed.
 
     A program may have nested folders deeper than any path can name or recursion can follow, so
     before a folder is removed, the folders in it are moved to the top.
     """
-    number, mark = 0, secrets.token_hex(8)
+    number = 0
+    mark = secrets.token_hex(8)
     pending = [folder]
     while pending:
         try:

@@ -4,8 +4,8 @@ The tests of a problem are a plain mapping, so that datasets can carry them:
 
 - ``{"inputs": [...], "outputs": [...]}``: standard input and expected standard output of each test;
 - the same with ``"fn_name"``: each input is a list of arguments, each output the expected result,
-both JSON values; ``"alternatives"`` has other lists of outputs, any of which may be met instead, by
-all tests alike;
+  both JSON values; ``"alternatives"`` has other lists of outputs, any of which may be met instead,
+  by all tests alike;
 - ``{"test": code, "setup": code, "entry_point": name}``: test code with assertions, as HumanEval
   and MBPP have it. ``setup`` runs before it; with an ``entry_point``, the test code's ``check`` is
   called with that function.
@@ -13,11 +13,11 @@ all tests alike;
 A ``"prelude"`` in any of them is code that runs before the program, such as imports.
 
 A program in bubblewrap cannot fake its verdict. For the first two kinds this process compares
-outputs, and the expected ones never enter the sandbox. For assertions, the test code runs in a
-sandbox of its own and calls the program in another, see ``sandbox.inside.exchange``; the price is
-that objects of a program's own classes can be used, but not compared, see ``sandbox.inside.remote``.
-A program passes only if it loads and a test has called it or looked something of it up.
-Limits count the program's own time, see ``OwnTime``.
+outputs, and the expected ones never enter the sandbox. For assertions, the test code runs in
+another sandbox and calls the program from there, see ``sandbox.inside.exchange``; the price is that
+objects of a program's own classes can be used, but not compared, see ``sandbox.inside.remote``. A
+program passes only if it loads and a test has called it or looked something of it up. Limits count
+the program's own time, see ``OwnTime``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ _MARGIN_S = 5.0
 """Seconds beyond a test's limits before this side stops waiting for the sandbox, which enforces
 them itself.
 """
-_ROOM_BYTES, _ROOM_TIMES = 1 << 16, 16
+_ROOM_BYTES = 1 << 16
+_ROOM_TIMES = 16
 """Output is not read if it is longer than ``_ROOM_TIMES`` times the expected output plus
 ``_ROOM_BYTES``.
 """
@@ -97,7 +98,7 @@ _RELAYED = (
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the tests said."""
+    """The verdicts of a program's tests."""
 
     verdicts: tuple[Verdict, ...]  # one per test that was run, in order
     tests: int  # how many there are
@@ -106,12 +107,12 @@ class Judgement:
 
     @property
     def passed(self) -> bool:
-        """Whether there are tests and every one was passed."""
+        """True if there are tests and every one was passed."""
         return self.tests > 0 and self.verdicts == ("pass",) * self.tests
 
 
 def _same_token(actual: str, expected: str) -> bool:
-    """Whether two words are the same, or the expected one is a number in its plain form and the
+    """True if two words are the same, or the expected one is a number in its plain form and the
     other has its value.
     """
     if actual == expected:
@@ -131,7 +132,7 @@ def _close(actual: float, expected: float) -> bool:
 
 
 def same_output(actual: str, expected: str) -> bool:
-    """Whether two outputs agree: line by line and word by word, spaces aside.
+    """Compare two outputs line by line and word by word, spaces aside.
 
     A word that is expected to be a number in its plain form is compared as one: a whole number
     exactly and without an exponent, a decimal one within tolerance. ``0011`` is text.
@@ -143,18 +144,17 @@ def same_output(actual: str, expected: str) -> bool:
 
 
 def same_value(actual: Any, expected: Any) -> bool:
-    """Whether a result agrees with an expected JSON value: tuples as lists, keys as text, floats
-    within tolerance.
+    """Compare a result with an expected JSON value: tuples as lists, keys as text, floats within
+    tolerance.
     """
     if isinstance(expected, Mapping):
         if not isinstance(actual, Mapping):
             return False
-        ours, theirs = (
-            {str(key): value for key, value in side.items()} for side in (actual, expected)
-        )
-        return ours.keys() == theirs.keys() and all(
-            same_value(ours[key], theirs[key]) for key in theirs
-        )
+        ours = {str(key): value for key, value in actual.items()}
+        theirs = {str(key): value for key, value in expected.items()}
+        if ours.keys() != theirs.keys():
+            return False
+        return all(same_value(ours[key], theirs[key]) for key in theirs)
     if isinstance(expected, (list, tuple)):
         alike = isinstance(actual, (list, tuple)) and len(actual) == len(expected)
         return alike and all(map(same_value, actual, expected))
@@ -168,14 +168,15 @@ def same_value(actual: Any, expected: Any) -> bool:
 
 
 class Judge:
-    """Judges programs, a bounded number at a time; callers beyond that wait.
+    """Judge of programs, a bounded number at a time; callers beyond that wait.
 
-    Args: limits: what a program may use. isolation: ``auto`` and ``bwrap`` use bubblewrap and
-        refuse to go on without it; ``session`` uses Landlock and a
-            filter on system calls, which is weaker; ``none`` keeps none of this user's files or
-            memory from programs.
+    Args:
+        limits: what a program may use.
+        isolation: ``auto`` and ``bwrap`` use bubblewrap and refuse to go on without it; ``session``
+            uses Landlock and a filter on system calls, which is weaker; ``none`` keeps none of this
+            user's files or memory from programs.
         workers: how many programs run at a time; by default, as many as there are processors this
-        process may use.
+            process may use.
 
     Thread-safe; holds no process between programs.
     """
@@ -186,7 +187,8 @@ class Judge:
         isolation: Isolation = "auto",
         workers: int | None = None,
     ) -> None:
-        self.limits, self.isolation = limits or Limits(), isolation
+        self.limits = limits or Limits()
+        self.isolation = isolation
         self.workers = workers or len(os.sched_getaffinity(0))
         self._free = threading.BoundedSemaphore(self.workers)
 
@@ -202,9 +204,11 @@ class Judge:
             start = time.monotonic()
             run = _Run(tests.get("prelude") or "", code, self.limits, held)
             if "test" in tests:
-                number, results = 1, [run.assertions(tests)]
+                number = 1
+                results = [run.assertions(tests)]
             elif "inputs" in tests and len(tests["inputs"]) == len(tests["outputs"]):
-                number, results = len(tests["inputs"]), run.each(tests, stop_early)
+                number = len(tests["inputs"])
+                results = run.each(tests, stop_early)
             else:
                 raise ValueError(
                     f"tests need 'test', or as many 'inputs' as 'outputs'; got {list(tests)}"
@@ -215,8 +219,8 @@ class Judge:
 
 
 class _Readings:
-    """The expected results of calls, of which there may be several lists: what was met so far
-    decides which are left.
+    """The expected results of calls. There may be several lists of them: the results so far decide
+    which can still be met.
     """
 
     def __init__(self, tests: Tests) -> None:
@@ -224,12 +228,12 @@ class _Readings:
         self._at = -1
 
     def next(self) -> Any:
-        """The expected result of the next test, as the first list has it that is left."""
+        """The expected result of the next test in the first list that can still be met."""
         self._at += 1
         return self._left[0][self._at]
 
     def met_by(self, actual: Any) -> bool:
-        """Whether a list that is left expects ``actual``; the others are left out from now on."""
+        """Check ``actual`` against the lists that can still be met, and drop the others."""
         met = [outputs for outputs in self._left if same_value(actual, outputs[self._at])]
         self._left = met or self._left
         return bool(met)
@@ -243,7 +247,7 @@ class _Run:
     code: str
     limits: Limits
     held: Held
-    spent_s: float = 0.0  # seconds of its own time that it has spent in all its tests so far
+    spent_s: float = 0.0  # seconds of its own time, in all tests so far
 
     def _sandbox(self, mode: Literal["stdio", "serve"], *, exchange: bool = False) -> Sandbox:
         request = {"mode": mode, "prelude": self.prelude, "code": self.code, "exchange": exchange}
@@ -284,15 +288,12 @@ class _Run:
             for given, expected in zip(tests["inputs"], tests["outputs"], strict=True):
                 box = box or self._sandbox("serve" if name else "stdio")
                 try:
-                    result = (
-                        self._call(box, name, given, readings)
-                        if name
-                        else self._feed(box, given, expected)
-                    )
+                    result = self._test(box, name, given, expected, readings)
                 except (ChildTimeoutError, ChildEndedError) as error:
                     result = _broken(error, box)
                     box.close()
                     box = None
+
                 spent = self.spent_s >= self.limits.program_s
                 if spent:
                     result = (
@@ -307,6 +308,14 @@ class _Run:
                 box.close()
         return results
 
+    def _test(
+        self, box: Sandbox, name: str | None, given: Any, expected: Any, readings: _Readings
+    ) -> tuple[Verdict, str]:
+        """One test: a call of the function ``name`` if there is one, else a run of the program."""
+        if name:
+            return self._call(box, name, given, readings)
+        return self._feed(box, given, expected)
+
     def _most(self, expected: str) -> int:
         """Bytes beyond which no reply can be as expected. Long replies cost memory that malloc
         keeps.
@@ -314,25 +323,29 @@ class _Run:
         return min(self.limits.output_bytes, _ROOM_BYTES + _ROOM_TIMES * len(expected))
 
     def _feed(self, box: Sandbox, given: str, expected: str) -> tuple[Verdict, str]:
+        """Run the program on a standard input, and compare its output."""
         self._send(box, {"stdin": given})
         reply = self._receive(box, self.limits.output_bytes, self.limits.wall_s + _MARGIN_S)
         outcome = reply.get("outcome")
-        if outcome == "ok":
-            size, most = int(reply["stdout_bytes"]), self._most(expected)
-            deadline = time.monotonic() + STARVED * self.limits.wall_s
-            if size > most:
-                box.skip(size, deadline)
-                return "wrong", f"for {_show(given)} expected {_show(expected)}, got {size} bytes"
-            actual = box.receive_bytes(size, deadline).decode(errors="replace")
-            if same_output(actual, expected):
-                return "pass", ""
-            return "wrong", f"for {_show(given)} expected {_show(expected)}, got {_show(actual)}"
-        verdict: Verdict = outcome if outcome in ("timeout", "memory") else "error"
-        return verdict, str(reply.get("detail"))
+        if outcome != "ok":
+            verdict: Verdict = outcome if outcome in ("timeout", "memory") else "error"
+            return verdict, str(reply.get("detail"))
+
+        size = int(reply["stdout_bytes"])
+        most = self._most(expected)
+        deadline = time.monotonic() + STARVED * self.limits.wall_s
+        if size > most:
+            box.skip(size, deadline)
+            return "wrong", f"for {_show(given)} expected {_show(expected)}, got {size} bytes"
+        actual = box.receive_bytes(size, deadline).decode(errors="replace")
+        if same_output(actual, expected):
+            return "pass", ""
+        return "wrong", f"for {_show(given)} expected {_show(expected)}, got {_show(actual)}"
 
     def _call(
         self, box: Sandbox, name: str, given: Sequence[Any], readings: _Readings
     ) -> tuple[Verdict, str]:
+        """Call a function of the program, and compare its result."""
         expected = readings.next()
         call = {"call": name, "args": pack(list(given)), "kwargs": pack({})}
         self._send(box, call)
@@ -347,12 +360,10 @@ class _Run:
                 "wrong",
                 f"{name}(*{_show(given)}) is {_show(actual)}, expected {_show(expected)}",
             )
-        except (
-            Exception
-        ) as error:  # whatever a program has made of its result, it must not stop a run
-            return "wrong", f"the result cannot be read: {type(error).__name__}: {error}"[
-                :_DETAIL_CHARS
-            ]
+        except Exception as error:
+            # Whatever a program has made of its result, it must not stop a run.
+            detail = f"the result cannot be read: {type(error).__name__}: {error}"
+            return "wrong", detail[:_DETAIL_CHARS]
 
     def assertions(self, tests: Tests) -> tuple[Verdict, str]:
         """Verdict of test code."""
@@ -390,11 +401,10 @@ class _Run:
 
 
 def _raised(said: object) -> tuple[Verdict, str]:
-    detail = (
-        said[:_DETAIL_CHARS]
-        if isinstance(said, str)
-        else "the reply is neither a result nor an error"
-    )
+    """The verdict on a call that raised."""
+    if not isinstance(said, str):
+        return "error", "the reply is neither a result nor an error"
+    detail = said[:_DETAIL_CHARS]
     return ("memory" if detail.startswith("MemoryError") else "error"), detail
 
 

@@ -1,4 +1,4 @@
-"""What one program may use."""
+"""Limits of what one program may use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """Limits of what one program may use."""
 
     cpu_s: float = 6.0  # processor seconds per test, rounded up to whole seconds
     # seconds per test, sleeping included; a busy machine needs more of these than of ``cpu_s``
@@ -16,9 +16,8 @@ class Limits:
     # rounded up
     program_s: float = 60.0
     memory_bytes: int = 1 << 30  # address space
-    output_bytes: int = (
-        8 << 20
-    )  # output, and any file it writes; results for assertions have an eighth of it
+    # output, and any file it writes; results for assertions have an eighth of it
+    output_bytes: int = 8 << 20
     files_bytes: int = 64 << 20  # all its files
     files: int = 1000  # files, folders and links that it has at a time
     tasks: int = 128  # threads that it has at a time

@@ -1,4 +1,4 @@
-"""What the kernel says about processes."""
+"""Processes as the kernel describes them: state, processor time, and waiting for a processor."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ def look(pid: int) -> Process:
     """One process. Raises OSError: no process has this number."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
+    ticks = sum(map(int, fields[11:15]))
     return Process(
-        fields[0].decode(), int(fields[1]), sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        state=fields[0].decode(),
+        parent=int(fields[1]),
+        processor_s=ticks / os.sysconf("SC_CLK_TCK"),
     )
 
 
@@ -54,9 +57,11 @@ def family(root: int) -> list[Process]:
         with suppress(OSError):
             if name.isdigit():
                 processes[int(name)] = look(int(name))
+
     members = {root} & processes.keys()
-    while (
-        more := {pid for pid, process in processes.items() if process.parent in members} - members
-    ):
-        members |= more
+    while True:
+        children = {pid for pid, process in processes.items() if process.parent in members}
+        if children <= members:
+            break
+        members |= children
     return [processes[pid]._replace(queued_s=queued(pid)) for pid in members]

@@ -18,28 +18,39 @@ Instruction = tuple[int, int, int, int | str]
 """Code, jump if true, jump if false, constant; ``"pid"`` stands for the filtered process's own id.
 """
 
-_EPERM, _ENOTTY, _ENOSYS = 1, 25, 38
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NR, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data, little-endian
-_CLONE_THREAD, _O_ASYNC = 0x10000, 0x2000
+_EPERM = 1
+_ENOTTY = 25
+_ENOSYS = 38
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_ERRNO = 0x00050000
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
+# offsets in struct seccomp_data, little-endian
+_NR = 0
+_ARCH = 4
+_ARGUMENTS = 16
+_CLONE_THREAD = 0x10000
+_O_ASYNC = 0x2000
 _X32 = 0x40000000
 
 _ARCHES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7), "arm64": (1, 0xC00000B7)}
-_CLONE, _PRLIMIT, _FCNTL, _IOCTL, _PRCTL, _SENDTO = (
-    (56, 220),
-    (302, 261),
-    (72, 25),
-    (16, 29),
-    (157, 167),
-    (44, 206),
-)
+_CLONE = (56, 220)
+_PRLIMIT = (302, 261)
+_FCNTL = (72, 25)
+_IOCTL = (16, 29)
+_PRCTL = (157, 167)
+_SENDTO = (44, 206)
 _TO_SELF_ONLY = ((62, 129), (234, 131))  # kill, tgkill
 
 # From 424 on, both processors have the same numbers. Allowed are close_range, openat2, faccessat2,
 # epoll_pwait2, futex_waitv, cachestat, futex_wake, futex_wait, futex_requeue and mseal. clone3 is
 # not among them: it hides its flags behind a pointer, and the C library uses clone in its place.
-_FIRST_NEW, _NEW = 424, (436, 437, 439, 441, 449, 451, 454, 455, 456, 462)
+_FIRST_NEW = 424
+_NEW = (436, 437, 439, 441, 449, 451, 454, 455, 456, 462)
 
 # Signals to a chosen process when a file has something (F_SETOWN, F_SETSIG, F_SETOWN_EX), leases,
 # notification of changes in a folder, and pipes with more memory than usual.
@@ -88,7 +99,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "capset": (126, 91),
     "personality": (135, 92),
     "seccomp": (317, 277),
-    # sockets: the program has only a pair of its own, which asyncio needs
+    # sockets: the program has only its own pair, which asyncio needs
     "socket": (41, 198),
     "connect": (42, 203),
     "bind": (49, 200),

@@ -1,4 +1,4 @@
-"""How a program is held: the command that starts a sandbox, and what the harness inside is told.
+"""Ways to hold a program: the command that starts a sandbox, and what the harness inside must know.
 
 THREATS.md says what each way holds; ``none`` has the filter and the limits only.
 """
@@ -44,25 +44,27 @@ class Wall:
 
     @property
     def counted_by_kernel(self) -> bool:
-        """Whether the kernel bounds a program's tasks without counting others with them.
+        """True if the kernel bounds a program's tasks without counting others with them.
 
-        A user id of the sandbox's own does that, and since Linux 5.14 so does a user namespace,
-        except root's.
+        It does so for a user id that only this sandbox has, and since Linux 5.14 for a user
+        namespace, except root's.
         """
+        if self.own_user:
+            return True
         release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
-        return self.own_user or (self.held == "bwrap" and os.geteuid() != 0 and release >= (5, 14))
+        return self.held == "bwrap" and os.geteuid() != 0 and release >= (5, 14)
 
     def command(self, limits: Limits) -> list[str]:
         """The command that starts the harness."""
         _compile()
-        return (
-            _bwrap(limits, self.own_user)
-            if self.held == "bwrap"
-            else _python(str(_INSIDE.parent), sys.executable)
-        )
+        if self.held == "bwrap":
+            return _bwrap(limits, self.own_user)
+        return _python(str(_INSIDE.parent), sys.executable)
 
     def request(self, folder: str) -> dict[str, Any]:
-        """What the harness must know about the wall; ``folder`` is the program's own."""
+        """The part of a request that tells the harness about the wall; ``folder`` is the
+        program's.
+        """
         return {
             "own_tasks": self.counted_by_kernel,
             "own_files": self.held == "bwrap",
@@ -72,12 +74,13 @@ class Wall:
         }
 
 
-_SYSTEM, _CACHES = ("/bin", "/sbin", "/lib", "/lib64"), ("/etc/ld.so.cache", "/etc/alternatives")
+_SYSTEM = ("/bin", "/sbin", "/lib", "/lib64")
+_CACHES = ("/etc/ld.so.cache", "/etc/alternatives")
 
 
 @cache
 def _folders() -> list[str]:
-    """Where Python and the libraries of the system are."""
+    """The folders of Python and of the system's libraries."""
     installed = str(Path(sys.executable).resolve().parents[1])
     return sorted({"/usr", sys.prefix, sys.base_prefix, sys.exec_prefix, installed})
 
@@ -88,8 +91,8 @@ _MOVED = "/sandbox/python"
 
 @cache
 def _moved() -> str | None:
-    """The virtual environment that is bound elsewhere, so that a program's own folders show nothing
-    of where it is; None if it can stay.
+    """The virtual environment that is bound elsewhere, so that a program's folders do not show
+    where it is; None if it can stay.
 
     The Python that it was made from cannot be moved: it is named in the environment's files.
     """
@@ -100,13 +103,13 @@ def _moved() -> str | None:
     if not Path(sys.executable).is_relative_to(sys.prefix):
         return None
     made_from = (Path(sys.executable).resolve(), sys.base_prefix)
-    return (
-        sys.prefix if hidden(sys.prefix) and not any(hidden(path) for path in made_from) else None
-    )
+    if hidden(sys.prefix) and not any(hidden(path) for path in made_from):
+        return sys.prefix
+    return None
 
 
 def _place(folder: str) -> str:
-    """Where a folder of Python's is in bubblewrap."""
+    """The path that one of Python's folders has in bubblewrap."""
     return _MOVED if folder == _moved() else folder
 
 
@@ -123,9 +126,8 @@ def _user_id() -> int:
 def _bwrap(limits: Limits, own_user: bool) -> list[str]:
     binary = shutil.which("bwrap") or "bwrap"
     command = [binary, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    if (
-        own_user
-    ):  # no user namespace: in one, root stays root to the kernel and no limit on tasks holds
+    if own_user:
+        # No user namespace: in one, root stays root to the kernel, and no limit on tasks holds.
         command += [
             "--unshare-ipc",
             "--unshare-pid",

@@ -118,7 +118,9 @@ def run_tests(exchange: Exchange, request: Mapping[str, Any]) -> None:
     """
     import ast
 
-    setup, test, entry_point = request["setup"], request["test"], request["entry_point"]
+    setup = request["setup"]
+    test = request["test"]
+    entry_point = request["entry_point"]
     names = Names(execute("tests"), exchange, set())
     collected.prepare(setup + test, names)
     exchange.require()

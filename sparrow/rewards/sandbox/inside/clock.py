@@ -1,7 +1,7 @@
 """A program's own time, which limits count: running and asleep, but not waiting for a busy machine.
 
-Linux says how long a thread has waited for a processor. Where it does not say, or cannot be asked, a
-program that gets less than a twentieth of a processor counts as asleep unless it is known to be
+Linux says how long a thread has waited for a processor. Where it does not say, or cannot be asked,
+a program that gets less than a twentieth of a processor counts as asleep unless it is known to be
 runnable.
 """
 
@@ -15,14 +15,16 @@ _AWAKE = 1 / 20  # of the time between two looks; a program that ran for less th
 
 
 class OwnTime:
-    """What a program has spent of its own time since now, and whether that is too much.
+    """The time that a program has spent since now, waiting for the machine aside, and its limit.
 
     Args:
         limit_s: seconds that it may spend.
     """
 
     def __init__(self, limit_s: float) -> None:
-        self.spent_s, self._limit_s, self._start = 0.0, limit_s, time.monotonic()
+        self.spent_s = 0.0
+        self._limit_s = limit_s
+        self._start = time.monotonic()
 
     def count(
         self,
@@ -51,5 +53,7 @@ class OwnTime:
 
     @property
     def over(self) -> bool:
-        """Whether it has no time left, or gets so little of the processor that it is given up."""
+        """True if no time is left, or the program gets so little of the processor that it is given
+        up.
+        """
         return not self.left_s or time.monotonic() - self._start > STARVED * self._limit_s

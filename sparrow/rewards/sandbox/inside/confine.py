@@ -16,23 +16,31 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_NO_NEW_PRIVS, _SECCOMP, _DUMPABLE, _DEATH_SIGNAL = 38, 22, 4, 1
-_STACK_BYTES = (
-    112 << 20
-)  # as far as the main thread's stack can always grow: the kernel leaves 128 MiB
+_NO_NEW_PRIVS = 38
+_SECCOMP = 22
+_DUMPABLE = 4
+_DEATH_SIGNAL = 1
+# as far as the main thread's stack can always grow: the kernel leaves 128 MiB
+_STACK_BYTES = 112 << 20
 _TIMERS = 128
 _CAPABILITY_VERSION = 0x20080522
-_MEMLOCK, _MSGQUEUE, _SIGPENDING = 8, 12, 11
+_MEMLOCK = 8
+_MSGQUEUE = 12
+_SIGPENDING = 11
 
 # Landlock's system calls have the same numbers on both processors.
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_CREATE_RULESET = 444
+_ADD_RULE = 445
+_RESTRICT_SELF = 446
 LANDLOCK_NEEDED = 3  # the first version that keeps a file that may only be read from being emptied
-_WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
+_WRITE_FILE = 1 << 1
+_READ_FILE = 1 << 2
+_READ_DIR = 1 << 3
+_TRUNCATE = 1 << 14
 _EVERYTHING = {3: (1 << 15) - 1, 4: (1 << 15) - 1}  # from version 5 on, also device control
-_REMOVE, _MAKE = (
-    (1 << 4) | (1 << 5),
-    (1 << 7) | (1 << 8) | (1 << 12),
-)  # folders, files, links; no devices, no sockets
+# folders, files, links; no devices, no sockets
+_REMOVE = (1 << 4) | (1 << 5)
+_MAKE = (1 << 7) | (1 << 8) | (1 << 12)
 _REFER = 1 << 13
 _PATH_BENEATH = 1
 
@@ -42,7 +50,8 @@ def confine(request: Mapping[str, Any], cpu_s: int) -> None:
     them.
     """
     pid = os.getpid()
-    limits, instructions = request["limits"], request["filter"]
+    limits = request["limits"]
+    instructions = request["filter"]
     for kind, value in (
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_FSIZE, limits["output_bytes"]),
@@ -53,17 +62,18 @@ def confine(request: Mapping[str, Any], cpu_s: int) -> None:
         (_SIGPENDING, _TIMERS),
     ):
         _lower(kind, value, value)
-    if request[
-        "own_tasks"
-    ]:  # only if no other tasks are counted with the program's; a few are the harness's
+    if request["own_tasks"]:  # no other tasks are counted with the program's
+        # The harness has a few tasks too.
         _lower(resource.RLIMIT_NPROC, limits["tasks"] + 4, limits["tasks"] + 4)
     _lower(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
     _lower(resource.RLIMIT_STACK, _STACK_BYTES, resource.RLIM_INFINITY)
+
     filter = b"".join(
         struct.pack("HBBI", *code, pid if k == "pid" else k) for *code, k in instructions
     )
     buffer = ctypes.create_string_buffer(filter, len(filter))
     program = struct.pack("HxxxxxxP", len(instructions), ctypes.addressof(buffer))
+
     _prctl(_DEATH_SIGNAL, signal.SIGKILL)
     _prctl(_NO_NEW_PRIVS, 1)
     if request["readable"] is not None:
@@ -84,18 +94,23 @@ def landlock(readable: Iterable[str], own: str) -> None:
     """
     version = landlock_version()
     handled = _EVERYTHING.get(version, (1 << 16) - 1)
-    network, scoped = 3 * (version >= 4), 3 * (version >= 6)  # TCP; abstract sockets and signals
-    attributes = struct.pack("QQQ", handled, network, scoped)[
-        : 8 if version < 4 else 16 if version < 6 else 24
-    ]
+    # TCP; abstract sockets and signals
+    network = 3 * (version >= 4)
+    scoped = 3 * (version >= 6)
+    attributes = struct.pack("QQQ", handled, network, scoped)
+    if version < 4:
+        attributes = attributes[:8]
+    elif version < 6:
+        attributes = attributes[:16]
     rules = _checked("landlock", _libc().syscall(_CREATE_RULESET, attributes, len(attributes), 0))
+
     reads = _READ_FILE | _READ_DIR
     allowed = [
         (path, reads)
         for path in (*readable, "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
     ]
-    allowed += [("/dev/null", _READ_FILE | _WRITE_FILE | _TRUNCATE)]
-    allowed += [(own, reads | _WRITE_FILE | _REMOVE | _MAKE | _REFER | _TRUNCATE)]
+    allowed.append(("/dev/null", _READ_FILE | _WRITE_FILE | _TRUNCATE))
+    allowed.append((own, reads | _WRITE_FILE | _REMOVE | _MAKE | _REFER | _TRUNCATE))
     for path, access in allowed:
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)

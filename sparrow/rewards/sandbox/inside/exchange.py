@@ -1,4 +1,4 @@
-"""Calls between test code and the program it tests, each in a sandbox of its own.
+"""Calls between test code and the program it tests, which are in different sandboxes.
 
 Both sides send the same requests: ``call`` a function of the other side with arguments, ``look`` up
 a global, read a ``part`` of an object or ``set`` one, do one of ``remote``'s ``operation``s; the
@@ -129,7 +129,10 @@ class Exchange:
         loaded: Callable[[], None] = lambda: None,
         strict: bool = False,
     ) -> None:
-        self._channel, self._find, self._loaded, self.strict = channel, find, loaded, strict
+        self._channel = channel
+        self._find = find
+        self._loaded = loaded
+        self.strict = strict
         self.asked = 0  # calls and look-ups that the other side has answered
         self.changes = 0  # how often something was done that may change objects of the other side
         self._kept: list[Any] = []
@@ -170,7 +173,7 @@ class Exchange:
         return self.ask({"look": name})
 
     def require(self) -> None:
-        """Raise what went wrong when the other side was loaded, as a RemoteError, if anything did."""
+        """Raise a RemoteError if something went wrong when the other side was loaded."""
         self.ask({"load": True})
 
     def operate(self, name: str, *operands: Any) -> Any:
@@ -290,11 +293,9 @@ class Exchange:
         return {"value": self._crossing(value)}
 
     def _called(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        key, args, kwargs = (
-            header["call"],
-            self._unpack(header["args"]),
-            self._unpack(header["kwargs"]),
-        )
+        key = header["call"]
+        args = self._unpack(header["args"])
+        kwargs = self._unpack(header["kwargs"])
         function = self._named(key)
         try:
             value = function(*args, **kwargs)
@@ -452,7 +453,7 @@ class Exchange:
 
 
 def _content(value: Any) -> Any:
-    """What the built-in class of a value holds, whatever its subclass says."""
+    """The content of a value by its built-in class, whatever its subclass says."""
     if isinstance(value, dict):
         return dict(dict.items(value))
     for base in (list, tuple, set, frozenset):

@@ -1,5 +1,5 @@
-"""Runs inside the sandbox, where it is imported from a folder of its own, without the rest of this
-package.
+"""The entry point inside the sandbox, where the folder ``inside`` is imported without the rest of
+this package.
 
 It speaks in lines of JSON over its standard input and output. The first says what to run and is
 acknowledged before anything runs; its ``mode`` is one of
@@ -7,9 +7,8 @@ acknowledged before anything runs; its ``mode`` is one of
 - ``stdio``: every further line has one test's standard input; the program runs once for each, in a
   forked process, and the reply is how it ended, followed by what it wrote.
 - ``serve``: the program is loaded once, in a forked process too; every further line is a call of
-one of its functions.
-- ``judge``: the line holds trusted test code, which calls the program's functions by lines of its
-own.
+  one of its functions.
+- ``judge``: the line holds trusted test code, which calls the program's functions by sending lines.
 """
 
 from __future__ import annotations

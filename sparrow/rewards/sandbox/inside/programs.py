@@ -73,7 +73,8 @@ def open_standard_input() -> None:
 
 def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
     """Mode ``stdio``."""
-    import atexit  # noqa: F401  (here once, and not in every copy of this process that ``finish`` ends)
+    # Import here once what ``finish`` would import in every copy of this process.
+    import atexit  # noqa: F401
     import gc
     import threading  # noqa: F401
 
@@ -96,7 +97,8 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
             open_standard_input()
             confine(request, request["limits"]["cpu_s"])
             finish(request["prelude"], request["code"])
-        reply, written = wait(pid, request["limits"], watch), b""
+        reply = wait(pid, request["limits"], watch)
+        written = b""
         if reply["outcome"] == "ok":
             written = os.pread(stdout, os.fstat(stdout).st_size, 0)
             reply["stdout_bytes"] = len(written)
@@ -142,25 +144,30 @@ def finish(*sources: str) -> NoReturn:
 
 
 def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
-    """How the process ended; it is killed if it takes more time than ``wall_s``, or more files or
-    tasks than it may.
+    """Wait for the process and describe how it ended; it is killed if it takes more time than
+    ``wall_s``, or more files or tasks than it may.
     """
     code, used, why = reap(pid, watch, limits["wall_s"])
     cpu_s = used.ru_utime + used.ru_stime
     if why:
-        outcome, detail = "stopped", why
+        outcome = "stopped"
+        detail = why
     elif code == 0:
-        outcome, detail = "ok", ""
+        outcome = "ok"
+        detail = ""
     elif (
         why is not None
         or code == -signal.SIGXCPU
         or (code == -signal.SIGKILL and cpu_s >= limits["cpu_s"])
     ):
-        outcome, detail = "timeout", f"stopped after {cpu_s:.1f} s of processor time"
+        outcome = "timeout"
+        detail = f"stopped after {cpu_s:.1f} s of processor time"
     elif code < 0 and used.ru_maxrss * 1024 > limits["memory_bytes"] / 2:
-        outcome, detail = "memory", f"ended by signal {-code}"
+        outcome = "memory"
+        detail = f"ended by signal {-code}"
     else:
-        outcome, detail = "error", f"ended by signal {-code}" if code < 0 else f"exit status {code}"
+        outcome = "error"
+        detail = f"ended by signal {-code}" if code < 0 else f"exit status {code}"
     return {"outcome": outcome, "detail": detail}
 
 
@@ -183,12 +190,12 @@ def reap(
         nonlocal looked, seen
         if (now := time.monotonic()) - looked < _LOOK_S:
             return False
-        waited, ran = now - looked, 0.0
+        waited = now - looked
+        ran = 0.0
         looked = now
         with suppress(OSError):  # it has just ended by itself
-            ran = (
-                time.clock_gettime((~pid << 3) | 2) - seen
-            )  # the processor time of another process
+            # the processor time of another process
+            ran = time.clock_gettime((~pid << 3) | 2) - seen
         seen += ran
         clock.count(waited, ran)
         return clock.over
@@ -248,19 +255,18 @@ class Program:
         return value
 
     def _stores(self, name: str) -> bool:
-        """Whether the program gives a name the value that the prelude gave it, for instance by
-        importing it again.
+        """True if the program itself sets a name, perhaps to the value that the prelude gave it,
+        for instance by importing it again.
         """
         import dis
 
         code = compile(self._code, "program.py", "exec", dont_inherit=True)
-        return any(
-            i.opname.startswith("STORE_") and i.argval == name for i in dis.get_instructions(code)
-        )
+        instructions = dis.get_instructions(code)
+        return any(i.opname.startswith("STORE_") and i.argval == name for i in instructions)
 
 
 class Printed(io.StringIO):
-    """What a called function prints, of which only the start is kept."""
+    """The text that a called function prints, of which only the start is kept."""
 
     def write(self, text: str) -> int:
         super().write(text[: max(0, _PRINTED_CHARS - self.tell())])
@@ -284,6 +290,7 @@ def serve(channel: Channel, request: Mapping[str, Any]) -> None:
         if why:
             channel.complain(why)
         os._exit(128 - code if code < 0 and not why else abs(code))
+
     confine(request, limits["program_s"])
     allow_cpu(limits)
     printed = Printed()

@@ -221,8 +221,8 @@ class Remote:
             if other is None or not decided:
                 return name == "ne"
         raise CannotCrossError(
-            "objects of the program's own classes cannot be compared, since its class would decide; "
-            "compare their attributes"
+            "objects of the program's own classes cannot be compared, since its class would "
+            "decide; compare their attributes"
         )
 
     def __eq__(self, other: object) -> bool:

@@ -1,5 +1,5 @@
-"""Counts from outside the program, several times a second, what no resource limit counts: its files
-and its tasks.
+"""A watch that counts, from outside the program and several times per second, what no resource
+limit counts: its files and its tasks.
 """
 
 from __future__ import annotations
@@ -17,24 +17,29 @@ _SHARE = 5  # a slow look is followed by a pause this many times as long
 
 
 class Watch:
-    """Looks after one program, from another process.
+    """A watch over one program, from another process.
 
-    Args: request: the harness's request. Its ``folder`` is the program's own, which is a file
-        system of its own if
-            ``own_files``; ``own_tasks`` says that the kernel bounds the program's tasks.
+    Args:
+        request: the harness's request. Its ``folder`` is where the program may write, which is a
+            separate file system if ``own_files``; ``own_tasks`` says that the kernel bounds the
+            program's tasks.
     """
 
     def __init__(self, request: Mapping[str, Any]) -> None:
-        self._limits, self._folder = request["limits"], request["folder"]
-        self._own_files, self._count_tasks = request["own_files"], not request["own_tasks"]
+        self._limits = request["limits"]
+        self._folder = request["folder"]
+        self._own_files = request["own_files"]
+        self._count_tasks = not request["own_tasks"]
         self._next = 0.0
 
     def over(self, pid: int) -> str | None:
-        """What the program has used too much of, None if nothing."""
+        """Name what the program has used too much of; None if nothing."""
         now = time.monotonic()
         if now < self._next:
             return None
-        excess = self._files() or (self._tasks(pid) if self._count_tasks else None)
+        excess = self._files()
+        if not excess and self._count_tasks:
+            excess = self._tasks(pid)
         self._next = now + (time.monotonic() - now) * _SHARE
         return excess
 
@@ -44,7 +49,10 @@ class Watch:
             system = os.statvfs(self._folder)
             count = system.f_files - system.f_ffree - 1
             return f"made more than {most} files and folders" if count > most else None
-        count, size, folders = 0, 0, [self._folder]
+
+        count = 0
+        size = 0
+        folders = [self._folder]
         while folders:
             try:
                 with os.scandir(folders.pop()) as entries:
@@ -58,7 +66,8 @@ class Watch:
                             size += entry.stat(follow_symlinks=False).st_blocks * 512
             except FileNotFoundError:  # the program has just removed it
                 continue
-            except OSError as error:  # a path too long for any call, or a folder that even its maker may not list
+            except OSError as error:
+                # a path too long for any call, or a folder that even its maker may not list
                 return f"made a folder that cannot be looked into: {error.strerror}"
         most = self._limits["files_bytes"]
         return f"wrote more than {most} bytes of files" if size > most else None

@@ -1,5 +1,5 @@
-"""What crosses the wall, and how: plain values as JSON that keeps their type, a line for each
-message.
+"""The format of messages across the wall: plain values as JSON that keeps their type, one per
+line.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SCALARS: tuple[tuple[type, Any], ...] = (
 
 
 def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
-    """A built-in value as JSON that keeps its type; the wire format of arguments and results.
+    """Write a built-in value as JSON that keeps its type; the wire format of arguments and results.
 
     ``other`` returns what a value of no plain type is written as, or None if it does not know that
     type either.
@@ -79,7 +79,7 @@ def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
 
 
 def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
-    """The value that ``pack`` wrote. Raises ValueError: not written by ``pack``."""
+    """Read the value that ``pack`` wrote. Raises ValueError: not written by ``pack``."""
     if isinstance(value, list):
         return [unpack(item, other) for item in value]
     if not isinstance(value, dict):
@@ -97,11 +97,10 @@ def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
             return other(kind, content)
         raise ValueError(f"no type {kind!r} in the wire format")
     items = [unpack(item, other) for item in content]
-    return (
-        tuple(items)
-        if kind == "tuple"
-        else {"set": set, "frozenset": frozenset}[kind](_spread(items))
-    )
+    if kind == "tuple":
+        return tuple(items)
+    _spread(items)
+    return set(items) if kind == "set" else frozenset(items)
 
 
 def _spread(keys: list[Hashable]) -> list[Hashable]:
@@ -118,8 +117,8 @@ def _spread(keys: list[Hashable]) -> list[Hashable]:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """An object from a line of JSON that may be hostile: what reading it costs is bounded before it
-    is read.
+    """Read an object from a line of JSON that may be hostile: the cost of reading is bounded before
+    it is read.
 
     Raises ValueError: no JSON, no object, too many values, containers, strings or digits, or nested
     too deep.
@@ -138,9 +137,9 @@ def parse(line: bytes) -> dict[str, Any]:
             deepest = max(deepest, depth)
         if deepest > MOST_DEPTH:
             raise ValueError(f"nested {deepest} deep, over the limit of {MOST_DEPTH}")
-    unlimited = (
-        not 0 < sys.get_int_max_str_digits() <= MOST_DIGITS
-    )  # the interpreter's own limit is cheaper
+
+    # The interpreter's own limit is cheaper.
+    unlimited = not 0 < sys.get_int_max_str_digits() <= MOST_DIGITS
     try:
         message = json.loads(line, parse_int=_short_int if unlimited else None)
     except ValueError as error:
@@ -170,11 +169,9 @@ class Channel:
     hostile = False  # whether messages come from a program and must be read by ``parse``
 
     def __init__(self, read_fd: int, write_fd: int, error_fd: int) -> None:
-        self._requests, self._write_fd, self._error_fd = (
-            os.fdopen(read_fd, "rb"),
-            write_fd,
-            error_fd,
-        )
+        self._requests = os.fdopen(read_fd, "rb")
+        self._write_fd = write_fd
+        self._error_fd = error_fd
 
     def receive(self) -> dict[str, Any]:
         """The next object; ends this process when there is none."""

@@ -1,0 +1,386 @@
+r"""Comparison of two mathematical answers with math-verify.
+
+There are three steps: ``typography.plain`` rewrites an answer as LaTeX that the parser knows,
+``wording.misread`` rejects an answer that math-verify would read as something other than what is
+written, and ``same`` is math-verify's comparison. What math-verify and its parser should do
+themselves is listed with its cases in ``docs/math-verify/``; once they do it, the rule here is
+removed.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+from .typography import TEXT, plain
+from .wording import choice, is_prose, misread, same_bases, same_time, same_words, words
+
+_PERCENT = re.compile(r"\s*(?:\\?%|\b(?:percent|percentage|pct)\b)\s*$")
+_TRIGONOMETRIC = re.compile(r"\\(?:operatorname\{cis\}|sin|cos|tan|cot|sec|csc)(?![a-z])")
+_OPEN_END = re.compile(r"(?:[-+*/=<>^_,(]|\\(?:cdot|times|div|pm|frac|le|ge|ne|to|cup|cap))\s*$")
+_VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
+_COUNT = re.compile(
+    r"(-?(?:\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\}))\s*([a-z]{3,}(?: [a-z]+)*|[ckm]?m\^?\{?[23]\}?)"
+)
+_NAME = r"[a-zA-Z]|\\[a-z]+"
+_FLIPPED = re.compile(rf"([^=<>]*\d[^=<>]*)=\s*({_NAME})\s*")
+_EQUALS = re.compile(r"(?<![\\<>!:])=")
+_APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq)(?![a-z])")
+
+
+def same_choice(answer: str, reference: str) -> bool | None:
+    """Compare two choices by their letters and texts; None if they do not have letters."""
+    given, text = choice(answer)
+    expected, wanted = choice(reference)
+    if given and re.fullmatch("[A-J]", words(reference)):
+        return given == words(reference)
+    if expected and re.fullmatch("[A-J]", words(answer)):
+        return expected == words(answer)
+    if not given or not expected or not text or not wanted:
+        return None
+    return given == expected and equal(text, wanted)
+
+
+def chain(answer: str) -> str | None:
+    """Shorten ``x = 40 + 2 = 42`` to ``x = 42``, and turn ``5 = x`` into ``x = 5``; None if the
+    last number differs from the first.
+
+    A slip between these two numbers is forgiven, as in math-verify's own tests.
+    """
+    if match := _FLIPPED.fullmatch(answer):
+        return f"{match[2]} = {match[1]}"
+    answer, *approximations = (part.strip() for part in _APPROXIMATELY.split(answer))
+    if not answer and len(approximations) == 1:
+        return approximations[0]  # only an approximation is stated
+
+    parts = [part.strip() for part in _EQUALS.split(answer)]
+    last = parts[-1]
+    if approximations and not _is_number(last):
+        return rf"{answer} \approx {approximations[0]}"  # x is about 3
+    # Only of a single number: after an equation, an approximation is a remark, and math-verify's
+    # labels forgive a slip there.
+    if last == answer and any(
+        _is_number(part) and not _approximate(answer, part) for part in approximations
+    ):
+        return None
+
+    if len(parts) < 2 or re.search(r"[,;<>]|\\(?:le|ge|ne|text|approx)", answer):
+        return answer
+    numbers = [part for part in parts if _is_number(part)]
+    if len(numbers) < 2:
+        return answer
+    if not same(numbers[0], numbers[-1]) and not _rounded(numbers[0], numbers[-1]):
+        return None
+    if len(numbers) == len(parts):
+        return last
+    return f"{parts[0]} = {last}" if last == numbers[-1] else answer
+
+
+def _is_number(text: str) -> bool:
+    readings = parse(text)
+    return bool(readings) and getattr(readings[0], "is_number", False)
+
+
+def _rounded(exact: str, decimal: str) -> bool:
+    """True if ``decimal`` is ``exact`` rounded to as many places as ``decimal`` has."""
+    match = re.fullmatch(r"-?\d*\.(\d+)", decimal)
+    return match is not None and _near(exact, decimal, 10.0 ** -len(match[1]))
+
+
+def _approximate(exact: str, rounded: str) -> bool:
+    """True if ``rounded`` is ``exact`` rounded to the places that it shows, or equal to it."""
+    match = re.fullmatch(r"-?(\d*)(?:\.(\d+))?", rounded)
+    if match is None:
+        return same(rounded, exact)
+    zeros = len(match[1]) - len(match[1].rstrip("0"))
+    return _near(exact, rounded, 10.0 ** (-len(match[2]) if match[2] else zeros))
+
+
+def _near(exact: str, decimal: str, place: float) -> bool:
+    """True if ``decimal`` is within half a ``place`` of ``exact``, with a margin for rounding."""
+    return bool(abs(parse(exact)[0].evalf() - float(decimal)) <= 0.51 * place)
+
+
+@lru_cache(maxsize=256)
+def parse(answer: str) -> list[Any]:
+    """The readings of an answer: an expression if there is one, and the text. They are cached, as
+    all responses to a problem share its reference.
+    """
+    if found := region(answer):
+        return [found[1], answer]
+    return _parsed(answer)
+
+
+def _parsed(answer: str) -> list[Any]:
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+    from math_verify.grader import should_treat_as_complex
+
+    style = {"basic_latex": True, "malformed_operators": True, "nits": True, "boxed": "none"}
+    text = normalize_latex(answer, NormalizationConfig(units=True, **style))
+    whole = normalize_latex(answer, NormalizationConfig(units=False, **style))
+    # Neither the c of ab + c nor the h of \\pi r^2 h is a unit.
+    letter = whole.startswith(text) and re.fullmatch("[a-z]|ab|bc", whole[len(text) :].strip())
+    if _OPEN_END.search(text) or (letter and _VARIABLE.search(text.rpartition("=")[2])):
+        text = whole
+
+    try:
+        expression = latex2sympy(
+            text,
+            is_real=not (should_treat_as_complex(text) or _UNIT_I.search(text)),
+            convert_degrees=bool(_TRIGONOMETRIC.search(text)),
+            normalization_config=None,
+            conversion_config=ConversionConfig(lowercase_symbols=False),
+        )
+    except Exception:
+        return [text]
+    return [imaginary(expression), text]
+
+
+_UNIT_I = re.compile(r"(?<![\\a-zA-Z])i(?![a-zA-Z])|\\[ij]math(?![a-z])")
+
+
+def imaginary(expression: Any) -> Any:
+    """Read ``i`` as the imaginary unit, unless it counts the terms of a sum."""
+    from sympy import Basic, Function, I, exp
+
+    if not isinstance(expression, Basic):
+        return expression
+    binding = expression.atoms(Function) | expression.find(lambda e: hasattr(e, "limits"))
+    if any(str(symbol) == "i" for part in binding for symbol in getattr(part, "bound_symbols", ())):
+        return expression
+
+    units = {symbol: I for symbol in expression.free_symbols if str(symbol) in ("i", "imath")}
+    if units:
+        expression = expression.xreplace(units)
+    cis = Function("cis")
+    if expression.has(cis):
+        expression = expression.replace(cis, lambda angle: exp(I * angle))
+    return expression
+
+
+_RELATION = re.compile(r"[<>≠]|\\(?:leq?|geq?|lt|gt|neq?)(?:slant)?(?![a-z])")
+_OR = re.compile(rf"[\s,]*(?:{TEXT}\{{\s*or\s*\}}|\\lor(?![a-z])|\\vee(?![a-z])|\bor\b)\s*")
+_ALSO = re.compile(rf",|{TEXT}\{{\s*and\s*\}}|\\land(?![a-z])|\\wedge(?![a-z])|\band\b")
+
+
+@lru_cache(maxsize=256)
+def region(answer: str) -> tuple[str, Any] | None:
+    """The variable and the real numbers for which several inequalities hold, joined by *or*, *and*
+    or commas; None for other answers.
+
+    Inequalities with commas between hold together, unless no number satisfies all of them.
+    """
+    from sympy import Intersection, Union
+
+    if not _RELATION.search(answer):
+        return None
+
+    def together(alternative: str) -> list[Any]:
+        return [reading(part) for part in _ALSO.split(alternative) if part.strip()]
+
+    alternatives = [together(alternative) for alternative in _OR.split(answer)]
+    conditions = [condition for one in alternatives for condition in one]
+    if len(conditions) < 2 or any(condition is None for condition in conditions):
+        return None
+    names = {str(symbol) for condition in conditions for symbol in condition.free_symbols}
+    if len(names) != 1:
+        return None
+
+    try:
+        sets = [Intersection(*(each.as_set() for each in one)) for one in alternatives]
+        found = Union(*sets)
+        if len(alternatives) == 1 and found.is_empty:
+            found = Union(*(condition.as_set() for condition in conditions))
+    except (NotImplementedError, TypeError, ValueError, AttributeError):
+        return None
+    return names.pop(), found
+
+
+def reading(part: str) -> Any:
+    """A relation with a free symbol; None if ``part`` is something else."""
+    from math_verify.grader import is_relation
+
+    relation = _parsed(part)[0]
+    return relation if is_relation(relation) and relation.free_symbols else None
+
+
+def same(answer: str, reference: str) -> bool:
+    """Compare with math-verify; assignments are compared by name, and decimals with irrational
+    numbers exactly.
+    """
+    our_region = region(answer)
+    their_region = region(reference)
+    if our_region and their_region and our_region[0] != their_region[0]:
+        return False  # inequalities of different variables
+
+    expected = parse(reference)
+    given = parse(answer)
+    our_components = components(given[0])
+    their_components = components(expected[0])
+    has_matrix = is_matrix(given[0]) or is_matrix(expected[0])
+    if our_components and their_components and has_matrix:
+        if len(our_components) != len(their_components):
+            return False
+        return all(map(_verify, their_components, our_components))
+
+    ours = assignments(given[0])
+    theirs = assignments(expected[0])
+    if ours and theirs:
+        if ours.keys() != theirs.keys():
+            return False
+        return all(_verify(theirs[name], ours[name]) for name in ours)
+    if len(ours) > 1 and (values := coordinates(expected[0])):
+        if len(values) != len(ours):
+            return False
+        return all(_verify(v, ours[n]) for v, n in zip(values, sorted(ours), strict=True))
+
+    if irrational(expected[0]):
+        given = [exact(reading) for reading in given]
+        value = given[0].rhs if getattr(given[0], "is_Equality", False) else given[0]
+        if getattr(value, "is_rational", False) and expected[0].is_number:
+            return False  # before sympy looks for a power of ten that is a power of two
+    return _verify(expected, given)
+
+
+def _verify(reference: Any, answer: Any) -> bool:
+    from math_verify import verify
+
+    places = smallest(reference, answer)
+    return bool(
+        verify(
+            reference,
+            answer,
+            float_rounding=6 if places <= 3 else 5 + places,
+            numeric_precision=15 + places,
+            allow_set_relation_comp=True,
+            timeout_seconds=None,
+        )
+    )
+
+
+def smallest(*readings: Any) -> int:
+    """Decimal places before the first digit of the smallest number in expressions, 0 from 1 on.
+
+    math-verify compares to a number of places; with so many more it compares to that many digits.
+    """
+    from sympy import Basic, preorder_traversal
+
+    places = 0
+    for reading in readings:
+        expression = reading[0] if isinstance(reading, list) else reading
+        if not isinstance(expression, Basic):
+            continue
+        for part in preorder_traversal(expression):
+            if getattr(part, "is_number", False) and (value := abs(part.evalf(2))).is_Float:
+                _, mantissa, exponent, bits = value._mpf_
+                if mantissa:  # log10(2) is 0.30103
+                    places = max(places, -((exponent + bits - 1) * 30103 // 100000))
+    return places
+
+
+def is_matrix(expression: Any) -> bool:
+    from sympy import MatrixBase
+
+    return isinstance(expression, MatrixBase) and 1 in expression.shape
+
+
+def components(expression: Any) -> list[Any]:
+    """The components of a row, a column or a tuple; empty for other expressions."""
+    return list(expression) if is_matrix(expression) else coordinates(expression)
+
+
+def coordinates(expression: Any) -> list[Any]:
+    """The values of a tuple, which may have been read as an open interval if they are two; empty
+    for other expressions.
+    """
+    from sympy import Interval, Tuple
+
+    if isinstance(expression, Interval) and expression.is_open:
+        return [expression.start, expression.end]
+    return list(expression.args) if isinstance(expression, Tuple) else []
+
+
+def assignments(expression: Any) -> dict[str, Any]:
+    """Values by name of an expression ``x = 1, y = 2`` or ``(x, y) = (1, 2)``; empty for others."""
+    from sympy import Eq, FiniteSet, Symbol
+
+    parts = expression.args if isinstance(expression, FiniteSet) else [expression]
+    if len(parts) == 1 and isinstance(parts[0], Eq):
+        names = coordinates(parts[0].lhs)
+        values = coordinates(parts[0].rhs)
+        if len(names) != len(values) or not names:
+            return {}
+    elif parts and all(isinstance(part, Eq) for part in parts):
+        names = [part.lhs for part in parts]
+        values = [part.rhs for part in parts]
+    else:
+        return {}
+    known = dict(zip(map(str, names), values, strict=True))
+    if len(known) < len(names) or not all(isinstance(name, Symbol) for name in names):
+        return {}
+    return known
+
+
+def irrational(expression: Any) -> bool:
+    """True for an expression without decimals that contains a number such as a root or pi."""
+    from sympy import Basic, Float, preorder_traversal, simplify
+
+    if not isinstance(expression, Basic) or expression.has(Float):
+        return False
+    value = expression.doit()
+    parts = preorder_traversal(simplify(value) if value.is_number else value)
+    return any(getattr(part, "is_number", False) and not part.is_rational for part in parts)
+
+
+def exact(expression: Any) -> Any:
+    """Replace each decimal of an expression by the fraction that equals it."""
+    from sympy import Basic, Float, Rational
+
+    if not isinstance(expression, Basic):
+        return expression
+    fractions = {number: Rational(str(number)) for number in expression.atoms(Float)}
+    return expression.xreplace(fractions)
+
+
+def equal(answer: str, reference: str) -> bool:
+    """True if two answers are the same mathematical object, or the same words.
+
+    A reference in words is compared as words: read as algebra, *Evelyn* is a product of letters in
+    any order.
+    """
+    answer = plain(answer)
+    reference = plain(reference)
+    for judged in (same_choice(answer, reference), same_time(answer, reference)):
+        if judged is not None:
+            return judged
+
+    numerals = same_bases(answer, reference)
+    if numerals is None:
+        return False
+    answer, reference = numerals
+
+    expected = words(reference)
+    if expected and same_words(words(answer), expected):
+        return True
+    if is_prose(expected) or misread(answer, reference):
+        return False
+
+    answer_in_percent = _PERCENT.search(answer) is not None
+    reference_in_percent = _PERCENT.search(reference) is not None
+    answer = _PERCENT.sub("", answer)
+    reference = _PERCENT.sub("", reference)
+    if _is_number(reference) and (counted := _COUNT.fullmatch(answer)):
+        answer = counted[1]  # 18 dollars
+    kept = chain(answer)
+    if kept is None:
+        return False
+
+    given = {kept}
+    wanted = {chain(reference) or reference}
+    if answer_in_percent and not reference_in_percent:
+        given.add(rf"\frac{{{kept}}}{{100}}")
+    if reference_in_percent and not answer_in_percent:
+        wanted |= {rf"\frac{{{side}}}{{100}}" for side in wanted}
+    return any(same(a, r) for a in given for r in wanted)

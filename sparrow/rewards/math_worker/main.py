@@ -1,0 +1,71 @@
+"""The process that compares answers; started by ``sparrow.rewards.math``.
+
+It answers one line of JSON with another. It forks the process that compares, so that one which is
+ended at its limit is replaced without importing the libraries again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import resource
+import signal
+import sys
+
+from .comparison import equal
+
+# address space of a worker: sympy can be led to write out numbers of any size
+MEMORY_BYTES = 4 << 30
+
+
+def main() -> int:
+    """Fork the process that answers requests, and another whenever one was ended at its limit.
+
+    Forked, it has the libraries and their caches without importing them. Returns the exit status.
+    """
+    logging.disable(logging.CRITICAL)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    replies = os.dup(1)
+    equal("\\frac{1}{2}", "0.25 + 0.25")  # the first comparison builds parsers and caches
+    # A library that prints must not be able to reply in the worker's place.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    busy = mmap.mmap(-1, 1)  # shared with the forked process: 1 while a request awaits its reply
+    os.write(replies, b'{"ready": true}\n')
+    while True:
+        busy[0] = 0
+        pid = os.fork()
+        if pid == 0:
+            serve(replies, busy)
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        if not os.WIFSIGNALED(status):
+            return os.waitstatus_to_exitcode(status)
+        if busy[0]:
+            os.write(replies, b'{"equal": false, "lost": true}\n')
+
+
+def serve(replies: int, busy: mmap.mmap) -> None:
+    """Answer requests, each an answer, a reference and limits, until standard input ends.
+
+    The kernel ends this process where a comparison has used its processor seconds or its seconds by
+    the clock: neither timer has a handler.
+    """
+    for line in sys.stdin:
+        request = json.loads(line)
+        limit_s = request.pop("limit_s")
+        wall_s = request.pop("wall_s")
+        busy[0] = 1
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+        signal.setitimer(signal.ITIMER_REAL, wall_s)
+        try:
+            verdict = equal(**request)
+        except (Exception, MemoryError, RecursionError):
+            verdict = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        busy[0] = 0
+        os.write(replies, json.dumps({"equal": verdict}).encode() + b"\n")
