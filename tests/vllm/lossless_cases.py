@@ -436,6 +436,40 @@ def test_a_step_is_idle_if_it_neither_verifies_drafts_nor_makes_any(drafts, to_v
     assert drafting.plan == DraftPlan(drafts, budget=1)
 
 
+def test_the_speculator_has_any_drafter_propose_what_is_planned():
+    asked = []
+    drafting = SimpleNamespace(
+        drafter=SimpleNamespace(propose=lambda *what: asked.append(what) or "drafts"),
+        plan=DraftPlan(3, budget=1),
+        draft_tokens=torch.zeros(4, 3),
+        device="cpu",
+    )
+    sampled, rejected, newest = torch.tensor([0, 2]), torch.tensor([0, 1]), torch.zeros(4, 1)
+    for is_prefilling in ([True, False], [False, False]):
+        batch = SimpleNamespace(num_reqs=2, is_prefilling_np=np.array(is_prefilling))
+        told = (
+            batch,
+            None,
+            None,
+            None,
+            None,
+            sampled,
+            rejected,
+            newest,
+            None,
+            "temperatures",
+            "seeds",
+        )
+        assert speculator.SparseSpeculator.propose(drafting, *told) == "drafts"
+        planned, after = asked.pop()
+        assert planned == DraftPlan(3, budget=1)
+        assert (after.batch, after.sampled_B, after.rejected_B) == (batch, sampled, rejected)
+        assert after.newest_S.shape == (4,) and after[-2:] == ("temperatures", "seeds")
+        assert (after.is_prefilling_B is None) == (not any(is_prefilling))
+    assert speculator.SparseSpeculator.propose(drafting, *told, dummy_run=True).shape == (2, 3)
+    assert not asked  # vLLM measures its memory with such runs
+
+
 # --- what vLLM does around a cycle ---
 
 
@@ -468,7 +502,7 @@ def test_drafts_see_as_many_blocks_as_kernels_have_a_workspace_for(folder, model
 
         def widths(worker):
             speculator = worker.model_runner.speculator
-            return speculator.block_tables.input_block_tables[0].shape[1], speculator._step(
+            return speculator.block_tables.input_block_tables[0].shape[1], speculator.drafter._step(
                 2
             ).block_table.shape[1]
 

@@ -76,7 +76,7 @@ def initialise_again(worker):
     Returns whether a layer still holds a view of the cache before.
     """
     runner = worker.model_runner
-    runner.speculator._graphs.update({rows: StaleGraph() for rows in range(1, 65)})
+    runner.speculator.drafter._graphs.update({rows: StaleGraph() for rows in range(1, 65)})
     before = weakref.ref(runner.kv_caches[0].untyped_storage())
     runner.kv_caches.clear()
     layers = worker.vllm_config.compilation_config.static_forward_context.values()

@@ -1,6 +1,7 @@
 """``mode`` as a user writes it: what every command makes of it, and what it refuses."""
 
 import json
+from dataclasses import fields
 
 import pytest
 
@@ -8,7 +9,7 @@ from sparrow.cli import loading, main
 from sparrow.cli.commands.demo import Demo
 from sparrow.cli.commands.measure import Measure
 from sparrow.cli.commands.train import Train
-from sparrow.decoding import DRAFT_SCHEDULE, DRAFT_TOKENS, Decoding
+from sparrow.decoding import DRAFT_SCHEDULE, DRAFT_TOKENS, LOSSLESS_SETTINGS, Decoding
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
 from sparrow.report import summary_rows, write_report
@@ -123,6 +124,11 @@ def test_drafts_of_mode_auto_have_the_models_weights():
 def test_a_schedule_that_training_moves_begins_where_it_says():
     assert RolloutConfig().decoding("auto") == Decoding.load("dense")
     assert RolloutConfig(mode="lossy").decoding("auto:fixed:9") == Decoding.load("fixed:9")
+
+
+def test_every_setting_of_lossless_mode_is_an_option():
+    options = [option.name for option in fields(DecodingOptions) if option.name != "mode"]
+    assert options == list(LOSSLESS_SETTINGS)
 
 
 def test_auto_drafts_and_decodes_under_one_schedule():

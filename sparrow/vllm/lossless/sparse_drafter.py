@@ -1,0 +1,439 @@
+"""The sparse actor as a drafter: the policy's model reads a few pages of its own cache.
+
+One draft step is one CUDA graph, which also sets up the next one. Drafts write their keys and
+values where the next tokens belong, and the dense pass writes them again.
+
+Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S sequences the worker can
+hold, k drafts, M blocks of the longest sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
+from vllm.distributed.parallel_state import graph_capture
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.triton_utils import tl, triton
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+from sparrow.decoding import Decoding
+from sparrow.vllm import versions
+from sparrow.vllm.backend import Step
+from sparrow.vllm.lossless.draft_weights import DraftWeights, drafting
+from sparrow.vllm.lossless.drafter import Pass
+from sparrow.vllm.lossless.meter import Meter, Metered, Tally
+from sparrow.vllm.lossless.plan import DraftPlan
+from sparrow.vllm.runtime import Runtime
+
+DRAFT_NOISE = 0x5DEECE66D
+"""Some versions of vLLM draw a draft and the token that replaces it after rejection from the same
+noise. There, drafts get seeds of their own: if the two are not independent, the result does not
+follow the dense distribution. With ``drafter_invariant`` nothing replaces a draft, and the noise is
+the same on purpose (``sparrow.vllm.lossless.verify``)."""
+
+
+@triton.jit
+def _set_up(
+    row,
+    held,
+    position,
+    length,
+    slots_R,
+    top_k_R,
+    top_k_at_length,
+    blocks_SM,
+    stride,
+    TOKENS: tl.constexpr,
+):
+    """Write the slots and the page counts of a draft step; rows of length 0 have no slot."""
+    block = tl.load(
+        blocks_SM + row * stride + position // TOKENS, mask=held & (length > 0), other=0
+    ).to(tl.int64)
+    slot = tl.where(length > 0, block * TOKENS + position % TOKENS, -1)
+    tl.store(slots_R + row, slot, mask=held)
+    tl.store(top_k_R + row, tl.load(top_k_at_length + length, mask=held, other=0), mask=held)
+
+
+@triton.jit(do_not_specialize=["B"])
+def _begin_kernel(
+    index_B,
+    length_B,
+    sampled_B,
+    rejected_B,
+    newest_S,
+    prefilling_B,
+    heat_S,
+    seed_S,
+    own_index_R,
+    ids_R,
+    positions_R,
+    lengths_R,
+    own_heat_S,
+    own_seed_S,
+    step,
+    counts,
+    slots_R,
+    top_k_R,
+    top_k_at_length,
+    blocks_SM,
+    B,
+    S,
+    limit,
+    stride,
+    PREFILL: tl.constexpr,
+    NOISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Set up the first draft step and count the pass before it: see ``propose`` and
+    ``Runtime.count_pass``.
+    """
+    row = tl.arange(0, ROWS)
+    inside = row < B
+    index = tl.load(index_B + row, mask=inside, other=0).to(tl.int64)
+    sampled = tl.load(sampled_B + row, mask=inside, other=0).to(tl.int64)
+    rejected = tl.load(rejected_B + row, mask=inside, other=0).to(tl.int64)
+    length = tl.load(length_B + row, mask=inside, other=0).to(tl.int64)
+    cached = length - rejected
+    newest = tl.load(newest_S + index, mask=inside, other=0)
+    drafts = inside & (sampled > 0) & (cached < limit)
+    held = row < S
+    position, own_length = tl.where(drafts, cached, 0), tl.where(drafts, cached + 1, 0)
+    tl.store(own_index_R + row, tl.where(drafts, index, -1), mask=held)
+    tl.store(ids_R + row, tl.where(drafts, newest, 0), mask=held)
+    tl.store(positions_R + row, position, mask=held)
+    tl.store(lengths_R + row, own_length, mask=held)
+    _set_up(
+        row,
+        held,
+        position,
+        own_length,
+        slots_R,
+        top_k_R,
+        top_k_at_length,
+        blocks_SM,
+        stride,
+        TOKENS,
+    )
+    tl.store(own_heat_S + row, tl.load(heat_S + row, mask=held), mask=held)
+    tl.store(own_seed_S + row, tl.load(seed_S + row, mask=held) ^ NOISE, mask=held)
+    tl.store(step, 0)
+    if PREFILL:
+        sampled = tl.where(tl.load(prefilling_B + row, mask=inside, other=0) != 0, 0, sampled)
+    decodes = sampled > 0
+    tl.store(counts, tl.load(counts) + tl.sum(tl.where(decodes, length, 0), 0))
+    tl.store(
+        counts + 1, tl.load(counts + 1) + tl.sum(sampled * cached - sampled * (sampled - 1) // 2, 0)
+    )
+    tl.store(counts + 2, tl.load(counts + 2) + tl.sum(sampled, 0))
+    tl.store(counts + 3, tl.load(counts + 3) + tl.sum(decodes.to(tl.int64), 0))
+
+
+@triton.jit
+def _advance_kernel(
+    drawn_R,
+    drafts_SK,
+    ids_R,
+    positions_R,
+    lengths_R,
+    step,
+    decoded,
+    slots_R,
+    top_k_R,
+    top_k_at_length,
+    blocks_SM,
+    R,
+    K,
+    limit,
+    stride,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Store the tokens that a draft step sampled, count the step, and set up the next one, all in
+    one kernel: a draft step is so short that each further kernel shows.
+
+    ``decoded`` counts rows by length, see ``Runtime``. No token comes after the context's last, at
+    ``limit``.
+    """
+    row = tl.arange(0, ROWS)
+    held = row < R
+    drawn = tl.load(drawn_R + row, mask=held, other=0)
+    length = tl.load(lengths_R + row, mask=held, other=0)
+    position = tl.minimum(tl.load(positions_R + row, mask=held, other=0) + 1, limit - 1)
+    now = tl.load(step)
+    tl.store(drafts_SK + row * K + now, drawn, mask=held)
+    tl.atomic_add(decoded + length, 1, mask=held & (length > 0), sem="relaxed")
+    length = tl.where((length > 0) & (length < limit), length + 1, 0)
+    tl.store(ids_R + row, drawn, mask=held)
+    tl.store(positions_R + row, position, mask=held)
+    tl.store(lengths_R + row, length, mask=held)
+    tl.debug_barrier()  # all warps have read the step
+    tl.store(step, (now + 1) % K)  # warm-up before captures runs more than k steps
+    _set_up(
+        row, held, position, length, slots_R, top_k_R, top_k_at_length, blocks_SM, stride, TOKENS
+    )
+
+
+class SparseDrafter:
+    """A ``Drafter``: steps of the policy under the draft schedule.
+
+    Args:
+        decoding: the settings of lossless mode.
+        speculator: vLLM's, whose buffers hold the inputs and the drafts. CUDA graphs have their
+            addresses.
+    """
+
+    _model: Any
+    _runtime: Runtime
+
+    def __init__(self, decoding: Decoding, speculator: Any) -> None:
+        device = speculator.device
+        self.logits: Tensor = speculator.draft_logits
+        self._vllm = speculator
+        self._invariant = decoding.drafter_invariant
+        self._copies_weights = decoding.draft_weights == "fp8"
+        self._weights: DraftWeights | None = None
+        self._vllm_separates_noise = versions.drafts_have_own_noise()
+        self._logits_argument = versions.draft_logits_argument()
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._step_index = torch.zeros((), dtype=torch.int64, device=device)
+        self._sampler_arguments: dict[str, Any] = {
+            self._logits_argument: self.logits,
+            f"{self._logits_argument}_col": self._step_index,
+            **({"is_drafting": not self._invariant} if self._vllm_separates_noise else {}),
+        }
+        speculator.idx_mapping.fill_(-1)
+        self._slots_R = torch.full((speculator.max_num_reqs,), -1, dtype=torch.int64, device=device)
+        # Allocated now, so that vLLM counts it when it measures how much memory is left.
+        self._metered_logits: Tensor | None = None
+        if decoding.meter_schedule is not None:
+            S, _, V = self.logits.shape
+            self._metered_logits = self.logits.new_zeros(S + 1, V)
+
+    def load(self, model: Any) -> None:
+        """Draft with this model.
+
+        Raises UnsupportedModel: a model that no fp8 copy can be made of, if one was asked for.
+        """
+        self._model = model
+        # Made here, vLLM counts its memory with that of the model, and treats it in sleep as it
+        # does the weights.
+        self._weights = DraftWeights(model) if self._copies_weights else None
+
+    def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
+        """Note where vLLM keeps the blocks of each sequence, and forget an earlier cache.
+
+        Raises ConfigError: a schedule to measure whose steps would need another cache.
+        """
+        self._graphs.clear()
+        self._runtime = runtime
+        runtime.drafting.meter = self._meter(runtime)
+        runtime.drafting.logits_bytes = sum(
+            x.nbytes for x in (self.logits, self._metered_logits) if x is not None
+        )
+        runtime.drafting.weights = self._weights
+        # Where kernels may see smaller blocks than the scheduler, vLLM has both sizes; this is the
+        # kernels'.
+        self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[
+            0
+        ]
+        # vLLM pads its table to more blocks than a sequence may have, and than kernels have a
+        # workspace for.
+        self._blocks_SM = block_tables.input_block_tables[0][
+            :, : -(-self._vllm.max_model_len // self._block_tokens)
+        ]
+        self._layer_names = list(
+            get_layers_from_vllm_config(self._vllm.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+        )
+
+    def _meter(self, runtime: Runtime) -> Meter:
+        drafts = [self._tally(runtime.schedule.bin_tokens) for _ in runtime.budgets]
+        has_raw_logits = self._logits_argument == "logits_cache"
+        return Meter(drafts, runtime.pages.base_budget, has_raw_logits, self._metered(runtime))
+
+    def _metered(self, runtime: Runtime) -> Metered | None:
+        """The schedule that is measured beside the drafts, if one was asked for."""
+        schedule = runtime.decoding.meter_schedule
+        if schedule is None:
+            return None
+        runtime.check_metered(schedule)
+        assert self._metered_logits is not None
+        return Metered(
+            schedule,
+            runtime.decoding.meter_every,
+            runtime.pages.of(schedule).to(self._vllm.device),
+            self._metered_logits,
+            self._tally(schedule.bin_tokens),
+        )
+
+    def _tally(self, bin_tokens: int) -> Tally:
+        return Tally(bin_tokens, self._vllm.max_model_len, self._vllm.device)
+
+    def capture(self) -> None:
+        """Record a draft step for every number of rows that vLLM captures, the largest first."""
+        sizes = self._vllm.vllm_config.compilation_config.cudagraph_capture_sizes
+        most = self._vllm.max_num_reqs
+        with graph_capture(device=self._vllm.device) as context:
+            for rows in sorted({min(size, most) for size in sizes}, reverse=True):
+                self._draft(rows)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(
+                    graph, pool=current_platform.get_global_graph_pool(), stream=context.stream
+                ):
+                    self._draft(rows)
+                self._graphs[rows] = graph
+        self._step_index.zero_()
+
+    def propose(self, plan: DraftPlan, after: Pass) -> Tensor:
+        """See ``Drafter``."""
+        vllm = self._vllm
+        B, S = after.batch.num_reqs, vllm.max_num_reqs
+        drafts, budget = plan
+        if drafts:
+            self._runtime.use_budget(budget)
+        buffers = vllm.input_buffers
+        _begin_kernel[(1,)](
+            after.batch.idx_mapping,
+            after.batch.seq_lens,
+            after.sampled_B,
+            after.rejected_B,
+            after.newest_S,
+            after.is_prefilling_B,
+            after.temperature_S,
+            after.seed_S,
+            vllm.idx_mapping,
+            buffers.input_ids,
+            buffers.positions,
+            buffers.seq_lens,
+            vllm.temperature,
+            vllm.seeds,
+            self._step_index,
+            self._runtime.count_pass(drafts),
+            self._slots_R,
+            self._runtime.pages.top_k,
+            self._runtime.pages.at_length,
+            self._blocks_SM,
+            B,
+            S,
+            vllm.max_model_len,
+            self._blocks_SM.stride(0),
+            PREFILL=after.is_prefilling_B is not None,
+            NOISE=0 if self._invariant or self._vllm_separates_noise else DRAFT_NOISE,
+            ROWS=triton.next_power_of_2(S),
+            TOKENS=self._block_tokens,
+            num_warps=4,
+        )
+        if drafts and self._weights is not None:
+            self._weights.renew()
+        metered = self._runtime.drafting.meter.metered
+        if drafts and metered is not None and metered.begin_cycle(vllm.idx_mapping):
+            self._measure(metered, B)
+        rows = min((size for size in self._graphs if size >= B), default=0)
+        for _step in range(drafts):
+            if rows:
+                self._graphs[rows].replay()
+            else:
+                self._draft(B)
+        return vllm.draft_tokens[:B]
+
+    def _measure(self, metered: Metered, rows: int) -> None:
+        """One step under another schedule, before the first draft step, which writes to the same
+        place again.
+        """
+        step = self._step(rows)._replace(may_reuse_plan=False, has_page_counts=False)
+        assert step.everything is not None
+        dense = step._replace(top_k=step.everything)
+        with self._runtime.uncounted(metered.table):
+            logits_RV = self._logits(
+                step,
+                {
+                    name: SimpleNamespace(
+                        sparrow=dense if index in metered.schedule.dense_layers else step
+                    )
+                    for name in self._layer_names
+                    for index in [extract_layer_index(name)]
+                },
+            )
+        metered.take(logits_RV, self._vllm.idx_mapping[:rows])
+
+    def _step(self, rows: int) -> Step:
+        """Build what the layers are told about a sparse step of so many rows."""
+        return Step(
+            rows=rows,
+            lengths=self._vllm.input_buffers.seq_lens[:rows],
+            top_k=self._runtime.begin_step(rows, None),
+            block_table=self._blocks_SM[:rows],
+            prefills=(),
+            everything=self._runtime.pages.everything(rows),
+            has_page_counts=True,
+        )
+
+    def _logits(self, step: Step, metadata: dict[str, Any]) -> Tensor:
+        """The model's logits after the tokens in the input buffers, ``[R, V]``; writes these
+        tokens' KV entries.
+        """
+        rows, buffers = step.rows, self._vllm.input_buffers
+        with set_forward_context(
+            metadata,
+            self._vllm.vllm_config,
+            num_tokens=rows,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=dict.fromkeys(self._layer_names, self._slots_R[:rows]),
+            batch_descriptor=BatchDescriptor(num_tokens=rows),
+        ):
+            self._runtime.drafting.is_running = True
+            try:
+                hidden = self._model(
+                    input_ids=buffers.input_ids[:rows], positions=buffers.positions[:rows]
+                )
+            finally:
+                self._runtime.drafting.is_running = False
+        return self._model.compute_logits(hidden)
+
+    def _draft(self, rows: int) -> None:
+        """One draft step of ``rows`` rows, which also sets up the next step's inputs; this is what
+        a graph holds.
+        """
+        buffers, runtime = self._vllm.input_buffers, self._runtime
+        step = self._step(rows)
+        with drafting():
+            logits_RV = self._logits(
+                step, dict.fromkeys(self._layer_names, SimpleNamespace(sparrow=step))
+            )
+        drawn_R = gumbel_sample(
+            logits_RV,
+            self._vllm.idx_mapping[:rows],
+            self._vllm.temperature,
+            self._vllm.seeds,
+            buffers.positions[:rows],
+            apply_temperature=True,
+            use_fp64=self._vllm.use_fp64_gumbel,
+            **self._sampler_arguments,
+        )
+        _advance_kernel[(1,)](
+            drawn_R,
+            self._vllm.draft_tokens,
+            buffers.input_ids,
+            buffers.positions,
+            buffers.seq_lens,
+            self._step_index,
+            runtime.rows.at_length,
+            self._slots_R,
+            runtime.pages.top_k,
+            runtime.pages.at_length,
+            self._blocks_SM,
+            rows,
+            self._vllm.num_speculative_steps,
+            self._vllm.max_model_len,
+            self._blocks_SM.stride(0),
+            ROWS=triton.next_power_of_2(rows),
+            TOKENS=self._block_tokens,
+            num_warps=4,
+        )
