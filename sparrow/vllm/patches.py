@@ -7,16 +7,14 @@ a process; importing this module changes nothing.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from importlib import import_module
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from sparrow.vllm import config, control, graphs, lossless, versions
+from sparrow.vllm import config, control, graphs, lossless, selfcheck, versions
 from sparrow.vllm.runtime import find
 
 
@@ -35,12 +33,7 @@ class Patch:
 
         Raises ImportError, AttributeError: this vLLM has no such name.
         """
-        module, _, path = self.target.partition(":")
-        owner: Any = import_module(module)
-        *outer, name = path.split(".")
-        for each in outer:
-            owner = getattr(owner, each)
-        return owner, name, getattr(owner, name)
+        return selfcheck.locate(self.target)
 
     def applies_to(self, version: str) -> bool:
         return SpecifierSet(self.versions).contains(version, prereleases=True)
@@ -53,16 +46,10 @@ def apply(patches: tuple[Patch, ...]) -> None:
     for patch in patches:
         if not patch.applies_to(vllm.__version__):
             continue
+        selfcheck.check_name(patch.target, patch.parameters)
         owner, name, stock = patch.find()
         if getattr(stock, "replaced_by_sparrow", False):
             continue
-        missing = [
-            each for each in patch.parameters if each not in inspect.signature(stock).parameters
-        ]
-        if missing:
-            raise AttributeError(
-                f"vLLM {vllm.__version__}: {patch.target} has no parameter {missing[0]!r} any more"
-            )
         replacement = patch.replace(stock)
         replacement.replaced_by_sparrow = True
         setattr(owner, name, replacement)
@@ -89,6 +76,11 @@ def _checked_init_device(stock: Any) -> Any:
         if decoding is not None:
             versions.check(current_platform.is_cpu())
             config.check_supported(self.vllm_config, decoding, current_platform.is_cpu())
+            selfcheck.check_names(
+                needed(decoding.mode, current_platform.is_cpu()),
+                decoding.mode == "lossless",
+                current_platform.is_cpu(),
+            )
             if decoding.mode == "lossless":
                 apply(LOSSLESS)
         stock(self, *args, **kwargs)
@@ -102,7 +94,7 @@ def _checked_init_device(stock: Any) -> Any:
 
 def watch(worker: Any, vllm_config: Any) -> None:
     """Count the sequences that a worker's steps preempt, tell lossless mode's speculator of each
-    step before it runs, and note when the warm-up is over.
+    step before it runs, and check the engine when the warm-up is over.
 
     Done to these objects, not to their classes: which runner there is differs, and so does who
     calls it (Ray's executor passes the worker by).
@@ -128,6 +120,7 @@ def watch(worker: Any, vllm_config: Any) -> None:
     def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
         result = warm_up(*args, **kwargs)
         if (runtime := find(vllm_config)) is not None:
+            selfcheck.run(worker, runtime)
             runtime.begin_serving()
         return result
 
@@ -488,3 +481,13 @@ LISTS = (
     ),
 )
 """Made where a trainer's engine asks for the lists of every token."""
+
+
+def needed(mode: str, on_cpu: bool) -> tuple[Patch, ...]:
+    """The changes that an engine in this mode makes before it serves."""
+    return (
+        ALWAYS
+        + ATTENTION
+        + (LOSSLESS if mode == "lossless" else ())
+        + (CPU_WEIGHTS if on_cpu else ())
+    )

@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from sparrow.errors import ConfigError
-from sparrow.vllm import config, lossless, versions
+from sparrow.vllm import config, lossless, selfcheck, versions
 from sparrow.vllm.backend import Step
 from sparrow.vllm.draft_weights import DraftWeights, drafting
 from sparrow.vllm.meter import Meter, Metered, Tally
@@ -211,6 +211,7 @@ class SparseSpeculator(DraftModelSpeculator):
         self._vllm_separates_noise = versions.drafts_have_own_noise()
         self._logits_argument = versions.draft_logits_argument()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.captured_over: dict[str, int] = {}  # see ``selfcheck.addresses``
         self._captures = False
         self._step_index = torch.zeros((), dtype=torch.int64, device=device)
         self._sampler_arguments: dict[str, Any] = {
@@ -317,6 +318,7 @@ class SparseSpeculator(DraftModelSpeculator):
         """Record a draft step for every number of rows that vLLM captures, the largest first."""
         if not self._captures:
             return
+        self.captured_over = selfcheck.addresses(self)
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes
         with graph_capture(device=self.device) as context:
             for rows in sorted({min(size, self.max_num_reqs) for size in sizes}, reverse=True):
