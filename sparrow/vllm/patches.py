@@ -119,6 +119,7 @@ def watch(worker: Any, vllm_config: Any) -> None:
     @wraps(warm_up)
     def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
         result = warm_up(*args, **kwargs)
+        worker.compile_or_warm_up_model = warm_up  # the check needs a cache that is not in use
         if (runtime := find(vllm_config)) is not None:
             selfcheck.run(worker, runtime)
             runtime.begin_serving()

@@ -878,20 +878,21 @@ def test_a_patch_of_a_name_that_moved_stops_with_its_name(monkeypatch):
         patches.apply(patch())
         assert vllm.sparrow_test(1) == 2
     monkeypatch.setattr(vllm, "sparrow_test", stock)
-    with pytest.raises(AttributeError, match="vllm:sparrow_test has no parameter 'b'"):
+    with pytest.raises(ConfigError, match="vllm:sparrow_test has no parameter 'b'; install vllm"):
         patches.apply(patch(parameters=("b",)))
-    with pytest.raises(AttributeError, match="sparrow_gone"):
+    with pytest.raises(ConfigError, match="vllm:sparrow_gone is not there"):
         patches.apply(patch(target="vllm:sparrow_gone"))
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_a_worker_is_watched_whoever_calls_its_runner(drafts):
+def test_a_worker_is_watched_whoever_calls_its_runner(drafts, monkeypatch):
     """Ray's executor calls the model runner itself; warm-up steps preempt nothing and are no
-    user's.
+    user's. Once they are over, the engine is checked.
     """
-    from sparrow.vllm import patches
+    from sparrow.vllm import patches, selfcheck
 
     calls = []
+    monkeypatch.setattr(selfcheck, "run", lambda *of: calls.append("checked"))
     runtime = SimpleNamespace(
         count_preempted=lambda n: calls.append(n),
         begin_serving=lambda: calls.append("serving"),
@@ -914,11 +915,12 @@ def test_a_worker_is_watched_whoever_calls_its_runner(drafts):
 
     worker = SimpleNamespace(model_runner=runner, compile_or_warm_up_model=warm_up)
     patches.watch(worker, vllm_config)
-    assert worker.compile_or_warm_up_model() == "seconds" and calls == ["serving"]
+    assert worker.compile_or_warm_up_model() == "seconds" and calls == ["checked", "serving"]
+    calls.clear()
+    assert worker.compile_or_warm_up_model() == "seconds" and not calls  # blocks may be in use now
+    told.clear()
     step = SimpleNamespace(preempted_req_ids={"a", "b"})
     assert runner.execute_model(step, None, dummy_run=False) == (step, (None,), False)
     assert runner.execute_model(SimpleNamespace(preempted_req_ids=set()))[1:] == ((), False)
-    assert calls == ["serving", 2]
-    assert [each.preempted_req_ids for each in told] == (
-        [None, {"a", "b"}, set()] if drafts else []
-    )
+    assert calls == [2]
+    assert [each.preempted_req_ids for each in told] == ([{"a", "b"}, set()] if drafts else [])
