@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from sparrow.attention import CacheScales, reference
+from sparrow.attention.pages import landmarks, page_scores
 from sparrow.errors import ConfigError
 from sparrow.schedule import ALL_PAGES
 from sparrow.vllm import lossless, versions
@@ -32,8 +33,11 @@ from sparrow.vllm.kv_cache import tail_of_blocks
 PAGES_BY_SCORE = 2
 RANKED_PAGES = 6
 """How many pages, of how many, a decode step of the check keeps by score."""
+CANDIDATES = 32
 SCORE_SPREAD = 2.4
-"""The standard deviation of the scores of tokens: few tokens have most of the weight."""
+"""Queries are drawn so that the scores of tokens have this standard deviation: few tokens have most
+of the weight. Each is the best of so many candidates (``_decisive``).
+"""
 OUTPUT_BOUNDS = {torch.float32: 1e-4, torch.float16: 0.006, torch.bfloat16: 0.03}
 """How far a layer's outputs, from values between -1 and 1, may be from those in float32, by the
 dtype of queries. Keys and values are exact in all dtypes; what is left is rounding in the kernels.
@@ -258,7 +262,10 @@ def _layers_of(vllm_config: Any) -> list[Any]:
 def _bytes_of(layer: Any) -> Tensor:
     """All bytes of a layer's part of the KV cache, uint8 [blocks, bytes of a block]."""
     cache = layer.kv_cache
-    block_bytes = cache.stride(0) * cache.itemsize
+    block_bytes = cache[0].nbytes
+    if layer.impl.has_landmarks:
+        marks = layer.impl.cache_views(layer, cache).landmarks
+        block_bytes = marks.data_ptr() - cache.data_ptr() + marks[0].nbytes
     return tail_of_blocks(cache, 0, torch.uint8, (len(cache), block_bytes))
 
 
@@ -334,7 +341,7 @@ def check_layers(layers: list[Any], runtime: Any, model: Any) -> None:
         return
     caches = [layer.impl.cache_views(layer, layer.kv_cache) for layer in layers]
     place = _place(caches[0].keys, runtime.layout, model.max_model_len)
-    most_rows = min(runtime.kernels.few_rows + 1, len(runtime.top_k))
+    most_rows = min(max(2, runtime.kernels.few_rows + 1), len(runtime.top_k))
     try:
         for layer in layers:
             _bytes_of(layer)[place.blocks] = 0
@@ -392,9 +399,29 @@ def _known(layer: Any, runtime: Any, dtype: torch.dtype, rows: int, T: int, seed
         key_scale_K = key_scale_K * scales.k
         value_scale_K = value_scale_K * scales.v
     spread_K = SCORE_SPREAD / (0.65 * D**0.5 * impl.scale * key_scale_K)
-    query_BHD = torch.randn(rows, H, D, generator=draws).to(device)
-    query_BHD *= spread_K.repeat_interleave(H // K)[:, None]
-    return Known(key_KTD, value_KTD, key_scale_K, value_scale_K, query_BHD.to(dtype))
+    query_CBHD = torch.randn(CANDIDATES, rows, H, D, generator=draws).to(device)
+    query_CBHD = (query_CBHD * spread_K.repeat_interleave(H // K)[:, None]).to(dtype)
+    query_BHD = _decisive(query_CBHD, key_KTD, runtime.layout.page_size)
+    return Known(key_KTD, value_KTD, key_scale_K, value_scale_K, query_BHD)
+
+
+def _decisive(query_CBHD: Tensor, key_KTD: Tensor, page_size: int) -> Tensor:
+    """Of C candidates, the query of each row and kv head whose scores of pages are furthest apart.
+
+    Whoever ranks the pages then ranks them alike, whatever is rounded on the way.
+    """
+    C, B, H, _ = query_CBHD.shape
+    K, T, _ = key_KTD.shape
+    whole = T // page_size
+    if whole < 2:
+        return query_CBHD[0]
+    key_KNPD = key_KTD[:, : whole * page_size].unflatten(1, (whole, page_size))
+    scores = page_scores(query_CBHD.flatten(0, 1)[:, :, None], landmarks(key_KNPD[None]))
+    gap_CBK = scores.sort(dim=-1).values.diff(dim=-1).amin((-1, -2)).unflatten(0, (C, B))
+    best_BK = gap_CBK.argmax(0)
+    row_B1 = torch.arange(B, device=best_BK.device)[:, None]
+    head_K = torch.arange(K, device=best_BK.device)
+    return query_CBHD.unflatten(2, (K, H // K))[best_BK, row_B1, head_K].flatten(1, 2)
 
 
 def _store(
@@ -611,7 +638,10 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     for number, group in enumerate(groups):
         for layer in layers:
             if layer.layer_name in group.layer_names:
-                _bytes_of(layer).view(cache.num_blocks, -1)[used[number]] = 0
+                # Kernels may see smaller blocks than the scheduler.
+                parts = len(layer.kv_cache) // cache.num_blocks
+                own = [block * parts + part for block in used[number] for part in range(parts)]
+                _bytes_of(layer)[own] = 0
 
     if not decoded or not expected:  # vLLM divides the logits of a step among workers
         return
