@@ -237,7 +237,8 @@ def run(worker: Any, runtime: Any) -> None:
     if speculator is not None:
         check_addresses(speculator)
     check_layers(layers, runtime, worker.vllm_config.model_config)
-    check_steps(worker, runtime, speculator, layers)
+    with _unmetered(runtime):
+        check_steps(worker, runtime, speculator, layers)
     runtime.counters()
     runtime.acceptance()
     milliseconds = 1000 * (time.perf_counter() - started)
@@ -673,6 +674,20 @@ def distance(found_TV: Tensor, expected_TV: Tensor) -> float:
         return float("inf")
     difference, spread = (found - expected)[finite], expected[finite].std()
     return float(difference.square().mean().sqrt() / spread.clamp(min=1e-6))
+
+
+@contextmanager
+def _unmetered(runtime: Any) -> Iterator[None]:
+    """Inside, no other schedule is measured beside drafts, and none of its cycles is counted."""
+    meter = runtime.meter
+    metered = None if meter is None else meter.metered
+    if metered is not None:
+        meter.metered = None
+    try:
+        yield
+    finally:
+        if metered is not None:
+            meter.metered = metered
 
 
 @contextmanager
