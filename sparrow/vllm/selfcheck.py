@@ -627,7 +627,7 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
         sampled = decoding.prefill(prompt, k)
         if speculator is not None:
             drafted = speculator.draft_tokens[0, :k].tolist()
-            own = speculator.draft_logits[int(speculator.idx_mapping[0]), :k].float()
+            of_drafts = speculator.draft_logits[int(speculator.idx_mapping[0]), :k].float()
         logits.clear()
         decoding.decode(k)
         decoded = logits[:1]
@@ -641,8 +641,8 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
             if layer.layer_name in group.layer_names:
                 # Kernels may see smaller blocks than the scheduler.
                 parts = len(layer.kv_cache) // cache.num_blocks
-                own = [block * parts + part for block in used[number] for part in range(parts)]
-                _bytes_of(layer)[own] = 0
+                blocks = [block * parts + part for block in used[number] for part in range(parts)]
+                _bytes_of(layer)[blocks] = 0
 
     if not decoded or not expected:  # vLLM divides the logits of a step among workers
         return
@@ -650,8 +650,8 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     if speculator is None:
         _hold(decoded[0], expected[0], bound, "a decode step that keeps every page")
         return
-    of_drafts = bound if runtime.draft_weights is None else FP8_WEIGHTS_BOUND
-    _hold(own, decoded[0][:k], of_drafts, "drafts that keep every page")
+    draft_bound = bound if runtime.draft_weights is None else FP8_WEIGHTS_BOUND
+    _hold(of_drafts, decoded[0][:k], draft_bound, "drafts that keep every page")
     _hold(decoded[0][-1:], expected[0], bound, "verification")
 
 
