@@ -76,7 +76,9 @@ def check_name(target: str, parameters: Iterable[str] = ()) -> None:
         raise _refusal(f"{target} is not there ({error})") from error
     if not parameters:
         return
-    names = fields(found) if is_dataclass(found) else inspect.signature(found).parameters.values()
+    names: Iterable[Any] = (
+        fields(found) if is_dataclass(found) else inspect.signature(found).parameters.values()
+    )
     there = {each.name for each in names}
     for name in parameters:
         if name not in there:
@@ -641,8 +643,8 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
             if layer.layer_name in group.layer_names:
                 # Kernels may see smaller blocks than the scheduler.
                 parts = len(layer.kv_cache) // cache.num_blocks
-                blocks = [block * parts + part for block in used[number] for part in range(parts)]
-                _bytes_of(layer)[blocks] = 0
+                emptied = [block * parts + part for block in used[number] for part in range(parts)]
+                _bytes_of(layer)[emptied] = 0
 
     if not decoded or not expected:  # vLLM divides the logits of a step among workers
         return
