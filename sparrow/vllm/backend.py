@@ -69,6 +69,8 @@ class LayerGroup:
             key=lambda x: extract_layer_index(x.layer_name),
         )
         self._caches: attention.CachedLayers | None = None
+        for layer in self._layers:
+            layer.impl.group = self
 
     def ends_with(self, layer: Any) -> bool:
         """Whether no other layer's keys are written after this one's."""
@@ -259,6 +261,7 @@ class SparseImpl(VLLMClass):
     has_landmarks = False
     fp8_scales: fp8.LayerScales | None = None  # of an fp8 cache
     head_budgets: Tensor | None = None  # of a sparse layer whose heads have budgets of their own
+    group: LayerGroup | None = None  # the layers whose landmarks are updated with this one's
     dense_step: Step | None = None  # of what vLLM itself runs in lossless mode
     begins_step = False
     begins_decode = False

@@ -25,7 +25,7 @@ def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
 
 
 def sparrow_counters(self: Any) -> dict[str, int]:
-    """What this worker's decode steps did since the last call, graph warm-up included in the first.
+    """What this worker's decode steps did since the last call, or since the engine checked itself.
 
     ``rows`` counts sequences times steps. ``tokens_read`` counts the cached tokens that were read,
     ``tokens_held`` those that a dense actor would have read, both over rows and this worker's

@@ -7,16 +7,14 @@ a process; importing this module changes nothing.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from importlib import import_module
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from sparrow.vllm import config, control, versions
+from sparrow.vllm import config, control, selfcheck, versions
 from sparrow.vllm.lossless import graphs, setup
 from sparrow.vllm.runtime import find
 
@@ -36,12 +34,7 @@ class Patch:
 
         Raises ImportError, AttributeError: this vLLM has no such name.
         """
-        module, _, path = self.target.partition(":")
-        owner: Any = import_module(module)
-        *outer, name = path.split(".")
-        for each in outer:
-            owner = getattr(owner, each)
-        return owner, name, getattr(owner, name)
+        return selfcheck.locate(self.target)
 
     def applies_to(self, version: str) -> bool:
         return SpecifierSet(self.versions).contains(version, prereleases=True)
@@ -54,16 +47,10 @@ def apply(patches: tuple[Patch, ...]) -> None:
     for patch in patches:
         if not patch.applies_to(vllm.__version__):
             continue
+        selfcheck.check_name(patch.target, patch.parameters)
         owner, name, stock = patch.find()
         if getattr(stock, "replaced_by_sparrow", False):
             continue
-        missing = [
-            each for each in patch.parameters if each not in inspect.signature(stock).parameters
-        ]
-        if missing:
-            raise AttributeError(
-                f"vLLM {vllm.__version__}: {patch.target} has no parameter {missing[0]!r} any more"
-            )
         replacement = patch.replace(stock)
         replacement.replaced_by_sparrow = True
         setattr(owner, name, replacement)
@@ -90,6 +77,11 @@ def _checked_init_device(stock: Any) -> Any:
         if decoding is not None:
             versions.check(current_platform.is_cpu())
             config.check_supported(self.vllm_config, decoding, current_platform.is_cpu())
+            selfcheck.check_names(
+                needed(decoding.mode, current_platform.is_cpu()),
+                decoding.is_lossless,
+                current_platform.is_cpu(),
+            )
             if decoding.is_lossless:
                 apply(LOSSLESS)
         stock(self, *args, **kwargs)
@@ -103,7 +95,7 @@ def _checked_init_device(stock: Any) -> Any:
 
 def watch(worker: Any, vllm_config: Any) -> None:
     """Count the sequences that a worker's steps preempt, tell lossless mode's speculator of each
-    step before it runs, and note when the warm-up is over.
+    step before it runs, and check the engine when the warm-up is over.
 
     Done to these objects, not to their classes: which runner there is differs, and so does who
     calls it (Ray's executor passes the worker by).
@@ -128,7 +120,9 @@ def watch(worker: Any, vllm_config: Any) -> None:
     @wraps(warm_up)
     def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
         result = warm_up(*args, **kwargs)
+        worker.compile_or_warm_up_model = warm_up  # the check needs a cache that is not in use
         if (runtime := find(vllm_config)) is not None:
+            selfcheck.run(worker, runtime)
             runtime.begin_serving()
         return result
 
@@ -486,3 +480,13 @@ LISTS = (
     ),
 )
 """Made where a trainer's engine asks for the lists of every token."""
+
+
+def needed(mode: str, on_cpu: bool) -> tuple[Patch, ...]:
+    """The changes that an engine in this mode makes before it serves."""
+    return (
+        ALWAYS
+        + ATTENTION
+        + (LOSSLESS if mode == "lossless" else ())
+        + (CPU_WEIGHTS if on_cpu else ())
+    )

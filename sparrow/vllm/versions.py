@@ -5,7 +5,6 @@ Shapes: N block tokens, K kv heads, D head dim.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from inspect import signature
 from typing import Any
@@ -17,10 +16,14 @@ from torch import Tensor
 
 from sparrow.errors import ConfigError
 
-SUPPORTED = ">=0.26,<0.34"
-LOSSLESS_ON_CUDA = ("0.26", "0.29", "0.30", "0.31", "0.33")
-"""Versions that lossless mode was run with on a GPU."""
-UNTESTED_ENVIRONMENT = "SPARROW_UNTESTED_VLLM"
+SUPPORTED = ">=0.26"
+"""Earlier versions keep the cache in another layout, and their rejection sampling is slightly
+biased.
+"""
+PROVEN = {"0.26": "2.11", "0.29": "2.11", "0.30": "2.11", "0.31": "2.11", "0.33": "2.11"}
+"""What was found exact on GPUs, in both modes: vLLM, and the torch that it ran with
+(``benchmarks/results/vllm_versions``). Others start too if their self-check passes.
+"""
 
 
 def check(on_cpu: bool) -> None:
@@ -32,30 +35,23 @@ def check(on_cpu: bool) -> None:
 
     if not SpecifierSet(SUPPORTED).contains(vllm.__version__, prereleases=True):
         raise ConfigError(
-            f"Sparrow does not run in vLLM {vllm.__version__}; install vllm 0.26 to 0.33, or drop the schedule"
+            f"Sparrow does not run in vLLM {vllm.__version__}; install vllm 0.26 or later, or drop the schedule"
         )
     if on_cpu and Version(vllm.__version__).release < (0, 32):
         raise ConfigError(
-            f"Sparrow runs on CPU with vLLM 0.32 and 0.33, not with {vllm.__version__}; use a GPU"
+            f"Sparrow runs on CPU with vLLM 0.32 or later, not with {vllm.__version__}; use a GPU"
         )
 
 
-def check_lossless(on_cpu: bool) -> None:
-    """Check that lossless mode can run in the vLLM of this process.
-
-    Raises ConfigError: see ``check``; or on a GPU a version that was never run there, unless
-    ``SPARROW_UNTESTED_VLLM`` is 1.
-    """
+def known() -> str:
+    """Which vLLM and torch these are, and with which Sparrow was found exact before."""
     import vllm
 
-    check(on_cpu)
-    major, minor = Version(vllm.__version__).release[:2]
-    tries_untested = os.environ.get(UNTESTED_ENVIRONMENT, "").strip() == "1"
-    if not on_cpu and not tries_untested and f"{major}.{minor}" not in LOSSLESS_ON_CUDA:
-        raise ConfigError(
-            f"mode 'lossless' was never run on a GPU with vLLM {vllm.__version__}, only with {LOSSLESS_ON_CUDA}; "
-            f"install one of those, or set {UNTESTED_ENVIRONMENT}=1 to try it"
-        )
+    torches = sorted(set(PROVEN.values()))
+    return (
+        f"vLLM {vllm.__version__} and torch {torch.__version__}; found exact on GPUs before: vLLM {', '.join(PROVEN)} "
+        f"with torch {', '.join(torches)}"
+    )
 
 
 def drafts_have_own_noise() -> bool:

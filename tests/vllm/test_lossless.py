@@ -25,6 +25,7 @@ PARTS = {
     "reference": ("lossless_reference_cases.py", ""),
     "draft_weights": ("draft_weights_cases.py", ""),
     "audit": ("audit_cases.py", ""),
+    "selfcheck": ("selfcheck_cases.py", ""),
 }
 
 

@@ -157,28 +157,14 @@ def test_a_fixed_number_of_drafts_takes_other_schedulers():
 @pytest.mark.parametrize(
     ("version", "on_cpu", "message"),
     [
-        ("0.24.0", False, "does not run in vLLM 0.24.0; install vllm 0.26 to 0.33"),
-        ("0.34.0", False, "does not run in vLLM 0.34.0"),
-        ("0.31.0", True, "on CPU with vLLM 0.32 and 0.33, not with 0.31.0"),
-        (
-            "0.32.0",
-            False,
-            "never run on a GPU with vLLM 0.32.0, .*set SPARROW_UNTESTED_VLLM=1 to try it",
-        ),
+        ("0.24.0", False, "does not run in vLLM 0.24.0; install vllm 0.26 or later"),
+        ("0.31.0", True, "on CPU with vLLM 0.32 or later, not with 0.31.0"),
     ],
 )
 def test_versions_it_cannot_run_in_are_refused(version, on_cpu, message, monkeypatch):
     monkeypatch.setattr(vllm, "__version__", version)
-    monkeypatch.delenv(versions.UNTESTED_ENVIRONMENT, raising=False)
     with pytest.raises(ConfigError, match=message):
-        versions.check_lossless(on_cpu)
-
-
-def test_an_untested_version_runs_if_told_to(monkeypatch):
-    monkeypatch.setattr(vllm, "__version__", "0.32.0")
-    monkeypatch.setenv(versions.UNTESTED_ENVIRONMENT, "1")
-    versions.check_lossless(on_cpu=False)
-    versions.check_lossless(on_cpu=True)
+        versions.check(on_cpu)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,9 @@ class Drafter(Protocol):
     worker; the same tensor for the drafter's life.
     """
 
+    captured_over: dict[str, int]
+    """What ``addresses`` said when CUDA graphs were captured; empty if there are none."""
+
     def load(self, model: Any) -> None:
         """Take the policy's model, and allocate what drafting needs beside it."""
 
@@ -45,6 +48,10 @@ class Drafter(Protocol):
         """Draft over this KV cache from now on, forget what belongs to an earlier one, and fill in
         ``runtime.drafting``.
         """
+
+    def addresses(self) -> dict[str, int]:
+        """Where the tensors that drafting reads and writes are in memory, by what they are."""
+        ...
 
     def capture(self) -> None:
         """Record CUDA graphs of what ``propose`` runs."""

@@ -37,7 +37,7 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     Raises ConfigError: a version of vLLM that this mode cannot run in, or an option that it
     excludes.
     """
-    versions.check_lossless(on_cpu)
+    versions.check(on_cpu)
     k = decoding.draft_tokens
     wanted: dict[str, Any] = {
         "method": "draft_model",

@@ -24,7 +24,7 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from sparrow.decoding import Decoding
-from sparrow.vllm import versions
+from sparrow.vllm import selfcheck, versions
 from sparrow.vllm.backend import Step
 from sparrow.vllm.lossless.draft_weights import DraftWeights, drafting
 from sparrow.vllm.lossless.drafter import Pass
@@ -203,6 +203,7 @@ class SparseDrafter:
         self._vllm_separates_noise = versions.drafts_have_own_noise()
         self._logits_argument = versions.draft_logits_argument()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.captured_over: dict[str, int] = {}
         self._step_index = torch.zeros((), dtype=torch.int64, device=device)
         self._sampler_arguments: dict[str, Any] = {
             self._logits_argument: self.logits,
@@ -233,6 +234,7 @@ class SparseDrafter:
         Raises ConfigError: a schedule to measure whose steps would need another cache.
         """
         self._graphs.clear()
+        self.captured_over = {}
         self._runtime = runtime
         runtime.drafting.meter = self._meter(runtime)
         runtime.drafting.logits_bytes = sum(
@@ -276,8 +278,22 @@ class SparseDrafter:
     def _tally(self, bin_tokens: int) -> Tally:
         return Tally(bin_tokens, self._vllm.max_model_len, self._vllm.device)
 
+    def addresses(self) -> dict[str, int]:
+        """See ``Drafter``."""
+        pages = self._runtime.pages
+        tensors = {
+            f"the KV cache of {layer.layer_name}": layer.kv_cache
+            for layer in selfcheck.layers_of(self._vllm.vllm_config)
+        }
+        tensors["the block table"] = self._blocks_SM
+        tensors["the page counts by length"] = pages.at_length
+        tensors["the page counts of a step"] = pages.top_k
+        tensors["the logits of drafts"] = self.logits
+        return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
     def capture(self) -> None:
         """Record a draft step for every number of rows that vLLM captures, the largest first."""
+        self.captured_over = self.addresses()
         sizes = self._vllm.vllm_config.compilation_config.cudagraph_capture_sizes
         most = self._vllm.max_num_reqs
         with graph_capture(device=self._vllm.device) as context:

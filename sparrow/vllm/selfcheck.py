@@ -1,0 +1,702 @@
+"""What an engine checks of itself when it starts, whatever the version of vLLM.
+
+``check_names`` looks, before memory is taken, for every private name and parameter of vLLM's that
+Sparrow replaces or reads. ``run``, after warm-up, computes what is known: decode steps of every
+layer over its part of the KV cache, and a few steps of the model. Both raise ConfigError, one
+sentence that names what differs.
+
+Shapes: B decode rows, T tokens, H query heads, K kv heads, D head dim, P page size, N block tokens,
+k drafts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparrow.attention import CacheScales, reference
+from sparrow.attention.pages import landmarks, page_scores
+from sparrow.errors import ConfigError
+from sparrow.schedule import ALL_PAGES
+from sparrow.vllm import versions
+from sparrow.vllm.kv_cache import tail_of_blocks
+from sparrow.vllm.lossless import setup
+from sparrow.vllm.lossless.drafter import Drafter
+
+PAGES_BY_SCORE = 2
+RANKED_PAGES = 6
+"""How many pages, of how many, a decode step of the check keeps by score."""
+CANDIDATES = 32
+SCORE_SPREAD = 2.4
+"""Queries are drawn so that the scores of tokens have this standard deviation: few tokens have most
+of the weight. Each is the best of so many candidates (``_decisive``).
+"""
+OUTPUT_BOUNDS = {torch.float32: 1e-4, torch.float16: 0.006, torch.bfloat16: 0.03}
+"""How far a layer's outputs, from values between -1 and 1, may be from those in float32, by the
+dtype of queries. Keys and values are exact in all dtypes; what is left is rounding in the kernels.
+"""
+STEP_TOKENS = 160
+"""Tokens of the sequence that the model reads, at the most."""
+LOG_PROB_BOUNDS = {4: 1e-3, 2: 0.2}
+FP8_WEIGHTS_BOUND = 0.5
+"""How far log-probs may be from those of a dense pass, relative to their spread, by the bytes of
+the model's dtype: a pass of another shape rounds elsewhere. And those of drafts whose weights have
+8 bits.
+"""
+
+
+# --- names ---
+
+
+def locate(target: str) -> tuple[Any, str, Any]:
+    """The owner of a name ``module:name`` or ``module:Class.name``, the name, and its object.
+
+    Raises ImportError, AttributeError: this vLLM has no such name.
+    """
+    module, _, path = target.partition(":")
+    owner: Any = import_module(module)
+    *outer, name = path.split(".")
+    for each in outer:
+        owner = getattr(owner, each)
+    return owner, name, getattr(owner, name)
+
+
+def check_name(target: str, parameters: Iterable[str] = ()) -> None:
+    """Raises ConfigError: vLLM has no such name, or it has no such parameter or field."""
+    try:
+        found = locate(target)[2]
+    except (ImportError, AttributeError) as error:
+        raise _refusal(f"{target} is not there ({error})") from error
+    if not parameters:
+        return
+    names: Iterable[Any] = (
+        fields(found) if is_dataclass(found) else inspect.signature(found).parameters.values()
+    )
+    there = {each.name for each in names}
+    for name in parameters:
+        if name not in there:
+            raise _refusal(f"{target} has no parameter {name!r}")
+
+
+@dataclass(frozen=True)
+class Read:
+    """A name of vLLM's that Sparrow uses as it is, with the parameters or fields that it needs."""
+
+    target: str
+    parameters: tuple[str, ...] = ()
+
+
+SCHEDULED = Read(
+    "vllm.v1.core.sched.output:SchedulerOutput",
+    (
+        "scheduled_new_reqs",
+        "scheduled_cached_reqs",
+        "num_scheduled_tokens",
+        "total_num_scheduled_tokens",
+        "scheduled_spec_decode_tokens",
+        "num_spec_tokens_to_schedule",
+        "finished_req_ids",
+        "preempted_req_ids",
+    ),
+)
+EVERYWHERE = (
+    SCHEDULED,
+    Read(
+        "vllm.v1.core.sched.output:NewRequestData",
+        ("req_id", "prompt_token_ids", "block_ids", "num_computed_tokens", "prefill_token_ids"),
+    ),
+    Read(
+        "vllm.v1.core.sched.output:CachedRequestData",
+        ("req_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens"),
+    ),
+    Read(
+        "vllm.v1.attention.backend:CommonAttentionMetadata",
+        (
+            "query_start_loc",
+            "query_start_loc_cpu",
+            "seq_lens",
+            "seq_lens_cpu_upper_bound",
+            "is_prefilling",
+            "num_reqs",
+            "num_actual_tokens",
+            "block_table_tensor",
+            "slot_mapping",
+        ),
+    ),
+    Read("vllm.v1.attention.backend:CommonAttentionMetadata.replace"),
+    Read(
+        "vllm.v1.kv_cache_interface:FullAttentionSpec",
+        ("block_size", "num_kv_heads", "head_size", "dtype", "page_size_padded", "kv_quant_mode"),
+    ),
+    Read(
+        "vllm.v1.attention.backends.utils:split_decodes_and_prefills",
+        ("common_attn_metadata", "decode_threshold"),
+    ),
+    Read("vllm.v1.worker.worker_base:WorkerBase.execute_model", ("scheduler_output",)),
+    Read("vllm.v1.worker.worker_base:WorkerBase.sample_tokens", ("grammar_output",)),
+    Read("vllm.v1.worker.worker_base:WorkerBase.compile_or_warm_up_model"),
+)
+STORED = ("layer", "key", "value", "kv_cache", "slot_mapping")
+ATTENDED = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+BUILT = ("common_prefix_len", "common_attn_metadata", "fast_build")
+ON_CUDA = (
+    Read("vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update", STORED),
+    Read("vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward", ATTENDED),
+    Read("vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder.build", BUILT),
+    Read(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder.get_cudagraph_support",
+        ("vllm_config", "kv_cache_spec"),
+    ),
+)
+ON_CPU = (
+    Read("vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update", STORED),
+    Read("vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward", ATTENDED),
+    Read("vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build", BUILT),
+    Read("vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers"),
+)
+IN_LOSSLESS_MODE = (
+    Read("vllm.config:get_layers_from_vllm_config", ("vllm_config", "layer_type")),
+    Read("vllm.distributed.parallel_state:graph_capture", ("device",)),
+    Read(
+        "vllm.forward_context:set_forward_context",
+        ("num_tokens", "cudagraph_runtime_mode", "slot_mapping", "batch_descriptor"),
+    ),
+    Read("vllm.forward_context:BatchDescriptor", ("num_tokens",)),
+    Read(
+        "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample",
+        (
+            "logits",
+            "expanded_idx_mapping",
+            "temperature",
+            "seed",
+            "pos",
+            "apply_temperature",
+            "use_fp64",
+        ),
+    ),
+    Read(
+        "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.__init__",
+        ("vllm_config", "device"),
+    ),
+)
+"""What is read of vLLM, beside the names that ``patches`` replaces."""
+
+
+def check_names(patches: Iterable[Any], is_lossless: bool, on_cpu: bool) -> None:
+    """Look for every name and parameter that Sparrow will use in this process.
+
+    Args:
+        patches: those that the engine will make (``patches.Patch``).
+
+    Raises ConfigError: vLLM lacks one.
+    """
+    import vllm
+
+    for patch in patches:
+        if patch.applies_to(vllm.__version__):
+            check_name(patch.target, patch.parameters)
+    reads = EVERYWHERE + (ON_CPU if on_cpu else ON_CUDA)
+    for read in reads + (IN_LOSSLESS_MODE if is_lossless else ()):
+        check_name(read.target, read.parameters)
+    if is_lossless:
+        sampler = "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample"
+        argument = versions.draft_logits_argument()
+        check_name(sampler, (argument, f"{argument}_col"))
+
+
+def _refusal(what: str) -> ConfigError:
+    import vllm
+
+    return ConfigError(
+        f"Sparrow's self-check fails in vLLM {vllm.__version__} with torch {torch.__version__}: {what}; install vllm "
+        f"{', '.join(versions.PROVEN)}, or start vLLM without Sparrow"
+    )
+
+
+# --- an engine ---
+
+
+@torch.inference_mode()
+def run(worker: Any, runtime: Any) -> None:
+    """Check a worker's kernels, graphs and cache, before it serves; every worker does the same.
+
+    Leaves the blocks of the cache that it uses empty, and the counters at 0.
+
+    Raises ConfigError: what the engine computes is not what it should.
+    """
+    from vllm.logger import init_logger
+
+    started = time.perf_counter()
+    layers = layers_of(worker.vllm_config)
+    speculator = worker.model_runner.speculator if runtime.is_lossless else None
+    if speculator is not None:
+        check_addresses(speculator.drafter)
+    check_layers(layers, runtime, worker.vllm_config.model_config)
+    with _unmetered(runtime):
+        check_steps(worker, runtime, speculator, layers)
+    runtime.counters()
+    runtime.acceptance()
+    milliseconds = 1000 * (time.perf_counter() - started)
+    init_logger("vllm.sparrow").info(
+        f"Sparrow's self-check passed in {milliseconds:.0f} ms with {versions.known()}"
+    )
+
+
+def layers_of(vllm_config: Any) -> list[Any]:
+    """The layers that run with Sparrow's attention, in the order of the model."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    every = vllm_config.compilation_config.static_forward_context.values()
+    ours = [
+        layer
+        for layer in every
+        if getattr(getattr(layer, "impl", None), "runtime", None) is not None
+    ]
+    return sorted(ours, key=lambda layer: extract_layer_index(layer.layer_name))
+
+
+def _bytes_of(layer: Any) -> Tensor:
+    """All bytes of a layer's part of the KV cache, uint8 [blocks, bytes of a block]."""
+    cache = layer.kv_cache
+    block_bytes = cache[0].nbytes
+    if layer.impl.has_landmarks:
+        marks = layer.impl.cache_views(layer, cache).landmarks
+        block_bytes = marks.data_ptr() - cache.data_ptr() + marks[0].nbytes
+    return tail_of_blocks(cache, 0, torch.uint8, (len(cache), block_bytes))
+
+
+# --- what draft steps were captured over ---
+
+
+def check_addresses(drafter: Drafter) -> None:
+    """Raises ConfigError: draft steps were captured over tensors that are not in use any more."""
+    now = drafter.addresses()
+    for name, address in drafter.captured_over.items():
+        if now.get(name) != address:
+            raise _refusal(
+                f"the CUDA graphs of draft steps were captured while {name} was elsewhere in memory"
+            )
+
+
+# --- decode steps of single layers ---
+
+
+@dataclass(frozen=True)
+class Known:
+    """Tokens and queries of one layer, whose attention is known."""
+
+    key_KTD: Tensor  # float32, multiples of a quarter from -1 to 1: exact in every dtype
+    value_KTD: Tensor
+    key_scale_K: Tensor  # what they are multiplied by before the layer stores them
+    value_scale_K: Tensor
+    query_BHD: Tensor  # in the model's dtype
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the tokens of a check are stored in every layer's cache."""
+
+    table_M: Tensor  # int32, the blocks
+    slots_T: Tensor  # int64
+    neighbours: list[int]  # blocks that must stay empty
+
+    @property
+    def blocks(self) -> list[int]:
+        return [*self.table_M.tolist(), *self.neighbours]
+
+
+def check_layers(layers: list[Any], runtime: Any, model: Any) -> None:
+    """Store known keys and values in every layer's cache as the engine does, and decode from them.
+
+    With every page kept, the outputs must be those of plain attention over the keys and values;
+    with few pages, those of ``attention.reference``, which makes its own landmarks. Nothing may be
+    stored outside of the tokens' blocks.
+
+    Args:
+        layers: in the order of the model; those that vLLM alone runs are left out.
+        model: vLLM's ``ModelConfig``.
+
+    Raises ConfigError: a layer for which this is not so.
+    """
+    layers = [layer for layer in layers if layer.impl.has_landmarks]
+    if not layers:
+        return
+    caches = [layer.impl.cache_views(layer, layer.kv_cache) for layer in layers]
+    place = _place(caches[0].keys, runtime.layout, model.max_model_len)
+    most_rows = min(max(2, runtime.model.kernels.few_rows + 1), len(runtime.pages.top_k))
+    try:
+        for layer in layers:
+            _bytes_of(layer)[place.blocks] = 0
+        known = [
+            _known(layer, runtime, model.dtype, most_rows, len(place.slots_T), seed)
+            for seed, layer in enumerate(layers)
+        ]
+        _store(layers, runtime, known, place, model.dtype)
+        for rows in sorted({1, most_rows}):
+            for top_k in (ALL_PAGES, PAGES_BY_SCORE):
+                _decode(layers, runtime, known, place, rows, top_k)
+        for layer in layers:
+            if _bytes_of(layer)[place.neighbours].any():
+                raise _refusal(
+                    f"{layer.layer_name} stores tokens or landmarks outside of their blocks"
+                )
+    finally:
+        for layer in layers:
+            _bytes_of(layer)[place.blocks] = 0
+
+
+def _place(keys: Tensor, layout: Any, max_length: int) -> Place:
+    """Blocks for some pages more than are kept: from the last one downwards, every second if there
+    are enough.
+    """
+    blocks, _, N, _ = keys.shape
+    P = layout.page_size
+    pages = layout.sink_pages + layout.recent_pages + RANKED_PAGES
+    T = min(pages * P - P // 2, max_length, (blocks - 1) * N)
+    M = -(-T // N)
+    stride = 2 if blocks > 2 * M else 1
+    table = [blocks - 1 - stride * n for n in range(M)]
+    neighbours = {block + side for block in table for side in (-1, 1)} - {*table}
+    table_M = torch.tensor(table, dtype=torch.int32, device=keys.device)
+    token_T = torch.arange(T, device=keys.device)
+    return Place(
+        table_M,
+        table_M[token_T // N].long() * N + token_T % N,
+        [block for block in sorted(neighbours) if 0 < block < blocks],
+    )
+
+
+def _known(layer: Any, runtime: Any, dtype: torch.dtype, rows: int, T: int, seed: int) -> Known:
+    """Draw tokens and queries; scores vary so much that few tokens have most of the weight."""
+    impl, device = layer.impl, layer.kv_cache.device
+    K, H, D = impl.num_kv_heads, impl.num_heads, impl.head_size
+    draws = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(-4, 5, (2, K, T, D), generator=draws) / 4
+    key_KTD, value_KTD = drawn.to(device)
+    key_scale_K = value_scale_K = torch.ones(K, device=device)
+    if impl.fp8_scales is not None:
+        scales = impl.fp8_scales.values
+        if runtime.is_lossless:  # vLLM stores, with its own
+            scales = CacheScales(layer._k_scale, layer._v_scale)
+        key_scale_K = key_scale_K * scales.k
+        value_scale_K = value_scale_K * scales.v
+    spread_K = SCORE_SPREAD / (0.65 * D**0.5 * impl.scale * key_scale_K)
+    query_CBHD = torch.randn(CANDIDATES, rows, H, D, generator=draws).to(device)
+    query_CBHD = (query_CBHD * spread_K.repeat_interleave(H // K)[:, None]).to(dtype)
+    query_BHD = _decisive(query_CBHD, key_KTD, runtime.layout.page_size)
+    return Known(key_KTD, value_KTD, key_scale_K, value_scale_K, query_BHD)
+
+
+def _decisive(query_CBHD: Tensor, key_KTD: Tensor, page_size: int) -> Tensor:
+    """Of C candidates, the query of each row and kv head whose scores of pages are furthest apart.
+
+    Whoever ranks the pages then ranks them alike, whatever is rounded on the way.
+    """
+    C, B, H, _ = query_CBHD.shape
+    K, T, _ = key_KTD.shape
+    whole = T // page_size
+    if whole < 2:
+        return query_CBHD[0]
+    key_KNPD = key_KTD[:, : whole * page_size].unflatten(1, (whole, page_size))
+    scores = page_scores(query_CBHD.flatten(0, 1)[:, :, None], landmarks(key_KNPD[None]))
+    gap_CBK = scores.sort(dim=-1).values.diff(dim=-1).amin((-1, -2)).unflatten(0, (C, B))
+    best_BK = gap_CBK.argmax(0)
+    row_B1 = torch.arange(B, device=best_BK.device)[:, None]
+    head_K = torch.arange(K, device=best_BK.device)
+    return query_CBHD.unflatten(2, (K, H // K))[best_BK, row_B1, head_K].flatten(1, 2)
+
+
+def _store(
+    layers: list[Any], runtime: Any, known: list[Known], place: Place, dtype: torch.dtype
+) -> None:
+    """Store the tokens and their landmarks, the newest token as a decode step does."""
+    for layer, own in zip(layers, known, strict=True):
+        key_TKD = (own.key_KTD * own.key_scale_K[:, None, None]).transpose(0, 1)
+        value_TKD = (own.value_KTD * own.value_scale_K[:, None, None]).transpose(0, 1)
+        for at in (slice(None, -1), slice(-1, None)):
+            runtime.drafting.is_running = runtime.is_lossless and at.start == -1
+            try:
+                layer.impl.do_kv_cache_update(
+                    layer,
+                    key_TKD[at].to(dtype).contiguous(),
+                    value_TKD[at].to(dtype).contiguous(),
+                    layer.kv_cache,
+                    place.slots_T[at],
+                )
+            finally:
+                runtime.drafting.is_running = False
+    for group in {id(layer.impl.group): layer.impl.group for layer in layers}.values():
+        group.update_landmarks(place.slots_T)
+
+
+def _decode(
+    layers: list[Any], runtime: Any, known: list[Known], place: Place, rows: int, top_k: int
+) -> None:
+    """One decode step of every layer, each row of another length.
+
+    Raises ConfigError: an output that differs from the known one.
+    """
+    from sparrow.vllm.backend import Step
+
+    T, device = len(place.slots_T), place.slots_T.device
+    length_B = (T - 5 * torch.arange(rows, device=device)).clamp(min=1).int()
+    top_k_B = torch.full_like(length_B, top_k)
+    everything_B = torch.full_like(length_B, ALL_PAGES)
+    step = Step(
+        rows=rows,
+        lengths=length_B,
+        top_k=top_k_B,
+        block_table=place.table_M.expand(rows, -1).contiguous(),
+        prefills=(),
+        everything=everything_B,
+        has_page_counts=True,
+    )
+    errors = []
+    for layer, own in zip(layers, known, strict=True):
+        impl = layer.impl
+        query_BHD = own.query_BHD[:rows]
+        empty = query_BHD[:, : impl.num_kv_heads]
+        output = torch.empty_like(query_BHD)
+        metadata = SimpleNamespace(sparrow=step)
+        impl.forward(layer, query_BHD, empty, empty, layer.kv_cache, metadata, output)
+
+        group = impl.num_heads // impl.num_kv_heads
+        scale_H1 = own.key_scale_K.repeat_interleave(group)[:, None]
+        expected = reference.decode(
+            query_BHD.float() * scale_H1,
+            own.key_KTD.expand(rows, -1, -1, -1),
+            own.value_KTD.expand(rows, -1, -1, -1),
+            None,
+            length_B.long(),
+            (top_k_B if impl.is_sparse_layer else everything_B).long(),
+            runtime.layout,
+            impl.scale,
+            impl.head_budgets,
+        )
+        value_scale_H1 = own.value_scale_K.repeat_interleave(group)[:, None]
+        errors.append((output.float() / value_scale_H1 - expected).abs().amax())
+
+    bound = OUTPUT_BOUNDS[known[0].query_BHD.dtype]
+    for layer, error in zip(layers, torch.stack(errors).tolist(), strict=True):
+        if not error <= bound:
+            raise _refusal(
+                f"{layer.layer_name}, decoding {rows} rows from a cache in {layer.kv_cache.dtype} with "
+                f"{'every page' if top_k == ALL_PAGES else 'the best pages'} kept, is {error:.2g} from what it "
+                f"should give, where rounding explains {bound}"
+            )
+
+
+# --- steps of the model ---
+
+
+class _Sequence:
+    """A sequence that a worker runs as if vLLM's scheduler had sent it.
+
+    Args:
+        blocks: for each group of layers, ids of blocks.
+    """
+
+    def __init__(self, worker: Any, name: str, blocks: tuple[list[int], ...]) -> None:
+        self._worker, self._name, self._blocks = worker, name, blocks
+        self._computed = 0
+
+    def prefill(self, tokens: list[int], drafts: int) -> int:
+        """Read a prompt, have ``drafts`` tokens drafted after it; returns the token sampled."""
+        from vllm import SamplingParams
+        from vllm.v1.core.sched.output import NewRequestData
+
+        request = NewRequestData(
+            req_id=self._name,
+            prompt_token_ids=tokens,
+            mm_features=[],
+            sampling_params=SamplingParams(temperature=1.0, seed=1, max_tokens=len(tokens)),
+            pooling_params=None,
+            block_ids=self._blocks,
+            num_computed_tokens=0,
+            lora_request=None,
+            prefill_token_ids=tokens,
+        )
+        return self._run(
+            len(tokens), scheduled_new_reqs=[request], num_spec_tokens_to_schedule=drafts
+        )
+
+    def decode(self, drafts: int) -> int:
+        """One step over the newest token and the drafts after it; returns the first it samples."""
+        from vllm.v1.core.sched.output import CachedRequestData
+
+        cached = CachedRequestData.make_empty()
+        cached.req_ids = [self._name]
+        cached.num_computed_tokens = [self._computed]
+        cached.num_output_tokens = [1]
+        cached.new_block_ids = [None]
+        drafted = {self._name: [0] * drafts} if drafts else {}
+        return self._run(
+            1 + drafts, scheduled_cached_reqs=cached, scheduled_spec_decode_tokens=drafted
+        )
+
+    def finish(self) -> None:
+        step = self._step(finished_req_ids={self._name})
+        self._worker.execute_model(step)
+
+    def _step(self, **values: Any) -> Any:
+        from vllm.v1.core.sched.output import SchedulerOutput
+
+        step = SchedulerOutput.make_empty()
+        if hasattr(step, "num_common_prefix_blocks"):
+            step.num_common_prefix_blocks = [0] * len(self._blocks)
+        for name, value in values.items():
+            setattr(step, name, value)
+        return step
+
+    def _run(self, tokens: int, **values: Any) -> int:
+        step = self._step(
+            num_scheduled_tokens={self._name: tokens}, total_num_scheduled_tokens=tokens, **values
+        )
+        self._computed += tokens
+        output = self._worker.execute_model(step)
+        if output is None:
+            output = self._worker.sample_tokens(None)
+        if hasattr(output, "get_output"):  # vLLM runs ahead of the device
+            output = output.get_output()
+        return int(output.sampled_token_ids[0][0])
+
+
+def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -> None:
+    """Decode a sequence as the engine does, with every page kept, and hold its log-probs against
+    those of a dense pass over the same tokens.
+
+    In lossless mode this is one cycle: drafts, captured if the engine captures them, and the pass
+    that verifies them, whose log-probs are held against a dense prefill in turn.
+
+    Raises ConfigError: log-probs that differ by more than rounding explains.
+    """
+    config, cache = worker.vllm_config, worker.model_runner.kv_cache_config
+    if config.parallel_config.pipeline_parallel_size > 1:  # only the last stage has log-probs
+        return
+    k = 0
+    if speculator is not None:
+        k = min(n for n in setup.draft_choices(runtime.decoding) if n)
+    groups = cache.kv_cache_groups
+    half = (cache.num_blocks - 1) // (2 * len(groups))  # blocks of a sequence in each group
+    room = min(
+        STEP_TOKENS,
+        config.model_config.max_model_len,
+        config.scheduler_config.max_num_batched_tokens,
+        half * min(group.kv_cache_spec.block_size for group in groups),
+    )
+    T = room - 2 * (k + 1)
+    if T < 1:
+        return
+
+    vocabulary = config.model_config.get_vocab_size()
+    prompt = [(7919 * n + 13) % vocabulary for n in range(T)]
+    used: dict[int, list[int]] = {}  # by group
+    sequences: list[_Sequence] = []
+    for name in ("_sparrow_decode_", "_sparrow_dense_"):
+        blocks = []
+        for number, group in enumerate(groups):
+            count = -(-room // group.kv_cache_spec.block_size)
+            first = 1 + (len(sequences) * len(groups) + number) * half
+            blocks.append(list(range(first, first + count)))
+            used.setdefault(number, []).extend(blocks[-1])
+        sequences.append(_Sequence(worker, name, tuple(blocks)))
+    decoding, dense = sequences
+
+    everything = torch.full_like(runtime.pages.at_length, ALL_PAGES)
+    drafted: list[int] = []
+    with _logits_of(worker.model_runner.model) as logits, runtime.uncounted(everything):
+        sampled = decoding.prefill(prompt, k)
+        if speculator is not None:
+            drafted = speculator.draft_tokens[0, :k].tolist()
+            of_drafts = speculator.draft_logits[int(speculator.idx_mapping[0]), :k].float()
+        logits.clear()
+        decoding.decode(k)
+        decoded = logits[:1]
+        decoding.finish()
+        logits.clear()
+        dense.prefill([*prompt, sampled, *drafted], 0)
+        expected = logits[:1]
+        dense.finish()
+    for number, group in enumerate(groups):
+        for layer in layers:
+            if layer.layer_name in group.layer_names:
+                # Kernels may see smaller blocks than the scheduler.
+                parts = len(layer.kv_cache) // cache.num_blocks
+                emptied = [block * parts + part for block in used[number] for part in range(parts)]
+                _bytes_of(layer)[emptied] = 0
+
+    if not decoded or not expected:  # vLLM divides the logits of a step among workers
+        return
+    bound = LOG_PROB_BOUNDS[config.model_config.dtype.itemsize]
+    if speculator is None:
+        _hold(decoded[0], expected[0], bound, "a decode step that keeps every page")
+        return
+    draft_bound = bound if runtime.drafting.weights is None else FP8_WEIGHTS_BOUND
+    _hold(of_drafts, decoded[0][:k], draft_bound, "drafts that keep every page")
+    _hold(decoded[0][-1:], expected[0], bound, "verification")
+
+
+def _hold(found_TV: Tensor, expected_TV: Tensor, bound: float, what: str) -> None:
+    error = distance(found_TV, expected_TV)
+    if not error <= bound:
+        raise _refusal(
+            f"log-probs of {what} are {error:.2g} of their spread from a dense pass, where rounding explains {bound}"
+        )
+
+
+def distance(found_TV: Tensor, expected_TV: Tensor) -> float:
+    """The root mean square difference of log-probs, relative to the standard deviation of the
+    expected ones; infinite where only one of the two is.
+    """
+    V = min(found_TV.shape[-1], expected_TV.shape[-1])
+    found, expected = (x[..., :V].double().log_softmax(-1) for x in (found_TV, expected_TV))
+    finite = expected.isfinite()
+    if not torch.equal(finite, found.isfinite()):
+        return float("inf")
+    difference, spread = (found - expected)[finite], expected[finite].std()
+    return float(difference.square().mean().sqrt() / spread.clamp(min=1e-6))
+
+
+@contextmanager
+def _unmetered(runtime: Any) -> Iterator[None]:
+    """Inside, no other schedule is measured beside drafts, and none of its cycles is counted."""
+    meter = runtime.drafting.meter
+    metered = None if meter is None else meter.metered
+    if metered is not None:
+        meter.metered = None
+    try:
+        yield
+    finally:
+        if metered is not None:
+            meter.metered = metered
+
+
+@contextmanager
+def _logits_of(model: Any) -> Iterator[list[Tensor]]:
+    """Inside, the list gets what ``compute_logits`` returns, as it is before a sampler changes it."""
+    kept: list[Tensor] = []
+    own, stock = vars(model).get("compute_logits"), model.compute_logits
+
+    def compute_logits(*args: Any, **kwargs: Any) -> Any:
+        logits = stock(*args, **kwargs)
+        if logits is not None:
+            kept.append(logits.detach().float().clone())
+        return logits
+
+    model.compute_logits = compute_logits
+    try:
+        yield kept
+    finally:
+        if own is None:
+            del model.compute_logits
+        else:
+            model.compute_logits = own

@@ -1,0 +1,102 @@
+"""The self-check of an engine in lossless mode; ``test_lossless.py`` runs this in its own process."""
+
+import pytest
+
+from tests.vllm import lossless_cases as cases  # isort: skip  before vLLM is imported
+
+from sparrow.errors import ConfigError
+from sparrow.vllm import selfcheck
+from tests.vllm import tiny_vllm as tiny
+from tests.vllm.test_selfcheck import check, log_of, moved
+
+
+@pytest.fixture(scope="module")
+def llm(old_and_new):
+    with pytest.MonkeyPatch.context() as patch:
+        said = log_of(patch)
+        with cases.engine(old_and_new[0], cases.lossless(4, adapt=True, pages=4)) as made:
+            made.said = said
+            yield made
+
+
+@pytest.fixture
+def worker(llm):
+    return llm.llm_engine.model_executor.driver_worker.worker
+
+
+def test_an_engine_checks_itself_and_leaves_nothing_behind(llm, worker):
+    assert sum("self-check passed" in line for line in llm.said) == 1
+    assert set(cases.counters(llm).values()) == {0}
+    for layer in selfcheck.layers_of(worker.vllm_config):
+        assert not selfcheck._bytes_of(layer).any()
+
+
+def test_drafts_and_verification_are_compared_over_a_cycle(worker, monkeypatch):
+    rows, stock = [], selfcheck.distance
+
+    def distance(found, expected):
+        rows.append((len(found), stock(found, expected)))
+        return rows[-1][1]
+
+    monkeypatch.setattr(selfcheck, "distance", distance)
+    check(worker)
+    (drafts, first), (verified, second) = rows
+    assert drafts in (1, 2, 3, 4) and verified == 1
+    assert 0 < first < 1e-4 and second < 1e-4
+
+
+def test_drafts_that_differ_from_verification_are_refused(worker, monkeypatch):
+    from sparrow.vllm import backend
+
+    monkeypatch.setattr(selfcheck, "check_layers", lambda *_: None)
+    stock = backend.attention.paged_decode
+
+    def decode(query, *arguments, **options):
+        return stock(query * 2, *arguments, **options)
+
+    monkeypatch.setattr(backend.attention, "paged_decode", decode)
+    with pytest.raises(ConfigError, match="log-probs of drafts that keep every page are "):
+        check(worker)
+
+
+def test_a_graph_over_memory_that_is_not_the_cache_any_more_is_refused(worker, monkeypatch):
+    """A captured step cannot say what it reads: what it was captured over is noted."""
+    drafter = worker.model_runner.speculator.drafter
+    monkeypatch.setattr(drafter, "captured_over", drafter.addresses())
+    selfcheck.check_addresses(drafter)
+    layer = selfcheck.layers_of(worker.vllm_config)[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "kv_cache", moved(layer.kv_cache))
+        with pytest.raises(
+            ConfigError, match=r"captured while the KV cache of .*layers\.1\..* was elsewhere in"
+        ):
+            check(worker)
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, "_blocks_SM", drafter._blocks_SM.clone())
+        with pytest.raises(ConfigError, match="captured while the block table was elsewhere in"):
+            check(worker)
+
+
+def test_a_sampler_without_a_parameter_is_refused(worker, monkeypatch):
+    from vllm.v1.worker.gpu.sample import gumbel
+
+    from sparrow.vllm import patches
+
+    needed = patches.needed("lossless", on_cpu=True)
+    selfcheck.check_names(needed, is_lossless=True, on_cpu=True)
+    monkeypatch.setattr(gumbel, "gumbel_sample", lambda logits, heat, logits_cache: None)
+    with pytest.raises(
+        ConfigError, match="gumbel:gumbel_sample has no parameter 'expanded_idx_mapping'"
+    ):
+        selfcheck.check_names(needed, is_lossless=True, on_cpu=True)
+
+
+@tiny.CACHE_IN_8_BITS
+def test_a_scale_of_the_cache_that_is_not_vllms_is_refused(old_and_new):
+    decoding = cases.lossless(2, pages=4)
+    with cases.engine(old_and_new[0], decoding, kv_cache_dtype="fp8") as llm:
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        check(worker)
+        selfcheck.layers_of(worker.vllm_config)[1].impl.fp8_scales.values.k.mul_(2)
+        with pytest.raises(ConfigError, match=r"layers\.1\..* with every page kept, is "):
+            check(worker)

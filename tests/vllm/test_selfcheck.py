@@ -1,0 +1,244 @@
+"""The self-check of an engine at start, in real vLLM engines on CPU: each thing that it checks is
+broken once. Lossless mode: ``selfcheck_cases.py``.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from packaging.version import Version
+
+from sparrow.errors import ConfigError
+from sparrow.vllm import selfcheck, versions
+from tests.vllm import tiny_vllm as tiny
+
+vllm = pytest.importorskip("vllm")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "vllm_versions"
+
+
+def worker_of(sparrow):
+    return sparrow.llm.llm_engine.model_executor.driver_worker.worker
+
+
+def check(worker):
+    selfcheck.run(worker, selfcheck.layers_of(worker.vllm_config)[0].impl.runtime)
+
+
+def log_of(monkeypatch):
+    """What Sparrow says in vLLM's log from now on."""
+    from vllm import logger
+
+    said, init = [], logger.init_logger
+    ours = SimpleNamespace(info=said.append, warning=said.append)
+    monkeypatch.setattr(
+        logger, "init_logger", lambda name: ours if name == "vllm.sparrow" else init(name)
+    )
+    return said
+
+
+@pytest.fixture(scope="module", params=["float32", "int8", "fp8"])
+def sparrow(request, folder):
+    cache = {"float32": {}, "int8": {"kv_cache_dtype": "int8_per_token_head"}}
+    if request.param != "float32" and tiny.CACHE_IN_8_BITS.args[0]:
+        pytest.skip(tiny.CACHE_IN_8_BITS.kwargs["reason"])
+    options = cache.get(request.param, {"kv_cache_dtype": "fp8"})
+    with pytest.MonkeyPatch.context() as patch:
+        said = log_of(patch)
+        with tiny.engine(folder, **options) as made:
+            made.said = said
+            yield made
+
+
+@pytest.fixture
+def worker(sparrow):
+    return worker_of(sparrow)
+
+
+# --- engines that are as they should be ---
+
+
+@pytest.mark.slow
+def test_an_engine_says_at_start_that_it_checked_itself(sparrow):
+    [line] = [line for line in sparrow.said if "self-check" in line]
+    assert f"with vLLM {vllm.__version__} and torch {torch.__version__}" in line
+    assert "found exact on GPUs before: vLLM 0.26, 0.29, " in line
+
+
+@pytest.mark.slow
+def test_the_check_leaves_nothing_behind(sparrow, worker):
+    check(worker)
+    for layer in selfcheck.layers_of(worker.vllm_config):
+        assert not selfcheck._bytes_of(layer).any()
+    assert set(sparrow.rpc("sparrow_counters")[0].values()) == {0}
+    assert "compute_logits" not in vars(worker.model_runner.model)
+
+
+# --- engines that are not ---
+
+
+@pytest.mark.slow
+def test_landmarks_one_block_off_are_refused(worker, monkeypatch):
+    from sparrow.vllm import backend
+
+    stock = backend.attention.update_landmarks
+
+    def one_block_off(layers, slot_mapping_T, **options):
+        stock(layers, slot_mapping_T - layers.keys.shape[2], **options)
+
+    monkeypatch.setattr(backend.attention, "update_landmarks", one_block_off)
+    with pytest.raises(
+        ConfigError, match=r"self-check fails in vLLM .*layers\.\d.* the best pages kept, is "
+    ):
+        check(worker)
+
+
+@pytest.mark.slow
+def test_a_wrong_scale_of_scores_is_refused(worker, monkeypatch):
+    for layer in selfcheck.layers_of(worker.vllm_config):
+        impl = layer.impl
+        monkeypatch.setattr(impl, "forward", rescaled(impl, impl.scale * 1.1))
+    with pytest.raises(ConfigError, match=r"every page kept, is .* explains 0\.0001;"):
+        check(worker)
+
+
+def rescaled(impl, scale):
+    """``impl.forward`` with another scale."""
+    stock, right = impl.forward, impl.scale
+
+    def forward(*arguments):
+        impl.scale = scale
+        try:
+            return stock(*arguments)
+        finally:
+            impl.scale = right
+
+    return forward
+
+
+@pytest.mark.slow
+def test_a_wrong_scale_of_the_cache_is_refused(sparrow, worker, monkeypatch):
+    from sparrow.attention import CacheScales
+    from sparrow.vllm import backend
+
+    if worker.model_runner.vllm_config.cache_config.cache_dtype == "auto":
+        pytest.skip("a cache in the model's dtype has no scales")
+    stock = backend.attention.paged_decode
+
+    def decode(*arguments, cache_scales, **options):
+        wrong = CacheScales(cache_scales.k.contiguous(), cache_scales.v + 1)
+        return stock(*arguments, cache_scales=wrong, **options)
+
+    monkeypatch.setattr(backend.attention, "paged_decode", decode)
+    with pytest.raises(ConfigError, match=r"from a cache in .*with every page kept, is "):
+        check(worker)
+
+
+@pytest.mark.slow
+def test_storing_outside_of_a_block_is_refused(worker, monkeypatch):
+    from sparrow.vllm.cpu import CpuImpl
+
+    stock = CpuImpl.do_kv_cache_update
+
+    def twice(self, layer, key, value, kv_cache, slots):
+        stock(self, layer, key, value, kv_cache, slots)
+        stock(self, layer, key, value, kv_cache, slots - 32)
+
+    monkeypatch.setattr(CpuImpl, "do_kv_cache_update", twice)
+    with pytest.raises(ConfigError, match=r"layers\.\d.* stores tokens or landmarks outside of"):
+        check(worker)
+
+
+def moved(cache):
+    """A cache like this one, elsewhere in memory."""
+    storage = cache.untyped_storage().clone()
+    return cache.new_empty(0).set_(storage, cache.storage_offset(), cache.shape, cache.stride())
+
+
+@pytest.mark.slow
+def test_views_of_a_cache_that_is_gone_are_refused(worker, monkeypatch):
+    check(worker)
+    for layer in selfcheck.layers_of(worker.vllm_config):
+        monkeypatch.setattr(layer, "kv_cache", moved(layer.kv_cache))
+    with pytest.raises(ConfigError, match="with the best pages kept, is "):
+        check(worker)
+
+
+@pytest.mark.slow
+def test_steps_of_the_model_that_differ_from_a_dense_pass_are_refused(worker, monkeypatch):
+    from sparrow.vllm import backend
+
+    monkeypatch.setattr(selfcheck, "check_layers", lambda *_: None)
+    stock = backend.attention.paged_decode
+
+    def decode(query, *arguments, **options):
+        return stock(query * 2, *arguments, **options)
+
+    monkeypatch.setattr(backend.attention, "paged_decode", decode)
+    with pytest.raises(
+        ConfigError,
+        match=r"log-probs of a decode step that keeps every page are .* rounding explains 0\.001;",
+    ):
+        check(worker)
+
+
+# --- names ---
+
+
+@pytest.mark.parametrize("name", ["split_decodes_and_prefills", "gone"])
+def test_a_renamed_parameter_is_refused_before_memory_is_taken(name, folder, monkeypatch):
+    from vllm.v1.attention.backends import utils
+
+    if name == "gone":
+        monkeypatch.delattr(utils, "split_decodes_and_prefills")
+        message = "utils:split_decodes_and_prefills is not there "
+    else:
+        monkeypatch.setattr(utils, name, lambda common_attn_metadata, threshold: None)
+        message = "utils:split_decodes_and_prefills has no parameter 'decode_threshold'; install "
+    with pytest.raises(ConfigError, match=message), tiny.engine(folder):
+        pass
+
+
+def test_names_are_looked_for_in_classes_dataclasses_and_functions():
+    selfcheck.check_name("vllm.v1.core.sched.output:SchedulerOutput", ("finished_req_ids",))
+    selfcheck.check_name("vllm.v1.worker.worker_base:WorkerBase.compile_or_warm_up_model")
+    with pytest.raises(ConfigError, match="SchedulerOutput has no parameter 'renamed'"):
+        selfcheck.check_name("vllm.v1.core.sched.output:SchedulerOutput", ("renamed",))
+    with pytest.raises(ConfigError, match="no_such_module:name is not there"):
+        selfcheck.check_name("vllm.no_such_module:name")
+
+
+# --- what is compared ---
+
+
+def test_distance_is_relative_to_the_spread_of_log_probs():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 5000, generator=generator)
+    other = logits + 0.01 * torch.randn(3, 5000, generator=generator)
+    assert selfcheck.distance(logits + 7, logits) < 1e-6
+    assert selfcheck.distance(other, logits) == pytest.approx(0.01, rel=0.05)
+    assert selfcheck.distance(3 * other, 3 * logits) == pytest.approx(0.01, rel=0.1)
+    logits[0, 0] = -torch.inf
+    assert selfcheck.distance(other, logits) == torch.inf
+    assert not selfcheck.distance(torch.full_like(other, torch.nan), other) <= 1
+
+
+# --- what was run ---
+
+
+def test_versions_said_to_be_exact_are_those_that_were_found_so():
+    found = {}
+    for path in RESULTS.glob("*.json"):
+        result = json.loads(path.read_text())
+        if "lossless" in result and result["lossless"]["graphs"]["within twice the yardstick"]:
+            major, minor = Version(result["vllm"]).release[:2]
+            torches = Version(result["torch"]).release[:2]
+            found[f"{major}.{minor}"] = "{}.{}".format(*torches)
+    assert dict(sorted(found.items())) == versions.PROVEN
+
+
+def test_a_version_that_was_never_run_starts(monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", "0.41.0")
+    versions.check(on_cpu=False)
+    assert "vLLM 0.41.0 and torch" in versions.known()
