@@ -13,6 +13,7 @@ cases in ``docs/math-verify/``; once they do it, the rule here is removed.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import mmap
@@ -30,6 +31,7 @@ from typing import Any
 MEMORY_BYTES = (
     4 << 30
 )  # address space of a worker: sympy can be led to write out numbers of any size
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 # Typography
 # -----------------------------------------------------------------------------------------------------------
@@ -837,6 +839,7 @@ def main() -> int:
         busy[0] = 0
         pid = os.fork()
         if pid == 0:
+            end_with_parent()
             serve(replies, busy)
             os._exit(0)
         status = os.waitpid(pid, 0)[1]
@@ -844,6 +847,14 @@ def main() -> int:
             return os.waitstatus_to_exitcode(status)
         if busy[0]:
             os.write(replies, b'{"equal": false, "lost": true}\n')
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process with the one that forked it, however that ends: it would
+    hold the pipe open, and its caller would wait for it until its limit.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def serve(replies: int, busy: mmap.mmap) -> None:
