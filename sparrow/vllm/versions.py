@@ -18,6 +18,8 @@ from torch import Tensor
 from sparrow.errors import ConfigError
 
 SUPPORTED = ">=0.26,<0.34"
+"""What Sparrow runs in; the extra ``vllm`` of pyproject.toml installs the same."""
+OLDEST_ON_CPU = "0.32"
 LOSSLESS_ON_CUDA = ("0.26", "0.29", "0.30", "0.31", "0.33")
 """Versions that lossless mode was run with on a GPU."""
 UNTESTED_ENVIRONMENT = "SPARROW_UNTESTED_VLLM"
@@ -32,11 +34,13 @@ def check(on_cpu: bool) -> None:
 
     if not SpecifierSet(SUPPORTED).contains(vllm.__version__, prereleases=True):
         raise ConfigError(
-            f"Sparrow does not run in vLLM {vllm.__version__}; install vllm 0.26 to 0.33, or drop the schedule"
+            f"Sparrow does not run in vLLM {vllm.__version__}; install 'vllm{SUPPORTED}', "
+            "or drop the schedule"
         )
-    if on_cpu and Version(vllm.__version__).release < (0, 32):
+    if on_cpu and Version(vllm.__version__).release < Version(OLDEST_ON_CPU).release:
         raise ConfigError(
-            f"Sparrow runs on CPU with vLLM 0.32 and 0.33, not with {vllm.__version__}; use a GPU"
+            f"Sparrow runs on CPU from vLLM {OLDEST_ON_CPU} on, not with {vllm.__version__}; "
+            "use a GPU"
         )
 
 

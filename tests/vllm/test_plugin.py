@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import re
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,12 +79,11 @@ def test_steps_under_another_table_are_not_counted():
     assert made.counters()["rows"] == 4
 
 
-@pytest.mark.parametrize("version", ["0.24.0", "0.25.0", "0.34.0"])
+@pytest.mark.parametrize("version", ["0.24.0", "0.25.0", "0.99.0"])
 def test_other_versions_are_refused_by_name(version, monkeypatch):
     monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", version)
-    with pytest.raises(
-        ConfigError, match=f"does not run in vLLM {version}; install vllm 0.26 to 0.33"
-    ):
+    message = f"does not run in vLLM {version}; install 'vllm{versions.SUPPORTED}'"
+    with pytest.raises(ConfigError, match=message):
         versions.check(on_cpu=False)
 
 
@@ -95,12 +95,18 @@ def test_versions_that_it_runs_in_are_taken(version, on_cpu, monkeypatch):
     versions.check(on_cpu)
 
 
+def test_the_extra_installs_what_sparrow_runs_in():
+    project = Path(versions.__file__).parents[2] / "pyproject.toml"
+    extras = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
+    assert extras["vllm"] == [f"vllm{versions.SUPPORTED}"]
+
+
 def test_a_worker_of_another_version_is_refused_before_it_takes_memory(monkeypatch):
-    monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", "0.34.0")
+    monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", "0.99.0")
     monkeypatch.setattr(config, "requested", lambda of: Decoding.lossy(SCHEDULE))
     from sparrow.vllm import patches
 
-    with pytest.raises(ConfigError, match=r"does not run in vLLM 0\.34\.0"):
+    with pytest.raises(ConfigError, match=r"does not run in vLLM 0\.99\.0"):
         patches._checked_init_device(lambda worker: None)(
             SimpleNamespace(vllm_config=vllm_config())
         )
