@@ -87,7 +87,7 @@ ALLOWED = {
         "attention.int8",
         "attention.pages",
     ],
-    "engines": [],
+    "engines": ["decoding", "engines.base", "engines.registry", "model", "rollout", "schedule"],
     "engines.base": ["mismatch", "rollout", "schedule"],
     "engines.registry": ["decoding", "engines.base", "settings"],
     "engines.measure": ["engines.base", "mismatch", "mismatch.tokens", "rollout", "schedule"],

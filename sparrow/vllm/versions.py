@@ -17,9 +17,11 @@ from torch import Tensor
 from sparrow.errors import ConfigError
 
 SUPPORTED = ">=0.26"
-"""Earlier versions keep the cache in another layout, and their rejection sampling is slightly
-biased.
+"""What Sparrow runs in, and what the extra ``vllm`` of pyproject.toml installs.
+
+Earlier versions keep the cache in another layout, and their rejection sampling is slightly biased.
 """
+OLDEST_ON_CPU = "0.32"
 PROVEN = {"0.26": "2.11", "0.29": "2.11", "0.30": "2.11", "0.31": "2.11", "0.33": "2.11"}
 """What was found exact on GPUs, in both modes: vLLM, and the torch that it ran with
 (``benchmarks/results/vllm_versions``). Others start too if their self-check passes.
@@ -35,11 +37,13 @@ def check(on_cpu: bool) -> None:
 
     if not SpecifierSet(SUPPORTED).contains(vllm.__version__, prereleases=True):
         raise ConfigError(
-            f"Sparrow does not run in vLLM {vllm.__version__}; install vllm 0.26 or later, or drop the schedule"
+            f"Sparrow does not run in vLLM {vllm.__version__}; install 'vllm{SUPPORTED}', "
+            "or drop the schedule"
         )
-    if on_cpu and Version(vllm.__version__).release < (0, 32):
+    if on_cpu and Version(vllm.__version__).release < Version(OLDEST_ON_CPU).release:
         raise ConfigError(
-            f"Sparrow runs on CPU with vLLM 0.32 or later, not with {vllm.__version__}; use a GPU"
+            f"Sparrow runs on CPU from vLLM {OLDEST_ON_CPU} on, not with {vllm.__version__}; "
+            "use a GPU"
         )
 
 

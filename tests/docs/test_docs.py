@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sparrow.cli.commands.audit import STOCK
-from sparrow.cli.loading import load_problems, load_task_spec, parse_spec
+from sparrow.cli.loading import load_problems, load_task_spec
+from sparrow.engines.registry import parse_engine
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.tasks import Mixture, Trace, build_tokenizer
 from tests.conftest import tiny_model
@@ -142,9 +142,10 @@ def test_examples_of_every_form_of_text_are_read(monkeypatch, tmp_path):
     assert isinstance(load_problems(None, forms["a dataset"], tokenizer), Mixture)
     judged = load_problems(None, forms["a dataset"][:1], tokenizer, reward=forms["a reward"][0])
     assert judged.problem(0).verify("anything") == 1.0
-    assert [parse_spec(text)[1] for text in forms["an engine"][:3]] == [
+    engines = [parse_engine(text) for text in forms["an engine"]]
+    assert [engine.options for engine in engines[:3]] == [
         {},
         {},
         {"gpu_memory_utilization": 0.5, "max_model_len": 4096},
     ]
-    assert all(text.startswith(STOCK) for text in forms["an engine"][5:])
+    assert [engine.kind.is_stock for engine in engines] == [False] * 5 + [True] * 3

@@ -157,8 +157,8 @@ def test_a_fixed_number_of_drafts_takes_other_schedulers():
 @pytest.mark.parametrize(
     ("version", "on_cpu", "message"),
     [
-        ("0.24.0", False, "does not run in vLLM 0.24.0; install vllm 0.26 or later"),
-        ("0.31.0", True, "on CPU with vLLM 0.32 or later, not with 0.31.0"),
+        ("0.24.0", False, "does not run in vLLM 0.24.0; install 'vllm>="),
+        ("0.31.0", True, "on CPU from vLLM 0.32 on, not with 0.31.0"),
     ],
 )
 def test_versions_it_cannot_run_in_are_refused(version, on_cpu, message, monkeypatch):

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import re
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,9 +86,8 @@ def test_steps_under_another_table_are_not_counted():
 @pytest.mark.parametrize("version", ["0.24.0", "0.25.0"])
 def test_other_versions_are_refused_by_name(version, monkeypatch):
     monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", version)
-    with pytest.raises(
-        ConfigError, match=f"does not run in vLLM {version}; install vllm 0.26 or later"
-    ):
+    message = f"does not run in vLLM {version}; install 'vllm{versions.SUPPORTED}'"
+    with pytest.raises(ConfigError, match=message):
         versions.check(on_cpu=False)
 
 
@@ -98,6 +98,12 @@ def test_other_versions_are_refused_by_name(version, monkeypatch):
 def test_versions_that_it_runs_in_are_taken(version, on_cpu, monkeypatch):
     monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", version)
     versions.check(on_cpu)
+
+
+def test_the_extra_installs_what_sparrow_runs_in():
+    project = Path(versions.__file__).parents[2] / "pyproject.toml"
+    extras = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
+    assert extras["vllm"] == [f"vllm{versions.SUPPORTED}"]
 
 
 def test_a_worker_of_another_version_is_refused_before_it_takes_memory(monkeypatch):

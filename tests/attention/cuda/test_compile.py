@@ -113,6 +113,22 @@ def test_the_compilers_words_reach_the_user():
         )
 
 
+@pytest.mark.parametrize(
+    "changed, reason",
+    [
+        (dict(D=96), "rows of 4, 8 or 16 chunks"),
+        (dict(G=9), "columns of one tile"),
+        (dict(BINS=512), "each of 32 lanes counts 32 bins"),
+        (dict(RECENT=0), "the newest page, filled in part, is never ranked"),
+        (dict(FP8_CACHE=1, INT8_CACHE=1), "the cache has one format"),
+    ],
+)
+def test_what_the_source_takes_for_granted_is_said_where_it_does_not_hold(changed, reason):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    with pytest.raises(RuntimeError, match=reason):
+        compiled("decode.cu", tuple((DEFINES | changed).items()), "sm_90")
+
+
 def test_a_gpu_that_is_not_there_is_named():
     assert "for Hopper GPUs" in unsupported_reason(16, 128, 2, torch.bfloat16, torch.device("cpu"))
 
