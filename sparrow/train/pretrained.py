@@ -69,7 +69,7 @@ def _cast(model: PreTrainedModel, name: str, weight: Tensor, dtype: torch.dtype 
     return weight.to(dtype)
 
 
-def _read_json(name_or_path: str, file: str) -> dict[str, Any]:
+def _read_json(name_or_path: str | None, file: str) -> dict[str, Any]:
     """A file of the checkpoint that was loaded, which lies on this machine; empty if there is none."""
     if not name_or_path:
         return {}

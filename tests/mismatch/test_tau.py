@@ -117,7 +117,7 @@ def test_what_dense_rollouts_do_not_hold_is_told_in_a_sentence():
         said is not None
         and "dense rollouts of this engine have p5 0.951 [0.948, 0.955], so no schedule" in said
     )
-    assert "holds 0.98; lower tau, or bring engine and trainer closer" in said
+    assert "can be shown to hold 0.98; lower tau, or bring engine and trainer closer" in said
     assert Tau(0.955).out_of_reach(bins) is None
     # Relative to it 0.9 is far enough away, and 0.99 is not told apart from the ceiling.
     assert Tau(0.9, relative=True).out_of_reach(bins) is None
