@@ -105,7 +105,6 @@ def test_tied_embeddings_are_written_once_wherever_the_weights_were(tmp_path, mo
     assert torch.equal(again.lm_head.weight, made.model.lm_head.weight)
 
 
-@pytest.mark.slow
 def test_reward_rises_and_every_metric_is_there(tmp_path):
     make_trainer(
         tmp_path, steps=16, optimizer=OptimizerConfig(learning_rate=1e-2, token_budget=200)
@@ -129,7 +128,6 @@ def test_reward_rises_and_every_metric_is_there(tmp_path):
     assert sorted(p.name for p in Path(tmp_path, "checkpoints").iterdir()) == ["step-14", "step-16"]
 
 
-@pytest.mark.slow
 def test_a_listener_is_told_of_each_phase(tmp_path):
     told = []
     optimizer = OptimizerConfig(learning_rate=3e-3, token_budget=200, minibatches=2)
@@ -139,7 +137,6 @@ def test_a_listener_is_told_of_each_phase(tmp_path):
     assert told == ["ceiling", "rollout", "score", "update", "step"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["none", "sequence_tis", "geometric_tis", "icepop", "sparse_rl", "obrs", "m2po"]
 )
@@ -148,7 +145,6 @@ def test_every_correction_trains(tmp_path, kind):
     assert metrics_of(tmp_path)[0]["correction"]["weight_mean"] >= 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("advantage", ["dr_grpo", "rloo"])
 def test_every_advantage_and_minibatches_train(tmp_path, advantage):
     optimizer = OptimizerConfig(learning_rate=1e-3, minibatches=2, warmup_steps=4, token_budget=100)
@@ -156,7 +152,6 @@ def test_every_advantage_and_minibatches_train(tmp_path, advantage):
     assert metrics_of(tmp_path)[0]["learning_rate"] == pytest.approx(1e-3 / 4)
 
 
-@pytest.mark.slow
 def test_token_budget_and_checkpointing_do_not_change_the_update(tmp_path):
     results = []
     for i, changes in enumerate(
@@ -178,7 +173,6 @@ def test_token_budget_and_checkpointing_do_not_change_the_update(tmp_path):
         assert (results[0] - other).abs().median() < 1e-6
 
 
-@pytest.mark.slow
 def test_checkpointing_recomputes_layers_in_updates_and_lets_the_actor_decode(tmp_path):
     calls = []
     for checkpointing in (False, True):
@@ -195,7 +189,6 @@ def test_checkpointing_recomputes_layers_in_updates_and_lets_the_actor_decode(tm
     assert calls == [1, 2]
 
 
-@pytest.mark.slow
 def test_resumed_run_equals_one_that_was_never_interrupted(tmp_path):
     make_trainer(tmp_path / "whole", steps=5).train()
 
