@@ -261,7 +261,6 @@ def ctrl_c_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c_interrupts")
 @pytest.mark.parametrize("phase", ["rollout", "update"])
 def test_ctrl_c_saves_the_last_finished_step(tmp_path, phase):
@@ -280,7 +279,6 @@ def test_ctrl_c_saves_the_last_finished_step(tmp_path, phase):
     assert metrics_of(tmp_path) == metrics_of(tmp_path / "whole")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("returned", "message"), [(None, "raised KeyError: 'answer'"), (float("nan"), "returned nan")]
 )
@@ -307,7 +305,6 @@ def test_nan_loss_stops_before_the_weights_change(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True))
 
 
-@pytest.mark.slow
 def test_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, steps=4)
     whole = trainer.accelerator.save_state
@@ -326,7 +323,6 @@ def test_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
     assert metrics_of(tmp_path) == metrics_of(tmp_path / "whole")
 
 
-@pytest.mark.slow
 def test_run_directory_is_not_overwritten(tmp_path):
     make_trainer(tmp_path, steps=1).train()
     with pytest.raises(ConfigError, match="already holds a run"):
@@ -378,7 +374,6 @@ def test_killed_process_resumes(tmp_path):
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
 
 
-@pytest.mark.slow
 def test_the_tail_by_length_reaches_tensorboard_under_stable_names(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -455,7 +450,6 @@ def test_p5_is_logged_beside_that_of_dense_rollouts_of_the_same_engines(tmp_path
     )
 
 
-@pytest.mark.slow
 def test_a_ceiling_is_measured_once_and_survives_a_resumption(tmp_path, monkeypatch):
     measured = []
     real = Trainer._measure_ceiling
