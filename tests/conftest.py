@@ -50,9 +50,10 @@ ARCHITECTURES = {
 }
 
 
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # the processes of ``-n`` share the machine: threads of each would only wait
+ONE_THREAD = "PYTEST_XDIST_WORKER" in os.environ
+"""The processes of ``-n`` share the machine: threads of each would only wait for each other."""
+
+if ONE_THREAD:
     torch.set_num_threads(1)
 
 
@@ -74,12 +75,13 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_call(item):
     """Fail a test that ought to be marked slow.
 
-    Processor time, of child processes too, does not depend on how busy the machine is.
+    Processor time, of child processes too, does not depend on how busy the machine is, unless
+    threads wait for each other: they count while they do.
     """
     before = sum(os.times()[:4])
     result = yield
     used = sum(os.times()[:4]) - before
-    if used > LIMIT_S and not item.get_closest_marker("slow"):
+    if ONE_THREAD and used > LIMIT_S and not item.get_closest_marker("slow"):
         pytest.fail(
             f"took {used:.0f} s of processor time: make it faster, or mark it slow", pytrace=False
         )

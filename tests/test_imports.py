@@ -434,7 +434,6 @@ print(json.dumps(sorted(new & {"triton", "transformers", "vllm"})))
     assert fresh(code) == []
 
 
-@pytest.mark.slow
 def test_the_plugin_loads_no_client_and_no_trainer():
     code = """
 import importlib, json, sys

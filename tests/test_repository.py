@@ -180,6 +180,7 @@ def test_a_test_that_takes_long_fails_unless_it_is_marked(used, mark, fails):
     call = conftest.pytest_runtest_call(SimpleNamespace(get_closest_marker=lambda name: mark))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conftest.os, "times", lambda: next(times))
+        patch.setattr(conftest, "ONE_THREAD", True)
         next(call)
         with pytest.raises(pytest.fail.Exception if fails else StopIteration):
             call.send(None)

@@ -164,7 +164,6 @@ def test_pages_have_the_shape_of_the_lengths():
     assert schedule.pages(40).tolist() == 3
 
 
-@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(schedules(), lengths)
 def test_pages_never_shrink_with_length(schedule, some):

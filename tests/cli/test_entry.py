@@ -20,7 +20,6 @@ COMMANDS_THAT_SAMPLE = ("train", "measure", "calibrate", "eval")
 SMALL = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "8"]
 
 
-@pytest.mark.slow
 def test_train_from_toml_with_overrides_then_report_and_resume(checkpoint, tmp_path, capsys):
     config = tmp_path / "run.toml"
     run = tmp_path / "run"
@@ -59,7 +58,6 @@ def test_train_from_toml_with_overrides_then_report_and_resume(checkpoint, tmp_p
     assert page.exists() and "<html" in page.read_text()
 
 
-@pytest.mark.slow
 def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": " ba = 7\\n ku = 5\\n"}\n{"prompt": " ba = 3\\n"}\n')
@@ -361,7 +359,6 @@ def test_longer_lists_decide_what_short_ones_leave_open(checkpoint, tmp_path, ca
         assert "not known" not in said and " holds" in said
 
 
-@pytest.mark.slow
 def test_cost_by_shape_name_and_by_config(checkpoint, capsys):
     main(["cost", "--model", "qwen3-4b", "--schedule", "qwen3-4b-0.86"])
     printed = capsys.readouterr().out
@@ -389,7 +386,6 @@ def test_cost_by_shape_name_and_by_config(checkpoint, capsys):
     )
 
 
-@pytest.mark.slow
 def test_bad_input_is_one_sentence(checkpoint, tmp_path, capsys):
     base = ["--model", checkpoint, "--run-dir", str(tmp_path / "run"), *SMALL]
     task = ["--task", "trace:lines=4"]

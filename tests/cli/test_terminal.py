@@ -75,7 +75,6 @@ def test_the_version_is_printed(capsys):
     assert stopped.value.code == 0 and capsys.readouterr().out == f"sparrow {__version__}\n"
 
 
-@pytest.mark.slow
 def test_python_m_sparrow_and_a_reader_that_leaves_early():
     done = subprocess.run(
         [sys.executable, "-m", "sparrow", "--version"], capture_output=True, text=True

@@ -14,7 +14,6 @@ from sparrow.tasks import build_tokenizer
 from tests.conftest import fails, tiny_model
 
 
-@pytest.mark.slow
 def test_interrupted_evaluation_ends_with_the_same_table(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "CHUNK", 2)
     arguments = [
@@ -102,7 +101,6 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.slow
 def test_samples_belong_to_model_weights_temperature_length_seed_schedule_and_precision(
     tmp_path, engine_calls, capsys
 ):

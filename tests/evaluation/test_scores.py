@@ -17,7 +17,6 @@ def test_pass_at_k_by_hand():
         pass_at_k(rewards, 5)
 
 
-@pytest.mark.slow
 def test_pass_at_k_is_unbiased():
     rng = np.random.default_rng(0)
     rewards = (rng.random((20000, 6)) < 0.3).astype(float)

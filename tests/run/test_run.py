@@ -114,7 +114,6 @@ def test_two_runs_in_one_directory_are_refused(tmp_path):
         make_trainer(tmp_path, steps=1)
 
 
-@pytest.mark.slow
 def test_a_run_is_not_resumed_while_it_runs(tmp_path):
     def again(event, metrics):
         if event == "step" and metrics["step"] == 3:
@@ -185,7 +184,6 @@ def stopped(tmp_path):
     return tmp_path / "run"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -215,7 +213,6 @@ def test_what_cannot_change_on_resume_is_refused(stopped, changes, named):
     assert (stopped / "config.json").read_bytes() == before and len(metrics_of(stopped)) == 3
 
 
-@pytest.mark.slow
 def test_what_may_change_on_resume_is_said_and_recorded(stopped, caplog):
     optimizer = OptimizerConfig(learning_rate=1e-3, token_budget=200, weight_decay=0.1)
     with caplog.at_level(logging.WARNING):
@@ -237,7 +234,6 @@ def test_what_may_change_on_resume_is_said_and_recorded(stopped, caplog):
     )
 
 
-@pytest.mark.slow
 def test_another_schedule_on_resume_is_used_and_another_layout_refused(stopped, monkeypatch):
     from tests.train import test_trainer
 
@@ -259,7 +255,6 @@ def test_another_schedule_on_resume_is_used_and_another_layout_refused(stopped, 
     assert RunLog.load(stopped).schedules[0].top_k == (0, 1)
 
 
-@pytest.mark.slow
 def test_a_finished_run_is_not_reconfigured(tmp_path):
     make_trainer(tmp_path, steps=2).train()
     before = (tmp_path / "config.json").read_bytes()
@@ -277,7 +272,6 @@ def test_a_finished_run_is_not_reconfigured(tmp_path):
     assert len(metrics_of(tmp_path)) == 3
 
 
-@pytest.mark.slow
 def test_a_setting_that_an_older_run_did_not_record_was_at_its_default(stopped):
     recorded = json.loads((stopped / "config.json").read_text())
     del recorded["train"]["guard"]["patience"], recorded["resumed"]
@@ -305,7 +299,6 @@ def test_one_kind_of_tau_replaces_the_other_on_resume(name, tmp_path):
         }
 
 
-@pytest.mark.slow
 def test_train_resume_and_the_run_directory_suffice(tmp_path, capsys):
     from sparrow.cli import main
 

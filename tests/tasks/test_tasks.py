@@ -225,7 +225,6 @@ def test_reasoner_solves_unseen_programs_greedily(reasoner: Any) -> None:
     assert [p.verify(text) for p, text in zip(problems, texts, strict=True)] == [1.0] * 8
 
 
-@pytest.mark.slow
 def test_reasoner_needs_far_pages_by_degrees(reasoner: Any) -> None:
     import torch
 

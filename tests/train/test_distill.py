@@ -64,7 +64,6 @@ def theta(trainer: Trainer) -> dict[str, torch.Tensor]:
     )
 
 
-@pytest.mark.slow
 def test_theta_is_bit_identical_with_and_without_the_phi_pass(tmp_path):
     without, with_phi = run(tmp_path / "a", DistillConfig()), run(tmp_path / "b", ON)
     assert all(torch.equal(p, theta(with_phi)[name]) for name, p in theta(without).items())
@@ -173,7 +172,6 @@ def test_the_layers_gradients_are_those_of_a_lora():
         assert (coarse - direct).norm() < 0.02 * direct.norm()
 
 
-@pytest.mark.slow
 def test_rollouts_are_those_of_the_merged_actor(tmp_path):
     trainer = run(tmp_path, ON, steps=3)
     merged = model_()
@@ -200,7 +198,6 @@ def test_a_delta_below_the_last_bit_of_rounded_weights_is_not_lost():
     torch.testing.assert_close(found, torch.full_like(found, 2 * 2 * 8 * 1e-4), atol=0, rtol=0.01)
 
 
-@pytest.mark.slow
 def test_both_are_saved_and_resumed_and_the_adapter_is_standard_peft(tmp_path):
     run(tmp_path / "whole", ON, steps=4)
     run(tmp_path / "parts", ON, steps=2)
@@ -226,7 +223,6 @@ def test_both_are_saved_and_resumed_and_the_adapter_is_standard_peft(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(again.parameters, phi, strict=True))
 
 
-@pytest.mark.slow
 def test_the_closed_loop_takes_a_distilled_actor_to_fewer_pages_where_it_holds_tau(tmp_path):
     roomy = SCHEDULE.replace(top_k=(8, 8))
     easy = run(tmp_path / "easy", ON, steps=2, schedule=roomy, closed_loop=True, tau=0.01)

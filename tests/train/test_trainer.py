@@ -134,7 +134,6 @@ def test_tied_embeddings_are_written_once_wherever_the_weights_were(tmp_path, mo
     assert torch.equal(again.lm_head.weight, made.model.lm_head.weight)
 
 
-@pytest.mark.slow
 def test_reward_rises_and_every_metric_is_there(tmp_path):
     make_trainer(
         tmp_path, steps=16, optimizer=OptimizerConfig(learning_rate=1e-2, token_budget=200)
@@ -158,7 +157,6 @@ def test_reward_rises_and_every_metric_is_there(tmp_path):
     assert sorted(p.name for p in Path(tmp_path, "checkpoints").iterdir()) == ["step-14", "step-16"]
 
 
-@pytest.mark.slow
 def test_a_listener_is_told_of_each_phase(tmp_path):
     told = []
     optimizer = OptimizerConfig(learning_rate=3e-3, token_budget=200, minibatches=2)
@@ -168,7 +166,6 @@ def test_a_listener_is_told_of_each_phase(tmp_path):
     assert told == ["ceiling", "rollout", "score", "update", "step"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["none", "sequence_tis", "geometric_tis", "icepop", "sparse_rl", "obrs", "m2po"]
 )
@@ -177,7 +174,6 @@ def test_every_correction_trains(tmp_path, kind):
     assert metrics_of(tmp_path)[0]["correction"]["weight_mean"] >= 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("advantage", ["dr_grpo", "rloo"])
 def test_every_advantage_and_minibatches_train(tmp_path, advantage):
     optimizer = OptimizerConfig(learning_rate=1e-3, minibatches=2, warmup_steps=4, token_budget=100)
@@ -185,7 +181,6 @@ def test_every_advantage_and_minibatches_train(tmp_path, advantage):
     assert metrics_of(tmp_path)[0]["learning_rate"] == pytest.approx(1e-3 / 4)
 
 
-@pytest.mark.slow
 def test_token_budget_and_checkpointing_do_not_change_the_update(tmp_path):
     results = []
     for i, changes in enumerate(
@@ -207,7 +202,6 @@ def test_token_budget_and_checkpointing_do_not_change_the_update(tmp_path):
         assert (results[0] - other).abs().median() < 1e-6
 
 
-@pytest.mark.slow
 def test_checkpointing_recomputes_layers_in_updates_and_lets_the_actor_decode(tmp_path):
     calls = []
     for checkpointing in (False, True):
@@ -224,7 +218,6 @@ def test_checkpointing_recomputes_layers_in_updates_and_lets_the_actor_decode(tm
     assert calls == [1, 2]
 
 
-@pytest.mark.slow
 def test_resumed_run_equals_one_that_was_never_interrupted(tmp_path):
     make_trainer(tmp_path / "whole", steps=5).train()
 
@@ -297,7 +290,6 @@ def ctrl_c_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c_interrupts")
 @pytest.mark.parametrize("phase", ["rollout", "update"])
 def test_ctrl_c_saves_the_last_finished_step(tmp_path, phase):
@@ -316,7 +308,6 @@ def test_ctrl_c_saves_the_last_finished_step(tmp_path, phase):
     assert metrics_of(tmp_path) == metrics_of(tmp_path / "whole")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("returned", "message"), [(None, "raised KeyError: 'answer'"), (float("nan"), "returned nan")]
 )
@@ -343,7 +334,6 @@ def test_nan_loss_stops_before_the_weights_change(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True))
 
 
-@pytest.mark.slow
 def test_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, steps=4)
     whole = trainer.accelerator.save_state
@@ -362,7 +352,6 @@ def test_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
     assert metrics_of(tmp_path) == metrics_of(tmp_path / "whole")
 
 
-@pytest.mark.slow
 def test_run_directory_is_not_overwritten(tmp_path):
     make_trainer(tmp_path, steps=1).train()
     with pytest.raises(ConfigError, match="already holds a run"):
@@ -414,7 +403,6 @@ def test_killed_process_resumes(tmp_path):
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
 
 
-@pytest.mark.slow
 def test_the_tail_by_length_reaches_tensorboard_under_stable_names(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -491,7 +479,6 @@ def test_p5_is_logged_beside_that_of_dense_rollouts_of_the_same_engines(tmp_path
     )
 
 
-@pytest.mark.slow
 def test_a_ceiling_is_measured_once_and_survives_a_resumption(tmp_path, monkeypatch):
     measured = []
     real = Trainer._measure_ceiling

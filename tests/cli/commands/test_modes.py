@@ -381,7 +381,6 @@ def test_vllm_is_told_how_to_decode(monkeypatch, checkpoint):
         )
 
 
-@pytest.mark.slow
 def test_an_auto_run_says_what_it_left_unverified_and_why(checkpoint, tmp_path):
     run = tmp_path / "run"
     schedule = SparsitySchedule((0,), bin_tokens=64, page_size=8, dense_layers=(0,)).to_json()
