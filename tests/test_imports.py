@@ -146,6 +146,7 @@ ALLOWED = {
         "engines.base",
         "engines.hf",
         "engines.vllm",
+        "model",
         "rewards",
         "schedule",
         "settings",

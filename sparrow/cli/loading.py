@@ -28,6 +28,7 @@ from sparrow.decoding import Decoding
 from sparrow.engines import hf
 from sparrow.engines.base import Engine
 from sparrow.errors import ConfigError, place
+from sparrow.model import smollm2
 from sparrow.rewards import Limits, extract_answer, extract_code, verify_code, verify_math
 from sparrow.rewards.sandbox import Isolation
 from sparrow.settings import Count, Settings, read_value
@@ -49,6 +50,9 @@ from sparrow.tasks.prompts import (
 log = logging.getLogger(__name__)
 Precision = Literal["fp32", "bf16"]
 REASONER = "reasoner"
+SMOLLM2 = "smollm2"
+OWN_NAMES = (REASONER, SMOLLM2)
+"""Models that Sparrow finds by itself: one that it brings, and one that is a package."""
 HELD_OUT = 10**9  # the problem stream of evaluation, which no training seed reaches
 
 
@@ -132,8 +136,8 @@ def _by_path(spec: str) -> str:
 def load_model(
     name: str, precision: Precision = "fp32"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model by name or path, or the bundled ``reasoner``, on this process's device; errors as
-    ``hf.load_model``.
+    """A model by name or path, or one of ``OWN_NAMES``, on this process's device; errors as
+    ``model_path`` and ``hf.load_model``.
     """
     disable_progress_bar()  # Sparrow shows its own
     logging.getLogger("accelerate.utils.other").setLevel(
@@ -144,8 +148,15 @@ def load_model(
 
 
 def model_path(name: str) -> str:
-    """A model's name or path; the bundled ``reasoner`` by its path."""
-    return str(resources.files("sparrow") / REASONER) if name == REASONER else name
+    """A model's name or path; those of ``OWN_NAMES`` by their paths.
+
+    Raises ConfigError: see ``smollm2.checkpoint``.
+    """
+    if name == REASONER:
+        return str(resources.files("sparrow") / REASONER)
+    if name == SMOLLM2:
+        return str(smollm2.checkpoint())
+    return name
 
 
 def context_of(model: PreTrainedModel) -> int | None:
