@@ -62,9 +62,9 @@ def sentence(error: Exception) -> str:
 def _reason(error: Exception) -> str:
     """What an error says, without what vLLM and torch advise."""
     if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        text = first["msg"].removeprefix("Value error, ")
+        found = error.errors()[0]
+        name = ".".join(map(str, found["loc"]))
+        text = found["msg"].removeprefix("Value error, ")
         text = f"{name}: {text}" if name else text
     else:
         text = str(error).strip()
