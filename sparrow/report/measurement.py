@@ -54,17 +54,15 @@ def _draw_tail(axes: Axes, bins: list[Mapping[str, Any]]) -> None:
     )
     mean, p5, low, high, ceiling = rows.T
     place = np.arange(len(bins))
-    axes.hlines(
-        ceiling, place - 0.2, place + 0.2, color=theme.MUTED, label="p5 of dense rollouts (ceiling)"
-    )
+    axes.hlines(ceiling, place - 0.2, place + 0.2, color=theme.MUTED, label="p5 of dense rollouts")
     axes.plot(place, mean, marker="s", color=theme.SERIES[2], label="mean")
     axes.vlines(place, low, high, color=theme.SERIES[0], linewidth=4, alpha=0.4)
-    axes.plot(place, p5, marker="o", color=theme.SERIES[0], label="p5, with its 95 % interval")
+    axes.plot(place, p5, marker="o", color=theme.SERIES[0], label="p5, 95 % interval")
     axes.set_xticks(place, [bin_name(b["start"], b["end"]) for b in bins])
     axes.set_xlim(-0.6, len(bins) - 0.4)
     axes.set_xlabel("tokens in the sequence")
     axes.set_ylabel("acceptance rate")
-    axes.legend(loc="lower left")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, columnspacing=1)
 
 
 def _draw_distribution(axes: Axes, report: Mapping[str, Any]) -> None:

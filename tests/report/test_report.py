@@ -450,7 +450,7 @@ def test_a_measurement_is_drawn_from_its_file(tmp_path, monkeypatch, capsys):
     assert isnan(second.interval_low)  # of one sequence
     assert lines == [
         ("mean", [first.mean, second.mean]),
-        ("p5, with its 95 % interval", [first.lower_bound, second.lower_bound]),
+        ("p5, 95 % interval", [first.lower_bound, second.lower_bound]),
     ]
 
 
