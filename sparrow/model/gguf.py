@@ -161,7 +161,7 @@ def _weights(
         if ".attn_q." in name:
             weight = _halves(weight, config.num_attention_heads)
         elif ".attn_k." in name:
-            weight = _halves(weight, config.num_key_value_heads)
+            weight = _halves(weight, config.num_key_value_heads or config.num_attention_heads)
         weights[place] = np.ascontiguousarray(weight, dtype=np.float32)
     return weights
 
