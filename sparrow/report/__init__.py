@@ -1,6 +1,7 @@
 """What a run did: its files read back, the closing table, and one HTML page of figures."""
 
 from sparrow.report.calibration import draw_calibration
+from sparrow.report.measurement import draw_measurement, read_measurement
 from sparrow.report.page import write_report
 from sparrow.report.summary import summary_rows
 from sparrow.run.log import RunLog

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
@@ -432,6 +433,33 @@ def test_a_schedule_is_drawn_alone(tmp_path, capsys):
         assert "is drawn alone and has no steps; give it alone" in " ".join(
             capsys.readouterr().err.split()
         )
+
+
+def test_a_measurement_is_drawn_from_its_file(tmp_path, monkeypatch, capsys):
+    """What is drawn is what was measured; a value that is not known (nan) leaves a gap."""
+    acceptance = np.linspace(0.5, 1, 80)
+    measured = mismatch_report(
+        acceptance, acceptance, np.arange(80), np.repeat([0, 1, 2, 2], 20), bin_tokens=40
+    )
+    path = tmp_path / "tail.json"
+    path.write_text(json.dumps(measured.to_dict()))
+    lines = []
+    plot = Axes.plot
+
+    def spy(axes, x, y, *args, **style):
+        lines.append((style["label"], list(y)))
+        return plot(axes, x, y, *args, **style)
+
+    monkeypatch.setattr(Axes, "plot", spy)
+    main(["report", str(path)])
+    assert "tail.png" in capsys.readouterr().out
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    first, second = measured.bins
+    assert isnan(second.interval_low)  # of one sequence
+    assert lines == [
+        ("mean", [first.mean, second.mean]),
+        ("p5, 95 % interval", [first.lower_bound, second.lower_bound]),
+    ]
 
 
 def test_names():

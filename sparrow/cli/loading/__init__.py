@@ -2,7 +2,14 @@
 
 from sparrow.cli.loading.benchmarks import HELD_OUT, load_benchmark, load_benchmarks
 from sparrow.cli.loading.engines import load_engine, load_scorer
-from sparrow.cli.loading.models import REASONER, Precision, context_of, load_model, model_path
+from sparrow.cli.loading.models import (
+    OWN_NAMES,
+    REASONER,
+    Precision,
+    context_of,
+    load_model,
+    model_path,
+)
 from sparrow.cli.loading.objects import load_object
 from sparrow.cli.loading.problems import DatasetOptions, is_task, load_problems, load_task_spec
 from sparrow.cli.loading.prompts import draw_prompts, encode_prompts, prompt_room, read_prompts

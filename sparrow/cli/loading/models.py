@@ -12,16 +12,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from sparrow.engines import hf
+from sparrow.model import smollm2
 
 Precision = Literal["fp32", "bf16"]
 REASONER = "reasoner"
+SMOLLM2 = "smollm2"
+OWN_NAMES = (REASONER, SMOLLM2)
+"""Models that Sparrow finds by itself: one that it brings, and one that is a package."""
 
 
 def load_model(
     name: str, precision: Precision = "fp32"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model by name or path, or the bundled ``reasoner``, on this process's device; errors as
-    ``hf.load_model``.
+    """A model by name or path, or one of ``OWN_NAMES``, on this process's device; errors as
+    ``model_path`` and ``hf.load_model``.
     """
     disable_progress_bar()  # Sparrow shows its own
     logging.getLogger("accelerate.utils.other").setLevel(
@@ -32,8 +36,15 @@ def load_model(
 
 
 def model_path(name: str) -> str:
-    """A model's name or path; the bundled ``reasoner`` by its path."""
-    return str(resources.files("sparrow") / REASONER) if name == REASONER else name
+    """A model's name or path; those of ``OWN_NAMES`` by their paths.
+
+    Raises ConfigError: see ``smollm2.checkpoint``.
+    """
+    if name == REASONER:
+        return str(resources.files("sparrow") / REASONER)
+    if name == SMOLLM2:
+        return str(smollm2.checkpoint())
+    return name
 
 
 def context_of(model: PreTrainedModel) -> int | None:

@@ -23,6 +23,7 @@ from sparrow.decoding import Decoding
 from sparrow.engines.base import Counters
 from sparrow.engines.registry import Asked
 from sparrow.engines.vllm.client import Client, rollout
+from sparrow.engines.vllm.starting import starting
 from sparrow.errors import ConfigError
 from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
@@ -40,7 +41,7 @@ class VLLMEngine(Client):
             ``gpu_memory_utilization``, ``max_model_len``, ``max_num_seqs`` or ``enforce_eager``.
 
     Raises ConfigError, UnsupportedModel: vLLM is missing or too old, or cannot decode this model
-    under a schedule.
+    under a schedule. EngineError: vLLM does not start, for lack of memory for instance.
     """
 
     def __init__(self, model: str, schedule: SparsitySchedule | Decoding, **options: Any) -> None:
@@ -85,7 +86,7 @@ class VLLMEngine(Client):
         # vLLM reads this when an engine is made. The scheduler must run here so that tensors can be
         # passed as they are.
         in_process = config.variables({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
-        with _undone_if_refused(), in_process:
+        with starting(), _undone_if_refused(), in_process:
             self.llm = LLM(model=model, **{**defaults, **options})
         vllm_config = self.llm.llm_engine.vllm_config
         self._in_process = vllm_config.parallel_config.world_size == 1

@@ -16,6 +16,7 @@ from sparrow.engines.registry import Asked
 from sparrow.engines.vllm.client import rollout
 from sparrow.engines.vllm.engine import VLLMEngine, options_of
 from sparrow.engines.vllm.server import VLLMServer, finished
+from sparrow.engines.vllm.starting import starting
 from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Rollout, Sampling, TopLists
 from sparrow.schedule import SparsitySchedule
@@ -26,7 +27,7 @@ class StockEngine(VLLMEngine):
     """Samples by vLLM in this process, started with the user's ``options`` of ``vllm.LLM`` and
     nothing of Sparrow's.
 
-    Raises ConfigError: vLLM is missing.
+    Raises ConfigError: vLLM is missing. EngineError: it does not start.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -44,7 +45,7 @@ class StockEngine(VLLMEngine):
             config.ENVIRONMENT: None,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-        with config.variables(plain):
+        with starting(), config.variables(plain):
             self.llm = LLM(model=model, **{**defaults, **options})
         vllm_config = self.llm.llm_engine.vllm_config
         self.context = vllm_config.model_config.max_model_len

@@ -1,0 +1,188 @@
+"""Writes a GGUF file of a Llama model as a Hugging Face checkpoint.
+
+llama.cpp stores models in GGUF files: named values, then tensors, most of them quantised. Nothing
+is quantised again here: the checkpoint holds, in float32, the numbers that the file stands for.
+Whatever would make it another model (an architecture or a tokenizer that is not known here, a
+tensor without a place) is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+
+from sparrow.errors import ConfigError
+
+# llama.cpp's names of tensors, and those of transformers.
+TENSORS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+}
+LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+HEAD = "output.weight"  # left out of the file where the embedding is the head too
+CONTROL = 3  # the type of a token that marks the structure of a chat or a document
+
+
+def convert(path: Path, folder: Path) -> None:
+    """Write the model in the GGUF file ``path``, and its tokenizer, into the folder.
+
+    Raises ConfigError: a damaged file, or a model that is not known here. ImportError: the package
+    ``gguf`` is missing.
+    """
+    fields, tensors = _read(path)
+    try:
+        config = _config(fields, tied=HEAD not in tensors)
+        tokenizer = _tokenizer(fields, config)
+    except KeyError as error:
+        raise ConfigError(
+            f"{path} has no field {error}; give a GGUF file of a Llama model"
+        ) from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    save_file(_weights(path, tensors, config), folder / "model.safetensors", {"format": "pt"})
+    config.save_pretrained(folder)
+    generation = GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+    )
+    generation.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The named values of a file, and its tensors by name."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise ConfigError(f"cannot read {path} ({error}); give a whole GGUF file") from error
+    return fields, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def _config(fields: Mapping[str, Any], tied: bool) -> LlamaConfig:
+    _require(fields, "general.architecture", "llama")
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
+        vocab_size=len(fields["tokenizer.ggml.tokens"]),
+        hidden_size=fields["llama.embedding_length"],
+        intermediate_size=fields["llama.feed_forward_length"],
+        num_hidden_layers=fields["llama.block_count"],
+        num_attention_heads=fields["llama.attention.head_count"],
+        num_key_value_heads=fields["llama.attention.head_count_kv"],
+        head_dim=fields["llama.rope.dimension_count"],
+        max_position_embeddings=fields["llama.context_length"],
+        # The file has it in float32; the shortest number that rounds to it is what was meant.
+        rms_norm_eps=float(str(np.float32(fields["llama.attention.layer_norm_rms_epsilon"]))),
+        rope_parameters={"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
+        tie_word_embeddings=tied,
+        bos_token_id=fields["tokenizer.ggml.bos_token_id"],
+        eos_token_id=fields["tokenizer.ggml.eos_token_id"],
+        pad_token_id=fields["tokenizer.ggml.padding_token_id"],
+    )
+
+
+def _tokenizer(fields: Mapping[str, Any], config: LlamaConfig) -> PreTrainedTokenizerFast:
+    """Byte-level BPE. Digits are split off one by one before words are: a number after a space is
+    the space, then its digits.
+    """
+    _require(fields, "tokenizer.ggml.model", "gpt2")
+    _require(fields, "tokenizer.ggml.pre", "smollm")
+    _require(fields, "tokenizer.ggml.add_bos_token", False)
+    pieces = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    bpe = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    types = fields["tokenizer.ggml.token_type"]
+    control = [piece for piece, kind in zip(pieces, types, strict=True) if kind == CONTROL]
+    bpe.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in control])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=pieces[config.bos_token_id],
+        eos_token=pieces[config.eos_token_id],
+        pad_token=pieces[config.pad_token_id],
+        unk_token=pieces[fields["tokenizer.ggml.unknown_token_id"]],
+        chat_template=fields["tokenizer.chat_template"],
+        model_max_length=config.max_position_embeddings,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _require(fields: Mapping[str, Any], name: str, expected: Any) -> None:
+    if fields[name] != expected:
+        raise ConfigError(f"{name} is {fields[name]!r}; only {expected!r} can be converted")
+
+
+def _weights(
+    path: Path, tensors: Mapping[str, Any], config: LlamaConfig
+) -> dict[str, np.ndarray[Any, Any]]:
+    from gguf.quants import dequantize
+
+    places = _places(config)
+    if difference := sorted(places.keys() ^ tensors.keys()):
+        kind = "lacks the tensor" if difference[0] in places else "has a tensor without a place,"
+        raise ConfigError(f"{path} {kind} {difference[0]}; give a whole GGUF file of a Llama model")
+    weights = {}
+    for name, place in places.items():
+        try:
+            weight = dequantize(tensors[name].data, tensors[name].tensor_type)
+        except NotImplementedError as error:
+            kind = tensors[name].tensor_type.name
+            raise ConfigError(
+                f"{path}: {name} is quantised as {kind}, which the package gguf cannot read; "
+                "give a file in Q4_1, Q8_0 or F16"
+            ) from error
+        if ".attn_q." in name:
+            weight = _halves(weight, config.num_attention_heads)
+        elif ".attn_k." in name:
+            weight = _halves(weight, config.num_key_value_heads or config.num_attention_heads)
+        weights[place] = np.ascontiguousarray(weight, dtype=np.float32)
+    return weights
+
+
+def _places(config: LlamaConfig) -> dict[str, str]:
+    """The tensors that a file of this model has, with their names in transformers."""
+    places = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in TENSORS.items()}
+    if not config.tie_word_embeddings:
+        places[HEAD] = "lm_head.weight"
+    for layer in range(config.num_hidden_layers):
+        for ours, theirs in LAYER_TENSORS.items():
+            places[f"blk.{layer}.{ours}.weight"] = f"model.layers.{layer}.{theirs}.weight"
+    return places
+
+
+def _halves(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """The rows of a query or key projection as transformers orders them.
+
+    Rotary embeddings turn pairs of a head's rows. llama.cpp puts the two rows of a pair side by
+    side, transformers into the two halves of the head.
+    """
+    rows, columns = weight.shape
+    pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
+    return pairs.swapaxes(1, 2).reshape(rows, columns)

