@@ -20,7 +20,11 @@ from tests.vllm.tiny_vllm import discoverable
 pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = sorted(p.name for p in DOCS.glob("*.md") if "```python" in p.read_text(encoding="utf-8"))
+PAGES = sorted(
+    str(page.relative_to(DOCS))
+    for page in DOCS.rglob("*.md")
+    if "```python" in page.read_text(encoding="utf-8")
+)
 
 
 @pytest.mark.parametrize("page", PAGES)
