@@ -1,11 +1,14 @@
 # Developer targets; each works after README's test command has set up .venv.
-.PHONY: test lint types format
+.PHONY: test lint types format site
 
 test:
 	.venv/bin/pytest -n 2 --dist loadfile
 
 lint:
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .
+
+site:
+	.venv/bin/mkdocs build --strict
 
 types:
 	.venv/bin/mypy
