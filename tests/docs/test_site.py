@@ -1,6 +1,7 @@
 """The site has every page of docs in its navigation, and its links lead to what exists."""
 
 import logging
+import re
 import runpy
 from pathlib import Path
 
@@ -35,6 +36,26 @@ def test_the_navigation_has_every_page_once():
     config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
     written = [*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]
     assert sorted(pages(config["nav"])) == sorted(str(page.relative_to(DOCS)) for page in written)
+
+
+def anchors(page):
+    """The anchors that the headings of a page have."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
+    words = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[-\s]+", "-", each) for each in words}
+
+
+@pytest.mark.parametrize("name", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_outside_the_docs_lead_to_files_and_headings_that_exist(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)\s:#]+)(?:#([^)\s]+))?\)", text)
+    missing = [
+        (path, anchor)
+        for path, anchor in links
+        if not (ROOT / path).exists() or (anchor and anchor not in anchors(ROOT / path))
+    ]
+    assert links and missing == []
 
 
 def test_a_link_from_the_root_leads_to_the_page(rewrite):
