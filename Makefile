@@ -1,5 +1,5 @@
 # Developer targets; each works after README's test command has set up .venv.
-.PHONY: test test-all lint types format
+.PHONY: test test-all lint types format site
 
 test:
 	.venv/bin/pytest -n 2 --dist loadfile
@@ -9,6 +9,9 @@ test-all:
 
 lint:
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .
+
+site:
+	.venv/bin/mkdocs build --strict
 
 types:
 	.venv/bin/mypy

@@ -255,7 +255,9 @@ def published_run() -> str:
                 )
             )
         rows.append([f"median {median:,} tokens", *cells])
-    return table(["predicted hours, dense / sparse", "16 prompts a step", "32", "64", "128"], rows)
+    return table(
+        ["predicted hours, dense / sparse", "16 prompts per step", "32", "64", "128"], rows
+    )
 
 
 def paper_runs() -> str:
@@ -280,7 +282,7 @@ def paper_runs() -> str:
     head = [
         "run",
         "H200s",
-        "training, GiB a GPU",
+        "training, GiB per GPU",
         "full responses an engine holds",
         "dense",
         "lossy",

@@ -377,7 +377,7 @@ def lossless_training() -> str:
         "p5, actor and trainer",
         "KL",
     ]
-    return table([*head, "tokens a cycle", "rollout of a step"], rows)
+    return table([*head, "tokens per cycle", "rollout of a step"], rows)
 
 
 TABLES = {

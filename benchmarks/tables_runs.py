@@ -173,7 +173,7 @@ def trainers() -> str:
         "p5, first and last (times measured)",
         "mean acceptance",
     ]
-    return table([*head, "p5's floor, mean", "s a step, median"], rows)
+    return table([*head, "p5's floor, mean", "s per step, median"], rows)
 
 
 TABLES = {

@@ -226,7 +226,7 @@ def shapes() -> str:
     """The decode kernels alone: other head dims, dtypes and page sizes."""
     cells: dict[str, Column] = {
         "head dim": "{D}",
-        "tokens a page": "{P}",
+        "tokens per page": "{P}",
         "read limit, us": "{limit_us:.0f}",
         "sparse, us": "{step[us]:.0f}",
         "of limit": lambda case: f"{case['limit_us'] / case['step']['us']:.0%}",

@@ -58,7 +58,7 @@ class Options:
     folder: Path = Path("runs/code_rl")  # Where the model, the problems and the run go.
     out: Path = Path("benchmarks/results/code_rl.json")  # The JSON file of results.
     steps: int = 20  # Training steps.
-    prompts: int = 8  # Prompts a step.
+    prompts: int = 8  # Prompts per step.
     samples: int = 8  # Programs per prompt.
     learning_rate: float = 5e-4  # Learning rate of the reinforcement learning.
     lengths: tuple[int, int] = (2, 4)  # Fewest and most operations of a program.

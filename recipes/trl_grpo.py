@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument(
         "--lines", type=int, default=24, help="length of the programs that are traced"
     )
-    parser.add_argument("--batch", type=int, default=64, help="responses a step, 8 to a prompt")
+    parser.add_argument("--batch", type=int, default=64, help="responses per step, 8 per prompt")
     parser.add_argument("--measure-every", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

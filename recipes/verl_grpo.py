@@ -110,7 +110,7 @@ def main() -> None:
         "--lines", type=int, default=24, help="length of the programs that are traced"
     )
     parser.add_argument(
-        "--prompts", type=int, default=8, help="prompts a step, with 8 responses each"
+        "--prompts", type=int, default=8, help="prompts per step, with 8 responses each"
     )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

@@ -191,7 +191,7 @@ def test_workflows_call_what_exists():
         path.stem: yaml.safe_load(path.read_text())
         for path in (ROOT / ".github/workflows").glob("*.yml")
     }
-    assert set(workflows) == {"test", "nightly", "gpu", "release"}
+    assert set(workflows) == {"test", "nightly", "gpu", "pages", "release"}
     steps = [
         step for w in workflows.values() for job in w["jobs"].values() for step in job["steps"]
     ]

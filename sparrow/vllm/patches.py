@@ -77,11 +77,12 @@ def _checked_init_device(stock: Any) -> Any:
         if decoding is not None:
             versions.check(current_platform.is_cpu())
             config.check_supported(self.vllm_config, decoding, current_platform.is_cpu())
-            selfcheck.check_names(
-                needed(decoding.mode, current_platform.is_cpu()),
-                decoding.is_lossless,
-                current_platform.is_cpu(),
-            )
+            if not versions.is_proven(current_platform.is_cpu()):
+                selfcheck.check_names(
+                    needed(decoding.mode, current_platform.is_cpu()),
+                    decoding.is_lossless,
+                    current_platform.is_cpu(),
+                )
             if decoding.is_lossless:
                 apply(LOSSLESS)
         stock(self, *args, **kwargs)
@@ -100,6 +101,8 @@ def watch(worker: Any, vllm_config: Any) -> None:
     Done to these objects, not to their classes: which runner there is differs, and so does who
     calls it (Ray's executor passes the worker by).
     """
+    from vllm.platforms import current_platform
+
     runner, step, warm_up = (
         worker.model_runner,
         worker.model_runner.execute_model,
@@ -122,7 +125,8 @@ def watch(worker: Any, vllm_config: Any) -> None:
         result = warm_up(*args, **kwargs)
         worker.compile_or_warm_up_model = warm_up  # the check needs a cache that is not in use
         if (runtime := find(vllm_config)) is not None:
-            selfcheck.run(worker, runtime)
+            if not versions.is_proven(current_platform.is_cpu()):
+                selfcheck.run(worker, runtime)
             runtime.begin_serving()
         return result
 

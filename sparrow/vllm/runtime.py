@@ -172,7 +172,9 @@ class Runtime:
         self.drafting.meter.use(budget)
 
     def begin_serving(self) -> None:
-        """vLLM's warm-up is over: steps are a user's from now on."""
+        """vLLM's warm-up is over: steps are a user's from now on, and counters begin at 0."""
+        self.counters()
+        self.acceptance()
         if self.cache.fp8 is not None:
             self.cache.fp8.is_serving = True
 

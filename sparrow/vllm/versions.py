@@ -47,6 +47,14 @@ def check(on_cpu: bool) -> None:
         )
 
 
+def is_proven(on_cpu: bool) -> bool:
+    """Whether both modes were found exact on GPUs in this vLLM, so that it starts unchecked."""
+    import vllm
+
+    major, minor = Version(vllm.__version__).release[:2]
+    return not on_cpu and f"{major}.{minor}" in PROVEN
+
+
 def known() -> str:
     """Which vLLM and torch these are, and with which Sparrow was found exact before."""
     import vllm

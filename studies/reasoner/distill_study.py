@@ -77,7 +77,7 @@ class Options:
     # Seconds after the start beyond which no training step begins; the last measurements are taken
     # then.
     seconds: float = 3600
-    prompts: int = 32  # Prompts a step, 8 samples each.
+    prompts: int = 32  # Prompts per step, 8 samples each.
     learning_rate: float = 1e-3  # Learning rate of the adapter.
     policy_learning_rate: float = 1e-4  # Learning rate of the policy.
     held_out: int = 256  # Problems to measure on.

@@ -58,7 +58,7 @@ class Options:
         None  # Adapter that the actor has from the start, and that is distilled further.
     )
     learning_rate: float = 5e-4  # Learning rate of AdamW.
-    prompts: int = 24  # Prompts a step.
+    prompts: int = 24  # Prompts per step.
     lines: int = 24  # Length of the problems trained on, in lines or steps.
     held_out_lines: int = 32  # Length of the held-out problems.
     held_out: int = 256  # Number of held-out problems.

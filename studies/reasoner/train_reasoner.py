@@ -50,7 +50,7 @@ class Config:
     Attributes: out: folder for the checkpoint and the report. shortest, longest: program lengths to
         train on, in lines. examples: programs per length; sampled with replacement. slip: chance of
         a miscalculated line in the demonstrations. steps: optimizer steps. batch_tokens: padded
-        tokens a step. learning_rate: peak, after ``warmup`` steps, falling linearly to zero over
+        tokens per step. learning_rate: peak, after ``warmup`` steps, falling linearly to zero over
         the last third. hidden, layers, heads, kv_heads, head_dim: model shape; the MLP is three
         times as wide as ``hidden``. rope_theta: base of the rotary embedding; a large one leaves
         dimensions that match content at any distance. test_lines: program lengths to evaluate.

@@ -393,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         rows.append({**what, "reuse": reuse, **measured})
         print(
             f"{mode} {budget} dense layers {kept.dense_layers} reuse {reuse}: mean {measured['mean'][0]} "
-            f"p5 {measured['p5'][0]} tokens a cycle {measured['tokens_a_cycle']}",
+            f"p5 {measured['p5'][0]} tokens per cycle {measured['tokens_a_cycle']}",
             flush=True,
         )
     return study.save(args, rows=rows)

@@ -71,7 +71,7 @@ class Options:
     learning_rate: float = 1e-4  # Learning rate of AdamW.
     correction: str = "token_tis"  # As in sparrow train; of arms that name none.
     distill_rate: float = 1e-3  # Learning rate of the LoRA that DistillSparse trains.
-    prompts: int = 6  # Prompts a step.
+    prompts: int = 6  # Prompts per step.
     samples: int = 8  # Responses to each.
     max_new_tokens: int = 512  # Responses are cut at this many tokens.
     temperature: float = 0.8  # Softmax temperature of actor and policy alike.

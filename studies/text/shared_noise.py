@@ -56,7 +56,7 @@ def chances(p: Tensor, q: Tensor) -> Tensor:
 
 
 def compared(kept: Floats, ks: Sequence[int]) -> dict[str, Any]:
-    """Means of ``kept`` and of tokens a cycle of k drafts, their ratios, and 95 % intervals (whole
+    """Means of ``kept`` and of tokens per cycle of k drafts, their ratios, and 95 % intervals (whole
     texts resampled).
 
     ``at least`` is the mean of a / (2 - a), below which no draft's chance can fall where rejection

@@ -21,7 +21,7 @@ def text_model() -> str:
         f"{card['parameters'] / 1e6:.0f} M parameters, {card['context']:,} tokens of context, trained for "
         f"{card['training_s']:.0f} s on one {card['device']} ({card['tokens_seen'] / 1e6:.0f} M tokens, "
         f"{card['tokens_distinct'] / 1e6:.0f} M of them distinct); held out {', '.join(card['held_out'])}: "
-        f"{card['held_out_loss']:.2f} nats a token. {settings['texts']} texts, {settings['cycles']} cycles of "
+        f"{card['held_out_loss']:.2f} nats per token. {settings['texts']} texts, {settings['cycles']} cycles of "
         f"{max(settings['drafts'])} drafts in each.\n"
     )
 
@@ -52,7 +52,7 @@ def text_acceptance() -> str:
             ]
         )
     head = ["tokens read", "dense layers", "drafts: mean", "p5", "lossy actor: mean", "p5"]
-    return table([*head, *(f"tokens a cycle, k = {k}" for k in counts)], rows)
+    return table([*head, *(f"tokens per cycle, k = {k}" for k in counts)], rows)
 
 
 def text_lengths() -> str:
@@ -125,7 +125,7 @@ def text_shared_noise() -> str:
         "at least, a / (2 - a)",
     ]
     return table(
-        [*head, *(f"tokens a cycle, k = {k}: rejection; drafter-invariant" for k in counts)], rows
+        [*head, *(f"tokens per cycle, k = {k}: rejection; drafter-invariant" for k in counts)], rows
     )
 
 
@@ -151,7 +151,7 @@ def text_vllm(study: str) -> str:
     head = [
         "position",
         "cycles",
-        "tokens a cycle in vLLM",
+        "tokens per cycle in vLLM",
         "predicted for the same cycles",
         "",
         "mean acceptance",
@@ -182,9 +182,9 @@ def text_draft_weights() -> str:
     head = [
         "position",
         "cycles, own weights",
-        "tokens a cycle",
+        "tokens per cycle",
         "cycles, weights in fp8",
-        "tokens a cycle",
+        "tokens per cycle",
     ]
     return table(head, rows)
 
@@ -208,7 +208,7 @@ def text_budgets() -> str:
     head = [
         "tokens read",
         "weights",
-        "tokens a cycle in vLLM",
+        "tokens per cycle in vLLM",
         "predicted",
         "mean acceptance",
         "6,144 to 8,192",
@@ -239,7 +239,7 @@ def _bytes(study: str, cells: Callable[[Row], list[str]], head: list[str]) -> st
             ]
             rows.append([*cells(row), f"{row['tokens_read']:,.0f}", *shown])
     return table(
-        [*head, "bytes read, in tokens of a layer", "mean", "p5", "tokens a cycle, k = 8"], rows
+        [*head, "bytes read, in tokens of a layer", "mean", "p5", "tokens per cycle, k = 8"], rows
     )
 
 
@@ -295,7 +295,7 @@ def text_uneven(study: str) -> str:
         "bytes read, in tokens of a layer",
         "mean",
         "p5",
-        "tokens a cycle, k = 8",
+        "tokens per cycle, k = 8",
     ]
     return table(head if study == "even" else [study, *head, "p5 minus even, same bytes"], rows)
 
@@ -334,7 +334,7 @@ def text_distill_setting() -> str:
     dense = " and ".join(map(str, schedule["dense_layers"])) or "none"
     pages = schedule["top_k"][0] + schedule["sink_pages"] + schedule["recent_pages"]
     return (
-        f"Held-out loss {result['model']['held_out_loss']:.2f} nats a token. "
+        f"Held-out loss {result['model']['held_out_loss']:.2f} nats per token. "
         f"Prompts of {s['prompt']} tokens, {s['train']} responses of {s['tokens']} tokens to train on and "
         f"{s['held_out']} held-out ones, temperature 1, float32, {result['machine']}. Schedule: {pages} pages of "
         f"{schedule['page_size']} tokens, sink and recent ones included; dense layers: {dense}. Adapter: rank "
@@ -373,7 +373,7 @@ def text_distill() -> str:
             "its own samples: mean",
             "p5",
             "drafts: mean",
-            *(f"tokens a cycle, k = {k}" for k in counts),
+            *(f"tokens per cycle, k = {k}" for k in counts),
         ],
         rows,
     )
@@ -397,7 +397,7 @@ def reasoner_acceptance() -> str:
         "drafts, k = 4: mean",
         "p5",
     ]
-    return table([*head, "tokens a cycle, k = 4", "tokens a cycle, k = 8"], rows)
+    return table([*head, "tokens per cycle, k = 4", "tokens per cycle, k = 8"], rows)
 
 
 def drafter_invariance() -> str:
@@ -417,7 +417,7 @@ def drafter_invariance() -> str:
         "with the same uniform number",
     ]
     cycles = [
-        f"{how}: tokens a cycle, k = {k}"
+        f"{how}: tokens per cycle, k = {k}"
         for how in ("rejection", "drafter-invariant")
         for k in (4, 8)
     ]

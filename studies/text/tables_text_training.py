@@ -152,7 +152,8 @@ def text_wall_clock_model() -> str:
     o = dense["options"]
     text = (
         f"{dense['device']}; {o['copies']} copies of every head, "
-        f"{dense['token_bytes'] / 1024:.0f} KiB of cache a token; {o['prompts']} prompts x {o['samples']} responses of "
+        f"{dense['token_bytes'] / 1024:.0f} KiB of cache per token; "
+        f"{o['prompts']} prompts x {o['samples']} responses of "
         f"at most {o['max_new_tokens']:,} tokens, temperature {o['temperature']:g}, AdamW at {o['learning_rate']:g}."
         "\n\n"
     )
@@ -184,7 +185,14 @@ def text_wall_clock_rewards() -> str:
         ]
         rows.append([*cells, f"{row['minutes']:.1f}", held])
     first = f"reward, mean of the first {result['rows'][0]['first_steps']} steps"
-    head = ["rollouts", "model", "tokens a response", "tokens a cycle", first, "minutes they took"]
+    head = [
+        "rollouts",
+        "model",
+        "tokens per response",
+        "tokens per cycle",
+        first,
+        "minutes they took",
+    ]
     return table([*head, "policy's held-out reward (at minute)"], rows)
 
 

@@ -140,7 +140,7 @@ def windows(tokens: np.ndarray, count: int, context: int) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: PreTrainedModel, ids: Tensor) -> float:
-    """Mean cross-entropy in nats a token over windows ``[N, T]``, one at a time, in the model's own
+    """Mean cross-entropy in nats per token over windows ``[N, T]``, one at a time, in the model's own
     precision.
     """
     losses = [

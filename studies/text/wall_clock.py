@@ -77,7 +77,7 @@ class Options:
     copies: int = 32  # Copies of every head, a power of 2.
     seconds: float = 480  # Seconds after which no step begins; starting vLLM does not count.
     steps: int = 1000  # The most steps.
-    prompts: int = 8  # Prompts a step.
+    prompts: int = 8  # Prompts per step.
     samples: int = 8  # Responses to each.
     max_new_tokens: int = 2048  # Responses are cut at this many tokens.
     temperature: float = 0.8  # Softmax temperature of actor and policy alike.

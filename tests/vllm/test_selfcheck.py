@@ -23,7 +23,9 @@ def worker_of(sparrow):
 
 
 def check(worker):
-    selfcheck.run(worker, selfcheck.layers_of(worker.vllm_config)[0].impl.runtime)
+    runtime = selfcheck.layers_of(worker.vllm_config)[0].impl.runtime
+    selfcheck.run(worker, runtime)
+    runtime.begin_serving()
 
 
 def log_of(monkeypatch):
@@ -238,7 +240,23 @@ def test_versions_said_to_be_exact_are_those_that_were_found_so():
     assert dict(sorted(found.items())) == versions.PROVEN
 
 
-def test_a_version_that_was_never_run_starts(monkeypatch):
+@pytest.mark.parametrize(
+    ("version", "on_cpu", "proven"),
+    [
+        ("0.33.1", False, True),
+        ("0.33.1", True, False),
+        ("0.32.0", False, False),
+    ],
+)
+def test_what_was_found_exact_on_gpus_starts_there_without_the_check(
+    version, on_cpu, proven, monkeypatch
+):
+    monkeypatch.setattr(vllm, "__version__", version)
+    assert versions.is_proven(on_cpu) == proven
+
+
+def test_a_version_that_was_never_run_starts_with_the_check(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.41.0")
     versions.check(on_cpu=False)
+    assert not versions.is_proven(on_cpu=False)
     assert "vLLM 0.41.0 and torch" in versions.known()
