@@ -111,7 +111,8 @@ def find(
     def acceptance(schedule: SparsitySchedule) -> Floats:
         return flatten(trajectories.acceptance(schedule))[0]
 
-    best, lost = float(flatten(trajectories.ceiling())[0].mean()), []
+    best = float(flatten(trajectories.ceiling())[0].mean())
+    lost = []
     for layer in sparse:
         listener(f"budgets of heads: scoring with layer {layer} alone sparse")
         others = tuple(other for other in range(layers) if other != layer)

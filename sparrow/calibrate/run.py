@@ -76,7 +76,8 @@ def calibrate_engine(
         raise ConfigError(
             "rounds on policy need a pass to refine what they start from; raise refine, or on_policy=0"
         )
-    fewest, tau = min(budgets), Tau(target, relative)
+    fewest = min(budgets)
+    tau = Tau(target, relative)
     ceiling: tuple[BinMismatch, ...] = ()  # of the last rollouts, had they been dense
 
     def search(
@@ -86,7 +87,8 @@ def calibrate_engine(
         some = prompts if number == on_policy else prompts[: max(PILOT, len(prompts) // 10)]
         longer: Sampling | None = sampling
         while longer:
-            sampling, seed = longer, longer.seed + number
+            sampling = longer
+            seed = longer.seed + number
             listener(f"round {number}: sampling {len(some)} responses")
             trajectories = Trajectories(
                 engine, scorer, some, replace(sampling, seed=seed), folder, behaviour, made_by

@@ -177,7 +177,8 @@ def _table(bins: Iterable[int], pages: Iterable[int]) -> tuple[int, ...]:
     """A schedule's table, which never shrinks, from the budgets of these rising ``bins``. Any other
     bin (of prompts, joined to the first, or between short and long prompts) gets the budget of the
     next longer one."""
-    measured, rising = list(bins), np.maximum.accumulate(list(pages)).tolist()
+    measured = list(bins)
+    rising = np.maximum.accumulate(list(pages)).tolist()
     return tuple(rising[i] for i in np.searchsorted(measured, range(measured[-1] + 1)))
 
 
@@ -204,7 +205,8 @@ def _wanted(
     if all are.
     """
     wanted: list[int] = []
-    settled, needed = True, -1
+    settled = True
+    needed = -1
     for tried in by_bin:
         fails, enough = _enough(tried, target)
         pages = enough
@@ -246,7 +248,8 @@ def _bin_choice(
     """
     fails, top_k = _enough(tried, target)
     if fails is not None and top_k < ALL_PAGES:
-        low, high = tried[fails].lower, tried[top_k].lower
+        low = tried[fails].lower
+        high = tried[top_k].lower
         top_k = math.ceil(
             (1 + fails) * ((1 + top_k) / (1 + fails)) ** ((target - low) / (high - low)) - 1
         )
@@ -276,7 +279,8 @@ def _is_thin(acceptance: Acceptance, inside: np.ndarray) -> bool:
     """Whether too few of the tokens ``inside`` (bool ``[T]``) lie below p5, or they come from too
     few sequences.
     """
-    tokens, sequences = int(inside.sum()), len(np.unique(acceptance.sequence[inside]))
+    tokens = int(inside.sum())
+    sequences = len(np.unique(acceptance.sequence[inside]))
     return tokens * PERCENTILE < 100 * MIN_SEQUENCES or sequences < MIN_SEQUENCES
 
 
@@ -303,7 +307,8 @@ def _tail(
         first = b
         while _is_thin(acceptance, inside := (bins >= first) & (bins <= b)) and first > bins.min():
             first -= 1
-        alpha, sequence = acceptance.alpha[inside], acceptance.sequence[inside]
+        alpha = acceptance.alpha[inside]
+        sequence = acceptance.sequence[inside]
         position = np.zeros(
             len(alpha), np.int64
         )  # puts everything that was pooled into a single bin

@@ -50,7 +50,9 @@ class Trajectories:
         behaviour: SparsitySchedule | None = None,
         made_by: Mapping[str, Any] | None = None,
     ) -> None:
-        self._scorer, self._temperature, self._folder = scorer, sampling.temperature, folder
+        self._scorer = scorer
+        self._temperature = sampling.temperature
+        self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._behaviour = behaviour = behaviour or SparsitySchedule.dense()
         prompts = [list(map(int, prompt)) for prompt in prompts]

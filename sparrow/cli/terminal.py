@@ -33,11 +33,15 @@ class Progress:
     """
 
     def __init__(self, steps: int) -> None:
-        self._steps, self._done, self._seconds, self._began = steps, 0, 0.0, time.monotonic()
+        self._steps = steps
+        self._done = 0
+        self._seconds = 0.0
+        self._began = time.monotonic()
 
     def __call__(self, event: str, metrics: dict[str, Any]) -> None:
         if event == "step":
-            self._done, self._seconds = metrics["step"], sum(metrics["seconds"].values())
+            self._done = metrics["step"]
+            self._seconds = sum(metrics["seconds"].values())
             note(f"step {self._done}/{self._steps}  {step_line(metrics)}")
         elif event == "evaluated":
             means = ", ".join(
@@ -54,7 +58,8 @@ def step_line(metrics: dict[str, Any]) -> str:
     """A step in a few numbers: reward, tail of acceptance if rollouts were sparse, response length,
     speed, share of the KV cache read.
     """
-    seconds, response = metrics["seconds"], metrics["response"]
+    seconds = metrics["seconds"]
+    response = metrics["response"]
     speed = response["tokens"] / max(seconds["rollout"], 1e-9)
     return (
         f"reward {metrics['reward']['mean']:.3f}  {_acceptance(metrics)}length {response['mean']:.0f}  "
@@ -242,7 +247,8 @@ def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]
     from the dense policy's, and counts in the form of ``Counters.to_dict``."""
 
     def cells(counts: Mapping[str, Any]) -> tuple[str, str, str]:
-        read, drafts = f"{counts['kv']['read_fraction']:.0%}", counts.get("drafts")
+        read = f"{counts['kv']['read_fraction']:.0%}"
+        drafts = counts.get("drafts")
         if not drafts:
             return read, "", ""
         return (

@@ -21,7 +21,9 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 log = logging.getLogger(__name__)
 
-SHORTEST_LISTS, LONGEST_LISTS, LENGTHEN = 20, 1280, 4
+SHORTEST_LISTS = 20
+LONGEST_LISTS = 1280
+LENGTHEN = 4
 """Lengths of the actor's lists of tokens where none is given: the first, the longest, and the
 factor by which lists grow as long as they leave open whether the target is met."""
 

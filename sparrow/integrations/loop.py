@@ -67,7 +67,8 @@ def measured(
         found = measure(engine, engine, prompts, sampling, decoding.schedule)
     finally:
         engine.close()
-    report, ceiling = pool(found, decoding.schedule.bin_tokens, seed), Ceiling()
+    report = pool(found, decoding.schedule.bin_tokens, seed)
+    ceiling = Ceiling()
     if decoding.schedule.is_dense:
         ceiling.measure(report)
     return mismatch_metrics(ceiling.on(report), decoding.schedule.dense_up_to)

@@ -37,7 +37,8 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
         colours = matplotlib.colormaps["Blues"](np.linspace(0.3, 0.95, len(curves)))
         labelled = -1.0
         for (k, rows), colour in zip(sorted(curves.items()), colours, strict=True):
-            middle, (p5, low, high) = rows[:, :2].mean(1), _spread(rows[:, 2:].T)
+            middle = rows[:, :2].mean(1)
+            p5, low, high = _spread(rows[:, 2:].T)
             axes.plot(middle, p5, color=colour, linewidth=1.4)
             axes.fill_between(middle, low, high, color=colour, alpha=0.15, linewidth=0)
             if p5[-1] > labelled + 0.05:  # labels that would overlap are left out

@@ -104,7 +104,8 @@ def _acceptance(logs: Logs) -> list[Figure]:
 
 def _bin_lines(ax: Axes, logs: Logs, log: RunLog, values_SN: np.ndarray) -> None:
     """Draw a value by step and bin; a bin has one colour in every figure."""
-    width, colors = log.bin_tokens, _colors(logs)
+    width = log.bin_tokens
+    colors = _colors(logs)
     for n in np.flatnonzero(np.isfinite(values_SN).any(0)).tolist():
         line(ax, log.steps, values_SN[:, n], colors[n], label=bin_name(n * width, (n + 1) * width))
     step_axis(ax)
@@ -118,7 +119,8 @@ def _colors(logs: Logs) -> list[str]:
 
 def draw_tail(ax: Axes, logs: Logs, log: RunLog) -> None:
     """Draw the p5 of ``log`` by step and bin, on a scale that all ``logs`` share."""
-    lower_SN, upper_SN = log.tail_by_step(), log.upper_tail_by_step()
+    lower_SN = log.tail_by_step()
+    upper_SN = log.upper_tail_by_step()
     _bin_lines(ax, logs, log, lower_SN)
     colors = _colors(logs)
     for n in np.flatnonzero(np.isfinite(upper_SN).any(0)).tolist():
@@ -128,7 +130,8 @@ def draw_tail(ax: Axes, logs: Logs, log: RunLog) -> None:
     sparse = [x for x in logs if x.is_sparse]
     bounds = [tail() for x in sparse for tail in (x.tail_by_step, x.upper_tail_by_step)]
     shown = np.concatenate([[x.tau.value for x in sparse], *(tail.ravel() for tail in bounds)])
-    low, high = np.nanmin(shown), np.nanmax(shown)
+    low = np.nanmin(shown)
+    high = np.nanmax(shown)
     ax.set_ylim(low - 0.06 * (high - low) - 1e-3, high + 0.06 * (high - low) + 1e-3)
     ax.set_ylabel(f"{log.tau.statistic} of acceptance")
     _tau_line(ax, log.tau)
@@ -140,7 +143,8 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
     """
     for i, log in enumerate(logs):
         for b in log.sparse_bins():
-            x, color = b.bin + (0.3 * i - 0.15 if len(logs) > 1 else 0.0), theme.SERIES[i]
+            x = b.bin + (0.3 * i - 0.15 if len(logs) > 1 else 0.0)
+            color = theme.SERIES[i]
             ax.fill_between(
                 [x - 0.13, x + 0.13],
                 b.ceiling_low,

@@ -44,7 +44,8 @@ def setup_rows(log: RunLog) -> list[NamedValue]:
     then the mode if it is dense, lossless or auto, and the schedule if it is not dense (in lossless
     mode, what drafts read).
     """
-    start, now = log.schedules[0], log.schedules[-1]
+    start = log.schedules[0]
+    now = log.schedules[-1]
     schedule = describe_schedule(now)
     if now != start:
         schedule += f"; at the start {describe_schedule(start)}"
@@ -69,7 +70,8 @@ def result_rows(log: RunLog) -> list[NamedValue]:
     """Steps, reward before and after, evaluations, tokens and the share the loss kept, KV read,
     drafts, dial, guard.
     """
-    alarms, kept = log.steps[log.series("guard", "alarm") == 1], log.tokens_kept()
+    alarms = log.steps[log.series("guard", "alarm") == 1]
+    kept = log.tokens_kept()
     rows = [
         ("steps", f"{log.steps[-1]} of {log.train['steps']}"),
         ("reward", _rise(log, log.series("reward", "mean"))),
@@ -102,7 +104,8 @@ def result_rows(log: RunLog) -> list[NamedValue]:
             ),
         ]
     if dial := log.metrics[-1].get("dial"):
-        share, tokens = log.series("dial", "unverified_fraction"), log.series("response", "tokens")
+        share = log.series("dial", "unverified_fraction")
+        tokens = log.series("response", "tokens")
         whole = percent(float(np.average(share, weights=tokens)))
         rows += [
             ("unverified", f"{whole}, at the last step {percent(share[-1])}"),
@@ -146,7 +149,8 @@ def describe_tail(b: BinMismatch, tau: Tau) -> str:
     )
     verdict = tau.verdict(b)
     against = "undecided against" if verdict == "undecided" else verdict
-    low, high = number(b.lower_bound), number(b.upper_bound)
+    low = number(b.lower_bound)
+    high = number(b.upper_bound)
     p5 = f"{low}{interval}" if low == high else f"between {low}{interval} and {high}"
     return f"{p5}, {against} {tau}"
 
@@ -154,7 +158,8 @@ def describe_tail(b: BinMismatch, tau: Tau) -> str:
 def describe_schedule(schedule: SparsitySchedule) -> str:
     if schedule.is_dense:
         return "dense"
-    low, high = schedule.top_k[0], schedule.top_k[-1]
+    low = schedule.top_k[0]
+    high = schedule.top_k[-1]
     top = "all" if high >= ALL_PAGES else f"{high}"
     pages = f"top {low}" if low == high else f"top {low} to {top} by length"
     always = schedule.sink_pages + schedule.recent_pages

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-INK, MUTED, GRID = "#1f2328", "#5d6670", "#e3e6ea"
+INK = "#1f2328"
+MUTED = "#5d6670"
+GRID = "#e3e6ea"
 PAGE = "#ffffff"
 DARK = {
     "page": "#14171b",
@@ -19,7 +21,9 @@ DARK = {
     "below": "#f2955b",
 }
 """The page's colours for readers who prefer dark pages; figures are inverted there."""
-BELOW, ABOVE = "#c2500a", "#1f6fb5"  # where the tail is below tau, above it
+# where the tail is below tau, above it
+BELOW = "#c2500a"
+ABOVE = "#1f6fb5"
 SERIES = ("#1f6fb5", "#d9730d", "#16826b", "#a14690")
 BINS = (
     "#c28400",

@@ -29,13 +29,11 @@ from sparrow.errors import CheckpointError, ConfigError
 from sparrow.files import write_text
 from sparrow.schedule import SparsitySchedule
 
-CONFIG, METRICS, ROLLOUTS, STATE, LOCK = (
-    "config.json",
-    "metrics.jsonl",
-    "rollouts.jsonl",
-    "state.json",
-    "lock",
-)
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+ROLLOUTS = "rollouts.jsonl"
+STATE = "state.json"
+LOCK = "lock"
 EVALUATIONS = "evaluations.jsonl"
 RECORDED = {
     "step",
@@ -300,7 +298,8 @@ class RunDir:
 
     def finish(self, kind: Kind, step: int) -> None:
         """Rename the filled folder to ``step-N``."""
-        partial, target = self._partial(kind, step), self._folder(kind, step)
+        partial = self._partial(kind, step)
+        target = self._folder(kind, step)
         for path in partial.rglob("*"):
             if path.is_file():
                 with open(path, "rb") as file:
@@ -312,7 +311,8 @@ class RunDir:
         """Link ``exports/best`` to the export of ``step``, or remove the link if there is no such
         export.
         """
-        link, fresh = self.path / "exports" / "best", self.path / "exports" / "partial-best"
+        link = self.path / "exports" / "best"
+        fresh = self.path / "exports" / "partial-best"
         if step is None or not self._folder("exports", step).is_dir():
             link.unlink(missing_ok=True)
             return

@@ -262,10 +262,8 @@ class RunLog:
 
     def tokens_kept(self) -> float:
         """Share of the response tokens that the correction left in the loss, over the whole run."""
-        masked, tokens = (
-            self.series("correction", "masked_fraction"),
-            self.series("response", "tokens"),
-        )
+        masked = self.series("correction", "masked_fraction")
+        tokens = self.series("response", "tokens")
         return float(1 - np.average(masked, weights=tokens))
 
 

@@ -425,7 +425,8 @@ class TrainConfig(Settings):
             valid,
             "1, and top_k left out, with lossless rollouts: drafts may not be truncated",
         )
-        rollout, window = self.rollout, self.reward.overlong_window
+        rollout = self.rollout
+        window = self.reward.overlong_window
         fits = window is None or window <= rollout.max_new_tokens
         require(
             self.reward,

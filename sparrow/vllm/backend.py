@@ -157,10 +157,8 @@ class SparseBuilder(VLLMClass):
             return
         # Whatever vLLM itself runs in lossless mode is dense: prefill, verification, and steps
         # without drafts. Its layers know that, and metadata is built by vLLM alone.
-        nothing, whole_batch = (
-            torch.empty(0, dtype=torch.int32, device=device),
-            Prefill(slice(None)),
-        )
+        nothing = torch.empty(0, dtype=torch.int32, device=device)
+        whole_batch = Prefill(slice(None))
         self._layers.set_dense(
             Step(0, nothing, nothing, nothing.view(0, 1), (whole_batch,), self._layers)
         )
@@ -207,7 +205,8 @@ class SparseBuilder(VLLMClass):
     def _copied_prefills(self, common: Any, rows: int) -> list[Prefill]:
         """The rows after the first ``rows``, in groups that read a copy of their blocks."""
         assert self.runtime is not None
-        upper_bound, start = common.seq_lens_cpu_upper_bound, common.query_start_loc_cpu.numpy()
+        upper_bound = common.seq_lens_cpu_upper_bound
+        start = common.query_start_loc_cpu.numpy()
         lengths = (common.seq_lens.cpu() if upper_bound is None else upper_bound).numpy()[
             : common.num_reqs
         ]
@@ -215,10 +214,8 @@ class SparseBuilder(VLLMClass):
         if self.runtime.cache.fp8 is not None:
             flags = common.is_prefilling
             in_prefill = 0 if flags is None else int(np.count_nonzero(flags.numpy()[:rows]))
-            table, computed = (
-                common.block_table_tensor[: common.num_reqs],
-                lengths - np.diff(start)[: common.num_reqs],
-            )
+            table = common.block_table_tensor[: common.num_reqs]
+            computed = lengths - np.diff(start)[: common.num_reqs]
             self.runtime.cache.fp8.begin_step(in_prefill, table, computed, block_tokens)
         lengths = lengths[rows:]
         prefills = []
@@ -235,7 +232,8 @@ class SparseBuilder(VLLMClass):
 
 def _rows(common: Any, first: int, last: int) -> Any:
     """The sequences ``first .. last - 1`` of a batch; the last ones may end in padding tokens."""
-    upper_bound, start = common.seq_lens_cpu_upper_bound, common.query_start_loc_cpu
+    upper_bound = common.seq_lens_cpu_upper_bound
+    start = common.query_start_loc_cpu
     begin = int(start[first])
     end = common.num_actual_tokens if last == common.num_reqs else int(start[last])
     return common.replace(
@@ -316,11 +314,14 @@ class SparseImpl(VLLMClass):
             assert self.runtime is not None
             keys, values = self.key_value(layer, kv_cache)
             if (stored := self.runtime.cache.in_8_bits) is not None:
-                keys, values = keys.view(stored), values.view(stored)
+                keys = keys.view(stored)
+                values = values.view(stored)
             blocks, K, N, D = keys.shape
-            pages, interior = N // self.runtime.layout.page_size, 2 * K * N * D * kv_cache.itemsize
+            pages = N // self.runtime.layout.page_size
+            interior = 2 * K * N * D * kv_cache.itemsize
             scales_end = interior + (2 * K * N if keys.dtype == torch.int8 else 0)
-            dtype, block = self.runtime.cache.landmark_dtype, kv_cache.stride(0) * kv_cache.itemsize
+            dtype = self.runtime.cache.landmark_dtype
+            block = kv_cache.stride(0) * kv_cache.itemsize
             if block < scales_end + pages * K * D * dtype.itemsize:
                 raise ConfigError(
                     f"a KV block takes {block} bytes, leaving no room for its {pages} landmarks after {scales_end}; "
@@ -404,7 +405,8 @@ class SparseImpl(VLLMClass):
         B = step.rows
         keys, values, marks, scales = self.cache_views(layer, kv_cache)
         for part in step.prefills:
-            cache, at = self._copy(layer, query, kv_cache, part.blocks), part.tokens
+            cache = self._copy(layer, query, kv_cache, part.blocks)
+            at = part.tokens
             metadata = attn_metadata if part.metadata is None else part.metadata
             super().forward(layer, query[at], key[at], value[at], cache, metadata, output[at])
             if step.layers is not None and step.layers.ends_with(layer):
@@ -474,7 +476,8 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         graph_rows = (
             getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0
         )
-        max_rows, device = max(scheduler.max_num_seqs, graph_rows), layer._k_scale.device
+        max_rows = max(scheduler.max_num_seqs, graph_rows)
+        device = layer._k_scale.device
         max_length = vllm_config.model_config.max_model_len
         runtime = Runtime(
             decoding, max_rows, max(max_length, scheduler.max_num_batched_tokens), device
@@ -512,10 +515,8 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
     if layer.impl.runtime is None:
         layer.impl.runtime = runtime
         if layer.impl.is_sparse_layer and schedule.head_budgets:
-            rank, ranks = (
-                get_tensor_model_parallel_rank(),
-                vllm_config.parallel_config.tensor_parallel_size,
-            )
+            rank = get_tensor_model_parallel_rank()
+            ranks = vllm_config.parallel_config.tensor_parallel_size
             layer.impl.head_budgets = runtime.head_budgets(index, spec.num_kv_heads, rank, ranks)
         (
             runtime.model.sparse_layers

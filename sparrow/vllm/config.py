@@ -128,11 +128,9 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
     ConfigError: a vLLM feature that has to be switched off, or a schedule that does not match the
     model.
     """
-    model, parallel, cache = (
-        vllm_config.model_config,
-        vllm_config.parallel_config,
-        vllm_config.cache_config,
-    )
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    cache = vllm_config.cache_config
     name = getattr(model, "architecture", None) or model.model
     _refuse(
         name,
@@ -141,11 +139,9 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         (model.is_hybrid or model.is_attention_free, "layers without attention"),
         (model.runner_type != "generate", f"the runner {model.runner_type!r}"),
     )
-    spec, is_lossless, dtype = (
-        vllm_config.speculative_config,
-        decoding.is_lossless,
-        cache.cache_dtype,
-    )
+    spec = vllm_config.speculative_config
+    is_lossless = decoding.is_lossless
+    dtype = cache.cache_dtype
     cases = (
         (
             spec is not None and not is_lossless,
@@ -208,7 +204,9 @@ def check_layer(asked: Mapping[str, Any]) -> None:
 
     Raises UnsupportedModel: such a layer.
     """
-    dtype, window, kind = asked["kv_cache_dtype"], asked["sliding_window"], asked["attn_type"]
+    dtype = asked["kv_cache_dtype"]
+    window = asked["sliding_window"]
+    kind = asked["attn_type"]
     _refuse(
         "an attention layer",
         (dtype not in KV_CACHE_DTYPES, f"a KV cache in {dtype!r}"),

@@ -177,10 +177,8 @@ def between_graphs(vllm_config: Any) -> tuple[int, int]:
     vLLM captures no decode steps above that number: a step of more sequences than the lower size
     has no CUDA graph.
     """
-    mode, most = (
-        vllm_config.compilation_config.cudagraph_mode,
-        vllm_config.scheduler_config.max_num_seqs,
-    )
+    mode = vllm_config.compilation_config.cudagraph_mode
+    most = vllm_config.scheduler_config.max_num_seqs
     sizes = vllm_config.compilation_config.cudagraph_capture_sizes or []
     if mode is None or not mode.separate_routine() or not any(size >= most for size in sizes):
         return most, most
@@ -216,8 +214,11 @@ def check(vllm_config: Any) -> None:
         return
     # A name under vLLM's own, so that its handlers and VLLM_LOGGING_LEVEL apply.
     logger = init_logger("vllm.sparrow")
-    schedule, decoding, stored = runtime.schedule, runtime.decoding, runtime.cache.in_8_bits
-    model, drafting = runtime.model, runtime.drafting
+    schedule = runtime.schedule
+    decoding = runtime.decoding
+    stored = runtime.cache.in_8_bits
+    model = runtime.model
+    drafting = runtime.drafting
     pages = f"top-k pages of {schedule.page_size} tokens by {schedule.bin_tokens}: {schedule.to_dict()['top_k']}"
     landmarks = f"landmarks ({schedule.landmark_dtype}) {100 * runtime.cache.landmark_share:.1f}% of the KV cache"
     if not runtime.is_lossless:

@@ -38,7 +38,8 @@ class LayerScales:
         self.values = CacheScales(
             *(torch.ones(kv_heads, device=cache.clipped.device) for _ in "kv")
         )
-        self.cache, self.is_set = cache, not cache.sets_scales
+        self.cache = cache
+        self.is_set = not cache.sets_scales
         if not cache.sets_scales:  # vLLM has one for the layer, or one for each kv head
             self.values.k.copy_(layer._k_scale)
             self.values.v.copy_(layer._v_scale)
@@ -139,7 +140,8 @@ def power_of_two(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """The least power of 2 that brings ``MARGIN * largest`` within e4m3's range, 1 for 0; products
     fit ``dtype``.
     """
-    limits, least = torch.finfo(dtype), torch.finfo(FP8).smallest_normal * torch.finfo(FP8).eps
+    limits = torch.finfo(dtype)
+    least = torch.finfo(FP8).smallest_normal * torch.finfo(FP8).eps
     most = np.floor(np.log2(limits.max / FP8_MAX))
     fewest = np.ceil(np.log2(limits.smallest_normal * limits.eps / least))
     exponent = (

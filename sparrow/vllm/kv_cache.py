@@ -44,7 +44,8 @@ def copied_blocks(block_table: Tensor, lengths: np.ndarray, block_tokens: int) -
     ``block_table``, int32 [R, M].
     """
     counts = -(-lengths // block_tokens)
-    row, first = np.repeat(np.arange(len(lengths)), counts), np.cumsum(counts) - counts
+    row = np.repeat(np.arange(len(lengths)), counts)
+    first = np.cumsum(counts) - counts
     place = np.arange(len(row)) - first[row]
     at = torch.from_numpy(row * block_table.stride(0) + place).to(block_table.device)
     most = int(counts.max())
@@ -61,7 +62,8 @@ def groups(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
     for row, length in enumerate(lengths.tolist()):
         if row > first and total + length > COPIED_TOKENS:
             yield first, row
-            first, total = row, 0
+            first = row
+            total = 0
         total += length
     yield first, len(lengths)
 

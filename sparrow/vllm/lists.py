@@ -34,7 +34,8 @@ class ArrayLogprobs(FlatLogprobs):
     def add(self, ids_TN: np.ndarray, logprobs_TN: np.ndarray, rank_T: np.ndarray) -> None:
         """Appends the lists of T tokens; each rank is that of the sampled token, from 1 on."""
         if logprobs_TN.shape[1] > self.width:  # another request of the batch asked for more
-            ids_TN, logprobs_TN = ids_TN[:, : self.width], logprobs_TN[:, : self.width]
+            ids_TN = ids_TN[:, : self.width]
+            logprobs_TN = logprobs_TN[:, : self.width]
         self.token_ids.frombytes(ids_TN.tobytes())
         self.logprobs.frombytes(logprobs_TN.tobytes())
         self.sampled_ranks.extend(rank_T.tolist())

@@ -103,11 +103,9 @@ def watch(worker: Any, vllm_config: Any) -> None:
     """
     from vllm.platforms import current_platform
 
-    runner, step, warm_up = (
-        worker.model_runner,
-        worker.model_runner.execute_model,
-        worker.compile_or_warm_up_model,
-    )
+    runner = worker.model_runner
+    step = worker.model_runner.execute_model
+    warm_up = worker.compile_or_warm_up_model
     begin_step = getattr(
         getattr(runner, "speculator", None), "begin_step", None
     )  # vLLM's speculators have none
@@ -130,7 +128,8 @@ def watch(worker: Any, vllm_config: Any) -> None:
             runtime.begin_serving()
         return result
 
-    runner.execute_model, worker.compile_or_warm_up_model = execute_model, compile_or_warm_up_model
+    runner.execute_model = execute_model
+    worker.compile_or_warm_up_model = compile_or_warm_up_model
 
 
 def follow_weights(worker: Any, vllm_config: Any) -> None:
@@ -215,7 +214,8 @@ def _our_speculator(stock: Any) -> Any:
 def _without_drafting(stock: Any) -> Any:
     @wraps(stock)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        speculator, state = self.speculator, self.execute_model_state
+        speculator = self.speculator
+        state = self.execute_model_state
         if (
             state is None
             or not getattr(speculator, "is_idle", False)
@@ -224,11 +224,13 @@ def _without_drafting(stock: Any) -> Any:
             return stock(self, *args, **kwargs)
         speculator.runtime.count_plain_pass(state.input_batch.num_computed_tokens_np)
         drafts = self.num_speculative_steps
-        self.speculator, self.num_speculative_steps = None, 0
+        self.speculator = None
+        self.num_speculative_steps = 0
         try:
             return stock(self, *args, **kwargs)
         finally:
-            self.speculator, self.num_speculative_steps = speculator, drafts
+            self.speculator = speculator
+            self.num_speculative_steps = drafts
 
     return sample_tokens
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from sparrow.vllm import config
 
-GROUP, NAME = "vllm.general_plugins", "sparrow"  # the entry point, as the package declares it
+# the entry point, as the package declares it
+GROUP = "vllm.general_plugins"
+NAME = "sparrow"
 CUDA = "sparrow.vllm.cuda.CudaBackend"
 CUDA_FLASH = "sparrow.vllm.cuda.CudaFlashBackend"
 CPU = "sparrow.vllm.cpu.CpuBackend"

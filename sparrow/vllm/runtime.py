@@ -254,7 +254,8 @@ class Runtime:
     def counters(self) -> dict[str, int]:
         """What decode steps did since the last call; see ``control.sparrow_counters``."""
         self._settle()
-        counts, self._counts = {"preemptions": 0, **self._counts}, Counter()
+        counts = {"preemptions": 0, **self._counts}
+        self._counts = Counter()
         if self.cache.fp8 is not None and self.cache.fp8.sets_scales:
             counts["kv_clipped"] = int(self.cache.fp8.clipped)
             self.cache.fp8.clipped.zero_()
@@ -283,7 +284,8 @@ class Runtime:
 
     def describe(self) -> dict[str, Any]:
         """What runs where, in plain types."""
-        stored, quantization = self.cache.in_8_bits, self.model.quantization
+        stored = self.cache.in_8_bits
+        quantization = self.model.quantization
         copies = self.drafting.weights
         settings = self.decoding.to_dict() if self.is_lossless else {}
         settings.pop(

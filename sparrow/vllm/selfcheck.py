@@ -375,8 +375,11 @@ def _place(keys: Tensor, layout: Any, max_length: int) -> Place:
 
 def _known(layer: Any, runtime: Any, dtype: torch.dtype, rows: int, T: int, seed: int) -> Known:
     """Draw tokens and queries; scores vary so much that few tokens have most of the weight."""
-    impl, device = layer.impl, layer.kv_cache.device
-    K, H, D = impl.num_kv_heads, impl.num_heads, impl.head_size
+    impl = layer.impl
+    device = layer.kv_cache.device
+    K = impl.num_kv_heads
+    H = impl.num_heads
+    D = impl.head_size
     draws = torch.Generator().manual_seed(seed)
     drawn = torch.randint(-4, 5, (2, K, T, D), generator=draws) / 4
     key_KTD, value_KTD = drawn.to(device)
@@ -445,7 +448,8 @@ def _decode(
     """
     from sparrow.vllm.backend import Step
 
-    T, device = len(place.slots_T), place.slots_T.device
+    T = len(place.slots_T)
+    device = place.slots_T.device
     length_B = (T - 5 * torch.arange(rows, device=device)).clamp(min=1).int()
     top_k_B = torch.full_like(length_B, top_k)
     everything_B = torch.full_like(length_B, ALL_PAGES)
@@ -504,7 +508,9 @@ class _Sequence:
     """
 
     def __init__(self, worker: Any, name: str, blocks: tuple[list[int], ...]) -> None:
-        self._worker, self._name, self._blocks = worker, name, blocks
+        self._worker = worker
+        self._name = name
+        self._blocks = blocks
         self._computed = 0
 
     def prefill(self, tokens: list[int], drafts: int) -> int:
@@ -577,7 +583,8 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
 
     Raises ConfigError: log-probs that differ by more than rounding explains.
     """
-    config, cache = worker.vllm_config, worker.model_runner.kv_cache_config
+    config = worker.vllm_config
+    cache = worker.model_runner.kv_cache_config
     if config.parallel_config.pipeline_parallel_size > 1:  # only the last stage has log-probs
         return
     k = 0
@@ -660,7 +667,8 @@ def distance(found_TV: Tensor, expected_TV: Tensor) -> float:
     finite = expected.isfinite()
     if not torch.equal(finite, found.isfinite()):
         return float("inf")
-    difference, spread = (found - expected)[finite], expected[finite].std()
+    difference = (found - expected)[finite]
+    spread = expected[finite].std()
     return float(difference.square().mean().sqrt() / spread.clamp(min=1e-6))
 
 
@@ -682,7 +690,8 @@ def _unmetered(runtime: Any) -> Iterator[None]:
 def _logits_of(model: Any) -> Iterator[list[Tensor]]:
     """Inside, the list gets what ``compute_logits`` returns, as it is before a sampler changes it."""
     kept: list[Tensor] = []
-    own, stock = vars(model).get("compute_logits"), model.compute_logits
+    own = vars(model).get("compute_logits")
+    stock = model.compute_logits
 
     def compute_logits(*args: Any, **kwargs: Any) -> Any:
         logits = stock(*args, **kwargs)

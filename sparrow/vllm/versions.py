@@ -108,7 +108,8 @@ def cpu_key_value(kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
             f"Sparrow cannot read the cache of vLLM's {isa!r} kernels for CPU; set dtype='float32'"
         )
     blocks, K, N, D = *kv_cache.shape[:3], kv_cache.shape[3] // 2
-    block_stride, offset = kv_cache.stride(0), kv_cache.storage_offset()
+    block_stride = kv_cache.stride(0)
+    offset = kv_cache.storage_offset()
     keys = torch.as_strided(kv_cache, (blocks, K, N, D), (block_stride, 2 * N * D, 1, N), offset)
     values = torch.as_strided(
         kv_cache, (blocks, K, N, D), (block_stride, 2 * N * D, D, 1), offset + N * D

@@ -80,10 +80,8 @@ class Calibrate(WithLists):
         from sparrow.mismatch import Tau
         from sparrow.rollout import Sampling
 
-        layout, tau = (
-            SparsitySchedule.load(self.layout),
-            Tau.chosen(self.target, self.relative_target),
-        )
+        layout = SparsitySchedule.load(self.layout)
+        tau = Tau.chosen(self.target, self.relative_target)
         out = files.check_file(self.out)
         work = files.check_folder(out.with_name(out.name + ".work"))
         engine, scorer, prompts = self.load_sampler(Decoding.lossy(layout))

@@ -52,7 +52,8 @@ class Cost(Command):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        several, share = self.gpus > 1, self.rollout_share
+        several = self.gpus > 1
+        share = self.rollout_share
         require(self, "tensor_parallel", several or self.tensor_parallel == 1, "1 on one GPU")
         require(
             self,
@@ -83,7 +84,8 @@ class Cost(Command):
 
         shape = find_shape(self.model)
         lengths = one_gpu.response_lengths(self.median, self.cutoff, self.responses)
-        schedule, machine = SparsitySchedule.load(self.schedule), MACHINES[self.gpu]
+        schedule = SparsitySchedule.load(self.schedule)
+        machine = MACHINES[self.gpu]
         if self.landmark_dtype is not None:
             schedule = schedule.replace(landmark_dtype=self.landmark_dtype)
         batching = (self.prompt, self.max_batch)

@@ -69,7 +69,10 @@ def dry_run(command: TrainOptions) -> None:
         except SparrowError as error:
             problems.append(str(error))
 
-    decoding, shape, room, cluster = Decoding.lossy("dense"), None, None, None
+    decoding = Decoding.lossy("dense")
+    shape = None
+    room = None
+    cluster = None
     with noting():
         decoding = command.rollout.decoding(command.schedule)
     with noting():
@@ -161,7 +164,8 @@ def _predicted(
     from sparrow.cost import cluster as planning
     from sparrow.cost import response_lengths
 
-    rollout, optimizer = command.rollout, command.optimizer
+    rollout = command.rollout
+    optimizer = command.optimizer
     engine = parse_engine(command.engine)
     options = engine.options
     share = options.get("gpu_memory_utilization", planning.VLLM_SHARE)

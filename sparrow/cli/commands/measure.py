@@ -58,7 +58,8 @@ class Measure(DecodingOptions, WithLists):
             decoding = replace(
                 decoding, adapt_draft_budget=False
             )  # acceptance is measured for one schedule
-        schedule, tau = decoding.schedule, Tau.chosen(self.tau, self.relative_tau)
+        schedule = decoding.schedule
+        tau = Tau.chosen(self.tau, self.relative_tau)
         if self.out:
             files.check_file(self.out)
         engine, scorer, prompts = self.load_sampler(decoding)

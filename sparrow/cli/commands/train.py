@@ -127,10 +127,8 @@ class Train(TrainOptions):
         from sparrow.mismatch import Tau
         from sparrow.train.dial import Dial, price
 
-        shape, responses = (
-            ModelShape.from_config(model.config.to_dict()),
-            self.rollout.prompts * self.rollout.samples,
-        )
+        shape = ModelShape.from_config(model.config.to_dict())
+        responses = self.rollout.prompts * self.rollout.samples
         costs = price(
             shape, MACHINES[self.machine], decoding.schedule, decoding.draft_tokens, responses
         )

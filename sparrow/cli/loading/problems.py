@@ -76,7 +76,8 @@ def load_problems(
         return load_task_spec(task)
     judge = None if reward is None else Judge.of(load_object(reward, "reward"), reward)
     parts = [_load_dataset(spec, tokenizer, room, judge, chat) for spec in datasets]
-    tasks, weights = [task for task, _ in parts], [weight for _, weight in parts]
+    tasks = [task for task, _ in parts]
+    weights = [weight for _, weight in parts]
     return tasks[0] if len(tasks) == 1 else Mixture(tasks, weights)
 
 

@@ -300,7 +300,8 @@ def start(asked: Asked) -> VLLMServer:
     from accelerate import PartialState
 
     urls = asked.spec.rest.split(",")
-    rank, processes = PartialState().process_index, PartialState().num_processes
+    rank = PartialState().process_index
+    processes = PartialState().num_processes
     if len(urls) > processes:
         raise ConfigError(f"{len(urls)} vLLM servers for {processes} processes; give one each")
     return VLLMServer(urls[rank % len(urls)], asked.decoding, controls=rank < len(urls))

@@ -78,5 +78,6 @@ def _reason(error: Exception) -> str:
 
 def _continued(sentence: str) -> str:
     """A sentence as it goes on after a semicolon."""
-    first, second = sentence[:1], sentence[1:2]
+    first = sentence[:1]
+    second = sentence[1:2]
     return first.lower() + sentence[1:] if second.islower() else sentence

@@ -14,7 +14,8 @@ from sparrow.vllm.lossless.measured import (
     Measured,
 )
 
-THINK_EVERY, THINK_DENSE = 8, 32
+THINK_EVERY = 8
+THINK_DENSE = 32
 """Cycles between two comparisons of speed, which cost the host time, with drafts in use and
 without.
 """
@@ -22,7 +23,8 @@ WATCHED = 2
 """Cycles after a comparison whose times are noted where no drafts are in use: noting them costs the
 host time too.
 """
-TRY_AGAIN, TRY_AGAIN_MOST = 4096, 16384
+TRY_AGAIN = 4096
+TRY_AGAIN_MOST = 16384
 """The numbers that lost are tried again after so many cycles, after twice as many and so on, and in
 the end every ``TRY_AGAIN_MOST``: acceptance may have changed while nothing was drafted, but a trial
 costs one sequence some 30 ms."""

@@ -130,10 +130,8 @@ class DraftWeights:
                 "which draft_weights 'fp8' needs; leave draft_weights out"
             )
         kept = [layer for layer in linears if not _can_be_copied(layer)]
-        self.kept_layers, self.kept_bytes = (
-            len(kept),
-            sum(x.nbytes for layer in kept for x in layer.parameters()),
-        )
+        self.kept_layers = len(kept)
+        self.kept_bytes = sum(x.nbytes for layer in kept for x in layer.parameters())
         self.bytes = sum(method.values.nbytes + method.scales.nbytes for _, method in self._copies)
         for layer, method in self._copies:
             layer.quant_method = method

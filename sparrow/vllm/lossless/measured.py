@@ -15,13 +15,16 @@ from statistics import fmean
 
 from sparrow.decoding import acceptance_at
 
-PROBES, DENSE_PROBES = 4, 6
+PROBES = 4
+DENSE_PROBES = 6
 """Cycles timed with a number of drafts, and dense steps, before anything is concluded about them:
 all else is compared with dense steps, and theirs are the times that scatter most."""
-DENSE_ALIKE, ALIKE = 3, 1.03
+DENSE_ALIKE = 3
+ALIKE = 1.03
 """So many dense steps are enough if the longest of them takes no more than this times the shortest.
 """
-TRIED, UNDER_WAY = 2, 3
+TRIED = 2
+UNDER_WAY = 3
 """Cycles with a new number of drafts before the chooser waits for their times, and cycles until
 these must have come: a number that loses is not used again while its first times are still under
 way. One time alone decides nothing, since it may be slow by chance."""

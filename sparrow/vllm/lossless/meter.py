@@ -38,14 +38,13 @@ def _overlap_kernel(
 ):
     """Each program sums min(p, q) over the vocabulary for one draft, and normalises both."""
     row = tl.program_id(0).to(tl.int64)
-    sequence, place = tl.load(sequence_T + row).to(tl.int64), tl.load(place_T + row).to(tl.int64)
+    sequence = tl.load(sequence_T + row).to(tl.int64)
+    place = tl.load(place_T + row).to(tl.int64)
     heat = tl.load(temperature_S + sequence)
     if (place < 0) | (heat == 0.0):
         return
-    p_row, q_row = (
-        target + row * target_stride,
-        draft + sequence * draft_stride + place * draft_step,
-    )
+    p_row = target + row * target_stride
+    q_row = draft + sequence * draft_stride + place * draft_step
     scale = 1.0 / heat if TEMPER else 1.0
     block = tl.arange(0, BLOCK)
     p_max = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -56,15 +55,18 @@ def _overlap_kernel(
         inside = start + block < V
         p = tl.load(p_row + start + block, mask=inside, other=-float("inf")).to(tl.float32)
         q = tl.load(q_row + start + block, mask=inside, other=-float("inf")).to(tl.float32) * scale
-        p_new, q_new = tl.maximum(p_max, p), tl.maximum(q_max, q)
+        p_new = tl.maximum(p_max, p)
+        q_new = tl.maximum(q_max, q)
         p_sum = tl.where(
             p_new == -float("inf"), 0.0, p_sum * tl.exp(p_max - p_new) + tl.exp(p - p_new)
         )
         q_sum = tl.where(
             q_new == -float("inf"), 0.0, q_sum * tl.exp(q_max - q_new) + tl.exp(q - q_new)
         )
-        p_max, q_max = p_new, q_new
-    p_top, q_top = tl.max(p_max, 0), tl.max(q_max, 0)
+        p_max = p_new
+        q_max = q_new
+    p_top = tl.max(p_max, 0)
+    q_top = tl.max(q_max, 0)
     p_all = tl.sum(tl.where(p_max == -float("inf"), 0.0, p_sum * tl.exp(p_max - p_top)), 0)
     q_all = tl.sum(tl.where(q_max == -float("inf"), 0.0, q_sum * tl.exp(q_max - q_top)), 0)
     shared = tl.zeros([BLOCK], tl.float32)
@@ -167,8 +169,12 @@ class Metered:
     def __init__(
         self, schedule: SparsitySchedule, every: int, table: Tensor, logits_SV: Tensor, tally: Tally
     ) -> None:
-        self.schedule, self.table, self.logits_SV, self.tally = schedule, table, logits_SV, tally
-        self._every, self._cycles = every, 0
+        self.schedule = schedule
+        self.table = table
+        self.logits_SV = logits_SV
+        self.tally = tally
+        self._every = every
+        self._cycles = 0
         # The sequences whose logits belong to the drafts that verification will see next.
         self._is_fresh_S = torch.zeros(len(logits_SV), dtype=torch.bool, device=logits_SV.device)
 
@@ -220,7 +226,9 @@ class Meter:
     def __init__(
         self, drafts: Sequence[Tally], budget: int, temper: bool, metered: Metered | None = None
     ) -> None:
-        self._drafts, self.temper, self.metered = drafts, temper, metered
+        self._drafts = drafts
+        self.temper = temper
+        self.metered = metered
         self.use(budget)
 
     def use(self, budget: int) -> None:

@@ -92,7 +92,9 @@ class LosslessScheduler(AsyncScheduler):
             self._logger.warning(
                 "Of the drafts to repeat some were left: this run differs from the one that chose them"
             )
-        taken, self._choices, self._replayed = self._choices, [], None
+        taken = self._choices
+        self._choices = []
+        self._replayed = None
         return [(*choice, len(list(steps))) for choice, steps in groupby(taken)]
 
     def replay(self, choices: Iterable[Choice]) -> None:
@@ -101,7 +103,8 @@ class LosslessScheduler(AsyncScheduler):
 
         Raises ConfigError: drafts that this engine does not choose among.
         """
-        choices, budgets = list(choices), self.chooser.budgets
+        choices = list(choices)
+        budgets = self.chooser.budgets
         for drafts, multiple, _ in choices:
             if drafts not in self._tables or multiple not in budgets:
                 raise ConfigError(
@@ -118,7 +121,8 @@ class LosslessScheduler(AsyncScheduler):
         """Choose for the next step, and where nothing is drafted for some more."""
         length = sum([request.num_computed_tokens for request in self.running]) / rows
         self._plan = self.chooser.plan(rows, length, self._repeated)
-        self._rows, self._repeated = rows, 0
+        self._rows = rows
+        self._repeated = 0
 
     def _repeat(self) -> None:
         """Take the next choice that is to be repeated, if there is one left."""
@@ -136,8 +140,10 @@ class LosslessScheduler(AsyncScheduler):
         """Note a step's time if its sequences all had equally many drafts and the step before had
         as many sequences.
         """
-        last, self._last = self._last, None
-        now, rows = time.perf_counter(), len(scheduled.num_scheduled_tokens)
+        last = self._last
+        self._last = None
+        now = time.perf_counter()
+        rows = len(scheduled.num_scheduled_tokens)
         counts = set(scheduled.num_scheduled_tokens.values())
         if not rows or len(counts) != 1 or not sampled:
             return
@@ -165,7 +171,8 @@ class LosslessScheduler(AsyncScheduler):
         lengths = [request.num_computed_tokens for request in left]
         if not lengths:
             return
-        length, tokens = sum(lengths) / len(lengths), sum(emitted)
+        length = sum(lengths) / len(lengths)
+        tokens = sum(emitted)
         judged = tokens - emitted.count(
             drafts + 1
         )  # after the last of all drafts came one more token

@@ -147,7 +147,8 @@ def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
     from vllm import envs
     from vllm.platforms import current_platform
 
-    model, in_16_bits = vllm_config.model_config, (torch.bfloat16, torch.float16)
+    model = vllm_config.model_config
+    in_16_bits = (torch.bfloat16, torch.float16)
     has_fp8 = on_cpu or (current_platform.is_cuda() and current_platform.has_device_capability(89))
     cases = (
         (

@@ -105,7 +105,8 @@ def _begin_kernel(
     newest = tl.load(newest_S + index, mask=inside, other=0)
     drafts = inside & (sampled > 0) & (cached < limit)
     held = row < S
-    position, own_length = tl.where(drafts, cached, 0), tl.where(drafts, cached + 1, 0)
+    position = tl.where(drafts, cached, 0)
+    own_length = tl.where(drafts, cached + 1, 0)
     tl.store(own_index_R + row, tl.where(drafts, index, -1), mask=held)
     tl.store(ids_R + row, tl.where(drafts, newest, 0), mask=held)
     tl.store(positions_R + row, position, mask=held)
@@ -310,7 +311,8 @@ class SparseDrafter:
     def propose(self, plan: DraftPlan, after: Pass) -> Tensor:
         """See ``Drafter``."""
         vllm = self._vllm
-        B, S = after.batch.num_reqs, vllm.max_num_reqs
+        B = after.batch.num_reqs
+        S = vllm.max_num_reqs
         drafts, budget = plan
         if drafts:
             self._runtime.use_budget(budget)
@@ -395,7 +397,8 @@ class SparseDrafter:
         """The model's logits after the tokens in the input buffers, ``[R, V]``; writes these
         tokens' KV entries.
         """
-        rows, buffers = step.rows, self._vllm.input_buffers
+        rows = step.rows
+        buffers = self._vllm.input_buffers
         with set_forward_context(
             metadata,
             self._vllm.vllm_config,
@@ -417,7 +420,8 @@ class SparseDrafter:
         """One draft step of ``rows`` rows, which also sets up the next step's inputs; this is what
         a graph holds.
         """
-        buffers, runtime = self._vllm.input_buffers, self._runtime
+        buffers = self._vllm.input_buffers
+        runtime = self._runtime
         step = self._step(rows)
         with drafting():
             logits_RV = self._logits(
