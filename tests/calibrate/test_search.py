@@ -363,7 +363,7 @@ def test_an_engine_sleeps_while_a_scorer_scores():
             ]
 
     (found,) = measure(Sampler(), Judge(), [[1, 2]], Sampling(2, 0.7), SparsitySchedule.fixed(1))
-    assert " ".join(calls) == "wake set_schedule generate sleep score"
+    assert " ".join(calls) == "counters wake set_schedule generate sleep score"
     np.testing.assert_allclose(found.lower, [0.25, 0.8], rtol=1e-6)
 
 

@@ -603,7 +603,9 @@ def test_what_an_int8_cache_is_is_told():
 def test_in_lossless_mode_an_fp8_cache_has_vllms_scales(monkeypatch):
     decoding = Decoding.lossless(SCHEDULE)
     made = Runtime(decoding, 4, 100, torch.device("cpu"))
-    made.cache.in_8_bits, made.drafting.meter = torch.float8_e4m3fn, SimpleNamespace(metered=None)
+    made.cache.in_8_bits = torch.float8_e4m3fn
+    made.drafting.meter = SimpleNamespace(metered=None)
+    monkeypatch.setattr(made, "acceptance", dict)  # the meter has nothing to tell
     cache = made.cache.fp8 = fp8.Fp8Cache(torch.device("cpu"), sets_scales=False)
     for of_layer, expected in (
         (torch.tensor(0.25), [0.25, 0.25]),
