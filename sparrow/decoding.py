@@ -40,8 +40,9 @@ METER_EVERY = 16
 about half a percent.
 """
 AUTO_ELSEWHERE = (
-    "mode 'auto' needs sparrow train with its engine hf: vLLM verifies all of a response or nothing, and its prefix "
-    "cache would share blocks that hold unverified tokens; take mode 'lossless' or 'lossy'"
+    "mode 'auto' needs sparrow train with its engine hf: vLLM verifies all of a response or "
+    "nothing, and its prefix cache would share blocks that hold unverified tokens; "
+    "take mode 'lossless' or 'lossy'"
 )
 
 
@@ -112,7 +113,8 @@ class Decoding(LosslessSettings):
                 raise ConfigError(f"{name} must be true or false, got {value!r}")
         if self.adapt_draft_budget and not self.adapt_draft_tokens:
             raise ConfigError(
-                "adapt_draft_budget is true, but adapt_draft_tokens false; switch both on, or both off"
+                "adapt_draft_budget is true, but adapt_draft_tokens false; "
+                "switch both on, or both off"
             )
         if self.draft_weights not in get_args(DraftWeights):
             raise ConfigError(

@@ -98,8 +98,9 @@ def find(
     sparse = [layer for layer in range(layers) if layer not in layout.dense_layers]
     if layout.head_budgets or not sparse or top_k < UNITS:
         raise ConfigError(
-            f"budgets are found for a layout without any, with sparse layers, at {UNITS} pages or more; got "
-            f"{'' if layout.head_budgets else 'no '}head_budgets, {len(sparse)} sparse layers and {top_k} pages"
+            f"budgets are found for a layout without any, with sparse layers, at {UNITS} pages or "
+            f"more; got {'' if layout.head_budgets else 'no '}head_budgets, {len(sparse)} sparse "
+            f"layers and {top_k} pages"
         )
     unit = top_k // UNITS
     even = layout.replace(top_k=(unit * UNITS,))
@@ -118,8 +119,8 @@ def find(
         lost.append(best - float(acceptance(even.replace(dense_layers=others)).mean()))
     if max(lost) <= 0:
         raise ConfigError(
-            f"no layer loses acceptance where it alone keeps {unit * UNITS} pages by score, so no budgets are found; "
-            "sample longer responses, or try smaller budgets"
+            f"no layer loses acceptance where it alone keeps {unit * UNITS} pages by score, so no "
+            "budgets are found; sample longer responses, or try smaller budgets"
         )
     lost_L = np.maximum(lost, LEAST * max(lost))
     listener("budgets of heads: attention that is left unread")
@@ -140,8 +141,8 @@ def find(
     )
     if uneven <= without:
         raise ConfigError(
-            f"at {unit * UNITS} pages by score p5 is {without:.3f} without head_budgets and {uneven:.3f} with those "
-            f"found by {by}; leave them out"
+            f"at {unit * UNITS} pages by score p5 is {without:.3f} without head_budgets and "
+            f"{uneven:.3f} with those found by {by}; leave them out"
         )
     return layout.replace(
         head_budgets=budgets, provenance={**layout.provenance, "head_budgets": found}

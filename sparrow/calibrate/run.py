@@ -70,11 +70,13 @@ def calibrate_engine(
     """
     if len(prompts) < MIN_SEQUENCES:
         raise ConfigError(
-            f"{len(prompts)} responses give no interval of p5, at least {MIN_SEQUENCES} are needed; raise count"
+            f"{len(prompts)} responses give no interval of p5, "
+            f"at least {MIN_SEQUENCES} are needed; raise count"
         )
     if on_policy and not refine:
         raise ConfigError(
-            "rounds on policy need a pass to refine what they start from; raise refine, or on_policy=0"
+            "rounds on policy need a pass to refine what they start from; "
+            "raise refine, or on_policy=0"
         )
     fewest, tau = min(budgets), Tau(target, relative)
     ceiling: tuple[BinMismatch, ...] = ()  # of the last rollouts, had they been dense
@@ -103,7 +105,8 @@ def calibrate_engine(
         def scored(schedule: SparsitySchedule) -> Acceptance:
             pages = sorted({k for k in schedule.top_k if k < ALL_PAGES})
             listener(
-                f"round {number}: scoring with {' to '.join(map(str, pages[:1] + pages[1:][-1:]))} pages"
+                f"round {number}: scoring with {' to '.join(map(str, pages[:1] + pages[1:][-1:]))} "
+                "pages"
             )
             return tokens(trajectories.acceptance(None if schedule == behaviour else schedule))
 
@@ -132,9 +135,9 @@ def calibrate_engine(
     if calibration.schedule.is_dense:
         best = max(tail.lower for tails in calibration.curves.values() for tail in tails)
         raise ConfigError(
-            f"no budget up to {max(budgets)} pages holds {tau.statistic} {target:g} in any length bin: the best lower "
-            f"limit {'of p5 ' if relative else ''}was {best:.3f}; try larger budgets, sample more responses, or lower "
-            "the target"
+            f"no budget up to {max(budgets)} pages holds {tau.statistic} {target:g} in any length "
+            f"bin: the best lower limit {'of p5 ' if relative else ''}was {best:.3f}; try larger "
+            "budgets, sample more responses, or lower the target"
         )
     return calibration
 
@@ -154,11 +157,13 @@ def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: 
     if b.lower_bound >= tau.value:
         return None
     why = (
-        f"the lists of {top_n} tokens hold {b.lower_bound:.3f} of the probability at the 5th percentile"
+        f"the lists of {top_n} tokens hold {b.lower_bound:.3f} of the probability at the 5th "
+        "percentile"
         if one_program
-        else f"dense rollouts have p5 {b.lower_bound:.3f} with this engine and its lists of {top_n} tokens"
+        else f"dense rollouts have p5 {b.lower_bound:.3f} with this engine and its lists of "
+        f"{top_n} tokens"
     )
     return (
-        f"at lengths {b.start}-{b.end} {why}, so no budget can be shown to hold p5 {tau.value:g} there; sample with "
-        "longer ones (--top-n), or lower the target"
+        f"at lengths {b.start}-{b.end} {why}, so no budget can be shown to hold p5 {tau.value:g} "
+        "there; sample with longer ones (--top-n), or lower the target"
     )

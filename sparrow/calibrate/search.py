@@ -289,8 +289,9 @@ def _joined(acceptance: Acceptance, bin_tokens: int) -> np.ndarray:
         if not _is_thin(acceptance, bins <= b):
             return np.maximum(bins, b)
     raise ConfigError(
-        f"{len(bins)} tokens of {len(np.unique(acceptance.sequence))} sequences were measured, at least "
-        f"{100 * MIN_SEQUENCES // PERCENTILE} of {MIN_SEQUENCES} are needed for an interval; sample more"
+        f"{len(bins)} tokens of {len(np.unique(acceptance.sequence))} sequences were measured, at "
+        f"least {100 * MIN_SEQUENCES // PERCENTILE} of {MIN_SEQUENCES} are needed for an interval; "
+        "sample more"
     )
 
 

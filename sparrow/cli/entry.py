@@ -104,8 +104,11 @@ def parse(argv: list[str]) -> Command:
             COMMANDS,
             args=argv,
             prog="sparrow",
-            description="RL rollouts with sparse attention, fast, without breaking the training. --version prints the "
-            "version; --tyro-print-completion SHELL prints completions for bash, zsh or fish.",
+            description=(
+                "RL rollouts with sparse attention, fast, without breaking the training. "
+                "--version prints the version; --tyro-print-completion SHELL prints completions "
+                "for bash, zsh or fish."
+            ),
             config=(tyro.conf.ConsolidateSubcommandArgs,),
         )
     except ConfigError as error:  # an option out of range
@@ -133,7 +136,8 @@ def _check_model(argv: Sequence[str]) -> None:
         and not flags & {"--model", "-h", "--help"}
     ):
         raise ConfigError(
-            f"sparrow {argv[0]} needs --model NAME or PATH; --model reasoner is the small one that comes along"
+            f"sparrow {argv[0]} needs --model NAME or PATH; "
+            "--model reasoner is the small one that comes along"
         )
 
 

@@ -46,7 +46,8 @@ class Progress:
             note(f"step {self._done}/{self._steps}  evaluation {means}")
         elif self._seconds > QUIET_S or not self._done:
             note(
-                f"step {self._done + 1}/{self._steps}  {event}  {time.monotonic() - self._began:.0f} s"
+                f"step {self._done + 1}/{self._steps}  {event}  "
+                f"{time.monotonic() - self._began:.0f} s"
             )
 
 
@@ -57,8 +58,9 @@ def step_line(metrics: dict[str, Any]) -> str:
     seconds, response = metrics["seconds"], metrics["response"]
     speed = response["tokens"] / max(seconds["rollout"], 1e-9)
     return (
-        f"reward {metrics['reward']['mean']:.3f}  {_acceptance(metrics)}length {response['mean']:.0f}  "
-        f"{speed:,.0f} tokens/s  KV read {metrics['kv']['read_fraction']:.0%}  {sum(seconds.values()):.1f} s"
+        f"reward {metrics['reward']['mean']:.3f}  {_acceptance(metrics)}length "
+        f"{response['mean']:.0f}  {speed:,.0f} tokens/s  KV read "
+        f"{metrics['kv']['read_fraction']:.0%}  {sum(seconds.values()):.1f} s"
     )
 
 
@@ -157,8 +159,8 @@ def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: fl
         )
 
     _print_columns(
-        f"acceptance rate of the sparse actor, {report.n_sequences} responses, {report.n_tokens} tokens, "
-        f"bounded by lists of {top_n} tokens",
+        f"acceptance rate of the sparse actor, {report.n_sequences} responses, {report.n_tokens} "
+        f"tokens, bounded by lists of {top_n} tokens",
         ("length", "tokens", "responses", "mean", "p5 between", "95 % interval", str(tau)),
         list(map(row, report.bins)),
     )
@@ -178,8 +180,8 @@ def print_own_samples(report: MismatchReport, off_policy_T: np.ndarray) -> None:
         ],
     )
     print(
-        f"log-probs of the sampled tokens are {off_policy_T.mean():.1g} off the policy's on average, "
-        f"{off_policy_T.max():.1g} at most"
+        f"log-probs of the sampled tokens are {off_policy_T.mean():.1g} off the policy's on "
+        f"average, {off_policy_T.max():.1g} at most"
     )
 
 
@@ -232,8 +234,8 @@ def print_drafts(counts: Mapping[str, Any]) -> None:
             ]
             _print_columns(title, ("length", "drafts", "mean", "p5"), rows)
     Console().print(
-        f"{counts['tokens_per_cycle']:.2f} tokens a cycle, {counts['drafts_per_token']:.2f} drafts a token; all "
-        "have a dense history, which a lossy actor does not"
+        f"{counts['tokens_per_cycle']:.2f} tokens a cycle, {counts['drafts_per_token']:.2f} drafts "
+        "a token; all have a dense history, which a lossy actor does not"
     )
 
 
@@ -256,8 +258,9 @@ def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]
         title, headings, [(mode, f"{off:.1g}", *cells(counts)) for mode, off, counts in rows]
     )
     Console().print(
-        "log p off by: how far tokens' log-probs are from the dense policy's, on average; where that is rounding only, "
-        "samples are exactly the policy's; kept: drafts that verification kept",
+        "log p off by: how far tokens' log-probs are from the dense policy's, on average; where "
+        "that is rounding only, samples are exactly the policy's; "
+        "kept: drafts that verification kept",
         highlight=False,
     )
 

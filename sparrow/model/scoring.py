@@ -190,8 +190,8 @@ class TokenScorer(nn.Module):
             ours = self.model.get_output_embeddings()(hidden)
         if not torch.isfinite(ours).all():
             raise UnsupportedModel(
-                f"the logits of {type(self.model).__name__} are not finite: its weights are damaged, or overflow in "
-                f"{ours.dtype}; load other weights, or another precision"
+                f"the logits of {type(self.model).__name__} are not finite: its weights are "
+                f"damaged, or overflow in {ours.dtype}; load other weights, or another precision"
             )
         if not torch.allclose(direct.float(), ours.float(), rtol=1e-3, atol=1e-3):
             raise UnsupportedModel(

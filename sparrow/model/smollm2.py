@@ -39,8 +39,8 @@ def checkpoint() -> Path:
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"cannot write the model smollm2 to {folder}: {reason}; make room for 600 MB there, or set "
-                "XDG_CACHE_HOME to a folder that has it"
+                f"cannot write the model smollm2 to {folder}: {reason}; make room for 600 MB "
+                "there, or set XDG_CACHE_HOME to a folder that has it"
             ) from error
     return folder
 
@@ -58,7 +58,8 @@ def _source() -> Path:
     for package in (PACKAGE, "gguf"):
         if find_spec(package) is None:
             raise ConfigError(
-                f"the model smollm2 needs the package {package.replace('_', '-')}; install it: {INSTALL}"
+                f"the model smollm2 needs the package {package.replace('_', '-')}; "
+                f"install it: {INSTALL}"
             )
     found = find_spec(PACKAGE)
     folders = map(Path, (found and found.submodule_search_locations) or ())

@@ -22,7 +22,8 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
     evidence = schedule.provenance
     if "curves" not in evidence:
         raise ConfigError(
-            f"{schedule_file} holds no measurements; only schedules from sparrow calibrate can be drawn"
+            f"{schedule_file} holds no measurements; "
+            "only schedules from sparrow calibrate can be drawn"
         )
     import matplotlib
     from matplotlib.figure import Figure

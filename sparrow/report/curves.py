@@ -111,8 +111,10 @@ PANELS: dict[str, list[Panel]] = {
             "Reward",
             "reward",
             _rewards,
-            meaning="mean over the responses of a step, those included that were sampled and replaced; "
-            "below it, where there are several, each dataset's own",
+            meaning=(
+                "mean over the responses of a step, those included that were sampled and replaced; "
+                "below it, where there are several, each dataset's own"
+            ),
         ),
         Panel("Response length", "tokens", of(mean="response.mean", longest="response.max"), 0),
         Panel("Responses that ended by themselves", "%", of(100, ended="response.ended_fraction")),
@@ -165,7 +167,10 @@ PANELS: dict[str, list[Panel]] = {
             "Acceptance of drafts",
             "acceptance rate",
             of(mean="drafts.acceptance", p5="drafts.p5"),
-            meaning="exact, as verification has both distributions: the chance that the dense policy keeps a draft",
+            meaning=(
+                "exact, as verification has both distributions: "
+                "the chance that the dense policy keeps a draft"
+            ),
         ),
     ],
 }

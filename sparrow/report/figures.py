@@ -79,8 +79,8 @@ def _acceptance(logs: Logs) -> list[Figure]:
         Figure(
             f"{log.tau.statistic} of acceptance by length{_of_run(logs, i)}",
             partial(draw_tail, logs=logs, log=log),
-            "5th percentile of the acceptance rate over the tokens that a sparse actor sampled at a length, "
-            "shaded from its lower to its upper bound; dashed, what the run must hold",
+            "5th percentile of the acceptance rate over the tokens that a sparse actor sampled at "
+            "a length, shaded from its lower to its upper bound; dashed, what the run must hold",
         )
         for i, log in enumerate(logs)
         if np.isfinite(log.tail_by_step()).any()
@@ -90,14 +90,15 @@ def _acceptance(logs: Logs) -> list[Figure]:
     last = Figure(
         "p5 by length at the last step",
         partial(draw_last_tail, logs=logs),
-        "dots (of a second run, diamonds): lower bounds with their 95 % interval from resampling responses; "
-        "triangles: upper bounds; grey: the "
-        "ceiling, p5 of dense rollouts with the same pair of engines, the noise floor",
+        "dots (of a second run, diamonds): lower bounds with their 95 % interval from resampling "
+        "responses; triangles: upper bounds; grey: the ceiling, p5 of dense rollouts with the same "
+        "pair of engines, the noise floor",
     )
     distribution = Figure(
         "Distribution of acceptance",
         partial(draw_acceptance, logs=logs),
-        "share of tokens by acceptance rate (lower bound), on a log scale, as most are accepted almost surely",
+        "share of tokens by acceptance rate (lower bound), on a log scale, "
+        "as most are accepted almost surely",
     )
     return [*by_step, last, distribution]
 
@@ -198,7 +199,8 @@ def _schedule(logs: Logs) -> list[Figure]:
     read = Figure(
         "What a sparse layer reads",
         partial(draw_schedule, logs=logs),
-        "share of the cached tokens that one decode step reads at each length, always-kept pages included",
+        "share of the cached tokens that one decode step reads at each length, "
+        "always-kept pages included",
     )
     moved = [
         Figure(

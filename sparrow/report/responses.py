@@ -43,7 +43,8 @@ def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
     steps = sorted({step for log in logs for step in log.steps.tolist()})
     if missing := sorted(set(wanted) - set(steps)):
         raise ConfigError(
-            f"step {missing[0]} is not in the log, which has {steps[0]} to {steps[-1]}; ask for others"
+            f"step {missing[0]} is not in the log, which has {steps[0]} to {steps[-1]}; "
+            "ask for others"
         )
     if wanted:
         return sorted(set(wanted))

@@ -190,7 +190,8 @@ class RunDir:
         if self._lock is not None:
             return
         (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
-        file = open(self.path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as it is locked
+        # It stays open as long as it is locked.
+        file = open(self.path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -198,7 +199,8 @@ class RunDir:
             holder = file.read().strip() or "another process"
             file.close()
             raise ConfigError(
-                f"{self.path} is in use by {holder}; wait until that run has ended, or choose another run_dir"
+                f"{self.path} is in use by {holder}; "
+                "wait until that run has ended, or choose another run_dir"
             ) from error
         try:
             if not self._entered:
@@ -209,7 +211,8 @@ class RunDir:
         self._entered = True
         file.truncate(0)
         file.write(
-            f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n"
+            f"process {os.getpid()} on {socket.gethostname()}, since "
+            f"{datetime.now():%Y-%m-%d %H:%M:%S}\n"
         )
         file.flush()
         self._lock = file
@@ -331,7 +334,8 @@ class RunDir:
         except OSError as error:
             shutil.rmtree(self._partial(kind, step), ignore_errors=True)
             raise CheckpointError(
-                f"could not write the {kind[:-1]} of step {step} under {self.path} ({error}); {self._remedy()}"
+                f"could not write the {kind[:-1]} of step {step} under {self.path} ({error}); "
+                f"{self._remedy()}"
             ) from error
 
     def _folder(self, kind: Kind, step: int) -> Path:
@@ -385,7 +389,8 @@ def parse(text: bytes, where: str) -> Row:
         ) from error
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{where} holds a {type(content).__name__}, expected a JSON object; restore it or remove it"
+            f"{where} holds a {type(content).__name__}, expected a JSON object; "
+            "restore it or remove it"
         )
     return content
 

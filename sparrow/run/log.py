@@ -71,12 +71,14 @@ class RunLog:
         metrics = tuple(row for row, _ in read_rows(path / METRICS))
         if not metrics:
             raise ConfigError(
-                f"{path} holds no finished step ({METRICS} is missing or empty); try again after step 1"
+                f"{path} holds no finished step ({METRICS} is missing or empty); "
+                "try again after step 1"
             )
         for row in metrics:
             if missing := RECORDED - set(row):
                 raise ConfigError(
-                    f"step {row['step']} of {path / METRICS} lacks {min(missing)!r}; restore the line"
+                    f"step {row['step']} of {path / METRICS} lacks {min(missing)!r}; "
+                    "restore the line"
                 )
         start = config.schedule
         tables = (

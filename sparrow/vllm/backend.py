@@ -323,7 +323,8 @@ class SparseImpl(VLLMClass):
             dtype, block = self.runtime.cache.landmark_dtype, kv_cache.stride(0) * kv_cache.itemsize
             if block < scales_end + pages * K * D * dtype.itemsize:
                 raise ConfigError(
-                    f"a KV block takes {block} bytes, leaving no room for its {pages} landmarks after {scales_end}; "
+                    f"a KV block takes {block} bytes, leaving no room for its {pages} landmarks "
+                    f"after {scales_end}; "
                     "another plugin or option rearranges vLLM's KV cache: start without it"
                 )
             marks = tail_of_blocks(kv_cache, scales_end, dtype, (blocks, pages, K, D))
@@ -461,8 +462,8 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
     schedule = decoding.schedule
     if spec.block_size % schedule.page_size:
         raise ConfigError(
-            f"vLLM's KV blocks hold {spec.block_size} tokens, not whole pages of {schedule.page_size}; "
-            f"set block_size to a multiple of {schedule.page_size}"
+            f"vLLM's KV blocks hold {spec.block_size} tokens, not whole pages of "
+            f"{schedule.page_size}; set block_size to a multiple of {schedule.page_size}"
         )
     if getattr(spec, "page_size_padded", None) is not None:
         raise ConfigError(

@@ -121,12 +121,13 @@ def sparrow_renew_kv_scales(self: Any) -> None:
     cache = runtime.cache.fp8
     if runtime.cache.in_8_bits == torch.int8:
         raise ConfigError(
-            f"kv_cache_dtype={kv_cache.INT8!r} gives every token scales of its own, so there are none to renew; drop "
-            "the call"
+            f"kv_cache_dtype={kv_cache.INT8!r} gives every token scales of its own, so there are "
+            "none to renew; drop the call"
         )
     if cache is None:
         raise ConfigError(
-            "this vLLM engine has no fp8 KV cache, so it has no scales; start it with kv_cache_dtype='fp8'"
+            "this vLLM engine has no fp8 KV cache, so it has no scales; "
+            "start it with kv_cache_dtype='fp8'"
         )
     if not cache.sets_scales:
         raise ConfigError(
@@ -144,8 +145,8 @@ def sparrow_renew_draft_weights(self: Any) -> None:
     runtime = _runtime(self)
     if runtime.drafting.weights is None:
         raise ConfigError(
-            "the drafts of this vLLM engine have no copy of the weights; start it with mode 'lossless' and "
-            "draft_weights 'fp8'"
+            "the drafts of this vLLM engine have no copy of the weights; start it with mode "
+            "'lossless' and draft_weights 'fp8'"
         )
     runtime.renew_draft_weights()
 
@@ -208,8 +209,9 @@ def check(vllm_config: Any) -> None:
         ):
             backend = layer.get_attn_backend()
             raise UnsupportedModel(
-                f"a Sparrow schedule was given but layer {name} runs {backend.__module__}.{backend.__qualname__}; pass "
-                "attention_backend='CUSTOM', and if another plugin holds that slot, start with VLLM_PLUGINS=sparrow"
+                f"a Sparrow schedule was given but layer {name} runs "
+                f"{backend.__module__}.{backend.__qualname__}; pass attention_backend='CUSTOM', "
+                "and if another plugin holds that slot, start with VLLM_PLUGINS=sparrow"
             )
     runtime = find(vllm_config)
     if runtime is None:
@@ -218,8 +220,14 @@ def check(vllm_config: Any) -> None:
     logger = init_logger("vllm.sparrow")
     schedule, decoding, stored = runtime.schedule, runtime.decoding, runtime.cache.in_8_bits
     model, drafting = runtime.model, runtime.drafting
-    pages = f"top-k pages of {schedule.page_size} tokens by {schedule.bin_tokens}: {schedule.to_dict()['top_k']}"
-    landmarks = f"landmarks ({schedule.landmark_dtype}) {100 * runtime.cache.landmark_share:.1f}% of the KV cache"
+    pages = (
+        f"top-k pages of {schedule.page_size} tokens by {schedule.bin_tokens}: "
+        f"{schedule.to_dict()['top_k']}"
+    )
+    landmarks = (
+        f"landmarks ({schedule.landmark_dtype}) {100 * runtime.cache.landmark_share:.1f}% of the "
+        "KV cache"
+    )
     if not runtime.is_lossless:
         cache = (
             ""
@@ -227,15 +235,15 @@ def check(vllm_config: Any) -> None:
             else f", which is {kv_cache.NAMES[stored]} ({kv_cache.SCALES[stored]})"
         )
         logger.info(
-            f"Sparrow decodes layers {model.sparse_layers} sparsely with {model.backend} ({model.kernels}), "
-            f"layers {model.dense_layers} densely; {pages}; {landmarks}{cache}"
+            f"Sparrow decodes layers {model.sparse_layers} sparsely with {model.backend} "
+            f"({model.kernels}), layers {model.dense_layers} densely; {pages}; {landmarks}{cache}"
         )
         below, above = between_graphs(vllm_config)
         if below < above:
             logger.warning(
-                f"Steps of {below + 1} to {vllm_config.scheduler_config.max_num_seqs} sequences will run without a "
-                "CUDA graph, which can take several times as long: set max_num_seqs to "
-                f"{below} or {above}, the batches that vLLM captures"
+                f"Steps of {below + 1} to {vllm_config.scheduler_config.max_num_seqs} sequences "
+                "will run without a CUDA graph, which can take several times as long: set "
+                f"max_num_seqs to {below} or {above}, the batches that vLLM captures"
             )
         return
     if drafting.meter is None:
@@ -244,15 +252,17 @@ def check(vllm_config: Any) -> None:
         )
     if (metered := drafting.meter.metered) is not None:
         logger.info(
-            f"Sparrow also measures, in one of {decoding.meter_every} cycles, the acceptance that decoding under "
-            f"meter_schedule would have: layers read whole {list(metered.schedule.dense_layers) or 'none'}, top-k "
-            f"pages by {metered.schedule.bin_tokens} tokens {metered.schedule.to_dict()['top_k']}"
+            f"Sparrow also measures, in one of {decoding.meter_every} cycles, the acceptance that "
+            "decoding under meter_schedule would have: layers read whole "
+            f"{list(metered.schedule.dense_layers) or 'none'}, top-k pages by "
+            f"{metered.schedule.bin_tokens} tokens {metered.schedule.to_dict()['top_k']}"
         )
     if (copies := drafting.weights) is not None:
         logger.info(
-            f"Drafts multiply with an fp8 copy of the weights of {len(copies)} linear layers, which takes "
-            f"{copies.bytes / 2**30:.2f} GiB; {copies.kept_layers} others ({copies.kept_bytes / 2**30:.2f} GiB) have "
-            "none, nor have the embedding and the output layer"
+            f"Drafts multiply with an fp8 copy of the weights of {len(copies)} linear layers, "
+            f"which takes {copies.bytes / 2**30:.2f} GiB; {copies.kept_layers} others "
+            f"({copies.kept_bytes / 2**30:.2f} GiB) have none, "
+            "nor have the embedding and the output layer"
         )
     tokens = (
         f"0 to {decoding.draft_tokens}" if decoding.adapt_draft_tokens else decoding.draft_tokens
@@ -265,8 +275,9 @@ def check(vllm_config: Any) -> None:
         else f"; samples are the policy's with a KV cache in {kv_cache.NAMES[stored]}"
     )
     logger.info(
-        f"Sparrow is lossless: sparse steps draft {tokens} tokens ({model.backend}, {model.kernels}; layers read "
-        f"whole: {model.dense_layers or 'none'}; {pages}{budgets}), vLLM's dense attention verifies them{drawn}"
-        f"{cache}; logits of drafts take {drafting.logits_bytes / 2**30:.2f} GiB, {landmarks}, drafts up to "
+        f"Sparrow is lossless: sparse steps draft {tokens} tokens ({model.backend}, "
+        f"{model.kernels}; layers read whole: {model.dense_layers or 'none'}; {pages}{budgets}), "
+        f"vLLM's dense attention verifies them{drawn}{cache}; logits of drafts take "
+        f"{drafting.logits_bytes / 2**30:.2f} GiB, {landmarks}, drafts up to "
         f"{decoding.draft_tokens} tokens of it for each sequence"
     )

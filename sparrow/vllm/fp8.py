@@ -57,8 +57,8 @@ class LayerScales:
             return
         if self.cache.reads_beyond(slot_mapping_T[has_slot_T]):
             raise ConfigError(
-                "the scales of an fp8 KV cache can change only while nothing is cached; let all requests end and reset "
-                "the prefix cache before sparrow_renew_kv_scales"
+                "the scales of an fp8 KV cache can change only while nothing is cached; let all "
+                "requests end and reset the prefix cache before sparrow_renew_kv_scales"
             )
         for new_TKD, scale_K in ((key_TKD, self.values.k), (value_TKD, self.values.v)):
             largest_K = new_TKD[: len(slot_mapping_T)][has_slot_T].float().abs().amax((0, 2))
@@ -107,7 +107,8 @@ class Fp8Cache:
         """
         if one_token_prefills and self.is_serving and not self.is_set:
             raise ConfigError(
-                "an fp8 KV cache takes its scales from the first prompts, which must have two tokens or more"
+                "an fp8 KV cache takes its scales from the first prompts, "
+                "which must have two tokens or more"
             )
         self._cached = (table, computed, block_tokens)
 

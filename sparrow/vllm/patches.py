@@ -361,12 +361,12 @@ ALWAYS = (
     Patch(
         "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
         ">=0.24",
-        "refuse, before memory is taken, "
-        "versions that Sparrow does not run in and what would be decoded densely or wrongly; a backend sees single "
-        "layers only. And watch the worker: vLLM counts preemptions among statistics that cost the host time for each "
-        "token; versions before 0.32 do not tell a speculator how many tokens to draft, and none tells it what "
-        "Sparrow's scheduler adds to a step; prompts of the warm-up must not set the scales of an fp8 KV cache; and a "
-        "copy of the weights must follow them",
+        "refuse, before memory is taken, versions that Sparrow does not run in and what would be "
+        "decoded densely or wrongly; a backend sees single layers only. And watch the worker: vLLM "
+        "counts preemptions among statistics that cost the host time for each token; versions "
+        "before 0.32 do not tell a speculator how many tokens to draft, and none tells it what "
+        "Sparrow's scheduler adds to a step; prompts of the warm-up must not set the scales of an "
+        "fp8 KV cache; and a copy of the weights must follow them",
         _checked_init_device,
     ),
     Patch(
@@ -378,8 +378,8 @@ ALWAYS = (
     Patch(
         "vllm.engine.arg_utils:EngineArgs.create_engine_config",
         versions.SUPPORTED,
-        "an engine keeps the mode that it was started in, whatever becomes of the environment; in lossless mode tell "
-        "vLLM to speculate, so that a user need not know how",
+        "an engine keeps the mode that it was started in, whatever becomes of the environment; in "
+        "lossless mode tell vLLM to speculate, so that a user need not know how",
         _prepared_engine_arguments,
     ),
     Patch(
@@ -391,8 +391,8 @@ ALWAYS = (
     Patch(
         "vllm.sampling_params:SamplingParams._validate_spec_decode",
         versions.SUPPORTED,
-        "refuse requests that "
-        "lossless mode does not serve where vLLM refuses what speculation does not serve",
+        "refuse requests that lossless mode does not serve where vLLM refuses what speculation "
+        "does not serve",
         _refusing_by_name,
         ("speculative_config",),
     ),
@@ -405,8 +405,8 @@ ATTENTION = (
     Patch(
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
         ">=0.26",
-        "make room for landmarks in each "
-        "KV block; vLLM 0.32 lets a backend customise the spec, but does not say for which layer of which engine",
+        "make room for landmarks in each KV block; vLLM 0.32 lets a backend customise the spec, "
+        "but does not say for which layer of which engine",
         _with_landmarks,
         ("vllm_config",),
     ),
@@ -424,23 +424,23 @@ LOSSLESS = (
     Patch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
         ">=0.26",
-        "a step that has no drafts and makes "
-        "none is stock vLLM's: looking after drafts would cost the host time",
+        "a step that has no drafts and makes none is stock vLLM's: "
+        "looking after drafts would cost the host time",
         _without_drafting,
     ),
     Patch(
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
         ">=0.26",
-        "find the CUDA graph of a "
-        "step whatever the number of drafts that others are for: vLLM looks at graphs of the nearest size alone",
+        "find the CUDA graph of a step whatever the number of drafts that others are for: vLLM "
+        "looks at graphs of the nearest size alone",
         _candidates_by_drafts,
     ),
     Patch(
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample",
         ">=0.26",
-        "measure the acceptance of "
-        "drafts where both distributions are at hand; and with drafter_invariant draw the tokens that dense decoding "
-        "draws, in place of accepting drafts by their probability",
+        "measure the acceptance of drafts where both distributions are at hand; and with "
+        "drafter_invariant draw the tokens that dense decoding draws, "
+        "in place of accepting drafts by their probability",
         _metered_rejection_sample,
         (
             "target_logits",
@@ -464,9 +464,9 @@ CPU_WEIGHTS = (
     Patch(
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
         ">=0.32",
-        "vLLM packs weights for its CPU "
-        "kernels and drops the original, so that a later update fails or, for an output layer tied to the embedding, "
-        "is lost without a word; multiply with the weight that was loaded",
+        "vLLM packs weights for its CPU kernels and drops the original, so that a later update "
+        "fails or, for an output layer tied to the embedding, is lost without a word; multiply "
+        "with the weight that was loaded",
         _unpacked_linear,
         ("layer", "remove_weight"),
     ),
@@ -477,8 +477,8 @@ LISTS = (
     Patch(
         "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
         ">=0.26",
-        "vLLM keeps every id, log-prob "
-        "and rank of a list as a Python object; arrays take a tenth of the memory and less time",
+        "vLLM keeps every id, log-prob and rank of a list as a Python object; arrays take a tenth "
+        "of the memory and less time",
         _lists_in_arrays,
         ("logprobs_lists",),
     ),

@@ -224,8 +224,8 @@ class Runtime:
                 {name: getattr(s, name) for name in changed} for s in (started_with, schedule)
             )
             raise ConfigError(
-                f"a running vLLM can change how many pages are kept, not their layout or head_budgets; it was "
-                f"started with {ours}, got {theirs}; start a new engine for it"
+                "a running vLLM can change how many pages are kept, not their layout or "
+                f"head_budgets; it was started with {ours}, got {theirs}; start a new engine for it"
             )
         self._settle()
         self.pages.fill(schedule)
@@ -237,18 +237,19 @@ class Runtime:
         for name in PAGE_LAYOUT:
             if getattr(schedule, name) != getattr(ours, name):
                 raise ConfigError(
-                    f"meter_schedule has {name} {getattr(schedule, name)!r}, drafts {getattr(ours, name)!r}; both read "
-                    "the same cache, so give both the same"
+                    f"meter_schedule has {name} {getattr(schedule, name)!r}, drafts "
+                    f"{getattr(ours, name)!r}; both read the same cache, so give both the same"
                 )
         if schedule.head_budgets != ours.head_budgets:
             raise ConfigError(
-                f"meter_schedule has {'other' if schedule.head_budgets else 'no'} head_budgets, but all steps of a "
-                "layer follow those of drafts; give both the same"
+                f"meter_schedule has {'other' if schedule.head_budgets else 'no'} head_budgets, "
+                "but all steps of a layer follow those of drafts; give both the same"
             )
         if lacking := sorted(set(ours.dense_layers) - set(schedule.dense_layers)):
             raise ConfigError(
-                f"meter_schedule reads layers {lacking} sparsely, which drafts read whole; give draft_schedule only "
-                f"dense layers that meter_schedule has, {list(schedule.dense_layers)}"
+                f"meter_schedule reads layers {lacking} sparsely, which drafts read whole; give "
+                "draft_schedule only dense layers that meter_schedule has, "
+                f"{list(schedule.dense_layers)}"
             )
 
     def counters(self) -> dict[str, int]:

@@ -217,8 +217,8 @@ def _refusal(what: str) -> ConfigError:
     import vllm
 
     return ConfigError(
-        f"Sparrow's self-check fails in vLLM {vllm.__version__} with torch {torch.__version__}: {what}; install vllm "
-        f"{', '.join(versions.PROVEN)}, or start vLLM without Sparrow"
+        f"Sparrow's self-check fails in vLLM {vllm.__version__} with torch {torch.__version__}: "
+        f"{what}; install vllm {', '.join(versions.PROVEN)}, or start vLLM without Sparrow"
     )
 
 
@@ -487,9 +487,9 @@ def _decode(
     for layer, error in zip(layers, torch.stack(errors).tolist(), strict=True):
         if not error <= bound:
             raise _refusal(
-                f"{layer.layer_name}, decoding {rows} rows from a cache in {layer.kv_cache.dtype} with "
-                f"{'every page' if top_k == ALL_PAGES else 'the best pages'} kept, is {error:.2g} from what it "
-                f"should give, where rounding explains {bound}"
+                f"{layer.layer_name}, decoding {rows} rows from a cache in {layer.kv_cache.dtype} "
+                f"with {'every page' if top_k == ALL_PAGES else 'the best pages'} kept, is "
+                f"{error:.2g} from what it should give, where rounding explains {bound}"
             )
 
 
@@ -647,7 +647,8 @@ def _hold(found_TV: Tensor, expected_TV: Tensor, bound: float, what: str) -> Non
     error = distance(found_TV, expected_TV)
     if not error <= bound:
         raise _refusal(
-            f"log-probs of {what} are {error:.2g} of their spread from a dense pass, where rounding explains {bound}"
+            f"log-probs of {what} are {error:.2g} of their spread from a dense pass, where "
+            f"rounding explains {bound}"
         )
 
 

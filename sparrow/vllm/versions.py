@@ -37,13 +37,13 @@ def check(on_cpu: bool) -> None:
 
     if not SpecifierSet(SUPPORTED).contains(vllm.__version__, prereleases=True):
         raise ConfigError(
-            f"Sparrow does not run in vLLM {vllm.__version__}; install 'vllm{SUPPORTED}', "
-            "or drop the schedule"
+            f"Sparrow does not run in vLLM {vllm.__version__}; "
+            f"install 'vllm{SUPPORTED}', or drop the schedule"
         )
     if on_cpu and Version(vllm.__version__).release < Version(OLDEST_ON_CPU).release:
         raise ConfigError(
-            f"Sparrow runs on CPU from vLLM {OLDEST_ON_CPU} on, not with {vllm.__version__}; "
-            "use a GPU"
+            f"Sparrow runs on CPU from vLLM {OLDEST_ON_CPU} on, "
+            f"not with {vllm.__version__}; use a GPU"
         )
 
 
@@ -61,8 +61,8 @@ def known() -> str:
 
     torches = sorted(set(PROVEN.values()))
     return (
-        f"vLLM {vllm.__version__} and torch {torch.__version__}; found exact on GPUs before: vLLM {', '.join(PROVEN)} "
-        f"with torch {', '.join(torches)}"
+        f"vLLM {vllm.__version__} and torch {torch.__version__}; found exact on GPUs before: vLLM "
+        f"{', '.join(PROVEN)} with torch {', '.join(torches)}"
     )
 
 

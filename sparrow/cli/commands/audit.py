@@ -65,8 +65,8 @@ class Audit(DecodingOptions, FromPrompts):
         dense = self._dense_engine()
         if self.scorer == "prefill" and not (dense and parse_engine(dense).kind.is_stock):
             raise ConfigError(
-                f"the scorer prefill needs a dense engine that is stock vLLM, got {dense or 'none'}; "
-                "give --dense-engine stock:... or take the scorer hf"
+                "the scorer prefill needs a dense engine that is stock vLLM, got "
+                f"{dense or 'none'}; give --dense-engine stock:... or take the scorer hf"
             )
         if self.out:
             files.check_file(self.out)

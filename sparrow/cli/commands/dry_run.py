@@ -88,7 +88,8 @@ def dry_run(command: TrainOptions) -> None:
         rows.append(
             (
                 "context",
-                f"{command.rollout.max_new_tokens:,} tokens of response, {room:,} left for the prompt",
+                f"{command.rollout.max_new_tokens:,} tokens of response, "
+                f"{room:,} left for the prompt",
             )
         )
     with noting():
@@ -119,7 +120,8 @@ def dry_run(command: TrainOptions) -> None:
             rows += [
                 (
                     "evaluation",
-                    f"{name}: {len(asked):,} problems x {command.eval.k}; its hours are not predicted",
+                    f"{name}: {len(asked):,} problems x {command.eval.k}; "
+                    "its hours are not predicted",
                 )
                 for name, asked in held.items()
             ]
@@ -140,8 +142,8 @@ def _check_launch(command: TrainOptions, cluster: Cluster) -> None:
     """
     if cluster.gpus > cluster.host:
         raise ConfigError(
-            f"{cluster.gpus} GPUs are several machines, and this trainer runs on the {cluster.host} of one; take verl "
-            "with Sparrow in its rollouts"
+            f"{cluster.gpus} GPUs are several machines, and this trainer runs on the "
+            f"{cluster.host} of one; take verl with Sparrow in its rollouts"
         )
     if not parse_engine(command.engine).kind.predicted:
         raise ConfigError(
@@ -182,6 +184,9 @@ def _predicted(
         engine_share=share,
         acceptance=target.acceptance if decoding.is_lossless else None,
     )
-    batch = f"{rollout.prompts} prompts x {rollout.samples} responses of {lengths.mean():,.0f} tokens in the mean"
+    batch = (
+        f"{rollout.prompts} prompts x {rollout.samples} responses of {lengths.mean():,.0f} tokens "
+        "in the mean"
+    )
     run = f"{command.steps:,} steps, {command.steps * rollout.prompts:,} prompts"
     return [("a step has", batch), *planning.rows(plan, command.steps), ("the run has", run)]

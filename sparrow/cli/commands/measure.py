@@ -51,7 +51,8 @@ class Measure(DecodingOptions, WithLists):
 
         if self.schedule is None and self.mode in (None, "lossy"):
             raise ConfigError(
-                "say what to measure: give --schedule, or --mode lossless (how drafts fare), or --mode dense"
+                "say what to measure: give --schedule, or --mode lossless (how drafts fare), "
+                "or --mode dense"
             )
         decoding = self.decoding(self.schedule)
         if decoding.is_lossless and decoding.adapt_draft_budget is None:

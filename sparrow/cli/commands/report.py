@@ -39,7 +39,8 @@ class Report(Command):
         if self.path.is_file():
             if len(runs) > 1 or self.steps:
                 raise ConfigError(
-                    f"{self.path} is a file, not a run: it is drawn alone and has no steps; give it alone"
+                    f"{self.path} is a file, not a run: it is drawn alone and has no steps; "
+                    "give it alone"
                 )
             measured = read_measurement(self.path)
             if measured is None:
@@ -48,7 +49,8 @@ class Report(Command):
                 drawn = draw_measurement(measured, self.path.with_suffix(".png"))
         elif missing := [path for path in runs if not path.exists()]:
             raise ConfigError(
-                f"there is no {missing[0]}; give a run directory, or a file from sparrow calibrate or measure"
+                f"there is no {missing[0]}; give a run directory, "
+                "or a file from sparrow calibrate or measure"
             )
         else:
             drawn = write_report(*runs, steps=self.steps)

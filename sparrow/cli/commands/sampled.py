@@ -63,8 +63,8 @@ class FromPrompts(Sampled):
             )
         if self.prompts is not None and self.chat.is_set:
             raise ConfigError(
-                f"the settings of chat go with --dataset; the prompts of {self.prompts} are sent as "
-                "they are"
+                "the settings of chat go with --dataset; "
+                f"the prompts of {self.prompts} are sent as they are"
             )
 
     def load_prompts(

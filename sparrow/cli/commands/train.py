@@ -140,9 +140,11 @@ class Train(TrainOptions):
         from sparrow.run.directory import METRICS
 
         if not any(Path(self.run_dir, "checkpoints").glob("step-*")):
-            if not Path(
-                self.run_dir, METRICS
-            ).exists():  # nothing of a run is there, but perhaps other files are
+            # The directory may hold other files, but nothing of a run.
+            if not Path(self.run_dir, METRICS).exists():
                 return "interrupted before the first step; the same command starts again"
             return f"interrupted before the first checkpoint; remove {self.run_dir} to start again"
-        return f"interrupted; 'sparrow train --resume --run-dir {self.run_dir}' goes on from the last checkpoint"
+        return (
+            f"interrupted; 'sparrow train --resume --run-dir {self.run_dir}' goes on from the last "
+            "checkpoint"
+        )

@@ -32,7 +32,8 @@ def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
         context = min(context, limit) if isinstance(limit, int) else context
     if max_new_tokens >= context:
         raise ConfigError(
-            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the context of {context}"
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the context of "
+            f"{context}"
         )
     return context - max_new_tokens
 
@@ -59,8 +60,9 @@ def encode_prompts(
     if len(kept) < len(encoded):
         name, ids = next((name, ids) for name, ids in encoded if not 0 < len(ids) <= room)
         left_out = (
-            f"{len(encoded) - len(kept)} of {len(encoded)} prompts have no tokens, or more than the {room} that the "
-            f"model's context has beside a response; the first is {name} with {len(ids)}"
+            f"{len(encoded) - len(kept)} of {len(encoded)} prompts have no tokens, or more than "
+            f"the {room} that the model's context has beside a response; "
+            f"the first is {name} with {len(ids)}"
         )
         if not kept:
             raise ConfigError(f"{left_out}; shorten them, or lower max_new_tokens")
@@ -81,8 +83,8 @@ def read_prompts(path: Path) -> list[Prompt]:
             if not isinstance(text, str):
                 kind = f"a {type(text).__name__}" if "prompt" in row else "none"
                 raise ConfigError(
-                    f'row {number} of {path}: every row needs a "prompt" that is text, got {kind}; render messages '
-                    "with the model's chat template first"
+                    f'row {number} of {path}: every row needs a "prompt" that is text, got '
+                    f"{kind}; render messages with the model's chat template first"
                 )
             try:
                 check_text(text)
@@ -98,7 +100,8 @@ def read_prompts(path: Path) -> list[Prompt]:
             raise ConfigError(f"cannot read the prompts {path}: {reason}; {expected}") from error
         if any("\0" in line for line in lines):
             raise ConfigError(
-                f"{path} is not text: it holds zero bytes; give prompts one a line, or a .jsonl file"
+                f"{path} is not text: it holds zero bytes; "
+                "give prompts one a line, or a .jsonl file"
             )
         named = [
             Prompt(f"line {i} of {path}", line) for i, line in enumerate(lines, 1) if line.strip()

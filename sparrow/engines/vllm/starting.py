@@ -15,8 +15,8 @@ from sparrow.errors import EngineError
 log = logging.getLogger(__name__)
 
 LARGER_CACHE = (
-    "leave the engine more memory (gpu_memory_utilization; on a CPU VLLM_CPU_KVCACHE_SPACE), or ask "
-    "for shorter sequences (max_model_len)"
+    "leave the engine more memory (gpu_memory_utilization; on a CPU VLLM_CPU_KVCACHE_SPACE), or "
+    "ask for shorter sequences (max_model_len)"
 )
 LESS_MEMORY = (
     "let the engine take less memory (gpu_memory_utilization), or end what else runs on the device"

@@ -126,8 +126,8 @@ class DraftWeights:
         ]
         if not self._copies:
             raise UnsupportedModel(
-                f"{type(model).__name__} has no linear layer of multiples of {ALIGNED} inputs and outputs in 16 bits, "
-                "which draft_weights 'fp8' needs; leave draft_weights out"
+                f"{type(model).__name__} has no linear layer of multiples of {ALIGNED} inputs and "
+                "outputs in 16 bits, which draft_weights 'fp8' needs; leave draft_weights out"
             )
         kept = [layer for layer in linears if not _can_be_copied(layer)]
         self.kept_layers, self.kept_bytes = (

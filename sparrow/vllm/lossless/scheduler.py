@@ -90,7 +90,8 @@ class LosslessScheduler(AsyncScheduler):
         """What was chosen since the last call, in the order of steps; ends a replay."""
         if self._replayed is not None and next(self._replayed, None) is not None:
             self._logger.warning(
-                "Of the drafts to repeat some were left: this run differs from the one that chose them"
+                "Of the drafts to repeat some were left: "
+                "this run differs from the one that chose them"
             )
         taken, self._choices, self._replayed = self._choices, [], None
         return [(*choice, len(list(steps))) for choice, steps in groupby(taken)]
@@ -105,8 +106,9 @@ class LosslessScheduler(AsyncScheduler):
         for drafts, multiple, _ in choices:
             if drafts not in self._tables or multiple not in budgets:
                 raise ConfigError(
-                    f"cannot repeat {drafts} drafts that read {multiple} times their schedule: this engine chooses "
-                    f"among {self.chooser.choices} and {budgets}; start it as the one that chose them"
+                    f"cannot repeat {drafts} drafts that read {multiple} times their schedule: "
+                    f"this engine chooses among {self.chooser.choices} and {budgets}; "
+                    "start it as the one that chose them"
                 )
         self._replayed = (
             DraftPlan(drafts, budgets.index(multiple))

@@ -59,25 +59,27 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     own = {name: value for name, value in (asked or {}).items() if name not in allowed}
     if own and any(own.get(name) != value for name, value in wanted.items()):
         raise ConfigError(
-            f"mode 'lossless' makes vLLM's speculative_config itself, got {asked}; leave it out, or leave out Sparrow"
+            f"mode 'lossless' makes vLLM's speculative_config itself, got {asked}; "
+            "leave it out, or leave out Sparrow"
         )
     method = (asked or {}).get("rejection_sample_method", "standard")
     if decoding.drafter_invariant and method != "standard":
         raise ConfigError(
-            "drafter_invariant verifies by drawing the tokens, not by rejecting drafts, but rejection_sample_method "
-            f"is {method!r}; leave one of them out"
+            "drafter_invariant verifies by drawing the tokens, not by rejecting drafts, but "
+            f"rejection_sample_method is {method!r}; leave one of them out"
         )
     arguments.speculative_config = {**(asked or {}), **wanted}
     if decoding.adapt_draft_tokens:
         if arguments.scheduler_cls not in (None, SCHEDULER):
             raise ConfigError(
-                f"mode 'lossless' chooses the number of drafts in vLLM's scheduler, but scheduler_cls is "
-                f"{arguments.scheduler_cls!r}; leave it out, or set adapt_draft_tokens to false"
+                "mode 'lossless' chooses the number of drafts in vLLM's scheduler, but "
+                f"scheduler_cls is {arguments.scheduler_cls!r}; leave it out, or set "
+                "adapt_draft_tokens to false"
             )
         if arguments.async_scheduling is False:
             raise ConfigError(
-                "async_scheduling=False and a number of drafts that adapts exclude each other; leave async_scheduling "
-                "out, or set adapt_draft_tokens to false"
+                "async_scheduling=False and a number of drafts that adapts exclude each other; "
+                "leave async_scheduling out, or set adapt_draft_tokens to false"
             )
         arguments.scheduler_cls = SCHEDULER
     if arguments.async_scheduling is None:
@@ -113,8 +115,8 @@ def check_supported(vllm_config: Any) -> None:
     cases = (
         (
             vllm_config.speculative_config is None,
-            "vLLM was not told to speculate: the engine was not made from vLLM's "
-            "EngineArgs; make it so",
+            "vLLM was not told to speculate: "
+            "the engine was not made from vLLM's EngineArgs; make it so",
         ),
         (
             not vllm_config.use_v2_model_runner,
@@ -177,5 +179,6 @@ def check_request(sampling: Any) -> None:
         value = getattr(sampling, name)
         if value:
             raise ValueError(
-                f"mode 'lossless' does not serve {name}, got {value!r}; leave it out, or start vLLM without Sparrow"
+                f"mode 'lossless' does not serve {name}, got {value!r}; "
+                "leave it out, or start vLLM without Sparrow"
             )

@@ -79,7 +79,8 @@ class SparseSpeculator(DraftModelSpeculator):
         """
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ConfigError(
-                f"lossless mode needs one kind of KV cache, this model has {len(kv_cache_config.kv_cache_groups)}; "
+                "lossless mode needs one kind of KV cache, this model has "
+                f"{len(kv_cache_config.kv_cache_groups)}; "
                 "use mode 'lossy' or start vLLM without Sparrow"
             )
         runtime = find(self.vllm_config)
