@@ -25,7 +25,7 @@ def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
 
 
 def sparrow_counters(self: Any) -> dict[str, int]:
-    """What this worker's decode steps did since the last call, or since the engine checked itself.
+    """Count what this worker's decode steps did since the last call, or since the self-check.
 
     ``rows`` counts sequences times steps. ``tokens_read`` counts the cached tokens that were read,
     ``tokens_held`` those that a dense actor would have read, both over rows and this worker's
@@ -44,26 +44,28 @@ def sparrow_counters(self: Any) -> dict[str, int]:
 
 
 def sparrow_acceptance(self: Any) -> dict[str, Any]:
-    """How the drafts of lossless mode fared since the last call; other modes have none.
+    """Report the acceptance of lossless mode's drafts since the last call; other modes have none.
 
     ``cycles``: dense passes by the number of tokens drafted after them. ``bins``: by length, how
-    many drafts verification looked at, the mean of their acceptance and its 5th percentile.
-    ``acceptance``: the same as counts, for ``DraftAcceptance.from_dict``. ``budgets``: both by what
+    many drafts were verified, the mean of their acceptance and its 5th percentile. ``acceptance``:
+    the same as counts, for ``DraftAcceptance.from_dict``. ``budgets``: bins and acceptance by what
     drafts read, as ``multiple`` of their schedule, where that adapts. ``metered``: bins and
-    acceptance of the schedule ``meter_schedule``, if one was asked for. All of it is for a dense
-    history: a lossy actor reads what it wrote itself and has lower acceptance.
+    acceptance under ``meter_schedule``, if one was given.
+
+    All of it assumes a dense history: a lossy actor reads what it wrote itself, and its acceptance
+    is lower.
     """
     return _runtime(self).acceptance()
 
 
 def sparrow_describe(self: Any) -> dict[str, Any]:
-    """Backend, schedule and layers of this worker."""
+    """Describe this worker's backend, schedule and layers."""
     return _runtime(self).describe()
 
 
 def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str) -> None:
-    """Take weights by Hugging Face name, from this process or from a safetensors file; reset the
-    prefix cache after.
+    """Load weights by Hugging Face name, from this process or from a safetensors file; reset the
+    prefix cache afterwards.
 
     An engine that quantises its weights (``quantization="fp8"``) does so again, and needs all of a
     layer in one call.
@@ -79,8 +81,8 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
         if self.vllm_config.quant_config is None:
             self.model_runner.model.load_weights(weights)
         else:
-            # A generator: vLLM need not hold the weights of all layers, and what it misses shows at
-            # the end.
+            # As a generator, so that vLLM need not hold the weights of all layers at once; parts
+            # that are missing are found when it ends.
             self.model_runner.reload_weights(
                 weights_iterator=_whole(weights, self.model_runner.model)
             )
@@ -91,7 +93,7 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
 
 
 def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[str, Tensor]]:
-    """``weights``, of which those that vLLM quantises as one must be complete."""
+    """Yield ``weights``, and check that matrices which vLLM quantises together are all there."""
     given = set()
     for name, weight in weights:
         given.add(name)
@@ -111,11 +113,11 @@ def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[
 
 
 def sparrow_renew_kv_scales(self: Any) -> None:
-    """Have the next prefill set the scales of an fp8 KV cache again, after new weights; nothing may
-    be cached by then.
+    """Have the next prefill set the scales of an fp8 KV cache again, after new weights; the cache
+    must be empty by then.
 
-    Raises ConfigError: the engine has no fp8 KV cache, or one whose scales are vLLM's, as in
-    lossless mode.
+    Raises ConfigError: the engine has no fp8 KV cache, or vLLM sets its scales, as in lossless
+    mode.
     """
     runtime = _runtime(self)
     cache = runtime.cache.fp8
@@ -172,11 +174,11 @@ def _runtime(worker: Any) -> Runtime:
 
 
 def between_graphs(vllm_config: Any) -> tuple[int, int]:
-    """The captured batch sizes around ``max_num_seqs`` if vLLM captures decode steps separately,
-    else that value twice.
+    """Return the nearest captured batch sizes below and above ``max_num_seqs`` if vLLM captures
+    decode steps separately, else ``max_num_seqs`` twice.
 
-    vLLM captures no decode steps above that number: a step of more sequences than the lower size
-    has no CUDA graph.
+    vLLM captures no decode steps above ``max_num_seqs``, so a step with more sequences than the
+    lower size has no CUDA graph.
     """
     mode, most = (
         vllm_config.compilation_config.cudagraph_mode,
@@ -191,7 +193,7 @@ def between_graphs(vllm_config: Any) -> tuple[int, int]:
 
 
 def check(vllm_config: Any) -> None:
-    """Make sure that an engine with a schedule follows it in every layer, and say so in the log.
+    """Check that an engine with a schedule follows it in every layer, and log how it decodes.
 
     Raises UnsupportedModel: an attention layer that another backend runs. ConfigError: in lossless
     mode, a speculator that is not Sparrow's.

@@ -1,8 +1,8 @@
 """Every private name of vLLM that Sparrow replaces: what, for which versions and why. No other
 module replaces any.
 
-vLLM offers no other way in at these places. ``apply`` makes the changes, each once for the life of
-a process; importing this module changes nothing.
+vLLM offers no public hook at these places. ``apply`` makes the changes, each once in the life of a
+process; importing this module changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sparrow.vllm.runtime import find
 
 @dataclass(frozen=True)
 class Patch:
-    """One name of vLLM's, and what takes its place."""
+    """One name of vLLM's and its replacement."""
 
     target: str  # ``module:name`` or ``module:Class.name``
     versions: str  # versions of vLLM that need it
@@ -30,7 +30,7 @@ class Patch:
     parameters: tuple[str, ...] = ()  # parameters of vLLM's function that the replacement needs
 
     def find(self) -> tuple[Any, str, Any]:
-        """The owner of the name, the name, and the object that it refers to at present.
+        """Return the owner of the name, the name, and the object that it refers to at present.
 
         Raises ImportError, AttributeError: this vLLM has no such name.
         """
@@ -41,7 +41,7 @@ class Patch:
 
 
 def apply(patches: tuple[Patch, ...]) -> None:
-    """Make these changes to the vLLM of this process, unless they were made before."""
+    """Make these changes to the vLLM of this process, except those already made."""
     import vllm
 
     for patch in patches:
@@ -95,11 +95,11 @@ def _checked_init_device(stock: Any) -> Any:
 
 
 def watch(worker: Any, vllm_config: Any) -> None:
-    """Count the sequences that a worker's steps preempt, tell lossless mode's speculator of each
-    step before it runs, and check the engine when the warm-up is over.
+    """Count the sequences that a worker's steps preempt, announce each step to lossless mode's
+    speculator before it runs, and check the engine after the warm-up.
 
-    Done to these objects, not to their classes: which runner there is differs, and so does who
-    calls it (Ray's executor passes the worker by).
+    This wraps methods of the two objects, not of their classes: there are several runner classes,
+    and some callers bypass the worker (Ray's executor does).
     """
     from vllm.platforms import current_platform
 
@@ -108,9 +108,8 @@ def watch(worker: Any, vllm_config: Any) -> None:
         worker.model_runner.execute_model,
         worker.compile_or_warm_up_model,
     )
-    begin_step = getattr(
-        getattr(runner, "speculator", None), "begin_step", None
-    )  # vLLM's speculators have none
+    # vLLM's own speculators have no such method.
+    begin_step = getattr(getattr(runner, "speculator", None), "begin_step", None)
 
     @wraps(step)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,9 +133,7 @@ def watch(worker: Any, vllm_config: Any) -> None:
 
 
 def follow_weights(worker: Any, vllm_config: Any) -> None:
-    """Note when vLLM has written to a worker's parameters, which it can do without the model's
-    ``load_weights``.
-    """
+    """Note when vLLM writes to a worker's parameters without the model's ``load_weights``."""
 
     def followed(stock: Any) -> Any:
         @wraps(stock)
@@ -350,7 +347,7 @@ def _unpacked_linear(stock: Any) -> Any:
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is None or config.requested(vllm_config) is None:
-            stock(layer, remove_weight)  # a plain engine after one of Sparrow's
+            stock(layer, remove_weight)  # a plain engine that starts after one of Sparrow's
         else:
             layer.cpu_linear = linear
 

@@ -1,8 +1,8 @@
-"""Lossless mode, before a model is loaded: what vLLM must be told, and what it cannot do.
+"""Lossless mode before a model is loaded: how vLLM is configured, and what it cannot do.
 
-vLLM is told that the model drafts for itself (``speculative_config`` of the method
-``draft_model``); ``sparrow.vllm.lossless.speculator`` then takes the place of the speculator that
-would load a second copy of it.
+vLLM's ``speculative_config`` names the model as its own draft model (method ``draft_model``).
+``sparrow.vllm.lossless.speculator`` then replaces the speculator that would load a second copy of
+it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SCHEDULER = "sparrow.vllm.lossless.scheduler.LosslessScheduler"
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:
-    """Numbers of drafts that a cycle may have: ``draft_tokens``, or if they adapt, 0, 1/3, 2/3 and
-    all of it.
+    """List the numbers of drafts that a cycle may have: ``draft_tokens``, or if the number adapts,
+    0, 1/3, 2/3 and all of ``draft_tokens``.
     """
     k = decoding.draft_tokens
     return (
@@ -46,8 +46,7 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
         "draft_sample_method": "probabilistic",
     }
     if decoding.adapt_draft_tokens:
-        # Names the numbers of drafts to make graphs for; the scheduler says before each step which
-        # one is used.
+        # Lists the numbers of drafts to make graphs for; the scheduler picks one before each step.
         ranges = [(n, n, drafts) for n, drafts in enumerate(draft_choices(decoding), start=1)]
         wanted["num_speculative_tokens_per_batch_size"] = ranges
     asked = arguments.speculative_config
@@ -100,7 +99,7 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def is_ours(speculative_config: Any) -> bool:
-    """Whether vLLM speculates as lossless mode does: with the model as its own draft model."""
+    """Return whether vLLM speculates as in lossless mode, with the model as its own draft model."""
     if speculative_config is None or speculative_config.method != "draft_model":
         return False
     return bool(speculative_config.model == speculative_config.target_model_config.model)
