@@ -1,4 +1,4 @@
-"""``sparrow train --dry-run MACHINE``: what can be known about a run before anything is loaded."""
+"""``sparrow train --dry-run MACHINE``: checks and predicts a run before anything is loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Target(Settings):
-    """The machine that a dry run is for, and figures that it cannot know."""
+    """The machine that a dry run is for, and values that it has to assume."""
 
     gpu: Literal["a100", "h100", "h200", "b200"]
     gpus: Count = 1
@@ -34,7 +34,7 @@ class Target(Settings):
 
 
 def dry_run(command: TrainOptions) -> None:
-    """Print what was found; only data is loaded, and nothing is written.
+    """Check a run and print predictions; only data is loaded, and nothing is written.
 
     Raises ConfigError: every problem that the run would meet, one sentence each.
     """
@@ -137,8 +137,10 @@ def dry_run(command: TrainOptions) -> None:
 
 
 def _check_launch(command: TrainOptions, cluster: Cluster) -> None:
-    """Raises ConfigError: machines that this trainer does not run on, or an engine or precision
-    without predictions.
+    """Check the machine, the engine and the precision.
+
+    Raises ConfigError: this trainer does not run on the machine, or there are no predictions for
+    the engine or the precision.
     """
     if cluster.gpus > cluster.host:
         raise ConfigError(
@@ -159,7 +161,10 @@ def _check_launch(command: TrainOptions, cluster: Cluster) -> None:
 def _predicted(
     command: TrainOptions, target: Target, decoding: Decoding, shape: ModelShape, cluster: Cluster
 ) -> Rows:
-    """Memory, the seconds of a step and the hours of the run. Raises ConfigError: it does not fit."""
+    """Predict memory, the seconds of a step and the hours of the run.
+
+    Raises ConfigError: it does not fit in memory.
+    """
     from sparrow.cost import cluster as planning
     from sparrow.cost import response_lengths
 

@@ -56,9 +56,8 @@ class Measure(DecodingOptions, WithLists):
             )
         decoding = self.decoding(self.schedule)
         if decoding.is_lossless and decoding.adapt_draft_budget is None:
-            decoding = replace(
-                decoding, adapt_draft_budget=False
-            )  # acceptance is measured for one schedule
+            # Acceptance is measured for one schedule.
+            decoding = replace(decoding, adapt_draft_budget=False)
         schedule, tau = decoding.schedule, Tau.chosen(self.tau, self.relative_tau)
         if self.out:
             files.check_file(self.out)

@@ -1,4 +1,4 @@
-"""Loads prompts, and makes them token ids that leave room for a response."""
+"""Loads prompts, and turns them into token ids that leave room for a response."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
-    """The most tokens in a prompt that leave room for a response in the model's context, or in the
-    engine's if it is smaller.
+    """Return the most tokens that a prompt may have, so that a response still fits in the model's
+    context, or in the engine's if that is smaller.
 
-    Raises ConfigError: none are left, or there is no such engine.
+    Raises ConfigError: there is no room left, or no such engine.
     """
     context = context or sys.maxsize
     spec = parse_engine(engine)
@@ -39,9 +39,9 @@ def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
 
 
 def draw_prompts(task: Task, count: int, seed: int) -> list[Prompt]:
-    """The first ``count`` prompts that training with this seed draws from the task.
+    """Draw from the task the first ``count`` prompts that training with this seed would draw.
 
-    Raises TaskError: the task raised.
+    Raises TaskError: the task raised an error.
     """
     return [prompt_of(draw(task, i, seed)) for i in range(count)]
 
@@ -49,7 +49,7 @@ def draw_prompts(task: Task, count: int, seed: int) -> list[Prompt]:
 def encode_prompts(
     prompts: Sequence[Prompt], count: int, tokenizer: PreTrainedTokenizerBase, room: int
 ) -> list[list[int]]:
-    """Token ids of ``count`` prompts, repeated as needed.
+    """Encode ``count`` prompts as token ids, repeating them as needed.
 
     Prompts without tokens, or with more than ``room``, are left out and counted.
 
@@ -72,7 +72,7 @@ def encode_prompts(
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts in a file, unchanged.
+    """Read the prompts in a file, unchanged.
 
     Raises ConfigError: a file that cannot be read, or that holds no prompts.
     """
