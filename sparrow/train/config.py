@@ -93,7 +93,7 @@ class LossConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ModeOptions(Settings):
-    """The mode, and what drafts read; the further options of ``DecodingOptions`` come after these."""
+    """The mode and the draft schedule, which come before the other ``DecodingOptions``."""
 
     # dense: every step reads the whole cache. lossy: steps read what the schedule says, and samples
     # are the sparse actor's. lossless: sparse steps draft, a dense step verifies, and samples are

@@ -42,7 +42,7 @@ def starting() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # For a worker process that died vLLM raises a bare Exception.
+        # If a worker process dies, vLLM raises a bare Exception.
         if (
             not isinstance(error, ValueError | RuntimeError | TypeError)
             and type(error) is not Exception
@@ -60,7 +60,7 @@ def sentence(error: Exception) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What an error says, without what vLLM and torch advise."""
+    """Extract the reason from an error's text, without the advice of vLLM and torch."""
     if isinstance(error, ValidationError):
         found = error.errors()[0]
         name = ".".join(map(str, found["loc"]))
@@ -77,6 +77,6 @@ def _reason(error: Exception) -> str:
 
 
 def _continued(sentence: str) -> str:
-    """A sentence as it goes on after a semicolon."""
+    """Write a sentence so that it can follow a semicolon."""
     first, second = sentence[:1], sentence[1:2]
     return first.lower() + sentence[1:] if second.islower() else sentence

@@ -20,8 +20,8 @@ PROBES, DENSE_PROBES = 4, 6
 is compared with dense steps, and their times scatter most.
 """
 DENSE_ALIKE, ALIKE = 3, 1.03
-"""``DENSE_ALIKE`` dense steps are enough if the longest takes at most ``ALIKE`` times as long as the
-shortest.
+"""``DENSE_ALIKE`` dense steps are enough if the longest takes at most ``ALIKE`` times as long as
+the shortest.
 """
 TRIED, UNDER_WAY = 2, 3
 """Cycles with a new number of drafts before the chooser waits for their times, and cycles until
