@@ -364,9 +364,8 @@ class TrainConfig(Settings):
     logged_rollouts: CountOrZero = 4  # Responses per step kept for the token view of the report.
     # With rollout.mode auto: the GPU whose predicted speed, in vLLM, decides where lossy is faster.
     machine: Literal["a100", "h100", "h200", "b200"] = "h200"
-    trackers: tuple[
-        Literal["tensorboard", "wandb", "trackio"], ...
-    ] = ()  # Also log to these through accelerate.
+    # Also log to these through accelerate.
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     # grpo: group mean and std. dr_grpo: group mean. rloo: mean of the others.
     advantage: AdvantageKind = "grpo"
 

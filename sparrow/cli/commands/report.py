@@ -23,9 +23,8 @@ class Report(Command):
     path: Annotated[Path, tyro.conf.Positional]
     # A second run, to stand beside the first.
     other: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="OTHER")] = None
-    steps: tuple[
-        Count, ...
-    ] = ()  # Steps whose responses are shown; unset: up to 40, from the first to the last.
+    # Steps whose responses are shown; unset: up to 40, from the first to the last.
+    steps: tuple[Count, ...] = ()
 
     def run(self) -> None:
         from sparrow.report import (
