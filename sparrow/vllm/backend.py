@@ -1,10 +1,9 @@
-"""The sparse attention backend, written once: two mixins over whatever backend vLLM has for the
-device.
+"""The sparse attention backend: two mixins over vLLM's backend for the device.
 
-Prefill, and the layers a schedule keeps dense, stay vLLM's own. Decode steps of the other layers
-read the pages that ``sparrow.attention`` selects. A page's landmark lies in the padded tail of the
-KV block the page is in, so vLLM accounts for it, and the landmarks are shared, reused or freed with
-their block. So do the scales of keys and values in int8, before the landmarks.
+vLLM's own attention serves prefill and the layers that a schedule keeps dense. Decode steps of the
+other layers read the pages that ``sparrow.attention`` selects. A page's landmark is stored in the
+padded tail of its KV block, so vLLM accounts for its memory, and shares, reuses and frees it with
+the block. The scales of keys and values in int8 are stored there too, before the landmarks.
 
 Shapes: B decode rows, N block tokens, P page size, K kv heads, D head dim, M blocks of the longest
 sequence.
@@ -48,16 +47,16 @@ class Prefill(NamedTuple):
     """Rows of a batch that vLLM's own attention serves."""
 
     tokens: slice  # of the batch
-    # vLLM's own, of these rows; None: that of the whole batch, which holds the step. A reference to
-    # it would leave the tensors of every step to the garbage collector.
+    # vLLM's metadata of these rows; None: that of the whole batch. The whole batch's metadata holds
+    # the step, so a reference to it would leave the tensors of every step to the garbage collector.
     metadata: Any = None
-    # those of a quantised cache that vLLM reads as a copy; None: it reads the cache
+    # blocks of an 8-bit cache that vLLM reads as a copy; None: it reads the cache
     blocks: Tensor | None = None
 
 
 class LayerGroup:
-    """The layers of one KV cache group, which keep a token in the same slot: their landmarks are
-    updated together.
+    """The layers of one KV cache group. They store a token in the same slot, so that their
+    landmarks can be updated together.
 
     One launch for all layers costs the host, and the CUDA graph of a dense step, less than one for
     each.
@@ -91,7 +90,7 @@ class LayerGroup:
         the last layer.
         """
         impl = self._layers[-1].impl
-        # All layers have run by now, and a builder is made anew with the caches.
+        # All layers have run by now; when caches are replaced, vLLM makes a new builder.
         if self._caches is None:
             self._caches = attention.CachedLayers(
                 [layer.impl.cached_keys() for layer in self._layers]

@@ -1,4 +1,4 @@
-"""What the user asked for, and whether vLLM can be made to do it."""
+"""Reads how the user asked vLLM to decode, and checks that this vLLM can do it."""
 
 from __future__ import annotations
 

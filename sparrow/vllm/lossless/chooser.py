@@ -1,7 +1,7 @@
 """Chooses how many tokens to draft and how much the drafts read: whatever gave the most tokens per
 second in similar batches, as measured while running.
 
-The choice only affects speed. Samples are exact whatever is drafted.
+The choice affects only speed: samples follow the policy whatever is drafted.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class DraftChooser:
         return self.draft_length.repeats
 
     def settled(self, rows: int, length: float) -> int | None:
-        """The number of drafts in use for similar batches; None while other numbers are being
-        timed.
+        """Return the number of drafts in use for similar batches; None while other numbers are
+        being timed.
         """
         batch = _batch(rows, length)
         case = self.measured.find(batch, self.draft_budget.in_use(batch))

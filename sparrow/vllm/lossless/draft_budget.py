@@ -47,7 +47,7 @@ class DraftBudget:
         return budget
 
     def choose(self, batch: Batch, drafts: int) -> int:
-        """Choose the budget of the next cycle, which has so many drafts."""
+        """Choose the budget of the next cycle, which has this number of drafts."""
         budget = self.in_use(batch)
         budgets = len(self._measured.budgets)
         if budgets == 1:

@@ -55,9 +55,9 @@ Batch = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class Case:
-    """Batches of about as many sequences of about one length, whose drafts read one budget.
+    """A class of batches: similar numbers of sequences, similar lengths, and the same budget.
 
-    Numbers of drafts are keys of the dictionaries.
+    The keys of the dictionaries are numbers of drafts.
     """
 
     batch: Batch
