@@ -175,8 +175,8 @@ class SparseGRPOTrainer(Trainer):
 
     @contextmanager
     def _densely(self) -> Iterator[bool]:
-        """Inside, vLLM decodes densely, unless its responses are dense anyway or dense ones were
-        sampled before.
+        """Have vLLM decode densely inside the context, unless its responses are dense anyway or
+        dense ones were sampled before; yields whether it does.
         """
         schedule = self.schedule
         if self._reads_all or self._ceiling or self._of_dense:

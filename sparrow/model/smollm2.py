@@ -72,8 +72,8 @@ def _source() -> Path:
 
 
 def _convert_whole(source: Path, folder: Path) -> None:
-    """Convert into a folder beside ``folder``, which then takes its name: whatever happens on the
-    way, ``folder`` is either whole or not there.
+    """Convert into a temporary folder next to ``folder`` and rename it at the end, so that
+    ``folder`` is complete whenever it exists.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
