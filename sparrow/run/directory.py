@@ -61,7 +61,7 @@ class RunConfig:
     """The contents of ``config.json``."""
 
     train: Row  # the resolved settings
-    schedule: SparsitySchedule  # what the run was last started with
+    schedule: SparsitySchedule  # the one with which the run was last started
     # one per resumption with other settings: the "step" it continued from, and what "changed", name
     # -> [before, after]
     resumed: Sequence[Row] = ()

@@ -72,10 +72,10 @@ class DensePasses:
         self._cycles: Counter[int] = Counter()  # by how many tokens were drafted afterwards
         # tokens read, held, emitted; rows
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)
-        # The same of passes without drafts: sequences, and tokens read.
+        # The same for passes without drafts: sequences, and tokens read.
         self._plain_rows = 0
         self._plain_tokens = 0
-        self._plain: list[np.ndarray] = []  # those that are not in these sums yet
+        self._plain: list[np.ndarray] = []  # passes that are not in these sums yet
 
     def count(self, drafts: int) -> Tensor:
         """See ``Runtime.count_pass``."""

@@ -34,10 +34,10 @@ class PageTables:
         device: torch.device,
     ) -> None:
         self.budgets = budgets
-        self.budget = self.base_budget = budgets.index(1.0)  # the one in use, and that of 1
+        self.budget = self.base_budget = budgets.index(1.0)  # the one in use; the multiple 1
         self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
-        # The schedule at every length, so that any bins fit. Rows in prefill look at place 0, where
-        # everything is read.
+        # The schedule at every length, so that bins of any width work. Rows in prefill use length
+        # 0, where everything is read.
         self.at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
         self._by_budget = self.at_length.repeat(len(budgets), 1)
         self.top_k = torch.zeros(max_rows, dtype=torch.int32, device=device)

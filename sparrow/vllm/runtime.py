@@ -90,7 +90,7 @@ class Runtime:
         self.model = Model()
         self.cache = CacheLayout()
         self.drafting = Drafting()
-        # What drafts may read, in multiples of the schedule; a lossy actor reads just that.
+        # What drafts may read, in multiples of the schedule; a lossy actor has only the multiple 1.
         budgets = decoding.draft_budgets
         self.pages = PageTables(decoding.schedule, budgets, max_rows, max_length, device)
         self.rows = DecodedRows(len(budgets), max_rows, max_length, device)

@@ -58,7 +58,7 @@ def dry_run(command: TrainOptions) -> None:
         raise ConfigError(
             f"dry_run is {command.dry_run!r}; expected such as h200:gpus=8,median=9000"
         ) from error
-    parse_engine(command.engine)  # refuses what names no engine, once and at once
+    parse_engine(command.engine)  # refuses an unknown engine here, as every later check would
     problems: list[str] = []
     rows: Rows = []
 

@@ -56,7 +56,7 @@ def quantize(rows: Tensor, values: Tensor) -> Tensor:
     Returns:
         The scales, float32 ``[rows, 1]``.
     """
-    # The kernel needs no further memory: no memory may be left once the KV cache is allocated.
+    # The kernel needs no temporary memory; once the KV cache is allocated, there may be none left.
     if rows.is_cuda:
         return ops.scaled_fp8_quant(rows, output=values, use_per_token_if_dynamic=True)[1]
     scale = (rows.float().abs().amax(1, keepdim=True) / LARGEST).clamp_(min=SMALLEST_SCALE)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sparrow.mismatch.drafts import DraftAcceptance
     from sparrow.schedule import SparsitySchedule
 
-BUCKETS = 1000  # as in ``sparrow.mismatch.drafts``, which is loaded only when somebody asks
+BUCKETS = 1000  # as in ``sparrow.mismatch.drafts``, which is loaded only when needed
 
 
 @triton.jit

@@ -164,7 +164,8 @@ class LosslessScheduler(AsyncScheduler):
         if not lengths:
             return
         length, tokens = sum(lengths) / len(lengths), sum(emitted)
-        # Where all drafts were accepted, one more token was sampled that judged none.
+        # Each token judges a draft, except the last one of a sequence that had all its drafts
+        # accepted.
         judged = tokens - emitted.count(drafts + 1)
         is_first = (last[2], last[3] if drafts else budget) != (drafts, budget)
         self.chooser.observe(
