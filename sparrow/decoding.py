@@ -40,8 +40,9 @@ METER_EVERY = 16
 about half a percent.
 """
 AUTO_ELSEWHERE = (
-    "mode 'auto' needs sparrow train with its engine hf: vLLM verifies all of a response or nothing, and its prefix "
-    "cache would share blocks that hold unverified tokens; take mode 'lossless' or 'lossy'"
+    "mode 'auto' needs sparrow train with its engine hf: vLLM verifies all of a response or "
+    "nothing, and its prefix cache would share blocks that hold unverified tokens; "
+    "take mode 'lossless' or 'lossy'"
 )
 
 
@@ -112,7 +113,8 @@ class Decoding(LosslessSettings):
                 raise ConfigError(f"{name} must be true or false, got {value!r}")
         if self.adapt_draft_budget and not self.adapt_draft_tokens:
             raise ConfigError(
-                "adapt_draft_budget is true, but adapt_draft_tokens false; switch both on, or both off"
+                "adapt_draft_budget is true, but adapt_draft_tokens false; "
+                "switch both on, or both off"
             )
         if self.draft_weights not in get_args(DraftWeights):
             raise ConfigError(
@@ -123,15 +125,17 @@ class Decoding(LosslessSettings):
     def lossless(
         cls, draft_schedule: Any = None, meter_schedule: Any = None, **options: Any
     ) -> Decoding:
-        """Lossless with this draft schedule; schedules are given as ``SparsitySchedule.load`` takes
-        them, and None means ``DRAFT_SCHEDULE``."""
+        """Decode losslessly with this draft schedule; None means ``DRAFT_SCHEDULE``.
+
+        Schedules are given in any form that ``SparsitySchedule.load`` reads.
+        """
         schedule = DRAFT_SCHEDULE if draft_schedule is None else _schedule(draft_schedule)
         metered = None if meter_schedule is None else _schedule(meter_schedule)
         return cls("lossless", schedule, meter_schedule=metered, **options)
 
     @classmethod
     def lossy(cls, schedule: Any) -> Decoding:
-        """Lossy under a schedule, or dense if the schedule reads everything."""
+        """Decode lossily under a schedule, or densely if the schedule reads everything."""
         loaded = _schedule(schedule)
         return cls("dense" if loaded.is_dense else "lossy", loaded)
 
@@ -139,11 +143,15 @@ class Decoding(LosslessSettings):
     def load(cls, value: Any) -> Decoding:
         """Read a setting.
 
-        Args: value: ``"lossless"``; or anything that names a schedule (this means lossy;
-            ``"dense"`` reads everything);
-                or a mapping, or its JSON, with ``mode`` and the settings of that mode: ``schedule``
-                for lossy, those in ``LOSSLESS_SETTINGS`` for lossless; or a schedule or
-                ``Decoding`` itself.
+        Args:
+            value: one of these:
+
+                - ``"lossless"``;
+                - a ``SparsitySchedule`` or anything that names one, which means lossy, or dense if
+                  it reads everything (``"dense"``);
+                - a mapping, or its JSON, with ``mode`` and the settings of that mode: ``schedule``
+                  for lossy, those in ``LOSSLESS_SETTINGS`` for lossless;
+                - a ``Decoding``.
 
         Raises ConfigError: an unknown mode or setting, mode auto, or a schedule that cannot be
         read.
@@ -188,21 +196,21 @@ class Decoding(LosslessSettings):
 
     @property
     def verifies(self) -> bool:
-        """Whether sparse steps draft and dense ones verify, of all of a response or of its
-        beginning.
+        """True if sparse steps draft and dense ones verify, for whole responses or for the
+        beginning of each.
         """
         return self.mode in ("lossless", "auto")
 
     @property
     def draft_budgets(self) -> tuple[float, ...]:
-        """What vLLM's drafts may read, in multiples of their schedule."""
+        """The budgets that vLLM's drafts may read, in multiples of their schedule."""
         adapts = self.adapt_draft_budget
         if adapts is None:
             adapts = self.adapt_draft_tokens and self.schedule == DRAFT_SCHEDULE
         return DRAFT_BUDGETS if self.is_lossless and adapts else (1.0,)
 
     def to_dict(self) -> dict[str, Any]:
-        """What ``load`` reads back, in plain types."""
+        """Convert to plain types, as ``load`` reads them."""
         if not self.is_lossless:
             return {"mode": "dense"} if self == Decoding.lossy("dense") else self.schedule.to_dict()
         written: dict[str, Any] = {"mode": self.mode, "draft_schedule": self.schedule.to_dict()}
@@ -218,13 +226,13 @@ class Decoding(LosslessSettings):
         return written
 
     def with_schedule(self, schedule: SparsitySchedule) -> Decoding:
-        """The same mode under another schedule; the schedule decides between dense and lossy."""
+        """Return the same mode with another schedule, which decides between dense and lossy."""
         return replace(self, schedule=schedule) if self.verifies else Decoding.lossy(schedule)
 
 
 def acceptance_at(acceptance: float, multiple: float) -> float:
-    """The acceptance to expect of drafts that read ``multiple`` times what those with this
-    acceptance read.
+    """Estimate the acceptance of drafts that read ``multiple`` times as much as those with this
+    acceptance.
     """
     return 1 - min(1.0, (1 - acceptance) * multiple**-BUDGET_POWER)
 

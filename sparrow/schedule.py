@@ -215,10 +215,11 @@ class SparsitySchedule:
             )
 
     def times(self, multiple: float) -> SparsitySchedule:
-        """The schedule that reads ``multiple`` times as many pages, sink and recent ones included.
+        """Return the schedule that reads ``multiple`` times as many pages, including sink and
+        recent ones.
 
-        At least one page is kept by score where there was one, and a bin that reads everything
-        still does.
+        At least one page is kept by score where there was one, and bins that read everything still
+        do.
         """
         always = self.sink_pages + self.recent_pages
 

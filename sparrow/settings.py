@@ -39,8 +39,8 @@ def read_value(text: str) -> Any:
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """The name and the options of ``name:key=value,key=value``; a value is read as JSON if possible,
-    and is text otherwise.
+    """Split ``name:key=value,key=value`` into name and options; a value is read as JSON if
+    possible, and is text otherwise.
 
     Raises ConfigError: an option that is not ``key=value``.
     """
@@ -49,7 +49,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse_options(text: str, spec: str) -> dict[str, Any]:
-    """The options in ``text``, which is part of ``spec``. Raises ConfigError: as ``parse_spec``."""
+    """Parse the options in ``text``, a part of ``spec``. Raises ConfigError: as ``parse_spec``."""
     options: dict[str, Any] = {}
     for option in filter(None, re.split(r",(?=\w+=)", text)):
         key, equals, value = option.partition("=")

@@ -196,14 +196,14 @@ def choose(
     device: torch.device,
     landmark_dtype: LandmarkDtype = "auto",
 ) -> Choice:
-    """Choose the implementation that decodes such a model on ``device``: exactly what is asked for,
+    """Choose the implementation that decodes such a model on ``device``: exactly the one asked for,
     or else the fastest.
 
-    The fastest is the CUDA kernel where it can serve. The exception is batches of so few rows that
-    it would leave most multiprocessors idle: Triton's kernels are faster there, because several
+    The fastest is the CUDA kernel where it can serve, except for batches of so few rows that it
+    would leave most multiprocessors idle. Triton's kernels are faster there, because several
     programs rank one row.
 
-    Raises ConfigError: an implementation that was asked for cannot serve.
+    Raises ConfigError: the implementation that was asked for cannot serve.
     """
     if asked not in (None, *get_args(Implementation)):
         raise ConfigError(

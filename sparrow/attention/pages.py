@@ -132,7 +132,7 @@ def select_pages(
     if most == 0:
         return always[:, None].expand_as(scores_BKTN)
 
-    # Of the pages at the threshold, only as many are taken as are still missing, the first ones.
+    # Of the pages at the threshold, keep the first ones, as many as are still missing.
     best = scores.topk(most, dim=-1).values
     threshold = best.gather(-1, (k_BKT1 - 1).clamp(min=0).expand(*scores.shape[:-1], 1))
     above = scores > threshold

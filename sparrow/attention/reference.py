@@ -282,8 +282,8 @@ def teacher_forced(
 
 
 def _kept_tokens(keep_BKN: Tensor, length_B: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Token numbers of the kept pages, in order, as many as the fullest row needs, and a mask of
-    those that count.
+    """List the positions of the tokens in the kept pages, in order; returns them with a mask of
+    those that count, as rows are padded to the fullest one.
     """
     most = int(keep_BKN.sum(-1).max())
     page_BKM = keep_BKN.int().argsort(dim=-1, descending=True, stable=True)[..., :most]

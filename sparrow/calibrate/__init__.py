@@ -1,5 +1,5 @@
-"""The cheapest schedule that holds a target: the search, which knows no engine, is offered here;
-``run`` searches with an engine, and ``head_budgets`` finds the budgets of heads.
+"""Finds the cheapest schedule that holds a target. This package exports the search itself, which
+knows no engine; ``run`` searches with an engine, and ``head_budgets`` finds the budgets of heads.
 """
 
 from typing import TYPE_CHECKING

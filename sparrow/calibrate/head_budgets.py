@@ -1,7 +1,7 @@
-"""Which layers and kv heads need more pages than others: relative budgets from a calibration.
+"""Finds relative budgets of layers and kv heads, as some need more pages than others.
 
-Pages go, a few at a time, where they take off most of the attention mass that would not be read,
-weighed by what acceptance loses where that layer alone is sparse (docs/calibration.md).
+Pages are given out a few at a time, each time where they reduce the unread attention mass most.
+Mass is weighted by the acceptance that is lost if only its layer is sparse (docs/calibration.md).
 
 Shapes: L sparse layers, K kv heads, C cells (layers, or kv heads of layers), U numbers of units of
 pages: 1, 2, ....
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 By = Literal["layers", "heads"]
-UNITS = 16  # of pages in the mean budget
-# of the acceptance that the layer which needs most loses: what any layer counts as losing
+UNITS = 16  # units of pages in the mean budget
+# Every layer counts as losing at least this share of what the most sensitive layer loses.
 LEAST = 0.01
 
 
 def greedy(missed_CU: Floats, units: int) -> Ints:
-    """Units of each cell, ``units`` in all and at least one each: every next one where it takes off
-    most.
+    """Divide ``units`` among the cells, at least one each: every next unit goes where it reduces
+    the unread mass most.
 
-    Where it is the same in several cells, the next one goes to that with the fewest.
+    If several cells gain the same, it goes to the one with the fewest units.
     """
     given = np.ones(len(missed_CU), np.int64)
     gains = np.append(
@@ -50,16 +50,16 @@ def greedy(missed_CU: Floats, units: int) -> Ints:
 
 
 def weights(missed_LKU: Floats, lost_L: Floats, at: int) -> Floats:
-    """Acceptance lost for each unit of mass that a layer's heads leave unread; it was lost at
-    ``at`` units.
+    """Return the acceptance lost per attention mass that a layer's heads leave unread; ``lost_L``
+    was measured at ``at`` units.
     """
     mass = missed_LKU[..., at - 1].mean(1)
     return lost_L / np.maximum(mass, np.finfo(float).tiny)
 
 
 def divided(missed_LKU: Floats, weight_L: Floats, by: By, units: float) -> Ints:
-    """Units ``[L, K]`` of layers or kv heads, ``units`` on average, by the weighted mass that they
-    leave unread.
+    """Divide units among layers or kv heads, ``units`` on average, by the weighted mass that they
+    leave unread; returns ``[L, K]``.
     """
     L, K, _ = missed_LKU.shape
     weighted = missed_LKU * weight_L[:, None, None]
@@ -79,27 +79,29 @@ def find(
     made_by: dict[str, Any] | None = None,
     listener: Callable[[str], None] = lambda phase: None,
 ) -> SparsitySchedule:
-    """``layout`` with budgets of its sparse layers, on dense responses to these prompts.
+    """Find budgets for the sparse layers of ``layout``, on dense responses to these prompts;
+    returns the layout with them.
 
     Takes one pass over the responses for each sparse layer, and four more.
 
     Args:
         engine, prompts, sampling, folder, made_by: see ``Trajectories``.
         layout: says which layers are sparse.
-        by: whether the heads of a layer have the same budget.
-        top_k: the mean number of pages by score at which they are found.
+        by: "layers" gives all heads of a layer the same budget, "heads" does not.
+        top_k: the mean number of pages by score at which the budgets are found.
         listener: called at the start of every pass with its name.
 
-    Raises ConfigError: no sparse layer, a layout with budgets, or fewer pages than units; no layer
-    loses acceptance; or the budgets do not raise p5 at ``top_k``, which happens where a layer's
-    loss does not follow its unread mass.
+    Raises ConfigError: the layout has no sparse layer or has budgets already, or ``top_k`` is less
+    than ``UNITS``; no layer loses acceptance; or the budgets do not raise p5 at ``top_k``, which
+    happens if a layer's loss does not follow its unread mass.
     """
     layers = engine.model.config.get_text_config().num_hidden_layers
     sparse = [layer for layer in range(layers) if layer not in layout.dense_layers]
     if layout.head_budgets or not sparse or top_k < UNITS:
         raise ConfigError(
-            f"budgets are found for a layout without any, with sparse layers, at {UNITS} pages or more; got "
-            f"{'' if layout.head_budgets else 'no '}head_budgets, {len(sparse)} sparse layers and {top_k} pages"
+            f"budgets are found for a layout without any, with sparse layers, at {UNITS} pages or "
+            f"more; got {'' if layout.head_budgets else 'no '}head_budgets, {len(sparse)} sparse "
+            f"layers and {top_k} pages"
         )
     unit = top_k // UNITS
     even = layout.replace(top_k=(unit * UNITS,))
@@ -119,8 +121,8 @@ def find(
         lost.append(best - float(acceptance(even.replace(dense_layers=others)).mean()))
     if max(lost) <= 0:
         raise ConfigError(
-            f"no layer loses acceptance where it alone keeps {unit * UNITS} pages by score, so no budgets are found; "
-            "sample longer responses, or try smaller budgets"
+            f"no layer loses acceptance where it alone keeps {unit * UNITS} pages by score, so no "
+            "budgets are found; sample longer responses, or try smaller budgets"
         )
     lost_L = np.maximum(lost, LEAST * max(lost))
     listener("budgets of heads: attention that is left unread")
@@ -141,8 +143,8 @@ def find(
     )
     if uneven <= without:
         raise ConfigError(
-            f"at {unit * UNITS} pages by score p5 is {without:.3f} without head_budgets and {uneven:.3f} with those "
-            f"found by {by}; leave them out"
+            f"at {unit * UNITS} pages by score p5 is {without:.3f} without head_budgets and "
+            f"{uneven:.3f} with those found by {by}; leave them out"
         )
     return layout.replace(
         head_budgets=budgets, provenance={**layout.provenance, "head_budgets": found}

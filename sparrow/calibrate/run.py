@@ -45,40 +45,43 @@ def calibrate_engine(
     made_by: Mapping[str, Any] | None = None,
     listener: Callable[[str], None] = lambda phase: None,
 ) -> Calibration:
-    """``sparrow.calibrate.calibrate`` for the model of an engine and a scorer, on trajectories
-    sampled once a round.
+    """Run ``sparrow.calibrate.calibrate`` for the model of an engine and a scorer, on trajectories
+    sampled once per round.
 
-    Each of the ``on_policy`` rounds samples under the schedule found so far, as the actor's own
-    tokens are harder for it, and searches again from there; the last round takes all prompts,
+    Each of the ``on_policy`` rounds samples under the schedule found so far, because the actor's
+    own tokens are harder for it, and searches again from there. The last round takes all prompts,
     earlier ones a tenth.
 
-    Args: engine, scorer, prompts, sampling, folder, made_by: see ``Trajectories``. budgets: top-k
-        values that the first search tries at every length; no bin ever gets fewer than the
-        smallest. target, refine, provenance, relative: see ``sparrow.calibrate.calibrate``. layout:
-        gives page size, bins, dense layers and budgets of heads. The first round samples under it;
-        but if it is
-            dense and more rounds follow, the first samples under the largest of ``budgets``, at a
-            fraction of the time.
+    Args:
+        engine, scorer, prompts, sampling, folder, made_by: see ``Trajectories``.
+        budgets: top-k values that the first search tries at every length; no bin ever gets fewer
+            than the smallest.
+        target, refine, provenance, relative: see ``sparrow.calibrate.calibrate``.
+        layout: gives page size, bins, dense layers and budgets of heads. The first round samples
+            under it; but if it is dense and more rounds follow, the first samples under the largest
+            of ``budgets``, in a fraction of the time.
         on_policy: rounds after the first; 0 searches once, on trajectories of ``layout``.
-        lengthen: whether responses are sampled again with longer lists where those of dense
-        rollouts are too short.
+        lengthen: whether responses are sampled again with longer lists where the lists of dense
+            rollouts are too short.
         listener: called at the start of every pass with its name.
 
-    Raises ConfigError: fewer prompts than an interval of p5 needs; rounds on policy without a pass
-    to refine what they start from; or no budget holds the target in any length bin, or the lists of
-    ``sampling.top_n`` tokens are too short to show that one does.
+    Raises ConfigError: there are fewer prompts than an interval of p5 needs, or rounds on policy
+    without a pass to refine their first schedule. Also if no budget holds the target in any length
+    bin, or the lists of ``sampling.top_n`` tokens are too short to show that one does.
     """
     if len(prompts) < MIN_SEQUENCES:
         raise ConfigError(
-            f"{len(prompts)} responses give no interval of p5, at least {MIN_SEQUENCES} are needed; raise count"
+            f"{len(prompts)} responses give no interval of p5, "
+            f"at least {MIN_SEQUENCES} are needed; raise count"
         )
     if on_policy and not refine:
         raise ConfigError(
-            "rounds on policy need a pass to refine what they start from; raise refine, or on_policy=0"
+            "rounds on policy need a pass to refine what they start from; "
+            "raise refine, or on_policy=0"
         )
     fewest = min(budgets)
     tau = Tau(target, relative)
-    ceiling: tuple[BinMismatch, ...] = ()  # of the last rollouts, had they been dense
+    ceiling: tuple[BinMismatch, ...] = ()  # of the last rollouts, if they had been dense
 
     def search(
         number: int, behaviour: SparsitySchedule, trials: Sequence[SparsitySchedule]
@@ -105,7 +108,8 @@ def calibrate_engine(
         def scored(schedule: SparsitySchedule) -> Acceptance:
             pages = sorted({k for k in schedule.top_k if k < ALL_PAGES})
             listener(
-                f"round {number}: scoring with {' to '.join(map(str, pages[:1] + pages[1:][-1:]))} pages"
+                f"round {number}: scoring with {' to '.join(map(str, pages[:1] + pages[1:][-1:]))} "
+                "pages"
             )
             return tokens(trajectories.acceptance(None if schedule == behaviour else schedule))
 
@@ -134,16 +138,17 @@ def calibrate_engine(
     if calibration.schedule.is_dense:
         best = max(tail.lower for tails in calibration.curves.values() for tail in tails)
         raise ConfigError(
-            f"no budget up to {max(budgets)} pages holds {tau.statistic} {target:g} in any length bin: the best lower "
-            f"limit {'of p5 ' if relative else ''}was {best:.3f}; try larger budgets, sample more responses, or lower "
-            "the target"
+            f"no budget up to {max(budgets)} pages holds {tau.statistic} {target:g} in any length "
+            f"bin: the best lower limit {'of p5 ' if relative else ''}was {best:.3f}; try larger "
+            "budgets, sample more responses, or lower the target"
         )
     return calibration
 
 
 def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: bool) -> str | None:
-    """A sentence on lengths where no budget can be shown to hold ``tau``, because not even dense
-    rollouts, with the tail ``dense``, hold it; None if there are none."""
+    """Write a sentence on lengths where no budget can be shown to hold ``tau``, because even dense
+    rollouts (their tail is ``dense``) do not hold it; None if there are no such lengths.
+    """
     if tau.relative:
         bins = (
             replace(
@@ -156,11 +161,13 @@ def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: 
     if b.lower_bound >= tau.value:
         return None
     why = (
-        f"the lists of {top_n} tokens hold {b.lower_bound:.3f} of the probability at the 5th percentile"
+        f"the lists of {top_n} tokens hold {b.lower_bound:.3f} of the probability at the 5th "
+        "percentile"
         if one_program
-        else f"dense rollouts have p5 {b.lower_bound:.3f} with this engine and its lists of {top_n} tokens"
+        else f"dense rollouts have p5 {b.lower_bound:.3f} with this engine and its lists of "
+        f"{top_n} tokens"
     )
     return (
-        f"at lengths {b.start}-{b.end} {why}, so no budget can be shown to hold p5 {tau.value:g} there; sample with "
-        "longer ones (--top-n), or lower the target"
+        f"at lengths {b.start}-{b.end} {why}, so no budget can be shown to hold p5 {tau.value:g} "
+        "there; sample with longer ones (--top-n), or lower the target"
     )

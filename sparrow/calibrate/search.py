@@ -1,8 +1,8 @@
 """Finds the cheapest schedule whose tail holds a target, for any model.
 
-This module only searches: it is given ``measure`` and knows no engine. Source: Sparrow, arXiv
-2606.08446, section 4; the error bars, the borrowing and the search, where each bin has a budget of
-its own, are ours (docs/calibration.md).
+This module only searches: the caller passes ``measure``, and no engine is involved. The method is
+from Sparrow (arXiv 2606.08446, section 4); the error bars, the borrowing from shorter lengths, and
+the search for a separate budget in each bin are additions (docs/calibration.md).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PERCENTILE = 5
 MIN_SEQUENCES = 20  # fewer give no interval of p5
-# budgets further apart than this factor are bisected before p5 is interpolated between them
+# Budgets further apart than this factor are bisected before p5 is interpolated between them.
 WIDE = 1.5
-STEP = 4 / 3  # factor of the first step away from a budget that fails, or that is more than needed
+STEP = 4 / 3  # factor of the first step away from a budget that fails or is more than needed
 
 
 class Acceptance(NamedTuple):
-    """Acceptance of all measured tokens: rate (float64), position and sequence id (int64), each
-    ``[T]``.
+    """Acceptance of all measured tokens: the rate (float64), the position and the sequence id
+    (int64), each ``[T]``.
     """
 
     alpha: np.ndarray
@@ -36,18 +36,17 @@ class Acceptance(NamedTuple):
 
 
 Measure = Callable[[SparsitySchedule], Acceptance]
-"""Gives the actor's acceptance under a schedule, on trajectories that the caller chose; the same at
-every call.
+"""Returns the actor's acceptance under a schedule, always on the same trajectories, which the
+caller chose.
 """
 
-Curves = dict[
-    tuple[int, ...], tuple[PercentileInterval, ...]
-]  # for every pass: top-k by bin -> tail by bin
+# for every pass: top-k by bin -> tail by bin
+Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]
 
 
 @dataclass(frozen=True)
 class BinChoice:
-    """What was chosen in one length bin, and on what evidence."""
+    """The budget chosen in one length bin, and the evidence for it."""
 
     # lengths in tokens; the first may span several bins of the schedule, see ``calibrate``
     start: int
@@ -60,8 +59,8 @@ class BinChoice:
     # what p5 and its interval were computed from
     n_tokens: int
     n_sequences: int
-    # the bin alone had too few tokens: shorter lengths were pooled in, and 1.5 times as many pages
-    # were taken
+    # whether the bin alone had too few tokens, so that shorter lengths were pooled in and 1.5 times
+    # as many pages chosen
     borrowed: bool
     # p5 of dense rollouts in this bin, and its interval; NaN where it was not measured
     ceiling: float = math.nan
@@ -89,28 +88,30 @@ def calibrate(
     ceiling: Acceptance | None = None,
     relative: bool = False,
 ) -> Calibration:
-    """The cheapest schedule, monotone in length, whose p5 has a lower confidence limit of
-    ``target`` in every bin.
+    """Find the cheapest schedule, monotone in length, whose p5 has a lower confidence limit of at
+    least ``target`` in every bin.
 
     Between two measured budgets the limit is assumed to rise linearly with the budget's logarithm.
-    In measurements it rises ever more slowly even on that scale, so the assumption errs towards
-    more pages. Brackets wider than ``WIDE`` are bisected first.
+    In measurements the rise slows down even on that scale, so the assumption errs towards more
+    pages. Brackets wider than ``WIDE`` are bisected first.
 
     A bin has too few tokens if fewer than ``MIN_SEQUENCES`` sequences reach it, or if fewer than
     ``MIN_SEQUENCES`` of its tokens would lie below p5. The first bins are joined until together
     they have enough; a later bin borrows from shorter lengths.
 
-    Args: measure: gives acceptance under a schedule; called once per pass. trials: schedules to
-        measure first, all of one layout. target: what the lower end of the 95 % interval of p5 must
-        reach. fewest: the fewest pages to try in any bin. refine: the most passes after the trials.
-        In every bin that is not settled, each pass tries more pages if no
-            budget holds the target yet, fewer if all do, and otherwise the middle between those
-            that fail and those that hold it.
-        seed: of the bootstrap.
+    Args:
+        measure: returns the acceptance under a schedule; called once per pass.
+        trials: schedules to measure first, all of one layout.
+        target: the value that the lower end of p5's 95 % interval must reach.
+        fewest: the fewest pages to try in any bin.
+        refine: the most passes after the trials. In every bin that is not settled, each pass tries
+            more pages if no budget holds the target yet, fewer if all do, and otherwise a budget
+            halfway between those that fail and those that hold it.
+        seed: seed of the bootstrap.
         provenance: recorded in the schedule, with the evidence.
-        ceiling: acceptance of the same tokens, had they been sampled densely.
-        relative: p5 relative to that ceiling must reach the target (see ``mismatch.tau``), in place
-        of p5 itself.
+        ceiling: acceptance of the same tokens if they had been sampled densely.
+        relative: whether p5 relative to that ceiling must reach the target (see ``mismatch.tau``),
+            instead of p5 itself.
 
     Raises ConfigError: no trials, a target outside (0, 1), or too few tokens in total.
     """
@@ -174,9 +175,11 @@ def calibrate(
 
 
 def _table(bins: Iterable[int], pages: Iterable[int]) -> tuple[int, ...]:
-    """A schedule's table, which never shrinks, from the budgets of these rising ``bins``. Any other
-    bin (of prompts, joined to the first, or between short and long prompts) gets the budget of the
-    next longer one."""
+    """Build a schedule's table, whose budgets never shrink, from those of these rising ``bins``.
+
+    Other bins get the budget of the next longer one: bins of prompts, bins joined to the first, and
+    those between short and long prompts.
+    """
     measured = list(bins)
     rising = np.maximum.accumulate(list(pages)).tolist()
     return tuple(rising[i] for i in np.searchsorted(measured, range(measured[-1] + 1)))
@@ -191,8 +194,8 @@ def _by_bin(curves: Curves) -> list[Tried]:
 
 
 def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
-    """The largest failing budget below the smallest one whose lower limit meets the target, and
-    that smallest one.
+    """Find the smallest budget whose lower limit meets the target; returns the largest failing
+    budget below it, and that budget.
     """
     enough = next((k for k, tail in tried.items() if tail.lower >= target), ALL_PAGES)
     return max((k for k in tried if k < enough), default=None), enough
@@ -201,8 +204,8 @@ def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
 def _wanted(
     by_bin: Sequence[Tried], target: float, fewest: int, page_size: int
 ) -> list[int] | None:
-    """The budget to measure next in every bin, an already measured one where a bin is settled; None
-    if all are.
+    """Choose the budget to measure next in every bin; for settled bins, one that was measured
+    already. None if all bins are settled.
     """
     wanted: list[int] = []
     settled = True
@@ -211,9 +214,8 @@ def _wanted(
         fails, enough = _enough(tried, target)
         pages = enough
         if enough == ALL_PAGES:
-            if (
-                fails is None
-            ):  # only dense was tried, as happens at lengths that no earlier search reached
+            # Only dense was tried, as happens at lengths that no earlier search reached.
+            if fails is None:
                 pages = wanted[-1] if wanted else ALL_PAGES
             elif fails * page_size < tried[fails].end:
                 pages = 2 * fails + 1 if len(tried) > 1 else max(fails + 1, math.ceil(fails * STEP))
@@ -240,11 +242,10 @@ def _relative(tail: PercentileInterval, ceiling: PercentileInterval) -> Percenti
 def _bin_choice(
     tried: Tried, absolute: Tried, target: float, borrowed: bool, at_least: int
 ) -> BinChoice:
-    """The cheapest budget of a bin whose lower limit meets the target, but at least that of the bin
-    before.
+    """Choose the cheapest budget of a bin whose lower limit meets the target, but at least
+    ``at_least``, the budget of the bin before.
 
-    ``absolute`` holds the tails as they were measured, ``tried`` the same tails on the target's
-    scale.
+    ``absolute`` holds the tails as measured, ``tried`` the same tails on the target's scale.
     """
     fails, top_k = _enough(tried, target)
     if fails is not None and top_k < ALL_PAGES:
@@ -276,8 +277,8 @@ def _bin_choice(
 
 
 def _is_thin(acceptance: Acceptance, inside: np.ndarray) -> bool:
-    """Whether too few of the tokens ``inside`` (bool ``[T]``) lie below p5, or they come from too
-    few sequences.
+    """Return whether the tokens ``inside`` (bool ``[T]``) come from too few sequences, or too few
+    of them lie below p5.
     """
     tokens = int(inside.sum())
     sequences = len(np.unique(acceptance.sequence[inside]))
@@ -285,23 +286,24 @@ def _is_thin(acceptance: Acceptance, inside: np.ndarray) -> bool:
 
 
 def _joined(acceptance: Acceptance, bin_tokens: int) -> np.ndarray:
-    """The bin of every token, int64 ``[T]``; the first bins are joined until together they have
-    enough tokens.
+    """Return the bin of every token, int64 ``[T]``; the first bins are joined until they have
+    enough tokens together.
     """
     bins = acceptance.position // bin_tokens
     for b in np.unique(bins):
         if not _is_thin(acceptance, bins <= b):
             return np.maximum(bins, b)
     raise ConfigError(
-        f"{len(bins)} tokens of {len(np.unique(acceptance.sequence))} sequences were measured, at least "
-        f"{100 * MIN_SEQUENCES // PERCENTILE} of {MIN_SEQUENCES} are needed for an interval; sample more"
+        f"{len(bins)} tokens of {len(np.unique(acceptance.sequence))} sequences were measured, at "
+        f"least {100 * MIN_SEQUENCES // PERCENTILE} of {MIN_SEQUENCES} are needed for an interval; "
+        "sample more"
     )
 
 
 def _tail(
     acceptance: Acceptance, bins: np.ndarray, bin_tokens: int, seed: int
 ) -> list[PercentileInterval]:
-    """p5 by bin; shorter lengths are pooled in where a bin has too few tokens."""
+    """Compute p5 by bin; where a bin has too few tokens, shorter lengths are pooled in."""
     tail: list[PercentileInterval] = []
     for b in np.unique(bins):
         first = b
@@ -309,9 +311,8 @@ def _tail(
             first -= 1
         alpha = acceptance.alpha[inside]
         sequence = acceptance.sequence[inside]
-        position = np.zeros(
-            len(alpha), np.int64
-        )  # puts everything that was pooled into a single bin
+        # puts everything that was pooled into a single bin
+        position = np.zeros(len(alpha), np.int64)
         (interval,) = percentile_by_bin_interval(
             alpha, position, sequence, 1, PERCENTILE, seed=seed
         )

@@ -25,19 +25,20 @@ from sparrow.schedule import SparsitySchedule
 class Trajectories:
     """Rollouts sampled once, to be scored under many schedules by teacher-forced passes.
 
-    The scorer's numerics differ from the sampler's, and p5 has to hold for the sampler. So the
-    sampler's noise, known at every token under the schedule that was sampled under, is added to the
-    log-probs of all schedules, also dense.
+    The scorer's numerics differ from the sampler's, and p5 has to hold for the sampler. The
+    sampler's noise is known at every token under the schedule that was sampled under; it is added
+    to the log-probs of all schedules, including dense.
 
     Everything is kept in ``folder``, so an interrupted calibration continues where it stopped.
 
-    Args: engine, scorer: both with the same weights. prompts, sampling: what is sampled, and how.
-        folder: where rollouts and scores are kept; those already there for the same prompts,
-        sampling and ``made_by``
-            are reused.
+    Args:
+        engine, scorer: both with the same weights.
+        prompts, sampling: what is sampled, and how.
+        folder: keeps rollouts and scores; those already there for the same prompts, sampling and
+            ``made_by`` are reused.
         behaviour: the schedule to sample under; dense by default.
-        made_by: which weights and engine these are, in JSON types; needed where a folder may be
-        used with others.
+        made_by: identifies the weights and the engine, in JSON types; needed if the folder may be
+            used with others.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class Trajectories:
         ]
 
     def acceptance(self, schedule: SparsitySchedule | None = None) -> list[TokenAcceptance]:
-        """Acceptance between the dense model and its actor under ``schedule``; by default, the one
-        sampled under.
+        """Compute the acceptance between the dense model and its actor under ``schedule``; by
+        default, the one that was sampled under.
         """
         sparse: list[Any] = (
             self._top_logprobs(schedule) if schedule else [None] * len(self.rollouts)
@@ -84,8 +85,8 @@ class Trajectories:
         ]
 
     def ceiling(self) -> list[TokenAcceptance]:
-        """Acceptance of dense rollouts; below 1 because of what the lists leave out and of the
-        sampler's noise.
+        """Compute the acceptance of dense rollouts, which is below 1 because of the sampler's noise
+        and of what the lists leave out.
         """
         sampled = self._dense
         if self._noise:

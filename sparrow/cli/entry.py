@@ -1,5 +1,5 @@
-"""The command line ``sparrow``: turns arguments into one of the commands in ``sparrow.cli.commands``
-and runs it.
+"""The command line ``sparrow``: turns arguments into a command of ``sparrow.cli.commands`` and runs
+it.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         command.run()
     except SparrowError as error:
         _stop(error, code=failure)
-    except (
-        BrokenPipeError
-    ):  # the reader of the output has closed it; Python would complain again at exit
+    except BrokenPipeError:
+        # The reader has closed the output; without this, Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(failure)
     except OSError as error:
@@ -63,9 +62,7 @@ def _stop(reason: object, code: int) -> NoReturn:
 
 
 def parse(argv: list[str]) -> Command:
-    """Turn arguments into a command; each ``--config FILE`` is replaced by the options in that TOML
-    file.
-    """
+    """Turn arguments into a command; the options in a TOML file replace each ``--config FILE``."""
     if argv[:1] == ["--version"]:
         print(f"sparrow {__version__}")
         sys.exit(0)
@@ -104,8 +101,11 @@ def parse(argv: list[str]) -> Command:
             COMMANDS,
             args=argv,
             prog="sparrow",
-            description="RL rollouts with sparse attention, fast, without breaking the training. --version prints the "
-            "version; --tyro-print-completion SHELL prints completions for bash, zsh or fish.",
+            description=(
+                "RL rollouts with sparse attention, fast, without breaking the training. "
+                "--version prints the version; --tyro-print-completion SHELL prints completions "
+                "for bash, zsh or fish."
+            ),
             config=(tyro.conf.ConsolidateSubcommandArgs,),
         )
     except ConfigError as error:  # an option out of range
@@ -113,7 +113,7 @@ def parse(argv: list[str]) -> Command:
 
 
 def _check_shell(argv: Sequence[str]) -> None:
-    """Raises ConfigError: completions for a shell that there are none for."""
+    """Refuse shells without completions. Raises ConfigError: such a shell is named."""
     for argument, following in itertools.pairwise([*argv, ""]):
         name, equals, value = argument.replace("_", "-").partition("=")
         if name not in ("--tyro-print-completion", "--tyro-write-completion"):
@@ -125,7 +125,7 @@ def _check_shell(argv: Sequence[str]) -> None:
 
 
 def _check_model(argv: Sequence[str]) -> None:
-    """Raises ConfigError: a command that needs a model does not name one."""
+    """Check that a model is named. Raises ConfigError: a command that needs one has none."""
     flags = {argument.partition("=")[0] for argument in argv[1:]}
     if (
         argv[:1]
@@ -133,12 +133,13 @@ def _check_model(argv: Sequence[str]) -> None:
         and not flags & {"--model", "-h", "--help"}
     ):
         raise ConfigError(
-            f"sparrow {argv[0]} needs --model NAME or PATH; --model reasoner is the small one that comes along"
+            f"sparrow {argv[0]} needs --model NAME or PATH; "
+            "--model reasoner is the small one that comes along"
         )
 
 
 def _run_dir(argv: Sequence[str]) -> Path:
-    """The run directory that the arguments of ``train`` name."""
+    """Find the run directory in the arguments of ``train``."""
     run_dir = Train.run_dir
     for argument, following in itertools.zip_longest(argv, argv[1:]):
         name, equals, value = argument.partition("=")

@@ -1,4 +1,4 @@
-"""What the command line shows: tables of results, and a line for each step of what is going on."""
+"""Terminal output: tables of results, and progress, one line per step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from sparrow.mismatch import BinMismatch, MismatchReport
     from sparrow.mismatch.tau import Span, Tau
 
-QUIET_S = 30.0  # when a step takes longer, its phases are told too
+QUIET_S = 30.0  # if steps take longer, their phases are shown too
 
 
 class Progress:
-    """A ``trainer.Listener`` that tells the progress of training: a line for each step and each
-    phase of a long one.
+    """A ``trainer.Listener`` that prints the progress of training: a line for each step, and for
+    each phase if steps are long.
     """
 
     def __init__(self, steps: int) -> None:
@@ -50,26 +50,28 @@ class Progress:
             note(f"step {self._done}/{self._steps}  evaluation {means}")
         elif self._seconds > QUIET_S or not self._done:
             note(
-                f"step {self._done + 1}/{self._steps}  {event}  {time.monotonic() - self._began:.0f} s"
+                f"step {self._done + 1}/{self._steps}  {event}  "
+                f"{time.monotonic() - self._began:.0f} s"
             )
 
 
 def step_line(metrics: dict[str, Any]) -> str:
-    """A step in a few numbers: reward, tail of acceptance if rollouts were sparse, response length,
-    speed, share of the KV cache read.
+    """Summarise a step in one line: reward, tail of acceptance if rollouts were sparse, response
+    length, speed, and share of the KV cache read.
     """
     seconds = metrics["seconds"]
     response = metrics["response"]
     speed = response["tokens"] / max(seconds["rollout"], 1e-9)
     return (
-        f"reward {metrics['reward']['mean']:.3f}  {_acceptance(metrics)}length {response['mean']:.0f}  "
-        f"{speed:,.0f} tokens/s  KV read {metrics['kv']['read_fraction']:.0%}  {sum(seconds.values()):.1f} s"
+        f"reward {metrics['reward']['mean']:.3f}  {_acceptance(metrics)}length "
+        f"{response['mean']:.0f}  {speed:,.0f} tokens/s  KV read "
+        f"{metrics['kv']['read_fraction']:.0%}  {sum(seconds.values()):.1f} s"
     )
 
 
 def _acceptance(metrics: dict[str, Any]) -> str:
-    """What is known of acceptance: exactly for drafts, bounds on the lowest p5 for a sparse actor,
-    and nothing that would mean anything for dense rollouts.
+    """Write the acceptance of a step: exact for drafts, bounds on the lowest p5 for a sparse actor,
+    and nothing for dense rollouts.
     """
     if "drafts" in metrics and metrics["dense_up_to"] is None:
         exact = metrics["drafts"].get("acceptance")
@@ -85,7 +87,7 @@ def _acceptance(metrics: dict[str, Any]) -> str:
 
 
 def note(text: str) -> None:
-    """What is going on, on stderr, so that output can be piped."""
+    """Print progress on stderr, so that stdout can be piped."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -101,9 +103,8 @@ def _print_columns(title: str, headings: Sequence[str], rows: Sequence[Sequence[
         title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False
     )
     for heading in headings:
-        table.add_column(
-            heading, justify="right", no_wrap=heading == headings[0]
-        )  # first cells stay on one line
+        # The first cell of a row stays on one line.
+        table.add_column(heading, justify="right", no_wrap=heading == headings[0])
     for row in rows:
         table.add_row(*row)
     Console().print(table)
@@ -145,8 +146,8 @@ def print_audit(verdict: Verdict, tokens: int) -> None:
 
 
 def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: float) -> None:
-    """Print what ``sparrow measure`` found of a sparse actor; up to the length ``dense_up_to`` it
-    reads everything.
+    """Print the results of ``sparrow measure`` for a sparse actor, which reads everything up to the
+    length ``dense_up_to``.
     """
 
     def row(b: BinMismatch) -> tuple[str, ...]:
@@ -162,8 +163,8 @@ def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: fl
         )
 
     _print_columns(
-        f"acceptance rate of the sparse actor, {report.n_sequences} responses, {report.n_tokens} tokens, "
-        f"bounded by lists of {top_n} tokens",
+        f"acceptance rate of the sparse actor, {report.n_sequences} responses, {report.n_tokens} "
+        f"tokens, bounded by lists of {top_n} tokens",
         ("length", "tokens", "responses", "mean", "p5 between", "95 % interval", str(tau)),
         list(map(row, report.bins)),
     )
@@ -171,8 +172,8 @@ def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: fl
 
 
 def print_own_samples(report: MismatchReport, off_policy_T: np.ndarray) -> None:
-    """Print what ``sparrow measure`` found where the dense policy sampled; ``off_policy_T`` is the
-    distance of each sampled token's log-prob from the policy's.
+    """Print the results of ``sparrow measure`` for samples of the dense policy; ``off_policy_T`` is
+    the distance of each sampled token's log-prob from the policy's.
     """
     _print_columns(
         f"samples of the dense policy, {report.n_sequences} responses, {report.n_tokens} tokens",
@@ -183,8 +184,8 @@ def print_own_samples(report: MismatchReport, off_policy_T: np.ndarray) -> None:
         ],
     )
     print(
-        f"log-probs of the sampled tokens are {off_policy_T.mean():.1g} off the policy's on average, "
-        f"{off_policy_T.max():.1g} at most"
+        f"log-probs of the sampled tokens are {off_policy_T.mean():.1g} off the policy's on "
+        f"average, {off_policy_T.max():.1g} at most"
     )
 
 
@@ -202,8 +203,8 @@ def print_ceiling(bins: Iterable[BinMismatch]) -> None:
 
 
 def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
-    """Print p5, its ceiling and the relative p5 by bin; ``bins`` has start, end, p5 and ceiling of
-    each.
+    """Print p5, its ceiling and the relative p5 by bin; each bin has a start, an end, p5 and a
+    ceiling.
     """
     from sparrow.mismatch import relative_span
 
@@ -237,14 +238,18 @@ def print_drafts(counts: Mapping[str, Any]) -> None:
             ]
             _print_columns(title, ("length", "drafts", "mean", "p5"), rows)
     Console().print(
-        f"{counts['tokens_per_cycle']:.2f} tokens a cycle, {counts['drafts_per_token']:.2f} drafts a token; all "
-        "have a dense history, which a lossy actor does not"
+        f"{counts['tokens_per_cycle']:.2f} tokens a cycle, {counts['drafts_per_token']:.2f} drafts "
+        "a token; all have a dense history, which a lossy actor does not"
     )
 
 
 def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]) -> None:
-    """Print the modes side by side. Each row is the mode, the mean distance of a token's log-prob
-    from the dense policy's, and counts in the form of ``Counters.to_dict``."""
+    """Print the modes side by side.
+
+    Args:
+        rows: for each mode its name, the mean distance of a token's log-prob from the dense
+            policy's, and counts in the form of ``Counters.to_dict``.
+    """
 
     def cells(counts: Mapping[str, Any]) -> tuple[str, str, str]:
         read = f"{counts['kv']['read_fraction']:.0%}"
@@ -262,8 +267,9 @@ def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]
         title, headings, [(mode, f"{off:.1g}", *cells(counts)) for mode, off, counts in rows]
     )
     Console().print(
-        "log p off by: how far tokens' log-probs are from the dense policy's, on average; where that is rounding only, "
-        "samples are exactly the policy's; kept: drafts that verification kept",
+        "log p off by: how far tokens' log-probs are from the dense policy's, on average; where "
+        "that is rounding only, samples are exactly the policy's; "
+        "kept: drafts that verification kept",
         highlight=False,
     )
 

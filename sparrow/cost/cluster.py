@@ -178,8 +178,8 @@ def fit(
 
 
 def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: float | None) -> float:
-    """Bytes of a GPU that its engine does not get: those of training, or those that vLLM is told to
-    leave free.
+    """Return the bytes of a GPU that its engine does not get: those of training, or those that
+    ``gpu_memory_utilization`` leaves free.
     """
     left = (
         0.0 if engine_share is None else (VLLM_SHARE - engine_share) * cluster.machine.memory_bytes

@@ -156,7 +156,7 @@ def choices(
 
 @dataclass(frozen=True)
 class LosslessPrediction:
-    """A lossless rollout; each cycle drafts ``drafting.tokens`` tokens, half as many, or none,
+    """A lossless rollout. Each cycle drafts ``drafting.tokens`` tokens, half of that, or none,
     whichever is fastest.
     """
 

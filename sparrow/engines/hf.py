@@ -487,8 +487,8 @@ def load_shape(name: str) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot load the config of {name!r} ({_reason(error)}); give the path of a whole local "
-            "checkpoint folder, or a hub name with the hub in reach"
+            f"cannot load the config of {name!r} ({_reason(error)}); give the path of a whole "
+            "local checkpoint folder, or a hub name with the hub in reach"
         ) from error
 
 

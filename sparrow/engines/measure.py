@@ -60,11 +60,14 @@ def compare(
     schedule: SparsitySchedule,
 ) -> Comparison:
     """Sample with the engine's actor under ``schedule`` and compare with the dense model, token by
-    token; the engine's counters are of these samples alone.
+    token. Afterwards the engine's counters cover these samples only.
 
-    Args: engine, scorer: both with the same weights; may be one object, as ``HFEngine`` is both.
-        prompts: token ids. sampling: how responses are sampled; its lists of ``top_n`` tokens bound
-        the acceptance rate. schedule: what the actor may read.
+    Args:
+        engine, scorer: both with the same weights; may be one object, as ``HFEngine`` is both.
+        prompts: token ids.
+        sampling: how responses are sampled; its lists of ``top_n`` tokens bound the acceptance
+            rate.
+        schedule: the schedule of the actor.
     """
     engine.counters()  # forget what was sampled before
     rollouts = sample(engine, prompts, sampling, schedule)

@@ -1,7 +1,7 @@
 """The engines that a user can name: one entry of ``KINDS`` for each.
 
-An engine's module has the function that starts it; its entry has what commands must know of it
-before anything is loaded. This module imports no torch.
+An engine's module has the function that starts it; its entry has the facts that commands need
+before anything is loaded. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """What commands have to know of an engine before it is loaded."""
+    """Facts about an engine that commands need before it is loaded."""
 
     names: tuple[str, ...]  # what a spec of it begins with
     start: str  # the function that starts it from an ``Asked``, as module:function
@@ -35,7 +35,7 @@ class Kind:
     length_option: str | None = None  # the option that limits the tokens of a sequence
 
     def claims(self, spec: str) -> bool:
-        """Whether ``spec`` names an engine of this kind."""
+        """Return whether ``spec`` names an engine of this kind."""
         if self.takes == "address":
             return spec.startswith(tuple(f"{name}://" for name in self.names))
         if self.takes == "options":
@@ -67,7 +67,7 @@ KINDS = (
         length_option="max_model_len",
     ),
 )
-"""The first that claims a spec has it."""
+"""A spec belongs to the first kind that claims it."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class EngineSpec:
 
     @property
     def rest(self) -> str:
-        """What follows the name and its colon; an address is whole, without ``stock:``."""
+        """The text after the name and its colon; for an address, all but ``stock:``."""
         if self.kind.takes == "address":
             return self.written.removeprefix("stock:")
         return self.written.partition(":")[2]
@@ -92,7 +92,7 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Asked:
-    """What an engine is started with; each kind takes of it what it needs."""
+    """Everything an engine is started with; each kind uses the parts that it needs."""
 
     spec: EngineSpec
     checkpoint: str  # the model's folder or its name on the hub
@@ -103,14 +103,14 @@ class Asked:
     sleeps: bool = True  # whether it will have to give up its memory between rollouts
 
     def start(self) -> Engine:
-        """The engine. Raises ConfigError: options or a model that it does not take."""
+        """Start the engine. Raises ConfigError: options or a model that it does not accept."""
         module, _, function = self.spec.kind.start.partition(":")
         engine: Engine = getattr(importlib.import_module(module), function)(self)
         return engine
 
 
 def parse_engine(spec: str) -> EngineSpec:
-    """The engine that ``spec`` names. Raises ConfigError: there is none."""
+    """Find the engine that ``spec`` names. Raises ConfigError: there is none."""
     for kind in KINDS:
         if kind.claims(spec):
             return EngineSpec(spec, kind)
@@ -118,7 +118,7 @@ def parse_engine(spec: str) -> EngineSpec:
 
 
 def no_engine(spec: str) -> ConfigError:
-    """The error for a spec that names no engine to sample or train with."""
+    """Make the error for a spec that names no engine to sample or train with."""
     written = {
         "nothing": "{0}",
         "options": "{0}, {0}:option=value,...",

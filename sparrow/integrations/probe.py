@@ -1,14 +1,14 @@
-"""Measures the acceptance of a sparse actor in somebody else's vLLM, over its OpenAI-compatible
-HTTP alone.
+"""Measures the acceptance of a sparse actor in another trainer's vLLM, over its OpenAI-compatible
+HTTP interface alone.
 
 This is for trainers that ask vLLM for the sampled tokens' log-probs only, but leave its server
 reachable. Responses are sampled under the server's schedule with the actor's top-n lists. Then
-prompt and response go back as one prompt, whose log-probs are asked for, so vLLM prefills it
-densely and without its prefix cache: this gives the policy's top-n lists, with the same weights in
-the same precision. The two lists give bounds on the acceptance rate (``acceptance_bounds``). vLLM
-gives a prompt's log-probs at temperature 1 only, so responses are sampled at that temperature.
+prompt and response are sent back as one prompt, with a request for its log-probs, so that vLLM
+prefills it densely and without its prefix cache. This gives the policy's top-n lists, with the same
+weights in the same precision. The two lists bound the acceptance rate (``acceptance_bounds``). vLLM
+returns a prompt's log-probs at temperature 1 only, so responses are sampled at that temperature.
 
-``Probe`` gives the same as scalars for any trainer's logger, together with the servers' own
+``Probe`` returns the results as scalars for any trainer's logger, together with the servers' own
 counters.
 
 Shapes: T response tokens, n entries of a top-n list.

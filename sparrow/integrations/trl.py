@@ -50,8 +50,8 @@ class SparseGRPOTrainer(Trainer):
 
     In colocate mode the schedule reaches vLLM through the environment, which is changed only while
     the engine starts; a server must have been started with one. In lossless mode samples are the
-    dense policy's. What is measured then is how close vLLM's numbers are to the trainer's, which is
-    the most that any schedule could score; the acceptance of drafts is logged beside it. Every
+    dense policy's. The measurement then shows how close vLLM's numbers are to the trainer's, which
+    is the most that any schedule could score; the acceptance of drafts is logged as well. Every
     ``measure_every`` optimizer steps vLLM is asked for top-n lists, and some of the responses, at
     least one per process, get another dense forward pass, which gives bounds on every token's
     acceptance rate. They are logged as ``sparrow/*``, named as in ``sparrow.integrations.metrics``
@@ -175,8 +175,8 @@ class SparseGRPOTrainer(Trainer):
 
     @contextmanager
     def _densely(self) -> Iterator[bool]:
-        """Inside, vLLM decodes densely, unless its responses are dense anyway or dense ones were
-        sampled before.
+        """Have vLLM decode densely inside the context, unless its responses are dense anyway or
+        dense ones were sampled before; yields whether it does.
         """
         schedule = self.schedule
         if self._reads_all or self._ceiling or self._of_dense:

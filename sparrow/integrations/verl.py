@@ -85,9 +85,8 @@ class SparsePPOTrainer(Trainer):
         self._sequences = options.get("sequences", 32)
         self._prompts: list[list[int]] = []
         self._ceiling = Ceiling()
-        config.trainer.v1.trainer_mode = (
-            "sync"  # the rest of verl goes by this name, and this is a sync trainer
-        )
+        # This is a sync trainer, and the rest of verl recognises one by this name.
+        config.trainer.v1.trainer_mode = "sync"
         super().__init__(config)
 
     def on_init_end(self) -> None:

@@ -91,7 +91,7 @@ class BinMismatch:
 
     @property
     def p5(self) -> str:
-        """What is known of the percentile, as text."""
+        """The bounds on the percentile, as text."""
         return between(self.lower_bound, self.upper_bound)
 
     def verdict(self, tau: float) -> Literal["holds", "below", "undecided"]:

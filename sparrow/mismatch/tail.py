@@ -41,7 +41,7 @@ def check_acceptance(alpha: ArrayLike, **aligned: ArrayLike | None) -> FloatArra
 
 
 def between(low: float, high: float, digits: int = 3) -> str:
-    """What lies between two bounds, as text: one number where they round to the same."""
+    """Write two bounds as text, or one number if they round to the same."""
     ends = [f"{x:.{digits}f}" if np.isfinite(x) else "n/a" for x in (low, high)]
     return ends[0] if ends[0] == ends[1] else f"between {ends[0]} and {ends[1]}"
 

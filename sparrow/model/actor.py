@@ -2,11 +2,10 @@
 "sparrow".
 
 With it, a model's decode steps are sparse under a schedule, while prefill, scoring and training
-stay dense without a
-switch: one query token with a cache is a decode step, anything else is not. ``generate`` knows its
-prompt, so it treats a last chunk of one token as prefill too; in a loop of your own, use
-``dense_steps`` for that. The ``teacher_forced`` context makes a whole-sequence forward pass compute
-what decoding would have computed.
+stay dense without a switch: a forward pass with one query token and a cache is a decode step, and
+no other is. ``generate`` knows its prompt, so it treats a last chunk of one token as prefill too; a
+decoding loop outside ``generate`` uses ``dense_steps`` for that. The ``teacher_forced`` context
+makes a whole-sequence forward pass compute what decoding would have computed.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, D head dim.
 """

@@ -22,11 +22,10 @@ SEVERAL = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"
 
 @contextlib.contextmanager
 def dense_steps(model: nn.Module) -> Iterator[None]:
-    """Inside the context, decode steps of ``model`` attend to everything, whatever its schedule
-    says.
+    """Have decode steps of ``model`` attend to everything inside the context, despite its schedule.
 
-    A loop that reads a prompt in chunks needs this: a last chunk of one token looks like a decode
-    step.
+    A loop that reads a prompt in chunks needs this, since a last chunk of one token looks like a
+    decode step.
 
     Raises ConfigError: the model has no schedule.
     """

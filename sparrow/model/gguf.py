@@ -91,7 +91,7 @@ def _config(fields: Mapping[str, Any], tied: bool) -> LlamaConfig:
         num_key_value_heads=fields["llama.attention.head_count_kv"],
         head_dim=fields["llama.rope.dimension_count"],
         max_position_embeddings=fields["llama.context_length"],
-        # The file has it in float32; the shortest number that rounds to it is what was meant.
+        # The file stores float32; the shortest decimal that rounds to it is the intended value.
         rms_norm_eps=float(str(np.float32(fields["llama.attention.layer_norm_rms_epsilon"]))),
         rope_parameters={"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
         tie_word_embeddings=tied,

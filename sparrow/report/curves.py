@@ -1,5 +1,5 @@
-"""Curves by step: how a series of a run is drawn, and which series there are; docs/run-directory.md
-explains them.
+"""Curves by step: the series of a run, which docs/run-directory.md explains, and how they are
+drawn.
 
 Shapes: S steps.
 """
@@ -19,10 +19,10 @@ from sparrow.run.log import FloatArray, RunLog
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-RUNS = "AB"  # what two runs are called
+RUNS = "AB"  # names of two runs
 DASHES = ("-", (0, (2.2, 1.4)))  # their line styles
-MARKERS = ("o", "D")  # their markers; those of the second are hollow, so that its dashes are seen
-MARKS = 12  # at most so many markers on a curve
+MARKERS = ("o", "D")  # their markers; hollow for the second run, so that its dashes can be seen
+MARKS = 12  # the most markers on a curve
 UNSMOOTHED_STEPS = 60  # longer runs also show a rolling mean, in bold
 
 
@@ -31,10 +31,9 @@ class Panel(NamedTuple):
 
     title: str
     axis: str
-    series: Callable[
-        [RunLog], Mapping[str, FloatArray]
-    ]  # label -> [S]; nan where a run did not record it
-    floor: float | None = None  # where the axis begins; if None, where the curves do
+    # label -> [S]; nan where a run did not record it
+    series: Callable[[RunLog], Mapping[str, FloatArray]]
+    floor: float | None = None  # where the axis begins; None: where the curves do
     at: Callable[[RunLog], NDArray[np.int64]] = attrgetter("steps")  # the steps of its series
     meaning: str = ""  # what is shown, where title and labels do not say it
 
@@ -55,7 +54,7 @@ class Panel(NamedTuple):
             ax.legend(handlelength=3.2)
 
     def recorded(self, logs: Sequence[RunLog]) -> list[tuple[int, str]]:
-        """Each run's index with the label of each series that it recorded."""
+        """List each run's index with the label of each series that it recorded."""
         return [
             (i, k)
             for i, log in enumerate(logs)
@@ -65,8 +64,8 @@ class Panel(NamedTuple):
 
 
 def of(scale: float = 1, **keys: str) -> Callable[[RunLog], dict[str, FloatArray]]:
-    """Series by label; each is found by its dotted name in ``metrics.jsonl`` and multiplied by
-    ``scale``.
+    """Make a function that returns series by label; each has a dotted name in ``metrics.jsonl``,
+    and is multiplied by ``scale``.
     """
     return lambda log: {
         label.replace("_", " "): scale * log.series(*at.split(".")) for label, at in keys.items()
@@ -111,8 +110,10 @@ PANELS: dict[str, list[Panel]] = {
             "Reward",
             "reward",
             _rewards,
-            meaning="mean over the responses of a step, those included that were sampled and replaced; "
-            "below it, where there are several, each dataset's own",
+            meaning=(
+                "mean over the responses of a step, those included that were sampled and replaced; "
+                "below it, where there are several, each dataset's own"
+            ),
         ),
         Panel("Response length", "tokens", of(mean="response.mean", longest="response.max"), 0),
         Panel("Responses that ended by themselves", "%", of(100, ended="response.ended_fraction")),
@@ -165,7 +166,10 @@ PANELS: dict[str, list[Panel]] = {
             "Acceptance of drafts",
             "acceptance rate",
             of(mean="drafts.acceptance", p5="drafts.p5"),
-            meaning="exact, as verification has both distributions: the chance that the dense policy keeps a draft",
+            meaning=(
+                "exact, as verification has both distributions: "
+                "the chance that the dense policy keeps a draft"
+            ),
         ),
     ],
 }
@@ -180,9 +184,10 @@ def line(
     label: str | None = None,
     marked: bool = False,
 ) -> None:
-    """Draw one series ``[S]`` by step in the style of the run with this index; a long one also gets
-    its rolling mean, in bold over the series itself. Short ones have markers, and all that are
-    ``marked``.
+    """Draw one series ``[S]`` by step in the style of the run with this index.
+
+    A long series also gets its rolling mean, in bold. Markers are drawn on short series, and on all
+    that are ``marked``.
     """
     if len(values) > UNSMOOTHED_STEPS:
         ax.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
@@ -208,8 +213,8 @@ def step_axis(ax: Axes) -> None:
 
 
 def _rolling_mean(values: FloatArray, window: int) -> FloatArray:
-    """Centred mean of the finite values among ``window`` values (fewer at the ends); nan where none
-    is finite.
+    """Compute the centred mean of the finite values among ``window`` values (fewer at the ends);
+    nan where none is finite.
     """
     finite = np.isfinite(values)
     ones = np.ones(window)

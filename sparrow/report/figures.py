@@ -1,5 +1,5 @@
-"""The figures of a report: of one run, or of two on the same axes or the same scale. Only drawing
-loads matplotlib.
+"""The figures of a report: of one run, or of two on the same axes or the same scale. matplotlib is
+loaded only to draw.
 
 Shapes: S steps, N length bins.
 """
@@ -36,7 +36,7 @@ class Figure:
     meaning: str = ""  # what is shown, where the title does not say it
 
     def image(self) -> str:
-        """The figure as a URL that holds all of it; the same figure gives the same text."""
+        """Encode the figure as a data URL; the same figure always gives the same text."""
         import matplotlib
         from matplotlib import figure
 
@@ -51,7 +51,7 @@ class Figure:
 
 
 def figures(logs: Logs) -> dict[str, list[Figure]]:
-    """The figures of one run or of two, by heading."""
+    """Collect the figures of one run or of two, by heading."""
     first, *others = PANELS
     sections = {
         heading: [
@@ -79,8 +79,8 @@ def _acceptance(logs: Logs) -> list[Figure]:
         Figure(
             f"{log.tau.statistic} of acceptance by length{_of_run(logs, i)}",
             partial(draw_tail, logs=logs, log=log),
-            "5th percentile of the acceptance rate over the tokens that a sparse actor sampled at a length, "
-            "shaded from its lower to its upper bound; dashed, what the run must hold",
+            "5th percentile of the acceptance rate over the tokens that a sparse actor sampled at "
+            "a length, shaded from its lower to its upper bound; dashed, what the run must hold",
         )
         for i, log in enumerate(logs)
         if np.isfinite(log.tail_by_step()).any()
@@ -90,14 +90,15 @@ def _acceptance(logs: Logs) -> list[Figure]:
     last = Figure(
         "p5 by length at the last step",
         partial(draw_last_tail, logs=logs),
-        "dots (of a second run, diamonds): lower bounds with their 95 % interval from resampling responses; "
-        "triangles: upper bounds; grey: the "
-        "ceiling, p5 of dense rollouts with the same pair of engines, the noise floor",
+        "dots (of a second run, diamonds): lower bounds with their 95 % interval from resampling "
+        "responses; triangles: upper bounds; grey: the ceiling, p5 of dense rollouts with the same "
+        "pair of engines, the noise floor",
     )
     distribution = Figure(
         "Distribution of acceptance",
         partial(draw_acceptance, logs=logs),
-        "share of tokens by acceptance rate (lower bound), on a log scale, as most are accepted almost surely",
+        "share of tokens by acceptance rate (lower bound), on a log scale, "
+        "as most are accepted almost surely",
     )
     return [*by_step, last, distribution]
 
@@ -113,7 +114,7 @@ def _bin_lines(ax: Axes, logs: Logs, log: RunLog, values_SN: np.ndarray) -> None
 
 
 def _colors(logs: Logs) -> list[str]:
-    """The colours of the length bins."""
+    """Return the colours of the length bins."""
     return theme.bin_colors(max(x.tail_by_step().shape[1] for x in logs))
 
 
@@ -138,7 +139,7 @@ def draw_tail(ax: Axes, logs: Logs, log: RunLog) -> None:
 
 
 def draw_last_tail(ax: Axes, logs: Logs) -> None:
-    """Draw the bounds, interval and ceiling of each bin at the last step; two runs are drawn side
+    """Draw the bounds, the interval and the ceiling of each bin at the last step, of two runs side
     by side.
     """
     for i, log in enumerate(logs):
@@ -176,8 +177,8 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
 
 
 def draw_acceptance(ax: Axes, logs: Logs) -> None:
-    """Draw the histogram of acceptance at the last step of each run, and at the first if there is
-    one run, each if a sparse actor sampled.
+    """Draw the histogram of acceptance at the last step of each run, and of a single run also at
+    the first step; steps without a sparse actor are left out.
     """
     steps = [
         (log, -1, f"last step{_of_run(logs, i)}", theme.SERIES[i], DASHES[i])
@@ -202,7 +203,8 @@ def _schedule(logs: Logs) -> list[Figure]:
     read = Figure(
         "What a sparse layer reads",
         partial(draw_schedule, logs=logs),
-        "share of the cached tokens that one decode step reads at each length, always-kept pages included",
+        "share of the cached tokens that one decode step reads at each length, "
+        "always-kept pages included",
     )
     moved = [
         Figure(
@@ -217,8 +219,8 @@ def _schedule(logs: Logs) -> list[Figure]:
 
 
 def draw_schedule(ax: Axes, logs: Logs) -> None:
-    """Draw the share of the cache read, by length; for a run whose schedule moved, that at its
-    start as well.
+    """Draw the share of the cache read by length; if a run's schedule moved, also that at the
+    start.
     """
     tables = {
         table: (f"at the {when}{_of_run(logs, i)}", DASHES[i])
@@ -248,7 +250,7 @@ def draw_schedule(ax: Axes, logs: Logs) -> None:
 def draw_pages(ax: Axes, logs: Logs, log: RunLog) -> None:
     """Draw the share of the cache read at the end of each bin, by step."""
     tail_SN = log.tail_by_step()
-    # The last length in a bin: the next token would begin a page of the bin after it.
+    # The last length in a bin; with one more token, a page of the next bin would begin.
     ends = np.maximum(
         log.bin_tokens * np.arange(1, tail_SN.shape[1] + 1) - log.schedules[0].page_size, 1
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_measurement(path: Path) -> dict[str, Any] | None:
-    """What ``sparrow measure --out`` wrote to the file; None if it holds something else."""
+    """Read what ``sparrow measure --out`` wrote; None if the file holds something else."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -42,8 +42,8 @@ def draw_measurement(report: Mapping[str, Any], out: Path) -> Path:
 
 
 def _draw_tail(axes: Axes, bins: list[Mapping[str, Any]]) -> None:
-    """Mean and p5 of each length bin, with the interval of p5 and the ceiling; what is not known
-    (None) is not drawn.
+    """Draw mean and p5 of each length bin, with p5's interval and the ceiling; unknown values
+    (None) are not drawn.
     """
     rows = np.array(
         [

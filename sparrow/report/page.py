@@ -25,15 +25,16 @@ def write_report(
 ) -> Path:
     """Write the page of one run, or of two, finished or not.
 
-    Args: run_dirs: directories of the runs. out: folder of the page; ``report`` in the first run's
-        directory if left out. steps: the steps whose responses are shown; if left out, up to 40
-        from the first to the last.
+    Args:
+        run_dirs: directories of the runs.
+        out: folder of the page; by default ``report`` in the first run's directory.
+        steps: the steps whose responses are shown; by default up to 40, from the first to the last.
 
     Returns:
         The page: ``index.html``, or ``against-NAME.html`` with the name of the second run.
 
     Raises ConfigError: not a run directory, a run without a finished step, a damaged file, two runs
-    whose length bins differ, or a step that is not there.
+    with different length bins, or a step that is not there.
     """
     logs = [RunLog.load(run_dir) for run_dir in run_dirs]
     widths = {log.bin_tokens: log for log in logs}
@@ -48,7 +49,7 @@ def write_report(
     folder = Path(out) if out is not None else logs[0].run_dir / "report"
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / (f"against-{_name(logs[1])}.html" if len(logs) > 1 else "index.html")
-    # A tokenizer may decode half a character to something that UTF-8 cannot encode.
+    # A tokenizer may decode half a character to text that UTF-8 cannot encode.
     page.write_text(html_page(logs, figures(logs), responses), encoding="utf-8", errors="replace")
     return page
 
@@ -58,7 +59,7 @@ def html_page(
     drawn: Mapping[str, Sequence[Figure]],
     responses: Mapping[int, Sequence[Shown]],
 ) -> str:
-    """The whole page, with these figures by heading and these responses by step."""
+    """Render the whole page, with these figures by heading and these responses by step."""
     rows = [dict([*setup_rows(log), *result_rows(log)]) for log in logs]
     names = dict.fromkeys(name for row in rows for name in row)
     pages = jinja2.Environment(
@@ -89,7 +90,7 @@ def _name(log: RunLog) -> str:
 
 
 def _tail_row(b: BinMismatch, tau: Tau) -> dict[str, str]:
-    """One row of the tails' table, by column."""
+    """Make one row of the tails' table, by column."""
     known = isfinite(b.interval_low)
     return {
         "length": bin_name(b.start, b.end),

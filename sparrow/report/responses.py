@@ -14,9 +14,9 @@ from sparrow.report import theme
 from sparrow.run.directory import LoggedResponse
 from sparrow.run.log import RunLog
 
-# a page with more tokens is slow to open, so longer responses lose their middle
+# A page with more tokens is slow to open, so the middle of long responses is left out.
 MOST_TOKENS = 100_000
-MOST_STEPS = 40  # how many steps of a longer run are shown, unless others are asked for
+MOST_STEPS = 40  # steps of a longer run that are shown, unless others are asked for
 
 Span = tuple[str, str, str]  # style class, title and text of one token
 
@@ -35,15 +35,16 @@ class Shown:
 
 
 def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
-    """The steps whose responses the page shows: those wanted, else up to ``MOST_STEPS`` from the
-    first to the last.
+    """Choose the steps whose responses the page shows: those wanted, else up to ``MOST_STEPS`` from
+    the first to the last.
 
     Raises ConfigError: a wanted step that no run has finished.
     """
     steps = sorted({step for log in logs for step in log.steps.tolist()})
     if missing := sorted(set(wanted) - set(steps)):
         raise ConfigError(
-            f"step {missing[0]} is not in the log, which has {steps[0]} to {steps[-1]}; ask for others"
+            f"step {missing[0]} is not in the log, which has {steps[0]} to {steps[-1]}; "
+            "ask for others"
         )
     if wanted:
         return sorted(set(wanted))
@@ -54,8 +55,8 @@ def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
 def show(
     logs: Sequence[RunLog], steps: Collection[int], names: Sequence[str]
 ) -> dict[int, list[Shown]]:
-    """The logged responses of these steps, by step; the responses of two runs to one problem are
-    next to each other.
+    """Prepare the logged responses of these steps, by step; the responses of two runs to the same
+    problem are next to each other.
     """
     entries = []
     for name, log in zip(names, logs, strict=True):
@@ -77,7 +78,7 @@ def show(
 
 
 def _without_acceptance(row: LoggedResponse) -> LoggedResponse:
-    """A response of the dense policy as newer versions log it."""
+    """Return a response of the dense policy as newer versions log it, without acceptance."""
     return replace(row, acceptance=[None] * len(row.tokens), acceptance_upper=None)
 
 

@@ -1,4 +1,4 @@
-"""The few numbers that say how a run went, as text."""
+"""The closing table of a run: a few numbers, as text."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ OWN_SAMPLES = "samples are the dense policy's own"
 
 
 def summary_rows(run_dir: str | Path) -> list[NamedValue]:
-    """The closing table of a run, as (name, value): steps, reward, tokens, KV read, and what is
-    known of the tail of acceptance by length bin if the rollouts were sparse, or else how to make
-    them so.
+    """Make the closing table of a run, as (name, value): steps, reward, tokens and KV read. If the
+    rollouts were sparse, it has the tail of acceptance by length bin, else a hint how to make them
+    sparse.
 
     Raises ConfigError: not a run directory, a run without a finished step, or a damaged file.
     """
@@ -40,9 +40,11 @@ def summary_rows(run_dir: str | Path) -> list[NamedValue]:
 
 
 def setup_rows(log: RunLog) -> list[NamedValue]:
-    """What was run: model, task or datasets, and engine, as far as the command line named them;
-    then the mode if it is dense, lossless or auto, and the schedule if it is not dense (in lossless
-    mode, what drafts read).
+    """List the setup of a run: model, task or datasets, and engine, as far as the command line
+    named them.
+
+    Then come the mode if it is dense, lossless or auto, and the schedule if it is not dense (in
+    lossless mode, the drafts').
     """
     start = log.schedules[0]
     now = log.schedules[-1]
@@ -67,8 +69,8 @@ def setup_rows(log: RunLog) -> list[NamedValue]:
 
 
 def result_rows(log: RunLog) -> list[NamedValue]:
-    """Steps, reward before and after, evaluations, tokens and the share the loss kept, KV read,
-    drafts, dial, guard.
+    """List the results of a run: steps, reward before and after, evaluations, tokens and the share
+    that the loss kept, KV read, drafts, dial and guard.
     """
     alarms = log.steps[log.series("guard", "alarm") == 1]
     kept = log.tokens_kept()
@@ -124,7 +126,7 @@ def result_rows(log: RunLog) -> list[NamedValue]:
 
 
 def _best(log: RunLog, benchmark: str) -> str:
-    """The mean@k of the last evaluation with its interval, and the mean@k of the best evaluation."""
+    """Write the mean@k of the last evaluation with its interval, and that of the best one."""
     mean = log.scores(benchmark, "mean", "value")
     low, high = (log.scores(benchmark, "mean", end)[-1] for end in ("low", "high"))
     best = int(np.nanargmax(mean)) if np.isfinite(mean).any() else 0
@@ -141,7 +143,7 @@ def _rise(log: RunLog, values: FloatArray) -> str:
 
 
 def describe_tail(b: BinMismatch, tau: Tau) -> str:
-    """The bounds on p5, the interval of the lower one, and the verdict on both against ``tau``."""
+    """Write the bounds on p5, the interval of the lower one, and their verdict against ``tau``."""
     interval = (
         f" [{number(b.interval_low)}, {number(b.interval_high)}]"
         if isfinite(b.interval_low)
@@ -175,7 +177,7 @@ def describe_schedule(schedule: SparsitySchedule) -> str:
 
 
 def bin_name(start: float, end: float) -> str:
-    """A range of lengths as text, such as 0-2K or 32-64."""
+    """Write a range of lengths as text, such as 0-2K or 32-64."""
     if start % 1000 == 0 and end % 1000 == 0:
         return f"{start / 1000:g}-{end / 1000:g}K"
     return f"{start:g}-{end:g}"

@@ -1,5 +1,5 @@
-"""Colours of the report and its figures. Colour-blind readers can tell apart the colours that are
-drawn together.
+"""Colours of the report and its figures. Colours that are drawn together can be told apart by
+colour-blind readers.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ DARK = {
 BELOW = "#c2500a"
 ABOVE = "#1f6fb5"
 SERIES = ("#1f6fb5", "#d9730d", "#16826b", "#a14690")
+# from the shortest length to the longest, darker and darker
 BINS = (
     "#c28400",
     "#cf4a5a",
     "#8f3f97",
     "#2d2a7a",
-)  # from the shortest length to the longest, ever darker
+)
 
-# One hue, ever further from the background; the ranges become narrower towards 1, as acceptance is
-# skewed.
+# Lower ends of the acceptance ranges by which tokens are coloured: one hue, further and further
+# from the background. The ranges become narrower towards 1, as acceptance is skewed.
 LEVELS = (
     0.999,
     0.99,
@@ -43,7 +44,7 @@ LEVELS = (
     0.6,
     0.3,
     0.0,
-)  # lower ends of the acceptance ranges that tokens are coloured by
+)
 LEVEL_COLORS = (
     "#ffffff",
     "#fff3e4",
@@ -80,8 +81,8 @@ MATPLOTLIB: dict[Any, Any] = {
 
 
 def bin_colors(count: int) -> list[str]:
-    """Colours for ``count`` length bins, from the shortest to the longest: spread evenly between
-    those of ``BINS``.
+    """Choose colours for ``count`` length bins, from the shortest to the longest, evenly spaced
+    along ``BINS``.
     """
     stops = np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in BINS])
     places = np.linspace(0, len(BINS) - 1, count)

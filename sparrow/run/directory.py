@@ -1,14 +1,16 @@
-"""The run directory: its files and their contents, written so that a kill loses nothing, and read
-back.
+"""The run directory: its files are written so that nothing is lost if the process is killed.
 
 config.json             ``RunConfig``
 lock                    held by the process that trains; names that process
-metrics.jsonl           an object per step, with at least the keys ``RECORDED``; docs/run-directory.md lists all keys
+metrics.jsonl           an object per step, with at least the keys ``RECORDED``;
+                        docs/run-directory.md lists all keys
 evaluations.jsonl       an object per evaluation: the step, and scores by benchmark
 rollouts.jsonl          a ``LoggedResponse`` per line
-checkpoints/step-N/     everything needed to go on after step N; ``state.json`` is a ``TrainerState``
+checkpoints/step-N/     everything needed to continue after step N; ``state.json`` is a
+                        ``TrainerState``
 exports/step-N/         the model after step N and its tokenizer; exports/best links to the best
-model/, adapter/        the trained model and its tokenizer, and the actor's LoRA, once the run has ended
+model/, adapter/        the trained model and its tokenizer, and the actor's LoRA, once the run
+                        has ended
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ ROLLOUTS = "rollouts.jsonl"
 STATE = "state.json"
 LOCK = "lock"
 EVALUATIONS = "evaluations.jsonl"
+# keys of every step
 RECORDED = {
     "step",
     "reward",
@@ -44,25 +47,24 @@ RECORDED = {
     "kv",
     "seconds",
     "schedule",
-}  # keys of every step
+}
 
 Row = Mapping[str, Any]
-Kind = Literal[
-    "checkpoints", "exports"
-]  # a run directory keeps a few of each, in a folder of this name
+# A run directory keeps a few of each kind, in a folder of this name.
+Kind = Literal["checkpoints", "exports"]
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What ``config.json`` says about a run."""
+    """The contents of ``config.json``."""
 
     train: Row  # the resolved settings
-    schedule: SparsitySchedule  # what the run was last started with
-    # one per resumption with other settings: the "step" it went on from, and what "changed", name
+    schedule: SparsitySchedule  # the one with which the run was last started
+    # one per resumption with other settings: the "step" it continued from, and what "changed", name
     # -> [before, after]
     resumed: Sequence[Row] = ()
-    # number and digest of the problems, of the data set (``train``) and by benchmark; None in runs
-    # of older versions
+    # number and digest of the problems, for the training data (``train``) and each benchmark; None
+    # in runs of older versions
     data: Row | None = None
 
     def save(self, run_dir: Path) -> None:
@@ -115,11 +117,12 @@ class LoggedResponse:
     def from_row(cls, row: Row, where: str) -> LoggedResponse:
         """Raises ConfigError: a field is missing."""
         names = [field.name for field in fields(cls)]
+        # Older runs lack some fields.
         if missing := [
             name
             for name in names
             if name not in row and name not in ("answer", "ids", "acceptance_upper")
-        ]:  # older runs did not record it
+        ]:
             raise ConfigError(
                 f"{where} has no {missing[0]!r}; restore the line from a copy or remove it"
             )
@@ -128,12 +131,12 @@ class LoggedResponse:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a checkpoint holds besides weights, optimiser and random states."""
+    """The part of a checkpoint other than weights, optimiser and random states."""
 
     step: int  # finished steps
     cursor: int  # index of the next problem
     schedule: SparsitySchedule  # of the next rollouts
-    steering: Row  # the memory of what moves the schedule
+    steering: Row  # the state of whatever moves the schedule
 
     def save(self, folder: Path) -> None:
         record = {"step": self.step, "cursor": self.cursor, "schedule": self.schedule.to_dict()}
@@ -179,8 +182,8 @@ class RunDir:
             )
 
     def lock(self) -> None:
-        """Keep other runs out of the directory until ``release``, or until this process ends in any
-        way.
+        """Keep other runs out of the directory until ``release``, or until this process ends, even
+        if it is killed.
 
         Raises ConfigError: another run is using the directory, or has used it since this object was
         made.
@@ -188,7 +191,8 @@ class RunDir:
         if self._lock is not None:
             return
         (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
-        file = open(self.path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as it is locked
+        # It stays open as long as it is locked.
+        file = open(self.path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -196,7 +200,8 @@ class RunDir:
             holder = file.read().strip() or "another process"
             file.close()
             raise ConfigError(
-                f"{self.path} is in use by {holder}; wait until that run has ended, or choose another run_dir"
+                f"{self.path} is in use by {holder}; "
+                "wait until that run has ended, or choose another run_dir"
             ) from error
         try:
             if not self._entered:
@@ -207,7 +212,8 @@ class RunDir:
         self._entered = True
         file.truncate(0)
         file.write(
-            f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n"
+            f"process {os.getpid()} on {socket.gethostname()}, since "
+            f"{datetime.now():%Y-%m-%d %H:%M:%S}\n"
         )
         file.flush()
         self._lock = file
@@ -252,16 +258,14 @@ class RunDir:
             ) from error
 
     def logged_after(self, step: int) -> list[dict[str, Any]]:
-        """The metrics of the steps that were logged after ``step``; a half-written line is left
-        out.
-        """
+        """Read the metrics of the steps logged after ``step``, without a half-written line."""
         path = self.path / METRICS
         lines = path.read_bytes().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if step < _step_of(line) < float("inf")]
 
     def truncate(self, step: int) -> None:
-        """Drop what was logged after ``step``, including a half-written last line, and delete later
-        exports.
+        """Drop everything logged after ``step``, including a half-written last line, and delete
+        later exports.
         """
         self.remove("exports", [later for later in self.steps("exports") if later > step])
         for name in (METRICS, EVALUATIONS, ROLLOUTS):
@@ -272,13 +276,13 @@ class RunDir:
                 write_text(path, "".join(line.decode() + "\n" for line in kept))
 
     def last_checkpoint(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest complete checkpoint; None if there is none."""
+        """Find step and folder of the newest complete checkpoint; None if there is none."""
         steps = self.steps("checkpoints")
         return (steps[-1], self._folder("checkpoints", steps[-1])) if steps else None
 
     def steps(self, kind: Kind) -> list[int]:
-        """The steps of all complete checkpoints or exports, rising. Other names, as of copies, are
-        not the run's.
+        """List the steps of all complete checkpoints or exports in ascending order. Folders with
+        other names, such as copies, are ignored.
         """
         names = (path.name[5:] for path in (self.path / kind).glob("step-*"))
         return sorted(int(name) for name in names if name.isdecimal())
@@ -288,8 +292,8 @@ class RunDir:
             shutil.rmtree(self._folder(kind, step), ignore_errors=True)
 
     def begin(self, kind: Kind, step: int) -> Path:
-        """An empty folder for the files of ``step``; ``finish`` gives the folder its final name
-        once it is filled.
+        """Make an empty folder for the files of ``step``; ``finish`` gives it its final name once
+        it is filled.
         """
         partial = self._partial(kind, step)
         shutil.rmtree(partial, ignore_errors=True)
@@ -322,7 +326,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def write_errors(self, kind: Kind, step: int) -> Iterator[None]:
-        """A context for writing a checkpoint or an export.
+        """Wrap the writing of a checkpoint or an export.
 
         Raises CheckpointError: an OSError was raised inside; earlier checkpoints are untouched.
         """
@@ -331,7 +335,8 @@ class RunDir:
         except OSError as error:
             shutil.rmtree(self._partial(kind, step), ignore_errors=True)
             raise CheckpointError(
-                f"could not write the {kind[:-1]} of step {step} under {self.path} ({error}); {self._remedy()}"
+                f"could not write the {kind[:-1]} of step {step} under {self.path} ({error}); "
+                f"{self._remedy()}"
             ) from error
 
     def _folder(self, kind: Kind, step: int) -> Path:
@@ -350,10 +355,10 @@ class RunDir:
 
 
 def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
-    """The objects in a file of JSON lines, each of which names a step, and each one's place in the
-    file, for messages.
+    """Read the objects in a file of JSON lines, each of which names a step; yields each object with
+    its place in the file, for messages.
 
-    A last line that is still being written, or was cut off by a kill, is left out.
+    A last line that is still being written, or was cut off when a process was killed, is left out.
 
     Raises ConfigError: a line is damaged, or names no step.
     """
@@ -376,7 +381,7 @@ def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
 
 
 def parse(text: bytes, where: str) -> Row:
-    """The JSON object in ``text``. Raises ConfigError: it is anything else."""
+    """Read the JSON object in ``text``. Raises ConfigError: it is anything else."""
     try:
         content = json.loads(text)
     except ValueError as error:
@@ -385,7 +390,8 @@ def parse(text: bytes, where: str) -> Row:
         ) from error
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{where} holds a {type(content).__name__}, expected a JSON object; restore it or remove it"
+            f"{where} holds a {type(content).__name__}, expected a JSON object; "
+            "restore it or remove it"
         )
     return content
 

@@ -1,10 +1,10 @@
-"""Reads a run directory back from its files, while the run goes on or after it has ended.
+"""Reads a run directory, during the run or after it has ended.
 
 A file that is being written may end in half a line; that line is left out. Numbers that a step
 recorded as null, or did not record, are nan.
 
-Shapes: S steps, E evaluations, N length bins, counted from length 0 (at a step, a bin that no
-response reached is nan).
+Shapes: S steps, E evaluations, N length bins from length 0 on (nan where no response of a step
+reached the bin).
 """
 
 from __future__ import annotations
@@ -38,26 +38,24 @@ from sparrow.schedule import SparsitySchedule
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a lossless run drafted."""
+    """Statistics of the drafts of a lossless run."""
 
     drafts_per_token: float
     tokens_per_cycle: float
-    bins: tuple[
-        DraftBin, ...
-    ]  # exact acceptance of drafts by length, at the last step that drafted
+    # exact acceptance of drafts by length, at the last step that drafted
+    bins: tuple[DraftBin, ...]
     metered: tuple[DraftBin, ...]  # the same under meter_schedule
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """What a run recorded."""
+    """The record of a run."""
 
     run_dir: Path  # where it was read from
     train: Row  # the resolved options of the command line, from ``config.json``
     metrics: tuple[Row, ...]  # one row per finished step, at least one
-    schedules: tuple[
-        SparsitySchedule, ...
-    ]  # [S], the schedule that the rollouts of each step were decoded under
+    # [S], the schedule under which the rollouts of each step were decoded
+    schedules: tuple[SparsitySchedule, ...]
     evaluations: tuple[Row, ...] = ()  # one row per evaluation
 
     @classmethod
@@ -71,18 +69,20 @@ class RunLog:
         metrics = tuple(row for row, _ in read_rows(path / METRICS))
         if not metrics:
             raise ConfigError(
-                f"{path} holds no finished step ({METRICS} is missing or empty); try again after step 1"
+                f"{path} holds no finished step ({METRICS} is missing or empty); "
+                "try again after step 1"
             )
         for row in metrics:
             if missing := RECORDED - set(row):
                 raise ConfigError(
-                    f"step {row['step']} of {path / METRICS} lacks {min(missing)!r}; restore the line"
+                    f"step {row['step']} of {path / METRICS} lacks {min(missing)!r}; "
+                    "restore the line"
                 )
         start = config.schedule
         tables = (
             SparsitySchedule.from_dict({**start.to_dict(), **row["schedule"]}) for row in metrics
         )
-        # A table that did not move keeps the provenance, and so the name, of the start schedule.
+        # A schedule that did not move keeps the start schedule's provenance, and so its name.
         schedules = tuple(
             start if table == start else table.replace(provenance={}) for table in tables
         )
@@ -90,7 +90,7 @@ class RunLog:
         return cls(path, config.train, metrics, schedules, evaluations)
 
     def responses(self, steps: Collection[int]) -> list[LoggedResponse]:
-        """The logged responses of these steps; those of all steps may be many gigabytes.
+        """Read the logged responses of these steps; those of all steps may be many gigabytes.
 
         Raises ConfigError: the file is damaged.
         """
@@ -104,8 +104,8 @@ class RunLog:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether samples may come from a sparse actor, so that something is held to tau: neither
-        dense nor lossless.
+        """True if samples may come from a sparse actor, whose acceptance is held to tau; false for
+        dense and lossless runs.
         """
         if self._mode == "lossless":
             return False
@@ -117,7 +117,7 @@ class RunLog:
 
     @property
     def follows_p5(self) -> bool:
-        """Whether the schedule follows the measured p5."""
+        """True if the schedule follows the measured p5."""
         return str(self.train.get("schedule")).partition(":")[0] == "auto"
 
     @property
@@ -129,8 +129,8 @@ class RunLog:
         return bool((self.train.get("distill") or {}).get("enabled"))
 
     def dense_up_to(self, index: int = -1) -> float:
-        """The length up to which samples of the recorded step with this ``index`` are the dense
-        policy's own; infinity if all are.
+        """Return the length up to which samples of the recorded step with this ``index`` come from
+        the dense policy; infinity if all do.
         """
         row = self.metrics[index]
         if "dense_up_to" in row:
@@ -156,7 +156,7 @@ class RunLog:
         return np.array([row["step"] for row in self.metrics], dtype=np.int64)
 
     def series(self, *keys: str) -> FloatArray:
-        """The number under nested ``keys`` at each step, float64 [S]."""
+        """Read the number under nested ``keys`` at each step, float64 [S]."""
         values = (_get(row, keys) for row in self.metrics)
         return np.array(
             [value if isinstance(value, int | float) else nan for value in values], dtype=float
@@ -168,16 +168,16 @@ class RunLog:
         return np.array([row["step"] for row in self.evaluations], dtype=np.int64)
 
     def benchmarks(self) -> list[str]:
-        """The benchmarks that the policy was evaluated on."""
+        """List the benchmarks that the policy was evaluated on."""
         return list(dict.fromkeys(name for row in self.evaluations for name in row["eval"]))
 
     def scores(self, benchmark: str, *keys: str) -> FloatArray:
-        """The number under nested ``keys`` of a benchmark at each evaluation, float64 [E]."""
+        """Read the number under nested ``keys`` of a benchmark at each evaluation, float64 [E]."""
         values = (_get(row["eval"], (benchmark, *keys)) for row in self.evaluations)
         return np.array([_number(value) for value in values], dtype=float)
 
     def sources(self) -> list[str]:
-        """The datasets or tasks whose rewards are recorded separately."""
+        """List the datasets or tasks whose rewards are recorded separately."""
         return list(
             dict.fromkeys(
                 name for row in self.metrics for name in _get(row, ("reward", "sources")) or ()
@@ -185,14 +185,14 @@ class RunLog:
         )
 
     def first_and_last(self, values: FloatArray) -> tuple[float, float, int]:
-        """Means over the first and over the last n of ``values`` [S], and n: a quarter of them,
-        between 1 and 10.
+        """Return the means over the first and the last n of ``values`` [S], and n, which is a
+        quarter of them, but between 1 and 10.
         """
         count = max(1, min(10, len(values) // 4))
         return nan_mean(values[:count]), nan_mean(values[-count:]), count
 
     def bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
-        """Mismatch by length bin, by rising length, at the recorded step with this ``index``."""
+        """Read the mismatch by length bin, in ascending order, at the step with this ``index``."""
         rows = self.metrics[index]["mismatch"]["bins"]
         names = [field.name for field in fields(BinMismatch)]
         return tuple(
@@ -201,25 +201,25 @@ class RunLog:
         )
 
     def sparse_bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
-        """The length bins of ``bins`` in which a sparse actor sampled, so that bounds on its
-        acceptance say something.
+        """Select the ``bins`` in which a sparse actor sampled, so that bounds on acceptance are
+        meaningful.
         """
         up_to = self.dense_up_to(index)
         return tuple(b for b in self.bins(index) if b.end > up_to)
 
     def throughput(self) -> FloatArray:
-        """Response tokens per second of the rollout phase at each step, float64 [S]."""
+        """Compute the response tokens per second of each step's rollout phase, float64 [S]."""
         seconds = self.series("seconds", "rollout")
         return self.series("response", "tokens") / np.where(seconds > 0, seconds, nan)
 
     def tail_by_step(self) -> FloatArray:
-        """p5 of the sparse actor's acceptance (lower bound) by step and length bin, on the scale of
-        tau, float64 [S, N].
+        """Tabulate p5 of the sparse actor's acceptance (lower bound) by step and length bin, on the
+        scale of tau, float64 [S, N].
         """
         return self._by_step(attrgetter("lower_bound"))
 
     def upper_tail_by_step(self) -> FloatArray:
-        """The upper bounds beside ``tail_by_step``."""
+        """Tabulate the upper bounds that belong to ``tail_by_step``."""
         return self._by_step(attrgetter("upper_bound"))
 
     def _by_step(self, bound: Callable[[BinMismatch], float]) -> FloatArray:
@@ -233,20 +233,20 @@ class RunLog:
         return tail_SN
 
     def histogram(self, index: int = -1) -> tuple[FloatArray, FloatArray]:
-        """Counts and edges of the acceptance rates at the recorded step with this ``index``."""
+        """Read counts and edges of the acceptance rates at the step with this ``index``."""
         found = self.metrics[index]["mismatch"]["histogram"]
         return np.array(found["counts"], dtype=float), np.array(found["edges"], dtype=float)
 
     def kv_read(self) -> float:
-        """Share of the cached tokens that decoding read, over the whole run; nan if nothing was
-        decoded.
+        """Compute the share of the cached tokens that decoding read, over the whole run; nan if
+        nothing was decoded.
         """
         held = float(self.series("kv", "tokens_held").sum())
         return float(self.series("kv", "tokens_read").sum()) / held if held else nan
 
     def drafting(self) -> Drafting | None:
-        """What lossless decoding drafted over the whole run; None if no step was decoded in that
-        way.
+        """Summarise the drafts of lossless decoding over the whole run; None if no step was
+        lossless.
         """
         drafted, accepted, cycles = (
             np.nansum(self.series("drafts", key)) for key in ("drafted", "accepted", "cycles")
@@ -261,14 +261,14 @@ class RunLog:
         return Drafting(drafted / (accepted + cycles), (accepted + cycles) / cycles, *bins)
 
     def tokens_kept(self) -> float:
-        """Share of the response tokens that the correction left in the loss, over the whole run."""
+        """Compute the share of a run's response tokens that the correction left in the loss."""
         masked = self.series("correction", "masked_fraction")
         tokens = self.series("response", "tokens")
         return float(1 - np.average(masked, weights=tokens))
 
 
 def nan_mean(values: FloatArray) -> float:
-    """Mean of the finite values; nan if there are none."""
+    """Return the mean of the finite values; nan if there are none."""
     finite = values[np.isfinite(values)]
     return float(finite.mean()) if finite.size else nan
 

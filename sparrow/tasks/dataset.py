@@ -263,7 +263,7 @@ def load_rows(path: str | Path) -> Sequence[Row]:
                 import datasets
                 from pyarrow import parquet
 
-                # its rows are made when asked for
+                # Rows are read on demand.
                 return datasets.Dataset(parquet.read_table(path))
             case suffix:
                 raise ValueError(f"files named {suffix or 'without a suffix'!r} are not read")

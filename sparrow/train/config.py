@@ -93,7 +93,7 @@ class LossConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ModeOptions(Settings):
-    """The mode, and what drafts read; the further options of ``DecodingOptions`` come after these."""
+    """The mode and the draft schedule, which come before the other ``DecodingOptions``."""
 
     # dense: every step reads the whole cache. lossy: steps read what the schedule says, and samples
     # are the sparse actor's. lossless: sparse steps draft, a dense step verifies, and samples are
@@ -126,13 +126,15 @@ class DecodingOptions(LosslessSettings, ModeOptions):
         if self.mode == "lossless":
             if start:
                 raise ConfigError(
-                    f"schedule is {schedule!r}, but auto moves pages to hold the actor's p5, and lossless samples are "
-                    "the dense policy's whatever drafts read; leave schedule out"
+                    f"schedule is {schedule!r}, but auto moves pages to hold the actor's p5, and "
+                    "lossless samples are the dense policy's whatever drafts read; "
+                    "leave schedule out"
                 )
             if chosen:
                 raise ConfigError(
-                    f"schedule is {schedule!r}, but lossless samples are the dense policy's whatever drafts read; "
-                    "leave schedule out, or give it as draft_schedule if drafts are to read that"
+                    f"schedule is {schedule!r}, but lossless samples are the dense policy's "
+                    "whatever drafts read; leave schedule out, "
+                    "or give it as draft_schedule if drafts are to read that"
                 )
             return Decoding.lossless(**{name: getattr(self, name) for name in LOSSLESS_SETTINGS})
         if self.mode == "auto":
@@ -163,14 +165,15 @@ class DecodingOptions(LosslessSettings, ModeOptions):
             )
             if not chosen or start:
                 raise ConfigError(
-                    f"schedule is {schedule!r}, but mode auto needs one that drafts and unverified steps read, such as "
-                    "qwen3-4b-0.86; give one, or use mode lossless"
+                    f"schedule is {schedule!r}, but mode auto needs one that drafts and unverified "
+                    "steps read, such as qwen3-4b-0.86; give one, or use mode lossless"
                 )
             schedule_of_both = SparsitySchedule.load(chosen)
             return Decoding("auto", schedule_of_both, draft_tokens=self.draft_tokens)
         if start and not isinstance(self, RolloutConfig):
             raise ConfigError(
-                f"schedule is {schedule!r}, but only sparrow train moves a schedule; give the one to decode under"
+                f"schedule is {schedule!r}, but only sparrow train moves a schedule; "
+                "give the one to decode under"
             )
         defaults = DecodingOptions()
         for name in LOSSLESS_SETTINGS:
@@ -182,11 +185,13 @@ class DecodingOptions(LosslessSettings, ModeOptions):
             )
         if self.mode == "dense" and chosen:
             raise ConfigError(
-                f"schedule is {schedule!r}, but mode is 'dense', which reads everything; leave one out"
+                f"schedule is {schedule!r}, but mode is 'dense', which reads everything; "
+                "leave one out"
             )
         if self.mode == "lossy" and not chosen:
             raise ConfigError(
-                "mode is 'lossy', which needs a schedule, such as qwen3-4b-0.86; give one, or use mode lossless"
+                "mode is 'lossy', which needs a schedule, such as qwen3-4b-0.86; "
+                "give one, or use mode lossless"
             )
         return Decoding.lossy((start[1] or "dense") if start else chosen or "dense")
 
@@ -359,9 +364,8 @@ class TrainConfig(Settings):
     logged_rollouts: CountOrZero = 4  # Responses per step kept for the token view of the report.
     # With rollout.mode auto: the GPU whose predicted speed, in vLLM, decides where lossy is faster.
     machine: Literal["a100", "h100", "h200", "b200"] = "h200"
-    trackers: tuple[
-        Literal["tensorboard", "wandb", "trackio"], ...
-    ] = ()  # Also log to these through accelerate.
+    # Also log to these through accelerate.
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     # grpo: group mean and std. dr_grpo: group mean. rloo: mean of the others.
     advantage: AdvantageKind = "grpo"
 

@@ -120,8 +120,8 @@ def check_lora(
     most = max(ranks.values())
     if rank > most:
         raise ConfigError(
-            f"{setting} is {rank}, but no matrix of {', '.join(ranks)} in this model has a rank above "
-            f"{most}; lower {setting} to {most} or less"
+            f"{setting} is {rank}, but no matrix of {', '.join(ranks)} in this model has a rank "
+            f"above {most}; lower {setting} to {most} or less"
         )
 
 

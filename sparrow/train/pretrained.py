@@ -70,7 +70,7 @@ def _cast(model: PreTrainedModel, name: str, weight: Tensor, dtype: torch.dtype 
 
 
 def _read_json(name_or_path: str | None, file: str) -> dict[str, Any]:
-    """A file of the checkpoint that was loaded, which lies on this machine; empty if there is none."""
+    """Read a JSON file of the loaded checkpoint from this machine; empty if there is none."""
     if not name_or_path:
         return {}
     path = cached_file(

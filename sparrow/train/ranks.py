@@ -51,7 +51,7 @@ class Ranks:
         """Seconds that each process has spent in each phase, not counting its wait for the others
         at the end.
         """
-        # Objects are exchanged through host memory, whatever backend the tensors use.
+        # Objects are exchanged through host memory, regardless of the tensors' backend.
         self._group = None
         if self.count > 1:
             patience = timedelta(seconds=PATIENCE_S)

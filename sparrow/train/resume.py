@@ -44,7 +44,7 @@ FIXED = (
 )
 FREE = ("run_dir", "resume")  # not settings of the run: its directory may have moved
 REMOVED = {"distill.step_down": [], "distill.positions": 1.0}
-"""Settings of 0.1.0 that are gone, with the values that asked for nothing."""
+"""Settings of 0.1.0 that no longer exist, with the values that had no effect."""
 LAYOUT = (*PAGE_LAYOUT, "bin_tokens", "dense_layers", "head_budgets")
 
 

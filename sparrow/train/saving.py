@@ -112,10 +112,10 @@ def export(
 
 
 class Exports:
-    """Saves the policy every so many steps, and at its best evaluation, in ``exports/`` of the run.
+    """Saves the policy periodically, and at its best evaluation, in ``exports/`` of the run.
 
-    Of the periodic exports the newest ``keep`` are kept. Of the others the best is kept, and also
-    the best up to the last checkpoint, because a run may go back to it.
+    Of the periodic exports, the newest ``keep`` are kept. Of the others, the best one is kept, and
+    the best one up to the last checkpoint, since a run may resume from there.
     """
 
     def __init__(self, config: ExportConfig, run_dir: RunDir, ranks: Ranks) -> None:

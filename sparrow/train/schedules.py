@@ -107,7 +107,7 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
 
 
 def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> SparsitySchedule:
-    """The schedule with 1.5 times as many pages read in ``bins``."""
+    """Return the schedule with 1.5 times as many pages read in ``bins``."""
     always = schedule.sink_pages + schedule.recent_pages
     table = _extended(schedule, max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins)))
     for b in bins:

@@ -1,10 +1,9 @@
-"""The sparse attention backend, written once: two mixins over whatever backend vLLM has for the
-device.
+"""The sparse attention backend: two mixins over vLLM's backend for the device.
 
-Prefill, and the layers a schedule keeps dense, stay vLLM's own. Decode steps of the other layers
-read the pages that ``sparrow.attention`` selects. A page's landmark lies in the padded tail of the
-KV block the page is in, so vLLM accounts for it, and the landmarks are shared, reused or freed with
-their block. So do the scales of keys and values in int8, before the landmarks.
+vLLM's own attention serves prefill and the layers that a schedule keeps dense. Decode steps of the
+other layers read the pages that ``sparrow.attention`` selects. A page's landmark is stored in the
+padded tail of its KV block, so vLLM accounts for its memory, and shares, reuses and frees it with
+the block. The scales of keys and values in int8 are stored there too, before the landmarks.
 
 Shapes: B decode rows, N block tokens, P page size, K kv heads, D head dim, M blocks of the longest
 sequence.
@@ -48,16 +47,16 @@ class Prefill(NamedTuple):
     """Rows of a batch that vLLM's own attention serves."""
 
     tokens: slice  # of the batch
-    # vLLM's own, of these rows; None: that of the whole batch, which holds the step. A reference to
-    # it would leave the tensors of every step to the garbage collector.
+    # vLLM's metadata of these rows; None: that of the whole batch. The whole batch's metadata holds
+    # the step, so a reference to it would leave the tensors of every step to the garbage collector.
     metadata: Any = None
-    # those of a quantised cache that vLLM reads as a copy; None: it reads the cache
+    # blocks of an 8-bit cache that vLLM reads as a copy; None: it reads the cache
     blocks: Tensor | None = None
 
 
 class LayerGroup:
-    """The layers of one KV cache group, which keep a token in the same slot: their landmarks are
-    updated together.
+    """The layers of one KV cache group. They store a token in the same slot, so that their
+    landmarks can be updated together.
 
     One launch for all layers costs the host, and the CUDA graph of a dense step, less than one for
     each.
@@ -73,7 +72,7 @@ class LayerGroup:
             layer.impl.group = self
 
     def ends_with(self, layer: Any) -> bool:
-        """Whether no other layer's keys are written after this one's."""
+        """Return whether this layer is the last of the group to write its keys."""
         return layer is self._layers[-1]
 
     def forget_cache(self) -> None:
@@ -82,7 +81,7 @@ class LayerGroup:
             layer.impl.forget_cache()
 
     def set_dense(self, step: Step) -> None:
-        """Have the layers take this for what they are told of a batch if they are told nothing."""
+        """Set the step that layers assume for a batch whose metadata comes from vLLM alone."""
         for layer in self._layers:
             layer.impl.dense_step = step
 
@@ -91,9 +90,8 @@ class LayerGroup:
         the last layer.
         """
         impl = self._layers[-1].impl
-        if (
-            self._caches is None
-        ):  # all layers have run by now, and a builder is made anew with the caches
+        # All layers have run by now; when caches are replaced, vLLM makes a new builder.
+        if self._caches is None:
             self._caches = attention.CachedLayers(
                 [layer.impl.cached_keys() for layer in self._layers]
             )
@@ -106,7 +104,7 @@ class LayerGroup:
 
 
 class Step(NamedTuple):
-    """What the builder tells the sparse layers about one batch, whose decode rows come first."""
+    """A batch as the builder describes it to the sparse layers; its decode rows come first."""
 
     rows: int  # sequences with one query token
     lengths: Tensor  # int32 [B], cached tokens of these rows, 0 in the padding rows of a CUDA graph
@@ -115,25 +113,24 @@ class Step(NamedTuple):
     top_k: Tensor
     block_table: Tensor  # int32 [B, M]
     prefills: tuple[Prefill, ...]  # the remaining rows
-    # those that store the tokens of ``prefills``; None: a step without any
+    # the layers that store the tokens of ``prefills``; None if the step has no prefill rows
     layers: LayerGroup | None = None
     # int32 [B], ``ALL_PAGES`` in every row; only where dense layers run Sparrow's kernels too: in
     # draft steps, and with a cache in 8 bits
     everything: Tensor | None = None
     may_reuse_plan: bool = True  # whether layers may reuse a plan where ``attach`` found they can
-    # whether ``top_k`` was written, and the step counted, by whoever runs the model
+    # whether the caller has written ``top_k`` and counted the step before the model runs
     has_page_counts: bool = False
 
 
 class CacheViews(NamedTuple):
-    """What one layer's part of the KV cache holds, as views of it."""
+    """Views of what one layer's part of the KV cache holds."""
 
     keys: Tensor  # [blocks, K, N, D]
     values: Tensor  # [blocks, K, N, D]
     landmarks: Tensor  # [blocks, N / P, K, D]
-    scales: (
-        attention.CacheScales | None
-    )  # of a cache in 8 bits; only those of int8 lie in the cache
+    # of a cache in 8 bits; only those of int8 lie in the cache
+    scales: attention.CacheScales | None
 
 
 class SparseBuilder(VLLMClass):
@@ -155,8 +152,9 @@ class SparseBuilder(VLLMClass):
         if not self.runtime.is_lossless:
             self._init_reorder_batch_threshold(1)
             return
-        # Whatever vLLM itself runs in lossless mode is dense: prefill, verification, and steps
-        # without drafts. Its layers know that, and metadata is built by vLLM alone.
+        # Everything that vLLM itself runs in lossless mode is dense: prefill, verification, and
+        # steps without drafts. The layers get that as their default step here, so that vLLM alone
+        # can build the metadata.
         nothing = torch.empty(0, dtype=torch.int32, device=device)
         whole_batch = Prefill(slice(None))
         self._layers.set_dense(
@@ -164,14 +162,14 @@ class SparseBuilder(VLLMClass):
         )
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """Never under a schedule: a shared prefix would be read whole."""
+        """Refuse it under a schedule, where a shared prefix would be read whole."""
         return self.runtime is None and super().use_cascade_attention(*args, **kwargs)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        """vLLM's metadata, with a ``Step`` as its attribute ``sparrow`` if the engine decodes by a
-        schedule.
+        """Build vLLM's metadata; if the engine decodes under a schedule, a ``Step`` is attached to
+        it as ``sparrow``.
         """
         common = common_attn_metadata
         if self.runtime is None or self.runtime.is_lossless:
@@ -185,8 +183,8 @@ class SparseBuilder(VLLMClass):
             ):
                 prefills = self._copied_prefills(common, rows)
         elif prefill_rows:
-            # Leaves out the schedule that FlashAttention 3 computes ahead: its one buffer belongs
-            # to the full batch.
+            # ``fast_build`` leaves out the schedule that FlashAttention 3 computes ahead of time:
+            # its only buffer belongs to the full batch.
             rest = super().build(0, _rows(common, rows, rows + prefill_rows), fast_build=True)
             prefills = [Prefill(slice(tokens, None), rest)]
         metadata.sparrow = Step(
@@ -203,7 +201,7 @@ class SparseBuilder(VLLMClass):
         return metadata
 
     def _copied_prefills(self, common: Any, rows: int) -> list[Prefill]:
-        """The rows after the first ``rows``, in groups that read a copy of their blocks."""
+        """Group the rows after the first ``rows``; each group reads a copy of its blocks."""
         assert self.runtime is not None
         upper_bound = common.seq_lens_cpu_upper_bound
         start = common.query_start_loc_cpu.numpy()
@@ -231,7 +229,7 @@ class SparseBuilder(VLLMClass):
 
 
 def _rows(common: Any, first: int, last: int) -> Any:
-    """The sequences ``first .. last - 1`` of a batch; the last ones may end in padding tokens."""
+    """Select the sequences ``first .. last - 1``; the last one may end in padding tokens."""
     upper_bound = common.seq_lens_cpu_upper_bound
     start = common.query_start_loc_cpu
     begin = int(start[first])
@@ -258,7 +256,7 @@ class SparseImpl(VLLMClass):
     # true for sparse layers, and for all in lossless mode or with a cache in 8 bits
     has_landmarks = False
     fp8_scales: fp8.LayerScales | None = None  # of an fp8 cache
-    head_budgets: Tensor | None = None  # of a sparse layer whose heads have budgets of their own
+    head_budgets: Tensor | None = None  # of a sparse layer whose heads have different budgets
     group: LayerGroup | None = None  # the layers whose landmarks are updated with this one's
     dense_step: Step | None = None  # of what vLLM itself runs in lossless mode
     begins_step = False
@@ -286,10 +284,10 @@ class SparseImpl(VLLMClass):
 
     @property
     def is_in_8_bits(self) -> bool:
-        """Whether Sparrow's kernels read the layer's cache in every decode step, and vLLM's own a
-        copy.
+        """True if Sparrow's kernels read the layer's cache in every decode step, and vLLM's own
+        attention reads a 16-bit copy.
 
-        In lossless mode what is dense is vLLM's, in 8 bits too.
+        In lossless mode vLLM runs everything that is dense, with an 8-bit cache too.
         """
         runtime = self.runtime
         return (
@@ -298,8 +296,8 @@ class SparseImpl(VLLMClass):
 
     @property
     def decodes_next(self) -> bool:
-        """Whether Sparrow's kernels may decode next in this layer: not in the dense passes of
-        lossless mode.
+        """True if Sparrow's kernels may decode next in this layer, which they do not in the dense
+        passes of lossless mode.
         """
         runtime = self.runtime
         return (
@@ -324,14 +322,15 @@ class SparseImpl(VLLMClass):
             block = kv_cache.stride(0) * kv_cache.itemsize
             if block < scales_end + pages * K * D * dtype.itemsize:
                 raise ConfigError(
-                    f"a KV block takes {block} bytes, leaving no room for its {pages} landmarks after {scales_end}; "
+                    f"a KV block takes {block} bytes, leaving no room for its {pages} landmarks "
+                    f"after {scales_end}; "
                     "another plugin or option rearranges vLLM's KV cache: start without it"
                 )
             marks = tail_of_blocks(kv_cache, scales_end, dtype, (blocks, pages, K, D))
             scales = None if self.fp8_scales is None else self.fp8_scales.values
-            if (
-                keys.dtype == torch.int8
-            ):  # those of a head's keys, then of its values, are each one aligned piece
+            # For each head, the scales of its keys and then of its values, each in one aligned
+            # piece.
+            if keys.dtype == torch.int8:
                 exponents = tail_of_blocks(kv_cache, interior, torch.uint8, (blocks, K, 2, N))
                 scales = attention.CacheScales(exponents[:, :, 0], exponents[:, :, 1])
             self._viewed = kv_cache
@@ -344,7 +343,9 @@ class SparseImpl(VLLMClass):
         self._cached_views = None
 
     def cached_keys(self) -> tuple[Tensor, ...]:
-        """Keys, landmarks and, of int8, the keys' scales of the cache that the layer ran with last."""
+        """Return keys and landmarks of the cache that the layer ran with last, and for int8 the
+        keys' scales.
+        """
         assert self._cached_views is not None, "the layer has not run since its cache was made"
         keys, _, marks, scales = self._cached_views
         return (
@@ -412,7 +413,7 @@ class SparseImpl(VLLMClass):
             if step.layers is not None and step.layers.ends_with(layer):
                 step.layers.update_landmarks(metadata.slot_mapping)
         if B:
-            if query.dtype == FP8:  # as vLLM's own attention takes them from such a cache
+            if query.dtype == FP8:  # vLLM rounds queries to fp8 for its own attention
                 query = query[:B].to(output.dtype) * layer._q_scale.to(output.dtype)
             top_k = (
                 step.top_k if self.is_sparse_layer or step.everything is None else step.everything
@@ -437,8 +438,8 @@ class SparseImpl(VLLMClass):
         return output
 
     def _copy(self, layer: Any, query: Tensor, kv_cache: Tensor, blocks: Tensor | None) -> Tensor:
-        """What vLLM's own attention reads: the cache or, of one in 8 bits, these blocks in the
-        query's dtype.
+        """Return what vLLM's own attention reads: the cache itself or, if that has 8 bits, a copy
+        of these blocks in the query's dtype.
         """
         keys, values, _, scales = self.cache_views(layer, kv_cache)
         if blocks is None or scales is None:
@@ -453,8 +454,8 @@ class SparseImpl(VLLMClass):
 
 
 def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
-    """Tie a layer to its worker's runtime and make room for its landmarks and, of int8, scales;
-    returns the padded KV cache spec.
+    """Tie a layer to its worker's runtime, and make room for its landmarks and for the scales of
+    int8; returns the padded KV cache spec.
 
     Raises ConfigError: blocks that do not hold whole pages, or that vLLM pads for another purpose.
     """
@@ -463,8 +464,8 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
     schedule = decoding.schedule
     if spec.block_size % schedule.page_size:
         raise ConfigError(
-            f"vLLM's KV blocks hold {spec.block_size} tokens, not whole pages of {schedule.page_size}; "
-            f"set block_size to a multiple of {schedule.page_size}"
+            f"vLLM's KV blocks hold {spec.block_size} tokens, not whole pages of "
+            f"{schedule.page_size}; set block_size to a multiple of {schedule.page_size}"
         )
     if getattr(spec, "page_size_padded", None) is not None:
         raise ConfigError(
@@ -500,9 +501,8 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
             device=device,
             landmark_dtype=schedule.landmark_dtype,
         )
-        layer.impl.begins_step = (
-            True  # vLLM asks in the order of the model, so this layer is the first
-        )
+        # vLLM attaches layers in the order of the model, so this layer is the first.
+        layer.impl.begins_step = True
     index = extract_layer_index(layer.layer_name)
     layer.impl.is_sparse_layer = index not in schedule.dense_layers
     stored = runtime.cache.in_8_bits
@@ -523,8 +523,8 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
             if layer.impl.is_sparse_layer
             else runtime.model.dense_layers
         ).append(index)
-        # The kernels' division of a step's work holds for the next layer that decodes with the same
-        # page counts.
+        # A layer can reuse the kernels' division of a step's work from the layer before it if both
+        # decode with the same page counts.
         if layer.impl.has_landmarks:
             layer.impl.begins_decode = runtime.model.last_decoded is not layer.impl.is_sparse_layer
             runtime.model.last_decoded = layer.impl.is_sparse_layer
@@ -535,5 +535,5 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
 
 
 def is_requested() -> bool:
-    """Whether the engine being built was asked to decode with Sparrow."""
+    """Return whether the engine being built was asked to decode with Sparrow."""
     return config.requested(get_current_vllm_config()) is not None

@@ -1,4 +1,4 @@
-"""What the user asked for, and whether vLLM can be made to do it."""
+"""Reads how the user asked vLLM to decode, and checks that this vLLM can do it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from sparrow.attention import Implementation
 
 KEY = setup.ENGINE_KEY
-# the entry that says which kernels decode, if not the fastest that can
+# the entry that names the kernels to decode with; without it, the fastest that can
 KERNELS_KEY = "sparrow_kernels"
-# these variables say how to decode, for frameworks that pass nothing to vLLM
+# these variables say how to decode, for frameworks that cannot pass options to vLLM
 MODE_ENVIRONMENT = "SPARROW_MODE"
 ENVIRONMENT = "SPARROW_SCHEDULE"
 KERNELS_ENVIRONMENT = "SPARROW_KERNELS"  # the variable that says which kernels decode
@@ -27,13 +27,13 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", *kv_cache.STORED)
 
 
 def from_environment() -> Decoding | None:
-    """What ``SPARROW_MODE`` and ``SPARROW_SCHEDULE`` ask for, or None if both are unset or empty.
+    """Read ``SPARROW_MODE`` and ``SPARROW_SCHEDULE``; None if both are unset or empty.
 
     A schedule alone means lossy; in lossless mode it says what drafts read. A mode with further
     settings is written as JSON, as in ``additional_config``.
 
-    Raises ConfigError: values that ``Decoding.load`` cannot read, or a schedule besides a mode
-    written as JSON.
+    Raises ConfigError: values that ``Decoding.load`` cannot read, or a schedule in addition to a
+    mode written as JSON.
     """
     mode, schedule = (os.environ.get(name, "").strip() for name in (MODE_ENVIRONMENT, ENVIRONMENT))
     if not mode:
@@ -50,8 +50,8 @@ def from_environment() -> Decoding | None:
 
 @contextlib.contextmanager
 def variables(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Inside, the environment has these values, where None stands for an unset variable; afterwards
-    it has those that it had before.
+    """Set these environment variables inside the context (None unsets one), and restore them
+    afterwards.
     """
     before = {name: os.environ.get(name) for name in values}
     _set(values)
@@ -72,10 +72,12 @@ def _set(values: Mapping[str, str | None]) -> None:
 def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     """Write into vLLM's ``EngineArgs`` how the engine decodes, wherever that was asked for.
 
-    The engine then keeps to it whatever becomes of the environment, and vLLM, which keeps compiled
-    models by its configuration, tells it from engines that decode otherwise. On a GPU, an engine
-    that was asked by the environment and names no attention gets Sparrow's: another engine of this
-    process may have begun without the environment, so that FlashAttention is vLLM's own.
+    The engine then keeps to it even if the environment changes, and vLLM, which caches compiled
+    models by configuration, does not confuse it with engines that decode differently.
+
+    On a GPU, an engine that takes its mode from the environment and names no attention backend gets
+    Sparrow's. It cannot rely on ``FLASH_ATTN``: an earlier engine of this process may have started
+    without the environment, and then that name still means vLLM's own backend.
     """
     by_environment = additional(arguments, KEY) is None
     arguments.additional_config = {
@@ -89,22 +91,22 @@ def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def requested(vllm_config: Any) -> Decoding | None:
-    """How an engine was asked to decode: ``additional_config`` first, then the environment; None:
-    like stock vLLM.
+    """Return how an engine was asked to decode, by ``additional_config`` or else by the
+    environment; None means like stock vLLM.
     """
     value = additional(vllm_config, KEY)
     return from_environment() if value is None else Decoding.load(value)
 
 
 def requested_lossless(vllm_config: Any) -> Decoding | None:
-    """How an engine drafts and verifies if it was asked to be lossless, else None."""
+    """Return the decoding of an engine that was asked to be lossless, else None."""
     decoding = requested(vllm_config)
     return decoding if decoding is not None and decoding.is_lossless else None
 
 
 def kernels(vllm_config: Any) -> Implementation | None:
-    """The kernels an engine was asked to decode with, ``additional_config`` first; None means the
-    fastest that can.
+    """Return the kernels that an engine was asked to decode with, by ``additional_config`` or else
+    by the environment; None means the fastest that can.
 
     Raises ConfigError: a name that no kernels have.
     """

@@ -25,7 +25,7 @@ def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
 
 
 def sparrow_counters(self: Any) -> dict[str, int]:
-    """What this worker's decode steps did since the last call, or since the engine checked itself.
+    """Count what this worker's decode steps did since the last call, or since the self-check.
 
     ``rows`` counts sequences times steps. ``tokens_read`` counts the cached tokens that were read,
     ``tokens_held`` those that a dense actor would have read, both over rows and this worker's
@@ -44,26 +44,28 @@ def sparrow_counters(self: Any) -> dict[str, int]:
 
 
 def sparrow_acceptance(self: Any) -> dict[str, Any]:
-    """How the drafts of lossless mode fared since the last call; other modes have none.
+    """Report the acceptance of lossless mode's drafts since the last call; other modes have none.
 
     ``cycles``: dense passes by the number of tokens drafted after them. ``bins``: by length, how
-    many drafts verification looked at, the mean of their acceptance and its 5th percentile.
-    ``acceptance``: the same as counts, for ``DraftAcceptance.from_dict``. ``budgets``: both by what
+    many drafts were verified, the mean of their acceptance and its 5th percentile. ``acceptance``:
+    the same as counts, for ``DraftAcceptance.from_dict``. ``budgets``: bins and acceptance by what
     drafts read, as ``multiple`` of their schedule, where that adapts. ``metered``: bins and
-    acceptance of the schedule ``meter_schedule``, if one was asked for. All of it is for a dense
-    history: a lossy actor reads what it wrote itself and has lower acceptance.
+    acceptance under ``meter_schedule``, if one was given.
+
+    All of it assumes a dense history: a lossy actor reads what it wrote itself, and its acceptance
+    is lower.
     """
     return _runtime(self).acceptance()
 
 
 def sparrow_describe(self: Any) -> dict[str, Any]:
-    """Backend, schedule and layers of this worker."""
+    """Describe this worker's backend, schedule and layers."""
     return _runtime(self).describe()
 
 
 def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str) -> None:
-    """Take weights by Hugging Face name, from this process or from a safetensors file; reset the
-    prefix cache after.
+    """Load weights by Hugging Face name, from this process or from a safetensors file; reset the
+    prefix cache afterwards.
 
     An engine that quantises its weights (``quantization="fp8"``) does so again, and needs all of a
     layer in one call.
@@ -79,8 +81,8 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
         if self.vllm_config.quant_config is None:
             self.model_runner.model.load_weights(weights)
         else:
-            # A generator: vLLM need not hold the weights of all layers, and what it misses shows at
-            # the end.
+            # As a generator, so that vLLM need not hold the weights of all layers at once; parts
+            # that are missing are found when it ends.
             self.model_runner.reload_weights(
                 weights_iterator=_whole(weights, self.model_runner.model)
             )
@@ -91,7 +93,7 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
 
 
 def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[str, Tensor]]:
-    """``weights``, of which those that vLLM quantises as one must be complete."""
+    """Yield ``weights``, and check that matrices which vLLM quantises together are all there."""
     given = set()
     for name, weight in weights:
         given.add(name)
@@ -111,22 +113,23 @@ def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[
 
 
 def sparrow_renew_kv_scales(self: Any) -> None:
-    """Have the next prefill set the scales of an fp8 KV cache again, after new weights; nothing may
-    be cached by then.
+    """Have the next prefill set the scales of an fp8 KV cache again, after new weights; the cache
+    must be empty by then.
 
-    Raises ConfigError: the engine has no fp8 KV cache, or one whose scales are vLLM's, as in
-    lossless mode.
+    Raises ConfigError: the engine has no fp8 KV cache, or vLLM sets its scales, as in lossless
+    mode.
     """
     runtime = _runtime(self)
     cache = runtime.cache.fp8
     if runtime.cache.in_8_bits == torch.int8:
         raise ConfigError(
-            f"kv_cache_dtype={kv_cache.INT8!r} gives every token scales of its own, so there are none to renew; drop "
-            "the call"
+            f"kv_cache_dtype={kv_cache.INT8!r} gives every token scales of its own, so there are "
+            "none to renew; drop the call"
         )
     if cache is None:
         raise ConfigError(
-            "this vLLM engine has no fp8 KV cache, so it has no scales; start it with kv_cache_dtype='fp8'"
+            "this vLLM engine has no fp8 KV cache, so it has no scales; "
+            "start it with kv_cache_dtype='fp8'"
         )
     if not cache.sets_scales:
         raise ConfigError(
@@ -144,8 +147,8 @@ def sparrow_renew_draft_weights(self: Any) -> None:
     runtime = _runtime(self)
     if runtime.drafting.weights is None:
         raise ConfigError(
-            "the drafts of this vLLM engine have no copy of the weights; start it with mode 'lossless' and "
-            "draft_weights 'fp8'"
+            "the drafts of this vLLM engine have no copy of the weights; start it with mode "
+            "'lossless' and draft_weights 'fp8'"
         )
     runtime.renew_draft_weights()
 
@@ -171,11 +174,11 @@ def _runtime(worker: Any) -> Runtime:
 
 
 def between_graphs(vllm_config: Any) -> tuple[int, int]:
-    """The captured batch sizes around ``max_num_seqs`` if vLLM captures decode steps separately,
-    else that value twice.
+    """Return the nearest captured batch sizes below and above ``max_num_seqs`` if vLLM captures
+    decode steps separately, else ``max_num_seqs`` twice.
 
-    vLLM captures no decode steps above that number: a step of more sequences than the lower size
-    has no CUDA graph.
+    vLLM captures no decode steps above ``max_num_seqs``, so a step with more sequences than the
+    lower size has no CUDA graph.
     """
     mode = vllm_config.compilation_config.cudagraph_mode
     most = vllm_config.scheduler_config.max_num_seqs
@@ -188,7 +191,7 @@ def between_graphs(vllm_config: Any) -> tuple[int, int]:
 
 
 def check(vllm_config: Any) -> None:
-    """Make sure that an engine with a schedule follows it in every layer, and say so in the log.
+    """Check that an engine with a schedule follows it in every layer, and log how it decodes.
 
     Raises UnsupportedModel: an attention layer that another backend runs. ConfigError: in lossless
     mode, a speculator that is not Sparrow's.
@@ -206,8 +209,9 @@ def check(vllm_config: Any) -> None:
         ):
             backend = layer.get_attn_backend()
             raise UnsupportedModel(
-                f"a Sparrow schedule was given but layer {name} runs {backend.__module__}.{backend.__qualname__}; pass "
-                "attention_backend='CUSTOM', and if another plugin holds that slot, start with VLLM_PLUGINS=sparrow"
+                f"a Sparrow schedule was given but layer {name} runs "
+                f"{backend.__module__}.{backend.__qualname__}; pass attention_backend='CUSTOM', "
+                "and if another plugin holds that slot, start with VLLM_PLUGINS=sparrow"
             )
     runtime = find(vllm_config)
     if runtime is None:
@@ -219,8 +223,14 @@ def check(vllm_config: Any) -> None:
     stored = runtime.cache.in_8_bits
     model = runtime.model
     drafting = runtime.drafting
-    pages = f"top-k pages of {schedule.page_size} tokens by {schedule.bin_tokens}: {schedule.to_dict()['top_k']}"
-    landmarks = f"landmarks ({schedule.landmark_dtype}) {100 * runtime.cache.landmark_share:.1f}% of the KV cache"
+    pages = (
+        f"top-k pages of {schedule.page_size} tokens by {schedule.bin_tokens}: "
+        f"{schedule.to_dict()['top_k']}"
+    )
+    landmarks = (
+        f"landmarks ({schedule.landmark_dtype}) {100 * runtime.cache.landmark_share:.1f}% of the "
+        "KV cache"
+    )
     if not runtime.is_lossless:
         cache = (
             ""
@@ -228,15 +238,15 @@ def check(vllm_config: Any) -> None:
             else f", which is {kv_cache.NAMES[stored]} ({kv_cache.SCALES[stored]})"
         )
         logger.info(
-            f"Sparrow decodes layers {model.sparse_layers} sparsely with {model.backend} ({model.kernels}), "
-            f"layers {model.dense_layers} densely; {pages}; {landmarks}{cache}"
+            f"Sparrow decodes layers {model.sparse_layers} sparsely with {model.backend} "
+            f"({model.kernels}), layers {model.dense_layers} densely; {pages}; {landmarks}{cache}"
         )
         below, above = between_graphs(vllm_config)
         if below < above:
             logger.warning(
-                f"Steps of {below + 1} to {vllm_config.scheduler_config.max_num_seqs} sequences will run without a "
-                "CUDA graph, which can take several times as long: set max_num_seqs to "
-                f"{below} or {above}, the batches that vLLM captures"
+                f"Steps of {below + 1} to {vllm_config.scheduler_config.max_num_seqs} sequences "
+                "will run without a CUDA graph, which can take several times as long: set "
+                f"max_num_seqs to {below} or {above}, the batches that vLLM captures"
             )
         return
     if drafting.meter is None:
@@ -245,15 +255,17 @@ def check(vllm_config: Any) -> None:
         )
     if (metered := drafting.meter.metered) is not None:
         logger.info(
-            f"Sparrow also measures, in one of {decoding.meter_every} cycles, the acceptance that decoding under "
-            f"meter_schedule would have: layers read whole {list(metered.schedule.dense_layers) or 'none'}, top-k "
-            f"pages by {metered.schedule.bin_tokens} tokens {metered.schedule.to_dict()['top_k']}"
+            f"Sparrow also measures, in one of {decoding.meter_every} cycles, the acceptance that "
+            "decoding under meter_schedule would have: layers read whole "
+            f"{list(metered.schedule.dense_layers) or 'none'}, top-k pages by "
+            f"{metered.schedule.bin_tokens} tokens {metered.schedule.to_dict()['top_k']}"
         )
     if (copies := drafting.weights) is not None:
         logger.info(
-            f"Drafts multiply with an fp8 copy of the weights of {len(copies)} linear layers, which takes "
-            f"{copies.bytes / 2**30:.2f} GiB; {copies.kept_layers} others ({copies.kept_bytes / 2**30:.2f} GiB) have "
-            "none, nor have the embedding and the output layer"
+            f"Drafts multiply with an fp8 copy of the weights of {len(copies)} linear layers, "
+            f"which takes {copies.bytes / 2**30:.2f} GiB; {copies.kept_layers} others "
+            f"({copies.kept_bytes / 2**30:.2f} GiB) have none, "
+            "nor have the embedding and the output layer"
         )
     tokens = (
         f"0 to {decoding.draft_tokens}" if decoding.adapt_draft_tokens else decoding.draft_tokens
@@ -266,8 +278,9 @@ def check(vllm_config: Any) -> None:
         else f"; samples are the policy's with a KV cache in {kv_cache.NAMES[stored]}"
     )
     logger.info(
-        f"Sparrow is lossless: sparse steps draft {tokens} tokens ({model.backend}, {model.kernels}; layers read "
-        f"whole: {model.dense_layers or 'none'}; {pages}{budgets}), vLLM's dense attention verifies them{drawn}"
-        f"{cache}; logits of drafts take {drafting.logits_bytes / 2**30:.2f} GiB, {landmarks}, drafts up to "
+        f"Sparrow is lossless: sparse steps draft {tokens} tokens ({model.backend}, "
+        f"{model.kernels}; layers read whole: {model.dense_layers or 'none'}; {pages}{budgets}), "
+        f"vLLM's dense attention verifies them{drawn}{cache}; logits of drafts take "
+        f"{drafting.logits_bytes / 2**30:.2f} GiB, {landmarks}, drafts up to "
         f"{decoding.draft_tokens} tokens of it for each sequence"
     )

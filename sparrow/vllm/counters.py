@@ -1,5 +1,5 @@
-"""What a worker counts, at the price of one addition on the device for each decode step: rows by
-length, and the dense passes of lossless mode.
+"""Counters of a worker: decoded rows by length, and the dense passes of lossless mode. They cost
+one addition on the device per decode step.
 
 Shapes: B rows of a decode batch, padding rows of a CUDA graph (length 0) included.
 """
@@ -15,16 +15,16 @@ from torch import Tensor
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PLAIN_PASSES = 256
-"""Passes without drafts whose tokens are summed at a time: a short step waits for the host, and a
-sum costs it time.
+"""Passes without drafts whose tokens are summed together: short steps wait for the host,
+so there is no sum after each of them.
 """
 
 
 class DecodedRows:
-    """How often a row was decoded at each length.
+    """Counts how many rows were decoded at each length.
 
-    Everything that is counted follows from it and the schedule, and a step pays for one addition on
-    the device and no synchronisation.
+    All other counts follow from that and the schedule, so a step costs one addition on the device
+    and no synchronisation.
     """
 
     def __init__(self, budgets: int, max_rows: int, max_length: int, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class DecodedRows:
     def take(
         self, schedules: list[SparsitySchedule], budget: int, sparse: int, dense: int
     ) -> Counter[str]:
-        """What was counted since the last call.
+        """Return the counts since the last call.
 
         Args:
             schedules: what was read, by budget.
@@ -64,16 +64,18 @@ class DecodedRows:
 
 
 class DensePasses:
-    """The dense passes of lossless mode: those that verify or come before drafts, and plain ones."""
+    """Counts the dense passes of lossless mode: those that verify drafts or come before some, and
+    plain ones.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cycles: Counter[int] = Counter()  # by how many tokens were drafted afterwards
         # tokens read, held, emitted; rows
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)
-        # The same of passes without drafts: sequences, and tokens read.
+        # The same for passes without drafts: sequences, and tokens read.
         self._plain_rows = 0
         self._plain_tokens = 0
-        self._plain: list[np.ndarray] = []  # those that are not in these sums yet
+        self._plain: list[np.ndarray] = []  # passes that are not in these sums yet
 
     def count(self, drafts: int) -> Tensor:
         """See ``Runtime.count_pass``."""
@@ -95,7 +97,7 @@ class DensePasses:
             self._plain.clear()
 
     def take_cycles(self) -> dict[int, int]:
-        """Passes since the last call, by how many tokens were drafted afterwards."""
+        """Return the passes since the last call, by how many tokens were drafted afterwards."""
         self._sum_plain()
         cycles = dict(sorted(self._cycles.items()))
         self._cycles = Counter()
@@ -120,8 +122,11 @@ class DensePasses:
 def _decode_counts(
     schedule: SparsitySchedule, decoded: np.ndarray, sparse: int, dense: int
 ) -> dict[str, int]:
-    """The counts of decode steps under ``schedule``, of which there were ``decoded`` at each
-    length, in a model with so many sparse and dense layers.
+    """Compute the counts of decode steps under ``schedule``.
+
+    Args:
+        decoded: rows decoded at each length.
+        sparse, dense: numbers of layers.
     """
     decoded[0] = 0  # padding rows, and rows in prefill
     length = np.flatnonzero(decoded)

@@ -20,8 +20,8 @@ from sparrow.vllm.backend import SparseBuilder, SparseImpl, is_requested
 
 
 class CpuBuilder(SparseBuilder, CPUAttentionMetadataBuilder):
-    """Picks kernels whose cache the reference can view: the AMX kernels that vLLM takes for
-    bfloat16 tile the keys.
+    """Picks kernels whose cache the reference can view; the AMX kernels, which vLLM uses for
+    bfloat16, store keys in tiles.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class CpuImpl(SparseImpl, CPUAttentionBackendImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """vLLM's own, except for a cache in 8 bits."""
+        """Store with vLLM's own code, except for a cache in 8 bits."""
         if not self.is_in_8_bits:
             return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         self.store(layer, key, value, kv_cache, slot_mapping, reference.store_tokens)
 
 
 class CpuBackend(CPUAttentionBackend):
-    """Registered over ``CPU_ATTN``, the one backend vLLM takes on CPU; stock if no schedule was
-    asked for.
+    """Registered over ``CPU_ATTN``, the only backend that vLLM accepts on CPU; stock if no schedule
+    was asked for.
     """
 
     @staticmethod

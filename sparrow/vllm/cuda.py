@@ -33,8 +33,8 @@ class CudaBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """In lossless mode everything that vLLM runs is dense, so its graphs may hold verification
-        too; an engine that was not asked for Sparrow has the graphs of stock vLLM.
+        """Allow graphs of verification in lossless mode, where everything that vLLM runs is dense;
+        an engine without Sparrow has the graphs of stock vLLM.
         """
         decoding = requested(vllm_config)
         if decoding is None:
@@ -49,11 +49,10 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Like vLLM's own, but for a cache in 8 bits, and where Sparrow decodes next: that may
-        begin during the update.
+        """Store with Sparrow's kernel for a cache in 8 bits, and where Sparrow decodes next, since
+        its decode kernel may begin during the update; otherwise with vLLM's.
 
-        In the dense passes of lossless mode nothing of Sparrow's comes next, and all that is dense
-        is vLLM's.
+        The dense passes of lossless mode are vLLM's alone.
         """
         if self.decodes_next or self.is_in_8_bits:
             self.store(layer, key, value, kv_cache, slot_mapping, store_tokens)
@@ -77,14 +76,14 @@ class CudaBackend(FlashAttentionBackend):
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
-        """What FlashAttention takes, and int8, of which it reads a copy in 16 bits."""
+        """Support FlashAttention's dtypes, and int8, of which it reads a copy in 16 bits."""
         return kv_cache_dtype == INT8 or super().supports_kv_cache_dtype(kv_cache_dtype)
 
     @classmethod
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *args: Any, **kwargs: Any
     ) -> str | None:
-        """Why FlashAttention cannot serve a model; a cache in int8 it does not see."""
+        """Say why FlashAttention cannot serve a model; it never sees a cache in int8."""
         seen: Any = "auto" if kv_cache_dtype == INT8 else kv_cache_dtype
         return super().supports_combination(head_size, dtype, seen, *args, **kwargs)
 

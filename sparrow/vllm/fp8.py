@@ -19,18 +19,18 @@ from sparrow.attention.pages import FP8, FP8_MAX
 from sparrow.errors import ConfigError
 
 MARGIN = 4.0
-"""Scales leave room for keys and values this many times as large as any of the prefill that sets
-them.
+"""Scales leave room for keys and values this many times as large as the largest of the prefill that
+sets them.
 """
 
 
 class LayerScales:
-    """The scales of one layer, set by the first prefill after ``Fp8Cache.renew``; graphs hold their
-    addresses.
+    """The scales of one layer, set by the first prefill after ``Fp8Cache.renew``. Their addresses
+    stay the same, as CUDA graphs hold them.
 
     Args:
         kv_heads: K.
-        cache: what the layers of a worker share.
+        cache: shared by the layers of a worker.
         layer: vLLM's attention layer, whose scales are taken if they are not Sparrow's to set.
     """
 
@@ -46,10 +46,10 @@ class LayerScales:
         cache.layers.append(self)
 
     def settle(self, key_TKD: Tensor, value_TKD: Tensor, slot_mapping_T: Tensor) -> None:
-        """Set scales that are not set, from the tokens that have a slot; but not in the steps of
-        vLLM's warm-up.
+        """Set the scales, unless they are set or vLLM is warming up, from the tokens that have a
+        slot.
 
-        Raises ConfigError: tokens are cached that other scales were used for.
+        Raises ConfigError: tokens are still cached that were stored with other scales.
         """
         if self.is_set or not self.cache.is_serving:
             return
@@ -58,8 +58,8 @@ class LayerScales:
             return
         if self.cache.reads_beyond(slot_mapping_T[has_slot_T]):
             raise ConfigError(
-                "the scales of an fp8 KV cache can change only while nothing is cached; let all requests end and reset "
-                "the prefix cache before sparrow_renew_kv_scales"
+                "the scales of an fp8 KV cache can change only while nothing is cached; let all "
+                "requests end and reset the prefix cache before sparrow_renew_kv_scales"
             )
         for new_TKD, scale_K in ((key_TKD, self.values.k), (value_TKD, self.values.v)):
             largest_K = new_TKD[: len(slot_mapping_T)][has_slot_T].float().abs().amax((0, 2))
@@ -68,23 +68,24 @@ class LayerScales:
 
 
 class Fp8Cache:
-    """What the layers of one worker share: their scales, and a count of what was clipped.
+    """State shared by the layers of one worker: their scales, and a count of clipped tokens.
 
-    Args: sets_scales: whether Sparrow sets the scales; in lossless mode they are vLLM's, which
-        stores densely itself.
+    Args:
+        sets_scales: whether Sparrow sets the scales; in lossless mode vLLM does, as it stores the
+            tokens of dense passes itself.
     """
 
     def __init__(self, device: torch.device, sets_scales: bool = True) -> None:
         self.sets_scales = sets_scales
         self.layers: list[LayerScales] = []
-        self.clipped = torch.zeros(
-            1, dtype=torch.int64, device=device
-        )  # tokens with a key or value beyond its range
-        self.is_serving = False  # false while vLLM warms up, with prompts of its own
-        self._cached: tuple[Tensor, np.ndarray, int] | None = None  # what ``begin_step`` was told
+        # tokens with a key or value beyond its range
+        self.clipped = torch.zeros(1, dtype=torch.int64, device=device)
+        self.is_serving = False  # false while vLLM warms up with made-up prompts
+        # the arguments of ``begin_step``: table, computed, block_tokens
+        self._cached: tuple[Tensor, np.ndarray, int] | None = None
 
     def renew(self) -> None:
-        """Have the next prefill set the scales again; nothing may be cached by then."""
+        """Have the next prefill set the scales again; the cache must be empty by then."""
         for layer in self.layers:
             layer.is_set = False
 
@@ -108,15 +109,16 @@ class Fp8Cache:
         """
         if one_token_prefills and self.is_serving and not self.is_set:
             raise ConfigError(
-                "an fp8 KV cache takes its scales from the first prompts, which must have two tokens or more"
+                "an fp8 KV cache takes its scales from the first prompts, "
+                "which must have two tokens or more"
             )
         self._cached = (table, computed, block_tokens)
 
     def reads_beyond(self, slots: Tensor) -> bool:
-        """Whether the step reads tokens that it does not store itself, that is, that an earlier
-        step stored.
+        """Return whether the step reads tokens that an earlier step stored.
 
-        Prompts that share a prefix may be prefilled in one step, and then read each other's blocks.
+        Prompts that share a prefix may be prefilled in one step and then read each other's blocks;
+        those tokens do not count.
         """
         assert self._cached is not None
         table, computed, block_tokens = self._cached
@@ -126,7 +128,7 @@ class Fp8Cache:
         return not bool(torch.isin(read, slots).all())
 
     def describe(self) -> dict[str, Any]:
-        """The range of scales that Sparrow sets, None before they are set."""
+        """Report the range of the scales that Sparrow sets; None before they are set."""
         if not self.sets_scales:
             return {}
         scales = [x for layer in self.layers for x in (layer.values.k, layer.values.v)]
@@ -137,8 +139,8 @@ class Fp8Cache:
 
 
 def power_of_two(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The least power of 2 that brings ``MARGIN * largest`` within e4m3's range, 1 for 0; products
-    fit ``dtype``.
+    """Return the least power of 2 that brings ``MARGIN * largest`` within e4m3's range, and whose
+    products with e4m3 values fit ``dtype``; 1 where ``largest`` is 0.
     """
     limits = torch.finfo(dtype)
     least = torch.finfo(FP8).smallest_normal * torch.finfo(FP8).eps

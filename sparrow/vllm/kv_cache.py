@@ -1,9 +1,8 @@
-"""A KV cache in 8 bits, fp8 or int8: what vLLM calls it, and the 16-bit copy of it that prefill
-reads.
+"""A KV cache in 8 bits, fp8 or int8: its names in vLLM, and the 16-bit copy that prefill reads.
 
-vLLM's own attention would round the queries to fp8 as well, or not take int8. The copy is exact, so
-that prefill and decode steps, which run the kernels of ``sparrow.attention`` in all layers, see the
-same keys and values.
+vLLM's own attention would round the queries to fp8 as well, and does not support int8. The copy is
+exact, so that prefill and decode steps see the same keys and values; decode steps run the kernels
+of ``sparrow.attention`` in all layers.
 
 Shapes: K kv heads, N block tokens, D head dim, R rows in prefill, M blocks of the longest sequence.
 """
@@ -22,10 +21,10 @@ from sparrow.attention.int8 import scale_of
 from sparrow.attention.pages import FP8
 
 STORED: dict[str, torch.dtype] = {"fp8": FP8, "fp8_e4m3": FP8, "int8_per_token_head": torch.int8}
-"""What vLLM calls such a cache, and how Sparrow stores it."""
+"""vLLM's names of such a cache, and the dtype that Sparrow stores."""
 INT8 = "int8_per_token_head"
 NAMES = {FP8: "fp8_e4m3", torch.int8: INT8}
-"""What Sparrow reports."""
+"""Names that Sparrow reports."""
 SCALES = {FP8: "scales by layer and kv head", torch.int8: "scales by token and kv head"}
 COPIED_TOKENS = 65_536
 """Tokens of the cache that are copied at once for prefill, or one sequence if it is longer."""
@@ -40,8 +39,11 @@ class CopiedBlocks:
 
 
 def copied_blocks(block_table: Tensor, lengths: np.ndarray, block_tokens: int) -> CopiedBlocks:
-    """The blocks that rows of these lengths (tokens, at least what is cached) have in
-    ``block_table``, int32 [R, M].
+    """List the blocks of these rows.
+
+    Args:
+        block_table: int32 [R, M].
+        lengths: tokens of each row, at least those that are cached.
     """
     counts = -(-lengths // block_tokens)
     row = np.repeat(np.arange(len(lengths)), counts)
@@ -57,7 +59,9 @@ def copied_blocks(block_table: Tensor, lengths: np.ndarray, block_tokens: int) -
 
 
 def groups(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Consecutive rows, first and last plus one, that have up to ``COPIED_TOKENS`` tokens together."""
+    """Split rows into runs of at most ``COPIED_TOKENS`` tokens (or one longer row); yields the
+    first row of each run and the one after its last.
+    """
     first = total = 0
     for row, length in enumerate(lengths.tolist()):
         if row > first and total + length > COPIED_TOKENS:
@@ -69,10 +73,8 @@ def groups(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def copy_blocks(cache: Tensor, blocks: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Writes keys or values ``[blocks, K, N, D]`` of some blocks, times their scales, to ``out`` in
-    16 or 32 bits.
-
-    Scales are as in ``CacheScales``.
+    """Write the keys or values ``[blocks, K, N, D]`` of some blocks, times their scales (as in
+    ``CacheScales``), to ``out`` in 16 or 32 bits.
     """
     codes = cache.view(torch.uint8).index_select(0, blocks).view(cache.dtype)
     is_int8 = cache.dtype == torch.int8
@@ -85,8 +87,8 @@ def copy_blocks(cache: Tensor, blocks: Tensor, scales: Tensor, out: Tensor) -> N
 def with_tail(
     spec: Any, page_size: int, landmark_dtype: torch.dtype, stored: torch.dtype | None
 ) -> tuple[Any, float]:
-    """vLLM's spec of a layer's cache, its blocks padded for scales of int8 and for landmarks; and
-    the landmarks' share.
+    """Pad the blocks of vLLM's spec of a layer's cache for landmarks and the scales of int8;
+    returns the spec, and the landmarks' share of a block.
 
     Args:
         stored: float8_e4m3fn, int8, or None: the model's dtype.
@@ -108,8 +110,8 @@ def with_tail(
 def tail_of_blocks(
     kv_cache: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """A view of what lies in every block of a layer's cache from the byte ``first`` on, contiguous
-    in each block.
+    """View the part of every block of a layer's cache that begins at the byte ``first``; it is
+    contiguous in each block.
     """
     of_block = torch.empty(shape[1:], device="meta").stride()
     begin, block = (

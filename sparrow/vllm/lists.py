@@ -1,7 +1,7 @@
 """Lists of the most likely tokens of a response, kept as arrays while it grows.
 
-vLLM keeps each id, log-prob and rank as a Python object, some 1.8 KB a token with lists of 20:
-gigabytes for a rollout.
+vLLM keeps each id, log-prob and rank as a Python object. With lists of 20 that is some 1.8 KB per
+token, gigabytes for a rollout.
 
 Shapes: T new tokens, N entries of a token's list: the sampled token, then the most likely ones.
 """
@@ -20,19 +20,17 @@ else:
 
 
 class ArrayLogprobs(FlatLogprobs):
-    """Can be read like ``FlatLogprobs``; holds lists that are all equally long and were not
-    decoded.
-    """
+    """Reads like ``FlatLogprobs``; all lists have the same length, and tokens are not decoded."""
 
     def __init__(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Starts empty, for lists of the same length and dtypes as these."""
+        """Start empty, for lists of the same length and dtypes as these."""
         self.width = logprobs.shape[1]
         self.token_ids: array[int] = array(ids.dtype.char)
         self.logprobs: array[float] = array(logprobs.dtype.char)
         self.sampled_ranks: array[int] = array("q")
 
     def add(self, ids_TN: np.ndarray, logprobs_TN: np.ndarray, rank_T: np.ndarray) -> None:
-        """Appends the lists of T tokens; each rank is that of the sampled token, from 1 on."""
+        """Append the lists of T tokens; each rank is that of the sampled token, from 1 on."""
         if logprobs_TN.shape[1] > self.width:  # another request of the batch asked for more
             ids_TN = ids_TN[:, : self.width]
             logprobs_TN = logprobs_TN[:, : self.width]
@@ -58,10 +56,10 @@ class ArrayLogprobs(FlatLogprobs):
 
 
 def update(processor: Any, lists: tuple[Any, ...]) -> None:
-    """Does what ``LogprobsProcessor`` does with the lists of new tokens, for flat lists without a
+    """Take the lists of new tokens as ``LogprobsProcessor`` does, for flat lists without a
     tokenizer.
 
-    Called for each request at every step; with many requests and short contexts, the GPU waits for
+    Runs for each request at every step; with many requests and short contexts, the GPU waits for
     it.
     """
     ids_TN, logprobs_TN, rank_T, _ = lists

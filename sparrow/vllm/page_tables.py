@@ -1,5 +1,5 @@
-"""How many pages each row of a decode batch reads, on the device: the schedule by length, and the
-present step's page counts.
+"""Page counts on the device: the schedule by length, and how many pages each row of the present
+decode step reads.
 
 Shapes: B rows of a decode batch, padding rows of a CUDA graph (length 0) included.
 """
@@ -14,7 +14,8 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 
 class PageTables:
-    """Tensors stay where they are: CUDA graphs hold their addresses.
+    """The schedule by length, and the page counts of a step. The tensors keep their addresses, as
+    CUDA graphs hold them.
 
     Args:
         schedule: the page counts at first.
@@ -33,10 +34,10 @@ class PageTables:
         device: torch.device,
     ) -> None:
         self.budgets = budgets
-        self.budget = self.base_budget = budgets.index(1.0)  # the one in use, and that of 1
+        self.budget = self.base_budget = budgets.index(1.0)  # the one in use; the multiple 1
         self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
-        # The schedule at every length, so that any bins fit. Rows in prefill look at place 0, where
-        # everything is read.
+        # The schedule at every length, so that bins of any width work. Rows in prefill use length
+        # 0, where everything is read.
         self.at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
         self._by_budget = self.at_length.repeat(len(budgets), 1)
         self.top_k = torch.zeros(max_rows, dtype=torch.int32, device=device)
@@ -46,22 +47,22 @@ class PageTables:
         self.fill(schedule)
 
     def fill(self, schedule: SparsitySchedule) -> None:
-        """Read what this schedule says from the next step on."""
+        """Use this schedule from the next step on."""
         for budget, multiple in enumerate(self.budgets):
             self._by_budget[budget].copy_(self.of(schedule.times(multiple)))
         self.at_length.copy_(self._by_budget[self.budget])
         self.schedule = schedule
 
     def of(self, schedule: SparsitySchedule) -> Tensor:
-        """Pages kept by score at every length, int32, on the host; rows in prefill look at length
-        0.
+        """Tabulate the pages kept by score at every length, int32, on the host; rows in prefill
+        look at length 0.
         """
         table = torch.from_numpy(schedule.pages(np.arange(len(self.at_length))).astype(np.int32))
         table[0] = ALL_PAGES
         return table
 
     def use_budget(self, budget: int) -> None:
-        """Read this one of ``budgets`` from the next step on."""
+        """Use the budget with this index in ``budgets`` from the next step on."""
         self.at_length.copy_(self._by_budget[budget])
         self.budget = budget
 
@@ -81,8 +82,8 @@ class PageTables:
         return prefilling
 
     def look_up(self, length_B: Tensor) -> Tensor:
-        """Write the page counts of rows of these lengths (int32) to ``top_k``; returns the length
-        that each row is at, int32 ``[B]``, 0 for rows in prefill.
+        """Write the page counts of rows of these lengths (int32) to ``top_k``; returns the lengths,
+        int32 ``[B]``, with 0 for rows in prefill.
         """
         B = len(length_B)
         place_B = length_B * self._decodes_B[:B]
@@ -90,5 +91,5 @@ class PageTables:
         return place_B
 
     def everything(self, rows: int) -> Tensor:
-        """Page counts ``[rows]``, int32, that leave nothing out."""
+        """Return page counts ``[rows]``, int32, that leave nothing out."""
         return self._everything_B[:rows]

@@ -1,8 +1,8 @@
 """Every private name of vLLM that Sparrow replaces: what, for which versions and why. No other
 module replaces any.
 
-vLLM offers no other way in at these places. ``apply`` makes the changes, each once for the life of
-a process; importing this module changes nothing.
+vLLM offers no public hook at these places. ``apply`` makes the changes, each once in the life of a
+process; importing this module changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sparrow.vllm.runtime import find
 
 @dataclass(frozen=True)
 class Patch:
-    """One name of vLLM's, and what takes its place."""
+    """One name of vLLM's and its replacement."""
 
     target: str  # ``module:name`` or ``module:Class.name``
     versions: str  # versions of vLLM that need it
@@ -30,7 +30,7 @@ class Patch:
     parameters: tuple[str, ...] = ()  # parameters of vLLM's function that the replacement needs
 
     def find(self) -> tuple[Any, str, Any]:
-        """The owner of the name, the name, and the object that it refers to at present.
+        """Return the owner of the name, the name, and the object that it refers to at present.
 
         Raises ImportError, AttributeError: this vLLM has no such name.
         """
@@ -41,7 +41,7 @@ class Patch:
 
 
 def apply(patches: tuple[Patch, ...]) -> None:
-    """Make these changes to the vLLM of this process, unless they were made before."""
+    """Make these changes to the vLLM of this process, except those already made."""
     import vllm
 
     for patch in patches:
@@ -95,20 +95,19 @@ def _checked_init_device(stock: Any) -> Any:
 
 
 def watch(worker: Any, vllm_config: Any) -> None:
-    """Count the sequences that a worker's steps preempt, tell lossless mode's speculator of each
-    step before it runs, and check the engine when the warm-up is over.
+    """Count the sequences that a worker's steps preempt, announce each step to lossless mode's
+    speculator before it runs, and check the engine after the warm-up.
 
-    Done to these objects, not to their classes: which runner there is differs, and so does who
-    calls it (Ray's executor passes the worker by).
+    This wraps methods of the two objects, not of their classes: there are several runner classes,
+    and some callers bypass the worker (Ray's executor does).
     """
     from vllm.platforms import current_platform
 
     runner = worker.model_runner
     step = worker.model_runner.execute_model
     warm_up = worker.compile_or_warm_up_model
-    begin_step = getattr(
-        getattr(runner, "speculator", None), "begin_step", None
-    )  # vLLM's speculators have none
+    # vLLM's own speculators have no such method.
+    begin_step = getattr(getattr(runner, "speculator", None), "begin_step", None)
 
     @wraps(step)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,9 +132,7 @@ def watch(worker: Any, vllm_config: Any) -> None:
 
 
 def follow_weights(worker: Any, vllm_config: Any) -> None:
-    """Note when vLLM has written to a worker's parameters, which it can do without the model's
-    ``load_weights``.
-    """
+    """Note when vLLM writes to a worker's parameters without the model's ``load_weights``."""
 
     def followed(stock: Any) -> Any:
         @wraps(stock)
@@ -352,7 +349,7 @@ def _unpacked_linear(stock: Any) -> Any:
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is None or config.requested(vllm_config) is None:
-            stock(layer, remove_weight)  # a plain engine after one of Sparrow's
+            stock(layer, remove_weight)  # a plain engine that starts after one of Sparrow's
         else:
             layer.cpu_linear = linear
 
@@ -363,12 +360,12 @@ ALWAYS = (
     Patch(
         "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
         ">=0.24",
-        "refuse, before memory is taken, "
-        "versions that Sparrow does not run in and what would be decoded densely or wrongly; a backend sees single "
-        "layers only. And watch the worker: vLLM counts preemptions among statistics that cost the host time for each "
-        "token; versions before 0.32 do not tell a speculator how many tokens to draft, and none tells it what "
-        "Sparrow's scheduler adds to a step; prompts of the warm-up must not set the scales of an fp8 KV cache; and a "
-        "copy of the weights must follow them",
+        "refuse, before memory is taken, versions that Sparrow does not run in and what would be "
+        "decoded densely or wrongly; a backend sees single layers only. And watch the worker: vLLM "
+        "counts preemptions among statistics that cost the host time for each token; versions "
+        "before 0.32 do not tell a speculator how many tokens to draft, and none tells it what "
+        "Sparrow's scheduler adds to a step; prompts of the warm-up must not set the scales of an "
+        "fp8 KV cache; and a copy of the weights must follow them",
         _checked_init_device,
     ),
     Patch(
@@ -380,8 +377,8 @@ ALWAYS = (
     Patch(
         "vllm.engine.arg_utils:EngineArgs.create_engine_config",
         versions.SUPPORTED,
-        "an engine keeps the mode that it was started in, whatever becomes of the environment; in lossless mode tell "
-        "vLLM to speculate, so that a user need not know how",
+        "an engine keeps the mode that it was started in, whatever becomes of the environment; in "
+        "lossless mode tell vLLM to speculate, so that a user need not know how",
         _prepared_engine_arguments,
     ),
     Patch(
@@ -393,8 +390,8 @@ ALWAYS = (
     Patch(
         "vllm.sampling_params:SamplingParams._validate_spec_decode",
         versions.SUPPORTED,
-        "refuse requests that "
-        "lossless mode does not serve where vLLM refuses what speculation does not serve",
+        "refuse requests that lossless mode does not serve where vLLM refuses what speculation "
+        "does not serve",
         _refusing_by_name,
         ("speculative_config",),
     ),
@@ -407,8 +404,8 @@ ATTENTION = (
     Patch(
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
         ">=0.26",
-        "make room for landmarks in each "
-        "KV block; vLLM 0.32 lets a backend customise the spec, but does not say for which layer of which engine",
+        "make room for landmarks in each KV block; vLLM 0.32 lets a backend customise the spec, "
+        "but does not say for which layer of which engine",
         _with_landmarks,
         ("vllm_config",),
     ),
@@ -426,23 +423,23 @@ LOSSLESS = (
     Patch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
         ">=0.26",
-        "a step that has no drafts and makes "
-        "none is stock vLLM's: looking after drafts would cost the host time",
+        "a step that has no drafts and makes none is stock vLLM's: "
+        "looking after drafts would cost the host time",
         _without_drafting,
     ),
     Patch(
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
         ">=0.26",
-        "find the CUDA graph of a "
-        "step whatever the number of drafts that others are for: vLLM looks at graphs of the nearest size alone",
+        "find the CUDA graph of a step whatever the number of drafts that others are for: vLLM "
+        "looks at graphs of the nearest size alone",
         _candidates_by_drafts,
     ),
     Patch(
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample",
         ">=0.26",
-        "measure the acceptance of "
-        "drafts where both distributions are at hand; and with drafter_invariant draw the tokens that dense decoding "
-        "draws, in place of accepting drafts by their probability",
+        "measure the acceptance of drafts where both distributions are at hand; and with "
+        "drafter_invariant draw the tokens that dense decoding draws, "
+        "in place of accepting drafts by their probability",
         _metered_rejection_sample,
         (
             "target_logits",
@@ -466,9 +463,9 @@ CPU_WEIGHTS = (
     Patch(
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
         ">=0.32",
-        "vLLM packs weights for its CPU "
-        "kernels and drops the original, so that a later update fails or, for an output layer tied to the embedding, "
-        "is lost without a word; multiply with the weight that was loaded",
+        "vLLM packs weights for its CPU kernels and drops the original, so that a later update "
+        "fails or, for an output layer tied to the embedding, is lost without a word; multiply "
+        "with the weight that was loaded",
         _unpacked_linear,
         ("layer", "remove_weight"),
     ),
@@ -479,8 +476,8 @@ LISTS = (
     Patch(
         "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
         ">=0.26",
-        "vLLM keeps every id, log-prob "
-        "and rank of a list as a Python object; arrays take a tenth of the memory and less time",
+        "vLLM keeps every id, log-prob and rank of a list as a Python object; arrays take a tenth "
+        "of the memory and less time",
         _lists_in_arrays,
         ("logprobs_lists",),
     ),

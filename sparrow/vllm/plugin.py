@@ -1,6 +1,4 @@
-"""What vLLM calls, in every process, before it does anything else (entry point group
-``vllm.general_plugins``).
-"""
+"""The entry point (group ``vllm.general_plugins``) that vLLM calls first in every process."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ def register() -> None:
     """Offer Sparrow's backends to vLLM and give its workers Sparrow's controls. May be called any
     number of times.
 
-    Without a schedule, in ``additional_config`` or the environment, vLLM stays what it was.
+    Without a schedule in ``additional_config`` or the environment, vLLM behaves as before.
 
     Raises ConfigError: a schedule in the environment that cannot be read, or that this vLLM cannot
     follow.
@@ -45,8 +43,8 @@ def register() -> None:
 
 
 def _claim(slot: Any, path: str) -> None:
-    """Take a slot unless another plugin has it; whether that is a problem shows once an engine asks
-    for a schedule.
+    """Take a slot unless another plugin has it, which is a problem only if an engine asks for a
+    schedule; ``control.check`` refuses it then.
     """
     from vllm.v1.attention.backends.registry import register_backend
 

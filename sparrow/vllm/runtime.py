@@ -1,5 +1,5 @@
-"""What the sparse layers of one vLLM worker share: the schedule on the device, this step's page
-counts, counters, and what is known of the model, its cache and its drafts.
+"""State shared by the sparse layers of one vLLM worker: the schedule on the device, this step's
+page counts, counters, and facts about the model, its cache and its drafts.
 
 Shapes: B rows of a decode batch, padding rows of a CUDA graph (length 0) included.
 """
@@ -28,12 +28,12 @@ from sparrow.vllm.fp8 import Fp8Cache
 from sparrow.vllm.page_tables import PageTables
 
 LAYOUT = (*PAGE_LAYOUT, "dense_layers", "head_budgets")
-"""What CUDA graphs and landmarks are made for: a running engine cannot change it."""
+"""Fields that CUDA graphs and landmarks depend on, so that a running engine cannot change them."""
 
 
 @dataclass
 class Model:
-    """What decodes in a worker's model; ``backend.attach`` fills it in."""
+    """The layers of a worker's model and what they decode with; ``backend.attach`` fills it in."""
 
     backend: str = ""
     quantization: str | None = None  # how vLLM quantises the weights
@@ -52,7 +52,7 @@ class Model:
 
 @dataclass
 class CacheLayout:
-    """How the KV cache is laid out; ``backend.attach`` fills it in."""
+    """Layout of the KV cache; ``backend.attach`` fills it in."""
 
     in_8_bits: torch.dtype | None = None  # float8_e4m3fn, int8, or None: the model's dtype
     fp8: Fp8Cache | None = None  # scales of an engine with an fp8 KV cache
@@ -62,7 +62,7 @@ class CacheLayout:
 
 @dataclass
 class Drafting:
-    """What drafts in lossless mode; the speculator fills it in."""
+    """State of drafting in lossless mode; the speculator fills it in."""
 
     is_running: bool = False  # whether a draft step runs, or is captured in a graph
     logits_bytes: int = 0  # memory of the logits that drafts are drawn from
@@ -71,8 +71,8 @@ class Drafting:
 
 
 class Runtime:
-    """Lives as long as the worker's model. Its tensors stay where they are: CUDA graphs hold their
-    addresses.
+    """Lives as long as the worker's model. Its tensors keep their addresses, as CUDA graphs hold
+    them.
 
     Args:
         decoding: what the engine was started with; its page counts can change afterwards.
@@ -90,7 +90,7 @@ class Runtime:
         self.model = Model()
         self.cache = CacheLayout()
         self.drafting = Drafting()
-        # What drafts may read, in multiples of the schedule; a lossy actor reads just that.
+        # What drafts may read, in multiples of the schedule; a lossy actor has only the multiple 1.
         budgets = decoding.draft_budgets
         self.pages = PageTables(decoding.schedule, budgets, max_rows, max_length, device)
         self.rows = DecodedRows(len(budgets), max_rows, max_length, device)
@@ -104,7 +104,7 @@ class Runtime:
 
     @property
     def budgets(self) -> tuple[float, ...]:
-        """What drafts may read, in multiples of the schedule."""
+        """The budgets that drafts may read, in multiples of the schedule."""
         return self.pages.budgets
 
     def begin_step(self, rows: int, is_prefilling: Tensor | None) -> Tensor:
@@ -114,10 +114,11 @@ class Runtime:
         Called on the host before the model runs or its graph is replayed; costs nothing for a plain
         decode step.
 
-        Args: rows: B, the rows with one query token, padding rows included. is_prefilling: bool, on
-            the host, possibly without the padding rows: marks rows that get all pages. A
-                one-token chunk of a prompt replays the graphs of a decode step, but its keys and
-                values must be those that dense prefill gives.
+        Args:
+            rows: B, the rows with one query token, padding rows included.
+            is_prefilling: bool, on the host, possibly without the padding rows; marks rows that get
+                all pages. A one-token chunk of a prompt replays the graphs of a decode step, but
+                its keys and values must be those of a dense prefill.
         """
         self.rows.in_prefill += self.pages.mark_prefill(rows, is_prefilling)
         return self.pages.top_k[:rows]
@@ -133,8 +134,8 @@ class Runtime:
 
     @contextmanager
     def uncounted(self, top_k_at_length: Tensor) -> Iterator[None]:
-        """Steps inside the context read what another table says (``PageTables.of``), and nothing
-        counts them.
+        """Decode under another table of page counts (``PageTables.of``) inside the context, without
+        counting its steps.
         """
         changed = (self.pages.at_length, self.pages.top_k, self.rows.at_length)
         before = [each.clone() for each in changed]
@@ -146,12 +147,11 @@ class Runtime:
                 each.copy_(values)
 
     def head_budgets(self, layer: int, kv_heads: int, rank: int, ranks: int) -> Tensor | None:
-        """What multiplies the page counts of a layer, int32 ``[kv_heads]`` in units of 1 / 256;
-        None if nothing does.
+        """Return the factors of a layer's page counts for this worker's heads, int32
+        ``[kv_heads]`` in units of 1 / 256; None if the schedule has no head budgets.
 
-        Of the ``kv_heads`` that this worker has: tensor parallelism gives its ``ranks`` equal parts
-        of a layer's heads in their order or, where there are fewer heads than ranks, each head to
-        equally many ranks.
+        Tensor parallelism divides a layer's heads in order into equal parts, one for each of the
+        ``ranks``; where there are fewer heads than ranks, equally many ranks share each head.
         """
         if not self.decoding.schedule.head_budgets:
             return None
@@ -160,10 +160,9 @@ class Runtime:
         return row_K[first : first + kv_heads].to(self.pages.top_k.device, copy=True)
 
     def use_budget(self, budget: int) -> None:
-        """Have drafts read what this budget says from now on; ``budget`` is an index of
-        ``budgets``.
+        """Have drafts use this budget, an index of ``budgets``, from now on.
 
-        Called on the host between cycles; the device need not wait for it.
+        Called on the host between cycles; the device does not wait for it.
         """
         if budget == self.pages.budget:
             return
@@ -172,30 +171,31 @@ class Runtime:
         self.drafting.meter.use(budget)
 
     def begin_serving(self) -> None:
-        """vLLM's warm-up is over: steps are a user's from now on, and counters begin at 0."""
+        """Note that vLLM's warm-up is over, and reset the counters for the user's steps."""
         self.counters()
         self.acceptance()
         if self.cache.fp8 is not None:
             self.cache.fp8.is_serving = True
 
     def renew_draft_weights(self) -> None:
-        """The weights have changed, or may have: have the next drafts copy them, if they use a copy
-        at all.
+        """Note that the weights may have changed, so that the next drafts copy them again if they
+        use a copy.
         """
         if self.drafting.weights is not None:
             self.drafting.weights.is_stale = True
 
     def count_preempted(self, sequences: int) -> None:
-        """Count sequences whose cache vLLM has dropped, to prefill them again."""
+        """Count sequences whose cache vLLM has dropped and which it will prefill again."""
         self._counts["preemptions"] += sequences
 
     def count_pass(self, drafts: int) -> Tensor:
         """Count one dense pass of lossless mode, after which ``drafts`` tokens are drafted; the
         caller counts the rest.
 
-        Returns: int64 [4], to which the caller adds, over the sequences that were not in prefill:
-            tokens read by the pass, tokens that decoding one by one would have read instead, tokens
-            that came out, and sequences.
+        Returns:
+            int64 [4], to which the caller adds, summed over the sequences that were not in prefill:
+            tokens that the pass read, tokens that decoding one by one would have read instead,
+            tokens that came out, and the number of sequences.
         """
         return self.passes.count(drafts)
 
@@ -203,17 +203,18 @@ class Runtime:
         """Count one dense pass of lossless mode in which every sequence gets one token, with no
         drafts around it.
 
-        Args: computed: tokens that each sequence had in the cache before. The pass after a
-            verification is scheduled
-                before it is known which drafts were rejected, and counts those too.
+        Args:
+            computed: tokens that each sequence had in the cache before. The pass after a
+                verification is scheduled before vLLM knows which drafts were rejected, so it counts
+                those too.
         """
         self.passes.count_plain(computed)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Use other page counts from the next step on.
 
-        Raises ConfigError: another page layout, other dense layers or head_budgets, unless
-        everything is read anyway.
+        Raises ConfigError: another page layout, other dense layers or other head_budgets, unless
+        the schedule is dense.
         """
         started_with = self.decoding.schedule
         changed = [
@@ -224,35 +225,39 @@ class Runtime:
                 {name: getattr(s, name) for name in changed} for s in (started_with, schedule)
             )
             raise ConfigError(
-                f"a running vLLM can change how many pages are kept, not their layout or head_budgets; it was "
-                f"started with {ours}, got {theirs}; start a new engine for it"
+                "a running vLLM can change how many pages are kept, not their layout or "
+                f"head_budgets; it was started with {ours}, got {theirs}; start a new engine for it"
             )
         self._settle()
         self.pages.fill(schedule)
 
     def check_metered(self, schedule: SparsitySchedule) -> None:
-        """Raises ConfigError: a schedule to measure with other pages, landmarks or head_budgets
-        than drafts have, or without one of their dense layers."""
+        """Check that a schedule can be measured beside the drafts.
+
+        Raises ConfigError: other pages, landmarks or head_budgets than drafts have, or a layer is
+        sparse that is dense for them.
+        """
         ours = self.decoding.schedule
         for name in PAGE_LAYOUT:
             if getattr(schedule, name) != getattr(ours, name):
                 raise ConfigError(
-                    f"meter_schedule has {name} {getattr(schedule, name)!r}, drafts {getattr(ours, name)!r}; both read "
-                    "the same cache, so give both the same"
+                    f"meter_schedule has {name} {getattr(schedule, name)!r}, drafts "
+                    f"{getattr(ours, name)!r}; both read the same cache, so give both the same"
                 )
         if schedule.head_budgets != ours.head_budgets:
             raise ConfigError(
-                f"meter_schedule has {'other' if schedule.head_budgets else 'no'} head_budgets, but all steps of a "
-                "layer follow those of drafts; give both the same"
+                f"meter_schedule has {'other' if schedule.head_budgets else 'no'} head_budgets, "
+                "but all steps of a layer follow those of drafts; give both the same"
             )
         if lacking := sorted(set(ours.dense_layers) - set(schedule.dense_layers)):
             raise ConfigError(
-                f"meter_schedule reads layers {lacking} sparsely, which drafts read whole; give draft_schedule only "
-                f"dense layers that meter_schedule has, {list(schedule.dense_layers)}"
+                f"meter_schedule reads layers {lacking} sparsely, which drafts read whole; give "
+                "draft_schedule only dense layers that meter_schedule has, "
+                f"{list(schedule.dense_layers)}"
             )
 
     def counters(self) -> dict[str, int]:
-        """What decode steps did since the last call; see ``control.sparrow_counters``."""
+        """Count what decode steps did since the last call; see ``control.sparrow_counters``."""
         self._settle()
         counts = {"preemptions": 0, **self._counts}
         self._counts = Counter()
@@ -262,7 +267,7 @@ class Runtime:
         return counts
 
     def acceptance(self) -> dict[str, Any]:
-        """How drafts fared since the last call; see ``control.sparrow_acceptance``."""
+        """Report the acceptance of drafts since the last call (``control.sparrow_acceptance``)."""
         cycles = self.passes.take_cycles()
         meter = self.drafting.meter
         if meter is None:
@@ -283,14 +288,13 @@ class Runtime:
         return report
 
     def describe(self) -> dict[str, Any]:
-        """What runs where, in plain types."""
+        """Describe mode, kernels, schedule and layers, in plain types."""
         stored = self.cache.in_8_bits
         quantization = self.model.quantization
         copies = self.drafting.weights
         settings = self.decoding.to_dict() if self.is_lossless else {}
-        settings.pop(
-            "draft_schedule", None
-        )  # it may have changed since; ``schedule`` has the one in use
+        # It may have changed since; ``schedule`` has the one in use.
+        settings.pop("draft_schedule", None)
         if self.is_lossless:
             settings["adapt_draft_budget"] = len(self.budgets) > 1
         return {
@@ -329,8 +333,8 @@ def _acceptance_report(acceptance: Any) -> dict[str, Any]:
 
 
 def find(vllm_config: Any) -> Runtime | None:
-    """The runtime that the attention layers of this worker's model share, if any of them decodes
-    with Sparrow.
+    """Return the runtime that the attention layers of this worker's model share; None if no layer
+    decodes with Sparrow.
     """
     layers: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
     runtimes = (getattr(getattr(layer, "impl", None), "runtime", None) for layer in layers.values())

@@ -1,9 +1,9 @@
-"""What an engine checks of itself when it starts, whatever the version of vLLM.
+"""Checks that an engine runs on itself when it starts, for versions of vLLM that are not proven.
 
-``check_names`` looks, before memory is taken, for every private name and parameter of vLLM's that
-Sparrow replaces or reads. ``run``, after warm-up, computes what is known: decode steps of every
-layer over its part of the KV cache, and a few steps of the model. Both raise ConfigError, one
-sentence that names what differs.
+``check_names`` runs before memory is taken: it looks for every private name and parameter of vLLM
+that Sparrow replaces or reads. ``run`` comes after the warm-up and compares results with known
+ones: decode steps of every layer over its part of the KV cache, and a few steps of the model. Both
+raise ConfigError with one sentence that names the difference.
 
 Shapes: B decode rows, T tokens, H query heads, K kv heads, D head dim, P page size, N block tokens,
 k drafts, V vocabulary.
@@ -34,23 +34,24 @@ from sparrow.vllm.lossless.drafter import Drafter
 
 PAGES_BY_SCORE = 2
 RANKED_PAGES = 6
-"""How many pages, of how many, a decode step of the check keeps by score."""
+"""A decode step of the check keeps ``PAGES_BY_SCORE`` of ``RANKED_PAGES`` pages by score."""
 CANDIDATES = 32
 SCORE_SPREAD = 2.4
-"""Queries are drawn so that the scores of tokens have this standard deviation: few tokens have most
-of the weight. Each is the best of so many candidates (``_decisive``).
+"""Queries are drawn so that the scores of tokens have the standard deviation ``SCORE_SPREAD``: few
+tokens then have most of the weight. Each query is the best of ``CANDIDATES`` (see ``_decisive``).
 """
 OUTPUT_BOUNDS = {torch.float32: 1e-4, torch.float16: 0.006, torch.bfloat16: 0.03}
-"""How far a layer's outputs, from values between -1 and 1, may be from those in float32, by the
-dtype of queries. Keys and values are exact in all dtypes; what is left is rounding in the kernels.
+"""Largest difference of a layer's outputs from those in float32, for values between -1 and 1, by
+the dtype of queries. Keys and values are exact in all dtypes, so only rounding in the kernels is
+left.
 """
 STEP_TOKENS = 160
-"""Tokens of the sequence that the model reads, at the most."""
+"""The most tokens in the sequence that the model reads."""
 LOG_PROB_BOUNDS = {4: 1e-3, 2: 0.2}
 FP8_WEIGHTS_BOUND = 0.5
-"""How far log-probs may be from those of a dense pass, relative to their spread, by the bytes of
-the model's dtype: a pass of another shape rounds elsewhere. And those of drafts whose weights have
-8 bits.
+"""Largest distance of log-probs from those of a dense pass, relative to their spread, by the bytes
+of the model's dtype: passes of different shapes round differently. ``FP8_WEIGHTS_BOUND`` is for
+drafts whose weights have 8 bits.
 """
 
 
@@ -58,7 +59,7 @@ the model's dtype: a pass of another shape rounds elsewhere. And those of drafts
 
 
 def locate(target: str) -> tuple[Any, str, Any]:
-    """The owner of a name ``module:name`` or ``module:Class.name``, the name, and its object.
+    """Return the owner of ``module:name`` or ``module:Class.name``, the name, and its object.
 
     Raises ImportError, AttributeError: this vLLM has no such name.
     """
@@ -71,7 +72,7 @@ def locate(target: str) -> tuple[Any, str, Any]:
 
 
 def check_name(target: str, parameters: Iterable[str] = ()) -> None:
-    """Raises ConfigError: vLLM has no such name, or it has no such parameter or field."""
+    """Check a name of vLLM. Raises ConfigError: it, or a parameter or field of it, is missing."""
     try:
         found = locate(target)[2]
     except (ImportError, AttributeError) as error:
@@ -188,7 +189,7 @@ IN_LOSSLESS_MODE = (
         ("vllm_config", "device"),
     ),
 )
-"""What is read of vLLM, beside the names that ``patches`` replaces."""
+"""Names of vLLM that Sparrow reads, in addition to those that ``patches`` replaces."""
 
 
 def check_names(patches: Iterable[Any], is_lossless: bool, on_cpu: bool) -> None:
@@ -197,7 +198,7 @@ def check_names(patches: Iterable[Any], is_lossless: bool, on_cpu: bool) -> None
     Args:
         patches: those that the engine will make (``patches.Patch``).
 
-    Raises ConfigError: vLLM lacks one.
+    Raises ConfigError: one is missing.
     """
     import vllm
 
@@ -217,8 +218,8 @@ def _refusal(what: str) -> ConfigError:
     import vllm
 
     return ConfigError(
-        f"Sparrow's self-check fails in vLLM {vllm.__version__} with torch {torch.__version__}: {what}; install vllm "
-        f"{', '.join(versions.PROVEN)}, or start vLLM without Sparrow"
+        f"Sparrow's self-check fails in vLLM {vllm.__version__} with torch {torch.__version__}: "
+        f"{what}; install vllm {', '.join(versions.PROVEN)}, or start vLLM without Sparrow"
     )
 
 
@@ -227,11 +228,11 @@ def _refusal(what: str) -> ConfigError:
 
 @torch.inference_mode()
 def run(worker: Any, runtime: Any) -> None:
-    """Check a worker's kernels, graphs and cache, before it serves; every worker does the same.
+    """Check a worker's kernels, graphs and cache before it serves; every worker does the same.
 
-    Leaves the blocks of the cache that it uses empty; its steps are counted.
+    Clears the cache blocks that it used. Counters include its steps.
 
-    Raises ConfigError: what the engine computes is not what it should.
+    Raises ConfigError: the engine computes a wrong result.
     """
     from vllm.logger import init_logger
 
@@ -250,7 +251,7 @@ def run(worker: Any, runtime: Any) -> None:
 
 
 def layers_of(vllm_config: Any) -> list[Any]:
-    """The layers that run with Sparrow's attention, in the order of the model."""
+    """List the layers that run with Sparrow's attention, in the order of the model."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     every = vllm_config.compilation_config.static_forward_context.values()
@@ -263,7 +264,7 @@ def layers_of(vllm_config: Any) -> list[Any]:
 
 
 def _bytes_of(layer: Any) -> Tensor:
-    """All bytes of a layer's part of the KV cache, uint8 [blocks, bytes of a block]."""
+    """View all bytes of a layer's part of the KV cache, uint8 [blocks, bytes of a block]."""
     cache = layer.kv_cache
     block_bytes = cache[0].nbytes
     if layer.impl.has_landmarks:
@@ -272,11 +273,11 @@ def _bytes_of(layer: Any) -> Tensor:
     return tail_of_blocks(cache, 0, torch.uint8, (len(cache), block_bytes))
 
 
-# --- what draft steps were captured over ---
+# --- the tensors that draft steps were captured with ---
 
 
 def check_addresses(drafter: Drafter) -> None:
-    """Raises ConfigError: draft steps were captured over tensors that are not in use any more."""
+    """Check the graphs of draft steps. Raises ConfigError: one was captured over a stale tensor."""
     now = drafter.addresses()
     for name, address in drafter.captured_over.items():
         if now.get(name) != address:
@@ -290,18 +291,18 @@ def check_addresses(drafter: Drafter) -> None:
 
 @dataclass(frozen=True)
 class Known:
-    """Tokens and queries of one layer, whose attention is known."""
+    """Tokens and queries of one layer, for which the result of attention is known."""
 
     key_KTD: Tensor  # float32, multiples of a quarter from -1 to 1: exact in every dtype
     value_KTD: Tensor
-    key_scale_K: Tensor  # what they are multiplied by before the layer stores them
+    key_scale_K: Tensor  # factors of keys and values before the layer stores them
     value_scale_K: Tensor
     query_BHD: Tensor  # in the model's dtype
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the tokens of a check are stored in every layer's cache."""
+    """Blocks and slots of the check's tokens in every layer's cache."""
 
     table_M: Tensor  # int32, the blocks
     slots_T: Tensor  # int64
@@ -323,7 +324,7 @@ def check_layers(layers: list[Any], runtime: Any, model: Any) -> None:
         layers: in the order of the model; those that vLLM alone runs are left out.
         model: vLLM's ``ModelConfig``.
 
-    Raises ConfigError: a layer for which this is not so.
+    Raises ConfigError: a layer that fails one of these checks.
     """
     layers = [layer for layer in layers if layer.impl.has_landmarks]
     if not layers:
@@ -353,8 +354,8 @@ def check_layers(layers: list[Any], runtime: Any, model: Any) -> None:
 
 
 def _place(keys: Tensor, layout: Any, max_length: int) -> Place:
-    """Blocks for some pages more than are kept: from the last one downwards, every second if there
-    are enough.
+    """Choose blocks for more pages than are kept: from the last block down, every second one if
+    there are enough.
     """
     blocks, _, N, _ = keys.shape
     P = layout.page_size
@@ -386,7 +387,7 @@ def _known(layer: Any, runtime: Any, dtype: torch.dtype, rows: int, T: int, seed
     key_scale_K = value_scale_K = torch.ones(K, device=device)
     if impl.fp8_scales is not None:
         scales = impl.fp8_scales.values
-        if runtime.is_lossless:  # vLLM stores, with its own
+        if runtime.is_lossless:  # vLLM stores the tokens, with its own scales
             scales = CacheScales(layer._k_scale, layer._v_scale)
         key_scale_K = key_scale_K * scales.k
         value_scale_K = value_scale_K * scales.v
@@ -398,9 +399,9 @@ def _known(layer: Any, runtime: Any, dtype: torch.dtype, rows: int, T: int, seed
 
 
 def _decisive(query_CBHD: Tensor, key_KTD: Tensor, page_size: int) -> Tensor:
-    """Of C candidates, the query of each row and kv head whose scores of pages are furthest apart.
+    """Choose, of C candidates, the query of each row and kv head whose page scores differ most.
 
-    Whoever ranks the pages then ranks them alike, whatever is rounded on the way.
+    Kernel and reference then rank the pages alike in spite of rounding.
     """
     C, B, H, _ = query_CBHD.shape
     K, T, _ = key_KTD.shape
@@ -419,7 +420,7 @@ def _decisive(query_CBHD: Tensor, key_KTD: Tensor, page_size: int) -> Tensor:
 def _store(
     layers: list[Any], runtime: Any, known: list[Known], place: Place, dtype: torch.dtype
 ) -> None:
-    """Store the tokens and their landmarks, the newest token as a decode step does."""
+    """Store the tokens and their landmarks; the newest token is stored as in a decode step."""
     for layer, own in zip(layers, known, strict=True):
         key_TKD = (own.key_KTD * own.key_scale_K[:, None, None]).transpose(0, 1)
         value_TKD = (own.value_KTD * own.value_scale_K[:, None, None]).transpose(0, 1)
@@ -442,7 +443,7 @@ def _store(
 def _decode(
     layers: list[Any], runtime: Any, known: list[Known], place: Place, rows: int, top_k: int
 ) -> None:
-    """One decode step of every layer, each row of another length.
+    """Run one decode step of every layer, with rows of different lengths.
 
     Raises ConfigError: an output that differs from the known one.
     """
@@ -491,9 +492,9 @@ def _decode(
     for layer, error in zip(layers, torch.stack(errors).tolist(), strict=True):
         if not error <= bound:
             raise _refusal(
-                f"{layer.layer_name}, decoding {rows} rows from a cache in {layer.kv_cache.dtype} with "
-                f"{'every page' if top_k == ALL_PAGES else 'the best pages'} kept, is {error:.2g} from what it "
-                f"should give, where rounding explains {bound}"
+                f"{layer.layer_name}, decoding {rows} rows from a cache in {layer.kv_cache.dtype} "
+                f"with {'every page' if top_k == ALL_PAGES else 'the best pages'} kept, is "
+                f"{error:.2g} from what it should give, where rounding explains {bound}"
             )
 
 
@@ -514,7 +515,7 @@ class _Sequence:
         self._computed = 0
 
     def prefill(self, tokens: list[int], drafts: int) -> int:
-        """Read a prompt, have ``drafts`` tokens drafted after it; returns the token sampled."""
+        """Read a prompt and draft ``drafts`` tokens after it; returns the token sampled."""
         from vllm import SamplingParams
         from vllm.v1.core.sched.output import NewRequestData
 
@@ -534,7 +535,7 @@ class _Sequence:
         )
 
     def decode(self, drafts: int) -> int:
-        """One step over the newest token and the drafts after it; returns the first it samples."""
+        """Run the newest token and the drafts after it; returns the first token sampled."""
         from vllm.v1.core.sched.output import CachedRequestData
 
         cached = CachedRequestData.make_empty()
@@ -575,11 +576,11 @@ class _Sequence:
 
 
 def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -> None:
-    """Decode a sequence as the engine does, with every page kept, and hold its log-probs against
+    """Decode a sequence as the engine does, with every page kept, and compare its log-probs with
     those of a dense pass over the same tokens.
 
     In lossless mode this is one cycle: drafts, captured if the engine captures them, and the pass
-    that verifies them, whose log-probs are held against a dense prefill in turn.
+    that verifies them, whose log-probs are compared with a dense prefill in turn.
 
     Raises ConfigError: log-probs that differ by more than rounding explains.
     """
@@ -634,12 +635,12 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     for number, group in enumerate(groups):
         for layer in layers:
             if layer.layer_name in group.layer_names:
-                # Kernels may see smaller blocks than the scheduler.
+                # The kernels' blocks may be smaller than the scheduler's.
                 parts = len(layer.kv_cache) // cache.num_blocks
                 emptied = [block * parts + part for block in used[number] for part in range(parts)]
                 _bytes_of(layer)[emptied] = 0
 
-    if not decoded or not expected:  # vLLM divides the logits of a step among workers
+    if not decoded or not expected:  # vLLM may compute a step's logits in another worker
         return
     bound = LOG_PROB_BOUNDS[config.model_config.dtype.itemsize]
     if speculator is None:
@@ -654,13 +655,14 @@ def _hold(found_TV: Tensor, expected_TV: Tensor, bound: float, what: str) -> Non
     error = distance(found_TV, expected_TV)
     if not error <= bound:
         raise _refusal(
-            f"log-probs of {what} are {error:.2g} of their spread from a dense pass, where rounding explains {bound}"
+            f"log-probs of {what} are {error:.2g} of their spread from a dense pass, where "
+            f"rounding explains {bound}"
         )
 
 
 def distance(found_TV: Tensor, expected_TV: Tensor) -> float:
-    """The root mean square difference of log-probs, relative to the standard deviation of the
-    expected ones; infinite where only one of the two is.
+    """Return the root mean square difference of log-probs, relative to the standard deviation of
+    the expected ones; infinity if a log-prob is finite in only one of the two.
     """
     V = min(found_TV.shape[-1], expected_TV.shape[-1])
     found, expected = (x[..., :V].double().log_softmax(-1) for x in (found_TV, expected_TV))
@@ -674,7 +676,7 @@ def distance(found_TV: Tensor, expected_TV: Tensor) -> float:
 
 @contextmanager
 def _unmetered(runtime: Any) -> Iterator[None]:
-    """Inside, no other schedule is measured beside drafts, and none of its cycles is counted."""
+    """Suspend the measurement of another schedule (``meter_schedule``) inside the context."""
     meter = runtime.drafting.meter
     metered = None if meter is None else meter.metered
     if metered is not None:
@@ -688,7 +690,9 @@ def _unmetered(runtime: Any) -> Iterator[None]:
 
 @contextmanager
 def _logits_of(model: Any) -> Iterator[list[Tensor]]:
-    """Inside, the list gets what ``compute_logits`` returns, as it is before a sampler changes it."""
+    """Collect in a list, inside the context, what ``compute_logits`` returns, copied before a
+    sampler changes it.
+    """
     kept: list[Tensor] = []
     own = vars(model).get("compute_logits")
     stock = model.compute_logits

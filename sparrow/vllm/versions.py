@@ -1,4 +1,4 @@
-"""Which vLLM this is, and how it differs from the others.
+"""Versions of vLLM: which are supported, and how they differ.
 
 Shapes: N block tokens, K kv heads, D head dim.
 """
@@ -17,13 +17,13 @@ from torch import Tensor
 from sparrow.errors import ConfigError
 
 SUPPORTED = ">=0.26"
-"""What Sparrow runs in, and what the extra ``vllm`` of pyproject.toml installs.
+"""Versions that Sparrow runs in, as the extra ``vllm`` of pyproject.toml installs them.
 
 Earlier versions keep the cache in another layout, and their rejection sampling is slightly biased.
 """
 OLDEST_ON_CPU = "0.32"
 PROVEN = {"0.26": "2.11", "0.29": "2.11", "0.30": "2.11", "0.31": "2.11", "0.33": "2.11"}
-"""What was found exact on GPUs, in both modes: vLLM, and the torch that it ran with
+"""Versions of vLLM found exact on GPUs in both modes, with the torch that each ran with
 (``benchmarks/results/vllm_versions``). Others start too if their self-check passes.
 """
 
@@ -31,24 +31,24 @@ PROVEN = {"0.26": "2.11", "0.29": "2.11", "0.30": "2.11", "0.31": "2.11", "0.33"
 def check(on_cpu: bool) -> None:
     """Check that Sparrow runs in the vLLM of this process.
 
-    Raises ConfigError: a version that it does not run in, or not on a CPU.
+    Raises ConfigError: a version that it does not run in, or does not on a CPU.
     """
     import vllm
 
     if not SpecifierSet(SUPPORTED).contains(vllm.__version__, prereleases=True):
         raise ConfigError(
-            f"Sparrow does not run in vLLM {vllm.__version__}; install 'vllm{SUPPORTED}', "
-            "or drop the schedule"
+            f"Sparrow does not run in vLLM {vllm.__version__}; "
+            f"install 'vllm{SUPPORTED}', or drop the schedule"
         )
     if on_cpu and Version(vllm.__version__).release < Version(OLDEST_ON_CPU).release:
         raise ConfigError(
-            f"Sparrow runs on CPU from vLLM {OLDEST_ON_CPU} on, not with {vllm.__version__}; "
-            "use a GPU"
+            f"Sparrow runs on CPU from vLLM {OLDEST_ON_CPU} on, "
+            f"not with {vllm.__version__}; use a GPU"
         )
 
 
 def is_proven(on_cpu: bool) -> bool:
-    """Whether both modes were found exact on GPUs in this vLLM, so that it starts unchecked."""
+    """Return whether both modes were found exact on GPUs in this vLLM; it then starts unchecked."""
     import vllm
 
     major, minor = Version(vllm.__version__).release[:2]
@@ -56,25 +56,25 @@ def is_proven(on_cpu: bool) -> bool:
 
 
 def known() -> str:
-    """Which vLLM and torch these are, and with which Sparrow was found exact before."""
+    """Name this vLLM and torch, and those with which Sparrow was found exact before."""
     import vllm
 
     torches = sorted(set(PROVEN.values()))
     return (
-        f"vLLM {vllm.__version__} and torch {torch.__version__}; found exact on GPUs before: vLLM {', '.join(PROVEN)} "
-        f"with torch {', '.join(torches)}"
+        f"vLLM {vllm.__version__} and torch {torch.__version__}; found exact on GPUs before: vLLM "
+        f"{', '.join(PROVEN)} with torch {', '.join(torches)}"
     )
 
 
 def drafts_have_own_noise() -> bool:
-    """Whether vLLM draws drafts from other noise than the tokens that replace rejected ones (from
-    0.30 on).
+    """Return whether vLLM draws drafts with other noise than the tokens that replace rejected ones,
+    as it does from 0.30 on.
     """
     return "is_drafting" in _parameters_of_gumbel_sample()
 
 
 def draft_logits_argument() -> str:
-    """The parameter of ``gumbel_sample`` that says where it stores the logits it draws from.
+    """Name the parameter of ``gumbel_sample`` for the tensor where it stores the logits.
 
     vLLM 0.28 and later store the model's logits (``logits_cache``), earlier versions divide by the
     temperature first.
@@ -90,7 +90,7 @@ def _parameters_of_gumbel_sample() -> Mapping[str, Any]:
 
 
 def key_value(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """A layer's cache on CUDA, ``[blocks, K, N, 2 D]`` in any order in memory, as two views
+    """Split a layer's cache on CUDA, ``[blocks, K, N, 2 D]`` with any strides, into two views
     ``[blocks, K, N, D]``.
     """
     keys, values = kv_cache.chunk(2, dim=-1)
@@ -98,8 +98,8 @@ def key_value(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cpu_key_value(kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
-    """The same two views of a layer's cache on CPU, where vLLM stores a block's keys transposed,
-    ``[D, N]``.
+    """Make the same two views of a layer's cache on CPU, where vLLM stores a block's keys
+    transposed, ``[D, N]``.
 
     Raises ConfigError: an instruction set that packs keys in another order.
     """

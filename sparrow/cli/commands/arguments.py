@@ -13,8 +13,9 @@ from sparrow.settings import flat
 
 
 def from_toml(path: Path) -> list[str]:
-    """The file's options in command-line form. Raises ConfigError: a file that cannot be read, or
-    is not TOML.
+    """Convert a TOML file's options to command-line form.
+
+    Raises ConfigError: a file that cannot be read, or is not TOML.
     """
     try:
         return list(_options(tomllib.loads(path.read_text(encoding="utf-8"))))
@@ -26,8 +27,9 @@ def from_toml(path: Path) -> list[str]:
 
 
 def recorded(run_dir: Path, settings: type) -> list[str]:
-    """A run's recorded ``settings`` in command-line form. Raises ConfigError: no run, or a damaged
-    record.
+    """Convert a run's recorded ``settings`` to command-line form.
+
+    Raises ConfigError: no run, or a damaged record.
     """
     from sparrow.run import RunConfig
 
@@ -35,7 +37,7 @@ def recorded(run_dir: Path, settings: type) -> list[str]:
 
 
 def _options(table: Mapping[str, Any]) -> Iterator[str]:
-    """Nested settings in command-line form."""
+    """Convert nested settings to command-line form."""
     for name, value in flat(table, ".").items():
         section, dot, key = name.rpartition(".")
         flag = f"--{section}{dot}{'no-' if value is False else ''}{key.replace('_', '-')}"
@@ -48,8 +50,8 @@ def _options(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _known(record: Mapping[str, Any], settings: type) -> dict[str, Any]:
-    """The recorded settings that were set and still exist; an older Sparrow may have recorded
-    others.
+    """Select the recorded settings that were set and still exist, as an older Sparrow may have
+    recorded others.
     """
     known = {}
     for setting in fields(settings):

@@ -25,8 +25,8 @@ STATUS = {"exact": 0, "biased": 1, "cannot tell": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Audit(DecodingOptions, FromPrompts):
-    """Test whether an engine's samples are exactly those of the dense model. Exit status 0: no bias,
-    and a bias would have been seen; 1: biased; 2: cannot tell, or could not run.
+    """Test whether an engine's samples are exactly those of the dense model. Exit status 0: no
+    bias, and a bias would have been seen; 1: biased; 2: cannot tell, or could not run.
     """
 
     failure = 2
@@ -65,8 +65,8 @@ class Audit(DecodingOptions, FromPrompts):
         dense = self._dense_engine()
         if self.scorer == "prefill" and not (dense and parse_engine(dense).kind.is_stock):
             raise ConfigError(
-                f"the scorer prefill needs a dense engine that is stock vLLM, got {dense or 'none'}; "
-                "give --dense-engine stock:... or take the scorer hf"
+                "the scorer prefill needs a dense engine that is stock vLLM, got "
+                f"{dense or 'none'}; give --dense-engine stock:... or take the scorer hf"
             )
         if self.out:
             files.check_file(self.out)
@@ -123,7 +123,7 @@ class Audit(DecodingOptions, FromPrompts):
         sys.exit(STATUS[audited.verdict.status])
 
     def _dense_engine(self) -> str | None:
-        """The engine of the dense arm; None if there is no such arm."""
+        """Return the engine of the dense arm; None if there is no such arm."""
         if self.dense_engine is not None:
             return None if self.dense_engine == "none" else self.dense_engine
         engine = parse_engine(self.engine)

@@ -11,11 +11,12 @@ class Command(Settings):
     failure = 1  # exit status where the command cannot run
 
     def run(self) -> None:
-        """Run the command and print its result on stdout. Raises SparrowError: one sentence on why
-        it cannot run.
+        """Run the command and print its result on stdout.
+
+        Raises SparrowError: one sentence that says why it cannot run.
         """
         raise NotImplementedError
 
     def interrupted(self) -> str:
-        """The message after Ctrl-C: what is left, and how to continue."""
+        """Return the message after Ctrl-C: what is left, and how to continue."""
         return "interrupted"

@@ -64,8 +64,9 @@ class Calibrate(WithLists):
         )
         if self.head_budgets and not parse_engine(self.engine).kind.shares_model:
             raise ConfigError(
-                f"budgets of heads are found with engine hf, got {self.engine!r}, which cannot change them while it "
-                "runs; find a schedule with engine hf first, and give it as --layout"
+                f"budgets of heads are found with engine hf, got {self.engine!r}, which cannot "
+                "change them while it runs; find a schedule with engine hf first, "
+                "and give it as --layout"
             )
 
     def run(self) -> None:

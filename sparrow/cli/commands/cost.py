@@ -120,8 +120,8 @@ class Cost(Command):
 
 
 def find_shape(model: str) -> ModelShape:
-    """The shape of a model as a user names it: a folder or its ``config.json``, one of ``SHAPES``,
-    ``reasoner``, ``smollm2``, or a hub name.
+    """Find the shape of a model that a user names: a folder or its ``config.json``, one of
+    ``SHAPES``, ``reasoner``, ``smollm2``, or a hub name.
 
     Raises ConfigError, UnsupportedModel: see ``ModelShape.from_config`` and ``model_path``; or the
     hub cannot be reached.

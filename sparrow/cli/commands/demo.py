@@ -42,7 +42,8 @@ class Demo(Command):
 
         if Path(self.run_dir, METRICS).exists():
             raise ConfigError(
-                f"{self.run_dir} already holds a run, and a demo starts anew; remove it, or choose another --run-dir"
+                f"{self.run_dir} already holds a run, and a demo starts anew; "
+                "remove it, or choose another --run-dir"
             )
         self.training().run()
         self.compare()

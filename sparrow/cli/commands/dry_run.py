@@ -1,4 +1,4 @@
-"""``sparrow train --dry-run MACHINE``: what can be known about a run before anything is loaded."""
+"""``sparrow train --dry-run MACHINE``: checks and predicts a run before anything is loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Target(Settings):
-    """The machine that a dry run is for, and figures that it cannot know."""
+    """The machine that a dry run is for, and values that it has to assume."""
 
     gpu: Literal["a100", "h100", "h200", "b200"]
     gpus: Count = 1
@@ -34,7 +34,7 @@ class Target(Settings):
 
 
 def dry_run(command: TrainOptions) -> None:
-    """Print what was found; only data is loaded, and nothing is written.
+    """Check a run and print predictions; only data is loaded, and nothing is written.
 
     Raises ConfigError: every problem that the run would meet, one sentence each.
     """
@@ -58,7 +58,7 @@ def dry_run(command: TrainOptions) -> None:
         raise ConfigError(
             f"dry_run is {command.dry_run!r}; expected such as h200:gpus=8,median=9000"
         ) from error
-    parse_engine(command.engine)  # refuses what names no engine, once and at once
+    parse_engine(command.engine)  # refuses an unknown engine here, as every later check would
     problems: list[str] = []
     rows: Rows = []
 
@@ -91,7 +91,8 @@ def dry_run(command: TrainOptions) -> None:
         rows.append(
             (
                 "context",
-                f"{command.rollout.max_new_tokens:,} tokens of response, {room:,} left for the prompt",
+                f"{command.rollout.max_new_tokens:,} tokens of response, "
+                f"{room:,} left for the prompt",
             )
         )
     with noting():
@@ -122,7 +123,8 @@ def dry_run(command: TrainOptions) -> None:
             rows += [
                 (
                     "evaluation",
-                    f"{name}: {len(asked):,} problems x {command.eval.k}; its hours are not predicted",
+                    f"{name}: {len(asked):,} problems x {command.eval.k}; "
+                    "its hours are not predicted",
                 )
                 for name, asked in held.items()
             ]
@@ -138,13 +140,15 @@ def dry_run(command: TrainOptions) -> None:
 
 
 def _check_launch(command: TrainOptions, cluster: Cluster) -> None:
-    """Raises ConfigError: machines that this trainer does not run on, or an engine or precision
-    without predictions.
+    """Check the machine, the engine and the precision.
+
+    Raises ConfigError: this trainer does not run on the machine, or there are no predictions for
+    the engine or the precision.
     """
     if cluster.gpus > cluster.host:
         raise ConfigError(
-            f"{cluster.gpus} GPUs are several machines, and this trainer runs on the {cluster.host} of one; take verl "
-            "with Sparrow in its rollouts"
+            f"{cluster.gpus} GPUs are several machines, and this trainer runs on the "
+            f"{cluster.host} of one; take verl with Sparrow in its rollouts"
         )
     if not parse_engine(command.engine).kind.predicted:
         raise ConfigError(
@@ -160,7 +164,10 @@ def _check_launch(command: TrainOptions, cluster: Cluster) -> None:
 def _predicted(
     command: TrainOptions, target: Target, decoding: Decoding, shape: ModelShape, cluster: Cluster
 ) -> Rows:
-    """Memory, the seconds of a step and the hours of the run. Raises ConfigError: it does not fit."""
+    """Predict memory, the seconds of a step and the hours of the run.
+
+    Raises ConfigError: it does not fit in memory.
+    """
     from sparrow.cost import cluster as planning
     from sparrow.cost import response_lengths
 
@@ -186,6 +193,9 @@ def _predicted(
         engine_share=share,
         acceptance=target.acceptance if decoding.is_lossless else None,
     )
-    batch = f"{rollout.prompts} prompts x {rollout.samples} responses of {lengths.mean():,.0f} tokens in the mean"
+    batch = (
+        f"{rollout.prompts} prompts x {rollout.samples} responses of {lengths.mean():,.0f} tokens "
+        "in the mean"
+    )
     run = f"{command.steps:,} steps, {command.steps * rollout.prompts:,} prompts"
     return [("a step has", batch), *planning.rows(plan, command.steps), ("the run has", run)]

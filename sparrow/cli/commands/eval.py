@@ -54,7 +54,8 @@ class Eval(DecodingOptions, Sampled):
 
         if self.reward is not None and all(map(is_task, self.benchmark)):
             raise ConfigError(
-                f"--reward {self.reward} goes with datasets; the task {self.benchmark[0]} brings its own verifier"
+                f"--reward {self.reward} goes with datasets; "
+                f"the task {self.benchmark[0]} brings its own verifier"
             )
         if self.chat.is_set and all(map(is_task, self.benchmark)):
             raise ConfigError(

@@ -51,13 +51,13 @@ class Measure(DecodingOptions, WithLists):
 
         if self.schedule is None and self.mode in (None, "lossy"):
             raise ConfigError(
-                "say what to measure: give --schedule, or --mode lossless (how drafts fare), or --mode dense"
+                "say what to measure: give --schedule, or --mode lossless (how drafts fare), "
+                "or --mode dense"
             )
         decoding = self.decoding(self.schedule)
         if decoding.is_lossless and decoding.adapt_draft_budget is None:
-            decoding = replace(
-                decoding, adapt_draft_budget=False
-            )  # acceptance is measured for one schedule
+            # Acceptance is measured for one schedule.
+            decoding = replace(decoding, adapt_draft_budget=False)
         schedule = decoding.schedule
         tau = Tau.chosen(self.tau, self.relative_tau)
         if self.out:

@@ -23,9 +23,8 @@ class Report(Command):
     path: Annotated[Path, tyro.conf.Positional]
     # A second run, to stand beside the first.
     other: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="OTHER")] = None
-    steps: tuple[
-        Count, ...
-    ] = ()  # Steps whose responses are shown; unset: up to 40, from the first to the last.
+    # Steps whose responses are shown; unset: up to 40, from the first to the last.
+    steps: tuple[Count, ...] = ()
 
     def run(self) -> None:
         from sparrow.report import (
@@ -39,7 +38,8 @@ class Report(Command):
         if self.path.is_file():
             if len(runs) > 1 or self.steps:
                 raise ConfigError(
-                    f"{self.path} is a file, not a run: it is drawn alone and has no steps; give it alone"
+                    f"{self.path} is a file, not a run: it is drawn alone and has no steps; "
+                    "give it alone"
                 )
             measured = read_measurement(self.path)
             if measured is None:
@@ -48,7 +48,8 @@ class Report(Command):
                 drawn = draw_measurement(measured, self.path.with_suffix(".png"))
         elif missing := [path for path in runs if not path.exists()]:
             raise ConfigError(
-                f"there is no {missing[0]}; give a run directory, or a file from sparrow calibrate or measure"
+                f"there is no {missing[0]}; give a run directory, "
+                "or a file from sparrow calibrate or measure"
             )
         else:
             drawn = write_report(*runs, steps=self.steps)

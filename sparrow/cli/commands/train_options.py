@@ -42,7 +42,7 @@ class TrainOptions(TrainConfig, Command):
             raise ConfigError(f"engine is {self.engine!r}, but {AUTO_ELSEWHERE}")
 
     def check_loras(self) -> None:
-        """Refuse a LoRA that does not fit the model, before its weights are loaded.
+        """Refuse a LoRA that does not fit the model, before the model's weights are loaded.
 
         Raises ConfigError: see ``sparrow.train.lora.check_lora``.
         """

@@ -1,4 +1,4 @@
-"""Loads what a model is evaluated on: the problems of tasks and datasets, in order."""
+"""Loads benchmarks: the problems of tasks and datasets, in order."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def load_benchmarks(
     option: str = "--eval.limit",
     chat: ChatConfig = NO_CHAT,
 ) -> dict[str, list[Problem]]:
-    """``load_benchmark`` for each spec, by name without options or by file stem; by the whole spec
-    if names repeat.
+    """Load the benchmark of each spec. Keys are the name without options or the file's stem, or the
+    whole spec where two names are the same.
     """
     short = [Path(spec).stem if os.path.isfile(spec) else spec.partition(":")[0] for spec in specs]
     return {
@@ -49,10 +49,10 @@ def load_benchmark(
     option: str = "--limit",
     chat: ChatConfig = NO_CHAT,
 ) -> list[Problem]:
-    """The first ``limit`` problems (None: all) of a task's held-out stream, or of a dataset in the
-    order of its rows; ``option`` is the user's name for the limit.
+    """Load the first ``limit`` problems (None: all) of a task's held-out stream, or of a dataset in
+    the order of its rows. ``option`` is the user's name for the limit.
 
-    Raises ConfigError: a task without a limit, and as ``load_problems``.
+    Raises ConfigError: a task without a limit; see also ``load_problems``.
     """
     if is_task(spec):
         task = load_task_spec(spec)

@@ -23,9 +23,9 @@ def load_engine(
     """Start the engine that ``spec`` names (``engines.registry``), for a model that has been loaded
     from ``name``.
 
-    An audit (``audits``) takes engines without Sparrow too, and lets none of them sleep.
+    An audit (``audits``) allows engines without Sparrow too, and lets none of them sleep.
 
-    Raises ConfigError: no such engine, or what it cannot be started with.
+    Raises ConfigError: no such engine, or options or a model that it does not accept.
     """
     parsed = parse_engine(spec)
     if parsed.kind.is_stock and not audits:
@@ -40,7 +40,7 @@ def load_scorer(
     decoding: Decoding,
     precision: Precision,
 ) -> hf.HFEngine:
-    """The transformers engine on ``model``: it scores under any schedule and samples as
+    """Start the transformers engine on ``model``; it scores under any schedule, and samples as
     ``decoding`` says.
     """
     asked = Asked(parse_engine("hf"), "", model, tokenizer, decoding, precision)

@@ -18,25 +18,25 @@ Precision = Literal["fp32", "bf16"]
 REASONER = "reasoner"
 SMOLLM2 = "smollm2"
 OWN_NAMES = (REASONER, SMOLLM2)
-"""Models that Sparrow finds by itself: one that it brings, and one that is a package."""
+"""Names of models that Sparrow finds by itself: one is bundled, the other a package."""
 
 
 def load_model(
     name: str, precision: Precision = "fp32"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model by name or path, or one of ``OWN_NAMES``, on this process's device; errors as
-    ``model_path`` and ``hf.load_model``.
+    """Load a model by name or path, or one of ``OWN_NAMES``, on this process's device.
+
+    Raises the errors of ``model_path`` and ``hf.load_model``.
     """
     disable_progress_bar()  # Sparrow shows its own
-    logging.getLogger("accelerate.utils.other").setLevel(
-        logging.ERROR
-    )  # tied weights are saved once, as intended
+    # Silences a warning about tied weights, which are saved once, as intended.
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     place = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     return hf.load_model(model_path(name), precision, place.device)
 
 
 def model_path(name: str) -> str:
-    """A model's name or path; those of ``OWN_NAMES`` by their paths.
+    """Return a model's name or path; for ``OWN_NAMES``, the path.
 
     Raises ConfigError: see ``smollm2.checkpoint``.
     """
@@ -48,5 +48,5 @@ def model_path(name: str) -> str:
 
 
 def context_of(model: PreTrainedModel) -> int | None:
-    """The most tokens in a sequence; None if the model's config does not say."""
+    """Return the most tokens in a sequence; None if the model's config does not say."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -1,4 +1,4 @@
-"""Loads objects of the user's own, written ``module:name``."""
+"""Loads a user's objects, written ``module:name``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparrow.errors import ConfigError, place
 
 
 def load_object(spec: str, what: str) -> Any:
-    """The object that ``module:name`` names; modules are also searched for in the working
+    """Load the object that ``module:name`` names; modules are also searched for in the working
     directory.
 
     Raises ConfigError: no such module or name, or a module that raises.
@@ -44,7 +44,7 @@ def load_object(spec: str, what: str) -> Any:
 
 
 def _by_path(spec: str) -> str:
-    """How to write a module that was given as a path, as the end of a sentence; empty for others."""
+    """Explain, as the end of a sentence, the spelling of a module given as a path; else empty."""
     path, _, name = spec.partition(":")
     file = Path(path)
     if file.suffix != ".py" and "/" not in path:

@@ -1,4 +1,4 @@
-"""Loads what is trained on: a task, or a mixture of datasets."""
+"""Loads training problems: a task, or a mixture of datasets."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def load_problems(
     reward: str | None = None,
     chat: ChatConfig = NO_CHAT,
 ) -> Task:
-    """A task by name or as ``module:Class``, or a mixture of datasets: whichever is given.
+    """Load a task by name or as ``module:Class``, or a mixture of datasets, whichever is given.
 
-    The questions of a dataset are put into the tokenizer's chat template, if it has one, as
-    ``chat`` says. Rows whose prompt has no tokens, or more than ``room``, are dropped and counted.
-    Without a tokenizer, no row is dropped for its tokens, and no template is tried. If given, the
-    function ``reward`` (``module:function``, a ``tasks.judges.Judge``) judges in place of the
-    datasets' verifiers.
+    Questions of a dataset are put into the tokenizer's chat template, if it has one, as ``chat``
+    says. Rows whose prompt has no tokens, or more than ``room``, are dropped and counted. Without a
+    tokenizer, no row is dropped for its tokens, and no template is tried. The function ``reward``
+    (``module:function``, a ``tasks.judges.Judge``), if given, judges instead of the datasets'
+    verifiers.
 
-    Raises ConfigError: both or neither are given, unknown names or options, rows that cannot be
-    used.
+    Raises ConfigError: both or neither of task and datasets are given, a name or option is unknown,
+    or rows cannot be used.
     """
     if task is not None and datasets:
         raise ConfigError(
@@ -82,7 +82,7 @@ def load_problems(
 
 
 def is_task(spec: str) -> bool:
-    """Whether a benchmark is a task and no dataset."""
+    """Return whether a benchmark is a task, not a dataset."""
     name = spec.partition(":")[0]
     return name in TASKS or bool(
         name not in FORMATS and _OWN.fullmatch(spec) and not os.path.isfile(spec)
@@ -90,11 +90,11 @@ def is_task(spec: str) -> bool:
 
 
 def load_task_spec(spec: str) -> Task:
-    """A task as a user writes it: ``trace:lines=24``, or the user's own as ``module:Class``, with
-    or without options.
+    """Load a task as a user writes it: ``trace:lines=24``, or the user's own class as
+    ``module:Class``, with or without options.
 
     Raises ConfigError: no such task, or options that it does not take. TaskError: the task itself
-    raised.
+    raised an error.
     """
     own = _OWN.fullmatch(spec)
     if own is None or spec.partition(":")[0] in TASKS:
@@ -110,7 +110,7 @@ def _load_dataset(
     judge: Judge | None,
     chat: ChatConfig,
 ) -> tuple[Task, int]:
-    """A dataset as a user writes it, and its weight in a mixture."""
+    """Load a dataset as a user writes it; returns it with its weight in a mixture."""
     dressing: dict[str, Any] = {}
     if tokenizer is not None:
         render = chat_template(tokenizer, chat)

@@ -1,4 +1,4 @@
-"""Loads prompts, and makes them token ids that leave room for a response."""
+"""Loads prompts, and turns them into token ids that leave room for a response."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
-    """The most tokens in a prompt that leave room for a response in the model's context, or in the
-    engine's if it is smaller.
+    """Return the most tokens that a prompt may have, so that a response still fits in the model's
+    context, or in the engine's if that is smaller.
 
-    Raises ConfigError: none are left, or there is no such engine.
+    Raises ConfigError: there is no room left, or no such engine.
     """
     context = context or sys.maxsize
     spec = parse_engine(engine)
@@ -32,15 +32,16 @@ def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
         context = min(context, limit) if isinstance(limit, int) else context
     if max_new_tokens >= context:
         raise ConfigError(
-            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the context of {context}"
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the context of "
+            f"{context}"
         )
     return context - max_new_tokens
 
 
 def draw_prompts(task: Task, count: int, seed: int) -> list[Prompt]:
-    """The first ``count`` prompts that training with this seed draws from the task.
+    """Draw from the task the first ``count`` prompts that training with this seed would draw.
 
-    Raises TaskError: the task raised.
+    Raises TaskError: the task raised an error.
     """
     return [prompt_of(draw(task, i, seed)) for i in range(count)]
 
@@ -48,7 +49,7 @@ def draw_prompts(task: Task, count: int, seed: int) -> list[Prompt]:
 def encode_prompts(
     prompts: Sequence[Prompt], count: int, tokenizer: PreTrainedTokenizerBase, room: int
 ) -> list[list[int]]:
-    """Token ids of ``count`` prompts, repeated as needed.
+    """Encode ``count`` prompts as token ids, repeating them as needed.
 
     Prompts without tokens, or with more than ``room``, are left out and counted.
 
@@ -59,8 +60,9 @@ def encode_prompts(
     if len(kept) < len(encoded):
         name, ids = next((name, ids) for name, ids in encoded if not 0 < len(ids) <= room)
         left_out = (
-            f"{len(encoded) - len(kept)} of {len(encoded)} prompts have no tokens, or more than the {room} that the "
-            f"model's context has beside a response; the first is {name} with {len(ids)}"
+            f"{len(encoded) - len(kept)} of {len(encoded)} prompts have no tokens, or more than "
+            f"the {room} that the model's context has beside a response; "
+            f"the first is {name} with {len(ids)}"
         )
         if not kept:
             raise ConfigError(f"{left_out}; shorten them, or lower max_new_tokens")
@@ -70,7 +72,7 @@ def encode_prompts(
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts in a file, unchanged.
+    """Read the prompts in a file, unchanged.
 
     Raises ConfigError: a file that cannot be read, or that holds no prompts.
     """
@@ -81,8 +83,8 @@ def read_prompts(path: Path) -> list[Prompt]:
             if not isinstance(text, str):
                 kind = f"a {type(text).__name__}" if "prompt" in row else "none"
                 raise ConfigError(
-                    f'row {number} of {path}: every row needs a "prompt" that is text, got {kind}; render messages '
-                    "with the model's chat template first"
+                    f'row {number} of {path}: every row needs a "prompt" that is text, got '
+                    f"{kind}; render messages with the model's chat template first"
                 )
             try:
                 check_text(text)
@@ -98,7 +100,8 @@ def read_prompts(path: Path) -> list[Prompt]:
             raise ConfigError(f"cannot read the prompts {path}: {reason}; {expected}") from error
         if any("\0" in line for line in lines):
             raise ConfigError(
-                f"{path} is not text: it holds zero bytes; give prompts one a line, or a .jsonl file"
+                f"{path} is not text: it holds zero bytes; "
+                "give prompts one a line, or a .jsonl file"
             )
         named = [
             Prompt(f"line {i} of {path}", line) for i, line in enumerate(lines, 1) if line.strip()

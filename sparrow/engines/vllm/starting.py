@@ -15,8 +15,8 @@ from sparrow.errors import EngineError
 log = logging.getLogger(__name__)
 
 LARGER_CACHE = (
-    "leave the engine more memory (gpu_memory_utilization; on a CPU VLLM_CPU_KVCACHE_SPACE), or ask "
-    "for shorter sequences (max_model_len)"
+    "leave the engine more memory (gpu_memory_utilization; on a CPU VLLM_CPU_KVCACHE_SPACE), or "
+    "ask for shorter sequences (max_model_len)"
 )
 LESS_MEMORY = (
     "let the engine take less memory (gpu_memory_utilization), or end what else runs on the device"
@@ -42,7 +42,7 @@ def starting() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # For a worker process that died vLLM raises a bare Exception.
+        # If a worker process dies, vLLM raises a bare Exception.
         if (
             not isinstance(error, ValueError | RuntimeError | TypeError)
             and type(error) is not Exception
@@ -60,7 +60,7 @@ def sentence(error: Exception) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What an error says, without what vLLM and torch advise."""
+    """Extract the reason from an error's text, without the advice of vLLM and torch."""
     if isinstance(error, ValidationError):
         found = error.errors()[0]
         name = ".".join(map(str, found["loc"]))
@@ -77,7 +77,7 @@ def _reason(error: Exception) -> str:
 
 
 def _continued(sentence: str) -> str:
-    """A sentence as it goes on after a semicolon."""
+    """Write a sentence so that it can follow a semicolon."""
     first = sentence[:1]
     second = sentence[1:2]
     return first.lower() + sentence[1:] if second.islower() else sentence

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001  (the signs that answers are written with)
-"""Answers rewritten as LaTeX that math-verify's parser knows, whatever they are typed with."""
+"""Rewrites answers typed in other notations as LaTeX that math-verify's parser knows."""
 
 from __future__ import annotations
 

@@ -223,8 +223,8 @@ class Sandbox(Child):
             return
         if self._report is not None and (first := self._first_process()):
             # Killing the namespace's first process ends all others in it. Killing bubblewrap itself
-            # would do so too, but would leave that process for whoever is process 1 here to reap,
-            # and that may be nobody.
+            # would do so too, but that process would then be left for process 1 of this machine or
+            # container to reap, which may not do it.
             with suppress(ProcessLookupError):
                 os.kill(first, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):

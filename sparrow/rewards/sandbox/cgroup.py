@@ -75,14 +75,14 @@ def make(group: Path, limits: Limits) -> Path:
 
 
 def enter(group: Path, command: list[str]) -> list[str]:
-    """A command that runs ``command`` in the group from its start, so that whatever it starts is in
-    it too.
+    """Wrap ``command`` so that it runs in the group from its start, with all processes that it
+    starts.
     """
     return ["/bin/sh", "-c", 'echo 0 > "$0/cgroup.procs" && exec "$@"', str(group), *command]
 
 
 def remove(group: Path) -> None:
-    """End what is left in the group and remove it; what cannot be removed is named in a warning."""
+    """End the processes left in the group and remove it; warn if it cannot be removed."""
     deadline = time.monotonic() + _REMOVAL_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Removal of the files that a program has left, whatever they are."""
+"""Removes the files that a program has left, of any kind."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ class _Run:
     code: str
     limits: Limits
     held: Held
-    spent_s: float = 0.0  # seconds of its own time, in all tests so far
+    spent_s: float = 0.0  # of the program's own time (``OwnTime``), in all tests so far
 
     def _sandbox(self, mode: Literal["stdio", "serve"], *, exchange: bool = False) -> Sandbox:
         request = {"mode": mode, "prelude": self.prelude, "code": self.code, "exchange": exchange}

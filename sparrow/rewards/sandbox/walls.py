@@ -114,8 +114,8 @@ def _place(folder: str) -> str:
 
 
 def _user_id() -> int:
-    """A user id that no user and no other sandbox here has: as high as this process's user
-    namespace goes.
+    """Choose a user id that no user and no other sandbox here has, near the highest of this
+    process's user namespace.
     """
     maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     ids = max(int(first) + int(length) for first, _, length in maps)
@@ -127,7 +127,8 @@ def _bwrap(limits: Limits, own_user: bool) -> list[str]:
     binary = shutil.which("bwrap") or "bwrap"
     command = [binary, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     if own_user:
-        # No user namespace: in one, root stays root to the kernel, and no limit on tasks holds.
+        # No user namespace: in one, root is still root to the kernel, and limits on tasks have no
+        # effect.
         command += [
             "--unshare-ipc",
             "--unshare-pid",

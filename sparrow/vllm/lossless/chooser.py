@@ -1,7 +1,7 @@
-"""How many tokens to draft, and what drafts read: what gave the most tokens per second in similar
-batches, as measured while running.
+"""Chooses how many tokens to draft and how much the drafts read: whatever gave the most tokens per
+second in similar batches, as measured while running.
 
-Nothing here changes what is sampled, only how fast: any drafts are exact.
+The choice affects only speed: samples follow the policy whatever is drafted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from sparrow.vllm.lossless.plan import DraftPlan
 
 
 class DraftChooser:
-    """Chooses the number of drafts of each cycle (``DraftLength``), and what they read
-    (``DraftBudget``), by what was measured of the cycles before (``Measured``).
+    """Chooses the number of drafts of each cycle (``DraftLength``) and what they read
+    (``DraftBudget``), from measurements of earlier cycles (``Measured``).
 
     Args:
         choices: numbers of drafts to choose from, 0 (no drafting) included.
@@ -43,39 +43,40 @@ class DraftChooser:
 
     @property
     def is_watching(self) -> bool:
-        """Whether the cycle chosen last is to be observed."""
+        """True if the cycle chosen last is to be observed."""
         return self.draft_length.is_watching
 
     @property
     def repeats(self) -> int:
-        """Further cycles without drafts before the chooser must be asked again, if as many
-        sequences run.
+        """Further cycles without drafts before the chooser must be asked again, as long as the
+        number of sequences does not change.
         """
         return self.draft_length.repeats
 
     def settled(self, rows: int, length: float) -> int | None:
-        """The number of drafts in use for similar batches; None while other numbers are being
-        timed.
+        """Return the number of drafts in use for similar batches; None while other numbers are
+        being timed.
         """
         batch = _batch(rows, length)
         case = self.measured.find(batch, self.draft_budget.in_use(batch))
         return None if case is None else case.settled
 
     def plan(self, rows: int, length: float, repeated: int = 0) -> DraftPlan:
-        """What to draft in the next cycle; see ``choose`` and ``choose_budget``.
+        """Plan the drafts of the next cycle; see ``choose`` and ``choose_budget``.
 
-        What drafts would read is not asked of a cycle without any: it is timed for batches with the
-        budget in use.
+        For a cycle without drafts no budget is chosen; its time counts for the budget in use.
         """
         tokens = self.choose(rows, length, repeated)
         budget = self.choose_budget(rows, length, tokens) if tokens else self._budget
         return DraftPlan(tokens, budget)
 
     def choose(self, rows: int, length: float, repeated: int = 0) -> int:
-        """How many drafts the next cycle has, for ``rows`` sequences of mean ``length`` (tokens).
+        """Choose the number of drafts of the next cycle, for ``rows`` sequences of mean ``length``
+        (tokens).
 
-        Args: repeated: cycles without drafts that followed the choice before this one, at most
-            ``repeats``.
+        Args:
+            repeated: cycles without drafts that followed the choice before this one, at most
+                ``repeats``.
         """
         self.draft_length.count_repeated(repeated)
         batch = _batch(rows, length)
@@ -83,8 +84,9 @@ class DraftChooser:
         return self.draft_length.choose(self.measured.case(batch, self._budget))
 
     def choose_budget(self, rows: int, length: float, drafts: int) -> int:
-        """What the drafts of the next cycle read, an index of ``budgets``; called after ``choose``,
-        with its result if that is not 0."""
+        """Choose what the drafts of the next cycle read, an index of ``budgets``; call it after
+        ``choose``, with its result unless that is 0.
+        """
         return self.draft_budget.choose(_batch(rows, length), drafts)
 
     def observe(
@@ -101,11 +103,13 @@ class DraftChooser:
     ) -> None:
         """Learn from one cycle of ``rows`` sequences that all had the same number of drafts.
 
-        Args: seconds: time of the drafts and their verification. accepted, judged: drafts accepted,
-            and drafts up to the first rejected one of each sequence. first: the cycle before had
-            other drafts. The host may have been late to see its end, which makes this one
-                seem short, so that its time can speak against the number only.
-            budget: what the drafts read, if not what is in use for such batches.
+        Args:
+            seconds: time of the drafts and their verification.
+            accepted, judged: drafts accepted, and drafts up to the first rejected one of each
+                sequence.
+            first: whether the cycle before had other drafts. The host may have seen its end late,
+                which makes this cycle seem short; its time then only counts against the number.
+            budget: what the drafts read; by default, what is in use for such batches.
         """
         batch = _batch(rows, length)
         in_use = self.draft_budget.in_use(batch)
@@ -113,8 +117,8 @@ class DraftChooser:
         self.measured.add(case, drafts, seconds, accepted, judged, first)
 
     def in_use(self) -> dict[str, int]:
-        """The numbers of drafts in use, by sequences and mean length (rounded to the steps told
-        apart).
+        """Return the numbers of drafts in use, by sequences and mean length, both rounded to the
+        steps of ``Measured``.
         """
         return {
             _name(case.batch): case.in_use
@@ -123,8 +127,8 @@ class DraftChooser:
         }
 
     def budgets_in_use(self) -> dict[str, float]:
-        """What drafts read, in multiples of their schedule, for the batches of ``in_use`` where it
-        is another one.
+        """Return the budgets of the batches of ``in_use``, in multiples of the draft schedule;
+        those with the multiple 1 are left out.
         """
         read = {_name(case.batch): self.budgets[case.budget] for case in self._cases_in_use()}
         return {name: multiple for name, multiple in read.items() if multiple != 1}

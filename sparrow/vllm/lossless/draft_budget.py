@@ -1,4 +1,4 @@
-"""What drafts read: the budget with which they gave the most tokens per second.
+"""Chooses how much drafts read: the budget that gave the most tokens per second.
 
 The number of drafts is chosen for the budget in use (``draft_length``); once it is settled, the
 budgets next to that one are tried with it.
@@ -19,13 +19,13 @@ from sparrow.vllm.lossless.measured import (
 )
 
 TRY_BUDGETS = 48
-"""Cycles with drafts after which they are tried with the budgets next to theirs, as they are after
-twice as many, four times as many and so on; at other cycles than those in which dense steps are
-timed anew."""
+"""Cycles with drafts after which the neighbouring budgets are tried, and again after twice as many,
+four times as many and so on. Dense steps are timed again in other cycles than these.
+"""
 BUDGET_PROBES = 5
 """Cycles in a row with another budget; the first of them is not timed."""
 BUDGET_LEAD = 0.02
-"""By how much another budget must be faster to be taken."""
+"""Share by which another budget must be faster to be used."""
 
 
 class DraftBudget:
@@ -37,7 +37,7 @@ class DraftBudget:
         self._in_use: dict[Batch, int] = {}
 
     def in_use(self, batch: Batch) -> int:
-        """The budget in use for a batch, at first that of the nearest one."""
+        """Return the budget in use for a batch; at first, that of the nearest batch."""
         budget = self._in_use.get(batch)
         if budget is None:
             nearest = min(self._in_use, key=lambda other: distance(other, batch), default=None)
@@ -47,7 +47,7 @@ class DraftBudget:
         return budget
 
     def choose(self, batch: Batch, drafts: int) -> int:
-        """What the drafts of the next cycle read, where there are so many."""
+        """Choose the budget of the next cycle, which has this number of drafts."""
         budget = self.in_use(batch)
         budgets = len(self._measured.budgets)
         if budgets == 1:
@@ -65,7 +65,7 @@ class DraftBudget:
         return budget
 
     def _compare(self, case: Case, others: Iterable[int], drafts: int) -> None:
-        """Use another of these budgets if so many drafts were faster with it."""
+        """Switch to one of the ``others`` if this number of drafts was faster with it."""
         ours = self._measured.speed(case, drafts, typical(case.seconds[drafts]))
         speed = {case: (1 + BUDGET_LEAD) * ours}
         for budget in others:

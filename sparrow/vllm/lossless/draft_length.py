@@ -1,4 +1,6 @@
-"""How many tokens to draft: what gave the most tokens per second in similar batches."""
+"""Chooses how many tokens to draft: the number that gave the most tokens per second in similar
+batches.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +18,31 @@ from sparrow.vllm.lossless.measured import (
 
 THINK_EVERY = 8
 THINK_DENSE = 32
-"""Cycles between two comparisons of speed, which cost the host time, with drafts in use and
-without.
+"""Cycles between two comparisons of speed, while drafts are in use and while they are not. A
+comparison costs the host time.
 """
 WATCHED = 2
-"""Cycles after a comparison whose times are noted where no drafts are in use: noting them costs the
-host time too.
+"""Cycles after a comparison that are timed while no drafts are in use: timing costs the host time
+too.
 """
 TRY_AGAIN = 4096
 TRY_AGAIN_MOST = 16384
-"""The numbers that lost are tried again after so many cycles, after twice as many and so on, and in
-the end every ``TRY_AGAIN_MOST``: acceptance may have changed while nothing was drafted, but a trial
-costs one sequence some 30 ms."""
+"""Numbers that lost are tried again after ``TRY_AGAIN`` cycles, after twice as many and so on, and
+in the end every ``TRY_AGAIN_MOST``. Acceptance may have changed while nothing was drafted, but a
+trial costs some 30 ms for one sequence.
+"""
 RETIME = 320
-"""Cycles after which a number that nearly won is timed again: the first times of a batch are the
-least reliable.
+"""Cycles after which a number that nearly won is timed again, since the first times of a batch are
+the least reliable.
 """
 DENSE_AGAIN = 8
-"""Cycles with drafts after which dense steps are timed anew, as they are after twice as many, four
+"""Cycles with drafts after which dense steps are timed again, and again after twice as many, four
 times as many and so on: the first times of a batch may have been slow, and lossless decoding must
-not be slower than dense."""
+not be slower than dense.
+"""
 DENSE_NEAR = 0.7
-"""Dense steps are timed again only if the fastest of them had this share of the best speed; else
-they cannot win.
+"""Dense steps are timed again only if the fastest of them reached this share of the best speed;
+otherwise they cannot win.
 """
 HOPELESS = 0.95
 """A number of drafts is not tried if its speed, predicted or at the nearest batch, is below this
@@ -51,15 +55,15 @@ class DraftLength:
 
     Args:
         choices: numbers of drafts to choose from, 0 (no drafting) included.
-        measured: what it is chosen by.
+        measured: times and acceptance so far, by which it is chosen.
     """
 
     def __init__(self, choices: Iterable[int], measured: Measured) -> None:
         self.choices = tuple(sorted(choices))
         self.chosen: Counter[int] = Counter()  # cycles by number of drafts
         self.is_watching = True  # whether the cycle chosen last is to be observed
-        # Further cycles without drafts before the chooser must be asked again, if as many sequences
-        # run.
+        # Further cycles without drafts before the chooser must be asked again, as long as the
+        # number of sequences does not change.
         self.repeats = 0
         self._repeated_case: Case | None = None  # of the batches that ``repeats`` is about
         self._measured = measured
@@ -71,7 +75,7 @@ class DraftLength:
             self.chosen[0] += cycles
 
     def choose(self, case: Case) -> int:
-        """How many drafts the next cycle has."""
+        """Choose the number of drafts of the next cycle."""
         self.repeats = 0
         self.is_watching = True
         case.cycles += 1
@@ -79,7 +83,7 @@ class DraftLength:
         if current is not None:
             case.drafting = case.drafting + 1 if current else 0
         if current and self._dense_is_due(case):
-            # the first of these steps: what was timed before may mislead
+            # The first of these steps: earlier times may mislead.
             if case.drafting.bit_count() == 1:
                 case.seconds.pop(0, None)
             choice = 0
@@ -96,7 +100,7 @@ class DraftLength:
         return choice
 
     def _compare(self, case: Case, current: int | None) -> int:
-        """The fastest number of drafts, or one that is worth timing."""
+        """Choose the fastest number of drafts, or one that is worth timing."""
         self._forget_some_times(case, current)
         promising = self._promising(case)
         untimed = next((k for k in promising if not self._measured.is_timed(case, k)), None)
@@ -110,8 +114,8 @@ class DraftLength:
         return choice
 
     def _forget_some_times(self, case: Case, current: int | None) -> None:
-        """Have numbers of drafts timed again where that is due: those that lost, or one that nearly
-        won.
+        """Forget the times of the numbers that lost, or of one that nearly won, when they are due
+        to be timed again.
         """
         cycle = case.cycles
         if cycle % TRY_AGAIN_MOST == 0 or (cycle >= TRY_AGAIN and cycle.bit_count() == 1):
@@ -126,12 +130,14 @@ class DraftLength:
                 case.seconds.pop(near[cycle // RETIME % len(near)])
 
     def _may_repeat(self, case: Case, cycles: int) -> None:
-        """Have so many further cycles of these batches draft nothing without asking."""
+        """Let this many further cycles of such batches draft nothing without asking."""
         self.repeats = cycles
         self._repeated_case = case
 
     def _try(self, case: Case, drafts: int) -> int:
-        """This number, or the fastest known one while the times of its first cycles are under way."""
+        """Choose this number, or the fastest known one while the times of its first cycles have not
+        arrived.
+        """
         if not drafts or len(self._measured.seen(case, drafts)) >= TRIED:
             return drafts
         begun = case.begun[drafts] % (TRIED + UNDER_WAY) + 1
@@ -152,8 +158,8 @@ class DraftLength:
         return max(fastest, speed.get(0, math.inf)) >= DENSE_NEAR * max(speed.values())
 
     def _promising(self, case: Case) -> list[int]:
-        """The numbers of drafts worth timing, the fastest known first; at most one unknown number,
-        the smallest.
+        """List the numbers of drafts worth timing, the fastest first, and after them at most one
+        that was never timed, the smallest.
         """
         known = self._measured.known(case)
         speed = self._measured.expected_speeds(case)

@@ -1,10 +1,10 @@
 """An fp8 copy of a model's weights for the drafts of lossless mode; all other steps multiply with
-the weights proper.
+the weights themselves.
 
-A linear layer calls one operation that torch.compile does not look into. Whether it reads the copy
-is decided when it runs, or when a CUDA graph is captured: the graphs of draft steps hold products
-in fp8, vLLM's those in 16 bits. The arithmetic is that of vLLM's
-``quantization="fp8_per_channel"``: a scale for each output and for each token.
+A linear layer calls one custom operation that torch.compile does not look into. It decides whether
+to read the copy when it runs, or when a CUDA graph is captured: the graphs of draft steps hold
+products in fp8, and vLLM's graphs hold products in 16 bits. The arithmetic is that of vLLM's
+``quantization="fp8_per_channel"``, with a scale for each output and for each token.
 
 Shapes: T tokens, N outputs, K inputs of a linear layer.
 """
@@ -27,16 +27,16 @@ from sparrow.errors import UnsupportedModel
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-SMALLEST_SCALE = 1 / (512 * LARGEST)  # that of vLLM's kernel, so that a row of zeros has a scale
-ALIGNED = 16  # the kernel's matrices have multiples of this many rows and columns
+SMALLEST_SCALE = 1 / (512 * LARGEST)  # as in vLLM's kernel, so that a row of zeros has a scale
+ALIGNED = 16  # rows and columns of the kernel's matrices are multiples of this
 
 _drafting = False
 
 
 @contextmanager
 def drafting() -> Iterator[None]:
-    """Linear layers that have a copy multiply with it inside the context; of a process, one model
-    runs at a time.
+    """Have linear layers multiply with their copy, if they have one, inside the context. A process
+    runs one model at a time.
     """
     global _drafting
     _drafting = True
@@ -47,16 +47,16 @@ def drafting() -> Iterator[None]:
 
 
 def quantize(rows: Tensor, values: Tensor) -> Tensor:
-    """Round each of ``rows`` to fp8 under a scale of its own.
+    """Round each of ``rows`` to fp8 with a separate scale.
 
     Args:
-        rows: ``[rows, columns]``, in memory one after the other.
-        values: where they are written, float8_e4m3fn of the same shape.
+        rows: ``[rows, columns]``, contiguous in memory.
+        values: the output, float8_e4m3fn of the same shape.
 
     Returns:
         The scales, float32 ``[rows, 1]``.
     """
-    # the kernel needs no further memory, of which none may be left once the KV cache is allocated
+    # The kernel needs no temporary memory; once the KV cache is allocated, there may be none left.
     if rows.is_cuda:
         return ops.scaled_fp8_quant(rows, output=values, use_per_token_if_dynamic=True)[1]
     scale = (rows.float().abs().amax(1, keepdim=True) / LARGEST).clamp_(min=SMALLEST_SCALE)
@@ -65,8 +65,8 @@ def quantize(rows: Tensor, values: Tensor) -> Tensor:
 
 
 def fp8_linear(x_TK: Tensor, bias: Tensor | None, values_NK: Tensor, scales_N1: Tensor) -> Tensor:
-    """The product ``[T, N]`` of tokens, rounded to fp8, and rounded weights, in the dtype of the
-    tokens.
+    """Multiply tokens, rounded to fp8, with rounded weights; returns ``[T, N]`` in the tokens'
+    dtype.
     """
     x8 = torch.empty(x_TK.shape, dtype=FP8, device=x_TK.device)
     scale_T1 = quantize(x_TK.contiguous(), x8)
@@ -79,8 +79,8 @@ def fp8_linear(x_TK: Tensor, bias: Tensor | None, values_NK: Tensor, scales_N1: 
 def draft_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor
 ) -> Tensor:
-    """What a linear layer makes of ``x`` ``[..., K]``; ``values`` and ``scales`` copy ``weight``
-    ``[N, K]``.
+    """Apply a linear layer to ``x`` ``[..., K]``, while drafting with the copy (``values`` and
+    ``scales``) of its ``weight`` ``[N, K]``.
     """
     if not _drafting:
         return linear(x, weight, bias)
@@ -98,8 +98,9 @@ direct_register_custom_op("draft_linear", draft_linear, fake_impl=_shape, target
 
 
 class DraftLinearMethod(UnquantizedLinearMethod):
-    """How one layer multiplies; holds the copy of its weight. Not as the layer's own buffers: vLLM
-    would save these before it sleeps, and take them apart when it loads weights."""
+    """Multiplies for one layer and holds the copy of its weight. The copy is not a buffer of the
+    layer: vLLM would save that before it sleeps, and take it apart when it loads weights.
+    """
 
     def __init__(self, layer: Any) -> None:
         weight = layer.weight
@@ -126,8 +127,8 @@ class DraftWeights:
         ]
         if not self._copies:
             raise UnsupportedModel(
-                f"{type(model).__name__} has no linear layer of multiples of {ALIGNED} inputs and outputs in 16 bits, "
-                "which draft_weights 'fp8' needs; leave draft_weights out"
+                f"{type(model).__name__} has no linear layer of multiples of {ALIGNED} inputs and "
+                "outputs in 16 bits, which draft_weights 'fp8' needs; leave draft_weights out"
             )
         kept = [layer for layer in linears if not _can_be_copied(layer)]
         self.kept_layers = len(kept)
@@ -144,8 +145,8 @@ class DraftWeights:
             self.is_stale = True
             return load_weights(*args, **kwargs)
 
-        # Every way to load weights ends here, save those that write to the parameters:
-        # ``patches.follow_weights``.
+        # All ways to load weights end here, except those that write to the parameters directly;
+        # ``patches.follow_weights`` notes these.
         model.load_weights = followed
 
     @torch.inference_mode()

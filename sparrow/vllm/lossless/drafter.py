@@ -1,4 +1,5 @@
-"""What the speculator asks of a drafter, so that another one can stand beside the sparse actor.
+"""The interface between the speculator and a drafter, so that others than the sparse actor can
+draft.
 
 Shapes: B sequences of the batch, S sequences the worker can hold, k drafts, V vocabulary.
 """
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Pass(NamedTuple):
-    """The pass over the model that drafts come after, as vLLM tells of it."""
+    """The pass over the model that comes before the drafts, as vLLM describes it."""
 
     batch: Any  # vLLM's, with lengths that count the rejected tokens too
     is_prefilling_B: Tensor | None  # bool; None: no sequence is in prefill
@@ -30,19 +31,20 @@ class Pass(NamedTuple):
 class Drafter(Protocol):
     """Proposes the tokens that the next dense pass verifies.
 
-    Samples follow the policy whatever it proposes, if each token was drawn from ``logits``.
+    Samples follow the policy whatever it proposes, provided that each token was drawn from
+    ``logits``.
     """
 
     logits: Tensor
-    """float ``[S, k, V]``: those that each draft was drawn from, by the sequence's place in the
-    worker; the same tensor for the drafter's life.
+    """float ``[S, k, V]``: the logits that each draft was drawn from, by the sequence's place in
+    the worker. The tensor stays the same for the drafter's life.
     """
 
     captured_over: dict[str, int]
-    """What ``addresses`` said when CUDA graphs were captured; empty if there are none."""
+    """The ``addresses`` when CUDA graphs were captured; empty if there are none."""
 
     def load(self, model: Any) -> None:
-        """Take the policy's model, and allocate what drafting needs beside it."""
+        """Take the policy's model, and allocate whatever else drafting needs."""
 
     def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
         """Draft over this KV cache from now on, forget what belongs to an earlier one, and fill in
@@ -50,7 +52,7 @@ class Drafter(Protocol):
         """
 
     def addresses(self) -> dict[str, int]:
-        """Where the tensors that drafting reads and writes are in memory, by what they are."""
+        """Return the addresses of the tensors that drafting reads and writes, by description."""
         ...
 
     def capture(self) -> None:

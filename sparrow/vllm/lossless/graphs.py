@@ -1,4 +1,4 @@
-"""CUDA graphs of lossless mode: for which batches they are made, and which of them serves a step."""
+"""CUDA graphs of lossless mode: the batches they are made for, and the graph that serves a step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 DEFAULT_ROWS = 256
-"""Sequences to make CUDA graphs for where vLLM will choose ``max_num_seqs`` itself."""
+"""Sequences to make CUDA graphs for if vLLM chooses ``max_num_seqs`` itself."""
 
 
 def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
-    """Batch sizes, in tokens, to make CUDA graphs for: each number of sequences with 1 token each,
-    or with drafts.
+    """List the batch sizes, in tokens, to make CUDA graphs for: every number of sequences, with 1
+    token each and with each choice of drafts.
     """
     counts = [
         1,
@@ -29,16 +29,17 @@ def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
 
 
 def candidates(graphs: Iterable[Any]) -> dict[tuple[int, int], list[Any]]:
-    """The graphs that may serve a step, in the order of preference, by its tokens and its active
-    LoRAs.
+    """Tabulate the graphs that may serve a step, in order of preference, by the step's tokens and
+    active LoRAs.
 
-    Of each kind of graph (whole or piecewise, for 1 token of each sequence or for some drafts too)
-    this is the smallest one that has room. vLLM offers a step the smallest graph of all; if that is
-    for another number of drafts, the step would run without a whole graph, or without any
+    For each kind of graph (full or piecewise, for 1 token per sequence or for drafts too) this is
+    the smallest one that has room. vLLM itself offers a step only the smallest graph of all kinds;
+    if that is for another number of drafts, the step would run without a full graph, or without any
     (vllm-project/vllm#56136).
 
-    Args: graphs: vLLM's descriptions of the graphs that it captures, those of the preferred mode
-        first.
+    Args:
+        graphs: vLLM's descriptions of the graphs that it captures, those of the preferred mode
+            first.
     """
     kinds = defaultdict(list)
     for graph in graphs:

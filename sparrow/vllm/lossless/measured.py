@@ -1,8 +1,8 @@
-"""What was measured of a running engine's batches: times by number of drafts, and acceptance.
+"""Measurements of a running engine's batches: times by number of drafts, and acceptance.
 
-Batches are told apart by the number of sequences and by their mean length, both in steps of a
-factor of sqrt(2), and by what their drafts read. A new case takes over what is known of the nearest
-one, so that little is timed anew as sequences grow and end.
+A case is a class of similar batches: about as many sequences and about the same mean length, both
+in steps of a factor of sqrt(2), with drafts that read the same budget. A new case takes over the
+times of the nearest one, so that little has to be timed again as sequences grow and end.
 """
 
 from __future__ import annotations
@@ -17,37 +17,40 @@ from sparrow.decoding import acceptance_at
 
 PROBES = 4
 DENSE_PROBES = 6
-"""Cycles timed with a number of drafts, and dense steps, before anything is concluded about them:
-all else is compared with dense steps, and theirs are the times that scatter most."""
+"""Cycles timed with a number of drafts, and dense steps timed, before they are judged. Everything
+is compared with dense steps, and their times scatter most.
+"""
 DENSE_ALIKE = 3
 ALIKE = 1.03
-"""So many dense steps are enough if the longest of them takes no more than this times the shortest.
+"""``DENSE_ALIKE`` dense steps are enough if the longest takes at most ``ALIKE`` times as long as
+the shortest.
 """
 TRIED = 2
 UNDER_WAY = 3
 """Cycles with a new number of drafts before the chooser waits for their times, and cycles until
-these must have come: a number that loses is not used again while its first times are still under
-way. One time alone decides nothing, since it may be slow by chance."""
+these must have arrived: a number that loses is not used further while its first times are under
+way. A single time decides nothing, since it may be slow by chance.
+"""
 DENSE_LEAD = 0.06
-"""By how much drafting must be faster than dense decoding to be chosen: times scatter by as much
-where steps wait for the host, and a wrong choice there would make lossless decoding the slower one.
+"""Share by which drafting must be faster than dense decoding to be chosen. Times scatter by as much
+where steps wait for the host, and a wrong choice would make lossless decoding slower than dense.
 """
 GIVE_UP = 0.85
-"""A number of drafts is not timed to the end if its speed at its fastest time so far is below this
-share of dense's.
+"""The timing of a number of drafts is cut short if even its fastest time so far gives less than
+this share of the dense speed.
 """
 PRIOR = (9.0, 10.0)
-"""Drafts accepted and judged that are assumed before any was seen."""
+"""Drafts accepted and judged that are assumed before there are measurements."""
 BUDGET_PRIOR = 500.0
-"""Drafts judged that count for the acceptance to expect with a budget that was not tried yet: five
-cycles judge few.
+"""Weight, in judged drafts, of the acceptance that is expected with a budget not tried yet. It is
+large because the five cycles of a trial judge few drafts.
 """
 REACH = 2
-"""How many steps away a batch may be for its times to be taken over."""
+"""Largest distance in steps at which a batch's times are taken over."""
 FORGET = 0.98
 """Factor by which each cycle weights the drafts accepted and judged before it."""
 KEPT = 12
-"""Times kept of each number of drafts, the latest ones."""
+"""Times kept for each number of drafts, the latest ones."""
 
 Batch = tuple[int, int]
 """Steps of the number of sequences, and of their mean length."""
@@ -55,9 +58,9 @@ Batch = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class Case:
-    """Batches of about as many sequences of about one length, whose drafts read one budget.
+    """A class of batches: similar numbers of sequences, similar lengths, and the same budget.
 
-    Numbers of drafts are keys of the dictionaries.
+    The keys of the dictionaries are numbers of drafts.
     """
 
     batch: Batch
@@ -69,7 +72,7 @@ class Case:
     taken_over: dict[int, float] = field(default_factory=dict)
     begun: Counter[int] = field(default_factory=Counter)  # cycles since a number was first tried
     in_use: int | None = None  # the number of drafts chosen last
-    is_being_timed: bool = False  # whether other numbers than that one are
+    is_being_timed: bool = False  # whether numbers other than that one are being timed
     cycles: int = 0
     drafting: int = 0  # cycles since drafts came into use
 
@@ -80,7 +83,7 @@ class Case:
 
 
 class Measured:
-    """What is known of each case.
+    """Times and acceptance by case.
 
     Args:
         budgets: what drafts may read, in multiples of the draft schedule.
@@ -96,8 +99,8 @@ class Measured:
         return self.cases.get((batch, budget))
 
     def case(self, batch: Batch, budget: int) -> Case:
-        """The case of these batches; a new one begins with the times of the nearest that has any,
-        and goes on counting its cycles.
+        """Return the case of these batches; a new one starts with the times and the cycle counts of
+        the nearest case that has times.
         """
         case = self.cases.get((batch, budget))
         if case is None:
@@ -136,8 +139,8 @@ class Measured:
             verdicts[1] = FORGET * verdicts[1] + judged
 
     def known(self, case: Case) -> dict[int, float]:
-        """Seconds of a cycle with each number of drafts: as timed here if often enough, else as
-        expected.
+        """Return the seconds of a cycle by number of drafts: as timed in this case if that was
+        often enough, else as expected from the case that it took over.
         """
         timed = {k: typical(of) for k, of in case.seconds.items() if self.is_timed(case, k)}
         expected = case.taken_over
@@ -148,15 +151,14 @@ class Measured:
             factor = timed[fewest] / expected[fewest]
             for drafts in expected.keys() - timed.keys():
                 known[drafts] = factor * expected[drafts]
-                # Longer sequences slow verification alone, which adds as much to any number of
-                # drafts. Where a cycle got shorter, one without drafts saves less than one with
-                # drafts.
+                # Longer sequences slow only verification, which adds the same time to any number
+                # of drafts. Where cycles got shorter, one without drafts saves less than one with.
                 if more > 0 or drafts > fewest:
                     known[drafts] = min(known[drafts], expected[drafts] + more)
         return known
 
     def is_timed(self, case: Case, drafts: int) -> bool:
-        """Whether a number of drafts was timed often enough, or is too slow to be worth more."""
+        """Return whether a number of drafts was timed often enough, or is too slow to go on."""
         times = case.seconds.get(drafts, ())
         if not drafts:
             alike = len(times) >= DENSE_ALIKE and max(times) <= ALIKE * min(times)
@@ -170,13 +172,14 @@ class Measured:
         return self.speed(case, drafts, min(seen)) < GIVE_UP * dense
 
     def seen(self, case: Case, drafts: int) -> list[float]:
-        """All times with a number of drafts, that of a first cycle among them."""
+        """List all times with a number of drafts, including that of a first cycle."""
         first = case.first_seconds.get(drafts)
         return [*case.seconds.get(drafts, ()), *([] if first is None else [first])]
 
     def judged(self, length: int, budget: int) -> list[float]:
-        """Drafts accepted and judged at this length with this budget; else those that the nearest
-        ones make expected, but scaled to so few that they soon fade."""
+        """Return the drafts accepted and judged at this length with this budget; before there are
+        any, an estimate from the nearest length and budget, with a weight that soon fades.
+        """
         if (length, budget) in self._verdicts:
             return self._verdicts[length, budget]
         if not self._verdicts:
@@ -190,13 +193,15 @@ class Measured:
         return [weight * expected, weight]
 
     def speed(self, case: Case, drafts: int, seconds: float) -> float:
-        """Tokens per second of a sequence with so many drafts; dense decoding has its lead in it."""
+        """Return a sequence's tokens per second with this number of drafts; for dense decoding,
+        times ``1 + DENSE_LEAD``.
+        """
         lead = 1.0 if drafts else 1 + DENSE_LEAD
         accepted, judged = self.judged(case.batch[1], case.budget)
         return lead * tokens_per_cycle(accepted / judged, drafts) / seconds
 
     def speeds(self, case: Case) -> dict[int, float]:
-        """Tokens per second of a sequence with each number of drafts that was timed in such
+        """Return a sequence's tokens per second by number of drafts, for those timed in such
         batches.
         """
         return {
@@ -206,20 +211,20 @@ class Measured:
         }
 
     def expected_speeds(self, case: Case) -> dict[int, float]:
-        """Tokens per second of a sequence with each number of drafts, as timed or as expected."""
+        """Return a sequence's tokens per second by number of drafts, as timed or as expected."""
         return {k: self.speed(case, k, seconds) for k, seconds in self.known(case).items()}
 
 
 def tokens_per_cycle(acceptance: float, drafts: int) -> float:
-    """Tokens that a cycle gives a sequence, if each draft has this chance of acceptance (arXiv
-    2211.17192, eq. 1).
+    """Return the expected tokens per cycle of a sequence, if each draft is accepted with this
+    probability (arXiv 2211.17192, eq. 1).
     """
     return drafts + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
 
 
 def typical(seconds: Iterable[float]) -> float:
-    """The mean of the middle half: a host that looks late finds one cycle too long, and the next
-    too short.
+    """Return the mean of the middle half of the times. When the host looks late, one cycle seems
+    too long and the next one too short.
     """
     ordered = sorted(seconds)
     outer = len(ordered) // 4
@@ -227,10 +232,10 @@ def typical(seconds: Iterable[float]) -> float:
 
 
 def steps_of(value: float) -> int:
-    """A number of sequences or tokens, in steps of a factor of sqrt(2)."""
+    """Express a number of sequences or tokens in steps of a factor of sqrt(2)."""
     return round(2 * math.log2(max(value, 1.0)))
 
 
 def distance(batch: Batch, other: Batch) -> int:
-    """How many steps two batches are apart."""
+    """Return the distance between two batches in steps."""
     return max(abs(a - b) for a, b in zip(batch, other, strict=True))

@@ -1,5 +1,5 @@
-"""The acceptance of every draft, from logits that verification has on the device anyway: it takes
-no extra pass.
+"""Measures the acceptance of every draft, from logits that verification has on the device anyway,
+so that it takes no extra pass.
 
 Shapes: T rows of logits in a verification, each sequence's rows adjacent; B sequences; S sequences
 the worker can hold; k drafts; V vocabulary.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sparrow.mismatch.drafts import DraftAcceptance
     from sparrow.schedule import SparsitySchedule
 
-BUCKETS = 1000  # as in ``sparrow.mismatch.drafts``, which is loaded only when somebody asks
+BUCKETS = 1000  # as in ``sparrow.mismatch.drafts``, which is loaded only when needed
 
 
 @triton.jit
@@ -86,12 +86,13 @@ def overlap(
     temperature_S: Tensor,
     temper: bool,
 ) -> Tensor:
-    """sum_v min(p(v), q(v)) of each draft: the probability that it is accepted, ``[T]`` float32.
+    """Return the probability that each draft is accepted, sum_v min(p(v), q(v)), ``[T]`` float32.
 
-    Args: target_TV: the policy's logits, processed as for sampling. draft_SkV: the logits that
-        drafts were drawn from. sequence_T, place_T: which row of ``draft_SkV`` each row is compared
-        with; a place below 0 means none and
-            gives NaN, as does a temperature of 0.
+    Args:
+        target_TV: the policy's logits, processed as for sampling.
+        draft_SkV: the logits that drafts were drawn from.
+        sequence_T, place_T: the row of ``draft_SkV`` that each row is compared with. A place below
+            0 means none and gives NaN, as does a temperature of 0.
         temper: whether the drafts' logits must still be divided by ``temperature_S``.
     """
     T, V = target_TV.shape
@@ -116,10 +117,11 @@ def overlap(
 
 
 class Tally:
-    """Acceptance by length, counted on the device until somebody asks.
+    """Acceptance by length, counted on the device until ``settle``.
 
     Args:
-        bin_tokens, max_length: tokens of a length bin and of the longest sequence.
+        bin_tokens: width of a length bin.
+        max_length: tokens of the longest sequence.
     """
 
     def __init__(self, bin_tokens: int, max_length: int, device: torch.device) -> None:
@@ -140,7 +142,7 @@ class Tally:
         self._sums.index_add_(0, bin_T, value_T.double())
 
     def settle(self) -> DraftAcceptance:
-        """What was counted since the last call."""
+        """Return the counts since the last call."""
         from sparrow.mismatch.drafts import DraftAcceptance
 
         counts, sums = (x.to("cpu", copy=True).numpy() for x in (self._counts, self._sums))
@@ -151,19 +153,20 @@ class Tally:
 
 
 class Metered:
-    """Another schedule: a step under it, now and then, measures the acceptance a lossy rollout
-    under it would have.
+    """Another schedule, under which an occasional step measures the acceptance that a lossy rollout
+    would have.
 
-    The step computes the distribution at the position of a cycle's first draft, and changes
-    nothing: the drafts write the same place of the cache again. Verification has the policy's
+    The step computes the distribution at the position of a cycle's first draft. It leaves no trace,
+    since the drafts write to the same place of the cache again. Verification has the policy's
     distribution at that position.
 
-    Args: schedule: has the page layout of the drafts. every: cycles with drafts from one such step
-        to the next. table: its pages by length, as ``PageTables.of`` makes it. logits_SV:
-        where the logits of its steps go: one place for each sequence that the worker holds, and one
-        more at
-            the end (index -1) for rows without drafts.
-        tally: where their acceptance is counted.
+    Args:
+        schedule: the schedule, with the page layout of the drafts.
+        every: cycles with drafts from one such step to the next.
+        table: the schedule's pages by length, as ``PageTables.of`` makes them.
+        logits_SV: buffer for the logits of these steps: one place for each sequence that the worker
+            holds, and one more at the end (index -1) for rows without drafts.
+        tally: counts their acceptance.
     """
 
     def __init__(
@@ -179,8 +182,8 @@ class Metered:
         self._is_fresh_S = torch.zeros(len(logits_SV), dtype=torch.bool, device=logits_SV.device)
 
     def begin_cycle(self, index_R: Tensor) -> bool:
-        """Note that these sequences (-1: none) get new drafts; returns whether a step is due before
-        them.
+        """Note that these sequences (-1: none) get new drafts; returns whether a step of this
+        schedule is due before them.
         """
         self._is_fresh_S[index_R.long()] = False
         self._cycles += 1
@@ -211,14 +214,14 @@ class Metered:
 
 
 class Meter:
-    """How drafts fared, by length.
+    """Counts the acceptance of drafts by length.
 
-    A draft counts if all before it in its cycle were accepted: the others were never candidates for
-    the response. Greedy drafts are not counted: they have no distribution.
+    A draft counts if all before it in its cycle were accepted; the others were never candidates for
+    the response. Greedy drafts do not count, as they have no distribution.
 
     Args:
-        drafts: where drafts are counted, by what they read: one for each of ``Runtime.budgets``.
-        budget: the one that drafts read at first.
+        drafts: the counts, one for each of ``Runtime.budgets``.
+        budget: the budget that drafts read at first.
         temper: see ``overlap``.
         metered: another schedule to count for, if any.
     """
@@ -232,11 +235,11 @@ class Meter:
         self.use(budget)
 
     def use(self, budget: int) -> None:
-        """Count drafts, from the next verification on, as ones that read this budget."""
+        """Count drafts under this budget from the next verification on."""
         self._in_use = self._drafts[budget]
 
     def settle(self) -> list[DraftAcceptance]:
-        """What was counted since the last call, by budget."""
+        """Return the counts since the last call, by budget."""
         return [tally.settle() for tally in self._drafts]
 
     def add(
@@ -252,9 +255,11 @@ class Meter:
     ) -> None:
         """Count one verification.
 
-        Args: first_B1: where each sequence's logits begin, ``[B + 1]``. position_T: position of the
-            token that each row of logits comes after; the length is one more. sequence_T, place_T:
-            each row's sequence among all that the worker holds, and the row's number in it.
+        Args:
+            first_B1: first row of logits of each sequence, ``[B + 1]``.
+            position_T: position of the token before each row of logits; the length is one more.
+            sequence_T, place_T: each row's sequence among all that the worker holds, and the row's
+                number in it.
             sampled_B: tokens that each sequence got: its accepted drafts and one more.
         """
         T = len(position_T)

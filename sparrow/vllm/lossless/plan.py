@@ -1,8 +1,8 @@
-"""What the scheduler chose to draft, and the way it reaches the speculator.
+"""The scheduler's choice of drafts, and how it reaches the speculator.
 
-vLLM's scheduler and its workers may be different processes. What a worker learns about a step is
-vLLM's ``SchedulerOutput``, which is pickled for it and has no room for more than a number of
-drafts; so the choice is one more attribute of that object, which this module alone knows.
+vLLM's scheduler and workers may be different processes. A worker learns about a step from vLLM's
+pickled ``SchedulerOutput``, which has a field for the number of drafts only. The choice therefore
+travels as an extra attribute of that object, which only this module knows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _ATTRIBUTE = "sparrow_plan"
 
 
 class DraftPlan(NamedTuple):
-    """What is drafted after a step."""
+    """The drafts that follow a step."""
 
     tokens: int  # of each sequence, 0 for none
     budget: int  # what the drafts read: an index of ``Runtime.budgets``
@@ -25,7 +25,7 @@ class _Planned(NamedTuple):
 
 
 def attach(scheduled: Any, drafts: DraftPlan, verified: DraftPlan) -> None:
-    """Add to a step what is drafted after it, and what was planned of the drafts it verifies.
+    """Attach to a step the plan of the drafts that follow it, and of those that it verifies.
 
     Args:
         scheduled: vLLM's ``SchedulerOutput`` of the step.
@@ -34,11 +34,12 @@ def attach(scheduled: Any, drafts: DraftPlan, verified: DraftPlan) -> None:
 
 
 def drafts_after(scheduled: Any, before: DraftPlan) -> DraftPlan:
-    """What is drafted after a step; a step without a plan keeps to the budget ``before`` it.
+    """Return the plan of the drafts that follow a step; without one, the budget ``before`` it
+    stays.
 
-    Such steps are vLLM's warm-up, all steps where the number of drafts does not adapt, and those
-    that the scheduler repeats without choosing. The number of tokens is vLLM's own in any case: its
-    scheduler has made room for as many.
+    Steps have no plan in vLLM's warm-up, where the number of drafts does not adapt, and where the
+    scheduler repeats its choice. The number of tokens is always vLLM's: its scheduler has made room
+    for that many.
     """
     planned: _Planned | None = getattr(scheduled, _ATTRIBUTE, None)
     budget = before.budget if planned is None else planned.drafts.budget
@@ -46,6 +47,6 @@ def drafts_after(scheduled: Any, before: DraftPlan) -> DraftPlan:
 
 
 def verified_by(scheduled: Any, otherwise: DraftPlan) -> DraftPlan:
-    """What was planned of the drafts that a step verifies; ``otherwise`` for a step without a plan."""
+    """Return the plan of the drafts that a step verifies; ``otherwise`` if it has no plan."""
     planned: _Planned | None = getattr(scheduled, _ATTRIBUTE, None)
     return otherwise if planned is None else planned.verified

@@ -1,6 +1,5 @@
-"""vLLM's scheduler, which also chooses how many tokens to draft next, and what the drafts read.
-
-For lossless mode with ``adapt_draft_tokens``.
+"""vLLM's scheduler for lossless mode with ``adapt_draft_tokens``: it also chooses how many tokens
+to draft next, and how much the drafts read.
 """
 
 from __future__ import annotations
@@ -21,38 +20,36 @@ from sparrow.vllm.lossless.plan import DraftPlan
 
 LOG_EVERY = 200  # least number of cycles between two lines of the log
 Choice = tuple[int, float, int]
-"""A number of drafts, what they read in multiples of their schedule, and for how many steps."""
+"""A number of drafts, their budget in multiples of their schedule, and the number of steps."""
 
 
 class LosslessScheduler(AsyncScheduler):
-    """Sets the table by which vLLM looks up the number of drafts (``dynamic_sd_lookup``) before
-    each step.
+    """Before each step, sets the table in which vLLM looks up the number of drafts
+    (``dynamic_sd_lookup``).
 
-    What these drafts read goes along with the step (``plan``). What was chosen can be kept, so that
-    another engine can repeat it: with a seed, samples depend on it.
+    The budget of the drafts travels with the step (``plan``). Choices can be kept, so that another
+    engine can repeat them: with a seed, samples depend on them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.dynamic_sd_lookup is not None
-        # Not from the table, which has only as many numbers as ``max_num_seqs``: the first of them
-        # is 0.
+        # Not from the table, which has only ``max_num_seqs`` entries, the first of which is 0.
         speculative: Any = self.vllm_config.speculative_config
         decoding = config.requested_lossless(self.vllm_config)
         assert decoding is not None
         choices = (k for _, _, k in speculative.num_speculative_tokens_per_batch_size)
         self.chooser = DraftChooser(choices, decoding.draft_budgets)
-        # The latest choice, which also holds for a step before which nothing runs.
+        # The latest choice; it stays in force for a step that starts with nothing running.
         self._plan = DraftPlan(self.chooser.choices[0], self.chooser.budgets.index(1.0))
-        self._rows = 0  # for how many sequences the chooser was asked last
+        self._rows = 0  # number of sequences when the chooser was asked last
         self._repeated = 0  # steps since then
-        self.keeps_choices = False  # for whoever calls ``take_choices``
-        self._choices: list[tuple[int, float]] = []  # of each step since its last call
+        self.keeps_choices = False  # set by a caller that will call ``take_choices``
+        self._choices: list[tuple[int, float]] = []  # of each step since the last ``take_choices``
         self._replayed: Iterator[DraftPlan] | None = None
         rows = len(self.dynamic_sd_lookup)
         self._tables = {drafts: [drafts] * rows for drafts in self.chooser.choices}
-        # When the previous step ended, its sequences, how many drafts each of them had, and what
-        # these read.
+        # Of the previous step: the time it ended, its sequences, the drafts of each, their budget.
         self._last: tuple[float, int, int, int] | None = None
         self._logged: tuple[dict[str, int], dict[str, float]] | None = None
         self._log_from = 0  # the cycle from which the next line may be logged
@@ -62,7 +59,7 @@ class LosslessScheduler(AsyncScheduler):
         may_repeat = not self._plan.tokens and self._replayed is None
         repeats = self.chooser.repeats if may_repeat else 0
         if self._repeated < repeats and len(self.running) == self._rows:
-            self._repeated += 1  # such steps wait for the host: do no more
+            self._repeated += 1  # such steps wait for the host, so do nothing else
             if self.keeps_choices:
                 self._choices.append((0, self.chooser.budgets[self._plan.budget]))
             return super().schedule(*args, **kwargs)
@@ -87,10 +84,11 @@ class LosslessScheduler(AsyncScheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def take_choices(self) -> list[Choice]:
-        """What was chosen since the last call, in the order of steps; ends a replay."""
+        """Return the choices since the last call, in the order of steps; ends a replay."""
         if self._replayed is not None and next(self._replayed, None) is not None:
             self._logger.warning(
-                "Of the drafts to repeat some were left: this run differs from the one that chose them"
+                "Of the drafts to repeat some were left: "
+                "this run differs from the one that chose them"
             )
         taken = self._choices
         self._choices = []
@@ -98,8 +96,7 @@ class LosslessScheduler(AsyncScheduler):
         return [(*choice, len(list(steps))) for choice, steps in groupby(taken)]
 
     def replay(self, choices: Iterable[Choice]) -> None:
-        """Repeat these choices from the next step on, until they or the steps before
-        ``take_choices`` end.
+        """Repeat these choices from the next step on, until they end or ``take_choices`` is called.
 
         Raises ConfigError: drafts that this engine does not choose among.
         """
@@ -108,8 +105,9 @@ class LosslessScheduler(AsyncScheduler):
         for drafts, multiple, _ in choices:
             if drafts not in self._tables or multiple not in budgets:
                 raise ConfigError(
-                    f"cannot repeat {drafts} drafts that read {multiple} times their schedule: this engine chooses "
-                    f"among {self.chooser.choices} and {budgets}; start it as the one that chose them"
+                    f"cannot repeat {drafts} drafts that read {multiple} times their schedule: "
+                    f"this engine chooses among {self.chooser.choices} and {budgets}; "
+                    "start it as the one that chose them"
                 )
         self._replayed = (
             DraftPlan(drafts, budgets.index(multiple))
@@ -118,7 +116,7 @@ class LosslessScheduler(AsyncScheduler):
         )
 
     def _choose(self, rows: int) -> None:
-        """Choose for the next step, and where nothing is drafted for some more."""
+        """Choose for the next step, and for some more if nothing is drafted."""
         length = sum([request.num_computed_tokens for request in self.running]) / rows
         self._plan = self.chooser.plan(rows, length, self._repeated)
         self._rows = rows
@@ -137,8 +135,8 @@ class LosslessScheduler(AsyncScheduler):
             self._plan = choice
 
     def _learn(self, scheduled: Any, sampled: Any) -> None:
-        """Note a step's time if its sequences all had equally many drafts and the step before had
-        as many sequences.
+        """Note a step's time if all its sequences had the same number of drafts and the step before
+        had as many sequences.
         """
         last = self._last
         self._last = None
@@ -157,9 +155,9 @@ class LosslessScheduler(AsyncScheduler):
         self._last = (now, rows, drafts, budget)
         if last is None or last[1] != rows:
             return
-        # Where steps wait for the host, a dense step seems short right after drafts, which have let
-        # the host run ahead, and long right before some: the host launches the next step, drafts
-        # and all, before it sees this one's end.
+        # Where steps wait for the host, a dense step seems short right after drafts, because they
+        # let the host run ahead. It seems long right before drafts, because the host launches the
+        # next step with its drafts before it sees the end of this one.
         if not drafts and (last[2] or self._plan.tokens):
             return
         emitted = list(map(len, sampled))
@@ -173,9 +171,9 @@ class LosslessScheduler(AsyncScheduler):
             return
         length = sum(lengths) / len(lengths)
         tokens = sum(emitted)
-        judged = tokens - emitted.count(
-            drafts + 1
-        )  # after the last of all drafts came one more token
+        # Each token judges a draft, except the last one of a sequence that had all its drafts
+        # accepted.
+        judged = tokens - emitted.count(drafts + 1)
         is_first = (last[2], last[3] if drafts else budget) != (drafts, budget)
         self.chooser.observe(
             rows,

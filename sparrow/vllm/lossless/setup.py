@@ -1,8 +1,8 @@
-"""Lossless mode, before a model is loaded: what vLLM must be told, and what it cannot do.
+"""Lossless mode before a model is loaded: how vLLM is configured, and what it cannot do.
 
-vLLM is told that the model drafts for itself (``speculative_config`` of the method
-``draft_model``); ``sparrow.vllm.lossless.speculator`` then takes the place of the speculator that
-would load a second copy of it.
+vLLM's ``speculative_config`` names the model as its own draft model (method ``draft_model``).
+``sparrow.vllm.lossless.speculator`` then replaces the speculator that would load a second copy of
+it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SCHEDULER = "sparrow.vllm.lossless.scheduler.LosslessScheduler"
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:
-    """Numbers of drafts that a cycle may have: ``draft_tokens``, or if they adapt, 0, 1/3, 2/3 and
-    all of it.
+    """List the numbers of drafts that a cycle may have: ``draft_tokens``, or if the number adapts,
+    0, 1/3, 2/3 and all of ``draft_tokens``.
     """
     k = decoding.draft_tokens
     return (
@@ -46,8 +46,7 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
         "draft_sample_method": "probabilistic",
     }
     if decoding.adapt_draft_tokens:
-        # Names the numbers of drafts to make graphs for; the scheduler says before each step which
-        # one is used.
+        # Lists the numbers of drafts to make graphs for; the scheduler picks one before each step.
         ranges = [(n, n, drafts) for n, drafts in enumerate(draft_choices(decoding), start=1)]
         wanted["num_speculative_tokens_per_batch_size"] = ranges
     asked = arguments.speculative_config
@@ -59,25 +58,27 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     own = {name: value for name, value in (asked or {}).items() if name not in allowed}
     if own and any(own.get(name) != value for name, value in wanted.items()):
         raise ConfigError(
-            f"mode 'lossless' makes vLLM's speculative_config itself, got {asked}; leave it out, or leave out Sparrow"
+            f"mode 'lossless' makes vLLM's speculative_config itself, got {asked}; "
+            "leave it out, or leave out Sparrow"
         )
     method = (asked or {}).get("rejection_sample_method", "standard")
     if decoding.drafter_invariant and method != "standard":
         raise ConfigError(
-            "drafter_invariant verifies by drawing the tokens, not by rejecting drafts, but rejection_sample_method "
-            f"is {method!r}; leave one of them out"
+            "drafter_invariant verifies by drawing the tokens, not by rejecting drafts, but "
+            f"rejection_sample_method is {method!r}; leave one of them out"
         )
     arguments.speculative_config = {**(asked or {}), **wanted}
     if decoding.adapt_draft_tokens:
         if arguments.scheduler_cls not in (None, SCHEDULER):
             raise ConfigError(
-                f"mode 'lossless' chooses the number of drafts in vLLM's scheduler, but scheduler_cls is "
-                f"{arguments.scheduler_cls!r}; leave it out, or set adapt_draft_tokens to false"
+                "mode 'lossless' chooses the number of drafts in vLLM's scheduler, but "
+                f"scheduler_cls is {arguments.scheduler_cls!r}; leave it out, or set "
+                "adapt_draft_tokens to false"
             )
         if arguments.async_scheduling is False:
             raise ConfigError(
-                "async_scheduling=False and a number of drafts that adapts exclude each other; leave async_scheduling "
-                "out, or set adapt_draft_tokens to false"
+                "async_scheduling=False and a number of drafts that adapts exclude each other; "
+                "leave async_scheduling out, or set adapt_draft_tokens to false"
             )
         arguments.scheduler_cls = SCHEDULER
     if arguments.async_scheduling is None:
@@ -98,7 +99,7 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def is_ours(speculative_config: Any) -> bool:
-    """Whether vLLM speculates as lossless mode does: with the model as its own draft model."""
+    """Return whether vLLM speculates as in lossless mode, with the model as its own draft model."""
     if speculative_config is None or speculative_config.method != "draft_model":
         return False
     return bool(speculative_config.model == speculative_config.target_model_config.model)
@@ -113,8 +114,8 @@ def check_supported(vllm_config: Any) -> None:
     cases = (
         (
             vllm_config.speculative_config is None,
-            "vLLM was not told to speculate: the engine was not made from vLLM's "
-            "EngineArgs; make it so",
+            "vLLM was not told to speculate: "
+            "the engine was not made from vLLM's EngineArgs; make it so",
         ),
         (
             not vllm_config.use_v2_model_runner,
@@ -178,5 +179,6 @@ def check_request(sampling: Any) -> None:
         value = getattr(sampling, name)
         if value:
             raise ValueError(
-                f"mode 'lossless' does not serve {name}, got {value!r}; leave it out, or start vLLM without Sparrow"
+                f"mode 'lossless' does not serve {name}, got {value!r}; "
+                "leave it out, or start vLLM without Sparrow"
             )

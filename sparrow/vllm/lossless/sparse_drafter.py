@@ -1,7 +1,7 @@
-"""The sparse actor as a drafter: the policy's model reads a few pages of its own cache.
+"""The sparse actor as a drafter: the policy's model decodes from a few pages of its KV cache.
 
-One draft step is one CUDA graph, which also sets up the next one. Drafts write their keys and
-values where the next tokens belong, and the dense pass writes them again.
+A draft step is one CUDA graph, which also sets up the next step. Drafts write their keys and values
+where the next tokens belong, and the dense pass overwrites them.
 
 Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S sequences the worker can
 hold, k drafts, M blocks of the longest sequence, V vocabulary.
@@ -33,10 +33,11 @@ from sparrow.vllm.lossless.plan import DraftPlan
 from sparrow.vllm.runtime import Runtime
 
 DRAFT_NOISE = 0x5DEECE66D
-"""Some versions of vLLM draw a draft and the token that replaces it after rejection from the same
-noise. There, drafts get seeds of their own: if the two are not independent, the result does not
-follow the dense distribution. With ``drafter_invariant`` nothing replaces a draft, and the noise is
-the same on purpose (``sparrow.vllm.lossless.verify``)."""
+"""Changes the seeds of drafts, in versions of vLLM that draw a draft and the token that replaces it
+after rejection with the same noise: unless the two are independent, samples do not follow the dense
+distribution. With ``drafter_invariant`` no token replaces a draft, and the noise is the same on
+purpose (``sparrow.vllm.lossless.verify``).
+"""
 
 
 @triton.jit
@@ -157,11 +158,10 @@ def _advance_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Store the tokens that a draft step sampled, count the step, and set up the next one, all in
-    one kernel: a draft step is so short that each further kernel shows.
+    """Store the tokens that a draft step sampled, count the step, and set up the next one. All this
+    is one kernel, since a draft step is so short that every further kernel costs noticeable time.
 
-    ``decoded`` counts rows by length, see ``Runtime``. No token comes after the context's last, at
-    ``limit``.
+    ``decoded`` counts rows by length, see ``Runtime``. The context ends at ``limit`` tokens.
     """
     row = tl.arange(0, ROWS)
     held = row < R
@@ -187,7 +187,7 @@ class SparseDrafter:
 
     Args:
         decoding: the settings of lossless mode.
-        speculator: vLLM's, whose buffers hold the inputs and the drafts. CUDA graphs have their
+        speculator: vLLM's, whose buffers hold the inputs and the drafts; CUDA graphs hold their
             addresses.
     """
 
@@ -222,17 +222,17 @@ class SparseDrafter:
     def load(self, model: Any) -> None:
         """Draft with this model.
 
-        Raises UnsupportedModel: a model that no fp8 copy can be made of, if one was asked for.
+        Raises UnsupportedModel: an fp8 copy was asked for, but the model cannot have one.
         """
         self._model = model
-        # Made here, vLLM counts its memory with that of the model, and treats it in sleep as it
-        # does the weights.
+        # When it is made here, vLLM counts its memory with that of the model, and treats it like
+        # the weights in sleep.
         self._weights = DraftWeights(model) if self._copies_weights else None
 
     def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
         """Note where vLLM keeps the blocks of each sequence, and forget an earlier cache.
 
-        Raises ConfigError: a schedule to measure whose steps would need another cache.
+        Raises ConfigError: ``meter_schedule`` would need another cache.
         """
         self._graphs.clear()
         self.captured_over = {}
@@ -242,13 +242,12 @@ class SparseDrafter:
             x.nbytes for x in (self.logits, self._metered_logits) if x is not None
         )
         runtime.drafting.weights = self._weights
-        # Where kernels may see smaller blocks than the scheduler, vLLM has both sizes; this is the
-        # kernels'.
+        # The kernels' blocks may be smaller than the scheduler's; this is the kernels' size.
         self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[
             0
         ]
-        # vLLM pads its table to more blocks than a sequence may have, and than kernels have a
-        # workspace for.
+        # vLLM pads its table to more blocks than a sequence can have, for which the kernels'
+        # workspace is too small.
         self._blocks_SM = block_tables.input_block_tables[0][
             :, : -(-self._vllm.max_model_len // self._block_tokens)
         ]
@@ -262,7 +261,7 @@ class SparseDrafter:
         return Meter(drafts, runtime.pages.base_budget, has_raw_logits, self._metered(runtime))
 
     def _metered(self, runtime: Runtime) -> Metered | None:
-        """The schedule that is measured beside the drafts, if one was asked for."""
+        """Set up the measurement of ``meter_schedule``; None if there is none."""
         schedule = runtime.decoding.meter_schedule
         if schedule is None:
             return None
@@ -362,8 +361,8 @@ class SparseDrafter:
         return vllm.draft_tokens[:B]
 
     def _measure(self, metered: Metered, rows: int) -> None:
-        """One step under another schedule, before the first draft step, which writes to the same
-        place again.
+        """Run one step under another schedule, before the first draft step, which overwrites its
+        cache entries.
         """
         step = self._step(rows)._replace(may_reuse_plan=False, has_page_counts=False)
         assert step.everything is not None
@@ -382,7 +381,7 @@ class SparseDrafter:
         metered.take(logits_RV, self._vllm.idx_mapping[:rows])
 
     def _step(self, rows: int) -> Step:
-        """Build what the layers are told about a sparse step of so many rows."""
+        """Build the ``Step`` that layers receive for a sparse step of so many rows."""
         return Step(
             rows=rows,
             lengths=self._vllm.input_buffers.seq_lens[:rows],
@@ -394,8 +393,8 @@ class SparseDrafter:
         )
 
     def _logits(self, step: Step, metadata: dict[str, Any]) -> Tensor:
-        """The model's logits after the tokens in the input buffers, ``[R, V]``; writes these
-        tokens' KV entries.
+        """Compute the model's logits ``[R, V]`` after the tokens in the input buffers, and write
+        the tokens' KV entries.
         """
         rows = step.rows
         buffers = self._vllm.input_buffers
@@ -417,8 +416,8 @@ class SparseDrafter:
         return self._model.compute_logits(hidden)
 
     def _draft(self, rows: int) -> None:
-        """One draft step of ``rows`` rows, which also sets up the next step's inputs; this is what
-        a graph holds.
+        """Run one draft step of ``rows`` rows, which also sets up the inputs of the next one; CUDA
+        graphs capture this.
         """
         buffers = self._vllm.input_buffers
         runtime = self._runtime

@@ -1,11 +1,10 @@
 """Lossless mode inside a vLLM worker: a drafter proposes, a dense pass verifies.
 
 One cycle of a batch is up to ``draft_tokens`` drafts and one dense pass over them and the token
-before them. vLLM runs that pass, samples from it and checks the drafts as for any draft model. With
-the sparse actor as drafter, weights and KV cache are the policy's own: drafts write their keys and
-values where the next tokens belong, and the dense pass writes them again. So what stays in the
-cache is dense, and what comes out follows the dense distribution exactly (arXiv 2211.17192,
-2302.01318).
+before them. vLLM runs that pass, samples from it and checks the drafts as for any draft model. The
+sparse actor drafts with the policy's own weights and KV cache: drafts write their keys and values
+where the next tokens belong, and the dense pass overwrites them. The cache therefore ends up dense,
+and samples follow the dense distribution exactly (arXiv 2211.17192, 2302.01318).
 
 Shapes: B sequences of the batch, S sequences the worker can hold, k drafts, V vocabulary.
 """
@@ -29,10 +28,9 @@ from sparrow.vllm.runtime import Runtime, find
 
 
 class SparseSpeculator(DraftModelSpeculator):
-    """Drafts with the sparse actor; vLLM's model runner knows it as the speculator of a draft
-    model.
+    """Drafts with the sparse actor; to vLLM's model runner it is the speculator of a draft model.
 
-    ``plan`` says what the next call of ``propose`` drafts, and ``is_idle`` that the present step
+    ``plan`` says what the next call of ``propose`` drafts. ``is_idle`` is true if the present step
     neither verifies drafts nor makes any.
     """
 
@@ -58,8 +56,8 @@ class SparseSpeculator(DraftModelSpeculator):
         return target_model
 
     def load_model(self, target_model: Any) -> None:
-        """Keep the target; if the speculator named layers of its own, vLLM would give drafts a
-        second cache.
+        """Keep the target model. The speculator names no attention layers, or vLLM would give
+        drafts a second cache.
 
         Raises UnsupportedModel: a model that the drafter cannot draft with.
         """
@@ -74,12 +72,13 @@ class SparseSpeculator(DraftModelSpeculator):
         CUDA graphs over a small cache, which it frees. A graph that was captured over that cache
         would read and write freed memory.
 
-        Raises ConfigError: layers with caches of different kinds, or a setting that does not go
-        with this cache.
+        Raises ConfigError: layers with caches of different kinds, or a setting that this cache does
+        not allow.
         """
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ConfigError(
-                f"lossless mode needs one kind of KV cache, this model has {len(kv_cache_config.kv_cache_groups)}; "
+                "lossless mode needs one kind of KV cache, this model has "
+                f"{len(kv_cache_config.kv_cache_groups)}; "
                 "use mode 'lossy' or start vLLM without Sparrow"
             )
         runtime = find(self.vllm_config)
@@ -129,7 +128,7 @@ class SparseSpeculator(DraftModelSpeculator):
         model. See ``Drafter.propose``, and ``Pass`` for the arguments.
         """
         B = input_batch.num_reqs
-        # a draft step takes less memory than the passes that vLLM tries out before it
+        # A draft step takes less memory than the passes that vLLM has tried out before it.
         if dummy_run:
             return self.draft_tokens[:B]
         prefilling = input_batch.is_prefilling_np[:B]

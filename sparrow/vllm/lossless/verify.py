@@ -1,9 +1,9 @@
-"""Verification whose tokens do not depend on what was drafted, for ``drafter_invariant``.
+"""Verification for ``drafter_invariant``, whose tokens do not depend on the drafts.
 
-The policy draws every token as dense decoding does, with the noise of the request's seed and the
-token's position, and drafts, which were drawn with the same noise, are kept up to the first that
-differs (Daliri et al., arXiv 2408.07978). vLLM's own verification accepts a draft by its
-probability under both distributions, and so keeps somewhat more of them.
+The policy draws every token as dense decoding does, with noise from the request's seed and the
+token's position. Drafts were drawn with the same noise, and are kept up to the first that differs
+(Daliri et al., arXiv 2408.07978). vLLM's own verification accepts a draft by its probability under
+both distributions, and therefore keeps somewhat more of them.
 
 Shapes: T rows of logits in a verification, each sequence's rows adjacent; B sequences; S sequences
 the worker can hold; k the most drafts of a sequence; V vocabulary.
@@ -23,17 +23,17 @@ from sparrow.vllm import versions
 if TYPE_CHECKING:
     from sparrow.vllm.runtime import Runtime
 
-# by the tensor with the logits of the drafts, which is all that vLLM gives verification
+# keyed by the tensor with the drafts' logits, the only link that vLLM gives verification
 _runtimes: Any = WeakTensorKeyDictionary()
 
 
 def register(draft_logits: Tensor, runtime: Runtime) -> None:
-    """Have drafts with these logits verified as the engine of this runtime was asked to."""
+    """Verify drafts with these logits as this runtime's engine was configured to."""
     _runtimes[draft_logits] = runtime
 
 
 def runtime_of(draft_logits: Tensor | None) -> Runtime | None:
-    """The runtime of the speculator whose drafts have these logits, if it is Sparrow's."""
+    """Return the runtime of the speculator whose drafts have these logits, if it is Sparrow's."""
     return None if draft_logits is None else _runtimes.get(draft_logits)
 
 
@@ -48,15 +48,18 @@ def draw(
     k: int,
     use_fp64: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Draw a token after each row, and keep those that dense decoding would have come to.
+    """Draw a token after each row, and keep those that dense decoding would have reached.
 
-    Args: target_TV: the policy's logits, processed as for sampling. input_T: the token that each
-        row of logits comes after: the last one sampled, then the drafts. first_B1: where each
-        sequence's rows begin, ``[B + 1]``. position_T, sequence_T: each row's position, and its
-        sequence among all that the worker holds.
+    Args:
+        target_TV: the policy's logits, processed as for sampling.
+        input_T: the token before each row of logits: the last one sampled, then the drafts.
+        first_B1: first row of each sequence, ``[B + 1]``.
+        position_T, sequence_T: each row's position, and its sequence among all that the worker
+            holds.
 
-    Returns: Tokens ``[B, k + 1]``, and how many of them count, int32 ``[B]``: the accepted drafts
-        and one more.
+    Returns:
+        Tokens ``[B, k + 1]``, and how many of them count, int32 ``[B]``: the accepted drafts and
+        one more.
     """
     drafting: Any = {"is_drafting": False} if versions.drafts_have_own_noise() else {}
     drawn_T = gumbel_sample(

@@ -1,6 +1,6 @@
-"""Tests that wait for somebody to call them: functions named ``test_...``, and test classes.
+"""Runs the tests that a test runner would collect: functions named ``test_...`` and test classes.
 
-unittest and pytest would find and run them; here ``run`` does.
+unittest and pytest would find and call them; here ``run`` does.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class Exchange:
         return self._unpack(reply["value"])
 
     def _settle(self) -> None:
-        """Let the other side know what was changed here in place of its objects' parts."""
+        """Send the other side the changes made here to copies of its objects' parts."""
         borrowed = list(self._borrowed.values())
         self._borrowed.clear()
         for place, value, before in borrowed:
@@ -235,7 +235,7 @@ class Exchange:
                 self.ask({"alter": [*place, now]})
 
     def _give_back(self, copy: Any) -> None:
-        """Let the other side know what was changed here in a copy of its list, dict or set."""
+        """Send the other side the changes made here to a copy of its list, dict or set."""
         if isinstance(copy, MUTABLE_LIKE):
             content = self._crossing(_content(copy))
             if content != copy._known:

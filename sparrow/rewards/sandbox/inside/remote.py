@@ -85,7 +85,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "enter": _enter,
     "exit": _exit,
 }
-"""What can be done to an object of the other side, by the name under which it is asked for."""
+"""Operations on an object of the other side, by the name that a request uses."""
 
 
 class CannotCrossError(BaseException):
@@ -331,7 +331,7 @@ class RemoteIterator(Remote):
             if self._done:
                 raise StopIteration
             items, done = self._exchange.ask({"next": [self._key, max(1, self._ahead)]})
-            # An answer without items that is no end would be asked for for ever.
+            # An empty answer counts as the end, or this would ask forever.
             self.__dict__.update(
                 _buffer=list(reversed(items)),
                 _done=bool(done) or not items,

@@ -104,8 +104,8 @@ def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
 
 
 def _spread(keys: list[Hashable]) -> list[Hashable]:
-    """The keys as they are. Raises ValueError: so many share one hash that a set of them would take
-    forever.
+    """Return the keys unchanged. Raises ValueError: so many have the same hash that a set of them
+    would take forever.
     """
     alike: dict[int, int] = {}
     for key in keys:
@@ -185,7 +185,7 @@ class Channel:
         write_whole(self._write_fd, json.dumps(message).encode() + b"\n" + body)
 
     def complain(self, text: str) -> None:
-        """Leave a last word for whoever asks why this process has ended."""
+        """Leave a message that explains why this process ends."""
         write_whole(self._error_fd, text.encode(errors="replace"))
 
     def close(self, but_errors: bool = False) -> None:
