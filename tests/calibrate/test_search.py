@@ -453,7 +453,7 @@ class TwoPrograms:
     def sleep(self):
         pass
 
-    wake = sleep
+    wake = counters = sleep
 
 
 @pytest.mark.slow

@@ -148,12 +148,12 @@ def test_counters_are_those_of_the_last_samples(checkpoint, tmp_path, passes, mo
 def test_what_a_sparse_actor_sampled_is_kept_before_the_ceiling_is_measured(
     checkpoint, tmp_path, monkeypatch, capsys
 ):
-    from sparrow.calibrate import run
+    from sparrow.engines import measure
 
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "measure_ceiling", interrupt)
+    monkeypatch.setattr(measure, "measure_ceiling", interrupt)
     out = tmp_path / "report.json"
     arguments = ["--model", checkpoint, *SAMPLED, "--schedule", "fixed:0", "--top-n", "20"]
     with pytest.raises(SystemExit) as stopped:

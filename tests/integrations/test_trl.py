@@ -346,7 +346,7 @@ def test_stock_trl_trains_on_sparse_rollouts_and_logs_their_tail(tmp_path):
         assert 0.9 < step["sampling/importance_sampling_ratio/mean"] < 1.1
         # What vLLM's bfloat16 takes before sparsity takes anything.
         assert (
-            0.98 < step["sparrow/p5/128-192/ceiling/low"] <= step["sparrow/p5/128-192/ceiling"] < 1
+            0.98 < step["sparrow/p5/64-128/ceiling/low"] <= step["sparrow/p5/128-192/ceiling"] < 1
         )
         assert step["sparrow/p5/128-192"] < step["sparrow/p5/128-192/relative"] < 0.97
 
@@ -370,7 +370,7 @@ def test_stock_trl_trains_on_lossless_rollouts(tmp_path):
         assert step["grad_norm"] > 0 and step["reward_std"] > 0
         assert step["sampling/sampling_logp_difference/max"] < 1e-4
         assert (
-            step["sparrow/p5/128-192/ceiling"] > 0.999 and step["sparrow/sequences"] == 8
+            step["sparrow/p5/64-128/ceiling"] > 0.999 and step["sparrow/sequences"] == 8
         )  # all but what the lists leave out
         assert "sparrow/p5" not in step, "samples are the policy's own"
         assert step["sparrow/tokens_read"] < 0.8

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparrow.vllm import patches
 from tests.conftest import tiny_model
 from tests.vllm.tiny_vllm import discoverable, on_v2
 
@@ -233,7 +232,13 @@ def main(checkpoint, folder, arm, steps, tokens, seconds):
 
     wall_clock.PROFILED = 2 if arm == "lossless" else 4
     if arm == "dense":  # stock vLLM packs its weights on a CPU, and takes no new ones
-        patches.apply(patches.CPU_WEIGHTS)
+        from torch.nn.functional import linear
+        from vllm.model_executor.layers import utils
+
+        def keep_unpacked(layer, remove_weight):
+            layer.cpu_linear = linear
+
+        utils.dispatch_cpu_unquantized_gemm = keep_unpacked
     (folder / "schedules.json").write_text(json.dumps({"p86": [3, 4]}))
     options = wall_clock.Options(
         checkpoint,

@@ -33,7 +33,7 @@ from sparrow.attention.pages import landmarks
 from sparrow.decoding import DRAFT_BUDGETS, Decoding
 from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.vllm.cpu import CpuImpl
-from sparrow.vllm.lossless import plan, setup, speculator
+from sparrow.vllm.lossless import plan, setup, sparse_drafter, speculator
 from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.meter import overlap
 from sparrow.vllm.lossless.plan import DraftPlan
@@ -675,11 +675,11 @@ def test_drafts_drawn_with_the_tokens_own_noise_are_mostly_kept(folder, monkeypa
     fewer.
     """
     asked = prompts(*FEW, *FEW, seed=14)
-    stock, shares = speculator.gumbel_sample, []
+    stock, shares = sparse_drafter.gumbel_sample, []
     for other_noise in (False, True):
         if other_noise:
             monkeypatch.setattr(
-                speculator,
+                sparse_drafter,
                 "gumbel_sample",
                 lambda *args, **named: stock(*args, **{**named, "is_drafting": True}),
             )
@@ -743,13 +743,13 @@ def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
         tmp_path, vocab_size=V, num_hidden_layers=2, initializer_range=0.35, seed=7
     )
     prompt = np.random.default_rng(1).integers(0, V, 150).tolist()
-    stock = speculator.gumbel_sample
+    stock = sparse_drafter.gumbel_sample
     if adapts:
         turns = iter(range(10**6))
         monkeypatch.setattr(DraftChooser, "choose", lambda *_: (2, 0, 1)[next(turns) % 3])
     elif variant == "worst drafts":  # rejected as often as can be
         monkeypatch.setattr(
-            speculator,
+            sparse_drafter,
             "gumbel_sample",
             lambda logits, *args, **named: stock(-logits, *args, **named),
         )
@@ -757,7 +757,7 @@ def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
         variant == "shared noise"
     ):  # real drafts, drawn from the noise that replaces them when they are rejected
         monkeypatch.setattr(
-            speculator,
+            sparse_drafter,
             "gumbel_sample",
             lambda *args, **named: stock(*args, **{**named, "is_drafting": False}),
         )

@@ -119,6 +119,18 @@ class Cost(Command):
         print_rows(f"{self.model} on {machines}, {responses}, {self.schedule}", rows)
 
 
+def is_known(model: str) -> bool:
+    """Return whether a name, which is no path, is that of one of ``SHAPES``."""
+    from sparrow.cost import SHAPES
+
+    return not Path(model).exists() and _short(model) in SHAPES
+
+
+def _short(model: str) -> str:
+    """Shorten a name to the form that ``SHAPES`` has."""
+    return model.removeprefix("Qwen/").lower()
+
+
 def find_shape(model: str) -> ModelShape:
     """Find the shape of a model that a user names: a folder or its ``config.json``, one of
     ``SHAPES``, ``reasoner``, ``smollm2``, or a hub name.
@@ -130,8 +142,8 @@ def find_shape(model: str) -> ModelShape:
 
     if Path(model).exists():
         return ModelShape.from_config(model)
-    if (known := model.removeprefix("Qwen/").lower()) in SHAPES:
-        return SHAPES[known]
+    if is_known(model):
+        return SHAPES[_short(model)]
     from sparrow.cli.loading import OWN_NAMES, model_path
     from sparrow.engines.hf import load_config
 

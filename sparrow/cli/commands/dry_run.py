@@ -38,7 +38,7 @@ def dry_run(command: TrainOptions) -> None:
 
     Raises ConfigError: every problem that the run would meet, one sentence each.
     """
-    from sparrow.cli.commands.cost import find_shape
+    from sparrow.cli.commands.cost import find_shape, is_known
     from sparrow.cli.loading import (
         load_benchmarks,
         load_problems,
@@ -95,8 +95,11 @@ def dry_run(command: TrainOptions) -> None:
                 f"{room:,} left for the prompt",
             )
         )
-    with noting():
-        command.check_loras()
+    if not is_known(
+        command.model
+    ):  # a known shape names no layers, and the hub may be out of reach
+        with noting():
+            command.check_loras()
     with noting():
         task: Any = load_problems(
             command.task, command.dataset, None, room, command.reward.function, command.chat
