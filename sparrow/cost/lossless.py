@@ -234,7 +234,8 @@ def rows(lossy: Prediction, lossless: LosslessPrediction) -> list[tuple[str, str
         ("lossless speed-up", f"{lossless.speedup:.2f}x on the rollout, {step:.2f}x on the step"),
         (
             "drafts",
-            f"{drafting.tokens} that read {budget}; {drafting.tokens_per_cycle:.2f} tokens a cycle",
+            f"{drafting.tokens} that read {budget}; "
+            f"{drafting.tokens_per_cycle:.2f} tokens per cycle",
         ),
         ("verdict", verdict(lossy, lossless)),
     ]

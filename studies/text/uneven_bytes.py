@@ -142,7 +142,7 @@ def variants(even: Sequence[int], budgets: Sequence[int], together: Sequence[int
         *(Variant("page scores", "best head", b, score="best head") for b in budgets),
         *(Variant("page scores", "softmax by head, summed", b, score="softmax") for b in budgets),
         *(
-            Variant("two levels", f"{n} candidates a page read", b, candidates=n)
+            Variant("two levels", f"{n} candidates per page read", b, candidates=n)
             for n in (2, 4)
             for b in budgets
         ),
