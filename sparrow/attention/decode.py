@@ -46,8 +46,8 @@ class CacheScales:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """From block to block and from head to head of scales of tokens; 0 of scales of heads,
-        which have no blocks.
+        """Strides of per-token scales, from block to block and from head to head; 0 for per-head
+        scales, which have no blocks.
         """
         return (0, 0) if self.k.ndim == 1 else (self.k.stride(0), self.k.stride(1))
 
@@ -261,7 +261,7 @@ def check_scales(scales: Tensor, cache: Tensor) -> None:
 
 
 def check_head_budgets(head_budgets_K: Tensor | None, k: Tensor) -> None:
-    """Raise ValueError for budgets of other heads than those of the keys ``[B, K, ...]``, or on
+    """Raise ValueError for budgets for heads other than those of the keys ``[B, K, ...]``, or on
     another device.
     """
     x = head_budgets_K

@@ -72,7 +72,7 @@ def decode(
 
 
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raise ValueError for shapes that do not belong together, or landmarks in another dtype than
+    """Raise ValueError for shapes that do not belong together, or landmarks in a dtype other than
     the layout's.
     """
     check_shapes(batch)

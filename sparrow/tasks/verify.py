@@ -1,5 +1,5 @@
-"""Judges responses by their problems' verifiers, several at a time; errors name their place in the
-verifier.
+"""Judges responses with their problems' verifiers, several at a time. Errors say where in the
+verifier they arose.
 """
 
 from __future__ import annotations

@@ -361,7 +361,7 @@ class SparseImpl(VLLMClass):
         slot_mapping: Tensor,
         store_tokens: Any,
     ) -> None:
-        """Write new keys and values with one of the functions ``store_tokens`` of
+        """Write new keys and values with ``store_tokens``, one of the functions of that name in
         ``sparrow.attention``.
         """
         clipped = None
