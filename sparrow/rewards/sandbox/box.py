@@ -41,7 +41,7 @@ _INSTALL = (
 
 @cache
 def _fault(wall: Wall) -> str | None:
-    """Why programs cannot be held by ``wall`` on this machine, None if they can; found out by
+    """Why programs cannot be confined by ``wall`` on this machine, None if they can; found out by
     running a program.
     """
     if wall.held == "bwrap" and shutil.which("bwrap") is None:
@@ -79,7 +79,7 @@ def _wall(held: Held) -> Wall:
 
 @cache
 def _announce(held: Held) -> None:
-    """Log what holds programs, and what bounds them."""
+    """Log what confines programs, and what limits them."""
     wall = _wall(held)
     grouped = cgroup.parent() is not None
     if grouped or wall.counted_by_kernel:
@@ -106,7 +106,7 @@ def _announce(held: Held) -> None:
         )
     else:
         _log.info(
-            "generated programs are held by %s: %s",
+            "generated programs are confined by %s: %s",
             {"bwrap": "bubblewrap"}.get(held, "Landlock"),
             bounds,
         )
@@ -132,7 +132,7 @@ def choose_isolation(isolation: Isolation = "auto") -> Held:
         )
     if held == "session":
         raise RewardError(
-            f"generated programs cannot be held by Landlock here: {fault}; {_INSTALL}"
+            f"generated programs cannot be confined by Landlock here: {fault}; {_INSTALL}"
         )
     raise RewardError(
         f"generated programs cannot be held to their limits here: {fault}; use another machine"
