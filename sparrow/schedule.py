@@ -169,7 +169,7 @@ class SparsitySchedule:
 
     @property
     def page_layout(self) -> dict[str, Any]:
-        """The arguments of a ``PageLayout``; attention knows no schedule."""
+        """The arguments of a ``PageLayout``; attention does not know about schedules."""
         return {name: getattr(self, name) for name in PAGE_LAYOUT}
 
     @property

@@ -195,7 +195,7 @@ def _predicted(
     )
     batch = (
         f"{rollout.prompts} prompts x {rollout.samples} responses of {lengths.mean():,.0f} tokens "
-        "in the mean"
+        "on average"
     )
     run = f"{command.steps:,} steps, {command.steps * rollout.prompts:,} prompts"
     return [("a step has", batch), *planning.rows(plan, command.steps), ("the run has", run)]
