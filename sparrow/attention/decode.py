@@ -32,7 +32,7 @@ PLAN_ENTRY = 8  # numbers in an entry of the plan; ``division`` says which
 
 @dataclass(frozen=True)
 class CacheScales:
-    """Scales of a cache in 8 bits, on its device: a key or value is what is stored, times its
+    """Scales of an 8-bit cache, on its device: a key or value is what is stored, times its
     scale.
 
     Of float8_e4m3fn, those of kv heads, float32 ``[K]``; powers of 2 lose nothing when a stored key
@@ -68,7 +68,7 @@ class DecodeBatch:
     out_BHD: Tensor
     layout: PageLayout
     scale: float
-    cache_scales: CacheScales | None = None  # of a cache in 8 bits; None for any other
+    cache_scales: CacheScales | None = None  # of an 8-bit cache; None for any other
     # int32, in units of 1 / 256; None if all heads keep ``top_k_B``
     head_budgets_K: Tensor | None = None
 

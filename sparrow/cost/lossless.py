@@ -143,7 +143,7 @@ def choices(
 ) -> list[Drafting]:
     """Numbers of drafts and budgets to choose from, given the acceptance at ``REFERENCE_TOKENS``.
 
-    Acceptance is assumed to be the same with landmarks in 8 bits (``docs/selectors.md``).
+    Acceptance is assumed to be the same with 8-bit landmarks (``docs/selectors.md``).
     """
     candidates = []
     for pages in DRAFT_PAGES:

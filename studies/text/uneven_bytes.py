@@ -17,7 +17,7 @@ head, ranked by the mean query. The others:
 groups.
 - *pairs of layers*: a layer reads the pages that the one before it selected, head by head or,
   matched, those of the head whose pages hold most of its attention mass on the calibration's texts.
-- *together*: landmarks in 8 bits, smaller pages, two levels, and the weighted budgets by layer and
+- *together*: 8-bit landmarks, smaller pages, two levels, and the weighted budgets by layer and
 kv head.
 
 Shapes: as in ``drafts.py``; L layers, C cells (layers, or kv heads of layers), U budgets of 64,
