@@ -363,7 +363,7 @@ def landmarks(limit: float) -> Row:
 
 
 def caches(limit: float, names: Sequence[str]) -> Row:
-    """Sparse and dense steps with keys and values in 16 and in 8 bits; landmarks in 16 bits and,
+    """Sparse and dense steps with keys and values in 16 and in 8 bits; 16-bit landmarks and,
     with fp8, in 8 too.
     """
     rows = []

@@ -25,7 +25,7 @@ H200 = MACHINES["h200"]
 
 
 def measured() -> list[dict[str, Any]]:
-    """Cycles on an H200 with a fixed number of drafts and a cache in 16 bits; how many are accepted
+    """Cycles on an H200 with a fixed number of drafts and a 16-bit cache; how many are accepted
     changes no time.
     """
     points = []

@@ -1,4 +1,4 @@
-"""A KV cache in 8 bits and fp8 weights in vLLM on a GPU, against exact arithmetic on the same
+"""An 8-bit KV cache and fp8 weights in vLLM on a GPU, against exact arithmetic on the same
 rounded keys and values.
 
     python benchmarks/fp8_check.py                 # writes benchmarks/results/fp8_equal.json

@@ -1,4 +1,4 @@
-"""Rollouts with KV caches in 8 bits and fp8 weights in vLLM on one GPU, stock dense against
+"""Rollouts with 8-bit KV caches and fp8 weights in vLLM on one GPU, stock dense against
 Sparrow.
 
     python benchmarks/fp8_rollout.py --shape qwen3-14b    # writes benchmarks/results/fp8_qwen3-14b.json

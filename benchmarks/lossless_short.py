@@ -16,7 +16,7 @@ so do two processes of one engine: several runs tell more than a long one, and
 ``benchmarks/tables.py`` takes their mean. Sequences begin with their tokens in the cache
 (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens, or for ``SECONDS``; acceptance is
 synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what they
-read are chosen from knowing nothing. Ratios are those of tokens per second over all turns;
+read are chosen without earlier measurements. Ratios are those of tokens per second over all turns;
 intervals resample rounds of turns.
 
 Taking turns costs time that nobody else would spend: at its end a turn waits for what the GPU still

@@ -1,4 +1,4 @@
-"""Tables of KV caches in 8 bits and fp8 weights: kernels, rollouts, equalities, acceptance."""
+"""Tables of 8-bit KV caches and fp8 weights: kernels, rollouts, equalities, acceptance."""
 
 from __future__ import annotations
 

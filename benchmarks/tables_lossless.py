@@ -37,8 +37,8 @@ def text_model() -> dict[int, float]:
 
 
 def lossless_speed() -> str:
-    """Speeds by what drafts read; the number of drafts is chosen from knowing nothing, and at 0.95
-    held as well.
+    """Speeds by what drafts read. The number of drafts is chosen without earlier measurements; at
+    acceptance 0.95 there are also speeds for a fixed number.
     """
     rows, measured = [], text_model()
     pairs = {f"lossless_{shape}": f"lossless_{shape}_stock" for shape in SHAPES}

@@ -42,7 +42,7 @@ about half a percent.
 AUTO_ELSEWHERE = (
     "mode 'auto' needs sparrow train with its engine hf: vLLM verifies all of a response or "
     "nothing, and its prefix cache would share blocks that hold unverified tokens; "
-    "take mode 'lossless' or 'lossy'"
+    "use mode 'lossless' or 'lossy'"
 )
 
 

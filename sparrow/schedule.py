@@ -169,7 +169,7 @@ class SparsitySchedule:
 
     @property
     def page_layout(self) -> dict[str, Any]:
-        """The arguments of a ``PageLayout``; attention knows no schedule."""
+        """The arguments of a ``PageLayout``; attention does not know about schedules."""
         return {name: getattr(self, name) for name in PAGE_LAYOUT}
 
     @property
@@ -210,7 +210,7 @@ class SparsitySchedule:
             layers, heads = self.budget_units.shape
             raise ConfigError(
                 f"the schedule's head_budgets are for {layers} layers of {heads} kv heads but the "
-                f"model has {num_layers} of {kv_heads}; take a schedule made for this model, or "
+                f"model has {num_layers} of {kv_heads}; use a schedule made for this model, or "
                 "leave head_budgets out"
             )
 

@@ -99,7 +99,7 @@ def test_the_wheel_is_installed_and_runs_away_from_the_clone(tmp_path):
     printed = run(sparrow, "demo", "--steps", "1", "--prompts", "1", cwd=away)
     assert (
         "1 of 1" in printed
-        and "tokens a cycle" in printed
+        and "tokens per cycle" in printed
         and (away / "runs" / "demo" / "model").is_dir()
     )
     run(sparrow, "report", "runs/demo", cwd=away)

@@ -323,7 +323,7 @@ def teacher_forced(
             from sparrow.attention import triton
         except ImportError as error:
             raise ConfigError(
-                f"implementation 'triton' needs Triton ({error}); install it, or take 'reference'"
+                f"implementation 'triton' needs Triton ({error}); install it, or use 'reference'"
             ) from error
 
         return triton.teacher_forced(*arguments, head_budgets_K, kept)

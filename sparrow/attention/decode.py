@@ -32,7 +32,7 @@ PLAN_ENTRY = 8  # numbers in an entry of the plan; ``division`` says which
 
 @dataclass(frozen=True)
 class CacheScales:
-    """Scales of a cache in 8 bits, on its device: a key or value is what is stored, times its
+    """Scales of an 8-bit cache, on its device: a key or value is what is stored, times its
     scale.
 
     Of float8_e4m3fn, those of kv heads, float32 ``[K]``; powers of 2 lose nothing when a stored key
@@ -46,8 +46,8 @@ class CacheScales:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """From block to block and from head to head of scales of tokens; 0 of scales of heads,
-        which have no blocks.
+        """Strides of per-token scales, from block to block and from head to head; 0 for per-head
+        scales, which have no blocks.
         """
         return (0, 0) if self.k.ndim == 1 else (self.k.stride(0), self.k.stride(1))
 
@@ -68,7 +68,7 @@ class DecodeBatch:
     out_BHD: Tensor
     layout: PageLayout
     scale: float
-    cache_scales: CacheScales | None = None  # of a cache in 8 bits; None for any other
+    cache_scales: CacheScales | None = None  # of an 8-bit cache; None for any other
     # int32, in units of 1 / 256; None if all heads keep ``top_k_B``
     head_budgets_K: Tensor | None = None
 
@@ -261,7 +261,7 @@ def check_scales(scales: Tensor, cache: Tensor) -> None:
 
 
 def check_head_budgets(head_budgets_K: Tensor | None, k: Tensor) -> None:
-    """Raise ValueError for budgets of other heads than those of the keys ``[B, K, ...]``, or on
+    """Raise ValueError for budgets for heads other than those of the keys ``[B, K, ...]``, or on
     another device.
     """
     x = head_budgets_K

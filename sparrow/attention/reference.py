@@ -72,7 +72,7 @@ def decode(
 
 
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raise ValueError for shapes that do not belong together, or landmarks in another dtype than
+    """Raise ValueError for shapes that do not belong together, or landmarks in a dtype other than
     the layout's.
     """
     check_shapes(batch)
@@ -154,7 +154,7 @@ def _entries(cache: Tensor, at: tuple[Tensor | slice, ...]) -> Tensor:
 def _dequantised(
     cache: Tensor, scales: Tensor, at: tuple[Tensor, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Keys or values ``[B, K, T, D]`` of a cache in 8 bits."""
+    """Keys or values ``[B, K, T, D]`` of an 8-bit cache."""
     if cache.dtype == torch.int8:
         return from_int8(cache[at], scales[at], dtype)
     return _entries(cache, at).to(dtype) * scales.to(dtype)[:, None, None]
@@ -169,7 +169,7 @@ def store_tokens(
     scales: CacheScales,
     clipped: Tensor | None = None,
 ) -> None:
-    """Store each token's keys and values in its slot (-1: none) of a cache in 8 bits; see
+    """Store each token's keys and values in its slot (-1: none) of an 8-bit cache; see
     ``triton.store_tokens``.
     """
     has_slot_T = slot_mapping_T >= 0

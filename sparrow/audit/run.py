@@ -62,7 +62,7 @@ def run_audit(
         prompts: one for each response.
         listener: called at the start of each pass with its name.
 
-    Raises ConfigError: greedy sampling. EngineError: log-probs that are no numbers.
+    Raises ConfigError: greedy sampling. EngineError: log-probs that are not numbers.
     """
     check(sampling)
 

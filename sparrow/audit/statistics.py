@@ -60,7 +60,7 @@ tokens to another place."""
 ROUNDING_RATIO = 2.0
 ROUNDING_FLOOR = 1e-4
 """Reported log-probs may differ from scored ones by this multiple of what the dense arm's do, plus
-the floor (in nats): a pass over several tokens adds in another order than a pass over one."""
+the floor (in nats): a pass over several tokens adds in a different order from a pass over one."""
 
 COMMON = 0.02
 """Tokens of at least this probability are counted one by one where contexts repeat."""

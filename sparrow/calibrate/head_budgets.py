@@ -105,7 +105,7 @@ def find(
         )
     unit = top_k // UNITS
     even = layout.replace(top_k=(unit * UNITS,))
-    listener(f"budgets of heads: sampling {len(prompts)} dense responses")
+    listener(f"head budgets: sampling {len(prompts)} dense responses")
     trajectories = Trajectories(
         engine, engine, prompts, sampling, folder, SparsitySchedule.dense(), made_by
     )
@@ -116,7 +116,7 @@ def find(
     best = float(flatten(trajectories.ceiling())[0].mean())
     lost = []
     for layer in sparse:
-        listener(f"budgets of heads: scoring with layer {layer} alone sparse")
+        listener(f"head budgets: scoring with layer {layer} alone sparse")
         others = tuple(other for other in range(layers) if other != layer)
         lost.append(best - float(acceptance(even.replace(dense_layers=others)).mean()))
     if max(lost) <= 0:
@@ -125,7 +125,7 @@ def find(
             "budgets are found; sample longer responses, or try smaller budgets"
         )
     lost_L = np.maximum(lost, LEAST * max(lost))
-    listener("budgets of heads: attention that is left unread")
+    listener("head budgets: attention that is left unread")
     longest = max(len(r.prompt_ids) + len(r) for r in trajectories.rollouts) // layout.page_size
     counts = [
         unit * n for n in range(1, min(LARGEST_BUDGET * UNITS, max(UNITS, -(-longest // unit))) + 1)
@@ -136,14 +136,14 @@ def find(
     table[sparse] = units / UNITS
     found = {"by": by, "top_k": unit * UNITS, "lost": [round(x, 5) for x in lost]}
     budgets = tuple(map(tuple, table.tolist()))
-    listener("budgets of heads: scoring with them and without")
+    listener("head budgets: scoring with them and without")
     without, uneven = (
         float(np.percentile(acceptance(each), 5))
         for each in (even, even.replace(head_budgets=budgets))
     )
     if uneven <= without:
         raise ConfigError(
-            f"at {unit * UNITS} pages by score p5 is {without:.3f} without head_budgets and "
+            f"with {unit * UNITS} pages kept by score, p5 is {without:.3f} without head_budgets and "
             f"{uneven:.3f} with those found by {by}; leave them out"
         )
     return layout.replace(

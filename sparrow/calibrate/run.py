@@ -57,7 +57,7 @@ def calibrate_engine(
         budgets: top-k values that the first search tries at every length; no bin ever gets fewer
             than the smallest.
         target, refine, provenance, relative: see ``sparrow.calibrate.calibrate``.
-        layout: gives page size, bins, dense layers and budgets of heads. The first round samples
+        layout: gives page size, bins, dense layers and head budgets. The first round samples
             under it; but if it is dense and more rounds follow, the first samples under the largest
             of ``budgets``, in a fraction of the time.
         on_policy: rounds after the first; 0 searches once, on trajectories of ``layout``.

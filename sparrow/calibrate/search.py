@@ -19,7 +19,7 @@ from sparrow.mismatch import PercentileInterval, percentile_by_bin_interval, pla
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PERCENTILE = 5
-MIN_SEQUENCES = 20  # fewer give no interval of p5
+MIN_SEQUENCES = 20  # with fewer, p5 has no confidence interval
 # Budgets further apart than this factor are bisected before p5 is interpolated between them.
 WIDE = 1.5
 STEP = 4 / 3  # factor of the first step away from a budget that fails or is more than needed

@@ -131,7 +131,7 @@ def print_audit(verdict: Verdict, tokens: int) -> None:
     shown = [f for f in verdict.findings if f.place == "all"] + (worst or by_place[:1])
     _print_columns(
         f"samples against the dense model's distributions, {tokens:,} tokens",
-        ["quantity", "tested", "dense arm", "difference", "seen from", "p"],
+        ["quantity", "tested", "dense arm", "difference", "detectable", "p"],
         [row(f) for f in shown],
     )
     if hidden := len(verdict.findings) - len(shown):
@@ -238,8 +238,8 @@ def print_drafts(counts: Mapping[str, Any]) -> None:
             ]
             _print_columns(title, ("length", "drafts", "mean", "p5"), rows)
     Console().print(
-        f"{counts['tokens_per_cycle']:.2f} tokens a cycle, {counts['drafts_per_token']:.2f} drafts "
-        "a token; all have a dense history, which a lossy actor does not"
+        f"{counts['tokens_per_cycle']:.2f} tokens per cycle, {counts['drafts_per_token']:.2f} "
+        "drafts per token; all have a dense history, which a lossy actor does not"
     )
 
 
@@ -262,7 +262,7 @@ def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]
             f"{drafts['accepted'] / max(drafts['drafted'], 1):.0%}",
         )
 
-    headings = ("mode", "log p off by", "KV read", "tokens a cycle", "kept")
+    headings = ("mode", "log p off by", "KV read", "tokens per cycle", "kept")
     _print_columns(
         title, headings, [(mode, f"{off:.1g}", *cells(counts)) for mode, off, counts in rows]
     )

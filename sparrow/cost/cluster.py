@@ -36,8 +36,8 @@ LAYER_BYTES = 34
 LINK_BYTES_S = 350e9  # between GPUs of one host
 NETWORK_BYTES_S = 40e9  # from one GPU to another host
 HOST_BYTES_S = 13e9  # between a GPU and its host's memory, as measured in vLLM's sleep and wake
-# per response token, as measured: it is sent to all processes after the rollout, and again with its
-# log-probs
+# measured seconds per response token, for sending the tokens to all processes after the rollout, and
+# once more with their log-probs
 GATHER_S = 1.4e-6
 # of a GPU's memory that vLLM takes by default; weights and KV get MEMORY_FRACTION of the memory
 VLLM_SHARE = 0.9
@@ -59,8 +59,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1 or self.gpus < 1 or self.gpus % self.tensor_parallel:
             raise ConfigError(
-                f"{self.gpus} GPUs do not make engines of {self.tensor_parallel}; choose a "
-                "tensor_parallel that divides"
+                f"{self.gpus} GPUs cannot be split into engines of {self.tensor_parallel}; choose a "
+                "tensor_parallel that divides the number of GPUs"
             )
 
     @property
@@ -151,7 +151,7 @@ def fit(
     if needed > MEMORY_FRACTION * memory:
         remedy = "recompute them (optimizer.gradient_checkpointing)"
         if recompute:
-            remedy = "take more GPUs or fewer tokens"
+            remedy = "use more GPUs or fewer tokens"
         raise ConfigError(
             f"training {shape.name} on {cluster.gpus} {cluster.machine.name} needs "
             f"{needed / 2**30:.0f} GiB on each, of which {activations / 2**30:.0f} for "
@@ -170,7 +170,7 @@ def fit(
         raise ConfigError(
             f"an engine of {cluster.tensor_parallel} {cluster.machine.name} holds {held:,} tokens "
             f"beside {shape.name}{' and its training state' if colocated else ''}, but a response "
-            f"may have {longest:,}; raise tensor_parallel, take more GPUs or shorter responses"
+            f"may have {longest:,}; raise tensor_parallel, use more GPUs or shorter responses"
         )
     kv = held * shape.kv_width * shape.kv_bytes / cluster.tensor_parallel
     weights = parameters * shape.weight_bytes / cluster.tensor_parallel

@@ -143,7 +143,7 @@ def choices(
 ) -> list[Drafting]:
     """Numbers of drafts and budgets to choose from, given the acceptance at ``REFERENCE_TOKENS``.
 
-    Acceptance is assumed to be the same with landmarks in 8 bits (``docs/selectors.md``).
+    Acceptance is assumed to be the same with 8-bit landmarks (``docs/selectors.md``).
     """
     candidates = []
     for pages in DRAFT_PAGES:
@@ -234,7 +234,8 @@ def rows(lossy: Prediction, lossless: LosslessPrediction) -> list[tuple[str, str
         ("lossless speed-up", f"{lossless.speedup:.2f}x on the rollout, {step:.2f}x on the step"),
         (
             "drafts",
-            f"{drafting.tokens} that read {budget}; {drafting.tokens_per_cycle:.2f} tokens a cycle",
+            f"{drafting.tokens} that read {budget}; "
+            f"{drafting.tokens_per_cycle:.2f} tokens per cycle",
         ),
         ("verdict", verdict(lossy, lossless)),
     ]

@@ -90,12 +90,12 @@ class HFEngine(Engine, Scorer, Ranker):
         if self.decoding.verifies and len(self._attention_layers) < config.num_hidden_layers:
             raise UnsupportedModel(
                 f"{type(model).__name__} has linear layers, whose state cannot forget a rejected "
-                "draft; take mode dense or lossy, or a model with attention in every layer"
+                "draft; use mode dense or lossy, or a model with attention in every layer"
             )
         if self.decoding.draft_weights != "auto":
             raise ConfigError(
                 f"draft_weights is {self.decoding.draft_weights!r}, but transformers drafts with "
-                "the model's own weights; leave draft_weights out, or take the engine vllm"
+                "the model's own weights; leave draft_weights out, or use the engine vllm"
             )
 
         self._eos = torch.tensor(list(eos_ids), device=model.device)
@@ -337,7 +337,7 @@ class HFEngine(Engine, Scorer, Ranker):
         if self.decoding.mode != "auto":
             raise ConfigError(
                 f"the engine was started in mode {self.decoding.mode!r}, "
-                "and only mode auto stops verifying"
+                "and only mode auto can stop verifying"
             )
         self._verified_up_to = length
 

@@ -26,7 +26,7 @@ class Kind:
     start: str  # the function that starts it from an ``Asked``, as module:function
     takes: Literal["nothing", "options", "address"]  # what follows the name
     # It samples with the very model that was loaded, of which there is no copy: it can score too,
-    # leave verification out at some lengths, and change the budgets of heads.
+    # leave verification out at some lengths, and change the head budgets.
     shares_model: bool = False
     colocated: bool = True  # runs on the GPUs of the process that started it
     predicted: bool = True  # the cost model says how fast it is

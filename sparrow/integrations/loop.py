@@ -51,7 +51,7 @@ def measured(
     if not temperature > 0:
         raise ConfigError(
             f"temperature is {temperature!r}, but a greedy actor "
-            "has no acceptance rate; take that of the rollouts"
+            "has no acceptance rate; use that of the rollouts"
         )
 
     decoding = Decoding.load(schedule)

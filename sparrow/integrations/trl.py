@@ -70,7 +70,7 @@ class SparseGRPOTrainer(Trainer):
         top_n: length of the actor's lists.
 
     Raises ConfigError: TRL generates without vLLM, its vLLM decodes densely or in another mode, or
-    it samples from another distribution than the whole softmax (``integrations.sampling``).
+    it samples from a distribution other than the whole softmax (``integrations.sampling``).
     """
 
     report: MismatchReport | None = None

@@ -154,7 +154,7 @@ def _probabilities(
             f"{where.shape}; gather the {side}'s log-probs at the actor's ids, or pass policy_ids."
         )
     if np.isnan(values).any():
-        raise ValueError(f"The {side}'s log-probs hold NaN; mark missing entries with -inf.")
+        raise ValueError(f"The {side}'s log-probs contain NaN; mark missing entries with -inf.")
     if np.any(values > ROUNDING):
         raise ValueError(
             f"The {side}'s log-probs reach {values.max():g}, above 0; pass log-softmax, not logits."

@@ -74,7 +74,7 @@ def split_by_bin(
             f"Positions have dtype {positions.dtype}; pass 0-based integer token indices."
         )
     if np.any(positions < 0):
-        raise ValueError(f"Positions reach down to {positions.min()}; pass 0-based token indices.")
+        raise ValueError(f"The lowest position is {positions.min()}; pass 0-based token indices.")
     bins = positions.astype(np.int64) // bin_tokens
     order = np.argsort(bins, kind="stable")
     present, starts = np.unique(bins[order], return_index=True)

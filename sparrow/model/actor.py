@@ -292,7 +292,7 @@ def _check_schedule(schedule: SparsitySchedule, model: PreTrainedModel) -> None:
         if len(attention_layers(config)) < config.num_hidden_layers:
             raise ConfigError(
                 f"{type(model).__name__} has layers without attention, which the mean of "
-                "head_budgets would count; take a schedule without them"
+                "head_budgets would count; use a schedule without them"
             )
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     schedule.check_model(config.num_hidden_layers, kv_heads)

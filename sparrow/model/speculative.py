@@ -52,7 +52,7 @@ class Shape:
         if not torch.isfinite(logits.amax(-1)).all():  # a maximum passes NaN on
             raise TrainingDiverged(
                 "the model's logits are not finite, so no token can be sampled; go back to weights "
-                "that are finite, or take precision fp32 if they overflow"
+                "that are finite, or use precision fp32 if they overflow"
             )
         if self.temperature == 0:
             return one_hot(logits.argmax(-1), logits.shape[-1]).double()

@@ -82,7 +82,7 @@ class RunConfig:
         path = run_dir / CONFIG
         if not path.is_file():
             raise ConfigError(
-                f"{run_dir} holds no {CONFIG}, so it is no run directory; give the run_dir of a run"
+                f"{run_dir} is not a run directory: it has no {CONFIG}; give the run_dir of a run"
             )
         record = parse(path.read_bytes(), str(path))
         if missing := {"train", "schedule"} - set(record):

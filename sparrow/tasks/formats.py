@@ -1,7 +1,7 @@
 r"""Formats of public datasets: what their rows look like, and where the datasets are found.
 
-A format turns one row into a ``Question``; it knows no verifier, only the kind of verifier that its
-answers are for:
+A format turns one row into a ``Question``; it does not know verifiers, only the kind of verifier
+that its answers are for:
 
 - ``math``: the answer is text;
 - ``code``: the answer is a mapping with tests, as ``sparrow.rewards.sandbox.judge`` describes them.

@@ -235,7 +235,7 @@ def unread(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
     """
     unknown = tokenizer.unk_token_id
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):
-        unknown = None  # as byte-level tokenizers have it, which know every text
+        unknown = None  # byte-level tokenizers do this, and can encode every text
     if not tokenizer.is_fast:
         ids = tokenizer(text, add_special_tokens=False).input_ids
         return ids.count(unknown) / max(len(ids), 1)

@@ -1,5 +1,5 @@
-"""Judges responses by their problems' verifiers, several at a time; errors name their place in the
-verifier.
+"""Judges responses with their problems' verifiers, several at a time. Errors say where in the
+verifier they arose.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from sparrow.errors import RewardError, place
 from sparrow.tasks.base import Problem
 
-LARGEST_REWARD = 1e6  # in size; beyond, the spread of a group's rewards has no meaning
+LARGEST_REWARD = 1e6  # in absolute value; beyond it, the spread of a group's rewards has no meaning
 TIME_LIMIT = 300.0  # after this many seconds without any verdict, a verifier is taken to hang
 VERIFYING = 64
 """Responses verified at a time. Verifiers that need processors wait for their own pools, so a bad

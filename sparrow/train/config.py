@@ -276,8 +276,8 @@ class DistillConfig(Settings):
     kl_coef: NotNegative = 1.0  # Weight lambda of KL(dense || sparse).
     # Add the policy loss on the sparse log-probs; without it the adapter is distilled by KL alone.
     policy_loss: bool = True
-    # Share of responses trained on, those with the lowest p5 of acceptance first; the cost falls
-    # with it.
+    # Share of responses trained on, those with the lowest p5 of acceptance first; a smaller share
+    # costs less.
     responses: Share = 0.5
     adapter: str | None = None  # A PEFT adapter folder to start from.
 

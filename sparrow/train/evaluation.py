@@ -87,8 +87,8 @@ class Evaluator:
 
 
 def best_step(evaluations: Sequence[Row]) -> int | None:
-    """The step with the highest mean@k, averaged over benchmarks; the earliest of equals, None if
-    there is none.
+    """The step with the highest mean@k, averaged over benchmarks: the earliest one in a tie, None if
+    nothing was evaluated.
     """
 
     def mean(row: Row) -> Any:

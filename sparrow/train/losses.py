@@ -187,6 +187,6 @@ def check_finite(metrics: Mapping[str, float], max_log_ratio: float) -> None:
     if log_ratio > max_log_ratio:
         raise TrainingDiverged(
             f"the largest |log pi_theta - log p_old| is {log_ratio:.4g}, above the bound of "
-            f"{max_log_ratio:g}; lower the learning rate, take fewer updates per rollout, or "
+            f"{max_log_ratio:g}; lower the learning rate, make fewer updates per rollout, or "
             "check that both sides are scored at one temperature."
         )

@@ -61,7 +61,7 @@ class Ranks:
         """Make sure that all processes start from the same weights, even where each then keeps only
         a shard.
 
-        Raises ConfigError: they do not.
+        Raises ConfigError: their weights differ.
         """
         sums = [p.detach().double().sum().item() for p in model.parameters()]
         if any(other != sums for other in self.gather("start", lambda: sums)):

@@ -112,7 +112,7 @@ def resumed(
 
 
 def check_data(recorded: RunConfig, given: RunConfig, run_dir: str) -> None:
-    """Refuse to go on with other problems than those that the run began with: their order depends
+    """Refuse to go on with problems other than those that the run began with: their order depends
     on all of them.
 
     Raises ConfigError: the data set or a benchmark has changed. A run of an older version recorded

@@ -94,7 +94,7 @@ class Trainer:
         if dial and not isinstance(engine, PartVerifier):
             raise ConfigError(
                 f"{type(engine).__name__} verifies all of a response or nothing, so that mode "
-                "auto cannot run on it; take mode lossless or lossy"
+                "auto cannot run on it; use mode lossless or lossy"
             )
         self.ceiling = Ceiling()
         # Of steps that a stopped run had logged after its last checkpoint; a resumed run drafts as

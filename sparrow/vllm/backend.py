@@ -116,7 +116,7 @@ class Step(NamedTuple):
     # the layers that store the tokens of ``prefills``; None if the step has no prefill rows
     layers: LayerGroup | None = None
     # int32 [B], ``ALL_PAGES`` in every row; only where dense layers run Sparrow's kernels too: in
-    # draft steps, and with a cache in 8 bits
+    # draft steps, and with an 8-bit cache
     everything: Tensor | None = None
     may_reuse_plan: bool = True  # whether layers may reuse a plan where ``attach`` found they can
     # whether the caller has written ``top_k`` and counted the step before the model runs
@@ -129,7 +129,7 @@ class CacheViews(NamedTuple):
     keys: Tensor  # [blocks, K, N, D]
     values: Tensor  # [blocks, K, N, D]
     landmarks: Tensor  # [blocks, N / P, K, D]
-    # of a cache in 8 bits; only those of int8 lie in the cache
+    # of an 8-bit cache; only those of int8 lie in the cache
     scales: attention.CacheScales | None
 
 
@@ -253,7 +253,7 @@ class SparseImpl(VLLMClass):
     kernels: attention.Choice  # what decodes, chosen when the layer is attached
     runtime: Runtime | None = None
     is_sparse_layer = False
-    # true for sparse layers, and for all in lossless mode or with a cache in 8 bits
+    # true for sparse layers, and for all in lossless mode or with an 8-bit cache
     has_landmarks = False
     fp8_scales: fp8.LayerScales | None = None  # of an fp8 cache
     head_budgets: Tensor | None = None  # of a sparse layer whose heads have different budgets
@@ -361,7 +361,7 @@ class SparseImpl(VLLMClass):
         slot_mapping: Tensor,
         store_tokens: Any,
     ) -> None:
-        """Write new keys and values with one of the functions ``store_tokens`` of
+        """Write new keys and values with ``store_tokens``, one of the functions of that name in
         ``sparrow.attention``.
         """
         clipped = None

@@ -251,7 +251,7 @@ def check(vllm_config: Any) -> None:
         return
     if drafting.meter is None:
         raise ConfigError(
-            "mode 'lossless': vLLM made another speculator than Sparrow's; drop speculative_config"
+            "mode 'lossless': vLLM made a speculator other than Sparrow's; drop speculative_config"
         )
     if (metered := drafting.meter.metered) is not None:
         logger.info(

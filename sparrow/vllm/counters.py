@@ -104,8 +104,8 @@ class DensePasses:
         return cycles
 
     def add_to(self, counts: Counter[str], layers: int) -> None:
-        """Complete the counts of a worker's decode steps, all of which were drafts, with the passes
-        since the last call.
+        """Complete the counts of a worker's decode steps, all of which drafted, by adding what the
+        passes since the last call did.
         """
         self._sum_plain()
         read, held, emitted, passes = self._verified.tolist()

@@ -49,7 +49,7 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Store with Sparrow's kernel for a cache in 8 bits, and where Sparrow decodes next, since
+        """Store with Sparrow's kernel for an 8-bit cache, and where Sparrow decodes next, since
         its decode kernel may begin during the update; otherwise with vLLM's.
 
         The dense passes of lossless mode are vLLM's alone.

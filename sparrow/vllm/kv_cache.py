@@ -1,4 +1,4 @@
-"""A KV cache in 8 bits, fp8 or int8: its names in vLLM, and the 16-bit copy that prefill reads.
+"""An 8-bit KV cache, fp8 or int8: its names in vLLM, and the 16-bit copy that prefill reads.
 
 vLLM's own attention would round the queries to fp8 as well, and does not support int8. The copy is
 exact, so that prefill and decode steps see the same keys and values; decode steps run the kernels

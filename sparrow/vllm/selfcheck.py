@@ -493,8 +493,8 @@ def _decode(
         if not error <= bound:
             raise _refusal(
                 f"{layer.layer_name}, decoding {rows} rows from a cache in {layer.kv_cache.dtype} "
-                f"with {'every page' if top_k == ALL_PAGES else 'the best pages'} kept, is "
-                f"{error:.2g} from what it should give, where rounding explains {bound}"
+                f"with {'every page' if top_k == ALL_PAGES else 'the best pages'} kept, is off "
+                f"by {error:.2g}, where rounding explains only {bound}"
             )
 
 

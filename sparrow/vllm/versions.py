@@ -67,8 +67,8 @@ def known() -> str:
 
 
 def drafts_have_own_noise() -> bool:
-    """Return whether vLLM draws drafts with other noise than the tokens that replace rejected ones,
-    as it does from 0.30 on.
+    """Return whether vLLM draws drafts with different noise from the tokens that replace rejected
+    ones, as it has done since 0.30.
     """
     return "is_drafting" in _parameters_of_gumbel_sample()
 

@@ -124,7 +124,7 @@ class GraphEngine(HFEngine):
         """
         if schedule.head_budgets:
             raise ConfigError(
-                "GraphEngine keeps as many pages in every kv head; take a schedule without head_budgets"
+                "GraphEngine keeps as many pages in every kv head; use a schedule without head_budgets"
             )
         super().set_schedule(schedule)
         self._fill_table()

@@ -1,4 +1,4 @@
-"""Acceptance of drafts against the bytes that a draft reads: page sizes, landmarks in 8 bits,
+"""Acceptance of drafts against the bytes that a draft reads: page sizes, 8-bit landmarks,
 Quest, which layers.
 
     python studies/text/fewer_bytes.py CHECKPOINT --out benchmarks/results/text_bytes.json

@@ -17,7 +17,7 @@ head, ranked by the mean query. The others:
 groups.
 - *pairs of layers*: a layer reads the pages that the one before it selected, head by head or,
   matched, those of the head whose pages hold most of its attention mass on the calibration's texts.
-- *together*: landmarks in 8 bits, smaller pages, two levels, and the weighted budgets by layer and
+- *together*: 8-bit landmarks, smaller pages, two levels, and the weighted budgets by layer and
 kv head.
 
 Shapes: as in ``drafts.py``; L layers, C cells (layers, or kv heads of layers), U budgets of 64,
@@ -142,7 +142,7 @@ def variants(even: Sequence[int], budgets: Sequence[int], together: Sequence[int
         *(Variant("page scores", "best head", b, score="best head") for b in budgets),
         *(Variant("page scores", "softmax by head, summed", b, score="softmax") for b in budgets),
         *(
-            Variant("two levels", f"{n} candidates a page read", b, candidates=n)
+            Variant("two levels", f"{n} candidates per page read", b, candidates=n)
             for n in (2, 4)
             for b in budgets
         ),

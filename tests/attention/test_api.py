@@ -79,11 +79,11 @@ def test_landmarks_in_8_bits_need_a_gpu_that_converts_them(hopper, monkeypatch):
     )  # which any GPU converts
 
 
-def test_a_cache_in_int8_is_the_cuda_kernels_too(hopper):
+def test_the_cuda_kernel_also_reads_an_int8_cache(hopper):
     assert str(choose("cuda", **MODEL | dict(dtype=torch.int8), device=GPU)) == "cuda"
 
 
-def test_other_gpus_are_tritons_and_a_cpu_is_the_references(hopper, monkeypatch):
+def test_other_gpus_use_triton_and_a_cpu_uses_the_reference(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert choose(None, **MODEL, device=GPU) == Choice("triton")
     with pytest.raises(ConfigError, match="for Hopper GPUs"):

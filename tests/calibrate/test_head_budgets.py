@@ -76,7 +76,7 @@ def test_budgets_that_lower_p5_are_not_handed_out(tmp_path, monkeypatch):
     monkeypatch.setattr(head_budgets, "divided", lambda *_: np.array([[1, 31], [31, 1], [31, 1]]))
     with pytest.raises(
         ConfigError,
-        match=r"at 16 pages by score p5 is 0\.\d+ without head_budgets and 0\.\d+ with those",
+        match=r"with 16 pages kept by score, p5 is 0\.\d+ without head_budgets and 0\.\d+ with those",
     ):
         head_budgets.find(
             engine, some_prompts(), Sampling(20, top_n=VOCAB, seed=1), tmp_path, LAYOUT, "heads", 16
@@ -124,6 +124,6 @@ def test_the_command_finds_budgets_with_transformers_only(checkpoint, tmp_path, 
         )
     said = " ".join(capsys.readouterr().err.split())
     assert (
-        "budgets of heads are found with engine hf, got 'vllm', which cannot change them while it runs"
+        "head budgets are found with engine hf, got 'vllm', which cannot change them while it runs"
         in said
     )

@@ -34,7 +34,7 @@ def test_memory_by_hand():
     assert (found.state, found.gradients, found.engine_weights) == (3e6, 1e6, 1e6)
     assert found.activations == 5000 * 32 * (4 + 34) + 7.5e9 + 3e6
     # An engine of two: 170e9 usable, less 2 x 3e6 of state and 2e6 of weights; 64 elements of 2
-    # bytes a token.
+    # bytes per token.
     held = int((0.85 * 200e9 - 6e6 - 2e6) // 128)
     assert found.kv == held * 128 / 2 and found.full_responses == held // 1000
     apart = fit(
@@ -120,7 +120,7 @@ def test_training_on_several_gpus_is_predicted(name, monkeypatch):
 def test_what_does_not_fit_is_named():
     with pytest.raises(
         ConfigError,
-        match=r"training Qwen3-14B on 2 H200 needs 1\d\d GiB on each, .* take more GPUs",
+        match=r"training Qwen3-14B on 2 H200 needs 1\d\d GiB on each, .* use more GPUs",
     ):
         fit(SHAPES["qwen3-14b"], Cluster(H200, 2), 33000)
     little = replace(H200, memory_bytes=40e9)
@@ -129,14 +129,14 @@ def test_what_does_not_fit_is_named():
         match=r"engine of 1 H200 holds [12]\d,\d+ tokens beside Qwen3-14B .*raise tensor_parallel",
     ):
         fit(SHAPES["qwen3-14b"], Cluster(little, 64), 33000)
-    with pytest.raises(ConfigError, match="6 GPUs do not make engines of 4"):
+    with pytest.raises(ConfigError, match="6 GPUs cannot be split into engines of 4"):
         Cluster(H200, 6, 4)
     with pytest.raises(ConfigError, match="2 responses leave some of 4 engines idle"):
         plan(TINY, Cluster(GPU, 4), [5, 5], SparsitySchedule.dense())
 
 
 def test_the_published_run_lies_within_what_its_unknown_batch_and_lengths_allow():
-    """32 H200s, dense, 53,000 examples in about 190 hours: neither prompts a step nor lengths are
+    """32 H200s, dense, 53,000 examples in about 190 hours: neither prompts per step nor lengths are
     published.
     """
     schedule = SparsitySchedule.preset("qwen3-14b")

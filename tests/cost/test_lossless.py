@@ -162,7 +162,7 @@ def test_a_larger_model_verifies_at_the_flops_and_gains_less():
 LONG = response_lengths(14_000, 32_768, 240)
 
 
-def test_rows_advise_by_what_pays():
+def test_rows_recommend_the_mode_that_pays():
     lossy, lossless = predicted("qwen3-1.7b", LONG, 0.9)
     table = dict(rows(lossy, lossless))
     spent = {"dense": lossy.dense, "lossy": lossy.sparse, "lossless": lossless.rollout}

@@ -131,7 +131,7 @@ def test_budgets_of_another_model_are_refused():
 
 def test_drafts_with_weights_of_their_own_are_refused():
     with pytest.raises(
-        ConfigError, match=r"draft_weights is 'fp8', but .*; leave draft_weights out, or take"
+        ConfigError, match=r"draft_weights is 'fp8', but .*; leave draft_weights out, or use"
     ):
         HFEngine(tiny_model(), Decoding.lossless("fixed:2", draft_weights="fp8"), eos_ids=[])
 

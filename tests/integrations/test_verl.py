@@ -235,7 +235,7 @@ def test_every_replica_is_told_and_forgets_its_prefixes(cluster):
         adapter.push_schedule(replicas, SparsitySchedule.fixed(13))
 
 
-def test_verls_own_step_is_measured_in_its_transfer_queue(cluster, composed):
+def test_verls_own_step_is_measured_through_its_transfer_queue(cluster, composed):
     """The real ``PPOTrainerSync._compute_old_log_prob``, with the policy's worker alone replaced."""
     import transfer_queue as tq
     from omegaconf import OmegaConf

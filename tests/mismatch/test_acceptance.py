@@ -171,8 +171,8 @@ LOGPROBS = log(np.array([[0.5, 0.3]]))
     [
         (([[0, 1]], [[0.5, -1.0]], LOGPROBS), "actor's log-probs reach 0.5"),
         (([[0, 1]], LOGPROBS, [[3.0, -1.0]]), "policy's log-probs reach 3"),
-        (([[0, 1]], [[np.nan, -1.0]], LOGPROBS), "actor's log-probs hold NaN"),
-        (([[0, 1]], LOGPROBS, [[np.nan, -1.0]]), "policy's log-probs hold NaN"),
+        (([[0, 1]], [[np.nan, -1.0]], LOGPROBS), "actor's log-probs contain NaN"),
+        (([[0, 1]], LOGPROBS, [[np.nan, -1.0]]), "policy's log-probs contain NaN"),
         (([[4, 4]], LOGPROBS, LOGPROBS), "actor's list holds id 4 twice"),
         (([[0, 1]], LOGPROBS, LOGPROBS, [[9, 9]]), "policy's list holds id 9 twice"),
         (([[0, 1]], LOGPROBS, [[-0.1, -0.1]]), "sum to 1.80967"),

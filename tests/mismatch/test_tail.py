@@ -18,7 +18,11 @@ def test_split_by_bin_by_hand():
 
 @pytest.mark.parametrize(
     ("position", "bin_tokens", "message"),
-    [([-1, 3], 10, "reach down to -1"), ([0.5], 10, "dtype float64"), ([0], 0, "bin_tokens is 0")],
+    [
+        ([-1, 3], 10, "lowest position is -1"),
+        ([0.5], 10, "dtype float64"),
+        ([0], 0, "bin_tokens is 0"),
+    ],
 )
 def test_split_by_bin_refuses(position, bin_tokens, message):
     with pytest.raises(ValueError, match=message):

@@ -353,7 +353,7 @@ def test_a_damaged_line_is_refused(tmp_path):
 
 
 def test_an_empty_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
         write_report(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="no finished step"):
         write_report(write_run(tmp_path, []))

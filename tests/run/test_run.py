@@ -359,6 +359,6 @@ def test_train_resume_and_the_run_directory_suffice(tmp_path, capsys):
     )
     with pytest.raises(SystemExit):
         main(["train", "--resume", "--run-dir", str(tmp_path / "none")])
-    assert "none holds no config.json, so it is no run directory" in " ".join(
+    assert "none is not a run directory: it has no config.json" in " ".join(
         capsys.readouterr().err.split()
     )

@@ -64,7 +64,7 @@ def test_beta_fit_without_a_tail_is_none(study):
     assert study.beta_tail.beta_tail_fit(np.linspace(0.1, 0.9, 10)).n == 10
 
 
-def test_beta_fit_with_exact_zeros_and_cut_values(study):
+def test_beta_fit_with_values_at_zero_and_at_the_cut(study):
     tail = 0.999 * np.random.default_rng(5).beta(2.0, 1.0, 5000)
     tail[:5], tail[5:10] = 0.0, 0.999
     fit = study.beta_tail.beta_tail_fit(tail)

@@ -320,7 +320,7 @@ def test_landmarks_of_rejected_tokens_that_are_left_would_be_found(folder, monke
     def of_prompts_only(layers, slot_mapping, **options):
         if (
             len(slot_mapping) > 100
-        ):  # all prompts are read in one pass; verification reads 9 tokens a sequence
+        ):  # all prompts are read in one pass; verification reads 9 tokens per sequence
             stock(layers, slot_mapping, **options)
 
     found = Landmarks(monkeypatch)

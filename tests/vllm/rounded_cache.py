@@ -1,4 +1,4 @@
-"""What engines with a KV cache in 8 bits are held against: transformers with every key and value
+"""What engines with an 8-bit KV cache are held against: transformers with every key and value
 rounded likewise.
 """
 
@@ -37,7 +37,7 @@ def rounded(scales):
     lists what they were, by layer.
 
     Of e4m3, it is given keys as they are stored, without their scale, and queries times that scale:
-    what landmarks in 8 bits are is then the same too.
+    what 8-bit landmarks are is then the same too.
     """
     seen = []
 

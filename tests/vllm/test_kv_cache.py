@@ -1,4 +1,4 @@
-"""A KV cache in 8 bits: real vLLM engines on CPU, against transformers with every key and value
+"""An 8-bit KV cache: real vLLM engines on CPU, against transformers with every key and value
 rounded likewise.
 """
 

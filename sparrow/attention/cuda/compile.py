@@ -111,7 +111,7 @@ def _bindings() -> tuple[ModuleType, ModuleType]:
     except ImportError as error:
         raise ConfigError(
             "CUDA kernels are compiled with cuda-bindings and NVRTC, which torch's CUDA builds "
-            "bring along; pip install cuda-bindings nvidia-cuda-nvrtc, or take "
+            "bring along; pip install cuda-bindings nvidia-cuda-nvrtc, or use "
             "implementation='triton'"
         ) from error
     return driver, nvrtc

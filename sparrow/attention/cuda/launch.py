@@ -59,8 +59,8 @@ class CudaConfig:
         return ring + pages + selection + 4 * SHARED + 12 * self.warps
 
     def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
-        """The division to ask of the plan. Parts wait for their row's first part, which starts
-        earlier and never waits.
+        """The division to request when a step is planned. The parts of a row wait for its first
+        part, which starts earlier and never waits.
         """
         if self.parts > 1:
             # parts as small as their number allows
@@ -121,10 +121,10 @@ def unsupported_reason(
 ) -> str | None:
     """A sentence on why the kernel cannot serve such a model on ``device``; None if it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return "the CUDA kernel is for Hopper GPUs (H100, H200); take Triton's"
+        return "the CUDA kernel is for Hopper GPUs (H100, H200); use Triton's"
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
         return (
-            "the CUDA kernel is compiled with cuda-bindings, which are not installed; take Triton's"
+            "the CUDA kernel is compiled with cuda-bindings, which are not installed; use Triton's"
         )
     if (
         page_size != PAGE_SIZE
@@ -135,7 +135,7 @@ def unsupported_reason(
         return (
             f"the CUDA kernel takes pages of {PAGE_SIZE}, head dims {HEAD_DIMS}, groups up to "
             f"{MAX_GROUP} and caches in 16 or 8 bits, got pages of {page_size}, head dim "
-            f"{head_dim}, group {group} and {dtype}; take Triton's"
+            f"{head_dim}, group {group} and {dtype}; use Triton's"
         )
     return None
 

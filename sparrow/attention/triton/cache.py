@@ -94,11 +94,10 @@ def store_kernel(
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Store the keys and values of one token in the block and place that its slot gives, if it has
-    a slot.
+    """Store the keys and values of one token at its slot, if it has one.
 
-    For a cache in e4m3 they are divided by their scales; ``clipped`` counts the tokens that it
-    cannot hold then. For a cache in int8 they get scales, which are stored too.
+    For an e4m3 cache they are divided by their scales, and ``clipped`` counts the tokens that are
+    out of range even so. For an int8 cache scales are computed, and stored too.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -433,8 +433,8 @@ def reader_list_kernel(
     ROWS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """The positions that keep any page of a run, in order, run after run; the low PAGES bits say
-    which pages.
+    """List, for one run after the other, the positions that keep any of its pages, in order; the low
+    PAGES bits of each entry say which pages.
     """
     item = tl.program_id(1).to(tl.int64)
     tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT

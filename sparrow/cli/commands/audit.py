@@ -66,7 +66,7 @@ class Audit(DecodingOptions, FromPrompts):
         if self.scorer == "prefill" and not (dense and parse_engine(dense).kind.is_stock):
             raise ConfigError(
                 "the scorer prefill needs a dense engine that is stock vLLM, got "
-                f"{dense or 'none'}; give --dense-engine stock:... or take the scorer hf"
+                f"{dense or 'none'}; give --dense-engine stock:... or use the scorer hf"
             )
         if self.out:
             files.check_file(self.out)

@@ -44,7 +44,7 @@ class Calibrate(WithLists):
     # Rounds that sample under the schedule found so far and search again; only the last takes all
     # prompts.
     on_policy: CountOrZero = 2
-    # A schedule to take page size, bin width, dense layers and budgets of heads from; if it is
+    # A schedule to take page size, bin width, dense layers and head budgets from; if it is
     # sparse, the first responses' too.
     layout: str = "dense"
     # Find relative budgets of layers or kv heads first, with engine hf (docs/calibration.md);
@@ -64,7 +64,7 @@ class Calibrate(WithLists):
         )
         if self.head_budgets and not parse_engine(self.engine).kind.shares_model:
             raise ConfigError(
-                f"budgets of heads are found with engine hf, got {self.engine!r}, which cannot "
+                f"head budgets are found with engine hf, got {self.engine!r}, which cannot "
                 "change them while it runs; find a schedule with engine hf first, "
                 "and give it as --layout"
             )

@@ -32,7 +32,7 @@ class Demo(Command):
     run_dir: Name = "runs/demo"  # Where the run goes; must not exist yet.
     seed: Seed = 0  # Seeds the problems and the samples.
     steps: Count = 7  # Training steps.
-    prompts: Many = 24  # Problems a step, with 8 responses each.
+    prompts: Many = 24  # Problems per step, with 8 responses each.
     # Of the training. lossy: under the schedule that comes with the reasoner. lossless: drafts read
     # what that says.
     mode: Literal["dense", "lossy", "lossless"] = "lossy"

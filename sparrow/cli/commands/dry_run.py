@@ -151,25 +151,25 @@ def _check_launch(command: TrainOptions, cluster: Cluster) -> None:
     if cluster.gpus > cluster.host:
         raise ConfigError(
             f"{cluster.gpus} GPUs are several machines, and this trainer runs on the "
-            f"{cluster.host} of one; take verl with Sparrow in its rollouts"
+            f"{cluster.host} of one; use verl with Sparrow in its rollouts"
         )
     if not parse_engine(command.engine).kind.predicted:
         raise ConfigError(
             f"engine is {command.engine!r}, which is slower than any prediction here; "
-            "take vllm, as in engine='vllm:gpu_memory_utilization=0.8'"
+            "use vllm, as in engine='vllm:gpu_memory_utilization=0.8'"
         )
     if command.optimizer.precision == "fp32":
         raise ConfigError(
-            "optimizer.precision is 'fp32', for which nothing is predicted; take bf16 on a GPU"
+            "optimizer.precision is 'fp32', for which nothing is predicted; use bf16 on a GPU"
         )
 
 
 def _predicted(
     command: TrainOptions, target: Target, decoding: Decoding, shape: ModelShape, cluster: Cluster
 ) -> Rows:
-    """Predict memory, the seconds of a step and the hours of the run.
+    """Predict the memory needed, the seconds per step and the hours for the whole run.
 
-    Raises ConfigError: it does not fit in memory.
+    Raises ConfigError: the run does not fit in memory.
     """
     from sparrow.cost import cluster as planning
     from sparrow.cost import response_lengths
@@ -198,7 +198,7 @@ def _predicted(
     )
     batch = (
         f"{rollout.prompts} prompts x {rollout.samples} responses of {lengths.mean():,.0f} tokens "
-        "in the mean"
+        "on average"
     )
     run = f"{command.steps:,} steps, {command.steps * rollout.prompts:,} prompts"
     return [("a step has", batch), *planning.rows(plan, command.steps), ("the run has", run)]

@@ -200,8 +200,8 @@ def rollout(
     if end not in ("stop", "length"):
         raise EngineError(
             f"vLLM ended a response after {len(tokens)} tokens with {end!r}, not 'stop' or "
-            "'length', so it is no sample of the actor; let nobody abort requests, pause or stop "
-            "vLLM meanwhile, and go on with --resume"
+            "'length', so it is not a sample of the actor; do not abort requests, pause or stop "
+            "vLLM during a run; go on with --resume"
         )
     return Rollout(
         prompt_ids=prompt,

@@ -61,7 +61,7 @@ class VLLMEngine(Client):
         if model_processes > 1 < training_processes:
             raise ConfigError(
                 f"each of the {training_processes} training processes has an engine on its own "
-                f"device, but the options ask for {model_processes} devices an engine; serve such "
+                f"device, but the options ask for {model_processes} devices per engine; serve such "
                 "a model with vllm serve and pass its address"
             )
         if model_processes > 1:

@@ -303,5 +303,7 @@ def start(asked: Asked) -> VLLMServer:
     rank = PartialState().process_index
     processes = PartialState().num_processes
     if len(urls) > processes:
-        raise ConfigError(f"{len(urls)} vLLM servers for {processes} processes; give one each")
+        raise ConfigError(
+            f"{len(urls)} vLLM servers for {processes} processes; give at most one per process"
+        )
     return VLLMServer(urls[rank % len(urls)], asked.decoding, controls=rank < len(urls))

@@ -166,7 +166,7 @@ def _completion(prompt: Sequence[int], choice: Mapping[str, Any]) -> Rollout:
     tokens = choice.get("token_ids")
     if tokens is None:
         raise EngineError(
-            "the server answered without token ids, which it cannot give; take vLLM 0.10.2 or newer"
+            "the server answered without token ids, which it cannot give; use vLLM 0.10.2 or newer"
         )
     logprobs = np.array(choice["logprobs"]["token_logprobs"], dtype=np.float32)[:, None]
     ids = np.array(tokens, dtype=np.int32)[:, None]
@@ -174,7 +174,7 @@ def _completion(prompt: Sequence[int], choice: Mapping[str, Any]) -> Rollout:
 
 
 def _no_schedule() -> ConfigError:
-    return ConfigError("stock vLLM has no schedule; take the engine vllm, or audit it as it is")
+    return ConfigError("stock vLLM has no schedule; use the engine vllm, or audit it as it is")
 
 
 def _whole(sampled: Rollout) -> list[int]:

@@ -153,7 +153,7 @@ def choice(answer: str) -> tuple[str, str]:
 
 
 def same_time(answer: str, reference: str) -> bool | None:
-    """Compare two times of day; None if an answer is no time, or neither says a.m. or p.m.
+    """Compare two times of day; None if an answer is not a time, or neither says a.m. or p.m.
 
     A time that does not say it may be either, or is on a clock of 24 hours.
     """

@@ -1,4 +1,4 @@
-"""A sandboxed process, and the choice of how it is held on this machine."""
+"""A sandboxed process, and the choice of how to confine it on this machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _INSTALL = (
 
 @cache
 def _fault(wall: Wall) -> str | None:
-    """Why programs cannot be held by ``wall`` on this machine, None if they can; found out by
+    """Why programs cannot be confined by ``wall`` on this machine, None if they can; found out by
     running a program.
     """
     if wall.held == "bwrap" and shutil.which("bwrap") is None:
@@ -69,8 +69,8 @@ def _fault(wall: Wall) -> str | None:
 
 @cache
 def _wall(held: Held) -> Wall:
-    """The wall of this kind to use on this machine: where it works, the one with a user id for each
-    sandbox.
+    """The wall of this kind to use on this machine: the one that gives each sandbox its own user id
+    if that works here, otherwise the plain one.
     """
     if held == "bwrap" and os.geteuid() == 0 and _fault(Wall("bwrap", own_user=True)) is None:
         return Wall("bwrap", own_user=True)
@@ -79,7 +79,7 @@ def _wall(held: Held) -> Wall:
 
 @cache
 def _announce(held: Held) -> None:
-    """Log what holds programs, and what bounds them."""
+    """Log what confines programs, and what limits them."""
     wall = _wall(held)
     grouped = cgroup.parent() is not None
     if grouped or wall.counted_by_kernel:
@@ -106,7 +106,7 @@ def _announce(held: Held) -> None:
         )
     else:
         _log.info(
-            "generated programs are held by %s: %s",
+            "generated programs are confined by %s: %s",
             {"bwrap": "bubblewrap"}.get(held, "Landlock"),
             bounds,
         )
@@ -132,7 +132,7 @@ def choose_isolation(isolation: Isolation = "auto") -> Held:
         )
     if held == "session":
         raise RewardError(
-            f"generated programs cannot be held by Landlock here: {fault}; {_INSTALL}"
+            f"generated programs cannot be confined by Landlock here: {fault}; {_INSTALL}"
         )
     raise RewardError(
         f"generated programs cannot be held to their limits here: {fault}; use another machine"
@@ -145,7 +145,7 @@ class Sandbox(Child):
     Args:
         request: what to run, see ``inside.main``.
         limits: what it may use.
-        isolation: how it is held, from ``choose_isolation``.
+        isolation: how it is confined, from ``choose_isolation``.
         starts: how many times starting it is tried.
 
     Raises RewardError: it does not start.
@@ -224,7 +224,7 @@ class Sandbox(Child):
         if self._report is not None and (first := self._first_process()):
             # Killing the namespace's first process ends all others in it. Killing bubblewrap itself
             # would do so too, but that process would then be left for process 1 of this machine or
-            # container to reap, which may not do it.
+            # container to reap, and that one might never do so.
             with suppress(ProcessLookupError):
                 os.kill(first, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):

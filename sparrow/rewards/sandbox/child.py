@@ -38,7 +38,7 @@ class ChildTimeoutError(Exception):
 
 
 class ChildEndedError(Exception):
-    """The process ended, or sent something that is no answer."""
+    """The process ended, or sent something that is not an answer."""
 
 
 class Child:

@@ -219,8 +219,8 @@ class Judge:
 
 
 class _Readings:
-    """The expected results of calls. There may be several lists of them: the results so far decide
-    which can still be met.
+    """The expected results of calls. Several lists of them may be acceptable; the results so far
+    decide which lists are still possible.
     """
 
     def __init__(self, tests: Tests) -> None:
@@ -228,12 +228,14 @@ class _Readings:
         self._at = -1
 
     def next(self) -> Any:
-        """The expected result of the next test in the first list that can still be met."""
+        """The expected result of the next test, in the first list that is still possible."""
         self._at += 1
         return self._left[0][self._at]
 
     def met_by(self, actual: Any) -> bool:
-        """Check ``actual`` against the lists that can still be met, and drop the others."""
+        """Return whether any list that is still possible expects ``actual``. If so, drop those that
+        do not.
+        """
         met = [outputs for outputs in self._left if same_value(actual, outputs[self._at])]
         self._left = met or self._left
         return bool(met)

@@ -20,7 +20,7 @@ from sparrow.vllm.lossless.measured import (
 
 TRY_BUDGETS = 48
 """Cycles with drafts after which the neighbouring budgets are tried, and again after twice as many,
-four times as many and so on. Dense steps are timed again in other cycles than these.
+four times as many and so on. Dense steps are timed again in cycles other than these.
 """
 BUDGET_PROBES = 5
 """Cycles in a row with another budget; the first of them is not timed."""

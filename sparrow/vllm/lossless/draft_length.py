@@ -51,11 +51,11 @@ share of the best.
 
 
 class DraftLength:
-    """Chooses the number of drafts of each cycle.
+    """Chooses the number of drafts for each cycle.
 
     Args:
         choices: numbers of drafts to choose from, 0 (no drafting) included.
-        measured: times and acceptance so far, by which it is chosen.
+        measured: the times and acceptance rates measured so far, on which the choice is based.
     """
 
     def __init__(self, choices: Iterable[int], measured: Measured) -> None:
@@ -75,7 +75,7 @@ class DraftLength:
             self.chosen[0] += cycles
 
     def choose(self, case: Case) -> int:
-        """Choose the number of drafts of the next cycle."""
+        """Choose the number of drafts for the next cycle."""
         self.repeats = 0
         self.is_watching = True
         case.cycles += 1

@@ -173,7 +173,7 @@ def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
 def check_request(sampling: Any) -> None:
     """Refuse a request (vLLM's ``SamplingParams``) that drafting and verifying cannot serve.
 
-    Raises ValueError, which vLLM's server answers with HTTP 400: such a request.
+    Raises ValueError for such a request; vLLM's server then answers with HTTP 400.
     """
     for name in ("structured_outputs", "min_p", "logit_bias"):
         value = getattr(sampling, name)

@@ -851,7 +851,7 @@ def test_decoding_completes_landmarks(config, dtype, layout, cache_dtype):
 
 @pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_landmarks_in_8_bits_are_the_references(kind, dtype):
+def test_8_bit_landmarks_equal_the_references(kind, dtype):
     P, K, D, layout = 8, 2, 80, PageLayout(8, landmark_dtype="fp8_e4m3")
     k, _, marks = make_caches(kind, 6, K, 2 * P, D, layout, dtype)
     # Multiples of 2^-10, whose sums are exact; means from below e4m3's smallest value to beyond its

@@ -110,7 +110,7 @@ def test_every_problem_is_a_sentence_of_its_own(tmp_path, capsys):
         (["--engine", "hf"], "engine is 'hf', which is slower"),
         (
             ["--dry-run", "h200:gpus=32"],
-            "32 GPUs are several machines, and this trainer runs on the 8 of one; take verl",
+            "32 GPUs are several machines, and this trainer runs on the 8 of one; use verl",
         ),
         (["--dry-run", "h200:gpus=8,length=3"], "expected such as h200:gpus=8,median=9000"),
         (["--dry-run", "h300"], "gpu is 'h300'"),

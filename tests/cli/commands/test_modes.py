@@ -300,7 +300,7 @@ def test_measuring_lossless_tells_how_drafts_fare(checkpoint, tmp_path, capsys):
         ]
     )
     printed = capsys.readouterr().out
-    assert "drafts by exact acceptance" in printed and "tokens a cycle" in printed
+    assert "drafts by exact acceptance" in printed and "tokens per cycle" in printed
     found = json.loads(out.read_text())
     assert found["bins"][0]["upper_bound"] > 1 - 1e-5, "samples are the dense policy's"
     assert found["drafts"]["bins"][0]["mean"] < 0.999

@@ -80,7 +80,7 @@ class Rig:
     """A judging process, and all around it that an attack must not reach.
 
     Args:
-        isolation: how the process holds programs.
+        isolation: how the process confines programs.
     """
 
     def __init__(self, isolation: str) -> None:

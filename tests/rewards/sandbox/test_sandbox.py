@@ -438,7 +438,8 @@ def test_without_bubblewrap_nothing_runs_unless_told_so(isolation, forgetful, mo
 def test_without_landlock_a_session_is_refused(forgetful, monkeypatch):
     monkeypatch.setattr(box, "landlock_version", lambda: 2)
     with pytest.raises(
-        RewardError, match=r"held by Landlock here: .* of version 2, and 3 is needed .*; install"
+        RewardError,
+        match=r"confined by Landlock here: .* of version 2, and 3 is needed .*; install",
     ):
         CodeVerifier(LIMITS, "session").judge(GOOD, DOUBLE)
 
@@ -458,9 +459,9 @@ def test_no_isolation_is_a_word_and_a_loud_warning(forgetful, caplog, tmp_path):
     [
         (
             "bwrap",
-            r"held by bubblewrap: tasks are bounded by the kernel, .* files by a file system of their own",
+            r"confined by bubblewrap: tasks are bounded by the kernel, .* files by a file system of their own",
         ),
-        ("session", r"held by Landlock: tasks are bounded by counting, .* files by counting"),
+        ("session", r"confined by Landlock: tasks are bounded by counting, .* files by counting"),
     ],
 )
 def test_what_is_enforced_is_said_at_start(held, said, forgetful, caplog):
@@ -468,7 +469,7 @@ def test_what_is_enforced_is_said_at_start(held, said, forgetful, caplog):
     with caplog.at_level("INFO"):
         choose_isolation(held)
         choose_isolation(held)
-    (record,) = [record for record in caplog.records if "held by" in record.message]
+    (record,) = [record for record in caplog.records if "confined by" in record.message]
     assert re.search(said, record.message)
 
 

@@ -79,7 +79,7 @@ def test_one_hiccup_does_not_change_the_choice():
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "growth", [0, 5]
-)  # tokens a cycle, at which the batch soon counts as another one
+)  # tokens per cycle, at which the batch soon counts as another one
 def test_dense_steps_that_were_slow_at_first_are_found_to_be_the_fastest(seed, growth):
     """One sequence, every step waiting for the host: four drafts are a fifth slower than none."""
     machine, chooser, chosen = dict(dense=2.1, draft=2.0, verified=0.0), DraftChooser(CHOICES), []

@@ -326,7 +326,7 @@ class Exchange:
     def _settable(self, key: int | str, name: str) -> Any:
         """The object of this number, if the other side may set its attribute ``name``.
 
-        Raises AttributeError: it may not: it could change what code does.
+        Raises AttributeError: it may not, because that could change what code does.
         """
         owner = self._named(key)
         if type(owner).__module__ not in _OWN or isinstance(owner, type):
