@@ -8,6 +8,7 @@ from collections import Counter
 from functools import wraps
 from itertools import cycle
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from sparrow import SparsitySchedule
 from sparrow.attention.pages import landmarks
 from sparrow.decoding import DRAFT_BUDGETS, Decoding
 from sparrow.mismatch.drafts import DraftAcceptance
+from sparrow.vllm import selfcheck
 from sparrow.vllm.cpu import CpuImpl
 from sparrow.vllm.lossless import plan, setup, sparse_drafter, speculator
 from sparrow.vllm.lossless.chooser import DraftChooser
@@ -54,12 +56,18 @@ def lossless(k=4, adapt=False, pages=1, **options):
 
 
 @contextlib.contextmanager
-def engine(folder, decoding=None, **options):
+def engine(folder, decoding=None, checks_itself=False, **options):
     """An engine that is gone afterwards: vLLM keeps its process groups in one place for all engines
     of a process.
+
+    It starts without its self-check, whose steps would be seen by tests that record steps.
     """
     given = {} if decoding is None else {"additional_config": {"sparrow": decoding.to_dict()}}
-    llm = LLM(model=str(folder), skip_tokenizer_init=True, **{**tiny.OPTIONS, **given, **options})
+    run = selfcheck.run if checks_itself else lambda worker, runtime: None
+    with mock.patch.object(selfcheck, "run", run):
+        llm = LLM(
+            model=str(folder), skip_tokenizer_init=True, **{**tiny.OPTIONS, **given, **options}
+        )
     try:
         yield llm
     finally:

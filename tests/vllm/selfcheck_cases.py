@@ -14,7 +14,8 @@ from tests.vllm.test_selfcheck import check, log_of, moved
 def llm(old_and_new):
     with pytest.MonkeyPatch.context() as patch:
         said = log_of(patch)
-        with cases.engine(old_and_new[0], cases.lossless(4, adapt=True, pages=4)) as made:
+        decoding = cases.lossless(4, adapt=True, pages=4)
+        with cases.engine(old_and_new[0], decoding, checks_itself=True) as made:
             made.said = said
             yield made
 

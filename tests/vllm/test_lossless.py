@@ -31,9 +31,13 @@ PARTS = {
 
 def run(part):
     file, names = PARTS[part]
+    # The process is no worker of pytest-xdist, and the limits of one do not hold in it.
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")
+    }
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", names, str(FOLDER / file)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"},
+        env={**environment, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"},
         cwd=FOLDER.parents[1],
         capture_output=True,
         text=True,
