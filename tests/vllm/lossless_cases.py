@@ -260,7 +260,9 @@ def test_greedy_tokens_of_64_ragged_prompts_are_stock_vllms(stock, monkeypatch, 
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         for k in (1, 4, 8):
             monkeypatch.setattr(DraftChooser, "choose", lambda *_, k=k: k)
-            scheduler._drafts = k  # of the first step, before which nothing runs
+            scheduler._plan = scheduler._plan._replace(
+                tokens=k
+            )  # of the first step, before which nothing runs
             llm.reset_prefix_cache()
             counters(llm)
             assert tokens_of(generate(llm, asked, 256, logprobs=None)) == expected, k

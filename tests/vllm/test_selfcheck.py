@@ -101,7 +101,7 @@ def test_a_wrong_scale_of_scores_is_refused(worker, monkeypatch):
     for layer in selfcheck.layers_of(worker.vllm_config):
         impl = layer.impl
         monkeypatch.setattr(impl, "forward", rescaled(impl, impl.scale * 1.1))
-    with pytest.raises(ConfigError, match=r"every page kept, is .* explains 0\.0001;"):
+    with pytest.raises(ConfigError, match=r"every page kept, is .* explains only 0\.0001;"):
         check(worker)
 
 
