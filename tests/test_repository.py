@@ -202,3 +202,16 @@ def test_workflows_call_what_exists():
         )
     scripts = re.findall(r"\bbenchmarks/\w+\.py", ran)
     assert scripts and all((ROOT / script).exists() for script in scripts)
+
+
+NAMED = re.compile(
+    r"(?<![\w/.-])(?:sparrow|tests|benchmarks|studies|recipes)/[\w/.-]+\.(?:py|cuh?|toml)\b"
+)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))],
+)
+def test_files_that_a_page_names_exist(page):
+    assert [name for name in NAMED.findall(read(page)) if not (ROOT / name).exists()] == []
