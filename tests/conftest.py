@@ -114,9 +114,8 @@ def checkpoint(tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="session")
-def reading_checkpoint(tmp_path_factory) -> str:
-    """The folder of a tiny random model whose tokenizer reads any text, one token for each byte."""
+def save_bytewise(folder: Path, initializer_range: float) -> str:
+    """Save a tiny random model whose tokenizer reads any text, one token for each byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -127,11 +126,28 @@ def reading_checkpoint(tmp_path_factory) -> str:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bytewise, pad_token="<pad>", eos_token="<eos>", padding_side="left"
     )
-    folder = tmp_path_factory.mktemp("reading")
-    model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=4096)
+    model = tiny_model(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=4096,
+        initializer_range=initializer_range,
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def reading_checkpoint(tmp_path_factory) -> str:
+    """The folder of a model that reads any text, and whose distributions are nearly flat: drafts
+    are mostly accepted.
+    """
+    return save_bytewise(tmp_path_factory.mktemp("reading"), initializer_range=0.02)
+
+
+@pytest.fixture(scope="session")
+def peaked_checkpoint(tmp_path_factory) -> str:
+    """The folder of a model that reads any text, and whose lists of tokens hold nearly all mass."""
+    return save_bytewise(tmp_path_factory.mktemp("peaked"), initializer_range=0.3)
 
 
 def fails(capsys, *argv: str, code: int = 1) -> str:
