@@ -95,9 +95,10 @@ def dry_run(command: TrainOptions) -> None:
                 f"{room:,} left for the prompt",
             )
         )
-    if not is_known(
-        command.model
-    ):  # a known shape names no layers, and the hub may be out of reach
+    if is_known(command.model):  # by its shape alone, which names no layers
+        if command.lora.r is not None or command.distill.enabled:
+            rows.append(("LoRA", "its rank and layers are checked when the run starts"))
+    else:
         with noting():
             command.check_loras()
     with noting():
