@@ -1,13 +1,17 @@
 """The self-check of an engine in lossless mode; ``test_lossless.py`` runs this in its own process."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 
 from tests.vllm import lossless_cases as cases  # isort: skip  before vLLM is imported
 
 from sparrow.errors import ConfigError
 from sparrow.vllm import selfcheck
+from sparrow.vllm.lossless import sparse_drafter
 from tests.vllm import tiny_vllm as tiny
-from tests.vllm.test_selfcheck import check, log_of, moved
+from tests.vllm.test_selfcheck import check, double_queries, log_of, moved
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +51,23 @@ def test_drafts_and_verification_are_compared_over_a_cycle(worker, monkeypatch):
 
 
 def test_drafts_that_differ_from_verification_are_refused(worker, monkeypatch):
-    from sparrow.vllm import backend
-
-    monkeypatch.setattr(selfcheck, "check_layers", lambda *_: None)
-    stock = backend.attention.paged_decode
-
-    def decode(query, *arguments, **options):
-        return stock(query * 2, *arguments, **options)
-
-    monkeypatch.setattr(backend.attention, "paged_decode", decode)
+    double_queries(monkeypatch)
     with pytest.raises(ConfigError, match="log-probs of drafts that keep every page are "):
         check(worker)
+
+
+def test_a_capture_notes_what_it_reads_and_a_new_cache_forgets_it(worker, monkeypatch):
+    """There are no CUDA graphs here, so the capture is of no sizes."""
+    speculator = worker.model_runner.speculator
+    drafter = speculator.drafter
+    assert drafter.captured_over == {}
+    capture = nullcontext(SimpleNamespace(stream=None))
+    monkeypatch.setattr(sparse_drafter, "graph_capture", lambda device: capture)
+    monkeypatch.setattr(worker.vllm_config.compilation_config, "cudagraph_capture_sizes", [])
+    drafter.capture()
+    assert drafter.captured_over == drafter.addresses() != {}
+    drafter.set_cache(speculator.runtime, speculator.block_tables)
+    assert drafter.captured_over == {}
 
 
 def test_a_graph_over_memory_that_is_not_the_cache_any_more_is_refused(worker, monkeypatch):

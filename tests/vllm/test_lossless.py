@@ -1,16 +1,10 @@
-"""Runs the cases of lossless mode, each part in a process of its own, two at a time.
+"""The cases of lossless mode, on vLLM's V2 model runner and in Triton's interpreter."""
 
-vLLM chooses its model runner and Triton its interpreter when they are imported, which other tests
-may have done before.
-"""
-
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from tests import own_process
 
 pytestmark = pytest.mark.slow
 
@@ -31,33 +25,16 @@ PARTS = {
 
 def run(part):
     file, names = PARTS[part]
-    # The process is no worker of pytest-xdist, and the limits of one do not hold in it.
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", names, str(FOLDER / file)],
-        env={**environment, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"},
-        cwd=FOLDER.parents[1],
-        capture_output=True,
-        text=True,
+    return own_process.run(
+        "-k", names, str(FOLDER / file), TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1"
     )
 
 
 @pytest.fixture(scope="module")
 def runs(request):
-    """What becomes of each part that was asked for."""
-    wanted = [
-        item.callspec.params["part"]
-        for item in request.session.items
-        if item.parent is request.node
-    ]
-    with ThreadPoolExecutor(2) as pool:
-        yield {part: pool.submit(run, part) for part in wanted}
+    yield from own_process.side_by_side(request, "part", run)
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_lossless_mode(runs, part):
-    done = runs[part].result()
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    own_process.passed(runs[part].result())

@@ -28,6 +28,19 @@ def check(worker):
     runtime.begin_serving()
 
 
+def double_queries(monkeypatch):
+    """Have decode steps attend with twice their queries, which only a whole step can show."""
+    from sparrow.vllm import backend
+
+    monkeypatch.setattr(selfcheck, "check_layers", lambda *_: None)
+    stock = backend.attention.paged_decode
+
+    def decode(query, *arguments, **options):
+        return stock(query * 2, *arguments, **options)
+
+    monkeypatch.setattr(backend.attention, "paged_decode", decode)
+
+
 def log_of(monkeypatch):
     """What Sparrow says in vLLM's log from now on."""
     from vllm import logger
@@ -169,15 +182,7 @@ def test_views_of_a_cache_that_is_gone_are_refused(worker, monkeypatch):
 
 @pytest.mark.slow
 def test_steps_of_the_model_that_differ_from_a_dense_pass_are_refused(worker, monkeypatch):
-    from sparrow.vllm import backend
-
-    monkeypatch.setattr(selfcheck, "check_layers", lambda *_: None)
-    stock = backend.attention.paged_decode
-
-    def decode(query, *arguments, **options):
-        return stock(query * 2, *arguments, **options)
-
-    monkeypatch.setattr(backend.attention, "paged_decode", decode)
+    double_queries(monkeypatch)
     with pytest.raises(
         ConfigError,
         match=r"log-probs of a decode step that keeps every page are .* rounding explains 0\.001;",
