@@ -173,7 +173,11 @@ def rounded(x: Any) -> Any:
 def compact(x: Any, indent: str = "") -> str:
     """JSON in few lines: what fits in one, or holds neither lists nor objects, is not broken."""
     whole = json.dumps(x)
-    inner = list(x.values()) if isinstance(x, dict) else x if isinstance(x, list) else []
+    inner: list[Any] = []
+    if isinstance(x, dict):
+        inner = list(x.values())
+    elif isinstance(x, list):
+        inner = x
     if len(whole) <= LINE or not any(isinstance(value, (dict, list)) for value in inner):
         return whole
 

@@ -152,7 +152,8 @@ def settle(bench: Bench, lengths: np.ndarray) -> int:
     """The number of drafts that is in use once this state has lasted for ``SETTLED_CYCLES`` with
     one.
     """
-    behind, chooser = np.maximum(PROMPT + 1, lengths - SETTLED), scheduler(bench).chooser
+    behind = np.maximum(PROMPT + 1, lengths - SETTLED)
+    chooser = scheduler(bench).chooser
     begin(bench, behind.tolist(), LOGPROBS["sampled"])
     drafts, cycles = None, 0
     while drafts is None or cycles < SETTLED_CYCLES:
@@ -173,7 +174,8 @@ def state(bench: Bench, lengths: np.ndarray, rate: float | None) -> dict[str, fl
     """
     drafts = 0
     if rate is not None:
-        drafts, chooser = settle(bench, lengths), scheduler(bench).chooser
+        drafts = settle(bench, lengths)
+        chooser = scheduler(bench).chooser
         hold(bench, drafts)
     grown = round(
         (SETTLE + TIMED / 2) * tokens_per_cycle(rate or 0.0, drafts)

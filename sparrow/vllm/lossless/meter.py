@@ -40,12 +40,12 @@ def _overlap_kernel(
     row = tl.program_id(0).to(tl.int64)
     sequence = tl.load(sequence_T + row).to(tl.int64)
     place = tl.load(place_T + row).to(tl.int64)
-    heat = tl.load(temperature_S + sequence)
-    if (place < 0) | (heat == 0.0):
+    temperature = tl.load(temperature_S + sequence)
+    if (place < 0) | (temperature == 0.0):
         return
     p_row = target + row * target_stride
     q_row = draft + sequence * draft_stride + place * draft_step
-    scale = 1.0 / heat if TEMPER else 1.0
+    scale = 1.0 / temperature if TEMPER else 1.0
     block = tl.arange(0, BLOCK)
     p_max = tl.full([BLOCK], -float("inf"), tl.float32)
     q_max = tl.full([BLOCK], -float("inf"), tl.float32)

@@ -70,13 +70,13 @@ def _begin_kernel(
     rejected_B,
     newest_S,
     prefilling_B,
-    heat_S,
+    temperature_S,
     seed_S,
     own_index_R,
     ids_R,
     positions_R,
     lengths_R,
-    own_heat_S,
+    own_temperature_S,
     own_seed_S,
     step,
     counts,
@@ -124,7 +124,7 @@ def _begin_kernel(
         stride,
         TOKENS,
     )
-    tl.store(own_heat_S + row, tl.load(heat_S + row, mask=held), mask=held)
+    tl.store(own_temperature_S + row, tl.load(temperature_S + row, mask=held), mask=held)
     tl.store(own_seed_S + row, tl.load(seed_S + row, mask=held) ^ NOISE, mask=held)
     tl.store(step, 0)
     if PREFILL:
