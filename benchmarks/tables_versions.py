@@ -1,4 +1,6 @@
-"""The table of versions of vLLM, from what ``benchmarks/vllm_versions.py`` measured in each."""
+"""The tables of versions of vLLM, from what ``benchmarks/vllm_versions.py`` measured in each, and
+of the self-check, from ``benchmarks/selfcheck.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,20 @@ from common import RESULTS, Row, table
 from packaging.version import Version
 
 FOLDER = RESULTS / "vllm_versions"
+CHECKED = RESULTS / "selfcheck"
 WAYS = ("eager", "graphs", "compiled")
 SPEED = {"lossy": "speed sparse", "lossless": "speed lossless"}
 
 
-def results() -> list[Row]:
-    """One result per version and machine, the oldest version first."""
+def age(path: Path) -> tuple[Version, str]:
+    """Sort files by version, then by machine: ``0.33.0_h200.json``."""
+    version, _, machine = path.stem.partition("_")
+    return Version(version), machine
 
-    def age(path: Path) -> tuple[Version, str]:
-        version, _, machine = path.stem.partition("_")
-        return Version(version), machine
 
-    return [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"), key=age)]
+def results(folder: Path) -> list[Row]:
+    """Read one result per version and machine, the oldest version first."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), key=age)]
 
 
 def gpu(result: Row) -> str:
@@ -79,7 +83,7 @@ def versions() -> str:
             *speed(result, mode),
         ]
         for mode in SPEED
-        for result in results()
+        for result in results(FOLDER)
         if result.keys() & {mode, f"audit {mode}", SPEED[mode]}
     ]
     head = [
@@ -98,4 +102,25 @@ def versions() -> str:
     return table(head, rows)
 
 
-TABLES = {"versions": versions}
+def checked(result: dict[str, Any] | None) -> str:
+    """What a self-check found in one engine."""
+    if result is None:
+        return ""
+    if not result["as expected"]:
+        return "**not as expected**"
+    if result["outcome"] != "started":
+        return "refused"
+    times = f"{result['ms when compiled']} ms ({result['ms']} ms)"
+    return f"{times}; {result['layers differ by']:.2g}; {result['log-probs differ by']:.2g}"
+
+
+def selfchecks() -> str:
+    """One row per engine, one column per version."""
+    found = results(CHECKED)
+    cases = [{result["case"]: result for result in one["cases"]} for one in found]
+    names = dict.fromkeys(name for one in cases for name in one)
+    rows = [[name, *(checked(one.get(name)) for one in cases)] for name in names]
+    return table(["engine", *(f"vLLM {one['vllm']}" for one in found)], rows)
+
+
+TABLES = {"versions": versions, "selfcheck": selfchecks}

@@ -1,8 +1,7 @@
-"""Every private name of vLLM that Sparrow replaces: what, for which versions and why. No other
-module replaces any.
+"""All patches to vLLM: each private name that Sparrow replaces, in which versions, and why.
 
-vLLM offers no public hook at these places. ``apply`` makes the changes, each once in the life of a
-process; importing this module changes nothing.
+vLLM offers no public hook in these places, and no other module of Sparrow replaces names of vLLM.
+``apply`` makes each patch once per process; importing this module changes nothing.
 """
 
 from __future__ import annotations
@@ -77,12 +76,11 @@ def _checked_init_device(stock: Any) -> Any:
         if decoding is not None:
             versions.check(current_platform.is_cpu())
             config.check_supported(self.vllm_config, decoding, current_platform.is_cpu())
-            if not versions.is_proven(current_platform.is_cpu()):
-                selfcheck.check_names(
-                    needed(decoding.mode, current_platform.is_cpu()),
-                    decoding.is_lossless,
-                    current_platform.is_cpu(),
-                )
+            selfcheck.check_names(
+                needed(decoding.mode, current_platform.is_cpu()),
+                decoding.is_lossless,
+                current_platform.is_cpu(),
+            )
             if decoding.is_lossless:
                 apply(LOSSLESS)
         stock(self, *args, **kwargs)
@@ -101,8 +99,6 @@ def watch(worker: Any, vllm_config: Any) -> None:
     This wraps methods of the two objects, not of their classes: there are several runner classes,
     and some callers bypass the worker (Ray's executor does).
     """
-    from vllm.platforms import current_platform
-
     runner = worker.model_runner
     step = worker.model_runner.execute_model
     warm_up = worker.compile_or_warm_up_model
@@ -122,8 +118,7 @@ def watch(worker: Any, vllm_config: Any) -> None:
         result = warm_up(*args, **kwargs)
         worker.compile_or_warm_up_model = warm_up  # the check needs a cache that is not in use
         if (runtime := find(vllm_config)) is not None:
-            if not versions.is_proven(current_platform.is_cpu()):
-                selfcheck.run(worker, runtime)
+            selfcheck.run(worker, runtime)
             runtime.begin_serving()
         return result
 
@@ -360,86 +355,85 @@ ALWAYS = (
     Patch(
         "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
         ">=0.24",
-        "refuse, before memory is taken, versions that Sparrow does not run in and what would be "
-        "decoded densely or wrongly; a backend sees single layers only. And watch the worker: vLLM "
-        "counts preemptions among statistics that cost the host time for each token; versions "
-        "before 0.32 do not tell a speculator how many tokens to draft, and none tells it what "
-        "Sparrow's scheduler adds to a step; prompts of the warm-up must not set the scales of an "
-        "fp8 KV cache; and a copy of the weights must follow them",
+        "Refuse unsupported versions and models before memory is allocated; a backend sees single "
+        "layers only. Watch the worker: vLLM counts preemptions only together with statistics that "
+        "cost host time for every token, versions before 0.32 do not tell a speculator how many "
+        "tokens to draft, and no version passes on what Sparrow's scheduler adds to a step. Keep "
+        "warm-up prompts from setting the scales of an fp8 KV cache, and renew the 8-bit copy of "
+        "the weights when the weights change.",
         _checked_init_device,
     ),
     Patch(
         "vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config",
         ">=0.26",
-        "check that every layer got Sparrow's backend and say in the log what decodes",
+        "Check that every layer uses Sparrow's backend, and log how the engine decodes.",
         _checked_initialize_from_config,
     ),
     Patch(
         "vllm.engine.arg_utils:EngineArgs.create_engine_config",
         versions.SUPPORTED,
-        "an engine keeps the mode that it was started in, whatever becomes of the environment; in "
-        "lossless mode tell vLLM to speculate, so that a user need not know how",
+        "Fix an engine's mode when it starts, so that later changes to the environment do not "
+        "affect it. In lossless mode, configure vLLM's speculative decoding for the user.",
         _prepared_engine_arguments,
     ),
     Patch(
         "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
         ">=0.26,<0.32",
-        "the V2 model runner has no speculator for draft models yet; in lossless mode it gets ours",
+        "The V2 model runner does not support draft models in these versions; in lossless mode it "
+        "uses Sparrow's speculator.",
         _allowing_our_speculator,
     ),
     Patch(
         "vllm.sampling_params:SamplingParams._validate_spec_decode",
         versions.SUPPORTED,
-        "refuse requests that lossless mode does not serve where vLLM refuses what speculation "
-        "does not serve",
+        "Refuse requests that lossless mode cannot serve in the place where vLLM refuses those "
+        "that its own speculative decoding cannot serve.",
         _refusing_by_name,
         ("speculative_config",),
     ),
 )
-"""Made wherever the plugin is loaded; they have no effect on an engine that did not ask for
-Sparrow.
-"""
+"""Patches made wherever the plugin is loaded. They do not affect engines without Sparrow."""
 
 ATTENTION = (
     Patch(
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
         ">=0.26",
-        "make room for landmarks in each KV block; vLLM 0.32 lets a backend customise the spec, "
-        "but does not say for which layer of which engine",
+        "Make room for landmarks in every KV block. vLLM 0.32 lets a backend customise the spec, "
+        "but does not tell it the layer or the engine.",
         _with_landmarks,
         ("vllm_config",),
     ),
 )
-"""Made where a backend of Sparrow's is chosen for a model."""
+"""Patches made when one of Sparrow's backends is chosen for a model."""
 
 LOSSLESS = (
     Patch(
         "vllm.v1.worker.gpu.model_runner:init_speculator",
         ">=0.26",
-        "draft with the model itself, not a second copy",
+        "Draft with the model itself rather than with a second copy.",
         _our_speculator,
         ("vllm_config", "device"),
     ),
     Patch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
         ">=0.26",
-        "a step that has no drafts and makes none is stock vLLM's: "
-        "looking after drafts would cost the host time",
+        "Run a step without drafts as stock vLLM does, because preparing for drafts costs host "
+        "time.",
         _without_drafting,
     ),
     Patch(
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
         ">=0.26",
-        "find the CUDA graph of a step whatever the number of drafts that others are for: vLLM "
-        "looks at graphs of the nearest size alone",
+        "Find the CUDA graph for any number of drafts: vLLM looks only at graphs of the nearest "
+        "size, which may have been captured for another number.",
         _candidates_by_drafts,
     ),
     Patch(
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample",
         ">=0.26",
-        "measure the acceptance of drafts where both distributions are at hand; and with "
-        "drafter_invariant draw the tokens that dense decoding draws, "
-        "in place of accepting drafts by their probability",
+        "Measure the acceptance of drafts where both distributions are available. With "
+        "drafter_invariant, draw the tokens that dense decoding would draw instead of accepting "
+        "drafts by their probability.",
         _metered_rejection_sample,
         (
             "target_logits",
@@ -457,36 +451,36 @@ LOSSLESS = (
         ),
     ),
 )
-"""Made in a worker of an engine that was asked for lossless mode, before its model is loaded."""
+"""Patches made in the workers of a lossless engine, before the model is loaded."""
 
 CPU_WEIGHTS = (
     Patch(
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
         ">=0.32",
-        "vLLM packs weights for its CPU kernels and drops the original, so that a later update "
-        "fails or, for an output layer tied to the embedding, is lost without a word; multiply "
-        "with the weight that was loaded",
+        "Multiply by the weights as they were loaded. vLLM packs them for its CPU kernels and "
+        "drops the originals, so that a later update fails or, if the output layer is tied to the "
+        "embedding, is silently lost.",
         _unpacked_linear,
         ("layer", "remove_weight"),
     ),
 )
-"""Made where Sparrow's CPU backend is chosen for a model."""
+"""Patches made when Sparrow's CPU backend is chosen for a model."""
 
 LISTS = (
     Patch(
         "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
         ">=0.26",
-        "vLLM keeps every id, log-prob and rank of a list as a Python object; arrays take a tenth "
-        "of the memory and less time",
+        "Keep top lists in arrays. vLLM keeps every id, log-prob and rank as a Python object, "
+        "which needs ten times the memory and more time.",
         _lists_in_arrays,
         ("logprobs_lists",),
     ),
 )
-"""Made where a trainer's engine asks for the lists of every token."""
+"""Patches made when a trainer's engine requests top lists for every token."""
 
 
 def needed(mode: str, on_cpu: bool) -> tuple[Patch, ...]:
-    """The changes that an engine in this mode makes before it serves."""
+    """List the patches that an engine in this mode makes before it serves."""
     return (
         ALWAYS
         + ATTENTION

@@ -1,4 +1,4 @@
-"""Checks that an engine runs on itself when it starts, for versions of vLLM that are not proven.
+"""Checks that every engine runs on itself when it starts.
 
 ``check_names`` runs before memory is taken: it looks for every private name and parameter of vLLM
 that Sparrow replaces or reads. ``run`` comes after the warm-up and compares results with known
@@ -226,8 +226,16 @@ def _refusal(what: str) -> ConfigError:
 # --- an engine ---
 
 
+@dataclass(frozen=True)
+class Differences:
+    """The largest differences that a check found, all of them within their bounds."""
+
+    layers: float  # outputs of attention
+    steps: float  # log-probs, relative to their spread
+
+
 @torch.inference_mode()
-def run(worker: Any, runtime: Any) -> None:
+def run(worker: Any, runtime: Any) -> Differences:
     """Check a worker's kernels, graphs and cache before it serves; every worker does the same.
 
     Clears the cache blocks that it used. Counters include its steps.
@@ -241,13 +249,16 @@ def run(worker: Any, runtime: Any) -> None:
     speculator = worker.model_runner.speculator if runtime.is_lossless else None
     if speculator is not None:
         check_addresses(speculator.drafter)
-    check_layers(layers, runtime, worker.vllm_config.model_config)
+    layers_differ = check_layers(layers, runtime, worker.vllm_config.model_config)
     with _unmetered(runtime):
-        check_steps(worker, runtime, speculator, layers)
+        steps_differ = check_steps(worker, runtime, speculator, layers)
     milliseconds = 1000 * (time.perf_counter() - started)
     init_logger("vllm.sparrow").info(
-        f"Sparrow's self-check passed in {milliseconds:.0f} ms with {versions.known()}"
+        f"Sparrow's self-check passed in {milliseconds:.0f} ms (layers differ by up to "
+        f"{layers_differ:.2g}, log-probs by {steps_differ:.2g} of their spread) with "
+        f"{versions.known()}"
     )
+    return Differences(layers_differ, steps_differ)
 
 
 def layers_of(vllm_config: Any) -> list[Any]:
@@ -313,7 +324,7 @@ class Place:
         return [*self.table_M.tolist(), *self.neighbours]
 
 
-def check_layers(layers: list[Any], runtime: Any, model: Any) -> None:
+def check_layers(layers: list[Any], runtime: Any, model: Any) -> float:
     """Store known keys and values in every layer's cache as the engine does, and decode from them.
 
     With every page kept, the outputs must be those of plain attention over the keys and values;
@@ -324,11 +335,13 @@ def check_layers(layers: list[Any], runtime: Any, model: Any) -> None:
         layers: in the order of the model; those that vLLM alone runs are left out.
         model: vLLM's ``ModelConfig``.
 
+    Returns the largest difference of an output; 0 without layers to check.
+
     Raises ConfigError: a layer that fails one of these checks.
     """
     layers = [layer for layer in layers if layer.impl.has_landmarks]
     if not layers:
-        return
+        return 0.0
     caches = [layer.impl.cache_views(layer, layer.kv_cache) for layer in layers]
     place = _place(caches[0].keys, runtime.layout, model.max_model_len)
     most_rows = min(max(2, runtime.model.kernels.few_rows + 1), len(runtime.pages.top_k))
@@ -340,14 +353,17 @@ def check_layers(layers: list[Any], runtime: Any, model: Any) -> None:
             for seed, layer in enumerate(layers)
         ]
         _store(layers, runtime, known, place, model.dtype)
-        for rows in sorted({1, most_rows}):
-            for top_k in (ALL_PAGES, PAGES_BY_SCORE):
-                _decode(layers, runtime, known, place, rows, top_k)
+        error = max(
+            _decode(layers, runtime, known, place, rows, top_k)
+            for rows in sorted({1, most_rows})
+            for top_k in (ALL_PAGES, PAGES_BY_SCORE)
+        )
         for layer in layers:
             if _bytes_of(layer)[place.neighbours].any():
                 raise _refusal(
                     f"{layer.layer_name} stores tokens or landmarks outside of their blocks"
                 )
+        return error
     finally:
         for layer in layers:
             _bytes_of(layer)[place.blocks] = 0
@@ -442,8 +458,10 @@ def _store(
 
 def _decode(
     layers: list[Any], runtime: Any, known: list[Known], place: Place, rows: int, top_k: int
-) -> None:
+) -> float:
     """Run one decode step of every layer, with rows of different lengths.
+
+    Returns the largest difference of an output from the known one.
 
     Raises ConfigError: an output that differs from the known one.
     """
@@ -489,13 +507,15 @@ def _decode(
         errors.append((output.float() / value_scale_H1 - expected).abs().amax())
 
     bound = OUTPUT_BOUNDS[known[0].query_BHD.dtype]
-    for layer, error in zip(layers, torch.stack(errors).tolist(), strict=True):
+    by_layer = torch.stack(errors).tolist()
+    for layer, error in zip(layers, by_layer, strict=True):
         if not error <= bound:
             raise _refusal(
                 f"{layer.layer_name}, decoding {rows} rows from a cache in {layer.kv_cache.dtype} "
                 f"with {'every page' if top_k == ALL_PAGES else 'the best pages'} kept, is off "
                 f"by {error:.2g}, where rounding explains only {bound}"
             )
+    return max(by_layer)
 
 
 # --- steps of the model ---
@@ -575,19 +595,21 @@ class _Sequence:
         return int(output.sampled_token_ids[0][0])
 
 
-def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -> None:
+def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -> float:
     """Decode a sequence as the engine does, with every page kept, and compare its log-probs with
     those of a dense pass over the same tokens.
 
     In lossless mode this is one cycle: drafts, captured if the engine captures them, and the pass
     that verifies them, whose log-probs are compared with a dense prefill in turn.
 
+    Returns the largest distance (``distance``); 0 where this worker has no log-probs to compare.
+
     Raises ConfigError: log-probs that differ by more than rounding explains.
     """
     config = worker.vllm_config
     cache = worker.model_runner.kv_cache_config
     if config.parallel_config.pipeline_parallel_size > 1:  # only the last stage has log-probs
-        return
+        return 0.0
     k = 0
     if speculator is not None:
         k = min(n for n in setup.draft_choices(runtime.decoding) if n)
@@ -601,7 +623,7 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     )
     T = room - 2 * (k + 1)
     if T < 1:
-        return
+        return 0.0
 
     vocabulary = config.model_config.get_vocab_size()
     prompt = [(7919 * n + 13) % vocabulary for n in range(T)]
@@ -641,23 +663,24 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
                 _bytes_of(layer)[emptied] = 0
 
     if not decoded or not expected:  # vLLM may compute a step's logits in another worker
-        return
+        return 0.0
     bound = LOG_PROB_BOUNDS[config.model_config.dtype.itemsize]
     if speculator is None:
-        _hold(decoded[0], expected[0], bound, "a decode step that keeps every page")
-        return
+        return _hold(decoded[0], expected[0], bound, "a decode step that keeps every page")
     draft_bound = bound if runtime.drafting.weights is None else FP8_WEIGHTS_BOUND
-    _hold(of_drafts, decoded[0][:k], draft_bound, "drafts that keep every page")
-    _hold(decoded[0][-1:], expected[0], bound, "verification")
+    of_drafting = _hold(of_drafts, decoded[0][:k], draft_bound, "drafts that keep every page")
+    of_verifying = _hold(decoded[0][-1:], expected[0], bound, "verification")
+    return max(of_drafting, of_verifying)
 
 
-def _hold(found_TV: Tensor, expected_TV: Tensor, bound: float, what: str) -> None:
+def _hold(found_TV: Tensor, expected_TV: Tensor, bound: float, what: str) -> float:
     error = distance(found_TV, expected_TV)
     if not error <= bound:
         raise _refusal(
             f"log-probs of {what} are {error:.2g} of their spread from a dense pass, where "
             f"rounding explains {bound}"
         )
+    return error
 
 
 def distance(found_TV: Tensor, expected_TV: Tensor) -> float:

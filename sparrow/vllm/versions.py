@@ -47,14 +47,6 @@ def check(on_cpu: bool) -> None:
         )
 
 
-def is_proven(on_cpu: bool) -> bool:
-    """Return whether both modes were found exact on GPUs in this vLLM; it then starts unchecked."""
-    import vllm
-
-    major, minor = Version(vllm.__version__).release[:2]
-    return not on_cpu and f"{major}.{minor}" in PROVEN
-
-
 def known() -> str:
     """Name this vLLM and torch, and those with which Sparrow was found exact before."""
     import vllm

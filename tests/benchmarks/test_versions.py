@@ -77,3 +77,28 @@ def test_a_part_that_fails_is_written_down_beside_the_others(scripts, tmp_path):
     written = json.loads(out.read_text())
     assert written["lossy"] == {"failed": "ValueError: what"} and written["vllm"] == "0.33.0"
     assert "ValueError: what" in (tmp_path / "0.33.0_lossy.log").read_text()
+
+
+def test_a_self_check_shows_its_time_and_differences_or_that_it_refused(
+    scripts, tmp_path, monkeypatch
+):
+    tables = scripts[1]
+    passed = {
+        "case": "lossy, eager",
+        "ms": 2584,
+        "ms when compiled": 83,
+        "layers differ by": 0.0026,
+        "log-probs differ by": 0.015,
+        "outcome": "started",
+        "as expected": True,
+    }
+    refused = {"case": "lossy, wrong scale", "outcome": "is off by 0.25", "as expected": True}
+    surprising = {"case": "lossy, fp8 cache", "outcome": "started", "as expected": False}
+    result = {"vllm": "0.33.0", "cases": [passed, refused, surprising]}
+    (tmp_path / "0.33.0_h200.json").write_text(json.dumps(result))
+    monkeypatch.setattr(tables, "CHECKED", tmp_path)
+    assert tables.selfchecks().splitlines()[2:] == [
+        "| lossy, eager | 83 ms (2584 ms); 0.0026; 0.015 |",
+        "| lossy, wrong scale | refused |",
+        "| lossy, fp8 cache | **not as expected** |",
+    ]
