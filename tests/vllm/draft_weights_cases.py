@@ -197,8 +197,8 @@ def test_what_it_takes_is_said(tmp_path, monkeypatch):
     assert told["draft_weights"] == "fp8" and told["draft_weight_bytes"] == size
     assert (told["draft_layers"], told["draft_layers_in_16_bits"]) == (4, 4)
     assert said[0] == (
-        "Drafts multiply with an fp8 copy of the weights of 4 linear layers, which takes 0.00 GiB; 4 others (0.00 GiB) "
-        "have none, nor have the embedding and the output layer"
+        "Drafts use an fp8 copy of the weights of 4 linear layers (0.00 GiB); 4 other linear "
+        "layers (0.00 GiB), the embedding and the output layer are not copied"
     )
 
 
