@@ -207,7 +207,8 @@ def test_a_model_without_a_layer_to_copy_is_refused(tmp_path):
     checkpoint(tmp_path, num_hidden_layers=2, **odd)
     with (
         pytest.raises(
-            UnsupportedModel, match="Qwen3ForCausalLM has no linear layer of multiples of 16 inputs"
+            UnsupportedModel,
+            match="Qwen3ForCausalLM has no 16-bit linear layer whose numbers of inputs",
         ),
         engine(tmp_path, lossless(2, draft_weights="fp8")),
     ):

@@ -650,7 +650,8 @@ def test_in_lossless_mode_an_fp8_cache_has_vllms_scales(monkeypatch):
         monkeypatch.setattr(config, "requested", lambda of: decoding)
         control.check(worker.vllm_config)
         assert (
-            "verifies them; samples are the policy's with a KV cache in fp8_e4m3; logits" in said[0]
+            "verifies them; samples follow the policy with a KV cache in fp8_e4m3; logits"
+            in said[0]
         )
 
 
