@@ -163,7 +163,7 @@ def test_where_a_schedule_reads_the_cache_a_cpu_takes_kernels_that_leave_keys_in
 
 def test_workers_that_would_not_find_the_plugin_are_refused(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    with pytest.raises(ConfigError, match=r"VLLM_PLUGINS=other.*name 'sparrow' in VLLM_PLUGINS"):
+    with pytest.raises(ConfigError, match=r"VLLM_PLUGINS=other.*add 'sparrow' to VLLM_PLUGINS"):
         engine.check_discoverable()
 
 

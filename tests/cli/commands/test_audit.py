@@ -50,7 +50,7 @@ def test_too_few_tokens_end_with_2(capsys):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--engine", "nonsense"], "no engine 'nonsense'"),
+        (["--engine", "nonsense"], "unknown engine 'nonsense'"),
         (["--prompts", "no.txt"], "say where prompts come from"),
         (["--engine", "stock:http://localhost:1"], "decodes in one way only; give --dense-engine"),
         (["--scorer", "prefill"], "needs a dense engine that is stock vLLM, got hf"),
