@@ -376,7 +376,7 @@ def test_calibration_is_drawn_from_its_file(tmp_path):
     picture = draw_calibration(path).read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
     (tmp_path / "plain.json").write_text(SparsitySchedule.fixed(2).to_json())
-    with pytest.raises(ConfigError, match="holds no measurements"):
+    with pytest.raises(ConfigError, match="contains no measurements"):
         draw_calibration(tmp_path / "plain.json")
 
 

@@ -420,5 +420,7 @@ def test_auto_is_exact_up_to_where_it_verifies_and_sparse_after_it(temperature):
 
 def test_only_an_engine_in_mode_auto_stops_verifying():
     engine = HFEngine(tiny_model(), Decoding.lossless(AUTO), eos_ids=[7])
-    with pytest.raises(ConfigError, match="only in mode 'auto', but .* started in mode 'lossless'"):
+    with pytest.raises(
+        ConfigError, match=r"only in mode 'auto', but .* started in mode 'lossless'"
+    ):
         engine.verify_up_to(64)
