@@ -114,7 +114,7 @@ class Engine(Protocol):
         """Load the policy's weights by Hugging Face parameter name. Tied weights are passed once."""
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Decode under another schedule from the next ``generate`` on."""
+        """Change the schedule from the next ``generate`` on."""
 
     def counters(self) -> Counters:
         """Return the counts since the last call."""
@@ -162,8 +162,8 @@ class DraftReplayer(Protocol):
 
 
 class Scorer(Protocol):
-    """A scorer of sampled tokens under any schedule. Implementation: ``hf.HFEngine``; vLLM cannot
-    do this.
+    """A scorer of sampled tokens under any schedule. The only implementation is ``hf.HFEngine``,
+    since vLLM cannot score this way.
     """
 
     def score(
@@ -175,7 +175,7 @@ class Scorer(Protocol):
 
 
 class Ranker(Protocol):
-    """A ranker of sampled tokens in the dense model's distributions. Implementation:
+    """A source of the ranks of sampled tokens in the dense model's distributions. Implementation:
     ``hf.HFEngine``.
     """
 

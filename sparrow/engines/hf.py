@@ -397,7 +397,7 @@ class HFEngine(Engine, Scorer, Ranker):
             looked_at = ~np.isnan(alpha_Bk)
             position = self.schedule.page_end(at_BT[:, :-1][looked_at])
             self._counters += Counters(
-                # once for all verified tokens
+                # verification reads the cache once for all tokens that it verifies
                 tokens_read=num_layers * int((length_B + drafts_B).sum()),
                 tokens_held=0,
                 drafted=int(drafts_B.sum()),
@@ -532,7 +532,8 @@ def load_config(name: str) -> dict[str, Any]:
         return AutoConfig.from_pretrained(_find(name, "the config of")).to_dict()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot load the config of {name!r} ({_reason(error)}); give its config.json"
+            f"cannot load the config of {name!r} ({_reason(error)}); give the path of its "
+            "config.json"
         ) from error
 
 

@@ -32,7 +32,7 @@ class Kind:
     predicted: bool = True  # the cost model can predict the engine's speed
     # The engine is not Sparrow's: it has no schedule, accepts no weights, and can only be audited.
     is_stock: bool = False
-    length_option: str | None = None  # the option that limits the tokens of a sequence
+    length_option: str | None = None  # the option that limits the length of a sequence
 
     def claims(self, spec: str) -> bool:
         """Return whether ``spec`` names an engine of this kind."""

@@ -37,7 +37,7 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.vllm import config as vllm_config
 
 if TYPE_CHECKING:
-    Trainer = Any  # TRL declares narrower types than it keeps to
+    Trainer = Any  # TRL declares narrower types than it uses
 else:
     Trainer = GRPOTrainer
 

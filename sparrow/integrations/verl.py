@@ -215,7 +215,9 @@ def push_schedule(replicas: Sequence[Any], schedule: SparsitySchedule) -> None:
         ray.get([replica.servers[0].collective_rpc.remote(**arguments) for replica in replicas])
         ray.get([replica.servers[0].clear_kv_cache.remote() for replica in replicas])
     except ray.exceptions.RayError as error:
-        reason = str(error).strip().splitlines()[-1]  # after a traceback from the other process
+        reason = (
+            str(error).strip().splitlines()[-1]
+        )  # the lines before are a traceback from the other process
         raise ConfigError(f"a vLLM replica refused the schedule: {reason}") from error
 
 

@@ -18,7 +18,7 @@ from sparrow.run.log import FloatArray, RunLog
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-RUNS = "AB"  # names of two runs
+RUNS = "AB"  # letters by which two runs are named
 DASHES = ("-", (0, (2.2, 1.4)))  # line styles of the runs
 # markers of the runs; those of the second run are hollow, so that its dashes can be seen
 MARKERS = ("o", "D")

@@ -29,7 +29,7 @@ Logs = Sequence[RunLog]
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the page, drawn on demand."""
+    """A figure on the page, drawn on demand."""
 
     title: str
     draw: Callable[[Axes], None]

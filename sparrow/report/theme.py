@@ -20,7 +20,7 @@ DARK = {
     "above": "#6db3f2",
     "below": "#f2955b",
 }
-"""The page's colours for readers who prefer dark pages; figures are inverted there."""
+"""The page's colours in dark mode, in which the colours of figures are inverted."""
 # where the tail is below tau, and where it is above
 BELOW = "#c2500a"
 ABOVE = "#1f6fb5"

@@ -233,7 +233,7 @@ class SparseBuilder(VLLMClass):
 
 
 def _rows(common: Any, first: int, last: int) -> Any:
-    """Select the sequences ``first .. last - 1``; the last one may end in padding tokens."""
+    """Select the sequences ``first .. last - 1``; the last sequence may end in padding tokens."""
     upper_bound = common.seq_lens_cpu_upper_bound
     start = common.query_start_loc_cpu
     begin = int(start[first])
@@ -365,8 +365,8 @@ class SparseImpl(VLLMClass):
         slot_mapping: Tensor,
         store_tokens: Any,
     ) -> None:
-        """Write new keys and values with ``store_tokens``, one of the functions of that name in
-        ``sparrow.attention``.
+        """Write new keys and values with ``store_tokens``, the implementation of that function in
+        ``sparrow.attention.reference`` or ``sparrow.attention.triton``.
         """
         clipped = None
         if self.fp8_scales is not None:

@@ -91,7 +91,8 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
             )
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"vLLM cannot load these weights: {error}; pass complete layers by Hugging Face name"
+            f"vLLM cannot load these weights ({error}); pass them by Hugging Face name, and all of a "
+            "quantised layer together"
         ) from error
 
 
@@ -128,7 +129,7 @@ def sparrow_renew_kv_scales(self: Any) -> None:
     cache = runtime.cache.fp8
     if runtime.cache.in_8_bits == torch.int8:
         raise ConfigError(
-            f"kv_cache_dtype={kv_cache.INT8!r} gives every token scales of its own, so there are "
+            f"kv_cache_dtype={kv_cache.INT8!r} has separate scales for every token, so there are "
             "none to renew; drop the call"
         )
     if cache is None:

@@ -32,10 +32,12 @@ class DecodedRows:
         # the same by budget, without the latest steps
         self._before = self.at_length.repeat(budgets, 1)
         self._one_B = torch.ones(max_rows, dtype=torch.int64, device=device)
-        self.in_prefill = 0  # rows with one token of a prompt, which are not counted by length
+        self.in_prefill = (
+            0  # rows with a one-token chunk of a prompt, which are not counted by length
+        )
 
     def add(self, place_B: Tensor) -> None:
-        """Count rows of these lengths (int32)."""
+        """Count one decoded row at each of these lengths (int32)."""
         self.at_length.index_add_(0, place_B, self._one_B[: len(place_B)])
 
     def end_budget(self, budget: int) -> None:

@@ -40,7 +40,7 @@ class CpuImpl(SparseImpl, CPUAttentionBackendImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Store with vLLM's own code, except for an 8-bit cache."""
+        """Store keys and values, with Sparrow's code for an 8-bit cache and vLLM's otherwise."""
         if not self.is_in_8_bits:
             return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         self.store(layer, key, value, kv_cache, slot_mapping, reference.store_tokens)

@@ -27,8 +27,8 @@ versions.check(on_cpu=False)
 
 
 class CudaBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
-    # Whole-model graphs for batches of single tokens; batches with prefill run attention outside
-    # the graph.
+    # The whole model is captured for batches with one token per sequence; batches with prefill run
+    # attention outside the graph.
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     @classmethod

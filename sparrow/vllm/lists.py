@@ -31,7 +31,7 @@ class ArrayLogprobs(FlatLogprobs):
 
     def add(self, ids_TN: np.ndarray, logprobs_TN: np.ndarray, rank_T: np.ndarray) -> None:
         """Append the lists of T tokens; ``rank_T`` has the ranks of the sampled tokens, from 1."""
-        if logprobs_TN.shape[1] > self.width:  # another request of the batch asked for more
+        if logprobs_TN.shape[1] > self.width:  # another request in the batch has longer lists
             ids_TN = ids_TN[:, : self.width]
             logprobs_TN = logprobs_TN[:, : self.width]
         self.token_ids.frombytes(ids_TN.tobytes())
@@ -64,7 +64,7 @@ def update(processor: Any, lists: tuple[Any, ...]) -> None:
     """
     ids_TN, logprobs_TN, rank_T, _ = lists
     if not isinstance(processor.logprobs, ArrayLogprobs):
-        wanted = processor.num_logprobs + 1 or None  # -1 asks for the whole vocabulary
+        wanted = processor.num_logprobs + 1 or None  # num_logprobs of -1 means the whole vocabulary
         processor.logprobs = ArrayLogprobs(ids_TN[:, :wanted], logprobs_TN[:, :wanted])
     processor.logprobs.add(ids_TN, logprobs_TN, rank_T)
     alone = len(rank_T) == 1

@@ -41,7 +41,7 @@ class PageTables:
         self.at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
         self._by_budget = self.at_length.repeat(len(budgets), 1)
         self.top_k = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        # 0 for rows in prefill
+        # 1 for rows that decode, 0 for rows in prefill
         self._decodes_B = torch.ones(max_rows, dtype=torch.int32, device=device)
         self._all_decode = True
         self.fill(schedule)

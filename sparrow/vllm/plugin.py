@@ -1,4 +1,6 @@
-"""The entry point (group ``vllm.general_plugins``) that vLLM calls first in every process."""
+"""The plugin's entry point, in the group ``vllm.general_plugins``, which vLLM calls first in every
+process.
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Model:
 class CacheLayout:
     """Layout of the KV cache; ``backend.attach`` fills this in."""
 
-    in_8_bits: torch.dtype | None = None  # float8_e4m3fn, int8, or None: the model's dtype
+    in_8_bits: torch.dtype | None = None  # float8_e4m3fn or int8; None for the model's dtype
     fp8: Fp8Cache | None = None  # scales of an engine with an fp8 KV cache
     landmark_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     landmark_share: float = 0.0  # the landmarks' share of the KV cache
@@ -172,7 +172,7 @@ class Runtime:
         self.drafting.meter.use(budget)
 
     def begin_serving(self) -> None:
-        """Note that vLLM's warm-up is over, and reset the counters for the user's steps."""
+        """End vLLM's warm-up: reset the counters, and allow prompts to set fp8 scales."""
         self.counters()
         self.acceptance()
         if self.cache.fp8 is not None:

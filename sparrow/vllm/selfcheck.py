@@ -226,7 +226,7 @@ def _refusal(what: str) -> ConfigError:
     )
 
 
-# --- an engine ---
+# --- the check of an engine ---
 
 
 @torch.inference_mode()
@@ -277,7 +277,7 @@ def _bytes_of(layer: Any) -> Tensor:
     return tail_of_blocks(cache, 0, torch.uint8, (len(cache), block_bytes))
 
 
-# --- the tensors that draft steps were captured with ---
+# --- addresses in the CUDA graphs of draft steps ---
 
 
 def check_addresses(drafter: Drafter) -> None:
@@ -299,9 +299,11 @@ def check_addresses(drafter: Drafter) -> None:
 class Known:
     """Keys, values and queries of one layer for which the result of attention is known."""
 
-    key_KTD: Tensor  # float32, multiples of a quarter from -1 to 1: exact in every dtype
+    key_KTD: Tensor  # float32, multiples of 1/4 from -1 to 1, which are exact in every dtype
     value_KTD: Tensor
-    key_scale_K: Tensor  # factors of keys and values before the layer stores them
+    key_scale_K: (
+        Tensor  # factors by which keys and values are multiplied before the layer stores them
+    )
     value_scale_K: Tensor
     query_BHD: Tensor  # in the model's dtype
 
@@ -310,7 +312,7 @@ class Known:
 class Place:
     """The blocks and slots of the check's tokens in every layer's cache."""
 
-    table_M: Tensor  # int32, the blocks
+    table_M: Tensor  # int32, the blocks of the tokens
     slots_T: Tensor  # int64
     neighbours: list[int]  # blocks that must stay empty
 
@@ -579,7 +581,7 @@ class _Sequence:
         output = self._worker.execute_model(step)
         if output is None:
             output = self._worker.sample_tokens(None)
-        if hasattr(output, "get_output"):  # vLLM runs ahead of the device
+        if hasattr(output, "get_output"):  # with async scheduling, the output is fetched later
             output = output.get_output()
         return int(output.sampled_token_ids[0][0])
 

@@ -108,7 +108,7 @@ def test_what_could_not_be_compared_is_refused(monkeypatch):
         adapter.requested(configuration())
     with pytest.raises(ConfigError, match="calculate_log_probs=True"):
         adapter.requested(configuration(calculate_log_probs=False))
-    with pytest.raises(ConfigError, match=r"temperature=0\.7; leave out"):
+    with pytest.raises(ConfigError, match=r"temperature=0\.7; leave trainer"):
         adapter.requested(configuration(temperature=0.7))
     bypassed = configuration() | {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
     with pytest.raises(ConfigError, match="bypass_mode=False"):

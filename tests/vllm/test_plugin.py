@@ -603,7 +603,7 @@ def test_what_an_int8_cache_is_is_told():
     worker = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
     with pytest.raises(
         ConfigError,
-        match=r"'int8_per_token_head' gives every token scales .* none to renew; drop the call",
+        match=r"'int8_per_token_head' has separate scales .* none to renew; drop the call",
     ):
         control.sparrow_renew_kv_scales(worker)
 

@@ -142,7 +142,7 @@ def tally(
         return Counters(read, held, preemptions)
 
     acceptance = rpc("sparrow_acceptance")[0]
-    # Every worker takes part in every draft and sees all of its logits.
+    # Every worker takes part in every draft and sees all logits, so one worker's counts suffice.
     drafted, accepted, emitted = (counts[0][name] for name in ("drafted", "accepted", "emitted"))
     parts = (acceptance, acceptance.get("metered"))
     drafts, metered = (

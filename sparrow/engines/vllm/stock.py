@@ -61,7 +61,7 @@ class StockEngine(VLLMEngine):
         return Counters(0, 0)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Raise ConfigError: stock vLLM has no schedule."""
+        """Refuse any schedule. Raises ConfigError: stock vLLM cannot follow a schedule."""
         raise _no_schedule()
 
     def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
@@ -102,7 +102,7 @@ class StockServer(VLLMServer):
         self._described = []
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Raise ConfigError: stock vLLM has no schedule."""
+        """Refuse any schedule. Raises ConfigError: stock vLLM cannot follow a schedule."""
         raise _no_schedule()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:

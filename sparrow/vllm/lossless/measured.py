@@ -44,8 +44,8 @@ below this share of the dense speed.
 PRIOR = (9.0, 10.0)
 """Numbers of accepted and judged drafts that are assumed before there are measurements."""
 BUDGET_PRIOR = 500.0
-"""Weight, in judged drafts, of the acceptance that is expected with a budget not tried yet. It is
-large because the five cycles of a trial judge few drafts.
+"""Weight, in judged drafts, of the acceptance that is expected with a budget not tried yet. The
+weight is large because the five cycles of a trial judge few drafts.
 """
 REACH = 2
 """Largest distance, in steps, of a case whose times are taken over."""
@@ -55,7 +55,7 @@ KEPT = 12
 """Number of times kept for each number of drafts: the latest ones."""
 
 Batch = tuple[int, int]
-"""Steps of the number of sequences, and of their mean length."""
+"""The number of sequences and their mean length, both in steps of a factor of sqrt(2)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +101,7 @@ class Measured:
         return self.cases.get((batch, budget))
 
     def case(self, batch: Batch, budget: int) -> Case:
-        """Return the case of these batches; a new one starts with the times and the cycle counts of
+        """Return the case of these batches; a new case starts with the times and cycle counts of
         the nearest case that has times.
         """
         case = self.cases.get((batch, budget))
@@ -236,7 +236,7 @@ def typical(seconds: Iterable[float]) -> float:
 
 
 def steps_of(value: float) -> int:
-    """Express a number of sequences or tokens in steps of a factor of sqrt(2)."""
+    """Convert a number of sequences or tokens to steps of a factor of sqrt(2)."""
     return round(2 * math.log2(max(value, 1.0)))
 
 

@@ -13,7 +13,7 @@ _ATTRIBUTE = "sparrow_plan"
 
 
 class DraftPlan(NamedTuple):
-    """The drafts that follow a step."""
+    """The plan for the drafts that follow a step."""
 
     tokens: int  # drafts per sequence, 0 for none
     budget: int  # how much the drafts read: an index of ``Runtime.budgets``

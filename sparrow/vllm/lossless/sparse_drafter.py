@@ -262,7 +262,7 @@ class SparseDrafter:
         return Meter(drafts, runtime.pages.base_budget, has_raw_logits, self._metered(runtime))
 
     def _metered(self, runtime: Runtime) -> Metered | None:
-        """Set up the measurement of ``meter_schedule``; None if there is none."""
+        """Set up the measurement of ``meter_schedule``; returns None if that schedule is not set."""
         schedule = runtime.decoding.meter_schedule
         if schedule is None:
             return None
@@ -417,8 +417,8 @@ class SparseDrafter:
         return self._model.compute_logits(hidden)
 
     def _draft(self, rows: int) -> None:
-        """Run one draft step of ``rows`` rows, which also sets up the inputs of the next one; CUDA
-        graphs capture this.
+        """Run one draft step of ``rows`` rows, which also sets up the inputs of the next step. CUDA
+        graphs capture this function.
         """
         buffers = self._vllm.input_buffers
         runtime = self._runtime
