@@ -28,7 +28,7 @@ def read_measurement(path: Path) -> dict[str, Any] | None:
 
 
 def draw_measurement(report: Mapping[str, Any], out: Path) -> Path:
-    """Draw a report of ``sparrow measure`` as a PNG at ``out``."""
+    """Draw a report from ``sparrow measure`` and save it as a PNG at ``out``."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -60,7 +60,7 @@ def html_page(
     drawn: Mapping[str, Sequence[Figure]],
     responses: Mapping[int, Sequence[Shown]],
 ) -> str:
-    """Render the page; ``drawn`` has the figures by heading, ``responses`` has them by step."""
+    """Render the page from figures by heading (``drawn``) and responses by step."""
     rows = [dict([*setup_rows(log), *result_rows(log)]) for log in logs]
     names = dict.fromkeys(name for row in rows for name in row)
     pages = jinja2.Environment(

@@ -73,8 +73,8 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
     An engine that quantises its weights (``quantization="fp8"``) quantises the new weights as well,
     and needs all the weights of a layer in one call.
 
-    Raises ConfigError: the model has no weight of a given name, or only a part of a layer that is
-    quantised as a whole is given.
+    Raises ConfigError: the model has no weight of a given name, or a layer that is quantised as a
+    whole is incomplete.
     """
     if isinstance(weights, str):
         from safetensors.torch import load_file

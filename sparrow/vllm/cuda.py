@@ -83,8 +83,8 @@ class CudaBackend(FlashAttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *args: Any, **kwargs: Any
     ) -> str | None:
-        """Return the reason why FlashAttention cannot run a model, or None; an int8 cache is no
-        reason, because FlashAttention reads a 16-bit copy of it.
+        """Return the reason why FlashAttention cannot run a model, or None; an int8 cache is
+        always supported, because FlashAttention reads a 16-bit copy of it.
         """
         seen: Any = "auto" if kv_cache_dtype == INT8 else kv_cache_dtype
         return super().supports_combination(head_size, dtype, seen, *args, **kwargs)

@@ -1,9 +1,9 @@
 """The self-check that an engine runs when it starts, for vLLM versions that have not been tested.
 
 ``check_names`` runs before memory is allocated, and looks for every private name and parameter of
-vLLM that Sparrow replaces or uses. ``run`` follows the warm-up, and compares results with known
-ones: those of decode steps of every layer over the layer's KV cache, and of a few steps of the
-model. Both functions raise a ConfigError that names the difference in one sentence.
+vLLM that Sparrow replaces or uses. ``run`` follows the warm-up. It runs decode steps of every layer
+with the layer's own KV cache, and a few steps of the model, and compares their results with known
+ones. Both functions raise a ConfigError that names the difference in one sentence.
 
 Shapes: B decode rows, T tokens, H query heads, K kv heads, D head dim, P page size, N block tokens,
 k drafts, V vocabulary.

@@ -175,8 +175,8 @@ def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> 
 
 @contextlib.contextmanager
 def _saved(chunk: dict[str, Tensor], size: int) -> Iterator[str]:
-    """Save weights of ``size`` bytes to a temporary safetensors file, which is in shared memory or,
-    in a container with too little of it, on disk.
+    """Save weights of ``size`` bytes to a temporary safetensors file in shared memory, or on disk
+    if there is too little shared memory, as in many containers.
     """
     from safetensors.torch import save_file
 

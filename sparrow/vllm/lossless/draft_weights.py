@@ -98,9 +98,9 @@ direct_register_custom_op("draft_linear", draft_linear, fake_impl=_shape, target
 
 
 class DraftLinearMethod(UnquantizedLinearMethod):
-    """The method by which one layer multiplies, with the copy of the layer's weight. The copy is
-    not a buffer of the layer, because vLLM saves buffers before it sleeps and replaces them when it
-    reloads weights.
+    """The multiplication method of one linear layer, with the copy of the layer's weight. The copy
+    is not a buffer of the layer, because vLLM saves buffers before it sleeps and replaces them when
+    it reloads weights.
     """
 
     def __init__(self, layer: Any) -> None:

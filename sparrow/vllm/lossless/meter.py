@@ -92,8 +92,8 @@ def overlap(
         target_TV: the policy's logits, processed as for sampling.
         draft_SkV: the logits from which drafts were sampled.
         sequence_T, place_T: indices into ``draft_SkV`` of the logits with which each row is
-            compared. The result is NaN if the place is below 0, which means that there is no
-            draft, or if the temperature is 0.
+            compared. A place below 0 means that there is no draft. The result is then NaN, as it
+            is at a temperature of 0.
         temper: whether the drafts' logits must still be divided by ``temperature_S``.
     """
     T, V = target_TV.shape

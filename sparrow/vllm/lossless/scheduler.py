@@ -34,8 +34,8 @@ class LosslessScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.dynamic_sd_lookup is not None
-        # The table is no source for the choices: it has only ``max_num_seqs`` entries, and the
-        # first of them is 0.
+        # The choices cannot be read from the table, which has only ``max_num_seqs`` entries, the
+        # first of which is 0.
         speculative: Any = self.vllm_config.speculative_config
         decoding = config.requested_lossless(self.vllm_config)
         assert decoding is not None

@@ -247,8 +247,8 @@ class SparseDrafter:
         self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[
             0
         ]
-        # vLLM pads its table to more blocks than a sequence can have, and the kernels' workspace
-        # would be too small for that many.
+        # vLLM pads its table to more blocks than a sequence can have. The padding is cut off here,
+        # because the kernels' workspace has no room for it.
         self._blocks_SM = block_tables.input_block_tables[0][
             :, : -(-self._vllm.max_model_len // self._block_tokens)
         ]
