@@ -113,7 +113,7 @@ PANELS: dict[str, list[Panel]] = {
             "reward",
             _rewards,
             meaning=(
-                "mean over all responses sampled in a step, including those that were replaced; "
+                "mean over the responses sampled in a step, including those that were replaced; "
                 "with several datasets, also the mean of each dataset"
             ),
         ),
