@@ -176,7 +176,7 @@ def _runtime(worker: Any) -> Runtime:
     if runtime is None:
         raise ConfigError(
             "this vLLM engine decodes densely because it was started without a Sparrow schedule; "
-            "start it with one"
+            "restart the engine with a schedule"
         )
     return runtime
 

@@ -85,7 +85,7 @@ class Fp8Cache:
         self._cached: tuple[Tensor, np.ndarray, int] | None = None
 
     def renew(self) -> None:
-        """Let the next prefill set the scales again; the cache must be empty before it."""
+        """Let the next prefill set the scales again; the cache must be empty by then."""
         for layer in self.layers:
             layer.is_set = False
 

@@ -80,7 +80,7 @@ class Client(ABC):
         self._forget_cached()
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """See ``Engine.set_schedule``; CUDA graphs stay as they are.
+        """See ``Engine.set_schedule``; CUDA graphs are not captured again.
 
         Raises ConfigError: the page layout or the dense layers differ from those with which vLLM
         was started.

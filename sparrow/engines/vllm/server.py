@@ -222,7 +222,7 @@ class VLLMServer(Client):
             self._request("POST", "/wake_up")
 
     def close(self) -> None:
-        """Do nothing: whoever started the server stops it."""
+        """Do nothing; the server is stopped by whoever started it."""
 
     def _request(
         self, verb: str, path: str, body: dict[str, Any] | None = None, timeout: float = ANSWER_S
