@@ -1,5 +1,5 @@
-"""Protocols: engines sample, scorers score. The trainer knows them only through this file and
-``sparrow.rollout``.
+"""The protocols of engines, which sample, and of scorers, which score. The trainer depends only on
+this file and ``sparrow.rollout``.
 """
 
 from __future__ import annotations
@@ -17,28 +17,27 @@ from sparrow.schedule import SparsitySchedule
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts of an engine's work since it was started or ``counters`` was last called.
+    """Counts of an engine's work since the engine was started or ``counters`` was last called.
 
-    The fields from ``drafted`` on are about lossless decoding only; a cycle is one verification of
+    The fields from ``drafted`` on are for lossless decoding only; a cycle is one verification of
     one sequence.
     """
 
-    # cached tokens read by decode steps, summed over sequences and layers; drafts count too
+    # cached tokens read by decode steps, including draft steps, summed over sequences and layers
     tokens_read: int
-    tokens_held: int  # cached tokens a dense actor would have read for the same response tokens
-    preemptions: int = 0  # sequences whose cache was dropped and prefilled anew
-    drafted: int = 0  # tokens drafted
-    # drafts that verification kept, whether or not the response had ended before them
+    # cached tokens that a dense actor would have read for the same response tokens
+    tokens_held: int
+    preemptions: int = 0  # sequences whose cache was dropped and prefilled again
+    drafted: int = 0  # number of drafted tokens
+    # number of accepted drafts, including any after the end of a response
     accepted: int = 0
     cycles: int = 0
-    # acceptance of every draft that verification looked at: those up to the first rejected one of a
-    # cycle
+    # acceptance of every draft up to and including the first rejected one of its cycle
     acceptance: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
-    # acceptance of what ``meter_schedule`` would have sampled in place of first drafts, on a sample
-    # of cycles
+    # acceptance that ``meter_schedule`` would have had at the first drafts of some cycles
     metered: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
-    # choices of an engine that adapts its drafts, in the order of its steps: how many tokens to
-    # draft, what drafts read in multiples of their schedule, and for how many steps
+    # the choices of an engine that adapts its drafts, in the order of its steps: the number of
+    # tokens to draft, the drafts' budget as a multiple of their schedule, and the number of steps
     choices: tuple[tuple[int, float, int], ...] = field(default=(), compare=False)
 
     def __add__(self, other: Counters) -> Counters:
@@ -46,23 +45,27 @@ class Counters:
 
     @property
     def read_fraction(self) -> float:
-        """Tokens read, as a share of those that a dense actor reads; 0 before the first step."""
+        """Tokens read, as a share of those that a dense actor would have read; 0 before the first
+        step.
+        """
         return self.tokens_read / max(self.tokens_held, 1)
 
     @property
     def tokens_per_cycle(self) -> float:
-        """Accepted drafts and one token more; 0 before the first cycle. The end of a response cuts
-        its last cycle.
+        """Accepted drafts per cycle, plus one token; 0 before the first cycle. The last cycle of a
+        response counts in full, even if the response ends within it.
         """
         return (self.accepted + self.cycles) / max(self.cycles, 1)
 
     @property
     def drafts_per_token(self) -> float:
-        """Tokens drafted for each token that cycles gave; 0 before the first cycle."""
+        """Tokens drafted per token that cycles produced; 0 before the first cycle."""
         return self.drafted / max(self.accepted + self.cycles, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types: ``kv``, and ``drafts`` if there were cycles."""
+        """Return the counts in plain JSON types, under ``kv`` and, if there were cycles, under
+        ``drafts``.
+        """
         names: tuple[str, ...] = ("tokens_read", "tokens_held", "preemptions")
         metrics: dict[str, Any] = {
             "kv": {
@@ -97,37 +100,35 @@ def total(parts: Sequence[Counters]) -> Counters:
 
 
 class Engine(Protocol):
-    """A sampler with the actor. Implementations: ``hf.HFEngine``, ``vllm.VLLMEngine``,
+    """A sampler of the actor's responses. Implementations: ``hf.HFEngine``, ``vllm.VLLMEngine``,
     ``vllm.VLLMServer``.
     """
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """One response per prompt, in order; repeat a prompt to sample it more often.
+        """Sample one response per prompt, in order; repeat a prompt for several responses to it.
 
-        Raises ConfigError: a prompt that leaves no room for a response in the model's context.
+        Raises ConfigError: a prompt leaves no room for a response in the model's context.
         """
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the policy's weights, by Hugging Face parameter name. Tied weights come once."""
+        """Load the policy's weights by Hugging Face parameter name. Tied weights are passed once."""
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Decode under another schedule from the next ``generate`` on."""
+        """Change the schedule from the next ``generate`` on."""
 
     def counters(self) -> Counters:
-        """The counts since the last call."""
+        """Return the counts since the last call."""
 
     def sleep(self) -> None:
-        """Give up the accelerator's memory until ``wake``; does nothing where the engine holds
-        none.
-        """
+        """Free the accelerator's memory until ``wake``; does nothing if the engine uses none."""
         return
 
     def wake(self) -> None:
-        """Undo ``sleep``. Weights may have to be updated before the next ``generate``."""
+        """End the sleep. The weights may have to be updated before the next ``generate``."""
         return
 
     def close(self) -> None:
-        """Free everything. The engine cannot be used afterwards."""
+        """Free all resources. The engine cannot be used afterwards."""
         return
 
 
@@ -136,62 +137,66 @@ class PartVerifier(Protocol):
     """An engine in ``mode=auto``. Implementation: ``hf.HFEngine``."""
 
     def verify_up_to(self, length: float) -> None:
-        """From the next ``generate`` on, verify the tokens that are sampled while ``page_end`` of
-        the number of cached tokens, the prompt's included, is below ``length``, and none after
-        them. ``Rollout.verification`` says how many.
+        """Verify tokens only up to ``length``, from the next ``generate`` on.
 
-        Raises ConfigError: the engine was started in another mode.
+        A token is verified if it is sampled while ``page_end`` of the number of cached tokens,
+        including those of the prompt, is below ``length``. ``Rollout.verification`` has the number
+        of verified tokens.
+
+        Raises ConfigError: the engine was started in a mode other than auto.
         """
 
 
 @runtime_checkable
 class DraftReplayer(Protocol):
-    """An engine that can repeat the drafts that another one chose by its speed. Implementation:
-    ``vllm.VLLMEngine``.
+    """An engine that can repeat the draft choices that another engine based on measured speed.
+    Implementation: ``vllm.VLLMEngine``.
     """
 
     def replay(self, choices: Sequence[tuple[int, float, int]]) -> None:
-        """Repeat these ``Counters.choices`` until ``counters`` is called; with the same seeds,
-        samples are the same.
+        """Repeat these ``Counters.choices`` until ``counters`` is called; with the same seeds, the
+        samples are the same as well.
 
-        Raises ConfigError: drafts that this engine does not choose among.
+        Raises ConfigError: a number of drafts or a budget is not among the choices of this engine.
         """
 
 
 class Scorer(Protocol):
-    """A scorer of sampled tokens under any schedule. Implementation: ``hf.HFEngine``; vLLM cannot
-    do this.
+    """A scorer of sampled tokens under any schedule. The only implementation is ``hf.HFEngine``,
+    since vLLM cannot score this way.
     """
 
     def score(
         self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float
     ) -> list[Scores]:
-        """Compute teacher-forced log-probs of the rollouts under ``schedule`` (``dense()`` for the
-        policy).
+        """Compute teacher-forced log-probs of the rollouts under ``schedule``; the policy's
+        schedule is ``SparsitySchedule.dense()``.
         """
 
 
 class Ranker(Protocol):
-    """A ranker of sampled tokens in the dense model's distributions. Implementation:
+    """A source of the ranks of sampled tokens in the dense model's distributions. Implementation:
     ``hf.HFEngine``.
     """
 
     def rank(
         self, rollouts: Sequence[Rollout], sampling: Sampling, common: float
     ) -> list[Standing]:
-        """Rank by a dense teacher-forced pass at the temperature, top-k and top-p of ``sampling``;
-        tokens of at least the probability ``common`` count as common.
+        """Rank the tokens with a dense teacher-forced pass at the temperature, top-k and top-p of
+        ``sampling``; tokens with a probability of at least ``common`` count as common.
         """
 
 
 class ListScorer(Protocol):
-    """A source of lists of the dense model's likeliest tokens. Implementations:
+    """A source of lists of the dense model's most likely tokens. Implementations:
     ``vllm.stock.StockEngine``, ``vllm.stock.StockServer``.
     """
 
     def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
-        """List them by a prefill of prompt and response, in which nothing is drafted."""
+        """List the ``n`` most likely tokens at each position, by prefilling prompt and response
+        without drafts.
+        """
 
     def close(self) -> None:
-        """Free everything."""
+        """Free all resources."""
         return

@@ -1,8 +1,7 @@
-"""Rollouts by transformers, in this process: correct everywhere, and the reference for other
-engines.
+"""The engine that samples with transformers in this process: correct on every device, and the
+reference for other engines.
 
-Shapes: B sequences, T response tokens, k drafts of a cycle, n entries of a top-n list, V
-vocabulary.
+Shapes: B sequences, T response tokens, k drafts per cycle, n entries of a top-n list, V vocabulary.
 """
 
 from __future__ import annotations
@@ -51,25 +50,26 @@ from sparrow.schedule import SparsitySchedule
 
 LOOKED_AT = 64  # tokens of a response whose attention is measured
 DECODE_TOKENS = 2**19
-"""Tokens that a batch may grow to, such as 128 sequences of 4,096."""
+"""The most tokens in a batch at its greatest length, such as 128 sequences of 4,096 tokens."""
 
 
 class HFEngine(Engine, Scorer, Ranker):
-    """Rollouts by transformers, in this process, on the model it is given: no copy of the weights
-    is made.
+    """An engine that samples with transformers in this process. It uses the given model itself and
+    makes no copy of the weights.
 
-    Correct everywhere, fast nowhere: use it on a CPU, on small models and as the reference for
-    other engines.
+    This engine is correct on every device but fast on none: use it on a CPU, for small models, and
+    as the reference for other engines.
 
-    A ``schedule`` alone means lossy decoding (dense if it reads everything); a ``Decoding`` names
-    the mode too. Lossless decoding always drafts ``draft_tokens``, because fewer would gain nothing
-    here. In mode auto, responses are lossless up to the length last given to ``verify_up_to`` (to
-    their end if it was never called) and lossy from there on. ``batch_size`` sequences are decoded
-    together; the default is as many as hold ``DECODE_TOKENS`` tokens at the greatest length
-    allowed. ``token_budget`` padded tokens are scored together, under autocast to the dtype
-    ``autocast`` if one is given.
+    A ``schedule`` alone means lossy decoding (dense if it reads everything), while a ``Decoding``
+    also specifies the mode. Lossless decoding always drafts ``draft_tokens``, because fewer would
+    not be faster here. In mode auto, responses are lossless up to the length last passed to
+    ``verify_up_to`` (or to their end if there was no call), and lossy from there on. ``batch_size``
+    sequences are decoded together; by default, as many as have ``DECODE_TOKENS`` tokens in total at
+    the greatest length allowed. ``token_budget`` padded tokens are scored together, under autocast
+    to the dtype ``autocast`` if it is given.
 
-    Raises UnsupportedModel, ConfigError: see ``set_schedule``; or drafts are to have other weights.
+    Raises UnsupportedModel, ConfigError: ``set_schedule`` rejects the schedule, or drafts are to
+    use a copy of the weights.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class HFEngine(Engine, Scorer, Ranker):
         self._attention_layers = attention_layers(config)
         if self.decoding.verifies and len(self._attention_layers) < config.num_hidden_layers:
             raise UnsupportedModel(
-                f"{type(model).__name__} has linear layers, whose state cannot forget a rejected "
-                "draft; use mode dense or lossy, or a model with attention in every layer"
+                f"{type(model).__name__} has linear-attention layers, whose state cannot undo a "
+                "rejected draft; use mode dense or lossy, or a model with attention in every layer"
             )
         if self.decoding.draft_weights != "auto":
             raise ConfigError(
@@ -102,7 +102,7 @@ class HFEngine(Engine, Scorer, Ranker):
         self._autocast = autocast
         self._counters = Counters(0, 0)
         self._verified_up_to = math.inf
-        # This comes before routing, so that a model that it refuses is left as it was.
+        # Created before routing, so that a model that the scorer refuses stays unchanged.
         self._scorer = TokenScorer(model)
         actor = actor_of(model)
         self._schedule_before = actor.schedule if actor is not None and actor.routed else None
@@ -110,18 +110,19 @@ class HFEngine(Engine, Scorer, Ranker):
 
     @property
     def schedule(self) -> SparsitySchedule:
-        """The schedule that decode steps follow; in lossless mode, the one that drafts follow."""
+        """The schedule of decode steps, or of drafts in lossless mode."""
         return self.decoding.schedule
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``; prompts of similar length are decoded together.
 
-        Raises ConfigError: also if there is a ``meter_schedule``, which only vLLM can measure.
+        Raises ConfigError: a prompt leaves no room for a response, or there is a
+        ``meter_schedule``, which only vLLM can measure.
         """
         if self.decoding.meter_schedule is not None:
             raise ConfigError(
-                "meter_schedule is measured by vLLM alone; "
-                "leave it out, or sample with --engine vllm"
+                "meter_schedule can be measured only by vLLM; "
+                "leave meter_schedule out, or sample with --engine vllm"
             )
         sampling.check(prompts, self.model.config.get_text_config().max_position_embeddings)
         order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
@@ -175,10 +176,10 @@ class HFEngine(Engine, Scorer, Ranker):
         limit_B: Tensor,
         drafting: bool,
     ) -> int:
-        """Continue the responses ``rows`` up to their limits; returns the number of sparse steps
-        taken.
+        """Continue the responses ``rows`` up to their limits; returns the number of sparse steps.
 
-        Their tokens so far are prefilled densely, which also gives the next token.
+        The existing tokens of these responses are prefilled densely, and the next token is sampled
+        from the prefill.
         """
         device = self.model.device
         contexts = [
@@ -222,19 +223,19 @@ class HFEngine(Engine, Scorer, Ranker):
         return sparse_steps
 
     def _to_verify(self, prompts: list[Sequence[int]], steps: int) -> Tensor:
-        """The number of leading tokens of each response that are verified in mode auto, int64
-        ``[B]``.
+        """Return the number of leading tokens of each response that are verified in mode auto,
+        int64 ``[B]``.
         """
         lengths = np.array([len(p) for p in prompts])[:, None] + np.arange(steps)
         return torch.from_numpy((self.schedule.page_end(lengths) < self._verified_up_to).sum(1))
 
     def _uniform(self, seeds: list[int], sampling: Sampling) -> Tensor:
-        """float64 ``[3, B, T]``: random numbers that depend on the response and the place in it,
-        not on the batch.
+        """Return random numbers, float64 ``[3, B, T]``, that depend on the response and the
+        position in it, but not on the batch.
 
-        They draw drafts, accept them, and draw all other tokens. A place may be drafted more than
-        once with the same number, but the tokens before it never depend on that number, so it is as
-        good as a new one.
+        The first row is for sampling drafts, the second for accepting them, and the third for
+        sampling all other tokens. A position may be drafted more than once with the same number.
+        This is valid because the tokens before it never depend on that number.
         """
         if sampling.temperature == 0 or not self.decoding.verifies:
             drawn = torch.stack([_uniform(sampling.max_new_tokens, seed) for seed in seeds])
@@ -249,11 +250,12 @@ class HFEngine(Engine, Scorer, Ranker):
     def unread(
         self, rollouts: Sequence[Rollout], layout: SparsitySchedule, pages: Sequence[int]
     ) -> NDArray[np.float64]:
-        """Attention mass of the dense policy outside the pages that an actor keeps, by layer and kv
-        head.
+        """Measure the dense policy's attention mass outside the pages that an actor keeps, by layer
+        and kv head.
 
-        Averaged over at most ``LOOKED_AT`` tokens of each response; ``[layers, kv heads,
-        len(pages)]`` for so many ``pages`` by score in the page layout of ``layout``.
+        The result, ``[layers, kv heads, len(pages)]``, has an entry for each number of pages kept
+        by score, with the page layout of ``layout``, and is averaged over at most ``LOOKED_AT``
+        tokens of each response.
         """
         of_each = []
         for rollout in rollouts:
@@ -306,38 +308,40 @@ class HFEngine(Engine, Scorer, Ranker):
         return [found[i] for i in range(len(rollouts))]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Engine.update_weights``; tensors that are the model's own are left alone.
+        """See ``Engine.update_weights``; tensors that the model already uses are not copied.
 
-        Raises ConfigError: a name or shape the model does not have.
+        Raises ConfigError: the model has no parameter of that name or shape.
         """
         parameters = dict(self.model.named_parameters())
         for name, tensor in weights:
             if name not in parameters or parameters[name].shape != tensor.shape:
                 expected = (
-                    tuple(parameters[name].shape) if name in parameters else "no such parameter"
+                    f"the shape {tuple(parameters[name].shape)}"
+                    if name in parameters
+                    else "no such parameter"
                 )
                 raise ConfigError(
-                    f"cannot update {name!r} with shape "
-                    f"{tuple(tensor.shape)}: the engine has {expected}"
+                    f"cannot update {name!r} with a tensor of shape {tuple(tensor.shape)}, because "
+                    f"the engine's model has {expected}; pass the weights of this model"
                 )
             if parameters[name].data_ptr() != tensor.data_ptr():
                 parameters[name].data.copy_(tensor)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """See ``Engine.set_schedule``; a lossless engine drafts under it."""
+        """See ``Engine.set_schedule``; in a lossless engine, this is the schedule of drafts."""
         set_schedule(self.model, schedule)
         self.decoding = self.decoding.with_schedule(schedule)
 
     def verify_up_to(self, length: float) -> None:
         """See ``PartVerifier.verify_up_to``.
 
-        Where verification ends, the verified tokens are prefilled again. No cache outlives its
-        response here, so a cache that holds unverified tokens is never used for another response.
+        When verification ends, the verified tokens are prefilled again. No cache outlives its
+        response in this engine, so a cache with unverified tokens is never used for another one.
         """
         if self.decoding.mode != "auto":
             raise ConfigError(
-                f"the engine was started in mode {self.decoding.mode!r}, "
-                "and only mode auto can stop verifying"
+                f"verification can stop at a length only in mode 'auto', but the engine was started "
+                f"in mode {self.decoding.mode!r}; start it in mode 'auto'"
             )
         self._verified_up_to = length
 
@@ -347,9 +351,7 @@ class HFEngine(Engine, Scorer, Ranker):
         return counters
 
     def close(self) -> None:
-        """See ``Engine.close``: the model again computes the attention that it had before this
-        engine.
-        """
+        """See ``Engine.close``; the model returns to the attention that it had before this engine."""
         if self._schedule_before is None:
             remove_schedule(self.model)
         else:
@@ -369,13 +371,13 @@ class HFEngine(Engine, Scorer, Ranker):
         if calls != expected:
             raise UnsupportedModel(
                 f"{type(self.model).__name__} made {calls} sparse attention calls in "
-                f"{sparse_steps} decode steps where {expected} were due; its attention "
-                f"implementation is {self.model.config._attn_implementation!r}, expected {NAME!r}"
+                f"{sparse_steps} decode steps, expected {expected}; its attention implementation "
+                f"is {self.model.config._attn_implementation!r}, but must be {NAME!r}"
             )
 
     def _count(self, length: Tensor, drafts: Tensor, cycle: Cycle, lossless: bool) -> None:
-        """Count a step over sequences that hold ``length`` ``[B]`` tokens, including the first one
-        that it reads.
+        """Count a step over sequences of ``length`` ``[B]`` tokens, including the first token of
+        the step.
         """
         num_layers = len(self._attention_layers)
         dense = len(self._attention_layers & set(self.schedule.dense_layers))
@@ -395,7 +397,7 @@ class HFEngine(Engine, Scorer, Ranker):
             looked_at = ~np.isnan(alpha_Bk)
             position = self.schedule.page_end(at_BT[:, :-1][looked_at])
             self._counters += Counters(
-                # once for all verified tokens
+                # verification reads the cache once for all tokens that it verifies
                 tokens_read=num_layers * int((length_B + drafts_B).sum()),
                 tokens_held=0,
                 drafted=int(drafts_B.sum()),
@@ -408,14 +410,16 @@ class HFEngine(Engine, Scorer, Ranker):
 
 
 def _by_response(tensors: Iterable[Tensor], rollouts: Sequence[Rollout]) -> list[list[Any]]:
-    """Each tensor, of all response tokens end to end, in one array per response."""
+    """Split each tensor, which has the tokens of all responses concatenated, into one array per
+    response.
+    """
     lengths = [len(rollout) for rollout in rollouts]
     return [split(x.cpu().numpy(), lengths) for x in tensors]
 
 
 def _sampled(logits: Tensor, shape: Shape, uniform: Tensor) -> Cycle:
-    """Sample one token for each row from logits ``[B, 1, V]`` with random numbers ``[B, 1]``; no
-    drafts.
+    """Sample one token for each row from logits ``[B, 1, V]`` with random numbers ``[B, 1]``,
+    without drafts.
     """
     log_q = shape.log_probs(logits)
     token = draw(shape.distribution(logits[:, 0].float()), uniform[:, 0])
@@ -423,21 +427,21 @@ def _sampled(logits: Tensor, shape: Shape, uniform: Tensor) -> Cycle:
 
 
 def _uniform(count: int, seed: int) -> Tensor:
-    """float64 ``[count]`` in [0, 1), the same on every device."""
+    """Return random numbers, float64 ``[count]`` in [0, 1), that are the same on every device."""
     return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def load_model(
     name: str, precision: Literal["fp32", "bf16"], device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A Hugging Face causal language model and its tokenizer, by hub name or local path.
+    """Load a Hugging Face causal language model and its tokenizer, by hub name or local path.
 
-    Raises ConfigError: there is no such model; its files are damaged, lack weights or a tokenizer,
-    or do not fit the config; or the hub cannot be reached.
+    Raises ConfigError: there is no such model; its files are damaged, incomplete or do not match
+    its config; or the hub cannot be reached.
     """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     path = _find(name, "model")
-    # The declared type lacks the second value that is returned here.
+    # The declared type lacks the second return value.
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -451,33 +455,33 @@ def load_model(
     except Exception as error:
         # transformers, safetensors, tokenizers and the hub raise many unrelated types.
         raise ConfigError(
-            f"cannot load model {name!r} ({_reason(error)}); give the path of a whole local "
-            "checkpoint folder, or a hub name with the hub in reach"
+            f"cannot load model {name!r} ({_reason(error)}); give the path of a complete local "
+            "checkpoint folder, or a hub name if the hub can be reached"
         ) from error
 
-    # transformers would fill such weights with random numbers.
+    # transformers would initialise mismatched weights with random numbers.
     if mismatched := sorted(loading_info["mismatched_keys"]):
         key, stored, expected = mismatched[0]
         raise ConfigError(
-            f"cannot load model {name!r}: {key} has shape {tuple(stored)} in its weights and "
-            f"{tuple(expected)} by its config.json ({len(mismatched)} weights differ); give "
+            f"cannot load model {name!r}: {key} has shape {tuple(stored)} in its weights but "
+            f"{tuple(expected)} in its config.json ({len(mismatched)} weights differ); give "
             "weights and config of the same model"
         )
     if missing := sorted(loading_info["missing_keys"]):
         raise ConfigError(
             f"cannot load model {name!r}: {missing[0]} and "
-            f"{len(missing) - 1} more weights are missing"
+            f"{len(missing) - 1} more weights are missing; give a complete checkpoint"
         )
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ConfigError(
-            f"cannot load model {name!r}: its tokenizer is empty; add the tokenizer's files"
+            f"cannot load model {name!r}: its tokenizer is empty; add the tokenizer files"
         )
     torch.nn.Module.to(model, device)
     return model, tokenizer
 
 
 def load_shape(name: str) -> PreTrainedModel:
-    """A Hugging Face causal language model without its weights, by hub name or local path.
+    """Load a Hugging Face causal language model without its weights, by hub name or local path.
 
     Raises ConfigError: there is no such model, or the hub cannot be reached.
     """
@@ -487,16 +491,16 @@ def load_shape(name: str) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot load the config of {name!r} ({_reason(error)}); give the path of a whole "
-            "local checkpoint folder, or a hub name with the hub in reach"
+            f"cannot load the config of {name!r} ({_reason(error)}); give the path of a complete "
+            "local checkpoint folder, or a hub name if the hub can be reached"
         ) from error
 
 
 def _find(name: str, what: str) -> str:
-    """Check that ``name`` is a local path or may be a hub name; the hub, which takes minutes to
-    give up, is not asked.
+    """Check that ``name`` is a local path or may be a hub name. The check does not contact the hub,
+    because a failing request takes minutes to time out.
 
-    Raises ConfigError: it can only be a path, and nothing is there.
+    Raises ConfigError: ``name`` can only be a path, and that path does not exist.
     """
     if os.path.exists(name):
         return name
@@ -520,7 +524,7 @@ def _reason(error: Exception) -> str:
 
 
 def load_config(name: str) -> dict[str, Any]:
-    """The contents of a model's ``config.json``, by hub name.
+    """Load the contents of a model's ``config.json``, by hub name.
 
     Raises ConfigError: there is no such model, or the hub cannot be reached.
     """
@@ -528,19 +532,20 @@ def load_config(name: str) -> dict[str, Any]:
         return AutoConfig.from_pretrained(_find(name, "the config of")).to_dict()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot load the config of {name!r} ({_reason(error)}); give its config.json"
+            f"cannot load the config of {name!r} ({_reason(error)}); give the path of its "
+            "config.json"
         ) from error
 
 
 def start(asked: Asked) -> HFEngine:
-    """The engine on the model that has been loaded."""
+    """Create an engine with the model that has already been loaded."""
     ends = eos_ids(asked.model, asked.tokenizer)
     autocast = torch.bfloat16 if asked.precision == "bf16" else None
     return HFEngine(asked.model, asked.decoding, ends, autocast=autocast)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a response: those of the generation config and of the tokenizer."""
+    """List the tokens that end a response, from the generation config and the tokenizer."""
     configured = model.generation_config.eos_token_id if model.generation_config else None
     ids = configured if isinstance(configured, list) else [configured]
     return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})

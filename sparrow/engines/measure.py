@@ -1,6 +1,6 @@
-"""Measures how far an engine's actor is from the dense policy, on responses that it samples.
+"""Measurement of how far an engine's actor is from the dense policy, on sampled responses.
 
-The engine samples and a scorer scores the same tokens; they may be one object.
+The engine samples tokens and a scorer scores them; one object may be both.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ log = logging.getLogger(__name__)
 SHORTEST_LISTS = 20
 LONGEST_LISTS = 1280
 LENGTHEN = 4
-"""Lengths of the actor's lists of tokens where none is given: the first, the longest, and the
-factor by which lists grow as long as they leave open whether the target is met."""
+"""Lengths of the actor's lists of tokens if no length is given: the initial and the greatest one,
+and the factor by which lists grow as long as they do not show whether the target is met.
+"""
 
 
 def lengthened(sampling: Sampling, bins: Sequence[BinMismatch], p5: float) -> Sampling | None:
-    """The same sampling with longer lists of tokens; None if the present lists show for all
-    ``bins`` whether the tail reaches ``p5``, or if they already have the greatest length."""
+    """Return the same sampling with longer lists of tokens; None if the current lists show for all
+    ``bins`` whether the tail reaches ``p5``, or if they already have the greatest length.
+    """
     top_n = min(sampling.top_n * LENGTHEN, LONGEST_LISTS)
     if top_n <= sampling.top_n or not left_open(
         bins, Tau(p5, relative=False), sampling.top_n, "--top-n"
     ):
         return None
     log.warning(
-        "lists of %d tokens leave open whether p5 reaches %g; sampling again with %d",
+        "lists of %d tokens do not show whether p5 reaches %g; sampling again with lists of %d",
         sampling.top_n,
         p5,
         top_n,
@@ -46,10 +48,10 @@ def lengthened(sampling: Sampling, bins: Sequence[BinMismatch], p5: float) -> Sa
 
 
 class Comparison(NamedTuple):
-    """Samples of an actor beside the dense model."""
+    """A comparison of an actor's samples with the dense model."""
 
-    acceptances: list[TokenAcceptance]  # of each response
-    off_policy: np.ndarray  # float64 [T], |log p - log q| of all sampled tokens, end to end
+    acceptances: list[TokenAcceptance]  # one per response
+    off_policy: np.ndarray  # float64 [T], |log p - log q| of all sampled tokens, concatenated
 
 
 def compare(
@@ -59,17 +61,17 @@ def compare(
     sampling: Sampling,
     schedule: SparsitySchedule,
 ) -> Comparison:
-    """Sample with the engine's actor under ``schedule`` and compare with the dense model, token by
-    token. Afterwards the engine's counters cover these samples only.
+    """Sample with the engine's actor under ``schedule``, and compare the samples with the dense
+    model token by token. Afterwards, the engine's counters cover only these samples.
 
     Args:
-        engine, scorer: both with the same weights; may be one object, as ``HFEngine`` is both.
+        engine, scorer: an engine and a scorer with the same weights; ``HFEngine`` can be both.
         prompts: token ids.
-        sampling: how responses are sampled; its lists of ``top_n`` tokens bound the acceptance
-            rate.
+        sampling: how responses are sampled; the lists of ``top_n`` tokens give bounds on the
+            acceptance rate.
         schedule: the schedule of the actor.
     """
-    engine.counters()  # forget what was sampled before
+    engine.counters()  # reset, so that earlier samples do not count
     rollouts = sample(engine, prompts, sampling, schedule)
     policy = scorer.score(rollouts, SparsitySchedule.dense(), sampling.temperature)
     pairs = list(zip(rollouts, policy, strict=True))
@@ -85,7 +87,7 @@ def measure(
     sampling: Sampling,
     schedule: SparsitySchedule,
 ) -> list[TokenAcceptance]:
-    """The acceptance of each response of ``compare``."""
+    """Return the acceptance of each response; see ``compare``."""
     return compare(engine, scorer, prompts, sampling, schedule).acceptances
 
 
@@ -96,11 +98,11 @@ def measure_ceiling(
     sampling: Sampling,
     schedule: SparsitySchedule,
 ) -> Ceiling:
-    """The p5 of dense rollouts with the same engine, scorer and lists, in the length bins of
-    ``schedule``.
+    """Measure the p5 of dense rollouts with the same engine, scorer and lists, in the length bins
+    of ``schedule``.
 
-    Arguments as in ``measure``; at most ``CEILING_RESPONSES`` prompts, spread evenly over all, are
-    sampled.
+    The arguments are those of ``measure``. At most ``CEILING_RESPONSES`` prompts are sampled,
+    spread evenly over ``prompts``.
     """
     chosen = (
         np.linspace(0, len(prompts) - 1, min(CEILING_RESPONSES, len(prompts))).round().astype(int)
@@ -120,8 +122,8 @@ def measure_ceiling(
 def sample(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: SparsitySchedule
 ) -> list[Rollout]:
-    """Rollouts under ``schedule``; the engine is awake only meanwhile, so that the scorer fits on
-    its device.
+    """Sample rollouts under ``schedule``. The engine is awake only during this call, which leaves
+    the memory of its device to the scorer afterwards.
     """
     engine.wake()
     engine.set_schedule(schedule)

@@ -1,7 +1,7 @@
-"""The engines that a user can name: one entry of ``KINDS`` for each.
+"""The engines that a user can select, each with an entry in ``KINDS``.
 
-An engine's module has the function that starts it; its entry has the facts that commands need
-before anything is loaded. This module does not import torch.
+The function that starts an engine is in the engine's module. The entry contains the facts that
+commands need before anything is loaded. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 class Kind:
     """Facts about an engine that commands need before it is loaded."""
 
-    names: tuple[str, ...]  # what a spec of it begins with
-    start: str  # the function that starts it from an ``Asked``, as module:function
+    names: tuple[str, ...]  # a spec of this engine begins with one of these names
+    start: str  # the function that starts the engine from an ``Asked``, as module:function
     takes: Literal["nothing", "options", "address"]  # what follows the name
-    # It samples with the very model that was loaded, of which there is no copy: it can score too,
-    # leave verification out at some lengths, and change the head budgets.
+    # The engine samples with the loaded model itself, not with a copy. It can therefore also score,
+    # skip verification at some lengths, and change the head budgets.
     shares_model: bool = False
     colocated: bool = True  # runs on the GPUs of the process that started it
-    predicted: bool = True  # the cost model says how fast it is
-    # It is not Sparrow's: it follows no schedule, takes no weights, and can only be audited.
+    predicted: bool = True  # the cost model can predict the engine's speed
+    # The engine is not Sparrow's: it has no schedule, accepts no weights, and can only be audited.
     is_stock: bool = False
-    length_option: str | None = None  # the option that limits the tokens of a sequence
+    length_option: str | None = None  # the option that limits the length of a sequence
 
     def claims(self, spec: str) -> bool:
         """Return whether ``spec`` names an engine of this kind."""
@@ -72,45 +72,47 @@ KINDS = (
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """An engine as a user names it."""
+    """An engine as specified by the user."""
 
     written: str
     kind: Kind
 
     @property
     def rest(self) -> str:
-        """The text after the name and its colon; for an address, all but ``stock:``."""
+        """The text after the name and colon; for an address, everything except ``stock:``."""
         if self.kind.takes == "address":
             return self.written.removeprefix("stock:")
         return self.written.partition(":")[2]
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options by name. Raises ConfigError: as ``settings.parse_options``."""
+        """The options by name. Raises ConfigError: ``settings.parse_options`` rejects them."""
         return parse_options(self.rest, self.written) if self.kind.takes == "options" else {}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Everything an engine is started with; each kind uses the parts that it needs."""
+    """Everything that is needed to start an engine; each kind uses only some of the fields."""
 
     spec: EngineSpec
-    checkpoint: str  # the model's folder or its name on the hub
+    checkpoint: str  # the model's folder or hub name
     model: Any  # the same model, loaded by transformers
     tokenizer: Any
     decoding: Decoding
     precision: Literal["fp32", "bf16"]
-    sleeps: bool = True  # whether it will have to give up its memory between rollouts
+    sleeps: bool = True  # whether the engine has to free its memory between rollouts
 
     def start(self) -> Engine:
-        """Start the engine. Raises ConfigError: options or a model that it does not accept."""
+        """Start the engine. Raises ConfigError: the engine does not support the options or the
+        model.
+        """
         module, _, function = self.spec.kind.start.partition(":")
         engine: Engine = getattr(importlib.import_module(module), function)(self)
         return engine
 
 
 def parse_engine(spec: str) -> EngineSpec:
-    """Find the engine that ``spec`` names. Raises ConfigError: there is none."""
+    """Find the engine that ``spec`` names. Raises ConfigError: there is no such engine."""
     for kind in KINDS:
         if kind.claims(spec):
             return EngineSpec(spec, kind)
@@ -118,11 +120,11 @@ def parse_engine(spec: str) -> EngineSpec:
 
 
 def no_engine(spec: str) -> ConfigError:
-    """Make the error for a spec that names no engine to sample or train with."""
+    """Create the error for a spec that does not name an engine for sampling or training."""
     written = {
         "nothing": "{0}",
         "options": "{0}, {0}:option=value,...",
         "address": "{0}://host:port",
     }
     known = [written[kind.takes].format(kind.names[0]) for kind in KINDS if not kind.is_stock]
-    return ConfigError(f"no engine {spec!r}; expected {', '.join(known[:-1])} or {known[-1]}")
+    return ConfigError(f"unknown engine {spec!r}; expected {', '.join(known[:-1])} or {known[-1]}")

@@ -1,4 +1,4 @@
-"""The responses of a batch while they grow, token by token or cycle by cycle.
+"""The growing responses of a batch, to which tokens are added singly or in cycles.
 
 Shapes: B sequences, T response tokens, n entries of a top-n list.
 """
@@ -15,7 +15,7 @@ from sparrow.rollout import Rollout, Sampling, Verification
 
 
 class Responses:
-    """The responses of a batch while they grow; T is the longest response allowed."""
+    """The growing responses of a batch; T is the greatest length allowed."""
 
     def __init__(self, B: int, sampling: Sampling, vocabulary: int, eos: Tensor) -> None:
         T = sampling.max_new_tokens
@@ -34,16 +34,17 @@ class Responses:
         )
 
     def open(self, limit_B: Tensor) -> Tensor:
-        """The responses that have neither ended nor reached their limit."""
+        """Return the indices of the responses that have neither ended nor reached their limit."""
         return (~self.stopped & (self.length < limit_B)).nonzero()[:, 0]
 
     def append(
         self, rows: Tensor, cycle: Cycle, limit_B: Tensor, drafts: Tensor | None = None
     ) -> Tensor:
-        """Add a cycle's tokens to the responses ``rows``, up to their ends; returns the indices
-        into it that go on.
+        """Add a cycle's tokens to the responses ``rows``, up to the end of each response; returns
+        the indices into ``rows`` of the responses that continue.
 
-        ``drafts``: int64, how many tokens each row drafted; without drafts, tokens have no place.
+        ``drafts``: int64, how many tokens each row drafted; without drafts, a token has no place in
+        a cycle.
         """
         n = self.top_logprobs.shape[2]
         tokens = cycle.tokens.cpu()
@@ -88,6 +89,6 @@ class Responses:
     def _verification(self, b: int, length: int) -> Verification | None:
         if self.verified is None:
             return None
-        # The first token after a prefill is the policy's too.
+        # The first token after a prefill is sampled from the policy as well.
         tokens = min(length, int(self.verified[b]) + 1)
         return Verification(tokens, self.acceptance[b, :tokens].numpy())

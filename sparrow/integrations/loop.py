@@ -1,4 +1,4 @@
-"""One call that measures p5 in your own training loop and returns scalars to log."""
+"""A single call that measures p5 in your own training loop and returns scalars to log."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ def measured(
     top_n: int = 20,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Sample a response to each prompt under ``schedule`` and compare it with the dense model,
-    token by token.
+    """Sample a response to each prompt under ``schedule``, and compare the responses with the dense
+    model token by token.
 
         logger.log(measured(model, tokenizer, prompts, "qwen3-4b-0.86", max_new_tokens=4096), step)
 
-    The names are those of ``sparrow.mismatch.metrics``. Afterwards the model is as it was: its
-    attention, its modes and its gradients.
+    The names of the scalars are those of ``sparrow.mismatch.metrics``. Afterwards, the model's
+    attention, training modes and gradients are as they were before.
 
     Args:
-        model, tokenizer: of transformers, the model whole on one device.
-        prompts: token ids, as the loop feeds them.
-        schedule: what the actor may read, as ``Decoding.load`` takes it; or ``"dense"``, which
-            gives the ceiling, the most that lists of ``top_n`` tokens can show.
-        max_new_tokens: responses are cut here.
-        temperature: that of the loop's rollouts, above 0.
-        top_n: length of the lists that bound the acceptance rate.
-        seed: seeds the samples.
+        model, tokenizer: a transformers model, entirely on one device, and its tokenizer.
+        prompts: token ids, in the form in which the loop passes them to the model.
+        schedule: the actor's schedule, in any form that ``Decoding.load`` accepts; ``"dense"``
+            measures the ceiling, the highest p5 that lists of ``top_n`` tokens can show.
+        max_new_tokens: the greatest length of a response.
+        temperature: the temperature of the loop's rollouts, above 0.
+        top_n: length of the lists that give bounds on the acceptance rate.
+        seed: the seed of the samples.
 
-    Raises ConfigError: no prompts, a prompt without room for a response, or a schedule that does
-    not fit. UnsupportedModel: a model that cannot be decoded sparsely.
+    Raises ConfigError: there are no prompts, a prompt leaves no room for a response, or the
+    schedule does not match the model. UnsupportedModel: the model cannot be decoded sparsely.
     """
     if not len(prompts):
-        raise ConfigError("there are no prompts to measure on; give the token ids of one or more")
+        raise ConfigError("there are no prompts to measure with; pass token ids of at least one")
     if not temperature > 0:
         raise ConfigError(
-            f"temperature is {temperature!r}, but a greedy actor "
-            "has no acceptance rate; use that of the rollouts"
+            f"temperature is {temperature!r}, but a greedy actor has no acceptance rate; "
+            "pass the temperature of the rollouts"
         )
 
     decoding = Decoding.load(schedule)
     if decoding.is_lossless:
         raise ConfigError(
-            "lossless samples are the dense policy's, so there is nothing to measure; give the "
-            "schedule of lossy rollouts"
+            "lossless samples follow the dense policy, so there is no mismatch to measure; pass "
+            "the schedule of lossy rollouts"
         )
 
     sampling = Sampling(max_new_tokens, temperature, top_n, seed)

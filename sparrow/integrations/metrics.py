@@ -1,15 +1,16 @@
 """Metrics that the adapters log in addition to ``sparrow.mismatch.mismatch_metrics``, under the
 same names in every trainer.
 
-All values cover the time since the last log; ``sparrow/drafts/*`` is there in lossless mode only:
+All values cover the time since the last log; ``sparrow/drafts/*`` exists only in lossless mode:
 
 sparrow/tokens_read              share of the cached tokens that decode steps have read; above 1 if
-                                 drafts do not pay
-sparrow/drafts/accepted          share of the drafted tokens that verification kept
-sparrow/drafts/tokens_per_cycle  tokens that one verification of a sequence gave: accepted drafts
-                                 and one more
-sparrow/drafts/acceptance        mean acceptance of the drafts that verification looked at, exact
-sparrow/drafts/p5                its 5th percentile
+                                 drafts cost more reads than they save
+sparrow/drafts/accepted          share of the drafted tokens that were accepted
+sparrow/drafts/tokens_per_cycle  mean number of tokens per verification of a sequence: accepted
+                                 drafts and one more
+sparrow/drafts/acceptance        exact mean acceptance of the drafts up to and including the first
+                                 rejected one
+sparrow/drafts/p5                the 5th percentile of this acceptance
 sparrow/drafts/p5/START-END      the p5 of one length bin
 """
 
@@ -17,7 +18,7 @@ from sparrow.engines.base import Counters
 
 
 def counter_metrics(counters: Counters) -> dict[str, float]:
-    """Counts of vLLM's workers as flat scalars; none if no worker decoded."""
+    """Convert the counts of vLLM's workers to flat scalars; there are none if no worker decoded."""
     metrics = {}
     if counters.tokens_held:
         metrics["sparrow/tokens_read"] = counters.read_fraction

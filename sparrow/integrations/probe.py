@@ -1,14 +1,15 @@
-"""Measures the acceptance of a sparse actor in another trainer's vLLM, over its OpenAI-compatible
-HTTP interface alone.
+"""A probe that measures the acceptance of a sparse actor in another trainer's vLLM, using only
+vLLM's OpenAI-compatible HTTP interface.
 
-This is for trainers that ask vLLM for the sampled tokens' log-probs only, but leave its server
-reachable. Responses are sampled under the server's schedule with the actor's top-n lists. Then
-prompt and response are sent back as one prompt, with a request for its log-probs, so that vLLM
-prefills it densely and without its prefix cache. This gives the policy's top-n lists, with the same
-weights in the same precision. The two lists bound the acceptance rate (``acceptance_bounds``). vLLM
-returns a prompt's log-probs at temperature 1 only, so responses are sampled at that temperature.
+It is meant for trainers that request only the log-probs of sampled tokens but whose vLLM server can
+be reached. Responses are sampled under the server's schedule, with the actor's top-n lists. Prompt
+and response are then sent back as one prompt, with a request for the prompt's log-probs, which vLLM
+prefills densely and without its prefix cache. The answer contains the policy's top-n lists, with
+the same weights in the same precision. The two sets of lists give bounds on the acceptance rate
+(``acceptance_bounds``). vLLM returns a prompt's log-probs only at temperature 1, so responses are
+sampled at that temperature.
 
-``Probe`` returns the results as scalars for any trainer's logger, together with the servers' own
+``Probe`` returns the results as scalars for any trainer's logger, together with the servers'
 counters.
 
 Shapes: T response tokens, n entries of a top-n list.
@@ -45,26 +46,27 @@ DRAFTS = (
 
 
 class Probe:
-    """Measurements of vLLM servers that decode with Sparrow, as scalars under stable names, for any
-    trainer's logger.
+    """A source of metrics from vLLM servers that decode with Sparrow, as scalars with stable names
+    for any trainer's logger.
 
         probe = Probe(["http://10.0.0.1:8000"])
         # at every step: costs a request or two
         logger.log(probe.counted(), step)
-        # now and then: takes as long as a rollout, or two
+        # now and then: takes as long as one or two rollouts
         logger.log(probe.measured(prompts, max_new_tokens=16384), step)
 
     The names are those of ``sparrow.integrations.metrics``. Servers started with
-    ``VLLM_SERVER_DEV_MODE=1`` report all of them. Others report neither Sparrow's counters nor the
-    ceiling, and need ``schedule``; of drafts they report only the tokens that vLLM counts for
-    Prometheus, and not even those if started with ``--disable-log-stats``.
+    ``VLLM_SERVER_DEV_MODE=1`` report all of these metrics. Without it, servers report neither
+    Sparrow's counters nor the ceiling, and ``schedule`` is required. For drafts, such servers
+    report only the tokens that vLLM counts for Prometheus, and not even these if they were started
+    with ``--disable-log-stats``.
 
     Args:
-        urls: addresses of servers that have the same weights and were all started alike.
-        schedule: what they decode or draft under; used only if they cannot be asked.
+        urls: addresses of servers with the same weights and the same settings.
+        schedule: the servers' schedule; used only if the servers do not report their schedule.
 
-    Raises ConfigError: a server does not answer or decodes densely, or it cannot be asked and
-    ``schedule`` is missing.
+    Raises ConfigError: a server does not answer or decodes densely, or the servers do not report
+    their schedule and ``schedule`` is missing.
     """
 
     report: MismatchReport | None = None  # the last measurement
@@ -83,21 +85,21 @@ class Probe:
             first, *_ = next(iter(self._described.values()))
             self.schedule = SparsitySchedule.from_dict(first["schedule"])
             self.mode = first["mode"]
-            self.counted()  # forget what was counted before
+            self.counted()  # reset earlier counts
         elif schedule is None:
             raise ConfigError(
-                f"the vLLM servers at {', '.join(self._urls)} do not say what they decode under; "
-                "give the schedule, or start them with VLLM_SERVER_DEV_MODE=1"
+                f"the vLLM servers at {', '.join(self._urls)} do not report their schedule; "
+                "pass schedule, or start the servers with VLLM_SERVER_DEV_MODE=1"
             )
         else:
             self.schedule = schedule
             self.mode = "unknown"
 
     def counted(self) -> dict[str, float]:
-        """Metrics of the decode steps since the last call: the share of tokens read and, in
-        lossless mode, the drafts.
+        """Return metrics of the decode steps since the last call: the share of cached tokens read
+        and, in lossless mode, the metrics of drafts.
 
-        Servers that can be asked count from the last time that anybody asked them.
+        Servers in development mode reset their counts whenever any client reads them.
         """
         if not self._is_open:
             before = self._drafts
@@ -112,13 +114,13 @@ class Probe:
     def measured(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, top_n: int = 20
     ) -> dict[str, float]:
-        """Measure p5 of acceptance on one response to each prompt, by length, and the ceiling: the
-        p5 of dense rollouts.
+        """Measure p5 of acceptance by length, with one response to each prompt, and the ceiling,
+        which is the p5 of dense rollouts.
 
-        Call it while nothing else runs on the servers. If they let the schedule be changed, the
-        first call also samples densely, for the ceiling; in lossless mode, where samples are dense,
-        p5 is its own ceiling. Where servers can be asked, the next ``counted`` leaves out what was
-        read for the measurement.
+        The servers must be idle otherwise. In lossy mode, if the servers allow a change of
+        schedule, the first call also samples densely, for the ceiling. In lossless mode, samples
+        follow the dense policy, so p5 is its own ceiling. With servers in development mode, the
+        next ``counted`` does not include this measurement.
         """
         if self.mode == "lossy" and not self._ceiling:
             self._set(SparsitySchedule.dense(dense_layers=self.schedule.dense_layers))
@@ -147,7 +149,7 @@ class Probe:
             _answer(f"{url}/reset_prefix_cache", {})
 
     def _counted_by_vllm(self) -> Counter[str]:
-        """Drafts since the servers were started."""
+        """Return the counts of drafts since the servers were started."""
         counts: Counter[str] = Counter()
         for url in dict.fromkeys(self._urls):
             text = _answer(f"{url}/metrics").text
@@ -164,18 +166,17 @@ def probe(
     max_new_tokens: int,
     top_n: int = 20,
 ) -> list[TokenAcceptance]:
-    """Sample one response per prompt (token ids), spread over the servers, and bound every token's
+    """Sample one response per prompt, spread over the servers, and compute bounds on every token's
     acceptance.
 
     Args:
-        urls: addresses of vLLM servers that have the same weights, such as
-            ``http://10.0.0.1:8000``.
+        urls: addresses of vLLM servers with the same weights, such as ``http://10.0.0.1:8000``.
         prompts: token ids.
-        schedule: what the servers decode under; it places the tokens in its bins.
-        max_new_tokens: responses are cut here.
-        top_n: length of both lists; vLLM allows 20 unless told otherwise.
+        schedule: the servers' schedule; its page size determines the positions of tokens.
+        max_new_tokens: the greatest length of a response.
+        top_n: length of both lists; vLLM's default limit is 20.
 
-    Raises ConfigError: a server does not answer, or refuses what it is asked for.
+    Raises ConfigError: a server does not answer, or refuses a request.
     """
     served = {url: _request(f"{url}/v1/models")["data"][0]["id"] for url in dict.fromkeys(urls)}
 
@@ -184,7 +185,7 @@ def probe(
         prompt = [int(token) for token in prompts[i]]
         common = {"model": served[url], "temperature": 1.0, "return_tokens_as_token_ids": True}
 
-        # The actor samples with lists of its likeliest tokens.
+        # The actor samples, and returns lists of its most likely tokens.
         sampled = _choice(
             url, common | {"prompt": prompt, "max_tokens": max_new_tokens, "logprobs": top_n}
         )
@@ -192,7 +193,7 @@ def probe(
         response = [_token(text) for text in logprobs["tokens"]]
         actor = [_of_sample(position) for position in logprobs["top_logprobs"]]
 
-        # Prefill is dense, so the policy's lists are those of a prompt.
+        # Prefill is dense, so the policy's lists are requested as those of a prompt.
         scored = _choice(
             url, common | {"prompt": prompt + response, "max_tokens": 1, "prompt_logprobs": top_n}
         )
@@ -209,17 +210,17 @@ def probe(
 
 
 def _of_sample(position: dict[str, float]) -> dict[int, float]:
-    """Log-probs by id at one position of a response."""
+    """Parse the log-probs at one position of a response, by token id."""
     return {_token(text): logprob for text, logprob in position.items()}
 
 
 def _of_prompt(position: dict[str, dict[str, Any]]) -> dict[int, float]:
-    """Log-probs by id at one position of a prompt."""
+    """Parse the log-probs at one position of a prompt, by token id."""
     return {int(token): entry["logprob"] for token, entry in position.items()}
 
 
 def _lists(positions: Sequence[dict[int, float]], top_n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and log-probs ``[T, n]``, best first; the token at that position is left out if not among
+    """Return ids and log-probs ``[T, n]``, best first, without a sampled token that is not among
     the n best.
     """
     best = [sorted(entries.items(), key=lambda item: -item[1])[:top_n] for entries in positions]
@@ -236,8 +237,8 @@ def _choice(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rpc(url: str, method: str, *args: Any) -> Any:
-    """Call a method of every worker of a server, and return their results; None from a server that
-    does not let its workers be called.
+    """Call a method of every worker of a server and return their results, or None if the server
+    does not allow such calls.
     """
     answer = _answer(f"{url}/collective_rpc", {"method": method, "args": args}, allowed=(404,))
     return None if answer.status_code == 404 else answer.json()["results"]
@@ -254,9 +255,12 @@ def _answer(
     try:
         answer = httpx.request(verb, url, json=body, timeout=None, trust_env=False)
     except httpx.HTTPError as error:
-        raise ConfigError(f"no vLLM server answers at {url}: {error}") from error
+        raise ConfigError(
+            f"no vLLM server answers at {url} ({error}); check the address, or start the server"
+        ) from error
     if answer.is_error and answer.status_code not in allowed:
         raise ConfigError(
-            f"the vLLM server refused {url}: {answer.status_code} {answer.text[:300]}"
+            f"the vLLM server answered {url} with HTTP {answer.status_code} "
+            f"({answer.text[:300]}); see the server's log for the cause"
         )
     return answer

@@ -1,9 +1,9 @@
-"""Refuses what would make a trainer's importance ratios wrong: samplers that reshape the
-distribution whose log-probs the policy's are divided by.
+"""A check that refuses sampler settings with which a trainer's importance ratios would be wrong.
 
-vLLM's log-probs are those of what it samples from, after top-p, top-k, min-p, penalties and biases;
-the trainers compute the policy's from all of the softmax. The ratio is then too small by the kept
-mass, at every token and by another factor.
+vLLM reports log-probs of the distribution from which it samples, after top-p, top-k, min-p,
+penalties and biases, while the trainers compute the policy's log-probs from the whole softmax. With
+such settings each ratio would be too small, by a factor (the kept probability mass) that differs
+from token to token.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
     "logits_processors": (None, []),
 }
-"""What a sampler may be set to, by name in vLLM, so that it samples from the whole softmax."""
+"""The values with which vLLM samples from the whole softmax, by the name of the setting."""
 
 
 def check_whole_softmax(settings: Mapping[str, Any], place: str) -> None:
-    """Check that vLLM is asked to sample from the whole softmax.
+    """Check that vLLM's settings make it sample from the whole softmax.
 
     Args:
-        settings: names and values as vLLM's ``SamplingParams`` have them; others are not looked at.
-        place: what stands before a setting's name in the message, such as ``"GRPOConfig."``.
+        settings: names and values of vLLM's ``SamplingParams``; other names are ignored.
+        place: a prefix for the setting's name in the message, such as ``"GRPOConfig."``.
 
-    Raises ConfigError: a setting that changes the distribution.
+    Raises ConfigError: a setting changes the distribution.
     """
     for name, neutral in NEUTRAL.items():
         value = settings.get(name)
         if value not in neutral:
             raise ConfigError(
-                f"{place}{name} is {value!r}, which changes what the actor samples from but not "
-                f"the policy that its log-probs are compared with; leave {name} out"
+                f"{place}{name} is {value!r}, which changes the actor's distribution but not that "
+                f"of the policy, whose log-probs are compared with the actor's; leave {name} out"
             )

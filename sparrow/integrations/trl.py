@@ -1,12 +1,12 @@
-"""Sparse rollouts in TRL's ``GRPOTrainer``, with the tail of the acceptance rate in its logs.
+"""Sparse rollouts in TRL's ``GRPOTrainer``, with the tail of the acceptance rate in the logs.
 
     trainer = SparseGRPOTrainer(model, reward_funcs, args=GRPOConfig(use_vllm=True, ...),
     train_dataset=dataset,
                                 schedule="qwen3-4b-0.86")  # or "lossless"
 
-Written for TRL 1.16. The only part of TRL that is replaced is the trainer's ``vllm_generation``, by
-a wrapper that passes every call on; the overridden methods, ``compute_loss`` and ``log``, are those
-that transformers offers for it.
+The trainer is written for TRL 1.16. It replaces only one part of TRL, the trainer's
+``vllm_generation``, with a wrapper that forwards every call. The overridden methods,
+``compute_loss`` and ``log``, are meant by transformers to be overridden.
 
 Shapes: T response tokens, n entries of the actor's top-n list, V vocabulary.
 """
@@ -37,40 +37,40 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.vllm import config as vllm_config
 
 if TYPE_CHECKING:
-    Trainer = Any  # TRL declares narrower types than it keeps to
+    Trainer = Any  # TRL declares narrower types than it uses
 else:
     Trainer = GRPOTrainer
 
-CHUNK_TOKENS = 1024  # response tokens whose log-softmax over the vocabulary is held at a time
+CHUNK_TOKENS = 1024  # response tokens whose log-softmax over the vocabulary is in memory at a time
 
 
 class SparseGRPOTrainer(Trainer):
-    """A ``GRPOTrainer`` whose vLLM decodes sparsely, and which logs how far that takes the actor
-    from the policy.
+    """A ``GRPOTrainer`` whose vLLM decodes sparsely, and which logs the resulting mismatch between
+    actor and policy.
 
-    In colocate mode the schedule reaches vLLM through the environment, which is changed only while
-    the engine starts; a server must have been started with one. In lossless mode samples are the
-    dense policy's. The measurement then shows how close vLLM's numbers are to the trainer's, which
-    is the most that any schedule could score; the acceptance of drafts is logged as well. Every
-    ``measure_every`` optimizer steps vLLM is asked for top-n lists, and some of the responses, at
-    least one per process, get another dense forward pass, which gives bounds on every token's
-    acceptance rate. They are logged as ``sparrow/*``, named as in ``sparrow.integrations.metrics``
-    and pooled over processes. Every log also has the share of cached tokens that was read and the
-    metrics of drafts. The last measurement is kept as ``report``, for a controller that calls
-    ``set_schedule``. Before the first batch, its prompts are sampled densely, for the ceiling of
-    p5.
+    In colocate mode, the schedule is passed to vLLM in environment variables, which are set only
+    while the engine starts. A server must have been started with a schedule. In lossless mode,
+    samples follow the dense policy, so the measurement shows how close vLLM's log-probs are to the
+    trainer's, which is the best score that any schedule could reach.
+
+    Every ``measure_every`` optimizer steps, vLLM returns top-n lists, and some of the responses, at
+    least one per process, get an additional dense forward pass, which gives bounds on every token's
+    acceptance rate. The results are pooled over processes and logged under the names of
+    ``sparrow.integrations.metrics``, which begin with ``sparrow/``. Every log also has the share of
+    cached tokens that was read and, in lossless mode, the metrics of drafts. The last measurement
+    is stored as ``report``, for a controller that calls ``set_schedule``. Before the first batch is
+    sampled, responses to the same prompts are sampled densely, for the ceiling of p5.
 
     Args:
         args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set.
-        schedule: what the actor may read, or how to decode, as ``Decoding.load`` takes it: a
-            schedule, ``"lossless"``, or a mapping with its settings. The default is what vLLM was
-            started with.
-        measure_every: optimizer steps from one measurement to the next, the first step included.
-        sequences: responses measured per process and measurement, spread over the batch.
+        schedule: the actor's schedule, ``"lossless"``, or a mapping of settings, in any form that
+            ``Decoding.load`` accepts. The default is the schedule with which vLLM was started.
+        measure_every: number of optimizer steps per measurement; the first step is measured.
+        sequences: number of responses per process in a measurement, spread over the batch.
         top_n: length of the actor's lists.
 
     Raises ConfigError: TRL generates without vLLM, its vLLM decodes densely or in another mode, or
-    it samples from a distribution other than the whole softmax (``integrations.sampling``).
+    vLLM samples from a distribution other than the whole softmax (``integrations.sampling``).
     """
 
     report: MismatchReport | None = None
@@ -109,17 +109,18 @@ class SparseGRPOTrainer(Trainer):
         if decoding is not None and self._is_lossless != decoding.is_lossless:
             raise ConfigError(
                 f"TRL's vLLM server runs in mode {mode!r}, not {decoding.mode!r}, and cannot "
-                "change it; start it with "
+                "change its mode; start it with "
                 f'--additional-config \'{{"sparrow": "{decoding.mode}"}}\', or leave schedule out'
             )
         if decoding is not None and decoding.schedule != self.schedule:
             self.set_schedule(decoding.schedule)
-        self._counted()  # forget what vLLM's own warm-up read
+        self._counted()  # reset the counts of vLLM's own warm-up
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Decode under other page counts from the next rollout on; call it on every process.
+        """Change the page counts from the next rollout on; to be called on every process.
 
-        Raises ConfigError: another page layout, or other dense layers, than vLLM was started with.
+        Raises ConfigError: the page layout or the dense layers differ from those with which vLLM
+        was started.
         """
         self._rpc("sparrow_set_schedule", schedule.to_json())
         if self.vllm_mode == "colocate":
@@ -129,8 +130,8 @@ class SparseGRPOTrainer(Trainer):
         self.schedule = schedule
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """See ``transformers.Trainer``. At the first call after a rollout, ``model`` still has the
-        actor's weights.
+        """See ``transformers.Trainer``; the first call after a rollout also measures recorded
+        responses, while ``model`` still has the actor's weights.
         """
         generation = self.vllm_generation
         for recorded, measured in (
@@ -145,7 +146,7 @@ class SparseGRPOTrainer(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """See ``transformers.Trainer``; adds the measurements since the training's last log."""
+        """See ``transformers.Trainer``; adds the measurements since the last training log."""
         if self.model.training:
             logs |= self._counted()
             if self._measured:
@@ -164,8 +165,8 @@ class SparseGRPOTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _counted(self) -> dict[str, float]:
-        """Metrics of vLLM's workers since the last call; each process adds its workers or the
-        server's.
+        """Return the metrics of vLLM's workers since the last call, summed over the workers of all
+        processes or those of the server.
         """
         return counter_metrics(total(gather_object([tally(self._described, self._rpc)])))
 
@@ -175,8 +176,8 @@ class SparseGRPOTrainer(Trainer):
 
     @contextmanager
     def _densely(self) -> Iterator[bool]:
-        """Have vLLM decode densely inside the context, unless its responses are dense anyway or
-        dense ones were sampled before; yields whether it does.
+        """Let vLLM decode densely inside the context, unless its responses are dense anyway or
+        dense responses were sampled before; yields whether the schedule was changed.
         """
         schedule = self.schedule
         if self._reads_all or self._ceiling or self._of_dense:
@@ -187,14 +188,14 @@ class SparseGRPOTrainer(Trainer):
             yield True
         finally:
             self.set_schedule(schedule)
-            self._counted()  # forget what was read for the ceiling, which is no rollout
+            self._counted()  # reset the counts, since samples for the ceiling are not a rollout
 
     def _is_measured(self) -> bool:
         return self.model.training and self.state.global_step % self.measure_every == 0
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the vLLM workers: this process's own, or the server's, whose answer
-        every process gets.
+        """Call a method of the vLLM workers. In colocate mode, these are the workers of this
+        process; otherwise they are those of the server, and every process gets their answer.
         """
         if self.vllm_mode == "colocate":
             return self.vllm_generation.llm.collective_rpc(method, args=args)
@@ -216,23 +217,26 @@ class SparseGRPOTrainer(Trainer):
 
 
 def _check_sampling(config: GRPOConfig) -> None:
-    """Raise ConfigError if TRL would have vLLM sample from anything but the whole softmax."""
-    further: Any = config.generation_kwargs or {}  # TRL lets these win over the fields
+    """Check that TRL's settings make vLLM sample from the whole softmax. Raises ConfigError: a
+    setting changes the distribution.
+    """
+    further: Any = config.generation_kwargs or {}  # these override the fields
     fields = {name: getattr(config, name, None) for name in NEUTRAL}
     fields["structured_outputs"] = config.vllm_structured_outputs_regex
     check_whole_softmax({**fields, **further}, "GRPOConfig: ")
     if further.get("temperature", config.temperature) != config.temperature:
         raise ConfigError(
-            f"GRPOConfig.temperature is {config.temperature}, but generation_kwargs has "
-            f"{further['temperature']}, at which vLLM would sample; set temperature alone"
+            f"GRPOConfig.temperature is {config.temperature}, but generation_kwargs overrides the "
+            f"temperature with {further['temperature']}; set only GRPOConfig.temperature"
         )
 
 
 def _asked_for(decoding: Decoding | None) -> AbstractContextManager[None]:
-    """A context in which the environment asks vLLM for ``decoding``; TRL has no field for it.
+    """Set vLLM's environment variables for ``decoding`` inside the context, since TRL has no field
+    for the schedule.
 
-    An engine keeps the mode that it was started in, so others in this process are as they would be
-    without the trainer.
+    An engine keeps the settings with which it was started, so other engines in this process are not
+    affected.
     """
     if decoding is None:
         return nullcontext()
@@ -243,10 +247,10 @@ def _asked_for(decoding: Decoding | None) -> AbstractContextManager[None]:
 
 
 class Recording:
-    """A wrapper of TRL's ``VLLMGeneration`` that asks for the actor's top-n lists when wanted, and
-    keeps some.
+    """A wrapper of TRL's ``VLLMGeneration`` that requests the actor's top-n lists for a measurement
+    and records some of the responses.
 
-    TRL itself is given what it asked for: the sampled token's log-prob alone.
+    TRL itself receives only what it requested, the log-probs of the sampled tokens.
     """
 
     def __init__(
@@ -271,15 +275,15 @@ class Recording:
     def generate(
         self, prompts: Any, images: Any, num_generations: int, profiler: Any = None
     ) -> tuple[Any, ...]:
-        """See ``VLLMGeneration.generate``. Raises ConfigError: images, which the policy's pass
-        would not see.
+        """See ``VLLMGeneration.generate``. Raises ConfigError: there are images, which the policy's
+        forward pass would not see.
         """
         generation = self._generation
         if not self._wanted():
             return generation.generate(prompts, images, num_generations, profiler)
         if images is not None:
             raise ConfigError(
-                "acceptance is measured on text only; with images use GRPOTrainer and set "
+                "acceptance cannot be measured for prompts with images; use GRPOTrainer, and set "
                 "SPARROW_SCHEDULE yourself"
             )
         with self._densely() as dense:
@@ -296,7 +300,7 @@ class Recording:
         return prompts, responses, sampled, sampled_ids
 
     def _listed(self, prompts: Any, num_generations: int, profiler: Any) -> tuple[Any, ...]:
-        """Have TRL's generation return the lists too."""
+        """Generate with TRL, with top-n lists in the result."""
         previous = self._generation.logprobs
         self._generation.logprobs = self._top_n
         try:
@@ -305,7 +309,7 @@ class Recording:
             self._generation.logprobs = previous
 
     def _some(self, outputs: tuple[Any, ...]) -> list[Rollout]:
-        """Responses to measure, spread over the batch."""
+        """Select responses to measure, spread over the batch."""
         prompts, responses, logprobs, ids = outputs
         count = min(self._sequences, len(responses))
         spread = np.linspace(0, len(responses) - 1, count).round().astype(int)
@@ -319,7 +323,7 @@ class Recording:
 def _of_sampled(
     logprobs: Sequence[Sequence[float]], ids: Sequence[Sequence[int]], response: Sequence[int]
 ) -> list[float]:
-    """The log-prob of each token of a response, from the list at its position."""
+    """Look up the log-prob of each token of a response in the list at the token's position."""
     return [row[i.index(t)] for row, i, t in zip(logprobs, ids, response, strict=True)]
 
 
@@ -331,8 +335,8 @@ def rollout(
     top_n: int,
     max_tokens: int,
 ) -> Rollout:
-    """A ``Rollout`` of one of TRL's responses, whose lists are sorted, best first, and have n + 1
-    entries if the sampled token is not among the n most likely.
+    """Build a ``Rollout`` from one of TRL's responses, whose lists are sorted, best first, and have
+    n + 1 entries if the sampled token is not among the n most likely.
     """
     return Rollout(
         prompt_ids=prompt,
@@ -348,7 +352,7 @@ def rollout(
 def policy_top_logprobs(
     model: Any, rollout: Rollout, temperature: float, device: torch.device
 ) -> np.ndarray:
-    """The dense policy's log-probs, float32 ``[T, n]``, of the tokens in the actor's lists."""
+    """Compute the dense policy's log-probs, float32 ``[T, n]``, of the tokens in the actor's lists."""
     input_ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids.tolist()]], device=device)
     top_Tn = torch.from_numpy(rollout.top_ids).long().to(device)
     logits_TV = model(input_ids=input_ids, logits_to_keep=len(rollout) + 1, use_cache=False).logits[

@@ -1,22 +1,23 @@
-"""verl's synchronous PPO trainer with sparse rollouts, and the tail of the acceptance rate beside
+"""verl's synchronous PPO trainer with sparse rollouts; logs the tail of the acceptance rate next to
 ``rollout_corr/*``.
 
     VERL_USE_EXTERNAL_MODULES=sparrow.integrations.verl python -m verl.trainer.main_ppo \
         trainer.v1.trainer_mode=sparrow ...
 
-Written for verl 0.9.1, whose registry of trainers this extends. verl asks vLLM for the sampled
-tokens' log-probs only, so every step logs what these alone can show (``sparrow.mismatch.sampled``):
+The trainer is written for verl 0.9.1 and is added to verl's registry of trainers. verl requests
+only the log-probs of sampled tokens from vLLM, so every step logs metrics that need no others
+(``sparrow.mismatch.sampled``):
 
 sparrow/sampled/acceptance_mean    mean acceptance
-sparrow/sampled/p5_floor           the lowest of the length bins' floors under the 5th percentile of
-                                   acceptance
-sparrow/sampled/p5_floor/START-END the floor of one bin; /low and /high are its 95 % interval,
-                                   resampled by sequence, where at least two sequences reach the bin
+sparrow/sampled/p5_floor           a lower bound on the 5th percentile of acceptance: the lowest of
+                                   all length bins
+sparrow/sampled/p5_floor/START-END the lower bound of one bin; /low and /high are its 95 % interval,
+                                   resampled by sequence, if at least two sequences reach the bin
 
-p5 itself is measured by a probe: further responses, sampled with top-20 lists over HTTP from verl's
-vLLM servers (``probe``) once they have the step's weights. There is a probe of
-``+trainer.v1.sparrow.sequences`` responses (32 by default) every
-``+trainer.v1.sparrow.probe_every`` steps (none if that is unset); the metrics are named as in
+p5 itself is measured by a probe, which samples additional responses with top-20 lists over HTTP
+from verl's vLLM servers (``probe``) once they have the step's weights. Every
+``+trainer.v1.sparrow.probe_every`` steps (never, if this is unset), there is a probe of
+``+trainer.v1.sparrow.sequences`` responses (32 by default). The names of its metrics are those of
 ``sparrow.integrations.metrics``. Before the first probe, as many responses are sampled densely, for
 the ceiling of p5.
 
@@ -62,16 +63,17 @@ FIELDS = ["prompts", "response_mask", "rollout_log_probs", "old_log_probs"]
 
 @register_trainer("sparrow")
 class SparsePPOTrainer(Trainer):
-    """A ``PPOTrainerSync`` whose replicas decode under a schedule; the module's docstring lists its
+    """A ``PPOTrainerSync`` whose replicas decode under a schedule; the module's docstring lists the
     metrics.
 
-    The last probe is kept as ``report``, for a controller that calls ``set_schedule``.
+    The result of the last probe is stored as ``report``, for a controller that calls
+    ``set_schedule``.
 
-    The schedule is the one given to vLLM:
-    ``actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.sparrow``, or
-    ``SPARROW_SCHEDULE`` in the environment of verl's workers and of its driver.
+    The schedule is the one passed to vLLM, either as
+    ``actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.sparrow`` or as
+    ``SPARROW_SCHEDULE`` in the environment of verl's workers and driver.
 
-    Raises ConfigError: there is no schedule, vLLM decodes densely, or verl is configured not to
+    Raises ConfigError: there is no schedule, vLLM decodes densely, or verl's configuration does not
     compute the log-probs that are compared.
     """
 
@@ -85,12 +87,12 @@ class SparsePPOTrainer(Trainer):
         self._sequences = options.get("sequences", 32)
         self._prompts: list[list[int]] = []
         self._ceiling = Ceiling()
-        # This is a sync trainer, and the rest of verl recognises one by this name.
+        # The rest of verl recognises a synchronous trainer, which this one is, by this name.
         config.trainer.v1.trainer_mode = "sync"
         super().__init__(config)
 
     def on_init_end(self) -> None:
-        """See ``PPOTrainer``; makes sure that every replica decodes under the schedule."""
+        """See ``PPOTrainer``; ensures that every replica decodes under the schedule."""
         decoding = requested(OmegaConf.to_container(self.config, resolve=True))
         self.schedule = decoding.schedule
         self._is_lossless = decoding.is_lossless
@@ -98,7 +100,7 @@ class SparsePPOTrainer(Trainer):
         self.set_schedule(self.schedule)
 
     def on_step_end(self) -> None:
-        """See ``PPOTrainer``; the replicas are awake now, with the weights of this step."""
+        """See ``PPOTrainer``; probes the replicas, which are awake and have this step's weights."""
         super().on_step_end()
         if self._probe_every and self.global_steps % self._probe_every == 0:
             samples_are_dense = self._is_lossless or self.schedule.is_dense
@@ -129,18 +131,18 @@ class SparsePPOTrainer(Trainer):
             push_schedule(replicas, self.schedule)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Make every replica decode under other page counts from now on; call it while they are
-        awake and idle.
+        """Change the page counts of every replica; to be called while the replicas are awake and
+        idle.
 
-        Raises ConfigError: a replica decodes densely, or was started with another page layout or
-        other dense layers.
+        Raises ConfigError: a replica decodes densely, or was started with a different page layout
+        or different dense layers.
         """
         push_schedule(self.llm_server_manager.get_replicas(), schedule)
         self.schedule = schedule
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        # Measured here, as in verl's own subclasses, before a rejection of tokens (rollout_rs)
-        # hides them.
+        # Metrics are computed here, as in verl's own subclasses, before rejection sampling
+        # (rollout_rs) masks any tokens.
         batch = super()._compute_old_log_prob(batch, metrics)
         data = tq.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=FIELDS
@@ -160,29 +162,30 @@ class SparsePPOTrainer(Trainer):
 
 
 def requested(config: Mapping[str, Any]) -> Decoding:
-    """The decoding that verl's configuration asks of vLLM, or else the environment.
+    """Return the decoding settings for vLLM in verl's configuration, or else in the environment.
 
-    Raises ConfigError: neither has a schedule, the policy's or the actor's log-probs will not be
-    there to compare, samples are truncated, or a probe is asked for at a temperature other than 1.
+    Raises ConfigError: there is no schedule in either; the log-probs of the policy or the actor
+    will not be computed; samples are truncated; or a probe is requested at a temperature other
+    than 1.
     """
     rollout = config["actor_rollout_ref"]["rollout"]
     if not rollout["calculate_log_probs"]:
         raise ConfigError(
-            "the actor's log-probs are wanted; set "
+            "Sparrow's metrics need the actor's log-probs; set "
             "actor_rollout_ref.rollout.calculate_log_probs=True"
         )
     check_whole_softmax(rollout, "actor_rollout_ref.rollout.")
     probes = config["trainer"]["v1"].get("sparrow", {}).get("probe_every")
     if probes and rollout["temperature"] != 1:
         raise ConfigError(
-            "the probe measures at temperature 1, but "
-            f"actor_rollout_ref.rollout.temperature={rollout['temperature']}; leave out "
-            "trainer.v1.sparrow.probe_every"
+            "the probe samples at temperature 1, but "
+            f"actor_rollout_ref.rollout.temperature={rollout['temperature']}; leave "
+            "trainer.v1.sparrow.probe_every out"
         )
     if (config["algorithm"].get("rollout_correction") or {}).get("bypass_mode"):
         raise ConfigError(
-            "bypass_mode takes the actor's log-probs for the policy's, so nothing is left to "
-            "compare; set algorithm.rollout_correction.bypass_mode=False"
+            "bypass_mode uses the actor's log-probs in place of the policy's, which leaves nothing "
+            "to compare; set algorithm.rollout_correction.bypass_mode=False"
         )
 
     engine_options = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
@@ -191,7 +194,7 @@ def requested(config: Mapping[str, Any]) -> Decoding:
     decoding = vllm_config.from_environment() if setting is None else Decoding.load(setting)
     if decoding is None:
         raise ConfigError(
-            "no schedule; set "
+            "Sparrow has no schedule; set "
             "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={sparrow: SCHEDULE} "
             "and +actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=CUSTOM, or "
             f"{vllm_config.ENVIRONMENT}"
@@ -200,20 +203,22 @@ def requested(config: Mapping[str, Any]) -> Decoding:
 
 
 def push_schedule(replicas: Sequence[Any], schedule: SparsitySchedule) -> None:
-    """Set the schedule of verl's vLLM replicas and drop their prefix caches, computed under other
-    budgets.
+    """Set the schedule of verl's vLLM replicas, and drop their prefix caches, which were computed
+    with different budgets.
 
-    Raises ConfigError: a replica decodes densely, or was started with another page layout or other
-    dense layers.
+    Raises ConfigError: a replica decodes densely, or was started with a different page layout or
+    different dense layers.
     """
     arguments: dict[str, Any] = {"method": "sparrow_set_schedule", "args": (schedule.to_json(),)}
     try:
-        # vLLM's workers, on whatever machine, are called through the first server of their replica.
+        # The first server of a replica calls all of the replica's vLLM workers, on any machine.
         ray.get([replica.servers[0].collective_rpc.remote(**arguments) for replica in replicas])
         ray.get([replica.servers[0].clear_kv_cache.remote() for replica in replicas])
     except ray.exceptions.RayError as error:
-        reason = str(error).strip().splitlines()[-1]  # after a traceback from the other process
-        raise ConfigError(f"a vLLM replica did not take the schedule: {reason}") from error
+        reason = (
+            str(error).strip().splitlines()[-1]
+        )  # the lines before are a traceback from the other process
+        raise ConfigError(f"a vLLM replica refused the schedule: {reason}") from error
 
 
 def sampled_metrics(
@@ -223,11 +228,11 @@ def sampled_metrics(
     actor_B: Sequence[Tensor],
     policy_B: Sequence[Tensor],
 ) -> dict[str, float]:
-    """Metrics of responses ``[T]``, given their prompts, which tokens were sampled, and both sides'
-    log-probs.
+    """Compute the metrics of responses ``[T]`` from their prompts, the masks of sampled tokens, and
+    the log-probs of actor and policy.
 
-    A token's position is the length that the schedule was looked up at when the token was sampled;
-    see ``sparrow.mismatch.tokens.token_acceptance``.
+    A token's position is the length for which the schedule was looked up when the token was
+    sampled; see ``sparrow.mismatch.tokens.token_acceptance``.
     """
     sampled = []
     position = []

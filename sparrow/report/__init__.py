@@ -1,4 +1,4 @@
-"""Reports on a run: the closing table, one HTML page of figures, and the run's log read back."""
+"""Reports on a run: the closing table, an HTML page with figures, and the reader of the run's log."""
 
 from sparrow.report.calibration import draw_calibration
 from sparrow.report.measurement import draw_measurement, read_measurement

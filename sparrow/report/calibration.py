@@ -1,4 +1,4 @@
-"""The figure of a calibrated schedule: p5 by length for every budget tried, and the chosen path."""
+"""The figure of a calibrated schedule: p5 by length for every tried budget, and the chosen path."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 
 def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
-    """Draw a schedule that ``sparrow calibrate`` wrote, as a PNG at ``out`` or next to the
-    schedule.
+    """Draw a schedule from ``sparrow calibrate`` as a PNG, which is written to ``out`` or next to
+    the schedule.
 
-    Raises ConfigError: a schedule without the measurements of a calibration.
+    Raises ConfigError: the schedule has no measurements from a calibration.
     """
     schedule = SparsitySchedule.load(schedule_file)
     evidence = schedule.provenance
     if "curves" not in evidence:
         raise ConfigError(
-            f"{schedule_file} holds no measurements; "
-            "only schedules from sparrow calibrate can be drawn"
+            f"{schedule_file} contains no measurements; "
+            "choose a schedule that was written by sparrow calibrate"
         )
     import matplotlib
     from matplotlib.figure import Figure
@@ -43,14 +43,15 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
             p5, low, high = _spread(rows[:, 2:].T)
             axes.plot(middle, p5, color=colour, linewidth=1.4)
             axes.fill_between(middle, low, high, color=colour, alpha=0.15, linewidth=0)
-            if p5[-1] > labelled + 0.05:  # labels that would overlap are left out
+            if p5[-1] > labelled + 0.05:  # labels that would overlap are omitted
                 label = "-".join(str(p) for p in sorted({k[0], k[-1]}) if p < ALL_PAGES)
                 axes.annotate(
                     f" {label}", (middle[-1], p5[-1]), color=colour, fontsize=8, va="center"
                 )
                 labelled = p5[-1]
         tau = Tau.chosen(evidence.get("target"), evidence.get("relative_target"))
-        # The curves show p5 as measured; each bin's ceiling asks for a different one.
+        # The curves show measured p5. With a relative target, the p5 required in each bin depends
+        # on the bin's ceiling.
         if tau.relative:
             ends = np.array([[b["start"], b["end"]] for b in evidence["bins"]])
             held = _spread([tau.level(b["ceiling"]) for b in evidence["bins"]])
@@ -82,7 +83,7 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
 
 
 def _spread(p5: Any) -> Any:
-    """Map acceptance to a scale that keeps values near 1 apart: the negative logarithm of the
+    """Map acceptance to a scale that separates values near 1: the negative logarithm of the
     rejected share.
     """
     return -np.log10(1 - np.clip(p5, 0, 0.9995))

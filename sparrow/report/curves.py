@@ -1,5 +1,4 @@
-"""Curves by step: the series of a run, which docs/run-directory.md explains, and how they are
-drawn.
+"""Curves by step: the series of a run (explained in docs/run-directory.md) and their drawing.
 
 Shapes: S steps.
 """
@@ -19,23 +18,26 @@ from sparrow.run.log import FloatArray, RunLog
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-RUNS = "AB"  # names of two runs
-DASHES = ("-", (0, (2.2, 1.4)))  # their line styles
-MARKERS = ("o", "D")  # their markers; hollow for the second run, so that its dashes can be seen
+RUNS = "AB"  # letters by which two runs are named
+DASHES = ("-", (0, (2.2, 1.4)))  # line styles of the runs
+# markers of the runs; those of the second run are hollow, so that its dashes can be seen
+MARKERS = ("o", "D")
 MARKS = 12  # the most markers on a curve
 UNSMOOTHED_STEPS = 60  # longer runs also show a rolling mean, in bold
 
 
 class Panel(NamedTuple):
-    """Series that share an axis. With two runs, the second is dashed; a series has one colour."""
+    """A set of series that share an axis. A series has the same colour in both runs, and the second
+    run is dashed.
+    """
 
     title: str
     axis: str
-    # label -> [S]; nan where a run did not record it
+    # label -> [S]; nan at steps without a recorded value
     series: Callable[[RunLog], Mapping[str, FloatArray]]
-    floor: float | None = None  # where the axis begins; None: where the curves do
-    at: Callable[[RunLog], NDArray[np.int64]] = attrgetter("steps")  # the steps of its series
-    meaning: str = ""  # what is shown, where title and labels do not say it
+    floor: float | None = None  # lower end of the axis; None for the lower end of the curves
+    at: Callable[[RunLog], NDArray[np.int64]] = attrgetter("steps")  # the steps of the series
+    meaning: str = ""  # a caption, if title and labels do not say everything
 
     def draw(self, ax: Axes, logs: Sequence[RunLog]) -> None:
         recorded = self.recorded(logs)
@@ -54,7 +56,7 @@ class Panel(NamedTuple):
             ax.legend(handlelength=3.2)
 
     def recorded(self, logs: Sequence[RunLog]) -> list[tuple[int, str]]:
-        """List each run's index with the label of each series that it recorded."""
+        """List the recorded series, each as the index of its run and its label."""
         return [
             (i, k)
             for i, log in enumerate(logs)
@@ -64,8 +66,8 @@ class Panel(NamedTuple):
 
 
 def of(scale: float = 1, **keys: str) -> Callable[[RunLog], dict[str, FloatArray]]:
-    """Make a function that returns series by label; each has a dotted name in ``metrics.jsonl``,
-    and is multiplied by ``scale``.
+    """Create a function that returns series by label, each multiplied by ``scale``; ``keys`` has
+    the dotted name of each series in ``metrics.jsonl``.
     """
     return lambda log: {
         label.replace("_", " "): scale * log.series(*at.split(".")) for label, at in keys.items()
@@ -111,8 +113,8 @@ PANELS: dict[str, list[Panel]] = {
             "reward",
             _rewards,
             meaning=(
-                "mean over the responses of a step, those included that were sampled and replaced; "
-                "below it, where there are several, each dataset's own"
+                "mean over the responses sampled in a step, including those that were replaced; "
+                "with several datasets, also the mean of each dataset"
             ),
         ),
         Panel("Response length", "tokens", of(mean="response.mean", longest="response.max"), 0),
@@ -167,8 +169,8 @@ PANELS: dict[str, list[Panel]] = {
             "acceptance rate",
             of(mean="drafts.acceptance", p5="drafts.p5"),
             meaning=(
-                "exact, as verification has both distributions: "
-                "the chance that the dense policy keeps a draft"
+                "probability that the dense policy accepts a draft; "
+                "exact, because verification has both distributions"
             ),
         ),
     ],
@@ -186,8 +188,8 @@ def line(
 ) -> None:
     """Draw one series ``[S]`` by step in the style of the run with this index.
 
-    A long series also gets its rolling mean, in bold. Markers are drawn on short series, and on all
-    that are ``marked``.
+    The rolling mean of a long series is drawn as well, in bold. Short series and ``marked`` series
+    have markers.
     """
     if len(values) > UNSMOOTHED_STEPS:
         ax.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
@@ -213,8 +215,8 @@ def step_axis(ax: Axes) -> None:
 
 
 def _rolling_mean(values: FloatArray, window: int) -> FloatArray:
-    """Compute the centred mean of the finite values among ``window`` values (fewer at the ends);
-    nan where none is finite.
+    """Compute the centred mean of the finite values in a window (fewer than ``window`` values at
+    the ends); nan if none of them is finite.
     """
     finite = np.isfinite(values)
     ones = np.ones(window)

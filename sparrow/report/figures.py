@@ -1,5 +1,5 @@
-"""The figures of a report: of one run, or of two on the same axes or the same scale. matplotlib is
-loaded only to draw.
+"""The figures of a report on one run, or on two runs with shared axes or scales. matplotlib is
+loaded only when a figure is drawn.
 
 Shapes: S steps, N length bins.
 """
@@ -29,14 +29,14 @@ Logs = Sequence[RunLog]
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the page, drawn on demand."""
+    """A figure on the page, drawn on demand."""
 
     title: str
     draw: Callable[[Axes], None]
-    meaning: str = ""  # what is shown, where the title does not say it
+    meaning: str = ""  # a caption, if the title does not say everything
 
     def image(self) -> str:
-        """Encode the figure as a data URL; the same figure always gives the same text."""
+        """Encode the figure as a data URL; the result is deterministic."""
         import matplotlib
         from matplotlib import figure
 
@@ -51,7 +51,7 @@ class Figure:
 
 
 def figures(logs: Logs) -> dict[str, list[Figure]]:
-    """Collect the figures of one run or of two, by heading."""
+    """Collect the figures of one or two runs, by heading."""
     first, *others = PANELS
     sections = {
         heading: [
@@ -79,8 +79,8 @@ def _acceptance(logs: Logs) -> list[Figure]:
         Figure(
             f"{log.tau.statistic} of acceptance by length{_of_run(logs, i)}",
             partial(draw_tail, logs=logs, log=log),
-            "5th percentile of the acceptance rate over the tokens that a sparse actor sampled at "
-            "a length, shaded from its lower to its upper bound; dashed, what the run must hold",
+            "5th percentile of the acceptance rate of the tokens that a sparse actor sampled, by "
+            "length; shaded from its lower to its upper bound; dashed: the target of the run",
         )
         for i, log in enumerate(logs)
         if np.isfinite(log.tail_by_step()).any()
@@ -104,7 +104,7 @@ def _acceptance(logs: Logs) -> list[Figure]:
 
 
 def _bin_lines(ax: Axes, logs: Logs, log: RunLog, values_SN: np.ndarray) -> None:
-    """Draw a value by step and bin; a bin has one colour in every figure."""
+    """Draw a value by step and bin; a bin has the same colour in every figure."""
     width = log.bin_tokens
     colors = _colors(logs)
     for n in np.flatnonzero(np.isfinite(values_SN).any(0)).tolist():
@@ -139,8 +139,8 @@ def draw_tail(ax: Axes, logs: Logs, log: RunLog) -> None:
 
 
 def draw_last_tail(ax: Axes, logs: Logs) -> None:
-    """Draw the bounds, the interval and the ceiling of each bin at the last step, of two runs side
-    by side.
+    """Draw the bounds, the interval and the ceiling of each bin at the last step; two runs are
+    drawn side by side.
     """
     for i, log in enumerate(logs):
         for b in log.sparse_bins():
@@ -155,7 +155,7 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
                 lw=0,
             )
             ax.hlines(b.ceiling, x - 0.2, x + 0.2, color=theme.MUTED, linewidth=1.5)
-            # Not error bars: a bootstrap interval need not contain its estimate.
+            # Lines, not error bars, because a bootstrap interval may not contain its estimate.
             ax.vlines(x, b.interval_low, b.interval_high, color=color, linewidth=4, alpha=0.4)
             ax.plot(x, b.lower_bound, MARKERS[i], color=color, markersize=5)
             ax.plot(x, b.upper_bound, "^", color=theme.MUTED, markersize=4.5, fillstyle="none")
@@ -177,8 +177,8 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
 
 
 def draw_acceptance(ax: Axes, logs: Logs) -> None:
-    """Draw the histogram of acceptance at the last step of each run, and of a single run also at
-    the first step; steps without a sparse actor are left out.
+    """Draw the histogram of acceptance at the last step of each run and, if there is only one run,
+    at its first step as well; steps without a sparse actor are omitted.
     """
     steps = [
         (log, -1, f"last step{_of_run(logs, i)}", theme.SERIES[i], DASHES[i])
@@ -204,7 +204,7 @@ def _schedule(logs: Logs) -> list[Figure]:
         "What a sparse layer reads",
         partial(draw_schedule, logs=logs),
         "share of the cached tokens that one decode step reads at each length, "
-        "always-kept pages included",
+        "including the pages that are always kept",
     )
     moved = [
         Figure(
@@ -219,8 +219,8 @@ def _schedule(logs: Logs) -> list[Figure]:
 
 
 def draw_schedule(ax: Axes, logs: Logs) -> None:
-    """Draw the share of the cache read by length; if a run's schedule moved, also that at the
-    start.
+    """Draw the share of the cache that is read, by length; if a run's schedule changed, the initial
+    share is drawn as well.
     """
     tables = {
         table: (f"at the {when}{_of_run(logs, i)}", DASHES[i])
@@ -248,9 +248,9 @@ def draw_schedule(ax: Axes, logs: Logs) -> None:
 
 
 def draw_pages(ax: Axes, logs: Logs, log: RunLog) -> None:
-    """Draw the share of the cache read at the end of each bin, by step."""
+    """Draw the share of the cache that is read at the end of each bin, by step."""
     tail_SN = log.tail_by_step()
-    # The last length in a bin; with one more token, a page of the next bin would begin.
+    # The last length of each bin; with one more token, a page of the next bin would begin.
     ends = np.maximum(
         log.bin_tokens * np.arange(1, tail_SN.shape[1] + 1) - log.schedules[0].page_size, 1
     )

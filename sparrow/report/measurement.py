@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_measurement(path: Path) -> dict[str, Any] | None:
-    """Read what ``sparrow measure --out`` wrote; None if the file holds something else."""
+    """Read a report from ``sparrow measure --out``; None if the file is not such a report."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -28,7 +28,7 @@ def read_measurement(path: Path) -> dict[str, Any] | None:
 
 
 def draw_measurement(report: Mapping[str, Any], out: Path) -> Path:
-    """Draw a report of ``sparrow measure`` as a PNG at ``out``."""
+    """Draw a report from ``sparrow measure`` and save it as a PNG at ``out``."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -42,7 +42,7 @@ def draw_measurement(report: Mapping[str, Any], out: Path) -> Path:
 
 
 def _draw_tail(axes: Axes, bins: list[Mapping[str, Any]]) -> None:
-    """Draw mean and p5 of each length bin, with p5's interval and the ceiling; unknown values
+    """Draw the mean and p5 of each length bin, the interval of p5 and the ceiling; unknown values
     (None) are not drawn.
     """
     rows = np.array(

@@ -1,5 +1,5 @@
-"""The report of a run, or of two side by side: one HTML page that needs no other file, no script
-and no network.
+"""The report of one run, or of two runs side by side: a single HTML page without scripts or
+external resources.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from sparrow.run.log import RunLog
 def write_report(
     *run_dirs: str | Path, out: str | Path | None = None, steps: Sequence[int] = ()
 ) -> Path:
-    """Write the page of one run, or of two, finished or not.
+    """Write the page of one or two runs, which may still be running.
 
     Args:
         run_dirs: directories of the runs.
-        out: folder of the page; by default ``report`` in the first run's directory.
+        out: folder for the page; by default ``report`` in the first run's directory.
         steps: the steps whose responses are shown; by default up to 40, from the first to the last.
 
     Returns:
-        The page: ``index.html``, or ``against-NAME.html`` with the name of the second run.
+        The path of the page: ``index.html``, or ``against-NAME.html`` with the name of the second
+        run.
 
-    Raises ConfigError: not a run directory, a run without a finished step, a damaged file, two runs
-    with different length bins, or a step that is not there.
+    Raises ConfigError: a folder is not a run directory, a run has no finished step, a file is
+    damaged, two runs have different length bins, or a step is not in the log.
     """
     logs = [RunLog.load(run_dir) for run_dir in run_dirs]
     widths = {log.bin_tokens: log for log in logs}
     if len(widths) > 1:
         details = " and ".join(f"{log.run_dir} has {width} tokens" for width, log in widths.items())
         raise ConfigError(
-            f"length bins differ ({details}), so p5 cannot be compared; draw each run alone"
+            f"length bins differ ({details}), so p5 cannot be compared; make one report per run"
         )
     responses = show(
         logs, steps_to_show(logs, steps), list(RUNS[: len(logs)]) if len(logs) > 1 else [""]
@@ -49,7 +50,7 @@ def write_report(
     folder = Path(out) if out is not None else logs[0].run_dir / "report"
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / (f"against-{_name(logs[1])}.html" if len(logs) > 1 else "index.html")
-    # A tokenizer may decode half a character to text that UTF-8 cannot encode.
+    # A tokenizer may decode part of a character to text that UTF-8 cannot encode.
     page.write_text(html_page(logs, figures(logs), responses), encoding="utf-8", errors="replace")
     return page
 
@@ -59,7 +60,7 @@ def html_page(
     drawn: Mapping[str, Sequence[Figure]],
     responses: Mapping[int, Sequence[Shown]],
 ) -> str:
-    """Render the whole page, with these figures by heading and these responses by step."""
+    """Render the page from figures by heading (``drawn``) and responses by step."""
     rows = [dict([*setup_rows(log), *result_rows(log)]) for log in logs]
     names = dict.fromkeys(name for row in rows for name in row)
     pages = jinja2.Environment(
@@ -90,7 +91,7 @@ def _name(log: RunLog) -> str:
 
 
 def _tail_row(b: BinMismatch, tau: Tau) -> dict[str, str]:
-    """Make one row of the tails' table, by column."""
+    """Build one row of the table of tails, as texts by column."""
     known = isfinite(b.interval_low)
     return {
         "length": bin_name(b.start, b.end),

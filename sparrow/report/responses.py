@@ -1,4 +1,4 @@
-"""Sampled responses token by token, as the page shows them."""
+"""Sampled responses, prepared token by token for the page."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from sparrow.report import theme
 from sparrow.run.directory import LoggedResponse
 from sparrow.run.log import RunLog
 
-# A page with more tokens is slow to open, so the middle of long responses is left out.
+# A page with more tokens is slow to open, so the middle of long responses is omitted.
 MOST_TOKENS = 100_000
-MOST_STEPS = 40  # steps of a longer run that are shown, unless others are asked for
+MOST_STEPS = 40  # steps shown of a longer run, unless steps are specified
 
 Span = tuple[str, str, str]  # style class, title and text of one token
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One response."""
+    """One response on the page."""
 
-    run: str  # which of two runs it comes from; empty if there is one run
+    run: str  # the letter of the response's run; empty if there is only one run
     problem: str
-    expected: str | None  # the answer that was expected
+    expected: str | None  # the expected answer
     facts: Sequence[str]
     prompt: str
     spans: Sequence[Span]
@@ -35,16 +35,16 @@ class Shown:
 
 
 def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
-    """Choose the steps whose responses the page shows: those wanted, else up to ``MOST_STEPS`` from
-    the first to the last.
+    """Choose the steps whose responses the page shows: those in ``wanted``, or else up to
+    ``MOST_STEPS`` steps from the first to the last.
 
-    Raises ConfigError: a wanted step that no run has finished.
+    Raises ConfigError: no run has finished one of the steps in ``wanted``.
     """
     steps = sorted({step for log in logs for step in log.steps.tolist()})
     if missing := sorted(set(wanted) - set(steps)):
         raise ConfigError(
-            f"step {missing[0]} is not in the log, which has {steps[0]} to {steps[-1]}; "
-            "ask for others"
+            f"step {missing[0]} is not in the log, which has steps {steps[0]} to {steps[-1]}; "
+            "choose steps from the log"
         )
     if wanted:
         return sorted(set(wanted))
@@ -55,7 +55,7 @@ def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
 def show(
     logs: Sequence[RunLog], steps: Collection[int], names: Sequence[str]
 ) -> dict[int, list[Shown]]:
-    """Prepare the logged responses of these steps, by step; the responses of two runs to the same
+    """Prepare the logged responses of these steps, by step; responses of two runs to the same
     problem are next to each other.
     """
     entries = []
@@ -78,7 +78,7 @@ def show(
 
 
 def _without_acceptance(row: LoggedResponse) -> LoggedResponse:
-    """Return a response of the dense policy as newer versions log it, without acceptance."""
+    """Remove the acceptance from a response of the dense policy, which newer versions do not log."""
     return replace(row, acceptance=[None] * len(row.tokens), acceptance_upper=None)
 
 

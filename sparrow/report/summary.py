@@ -1,4 +1,4 @@
-"""The closing table of a run: a few numbers, as text."""
+"""The closing table of a run, with a few results as text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ OWN_SAMPLES = "samples are the dense policy's own"
 
 
 def summary_rows(run_dir: str | Path) -> list[NamedValue]:
-    """Make the closing table of a run, as (name, value): steps, reward, tokens and KV read. If the
-    rollouts were sparse, it has the tail of acceptance by length bin, else a hint how to make them
-    sparse.
+    """Build the closing table of a run, as (name, value): steps, reward, tokens and KV read. For
+    sparse rollouts, the table includes the tail of acceptance by length bin; for dense rollouts, a
+    hint on how to make them sparse.
 
-    Raises ConfigError: not a run directory, a run without a finished step, or a damaged file.
+    Raises ConfigError: the folder is not a run directory, the run has no finished step, or a file
+    is damaged.
     """
     log = RunLog.load(run_dir)
     if not log.is_sparse:
@@ -40,11 +41,11 @@ def summary_rows(run_dir: str | Path) -> list[NamedValue]:
 
 
 def setup_rows(log: RunLog) -> list[NamedValue]:
-    """List the setup of a run: model, task or datasets, and engine, as far as the command line
-    named them.
+    """List the setup of a run: the model, task, datasets and engine that were specified on the
+    command line, then the mode if it is dense, lossless or auto, and the schedule if it is not
+    dense.
 
-    Then come the mode if it is dense, lossless or auto, and the schedule if it is not dense (in
-    lossless mode, the drafts').
+    In lossless mode, the schedule is that of the drafts.
     """
     start = log.schedules[0]
     now = log.schedules[-1]
@@ -69,8 +70,8 @@ def setup_rows(log: RunLog) -> list[NamedValue]:
 
 
 def result_rows(log: RunLog) -> list[NamedValue]:
-    """List the results of a run: steps, reward before and after, evaluations, tokens and the share
-    that the loss kept, KV read, drafts, dial and guard.
+    """List the results of a run: steps, first and last reward, evaluations, response tokens and
+    their share in the loss, KV read, drafts, dial and guard.
     """
     alarms = log.steps[log.series("guard", "alarm") == 1]
     kept = log.tokens_kept()
@@ -126,7 +127,9 @@ def result_rows(log: RunLog) -> list[NamedValue]:
 
 
 def _best(log: RunLog, benchmark: str) -> str:
-    """Write the mean@k of the last evaluation with its interval, and that of the best one."""
+    """Format the mean@k of the last evaluation with its interval, and the mean@k of the best
+    evaluation.
+    """
     mean = log.scores(benchmark, "mean", "value")
     low, high = (log.scores(benchmark, "mean", end)[-1] for end in ("low", "high"))
     best = int(np.nanargmax(mean)) if np.isfinite(mean).any() else 0
@@ -143,7 +146,7 @@ def _rise(log: RunLog, values: FloatArray) -> str:
 
 
 def describe_tail(b: BinMismatch, tau: Tau) -> str:
-    """Write the bounds on p5, the interval of the lower one, and their verdict against ``tau``."""
+    """Format the bounds on p5, the interval of the lower bound, and the verdict against ``tau``."""
     interval = (
         f" [{number(b.interval_low)}, {number(b.interval_high)}]"
         if isfinite(b.interval_low)
@@ -177,7 +180,7 @@ def describe_schedule(schedule: SparsitySchedule) -> str:
 
 
 def bin_name(start: float, end: float) -> str:
-    """Write a range of lengths as text, such as 0-2K or 32-64."""
+    """Format a range of lengths as text, such as 0-2K or 32-64."""
     if start % 1000 == 0 and end % 1000 == 0:
         return f"{start / 1000:g}-{end / 1000:g}K"
     return f"{start:g}-{end:g}"

@@ -1,5 +1,5 @@
-"""Colours of the report and its figures. Colours that are drawn together can be told apart by
-colour-blind readers.
+"""Colours of the report and its figures. Colour-blind readers can distinguish the colours that
+appear together.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ DARK = {
     "above": "#6db3f2",
     "below": "#f2955b",
 }
-"""The page's colours for readers who prefer dark pages; figures are inverted there."""
-# where the tail is below tau, above it
+"""The page's colours in dark mode, in which the colours of figures are inverted."""
+# where the tail is below tau, and where it is above
 BELOW = "#c2500a"
 ABOVE = "#1f6fb5"
 SERIES = ("#1f6fb5", "#d9730d", "#16826b", "#a14690")
-# from the shortest length to the longest, darker and darker
+# from the shortest length to the longest, increasingly dark
 BINS = (
     "#c28400",
     "#cf4a5a",
@@ -33,8 +33,9 @@ BINS = (
     "#2d2a7a",
 )
 
-# Lower ends of the acceptance ranges by which tokens are coloured: one hue, further and further
-# from the background. The ranges become narrower towards 1, as acceptance is skewed.
+# Lower ends of the acceptance ranges by which tokens are coloured. The ranges become narrower
+# towards 1, because the distribution of acceptance is skewed. Their colours have a single hue, and
+# differ more from the background as acceptance falls.
 LEVELS = (
     0.999,
     0.99,
@@ -77,13 +78,11 @@ MATPLOTLIB: dict[Any, Any] = {
     "figure.constrained_layout.wspace": 0.04,
     "font.size": 9,
 }
-"""The ``rcParams`` that draw in these colours."""
+"""matplotlib's ``rcParams`` for figures in these colours."""
 
 
 def bin_colors(count: int) -> list[str]:
-    """Choose colours for ``count`` length bins, from the shortest to the longest, evenly spaced
-    along ``BINS``.
-    """
+    """Choose colours for ``count`` length bins, shortest first, evenly spaced along ``BINS``."""
     stops = np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in BINS])
     places = np.linspace(0, len(BINS) - 1, count)
     channels = np.stack(

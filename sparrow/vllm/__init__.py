@@ -1,7 +1,6 @@
-"""What vLLM loads: Sparrow's attention backends and speculator for stock vLLM, by its plugin
-interface.
+"""The plugin that stock vLLM loads: Sparrow's attention backends and speculator.
 
-This part is in every vLLM process of somebody else's program, so it imports nothing that it does
-not need: no trainer, no HTTP client, no engine of Sparrow's own. Clients of a running vLLM are in
-``sparrow.engines.vllm``.
+This package is loaded into every vLLM process, including those of other programs, so it imports
+only what it needs: no trainer, no HTTP client and none of Sparrow's own engines. Clients of a
+running vLLM are in ``sparrow.engines.vllm``.
 """

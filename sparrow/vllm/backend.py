@@ -1,9 +1,10 @@
-"""The sparse attention backend: two mixins over vLLM's backend for the device.
+"""The sparse attention backend: two mixins for the classes of vLLM's own backend.
 
-vLLM's own attention serves prefill and the layers that a schedule keeps dense. Decode steps of the
-other layers read the pages that ``sparrow.attention`` selects. A page's landmark is stored in the
-padded tail of its KV block, so vLLM accounts for its memory, and shares, reuses and frees it with
-the block. The scales of keys and values in int8 are stored there too, before the landmarks.
+vLLM's own attention computes prefill and the layers that a schedule keeps dense. In decode steps,
+the remaining layers read the pages that ``sparrow.attention`` selects. Each page's landmark is
+stored in the padded tail of the page's KV block, so vLLM accounts for its memory, and shares,
+reuses and frees it along with the block. The scales of an int8 cache are stored there as well,
+before the landmarks.
 
 Shapes: B decode rows, N block tokens, P page size, K kv heads, D head dim, M blocks of the longest
 sequence.
@@ -38,28 +39,29 @@ from sparrow.vllm.kv_cache import (
 from sparrow.vllm.runtime import Runtime, find
 
 if TYPE_CHECKING:
-    VLLMClass = Any  # the mixins below are combined with a class of vLLM's
+    VLLMClass = Any  # the mixins below are combined with one of vLLM's classes
 else:
     VLLMClass = object
 
 
 class Prefill(NamedTuple):
-    """Rows of a batch that vLLM's own attention serves."""
+    """Rows of a batch whose attention vLLM computes itself."""
 
     tokens: slice  # of the batch
-    # vLLM's metadata of these rows; None: that of the whole batch. The whole batch's metadata holds
-    # the step, so a reference to it would leave the tensors of every step to the garbage collector.
+    # vLLM's metadata for these rows; None for the metadata of the whole batch. That metadata refers
+    # to the ``Step``, so referring back to it would be a reference cycle, and only the garbage
+    # collector would free each step's tensors.
     metadata: Any = None
-    # blocks of an 8-bit cache that vLLM reads as a copy; None: it reads the cache
+    # the blocks of an 8-bit cache that vLLM reads from a copy; None if it reads the cache itself
     blocks: Tensor | None = None
 
 
 class LayerGroup:
-    """The layers of one KV cache group. They store a token in the same slot, so that their
+    """The layers of one KV cache group. All of them store a token in the same slot, so their
     landmarks can be updated together.
 
-    One launch for all layers costs the host, and the CUDA graph of a dense step, less than one for
-    each.
+    One kernel launch for all layers takes less time than one per layer, both on the host and in the
+    CUDA graph of a dense step.
     """
 
     def __init__(self, layers: Iterable[Any]) -> None:
@@ -76,21 +78,21 @@ class LayerGroup:
         return layer is self._layers[-1]
 
     def forget_cache(self) -> None:
-        """Drop the layers' views of the cache that they ran with, so that it can be freed."""
+        """Drop the layers' views of the KV cache, so that its memory can be freed."""
         for layer in self._layers:
             layer.impl.forget_cache()
 
     def set_dense(self, step: Step) -> None:
-        """Set the step that layers assume for a batch whose metadata comes from vLLM alone."""
+        """Set the step that layers assume for a batch whose metadata vLLM built by itself."""
         for layer in self._layers:
             layer.impl.dense_step = step
 
     def update_landmarks(self, slot_mapping_T: Tensor) -> None:
-        """Write the landmarks of the pages that these slots complete, in all layers; call it after
-        the last layer.
+        """Write, in all layers, the landmarks of the pages that these slots complete; to be called
+        after the last layer.
         """
         impl = self._layers[-1].impl
-        # All layers have run by now; when caches are replaced, vLLM makes a new builder.
+        # All layers have run by now. vLLM makes a new builder when it replaces the KV cache.
         if self._caches is None:
             self._caches = attention.CachedLayers(
                 [layer.impl.cached_keys() for layer in self._layers]
@@ -104,7 +106,7 @@ class LayerGroup:
 
 
 class Step(NamedTuple):
-    """A batch as the builder describes it to the sparse layers; its decode rows come first."""
+    """The builder's description of a batch for the sparse layers; decode rows come first."""
 
     rows: int  # sequences with one query token
     lengths: Tensor  # int32 [B], cached tokens of these rows, 0 in the padding rows of a CUDA graph
@@ -113,28 +115,28 @@ class Step(NamedTuple):
     top_k: Tensor
     block_table: Tensor  # int32 [B, M]
     prefills: tuple[Prefill, ...]  # the remaining rows
-    # the layers that store the tokens of ``prefills``; None if the step has no prefill rows
+    # the layers whose landmarks ``prefills`` update; None if the step has no prefill rows
     layers: LayerGroup | None = None
-    # int32 [B], ``ALL_PAGES`` in every row; only where dense layers run Sparrow's kernels too: in
-    # draft steps, and with an 8-bit cache
+    # int32 [B], ``ALL_PAGES`` in every row; set only if dense layers run Sparrow's kernels as well,
+    # which they do in draft steps and with an 8-bit cache
     everything: Tensor | None = None
-    may_reuse_plan: bool = True  # whether layers may reuse a plan where ``attach`` found they can
-    # whether the caller has written ``top_k`` and counted the step before the model runs
+    may_reuse_plan: bool = True  # whether layers may reuse plans; ``attach`` decides which can
+    # whether the caller writes ``top_k`` and counts the step before the model runs
     has_page_counts: bool = False
 
 
 class CacheViews(NamedTuple):
-    """Views of what one layer's part of the KV cache holds."""
+    """Views of the contents of one layer's KV cache."""
 
     keys: Tensor  # [blocks, K, N, D]
     values: Tensor  # [blocks, K, N, D]
     landmarks: Tensor  # [blocks, N / P, K, D]
-    # of an 8-bit cache; only those of int8 lie in the cache
+    # of an 8-bit cache; only the scales of int8 are stored in the cache itself
     scales: attention.CacheScales | None
 
 
 class SparseBuilder(VLLMClass):
-    """Mixin over a vLLM metadata builder: splits a batch, once per step."""
+    """Mixin for a vLLM metadata builder: splits each batch into decode and prefill rows."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -153,8 +155,8 @@ class SparseBuilder(VLLMClass):
             self._init_reorder_batch_threshold(1)
             return
         # Everything that vLLM itself runs in lossless mode is dense: prefill, verification, and
-        # steps without drafts. The layers get that as their default step here, so that vLLM alone
-        # can build the metadata.
+        # steps without drafts. Such a step is set as the layers' default here, so vLLM can build
+        # the metadata alone.
         nothing = torch.empty(0, dtype=torch.int32, device=device)
         whole_batch = Prefill(slice(None))
         self._layers.set_dense(
@@ -162,14 +164,14 @@ class SparseBuilder(VLLMClass):
         )
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """Refuse it under a schedule, where a shared prefix would be read whole."""
+        """Disable cascade attention under a schedule, as it would read a shared prefix densely."""
         return self.runtime is None and super().use_cascade_attention(*args, **kwargs)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        """Build vLLM's metadata; if the engine decodes under a schedule, a ``Step`` is attached to
-        it as ``sparrow``.
+        """Build vLLM's metadata; in an engine with a lossy schedule, its attribute ``sparrow`` is
+        the ``Step``.
         """
         common = common_attn_metadata
         if self.runtime is None or self.runtime.is_lossless:
@@ -183,8 +185,8 @@ class SparseBuilder(VLLMClass):
             ):
                 prefills = self._copied_prefills(common, rows)
         elif prefill_rows:
-            # ``fast_build`` leaves out the schedule that FlashAttention 3 computes ahead of time:
-            # its only buffer belongs to the full batch.
+            # ``fast_build`` skips the schedule that FlashAttention 3 computes ahead of time, as the
+            # only buffer for such a schedule belongs to the full batch.
             rest = super().build(0, _rows(common, rows, rows + prefill_rows), fast_build=True)
             prefills = [Prefill(slice(tokens, None), rest)]
         metadata.sparrow = Step(
@@ -201,7 +203,9 @@ class SparseBuilder(VLLMClass):
         return metadata
 
     def _copied_prefills(self, common: Any, rows: int) -> list[Prefill]:
-        """Group the rows after the first ``rows``; each group reads a copy of its blocks."""
+        """Divide the rows after the first ``rows`` into groups that each read a copy of their
+        blocks.
+        """
         assert self.runtime is not None
         upper_bound = common.seq_lens_cpu_upper_bound
         start = common.query_start_loc_cpu.numpy()
@@ -229,7 +233,7 @@ class SparseBuilder(VLLMClass):
 
 
 def _rows(common: Any, first: int, last: int) -> Any:
-    """Select the sequences ``first .. last - 1``; the last one may end in padding tokens."""
+    """Select the sequences ``first .. last - 1``; the last sequence may end in padding tokens."""
     upper_bound = common.seq_lens_cpu_upper_bound
     start = common.query_start_loc_cpu
     begin = int(start[first])
@@ -248,17 +252,17 @@ def _rows(common: Any, first: int, last: int) -> Any:
 
 
 class SparseImpl(VLLMClass):
-    """Mixin over a vLLM attention implementation: one layer's landmarks and sparse decode."""
+    """Mixin for a vLLM attention implementation: one layer's landmarks and sparse decode."""
 
-    kernels: attention.Choice  # what decodes, chosen when the layer is attached
+    kernels: attention.Choice  # the decode kernels, chosen when the layer is attached
     runtime: Runtime | None = None
     is_sparse_layer = False
-    # true for sparse layers, and for all in lossless mode or with an 8-bit cache
+    # true for sparse layers, and for all layers in lossless mode or with an 8-bit cache
     has_landmarks = False
     fp8_scales: fp8.LayerScales | None = None  # of an fp8 cache
     head_budgets: Tensor | None = None  # of a sparse layer whose heads have different budgets
-    group: LayerGroup | None = None  # the layers whose landmarks are updated with this one's
-    dense_step: Step | None = None  # of what vLLM itself runs in lossless mode
+    group: LayerGroup | None = None  # the layers whose landmarks are updated together
+    dense_step: Step | None = None  # describes the batches that vLLM runs itself in lossless mode
     begins_step = False
     begins_decode = False
 
@@ -276,18 +280,18 @@ class SparseImpl(VLLMClass):
         self._cached_views: CacheViews | None = None
 
     def key_value(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[blocks, K, N, D]`` as views of the layer's cache."""
+        """Return keys and values ``[blocks, K, N, D]`` as views of the layer's cache."""
         raise NotImplementedError
 
     def make_workspace(self, max_rows: int, max_pages: int, device: torch.device) -> Any:
-        """Scratch memory for the decode steps of all layers, if the implementation needs any."""
+        """Allocate scratch memory for the decode steps of all layers; None if none is needed."""
 
     @property
     def is_in_8_bits(self) -> bool:
-        """True if Sparrow's kernels read the layer's cache in every decode step, and vLLM's own
-        attention reads a 16-bit copy.
+        """True if the layer's cache has 8 bits and is read directly only by Sparrow's kernels, in
+        every decode step, while vLLM's own attention reads a 16-bit copy.
 
-        In lossless mode vLLM runs everything that is dense, with an 8-bit cache too.
+        False in lossless mode, where vLLM's own attention reads an 8-bit cache in dense passes.
         """
         runtime = self.runtime
         return (
@@ -296,8 +300,8 @@ class SparseImpl(VLLMClass):
 
     @property
     def decodes_next(self) -> bool:
-        """True if Sparrow's kernels may decode next in this layer, which they do not in the dense
-        passes of lossless mode.
+        """True if Sparrow's kernels may decode next in this layer; false in the dense passes of
+        lossless mode.
         """
         runtime = self.runtime
         return (
@@ -307,7 +311,7 @@ class SparseImpl(VLLMClass):
         )
 
     def cache_views(self, layer: Any, kv_cache: Tensor) -> CacheViews:
-        """Keys, values, landmarks and scales of the layer's cache."""
+        """Return views of the keys, values, landmarks and scales in the layer's cache."""
         if self._viewed is not kv_cache or self._cached_views is None:
             assert self.runtime is not None
             keys, values = self.key_value(layer, kv_cache)
@@ -322,14 +326,14 @@ class SparseImpl(VLLMClass):
             block = kv_cache.stride(0) * kv_cache.itemsize
             if block < scales_end + pages * K * D * dtype.itemsize:
                 raise ConfigError(
-                    f"a KV block takes {block} bytes, leaving no room for its {pages} landmarks "
-                    f"after {scales_end}; "
-                    "another plugin or option rearranges vLLM's KV cache: start without it"
+                    f"a KV block has {block} bytes, with no room for {pages} landmarks after the "
+                    f"first {scales_end}; start vLLM without the plugin or option that changes the "
+                    "layout of its KV cache"
                 )
             marks = tail_of_blocks(kv_cache, scales_end, dtype, (blocks, pages, K, D))
             scales = None if self.fp8_scales is None else self.fp8_scales.values
-            # For each head, the scales of its keys and then of its values, each in one aligned
-            # piece.
+            # Each head has the scales of its keys and then those of its values, each contiguous and
+            # aligned.
             if keys.dtype == torch.int8:
                 exponents = tail_of_blocks(kv_cache, interior, torch.uint8, (blocks, K, 2, N))
                 scales = attention.CacheScales(exponents[:, :, 0], exponents[:, :, 1])
@@ -338,15 +342,15 @@ class SparseImpl(VLLMClass):
         return self._cached_views
 
     def forget_cache(self) -> None:
-        """Drop the views of the cache that the layer ran with last."""
+        """Drop the views of the cache with which the layer last ran."""
         self._viewed = None
         self._cached_views = None
 
     def cached_keys(self) -> tuple[Tensor, ...]:
-        """Return keys and landmarks of the cache that the layer ran with last, and for int8 the
-        keys' scales.
+        """Return the keys and landmarks in the cache with which the layer last ran, and with int8
+        the scales of the keys.
         """
-        assert self._cached_views is not None, "the layer has not run since its cache was made"
+        assert self._cached_views is not None, "the layer has not run since its cache was created"
         keys, _, marks, scales = self._cached_views
         return (
             (keys, marks) if scales is None or keys.dtype != torch.int8 else (keys, marks, scales.k)
@@ -361,8 +365,8 @@ class SparseImpl(VLLMClass):
         slot_mapping: Tensor,
         store_tokens: Any,
     ) -> None:
-        """Write new keys and values with ``store_tokens``, one of the functions of that name in
-        ``sparrow.attention``.
+        """Write new keys and values with ``store_tokens``, the implementation of that function in
+        ``sparrow.attention.reference`` or ``sparrow.attention.triton``.
         """
         clipped = None
         if self.fp8_scales is not None:
@@ -383,7 +387,7 @@ class SparseImpl(VLLMClass):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of one layer; ``query`` and ``output`` are ``[tokens, heads, D]``."""
+        """Compute a layer's attention; ``query`` and ``output`` are ``[tokens, heads, D]``."""
         step: Step | None = (
             None if attn_metadata is None else getattr(attn_metadata, "sparrow", self.dense_step)
         )
@@ -438,8 +442,8 @@ class SparseImpl(VLLMClass):
         return output
 
     def _copy(self, layer: Any, query: Tensor, kv_cache: Tensor, blocks: Tensor | None) -> Tensor:
-        """Return what vLLM's own attention reads: the cache itself or, if that has 8 bits, a copy
-        of these blocks in the query's dtype.
+        """Return the cache that vLLM's own attention reads: a copy of these blocks in the query's
+        dtype if the cache has 8 bits, otherwise the cache itself.
         """
         keys, values, _, scales = self.cache_views(layer, kv_cache)
         if blocks is None or scales is None:
@@ -454,22 +458,24 @@ class SparseImpl(VLLMClass):
 
 
 def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
-    """Tie a layer to its worker's runtime, and make room for its landmarks and for the scales of
-    int8; returns the padded KV cache spec.
+    """Connect a layer to its worker's runtime, and pad its KV cache spec for landmarks and int8
+    scales; returns the padded spec.
 
-    Raises ConfigError: blocks that do not hold whole pages, or that vLLM pads for another purpose.
+    Raises ConfigError: KV blocks do not consist of whole pages, or vLLM already pads them for
+    another purpose.
     """
     decoding = config.requested(vllm_config)
     assert decoding is not None
     schedule = decoding.schedule
     if spec.block_size % schedule.page_size:
         raise ConfigError(
-            f"vLLM's KV blocks hold {spec.block_size} tokens, not whole pages of "
-            f"{schedule.page_size}; set block_size to a multiple of {schedule.page_size}"
+            f"vLLM's KV blocks of {spec.block_size} tokens do not consist of whole pages of "
+            f"{schedule.page_size} tokens; set block_size to a multiple of {schedule.page_size}"
         )
     if getattr(spec, "page_size_padded", None) is not None:
         raise ConfigError(
-            "vLLM pads this model's KV blocks for itself; Sparrow cannot put landmarks there"
+            "vLLM pads this model's KV blocks itself, so Sparrow cannot store landmarks in the "
+            "padding; choose another model, or start vLLM without a schedule"
         )
     runtime = find(vllm_config)
     if runtime is None:
@@ -501,7 +507,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
             device=device,
             landmark_dtype=schedule.landmark_dtype,
         )
-        # vLLM attaches layers in the order of the model, so this layer is the first.
+        # vLLM attaches layers in model order, so this one is the first.
         layer.impl.begins_step = True
     index = extract_layer_index(layer.layer_name)
     layer.impl.is_sparse_layer = index not in schedule.dense_layers
@@ -523,8 +529,8 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
             if layer.impl.is_sparse_layer
             else runtime.model.dense_layers
         ).append(index)
-        # A layer can reuse the kernels' division of a step's work from the layer before it if both
-        # decode with the same page counts.
+        # A layer can reuse the previous layer's plan, the division of a step's work among thread
+        # blocks, if both layers decode with the same page counts.
         if layer.impl.has_landmarks:
             layer.impl.begins_decode = runtime.model.last_decoded is not layer.impl.is_sparse_layer
             runtime.model.last_decoded = layer.impl.is_sparse_layer
@@ -535,5 +541,5 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
 
 
 def is_requested() -> bool:
-    """Return whether the engine being built was asked to decode with Sparrow."""
+    """Return whether the engine being built is to decode with Sparrow."""
     return config.requested(get_current_vllm_config()) is not None

@@ -1,4 +1,4 @@
-"""Reads how the user asked vLLM to decode, and checks that this vLLM can do it."""
+"""Sparrow's settings for a vLLM engine: reading them, and checking that this vLLM supports them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from sparrow.attention import Implementation
 
 KEY = setup.ENGINE_KEY
-# the entry that names the kernels to decode with; without it, the fastest that can
+# the entry that names the decode kernels; without this entry, the fastest supported ones are used
 KERNELS_KEY = "sparrow_kernels"
-# these variables say how to decode, for frameworks that cannot pass options to vLLM
+# environment variables for frameworks that cannot pass options to vLLM
 MODE_ENVIRONMENT = "SPARROW_MODE"
 ENVIRONMENT = "SPARROW_SCHEDULE"
-KERNELS_ENVIRONMENT = "SPARROW_KERNELS"  # the variable that says which kernels decode
+KERNELS_ENVIRONMENT = "SPARROW_KERNELS"  # names the decode kernels
 KERNELS = ("cuda", "triton")
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", *kv_cache.STORED)
 
@@ -29,11 +29,11 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", *kv_cache.STORED)
 def from_environment() -> Decoding | None:
     """Read ``SPARROW_MODE`` and ``SPARROW_SCHEDULE``; None if both are unset or empty.
 
-    A schedule alone means lossy; in lossless mode it says what drafts read. A mode with further
-    settings is written as JSON, as in ``additional_config``.
+    A schedule without a mode means lossy mode. In lossless mode, the schedule is that of the
+    drafts. A mode with further settings is written as JSON, as in ``additional_config``.
 
-    Raises ConfigError: values that ``Decoding.load`` cannot read, or a schedule in addition to a
-    mode written as JSON.
+    Raises ConfigError: ``Decoding.load`` cannot read the values, or a schedule is set in addition
+    to a mode written as JSON.
     """
     mode, schedule = (os.environ.get(name, "").strip() for name in (MODE_ENVIRONMENT, ENVIRONMENT))
     if not mode:
@@ -41,7 +41,7 @@ def from_environment() -> Decoding | None:
     if mode.startswith("{"):
         if schedule:
             raise ConfigError(
-                f"{MODE_ENVIRONMENT}={mode!r} holds all settings; unset {ENVIRONMENT}={schedule!r}"
+                f"{MODE_ENVIRONMENT}={mode!r} already contains all settings; unset {ENVIRONMENT}={schedule!r}"
             )
         return Decoding.load(mode)
     key = "draft_schedule" if mode == "lossless" else "schedule"
@@ -50,8 +50,8 @@ def from_environment() -> Decoding | None:
 
 @contextlib.contextmanager
 def variables(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set these environment variables inside the context (None unsets one), and restore them
-    afterwards.
+    """Set environment variables inside the context, and restore them afterwards; the value None
+    unsets a variable.
     """
     before = {name: os.environ.get(name) for name in values}
     _set(values)
@@ -70,14 +70,16 @@ def _set(values: Mapping[str, str | None]) -> None:
 
 
 def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
-    """Write into vLLM's ``EngineArgs`` how the engine decodes, wherever that was asked for.
+    """Write the engine's decoding settings into vLLM's ``EngineArgs``, whether they came from
+    ``additional_config`` or from the environment.
 
-    The engine then keeps to it even if the environment changes, and vLLM, which caches compiled
-    models by configuration, does not confuse it with engines that decode differently.
+    The engine then keeps these settings even if the environment changes. They also become part of
+    the configuration by which vLLM caches compiled models, so engines with different settings do
+    not share a compiled model.
 
-    On a GPU, an engine that takes its mode from the environment and names no attention backend gets
-    Sparrow's. It cannot rely on ``FLASH_ATTN``: an earlier engine of this process may have started
-    without the environment, and then that name still means vLLM's own backend.
+    On a GPU, an engine whose mode comes from the environment and that names no attention backend
+    gets Sparrow's. The name ``FLASH_ATTN`` would not be safe: if an earlier engine in this process
+    started without Sparrow's variables, this name still means vLLM's own backend.
     """
     by_environment = additional(arguments, KEY) is None
     arguments.additional_config = {
@@ -91,24 +93,24 @@ def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def requested(vllm_config: Any) -> Decoding | None:
-    """Return how an engine was asked to decode, by ``additional_config`` or else by the
-    environment; None means like stock vLLM.
+    """Return the decoding settings requested for an engine, from ``additional_config`` or else from
+    the environment; None means that the engine decodes like stock vLLM.
     """
     value = additional(vllm_config, KEY)
     return from_environment() if value is None else Decoding.load(value)
 
 
 def requested_lossless(vllm_config: Any) -> Decoding | None:
-    """Return the decoding of an engine that was asked to be lossless, else None."""
+    """Return the decoding settings requested for an engine if its mode is lossless, else None."""
     decoding = requested(vllm_config)
     return decoding if decoding is not None and decoding.is_lossless else None
 
 
 def kernels(vllm_config: Any) -> Implementation | None:
-    """Return the kernels that an engine was asked to decode with, by ``additional_config`` or else
-    by the environment; None means the fastest that can.
+    """Return the decode kernels requested for an engine, from ``additional_config`` or else from
+    the environment; None means the fastest kernels that support the model.
 
-    Raises ConfigError: a name that no kernels have.
+    Raises ConfigError: there are no kernels of the requested name.
     """
     name: Any = (
         additional(vllm_config, KERNELS_KEY) or os.environ.get(KERNELS_ENVIRONMENT, "").strip()
@@ -124,11 +126,10 @@ def additional(vllm_config: Any, key: str) -> Any:
 
 
 def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
-    """Refuse, by name, what would be decoded densely or wrongly.
+    """Refuse models and vLLM features with which Sparrow would decode densely or incorrectly.
 
-    Raises UnsupportedModel: a kind of model or attention that Sparrow does not select pages from.
-    ConfigError: a vLLM feature that has to be switched off, or a schedule that does not match the
-    model.
+    Raises UnsupportedModel: Sparrow does not support this kind of model or attention. ConfigError:
+    a vLLM feature has to be switched off, or the schedule does not match the model.
     """
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
@@ -151,7 +152,7 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         ),
         (
             vllm_config.kv_transfer_config is not None,
-            "a KV connector; drop kv_transfer_config: it would not carry the landmarks",
+            "a KV connector, which would not transfer the landmarks; drop kv_transfer_config",
         ),
         (
             parallel.decode_context_parallel_size > 1,
@@ -168,16 +169,17 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         ),
         (
             dtype == kv_cache.INT8 and is_lossless,
-            f"kv_cache_dtype={kv_cache.INT8!r} in lossless mode, where vLLM would "
-            "have to read int8 itself; set kv_cache_dtype='auto' or 'fp8', or mode 'lossy'",
+            f"kv_cache_dtype={kv_cache.INT8!r} in lossless mode, because vLLM's own attention "
+            "cannot read int8; set kv_cache_dtype='auto' or 'fp8', or mode 'lossy'",
         ),
         (
             bool(getattr(cache, "kv_cache_dtype_skip_layers", None)),
-            "a KV cache of several dtypes (kv_cache_dtype_skip_layers); drop it",
+            "a KV cache of several dtypes; drop kv_cache_dtype_skip_layers",
         ),
         (
             bool(getattr(cache, "calculate_kv_scales", False)),
-            "vLLM's own KV scales; drop calculate_kv_scales: Sparrow sets scales itself",
+            "KV scales calculated by vLLM, because Sparrow sets them itself; "
+            "drop calculate_kv_scales",
         ),
     )
     refuse(ConfigError, cases, "Sparrow does not decode with ")
@@ -186,7 +188,8 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
 
         if model.get_head_size() not in HEAD_DIMS:
             raise UnsupportedModel(
-                f"{name} has heads of {model.get_head_size()}; the decode kernels take {HEAD_DIMS}"
+                f"{name} has heads of size {model.get_head_size()}, but the decode kernels support "
+                f"only the sizes {HEAD_DIMS}; choose another model"
             )
     if is_lossless:
         setup.check_supported(vllm_config)
@@ -198,13 +201,13 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def check_layer(asked: Mapping[str, Any]) -> None:
-    """Refuse, by name, an attention layer whose decode is not plain softmax over the whole
+    """Refuse an attention layer that does not compute plain softmax attention over the whole
     sequence.
 
     Args:
         asked: the arguments of vLLM's attention implementation.
 
-    Raises UnsupportedModel: such a layer.
+    Raises UnsupportedModel: Sparrow does not support the layer.
     """
     dtype = asked["kv_cache_dtype"]
     window = asked["sliding_window"]

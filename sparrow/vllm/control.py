@@ -1,4 +1,4 @@
-"""What Sparrow adds to every vLLM worker: a check at start, and methods to call with
+"""Sparrow's additions to every vLLM worker: a check at startup, and methods that are called with
 ``collective_rpc``.
 """
 
@@ -19,41 +19,44 @@ from sparrow.vllm.runtime import Runtime, find
 def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
     """Decode under another schedule from the next step on; reset the prefix cache afterwards.
 
-    Raises ConfigError: what is not a schedule, or one that needs a new engine.
+    Raises ConfigError: the schedule cannot be read, or it needs a new engine.
     """
     _runtime(self).set_schedule(SparsitySchedule.load(schedule))
 
 
 def sparrow_counters(self: Any) -> dict[str, int]:
-    """Count what this worker's decode steps did since the last call, or since the self-check.
+    """Return the counts of this worker's decode steps since the last call, or since the self-check.
 
-    ``rows`` counts sequences times steps. ``tokens_read`` counts the cached tokens that were read,
-    ``tokens_held`` those that a dense actor would have read, both over rows and this worker's
-    layers; ``pages_read`` counts the pages read in sparse layers. Rows that read everything are
-    counted by reason: ``dense_rows_schedule`` (a bin without limit), ``dense_rows_short`` (no more
-    pages than would be kept) and ``dense_rows_prefill`` (a one-token chunk of a prompt, not in
-    ``rows``). ``preemptions`` counts sequences whose cache vLLM dropped, to prefill them again.
-    With an fp8 KV cache ``kv_clipped`` counts tokens, once in each layer, with a key or value
-    beyond the range of its scale.
+    ``rows`` is the number of sequences, summed over steps. Summed over rows and this worker's
+    layers, ``tokens_read`` is the number of cached tokens that were read, and ``tokens_held`` the
+    number that a dense actor would have read. ``pages_read`` is the number of pages read in sparse
+    layers. Rows that read everything are counted by reason: ``dense_rows_schedule`` (the schedule
+    sets no limit at this length), ``dense_rows_short`` (the sequence has no more pages than would
+    be kept) and ``dense_rows_prefill`` (a one-token chunk of a prompt, not counted in ``rows``).
+    ``preemptions`` is the number of sequences whose cache vLLM dropped and later prefilled again.
+    With an fp8 KV cache, ``kv_clipped`` is the number of tokens with a key or value beyond the
+    range of its scale, counted once per layer.
 
     In lossless mode, rows are those of draft steps, ``tokens_read`` includes verification, and
-    ``tokens_held`` is what dense decoding would have read for the ``emitted`` tokens; ``drafted``
-    and ``accepted`` count tokens too.
+    ``tokens_held`` is the number of tokens that dense decoding would have read for the ``emitted``
+    tokens. ``drafted`` and ``accepted`` are numbers of tokens as well.
     """
     return _runtime(self).counters()
 
 
 def sparrow_acceptance(self: Any) -> dict[str, Any]:
-    """Report the acceptance of lossless mode's drafts since the last call; other modes have none.
+    """Report the acceptance of lossless mode's drafts since the last call; other modes draft
+    nothing.
 
-    ``cycles``: dense passes by the number of tokens drafted after them. ``bins``: by length, how
-    many drafts were verified, the mean of their acceptance and its 5th percentile. ``acceptance``:
-    the same as counts, for ``DraftAcceptance.from_dict``. ``budgets``: bins and acceptance by what
-    drafts read, as ``multiple`` of their schedule, where that adapts. ``metered``: bins and
-    acceptance under ``meter_schedule``, if one was given.
+    ``cycles``: numbers of dense passes, keyed by how many tokens were drafted after the pass.
+    ``bins``: for each range of lengths, the number of verified drafts, their mean acceptance and
+    its 5th percentile. ``acceptance``: the same data as counts, for ``DraftAcceptance.from_dict``.
+    ``budgets``: if the budget adapts, bins and acceptance for each budget, which is given as a
+    ``multiple`` of the draft schedule. ``metered``: bins and acceptance under ``meter_schedule``,
+    if it is set.
 
-    All of it assumes a dense history: a lossy actor reads what it wrote itself, and its acceptance
-    is lower.
+    All values are for a dense history. A lossy actor reads the cache entries that it wrote itself,
+    so its acceptance is lower.
     """
     return _runtime(self).acceptance()
 
@@ -67,11 +70,11 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
     """Load weights by Hugging Face name, from this process or from a safetensors file; reset the
     prefix cache afterwards.
 
-    An engine that quantises its weights (``quantization="fp8"``) does so again, and needs all of a
-    layer in one call.
+    An engine that quantises its weights (``quantization="fp8"``) quantises the new weights as well,
+    and needs all the weights of a layer in one call.
 
-    Raises ConfigError: a name that the model does not have, or a part of a layer that is quantised
-    as a whole.
+    Raises ConfigError: the model has no weight of a given name, or a layer that is quantised as a
+    whole is incomplete.
     """
     if isinstance(weights, str):
         from safetensors.torch import load_file
@@ -81,19 +84,22 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
         if self.vllm_config.quant_config is None:
             self.model_runner.model.load_weights(weights)
         else:
-            # As a generator, so that vLLM need not hold the weights of all layers at once; parts
-            # that are missing are found when it ends.
+            # A generator, so that vLLM does not need to hold the weights of all layers at once.
+            # Missing parts are found when it is exhausted.
             self.model_runner.reload_weights(
                 weights_iterator=_whole(weights, self.model_runner.model)
             )
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"vLLM cannot take these weights: {error}; give them by Hugging Face name"
+            f"vLLM cannot load these weights ({error}); pass them by Hugging Face name, and all of a "
+            "quantised layer together"
         ) from error
 
 
 def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[str, Tensor]]:
-    """Yield ``weights``, and check that matrices which vLLM quantises together are all there."""
+    """Yield ``weights``, and check that no matrix is missing from those that vLLM quantises
+    together.
+    """
     given = set()
     for name, weight in weights:
         given.add(name)
@@ -108,22 +114,22 @@ def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[
             ]
             if missing:
                 raise ValueError(
-                    f"{name} is quantised together with {missing}, which were not given with it"
+                    f"{name} is quantised together with {missing}, which are missing from this call"
                 )
 
 
 def sparrow_renew_kv_scales(self: Any) -> None:
-    """Have the next prefill set the scales of an fp8 KV cache again, after new weights; the cache
-    must be empty by then.
+    """Let the next prefill set the scales of an fp8 KV cache again, after new weights were loaded.
+    The cache must be empty before that prefill.
 
-    Raises ConfigError: the engine has no fp8 KV cache, or vLLM sets its scales, as in lossless
-    mode.
+    Raises ConfigError: the engine has no fp8 KV cache, or vLLM sets its scales, as it does in
+    lossless mode.
     """
     runtime = _runtime(self)
     cache = runtime.cache.fp8
     if runtime.cache.in_8_bits == torch.int8:
         raise ConfigError(
-            f"kv_cache_dtype={kv_cache.INT8!r} gives every token scales of its own, so there are "
+            f"kv_cache_dtype={kv_cache.INT8!r} has separate scales for every token, so there are "
             "none to renew; drop the call"
         )
     if cache is None:
@@ -133,14 +139,15 @@ def sparrow_renew_kv_scales(self: Any) -> None:
         )
     if not cache.sets_scales:
         raise ConfigError(
-            "in lossless mode the scales of an fp8 KV cache are vLLM's own, and stay; drop the call"
+            "in lossless mode vLLM sets the scales of an fp8 KV cache, and they never change; "
+            "drop the call"
         )
     cache.renew()
 
 
 def sparrow_renew_draft_weights(self: Any) -> None:
-    """Have the next drafts copy the weights again; needed only after writing to the model's
-    parameters directly.
+    """Renew the drafts' copy of the weights before the next drafts; needed only after writing to
+    the model's parameters directly.
 
     Raises ConfigError: drafts have no copy of the weights.
     """
@@ -168,17 +175,18 @@ def _runtime(worker: Any) -> Runtime:
     runtime = find(worker.vllm_config)
     if runtime is None:
         raise ConfigError(
-            "this vLLM engine decodes densely: it was started without a Sparrow schedule"
+            "this vLLM engine decodes densely because it was started without a Sparrow schedule; "
+            "restart the engine with a schedule"
         )
     return runtime
 
 
 def between_graphs(vllm_config: Any) -> tuple[int, int]:
-    """Return the nearest captured batch sizes below and above ``max_num_seqs`` if vLLM captures
-    decode steps separately, else ``max_num_seqs`` twice.
+    """Return the captured batch sizes nearest to ``max_num_seqs``, one below it and one above, if
+    vLLM captures decode steps separately; otherwise return ``max_num_seqs`` twice.
 
-    vLLM captures no decode steps above ``max_num_seqs``, so a step with more sequences than the
-    lower size has no CUDA graph.
+    vLLM does not capture decode steps of more than ``max_num_seqs`` sequences, so there is no CUDA
+    graph for a step with more sequences than the lower size.
     """
     mode = vllm_config.compilation_config.cudagraph_mode
     most = vllm_config.scheduler_config.max_num_seqs
@@ -193,8 +201,8 @@ def between_graphs(vllm_config: Any) -> tuple[int, int]:
 def check(vllm_config: Any) -> None:
     """Check that an engine with a schedule follows it in every layer, and log how it decodes.
 
-    Raises UnsupportedModel: an attention layer that another backend runs. ConfigError: in lossless
-    mode, a speculator that is not Sparrow's.
+    Raises UnsupportedModel: an attention layer runs another backend. ConfigError: in lossless
+    mode, the speculator is not Sparrow's.
     """
     from vllm.logger import init_logger
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -209,14 +217,14 @@ def check(vllm_config: Any) -> None:
         ):
             backend = layer.get_attn_backend()
             raise UnsupportedModel(
-                f"a Sparrow schedule was given but layer {name} runs "
+                f"a Sparrow schedule was given, but layer {name} runs "
                 f"{backend.__module__}.{backend.__qualname__}; pass attention_backend='CUSTOM', "
-                "and if another plugin holds that slot, start with VLLM_PLUGINS=sparrow"
+                "and set VLLM_PLUGINS=sparrow if another plugin has registered that backend"
             )
     runtime = find(vllm_config)
     if runtime is None:
         return
-    # A name under vLLM's own, so that its handlers and VLLM_LOGGING_LEVEL apply.
+    # The name is below vLLM's own logger, so that its handlers and VLLM_LOGGING_LEVEL apply.
     logger = init_logger("vllm.sparrow")
     schedule = runtime.schedule
     decoding = runtime.decoding
@@ -251,21 +259,22 @@ def check(vllm_config: Any) -> None:
         return
     if drafting.meter is None:
         raise ConfigError(
-            "mode 'lossless': vLLM made a speculator other than Sparrow's; drop speculative_config"
+            "mode 'lossless': vLLM created a speculator that is not Sparrow's; "
+            "drop speculative_config"
         )
     if (metered := drafting.meter.metered) is not None:
         logger.info(
-            f"Sparrow also measures, in one of {decoding.meter_every} cycles, the acceptance that "
-            "decoding under meter_schedule would have: layers read whole "
+            f"In one of {decoding.meter_every} cycles, Sparrow also measures the acceptance under "
+            "meter_schedule: dense layers "
             f"{list(metered.schedule.dense_layers) or 'none'}, top-k pages by "
             f"{metered.schedule.bin_tokens} tokens {metered.schedule.to_dict()['top_k']}"
         )
     if (copies := drafting.weights) is not None:
         logger.info(
-            f"Drafts multiply with an fp8 copy of the weights of {len(copies)} linear layers, "
-            f"which takes {copies.bytes / 2**30:.2f} GiB; {copies.kept_layers} others "
-            f"({copies.kept_bytes / 2**30:.2f} GiB) have none, "
-            "nor have the embedding and the output layer"
+            f"Drafts use an fp8 copy of the weights of {len(copies)} linear layers "
+            f"({copies.bytes / 2**30:.2f} GiB); {copies.kept_layers} other linear layers "
+            f"({copies.kept_bytes / 2**30:.2f} GiB), the embedding and the output layer are not "
+            "copied"
         )
     tokens = (
         f"0 to {decoding.draft_tokens}" if decoding.adapt_draft_tokens else decoding.draft_tokens
@@ -275,7 +284,7 @@ def check(vllm_config: Any) -> None:
     cache = (
         ""
         if stored is None
-        else f"; samples are the policy's with a KV cache in {kv_cache.NAMES[stored]}"
+        else f"; samples follow the policy with a KV cache in {kv_cache.NAMES[stored]}"
     )
     logger.info(
         f"Sparrow is lossless: sparse steps draft {tokens} tokens ({model.backend}, "

@@ -1,5 +1,5 @@
-"""Counters of a worker: decoded rows by length, and the dense passes of lossless mode. They cost
-one addition on the device per decode step.
+"""Counters of a worker: decoded rows by length, and the dense passes of lossless mode. Counting
+costs one addition on the device per decode step.
 
 Shapes: B rows of a decode batch, padding rows of a CUDA graph (length 0) included.
 """
@@ -15,31 +15,33 @@ from torch import Tensor
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PLAIN_PASSES = 256
-"""Passes without drafts whose tokens are summed together: short steps wait for the host,
-so there is no sum after each of them.
+"""Number of passes without drafts whose tokens are summed at once. Short steps wait for the host,
+so the host does not compute a sum after each of them.
 """
 
 
 class DecodedRows:
-    """Counts how many rows were decoded at each length.
+    """Numbers of rows decoded at each length.
 
-    All other counts follow from that and the schedule, so a step costs one addition on the device
-    and no synchronisation.
+    All other counts follow from these numbers and the schedule, so a step costs one addition on the
+    device and no synchronisation.
     """
 
     def __init__(self, budgets: int, max_rows: int, max_length: int, device: torch.device) -> None:
         self.at_length = torch.zeros(max_length + 1, dtype=torch.int64, device=device)
-        # by budget, without the latest steps
+        # the same by budget, without the latest steps
         self._before = self.at_length.repeat(budgets, 1)
         self._one_B = torch.ones(max_rows, dtype=torch.int64, device=device)
-        self.in_prefill = 0  # rows with one token of a prompt, which are not counted by length
+        self.in_prefill = (
+            0  # rows with a one-token chunk of a prompt, which are not counted by length
+        )
 
     def add(self, place_B: Tensor) -> None:
-        """Count rows of these lengths (int32)."""
+        """Count one decoded row at each of these lengths (int32)."""
         self.at_length.index_add_(0, place_B, self._one_B[: len(place_B)])
 
     def end_budget(self, budget: int) -> None:
-        """Note that the steps since the last call read this budget."""
+        """Count the steps since the last call under this budget, and start again from zero."""
         self._before[budget] += self.at_length
         self.at_length.zero_()
 
@@ -49,8 +51,8 @@ class DecodedRows:
         """Return the counts since the last call.
 
         Args:
-            schedules: what was read, by budget.
-            budget: that of the latest steps.
+            schedules: the schedule of each budget.
+            budget: the budget of the latest steps.
             sparse, dense: numbers of layers.
         """
         self._before[budget] += self.at_length
@@ -64,18 +66,18 @@ class DecodedRows:
 
 
 class DensePasses:
-    """Counts the dense passes of lossless mode: those that verify drafts or come before some, and
-    plain ones.
+    """Counts of the dense passes of lossless mode: passes that verify drafts or precede them, and
+    plain ones without drafts.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cycles: Counter[int] = Counter()  # by how many tokens were drafted afterwards
+        self._cycles: Counter[int] = Counter()  # keyed by how many tokens were drafted afterwards
         # tokens read, held, emitted; rows
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)
-        # The same for passes without drafts: sequences, and tokens read.
+        # Sequences and tokens read in passes without drafts.
         self._plain_rows = 0
         self._plain_tokens = 0
-        self._plain: list[np.ndarray] = []  # passes that are not in these sums yet
+        self._plain: list[np.ndarray] = []  # passes not yet added to the two sums above
 
     def count(self, drafts: int) -> Tensor:
         """See ``Runtime.count_pass``."""
@@ -97,15 +99,17 @@ class DensePasses:
             self._plain.clear()
 
     def take_cycles(self) -> dict[int, int]:
-        """Return the passes since the last call, by how many tokens were drafted afterwards."""
+        """Return the number of passes since the last call, keyed by how many tokens were drafted
+        afterwards.
+        """
         self._sum_plain()
         cycles = dict(sorted(self._cycles.items()))
         self._cycles = Counter()
         return cycles
 
     def add_to(self, counts: Counter[str], layers: int) -> None:
-        """Complete the counts of a worker's decode steps, all of which drafted, by adding what the
-        passes since the last call did.
+        """Add the counts of the dense passes since the last call to ``counts``, those of draft
+        steps.
         """
         self._sum_plain()
         read, held, emitted, passes = self._verified.tolist()

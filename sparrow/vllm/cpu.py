@@ -1,5 +1,5 @@
-"""On CPU: vLLM's CPU attention, and the reference implementation for sparse decode. For tests and
-small models.
+"""The attention backend for CPUs: vLLM's CPU attention, and the reference implementation for sparse
+decode. It is meant for tests and small models.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sparrow.vllm.backend import SparseBuilder, SparseImpl, is_requested
 
 
 class CpuBuilder(SparseBuilder, CPUAttentionMetadataBuilder):
-    """Picks kernels whose cache the reference can view; the AMX kernels, which vLLM uses for
-    bfloat16, store keys in tiles.
+    """A builder that selects kernels with a cache layout that the reference can read; the AMX
+    kernels, which vLLM uses for bfloat16, store keys in tiles.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class CpuImpl(SparseImpl, CPUAttentionBackendImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Store with vLLM's own code, except for an 8-bit cache."""
+        """Store keys and values, with Sparrow's code for an 8-bit cache and vLLM's otherwise."""
         if not self.is_in_8_bits:
             return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         self.store(layer, key, value, kv_cache, slot_mapping, reference.store_tokens)
 
 
 class CpuBackend(CPUAttentionBackend):
-    """Registered over ``CPU_ATTN``, the only backend that vLLM accepts on CPU; stock if no schedule
-    was asked for.
+    """The replacement for ``CPU_ATTN``, the only backend that vLLM accepts on CPU; without a
+    schedule, its behaviour is that of vLLM's own backend.
     """
 
     @staticmethod

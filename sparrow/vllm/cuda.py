@@ -1,5 +1,5 @@
-"""On CUDA: vLLM's FlashAttention for prefill and dense layers, this package's kernels for sparse
-decode.
+"""The attention backend for CUDA: vLLM's FlashAttention for prefill and dense layers, Sparrow's
+kernels for sparse decode.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ versions.check(on_cpu=False)
 
 
 class CudaBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
-    # Whole-model graphs for batches of single tokens; batches with prefill run attention outside
-    # the graph.
+    # The whole model is captured for batches with one token per sequence; batches with prefill run
+    # attention outside the graph.
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Allow graphs of verification in lossless mode, where everything that vLLM runs is dense;
-        an engine without Sparrow has the graphs of stock vLLM.
+        """Allow CUDA graphs of verification in lossless mode, where all passes that vLLM itself
+        runs are dense. An engine without Sparrow has the graphs of stock vLLM.
         """
         decoding = requested(vllm_config)
         if decoding is None:
@@ -49,10 +49,10 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Store with Sparrow's kernel for an 8-bit cache, and where Sparrow decodes next, since
-        its decode kernel may begin during the update; otherwise with vLLM's.
+        """Store keys and values with Sparrow's kernel if the cache has 8 bits or Sparrow decodes
+        next, as its decode kernel may begin during the update; otherwise with vLLM's kernel.
 
-        The dense passes of lossless mode are vLLM's alone.
+        In the dense passes of lossless mode, vLLM's kernel always stores them.
         """
         if self.decodes_next or self.is_in_8_bits:
             self.store(layer, key, value, kv_cache, slot_mapping, store_tokens)
@@ -68,7 +68,7 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
 
 
 class CudaBackend(FlashAttentionBackend):
-    """Registered as ``CUSTOM``."""
+    """The backend that is registered as ``CUSTOM``."""
 
     @staticmethod
     def get_name() -> str:
@@ -76,14 +76,16 @@ class CudaBackend(FlashAttentionBackend):
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
-        """Support FlashAttention's dtypes, and int8, of which it reads a copy in 16 bits."""
+        """Support FlashAttention's dtypes, and int8, of which FlashAttention reads a 16-bit copy."""
         return kv_cache_dtype == INT8 or super().supports_kv_cache_dtype(kv_cache_dtype)
 
     @classmethod
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *args: Any, **kwargs: Any
     ) -> str | None:
-        """Say why FlashAttention cannot serve a model; it never sees a cache in int8."""
+        """Return the reason why FlashAttention cannot run a model, or None; an int8 cache is
+        always supported, because FlashAttention reads a 16-bit copy of it.
+        """
         seen: Any = "auto" if kv_cache_dtype == INT8 else kv_cache_dtype
         return super().supports_combination(head_size, dtype, seen, *args, **kwargs)
 
@@ -91,7 +93,7 @@ class CudaBackend(FlashAttentionBackend):
     def get_impl_cls() -> type:
         if not is_requested():
             raise ConfigError(
-                "attention_backend='CUSTOM' is Sparrow's but no schedule was given; "
+                "attention_backend='CUSTOM' is Sparrow's, but no schedule was given; "
                 "pass additional_config={'sparrow': 'qwen3-4b-0.86'} or set SPARROW_SCHEDULE"
             )
         patches.apply(patches.ATTENTION)
@@ -103,8 +105,8 @@ class CudaBackend(FlashAttentionBackend):
 
 
 class CudaFlashBackend(CudaBackend):
-    """Registered over ``FLASH_ATTN`` when the environment asks for a schedule; stock for engines
-    that are started once it no longer does.
+    """The replacement for ``FLASH_ATTN`` in a process whose environment sets a schedule. Engines
+    that start after the schedule was unset get vLLM's own backend.
     """
 
     @staticmethod

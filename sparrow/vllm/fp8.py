@@ -1,6 +1,6 @@
-"""The scales of an fp8 KV cache, one for each layer and kv head, set by the first prompts.
+"""The scales of an fp8 KV cache, one per layer and kv head, set from the first prompts.
 
-Scales are powers of 2: the 16-bit copy that prefill reads (``sparrow.vllm.kv_cache``) is exact.
+Scales are powers of 2, so the 16-bit copy that prefill reads (``sparrow.vllm.kv_cache``) is exact.
 
 Shapes: T tokens, K kv heads, N block tokens, D head dim, R rows in prefill, M blocks of the longest
 sequence.
@@ -19,19 +19,19 @@ from sparrow.attention.pages import FP8, FP8_MAX
 from sparrow.errors import ConfigError
 
 MARGIN = 4.0
-"""Scales leave room for keys and values this many times as large as the largest of the prefill that
-sets them.
+"""Scales leave room for keys and values this many times as large as the largest ones in the prefill
+that sets the scales.
 """
 
 
 class LayerScales:
-    """The scales of one layer, set by the first prefill after ``Fp8Cache.renew``. Their addresses
-    stay the same, as CUDA graphs hold them.
+    """The scales of one layer, set by the first prefill after ``Fp8Cache.renew``. The tensors keep
+    their addresses, because CUDA graphs refer to them.
 
     Args:
         kv_heads: K.
-        cache: shared by the layers of a worker.
-        layer: vLLM's attention layer, whose scales are taken if they are not Sparrow's to set.
+        cache: the state shared by the layers of a worker.
+        layer: vLLM's attention layer; its scales are used if Sparrow does not set scales.
     """
 
     def __init__(self, kv_heads: int, cache: Fp8Cache, layer: Any = None) -> None:
@@ -40,16 +40,16 @@ class LayerScales:
         )
         self.cache = cache
         self.is_set = not cache.sets_scales
-        if not cache.sets_scales:  # vLLM has one for the layer, or one for each kv head
+        if not cache.sets_scales:  # vLLM has one scale per layer, or one per kv head
             self.values.k.copy_(layer._k_scale)
             self.values.v.copy_(layer._v_scale)
         cache.layers.append(self)
 
     def settle(self, key_TKD: Tensor, value_TKD: Tensor, slot_mapping_T: Tensor) -> None:
-        """Set the scales, unless they are set or vLLM is warming up, from the tokens that have a
-        slot.
+        """Set the scales from the tokens that have a slot, unless the scales are already set or
+        vLLM is warming up.
 
-        Raises ConfigError: tokens are still cached that were stored with other scales.
+        Raises ConfigError: the cache still contains tokens that were stored with different scales.
         """
         if self.is_set or not self.cache.is_serving:
             return
@@ -58,8 +58,8 @@ class LayerScales:
             return
         if self.cache.reads_beyond(slot_mapping_T[has_slot_T]):
             raise ConfigError(
-                "the scales of an fp8 KV cache can change only while nothing is cached; let all "
-                "requests end and reset the prefix cache before sparrow_renew_kv_scales"
+                "the scales of an fp8 KV cache can change only while the cache is empty; wait for "
+                "all requests to finish and reset the prefix cache before sparrow_renew_kv_scales"
             )
         for new_TKD, scale_K in ((key_TKD, self.values.k), (value_TKD, self.values.v)):
             largest_K = new_TKD[: len(slot_mapping_T)][has_slot_T].float().abs().amax((0, 2))
@@ -71,21 +71,21 @@ class Fp8Cache:
     """State shared by the layers of one worker: their scales, and a count of clipped tokens.
 
     Args:
-        sets_scales: whether Sparrow sets the scales; in lossless mode vLLM does, as it stores the
-            tokens of dense passes itself.
+        sets_scales: whether Sparrow sets the scales; in lossless mode vLLM sets them, because it
+            stores the tokens of dense passes itself.
     """
 
     def __init__(self, device: torch.device, sets_scales: bool = True) -> None:
         self.sets_scales = sets_scales
         self.layers: list[LayerScales] = []
-        # tokens with a key or value beyond its range
+        # tokens with a key or value beyond the range of its scale
         self.clipped = torch.zeros(1, dtype=torch.int64, device=device)
         self.is_serving = False  # false while vLLM warms up with made-up prompts
         # the arguments of ``begin_step``: table, computed, block_tokens
         self._cached: tuple[Tensor, np.ndarray, int] | None = None
 
     def renew(self) -> None:
-        """Have the next prefill set the scales again; the cache must be empty by then."""
+        """Let the next prefill set the scales again; the cache must be empty by then."""
         for layer in self.layers:
             layer.is_set = False
 
@@ -96,29 +96,28 @@ class Fp8Cache:
     def begin_step(
         self, one_token_prefills: int, table: Tensor, computed: np.ndarray, block_tokens: int
     ) -> None:
-        """Note what a step will read, in case it sets scales.
+        """Record what a step will read, in case the step sets scales.
 
         Args:
             one_token_prefills: sequences in prefill with one query token.
             table: blocks of every sequence, int32 [R, M].
-            computed: tokens that each had in the cache before the step.
+            computed: tokens that each sequence had in the cache before the step.
             block_tokens: N.
 
-        Raises ConfigError: the first prompts of all have one token each, too few to set scales
-        from.
+        Raises ConfigError: the scales are not set yet, and a prompt has only one token.
         """
         if one_token_prefills and self.is_serving and not self.is_set:
             raise ConfigError(
-                "an fp8 KV cache takes its scales from the first prompts, "
-                "which must have two tokens or more"
+                "the scales of an fp8 KV cache are set from the first prompts, and one of these "
+                "has only one token; start with prompts of two tokens or more"
             )
         self._cached = (table, computed, block_tokens)
 
     def reads_beyond(self, slots: Tensor) -> bool:
         """Return whether the step reads tokens that an earlier step stored.
 
-        Prompts that share a prefix may be prefilled in one step and then read each other's blocks;
-        those tokens do not count.
+        Prompts that share a prefix may be prefilled in the same step and read each other's blocks;
+        such tokens do not count.
         """
         assert self._cached is not None
         table, computed, block_tokens = self._cached
@@ -128,7 +127,7 @@ class Fp8Cache:
         return not bool(torch.isin(read, slots).all())
 
     def describe(self) -> dict[str, Any]:
-        """Report the range of the scales that Sparrow sets; None before they are set."""
+        """Report the range of the scales if Sparrow sets them; the range is None before that."""
         if not self.sets_scales:
             return {}
         scales = [x for layer in self.layers for x in (layer.values.k, layer.values.v)]
@@ -139,8 +138,8 @@ class Fp8Cache:
 
 
 def power_of_two(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the least power of 2 that brings ``MARGIN * largest`` within e4m3's range, and whose
-    products with e4m3 values fit ``dtype``; 1 where ``largest`` is 0.
+    """Return the smallest power of 2 that scales ``MARGIN * largest`` into e4m3's range and whose
+    products with e4m3 values are representable in ``dtype``; 1 where ``largest`` is 0.
     """
     limits = torch.finfo(dtype)
     least = torch.finfo(FP8).smallest_normal * torch.finfo(FP8).eps

@@ -1,7 +1,7 @@
-"""Lists of the most likely tokens of a response, kept as arrays while it grows.
+"""Lists of the most likely tokens at each position of a response, stored as arrays.
 
-vLLM keeps each id, log-prob and rank as a Python object. With lists of 20 that is some 1.8 KB per
-token, gigabytes for a rollout.
+vLLM stores each id, log-prob and rank as a Python object. With 20 entries per list that is about
+1.8 KB per token, gigabytes for a rollout.
 
 Shapes: T new tokens, N entries of a token's list: the sampled token, then the most likely ones.
 """
@@ -20,18 +20,18 @@ else:
 
 
 class ArrayLogprobs(FlatLogprobs):
-    """Reads like ``FlatLogprobs``; all lists have the same length, and tokens are not decoded."""
+    """A compact ``FlatLogprobs``: all lists have the same length, and tokens are not decoded."""
 
     def __init__(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Start empty, for lists of the same length and dtypes as these."""
+        """Create an empty object for lists of the same length and dtypes as these."""
         self.width = logprobs.shape[1]
         self.token_ids: array[int] = array(ids.dtype.char)
         self.logprobs: array[float] = array(logprobs.dtype.char)
         self.sampled_ranks: array[int] = array("q")
 
     def add(self, ids_TN: np.ndarray, logprobs_TN: np.ndarray, rank_T: np.ndarray) -> None:
-        """Append the lists of T tokens; each rank is that of the sampled token, from 1 on."""
-        if logprobs_TN.shape[1] > self.width:  # another request of the batch asked for more
+        """Append the lists of T tokens; ``rank_T`` has the ranks of the sampled tokens, from 1."""
+        if logprobs_TN.shape[1] > self.width:  # another request in the batch has longer lists
             ids_TN = ids_TN[:, : self.width]
             logprobs_TN = logprobs_TN[:, : self.width]
         self.token_ids.frombytes(ids_TN.tobytes())
@@ -56,15 +56,15 @@ class ArrayLogprobs(FlatLogprobs):
 
 
 def update(processor: Any, lists: tuple[Any, ...]) -> None:
-    """Take the lists of new tokens as ``LogprobsProcessor`` does, for flat lists without a
+    """Add the lists of new tokens as ``LogprobsProcessor`` does, for flat lists without a
     tokenizer.
 
-    Runs for each request at every step; with many requests and short contexts, the GPU waits for
-    it.
+    This function runs for each request at every step, and with many requests and short contexts the
+    GPU waits for it.
     """
     ids_TN, logprobs_TN, rank_T, _ = lists
     if not isinstance(processor.logprobs, ArrayLogprobs):
-        wanted = processor.num_logprobs + 1 or None  # -1 asks for the whole vocabulary
+        wanted = processor.num_logprobs + 1 or None  # num_logprobs of -1 means the whole vocabulary
         processor.logprobs = ArrayLogprobs(ids_TN[:, :wanted], logprobs_TN[:, :wanted])
     processor.logprobs.add(ids_TN, logprobs_TN, rank_T)
     alone = len(rank_T) == 1

@@ -1,4 +1,4 @@
-"""Page counts on the device: the schedule by length, and how many pages each row of the present
+"""Page counts on the device: the schedule by length, and how many pages each row of the current
 decode step reads.
 
 Shapes: B rows of a decode batch, padding rows of a CUDA graph (length 0) included.
@@ -14,13 +14,13 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 
 class PageTables:
-    """The schedule by length, and the page counts of a step. The tensors keep their addresses, as
-    CUDA graphs hold them.
+    """The schedule by length, and the page counts of a step. The tensors keep their addresses,
+    because CUDA graphs refer to them.
 
     Args:
-        schedule: the page counts at first.
-        budgets: what may be read, in multiples of the schedule, 1 included.
-        max_rows: most sequences decoded together, graph padding included.
+        schedule: the initial schedule.
+        budgets: the budgets that can be used, as multiples of the schedule, including 1.
+        max_rows: the most sequences decoded together, graph padding included.
         max_length: tokens of the longest sequence.
         device: where the model runs.
     """
@@ -34,14 +34,14 @@ class PageTables:
         device: torch.device,
     ) -> None:
         self.budgets = budgets
-        self.budget = self.base_budget = budgets.index(1.0)  # the one in use; the multiple 1
+        self.budget = self.base_budget = budgets.index(1.0)  # in use; of the multiple 1
         self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
-        # The schedule at every length, so that bins of any width work. Rows in prefill use length
-        # 0, where everything is read.
+        # Page counts at every length, so that bins can have any width. Rows in prefill use length
+        # 0, where the count means all pages.
         self.at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
         self._by_budget = self.at_length.repeat(len(budgets), 1)
         self.top_k = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        # 0 for rows in prefill
+        # 1 for rows that decode, 0 for rows in prefill
         self._decodes_B = torch.ones(max_rows, dtype=torch.int32, device=device)
         self._all_decode = True
         self.fill(schedule)
@@ -54,8 +54,8 @@ class PageTables:
         self.schedule = schedule
 
     def of(self, schedule: SparsitySchedule) -> Tensor:
-        """Tabulate the pages kept by score at every length, int32, on the host; rows in prefill
-        look at length 0.
+        """Tabulate the number of pages kept by score at every length, int32, on the host; the entry
+        at length 0 is for rows in prefill.
         """
         table = torch.from_numpy(schedule.pages(np.arange(len(self.at_length))).astype(np.int32))
         table[0] = ALL_PAGES
@@ -67,7 +67,7 @@ class PageTables:
         self.budget = budget
 
     def mark_prefill(self, rows: int, is_prefilling: Tensor | None) -> int:
-        """Note which of a step's decode rows are in prefill, and return how many; see
+        """Record which of a step's decode rows are in prefill, and return their number; see
         ``Runtime.begin_step``.
         """
         flags = np.zeros(0, bool) if is_prefilling is None else is_prefilling.numpy()[:rows]
@@ -82,8 +82,8 @@ class PageTables:
         return prefilling
 
     def look_up(self, length_B: Tensor) -> Tensor:
-        """Write the page counts of rows of these lengths (int32) to ``top_k``; returns the lengths,
-        int32 ``[B]``, with 0 for rows in prefill.
+        """Write the page counts for rows of these lengths (int32) to ``top_k``, and return the
+        lengths, int32 ``[B]``, with 0 for rows in prefill.
         """
         B = len(length_B)
         place_B = length_B * self._decodes_B[:B]
@@ -91,5 +91,5 @@ class PageTables:
         return place_B
 
     def everything(self, rows: int) -> Tensor:
-        """Return page counts ``[rows]``, int32, that leave nothing out."""
+        """Return page counts ``[rows]``, int32, with which every row reads all its pages."""
         return self._everything_B[:rows]

@@ -1,4 +1,6 @@
-"""The entry point (group ``vllm.general_plugins``) that vLLM calls first in every process."""
+"""The plugin's entry point, in the group ``vllm.general_plugins``, which vLLM calls first in every
+process.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from typing import Any
 
 from sparrow.vllm import config
 
-# the entry point, as the package declares it
+# the entry point that the package declares
 GROUP = "vllm.general_plugins"
 NAME = "sparrow"
 CUDA = "sparrow.vllm.cuda.CudaBackend"
@@ -15,13 +17,13 @@ CPU = "sparrow.vllm.cpu.CpuBackend"
 
 
 def register() -> None:
-    """Offer Sparrow's backends to vLLM and give its workers Sparrow's controls. May be called any
-    number of times.
+    """Register Sparrow's backends with vLLM and add Sparrow's controls to its workers. Calling this
+    function again is harmless.
 
     Without a schedule in ``additional_config`` or the environment, vLLM behaves as before.
 
-    Raises ConfigError: a schedule in the environment that cannot be read, or that this vLLM cannot
-    follow.
+    Raises ConfigError: the schedule in the environment cannot be read, or this vLLM does not
+    support it.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -43,8 +45,8 @@ def register() -> None:
 
 
 def _claim(slot: Any, path: str) -> None:
-    """Take a slot unless another plugin has it, which is a problem only if an engine asks for a
-    schedule; ``control.check`` refuses it then.
+    """Register a backend in a slot unless another plugin has already done so. That is a problem
+    only for an engine with a schedule, and ``control.check`` refuses to start such an engine.
     """
     from vllm.v1.attention.backends.registry import register_backend
 

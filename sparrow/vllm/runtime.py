@@ -1,5 +1,5 @@
-"""State shared by the sparse layers of one vLLM worker: the schedule on the device, this step's
-page counts, counters, and facts about the model, its cache and its drafts.
+"""State shared by the sparse layers of one vLLM worker: the schedule on the device, the current
+step's page counts, counters, and the state of the model, its KV cache and its drafts.
 
 Shapes: B rows of a decode batch, padding rows of a CUDA graph (length 0) included.
 """
@@ -28,21 +28,22 @@ from sparrow.vllm.fp8 import Fp8Cache
 from sparrow.vllm.page_tables import PageTables
 
 LAYOUT = (*PAGE_LAYOUT, "dense_layers", "head_budgets")
-"""Fields that CUDA graphs and landmarks depend on, so that a running engine cannot change them."""
+"""Fields that cannot change in a running engine, because CUDA graphs and landmarks depend on them.
+"""
 
 
 @dataclass
 class Model:
-    """The layers of a worker's model and what they decode with; ``backend.attach`` fills it in."""
+    """A worker's model: its layers and their decode kernels; ``backend.attach`` fills this in."""
 
     backend: str = ""
     quantization: str | None = None  # how vLLM quantises the weights
-    # the implementation of ``sparrow.attention`` that decodes
+    # the implementation of ``sparrow.attention`` used for decoding
     kernels: Choice = field(default_factory=lambda: Choice("reference"))
     workspace: DecodeWorkspace | None = None
     sparse_layers: list[int] = field(default_factory=list)
     dense_layers: list[int] = field(default_factory=list)
-    # whether the layer attached last is sparse; None before the first
+    # whether the most recently attached layer is sparse; None before the first
     last_decoded: bool | None = None
 
     @property
@@ -52,9 +53,9 @@ class Model:
 
 @dataclass
 class CacheLayout:
-    """Layout of the KV cache; ``backend.attach`` fills it in."""
+    """Layout of the KV cache; ``backend.attach`` fills this in."""
 
-    in_8_bits: torch.dtype | None = None  # float8_e4m3fn, int8, or None: the model's dtype
+    in_8_bits: torch.dtype | None = None  # float8_e4m3fn or int8; None for the model's dtype
     fp8: Fp8Cache | None = None  # scales of an engine with an fp8 KV cache
     landmark_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     landmark_share: float = 0.0  # the landmarks' share of the KV cache
@@ -62,21 +63,21 @@ class CacheLayout:
 
 @dataclass
 class Drafting:
-    """State of drafting in lossless mode; the speculator fills it in."""
+    """State of drafting in lossless mode; the speculator fills this in."""
 
-    is_running: bool = False  # whether a draft step runs, or is captured in a graph
-    logits_bytes: int = 0  # memory of the logits that drafts are drawn from
-    weights: Any = None  # the fp8 copy of the weights, if drafts have one
+    is_running: bool = False  # whether a draft step is running or being captured in a graph
+    logits_bytes: int = 0  # memory of the logits from which drafts are sampled
+    weights: Any = None  # the fp8 copy of the weights, if drafts use one
     meter: Any = None  # see ``sparrow.vllm.lossless.meter``
 
 
 class Runtime:
-    """Lives as long as the worker's model. Its tensors keep their addresses, as CUDA graphs hold
-    them.
+    """The state of one worker, which lives as long as the worker's model. Its tensors keep their
+    addresses, because CUDA graphs refer to them.
 
     Args:
-        decoding: what the engine was started with; its page counts can change afterwards.
-        max_rows: most sequences decoded together, graph padding included.
+        decoding: the settings at the start of the engine; page counts can change afterwards.
+        max_rows: the most sequences decoded together, graph padding included.
         max_length: tokens of the longest sequence.
         device: where the model runs.
     """
@@ -90,12 +91,12 @@ class Runtime:
         self.model = Model()
         self.cache = CacheLayout()
         self.drafting = Drafting()
-        # What drafts may read, in multiples of the schedule; a lossy actor has only the multiple 1.
+        # The budgets of drafts as multiples of the schedule; a lossy actor has only the multiple 1.
         budgets = decoding.draft_budgets
         self.pages = PageTables(decoding.schedule, budgets, max_rows, max_length, device)
         self.rows = DecodedRows(len(budgets), max_rows, max_length, device)
         self.passes = DensePasses(device)
-        self._counts: Counter[str] = Counter()  # of schedules before the present one
+        self._counts: Counter[str] = Counter()  # of schedules before the current one
 
     @property
     def schedule(self) -> SparsitySchedule:
@@ -104,38 +105,38 @@ class Runtime:
 
     @property
     def budgets(self) -> tuple[float, ...]:
-        """The budgets that drafts may read, in multiples of the schedule."""
+        """The budgets that drafts may use, as multiples of the schedule."""
         return self.pages.budgets
 
     def begin_step(self, rows: int, is_prefilling: Tensor | None) -> Tensor:
-        """Prepare a step; returns ``top_k_B``, int32, where ``look_up`` will write the page counts
-        of its decode rows.
+        """Prepare a step, and return ``top_k_B``, int32, to which ``look_up`` will write the page
+        counts of the decode rows.
 
         Called on the host before the model runs or its graph is replayed; costs nothing for a plain
         decode step.
 
         Args:
             rows: B, the rows with one query token, padding rows included.
-            is_prefilling: bool, on the host, possibly without the padding rows; marks rows that get
-                all pages. A one-token chunk of a prompt replays the graphs of a decode step, but
-                its keys and values must be those of a dense prefill.
+            is_prefilling: bool, on the host, possibly without the padding rows; marks rows that
+                read all pages. A one-token chunk of a prompt replays the graphs of a decode step,
+                but its keys and values must be those of a dense prefill.
         """
         self.rows.in_prefill += self.pages.mark_prefill(rows, is_prefilling)
         return self.pages.top_k[:rows]
 
     def look_up(self, length_B: Tensor) -> None:
-        """Write a step's page counts and count its rows; part of the model's graph, before its
+        """Write a step's page counts and count its rows; runs in the model's graph, before the
         first attention layer.
 
         Args:
-            length_B: int32, cached tokens of each row, the newest included.
+            length_B: int32, cached tokens of each row, including the newest.
         """
         self.rows.add(self.pages.look_up(length_B))
 
     @contextmanager
     def uncounted(self, top_k_at_length: Tensor) -> Iterator[None]:
-        """Decode under another table of page counts (``PageTables.of``) inside the context, without
-        counting its steps.
+        """Use a different table of page counts (see ``PageTables.of``) inside the context, and do
+        not count the steps decoded there.
         """
         changed = (self.pages.at_length, self.pages.top_k, self.rows.at_length)
         before = [each.clone() for each in changed]
@@ -147,11 +148,11 @@ class Runtime:
                 each.copy_(values)
 
     def head_budgets(self, layer: int, kv_heads: int, rank: int, ranks: int) -> Tensor | None:
-        """Return the factors of a layer's page counts for this worker's heads, int32
-        ``[kv_heads]`` in units of 1 / 256; None if the schedule has no head budgets.
+        """Return the factors by which the page counts of this worker's heads are multiplied in a
+        layer, int32 ``[kv_heads]`` in units of 1 / 256; None if the schedule has no head budgets.
 
-        Tensor parallelism divides a layer's heads in order into equal parts, one for each of the
-        ``ranks``; where there are fewer heads than ranks, equally many ranks share each head.
+        Tensor parallelism divides a layer's heads, in order, into equal parts for the ranks. If
+        there are fewer heads than ranks, each head is shared by the same number of ranks.
         """
         if not self.decoding.schedule.head_budgets:
             return None
@@ -160,9 +161,9 @@ class Runtime:
         return row_K[first : first + kv_heads].to(self.pages.top_k.device, copy=True)
 
     def use_budget(self, budget: int) -> None:
-        """Have drafts use this budget, an index of ``budgets``, from now on.
+        """Switch drafts to another budget, given by its index in ``budgets``.
 
-        Called on the host between cycles; the device does not wait for it.
+        Called on the host between cycles, without synchronising with the device.
         """
         if budget == self.pages.budget:
             return
@@ -171,50 +172,51 @@ class Runtime:
         self.drafting.meter.use(budget)
 
     def begin_serving(self) -> None:
-        """Note that vLLM's warm-up is over, and reset the counters for the user's steps."""
+        """End vLLM's warm-up: reset the counters, and allow prompts to set fp8 scales."""
         self.counters()
         self.acceptance()
         if self.cache.fp8 is not None:
             self.cache.fp8.is_serving = True
 
     def renew_draft_weights(self) -> None:
-        """Note that the weights may have changed, so that the next drafts copy them again if they
-        use a copy.
+        """Mark the drafts' copy of the weights, if there is one, as stale; the next drafts then
+        copy the weights again.
         """
         if self.drafting.weights is not None:
             self.drafting.weights.is_stale = True
 
     def count_preempted(self, sequences: int) -> None:
-        """Count sequences whose cache vLLM has dropped and which it will prefill again."""
+        """Count sequences that vLLM has preempted: it dropped their cache and will prefill them
+        again.
+        """
         self._counts["preemptions"] += sequences
 
     def count_pass(self, drafts: int) -> Tensor:
-        """Count one dense pass of lossless mode, after which ``drafts`` tokens are drafted; the
-        caller counts the rest.
+        """Count one dense pass of lossless mode that is followed by ``drafts`` drafts.
 
         Returns:
-            int64 [4], to which the caller adds, summed over the sequences that were not in prefill:
-            tokens that the pass read, tokens that decoding one by one would have read instead,
-            tokens that came out, and the number of sequences.
+            int64 [4], to which the caller adds four sums over the sequences that were not in
+            prefill: tokens that the pass read, tokens that ordinary decoding would have read
+            instead, emitted tokens, and the number of sequences.
         """
         return self.passes.count(drafts)
 
     def count_plain_pass(self, computed: np.ndarray) -> None:
         """Count one dense pass of lossless mode in which every sequence gets one token, with no
-        drafts around it.
+        drafts before or after.
 
         Args:
-            computed: tokens that each sequence had in the cache before. The pass after a
-                verification is scheduled before vLLM knows which drafts were rejected, so it counts
-                those too.
+            computed: tokens that each sequence had in the cache before the pass. vLLM schedules the
+                pass after a verification before it has seen which drafts were rejected, so rejected
+                drafts are included there.
         """
         self.passes.count_plain(computed)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Use other page counts from the next step on.
 
-        Raises ConfigError: another page layout, other dense layers or other head_budgets, unless
-        the schedule is dense.
+        Raises ConfigError: the schedule is not dense, and its page layout, dense layers or
+        head_budgets differ from those of the running engine.
         """
         started_with = self.decoding.schedule
         changed = [
@@ -225,39 +227,42 @@ class Runtime:
                 {name: getattr(s, name) for name in changed} for s in (started_with, schedule)
             )
             raise ConfigError(
-                "a running vLLM can change how many pages are kept, not their layout or "
-                f"head_budgets; it was started with {ours}, got {theirs}; start a new engine for it"
+                "a running vLLM can change how many pages are kept, but not their layout or "
+                f"head_budgets; it was started with {ours}, got {theirs}; start a new engine for "
+                "this schedule"
             )
         self._settle()
         self.pages.fill(schedule)
 
     def check_metered(self, schedule: SparsitySchedule) -> None:
-        """Check that a schedule can be measured beside the drafts.
+        """Check that a schedule can be measured alongside the drafts.
 
-        Raises ConfigError: other pages, landmarks or head_budgets than drafts have, or a layer is
-        sparse that is dense for them.
+        Raises ConfigError: the pages, landmarks or head_budgets of the schedule differ from those
+        of the drafts, or one of its sparse layers is dense in drafts.
         """
         ours = self.decoding.schedule
         for name in PAGE_LAYOUT:
             if getattr(schedule, name) != getattr(ours, name):
                 raise ConfigError(
-                    f"meter_schedule has {name} {getattr(schedule, name)!r}, drafts "
-                    f"{getattr(ours, name)!r}; both read the same cache, so give both the same"
+                    f"meter_schedule has {name} {getattr(schedule, name)!r} but draft_schedule has "
+                    f"{getattr(ours, name)!r}; both read the same cache, so make them equal"
                 )
         if schedule.head_budgets != ours.head_budgets:
             raise ConfigError(
-                f"meter_schedule has {'other' if schedule.head_budgets else 'no'} head_budgets, "
-                "but all steps of a layer follow those of drafts; give both the same"
+                f"meter_schedule has {'different' if schedule.head_budgets else 'no'} "
+                "head_budgets, but all steps of a layer use those of draft_schedule; make them equal"
             )
         if lacking := sorted(set(ours.dense_layers) - set(schedule.dense_layers)):
             raise ConfigError(
-                f"meter_schedule reads layers {lacking} sparsely, which drafts read whole; give "
-                "draft_schedule only dense layers that meter_schedule has, "
+                f"layers {lacking} are sparse in meter_schedule but dense in draft_schedule; keep "
+                "only layers dense in draft_schedule that meter_schedule also keeps dense: "
                 f"{list(schedule.dense_layers)}"
             )
 
     def counters(self) -> dict[str, int]:
-        """Count what decode steps did since the last call; see ``control.sparrow_counters``."""
+        """Return the counts of decode steps since the last call, and reset them; see
+        ``control.sparrow_counters``.
+        """
         self._settle()
         counts = {"preemptions": 0, **self._counts}
         self._counts = Counter()
@@ -293,7 +298,7 @@ class Runtime:
         quantization = self.model.quantization
         copies = self.drafting.weights
         settings = self.decoding.to_dict() if self.is_lossless else {}
-        # It may have changed since; ``schedule`` has the one in use.
+        # The schedule may have changed since the start; ``schedule`` is the one in use.
         settings.pop("draft_schedule", None)
         if self.is_lossless:
             settings["adapt_draft_budget"] = len(self.budgets) > 1
@@ -313,7 +318,7 @@ class Runtime:
         }
 
     def _settle(self) -> None:
-        """Add what was decoded under the present schedule to the counts."""
+        """Add the steps decoded under the current schedule to the counts."""
         settled = self.rows.take(
             [self.schedule.times(multiple) for multiple in self.budgets],
             self.pages.budget,
@@ -333,7 +338,7 @@ def _acceptance_report(acceptance: Any) -> dict[str, Any]:
 
 
 def find(vllm_config: Any) -> Runtime | None:
-    """Return the runtime that the attention layers of this worker's model share; None if no layer
+    """Return the runtime shared by the attention layers of this worker's model; None if no layer
     decodes with Sparrow.
     """
     layers: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context

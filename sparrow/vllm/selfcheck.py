@@ -1,9 +1,9 @@
-"""Checks that every engine runs on itself when it starts.
+"""The self-check that every engine runs when it starts.
 
-``check_names`` runs before memory is taken: it looks for every private name and parameter of vLLM
-that Sparrow replaces or reads. ``run`` comes after the warm-up and compares results with known
-ones: decode steps of every layer over its part of the KV cache, and a few steps of the model. Both
-raise ConfigError with one sentence that names the difference.
+``check_names`` runs before memory is allocated, and looks for every private name and parameter of
+vLLM that Sparrow replaces or uses. ``run`` follows the warm-up. It runs decode steps of every layer
+with the layer's own KV cache, and a few steps of the model, and compares their results with known
+ones. Both functions raise a ConfigError that names the difference in one sentence.
 
 Shapes: B decode rows, T tokens, H query heads, K kv heads, D head dim, P page size, N block tokens,
 k drafts, V vocabulary.
@@ -34,24 +34,25 @@ from sparrow.vllm.lossless.drafter import Drafter
 
 PAGES_BY_SCORE = 2
 RANKED_PAGES = 6
-"""A decode step of the check keeps ``PAGES_BY_SCORE`` of ``RANKED_PAGES`` pages by score."""
+"""The check's sparse decode steps keep ``PAGES_BY_SCORE`` of ``RANKED_PAGES`` pages by score."""
 CANDIDATES = 32
 SCORE_SPREAD = 2.4
-"""Queries are drawn so that the scores of tokens have the standard deviation ``SCORE_SPREAD``: few
-tokens then have most of the weight. Each query is the best of ``CANDIDATES`` (see ``_decisive``).
+"""Queries are sampled so that token scores have a standard deviation of ``SCORE_SPREAD``, which
+gives most of the weight to few tokens. Each query is the best of ``CANDIDATES`` (see
+``_decisive``).
 """
 OUTPUT_BOUNDS = {torch.float32: 1e-4, torch.float16: 0.006, torch.bfloat16: 0.03}
-"""Largest difference of a layer's outputs from those in float32, for values between -1 and 1, by
-the dtype of queries. Keys and values are exact in all dtypes, so only rounding in the kernels is
-left.
+"""The largest difference allowed between a layer's outputs and those computed in float32, for
+values between -1 and 1, by the dtype of the queries. Keys and values are exact in all dtypes, so
+the kernels' rounding is the only source of error.
 """
 STEP_TOKENS = 160
-"""The most tokens in the sequence that the model reads."""
+"""The most tokens in the sequence with which the model is checked."""
 LOG_PROB_BOUNDS = {4: 1e-3, 2: 0.2}
 FP8_WEIGHTS_BOUND = 0.5
-"""Largest distance of log-probs from those of a dense pass, relative to their spread, by the bytes
-of the model's dtype: passes of different shapes round differently. ``FP8_WEIGHTS_BOUND`` is for
-drafts whose weights have 8 bits.
+"""The largest distance allowed between log-probs and those of a dense pass, relative to the spread
+of the latter, by the bytes of the model's dtype. Passes of different shapes round differently.
+``FP8_WEIGHTS_BOUND`` is for drafts with 8-bit weights.
 """
 
 
@@ -59,7 +60,7 @@ drafts whose weights have 8 bits.
 
 
 def locate(target: str) -> tuple[Any, str, Any]:
-    """Return the owner of ``module:name`` or ``module:Class.name``, the name, and its object.
+    """Return the owner of ``module:name`` or ``module:Class.name``, the name, and the object.
 
     Raises ImportError, AttributeError: this vLLM has no such name.
     """
@@ -72,11 +73,13 @@ def locate(target: str) -> tuple[Any, str, Any]:
 
 
 def check_name(target: str, parameters: Iterable[str] = ()) -> None:
-    """Check a name of vLLM. Raises ConfigError: it, or a parameter or field of it, is missing."""
+    """Check that vLLM has a name. Raises ConfigError: the name or one of its parameters or fields
+    is missing.
+    """
     try:
         found = locate(target)[2]
     except (ImportError, AttributeError) as error:
-        raise _refusal(f"{target} is not there ({error})") from error
+        raise _refusal(f"{target} is missing ({error})") from error
     if not parameters:
         return
     names: Iterable[Any] = (
@@ -90,7 +93,7 @@ def check_name(target: str, parameters: Iterable[str] = ()) -> None:
 
 @dataclass(frozen=True)
 class Read:
-    """A name of vLLM's that Sparrow uses as it is, with the parameters or fields that it needs."""
+    """A name in vLLM that Sparrow uses unchanged, with the parameters or fields that it needs."""
 
     target: str
     parameters: tuple[str, ...] = ()
@@ -189,16 +192,16 @@ IN_LOSSLESS_MODE = (
         ("vllm_config", "device"),
     ),
 )
-"""Names of vLLM that Sparrow reads, in addition to those that ``patches`` replaces."""
+"""Names in vLLM that Sparrow uses, in addition to those that ``patches`` replaces."""
 
 
 def check_names(patches: Iterable[Any], is_lossless: bool, on_cpu: bool) -> None:
     """Look for every name and parameter that Sparrow will use in this process.
 
     Args:
-        patches: those that the engine will make (``patches.Patch``).
+        patches: the patches that the engine will apply (``patches.Patch``).
 
-    Raises ConfigError: one is missing.
+    Raises ConfigError: a name or parameter is missing.
     """
     import vllm
 
@@ -223,7 +226,7 @@ def _refusal(what: str) -> ConfigError:
     )
 
 
-# --- an engine ---
+# --- the check of an engine ---
 
 
 @dataclass(frozen=True)
@@ -236,9 +239,10 @@ class Differences:
 
 @torch.inference_mode()
 def run(worker: Any, runtime: Any) -> Differences:
-    """Check a worker's kernels, graphs and cache before it serves; every worker does the same.
+    """Check the kernels, graphs and cache of a worker before the worker serves requests. Every
+    worker runs the same check.
 
-    Clears the cache blocks that it used. Counters include its steps.
+    The check clears the cache blocks that it used. The counters include its steps.
 
     Raises ConfigError: the engine computes a wrong result.
     """
@@ -262,7 +266,7 @@ def run(worker: Any, runtime: Any) -> Differences:
 
 
 def layers_of(vllm_config: Any) -> list[Any]:
-    """List the layers that run with Sparrow's attention, in the order of the model."""
+    """List the layers that run Sparrow's attention, in the order of the model."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     every = vllm_config.compilation_config.static_forward_context.values()
@@ -275,7 +279,7 @@ def layers_of(vllm_config: Any) -> list[Any]:
 
 
 def _bytes_of(layer: Any) -> Tensor:
-    """View all bytes of a layer's part of the KV cache, uint8 [blocks, bytes of a block]."""
+    """Return a view of all bytes of a layer's KV cache, uint8 [blocks, bytes per block]."""
     cache = layer.kv_cache
     block_bytes = cache[0].nbytes
     if layer.impl.has_landmarks:
@@ -284,11 +288,13 @@ def _bytes_of(layer: Any) -> Tensor:
     return tail_of_blocks(cache, 0, torch.uint8, (len(cache), block_bytes))
 
 
-# --- the tensors that draft steps were captured with ---
+# --- addresses in the CUDA graphs of draft steps ---
 
 
 def check_addresses(drafter: Drafter) -> None:
-    """Check the graphs of draft steps. Raises ConfigError: one was captured over a stale tensor."""
+    """Check the CUDA graphs of draft steps. Raises ConfigError: a graph was captured with a tensor
+    that has moved since.
+    """
     now = drafter.addresses()
     for name, address in drafter.captured_over.items():
         if now.get(name) != address:
@@ -302,20 +308,22 @@ def check_addresses(drafter: Drafter) -> None:
 
 @dataclass(frozen=True)
 class Known:
-    """Tokens and queries of one layer, for which the result of attention is known."""
+    """Keys, values and queries of one layer for which the result of attention is known."""
 
-    key_KTD: Tensor  # float32, multiples of a quarter from -1 to 1: exact in every dtype
+    key_KTD: Tensor  # float32, multiples of 1/4 from -1 to 1, which are exact in every dtype
     value_KTD: Tensor
-    key_scale_K: Tensor  # factors of keys and values before the layer stores them
+    key_scale_K: (
+        Tensor  # factors by which keys and values are multiplied before the layer stores them
+    )
     value_scale_K: Tensor
     query_BHD: Tensor  # in the model's dtype
 
 
 @dataclass(frozen=True)
 class Place:
-    """Blocks and slots of the check's tokens in every layer's cache."""
+    """The blocks and slots of the check's tokens in every layer's cache."""
 
-    table_M: Tensor  # int32, the blocks
+    table_M: Tensor  # int32, the blocks of the tokens
     slots_T: Tensor  # int64
     neighbours: list[int]  # blocks that must stay empty
 
@@ -327,17 +335,18 @@ class Place:
 def check_layers(layers: list[Any], runtime: Any, model: Any) -> float:
     """Store known keys and values in every layer's cache as the engine does, and decode from them.
 
-    With every page kept, the outputs must be those of plain attention over the keys and values;
-    with few pages, those of ``attention.reference``, which makes its own landmarks. Nothing may be
-    stored outside of the tokens' blocks.
+    With every page kept, the outputs must equal those of plain attention over the keys and values.
+    With few pages kept, they must equal those of ``attention.reference``, which computes its own
+    landmarks. Nothing may be stored outside the tokens' blocks.
 
     Args:
-        layers: in the order of the model; those that vLLM alone runs are left out.
+        layers: the layers in the order of the model; layers that run only vLLM's own attention are
+            skipped.
         model: vLLM's ``ModelConfig``.
 
     Returns the largest difference of an output; 0 without layers to check.
 
-    Raises ConfigError: a layer that fails one of these checks.
+    Raises ConfigError: a layer fails one of these checks.
     """
     layers = [layer for layer in layers if layer.impl.has_landmarks]
     if not layers:
@@ -361,7 +370,7 @@ def check_layers(layers: list[Any], runtime: Any, model: Any) -> float:
         for layer in layers:
             if _bytes_of(layer)[place.neighbours].any():
                 raise _refusal(
-                    f"{layer.layer_name} stores tokens or landmarks outside of their blocks"
+                    f"{layer.layer_name} stores tokens or landmarks outside their blocks"
                 )
         return error
     finally:
@@ -370,8 +379,8 @@ def check_layers(layers: list[Any], runtime: Any, model: Any) -> float:
 
 
 def _place(keys: Tensor, layout: Any, max_length: int) -> Place:
-    """Choose blocks for more pages than are kept: from the last block down, every second one if
-    there are enough.
+    """Choose blocks for more pages than are kept, counting down from the last block; every second
+    block is used if there are enough.
     """
     blocks, _, N, _ = keys.shape
     P = layout.page_size
@@ -391,7 +400,9 @@ def _place(keys: Tensor, layout: Any, max_length: int) -> Place:
 
 
 def _known(layer: Any, runtime: Any, dtype: torch.dtype, rows: int, T: int, seed: int) -> Known:
-    """Draw tokens and queries; scores vary so much that few tokens have most of the weight."""
+    """Sample keys, values and queries whose scores vary so much that few tokens have most of the
+    weight.
+    """
     impl = layer.impl
     device = layer.kv_cache.device
     K = impl.num_kv_heads
@@ -415,9 +426,9 @@ def _known(layer: Any, runtime: Any, dtype: torch.dtype, rows: int, T: int, seed
 
 
 def _decisive(query_CBHD: Tensor, key_KTD: Tensor, page_size: int) -> Tensor:
-    """Choose, of C candidates, the query of each row and kv head whose page scores differ most.
+    """Choose, for each row and kv head, the query whose page scores differ most among C candidates.
 
-    Kernel and reference then rank the pages alike in spite of rounding.
+    With such queries, the kernel and the reference rank the pages equally in spite of rounding.
     """
     C, B, H, _ = query_CBHD.shape
     K, T, _ = key_KTD.shape
@@ -463,7 +474,7 @@ def _decode(
 
     Returns the largest difference of an output from the known one.
 
-    Raises ConfigError: an output that differs from the known one.
+    Raises ConfigError: an output differs from the known one.
     """
     from sparrow.vllm.backend import Step
 
@@ -522,10 +533,10 @@ def _decode(
 
 
 class _Sequence:
-    """A sequence that a worker runs as if vLLM's scheduler had sent it.
+    """A sequence that a worker runs as if vLLM's scheduler had scheduled it.
 
     Args:
-        blocks: for each group of layers, ids of blocks.
+        blocks: the block ids for each group of layers.
     """
 
     def __init__(self, worker: Any, name: str, blocks: tuple[list[int], ...]) -> None:
@@ -535,7 +546,7 @@ class _Sequence:
         self._computed = 0
 
     def prefill(self, tokens: list[int], drafts: int) -> int:
-        """Read a prompt and draft ``drafts`` tokens after it; returns the token sampled."""
+        """Prefill a prompt and draft ``drafts`` tokens after it; returns the sampled token."""
         from vllm import SamplingParams
         from vllm.v1.core.sched.output import NewRequestData
 
@@ -555,7 +566,7 @@ class _Sequence:
         )
 
     def decode(self, drafts: int) -> int:
-        """Run the newest token and the drafts after it; returns the first token sampled."""
+        """Run a pass over the newest token and its drafts; returns the first sampled token."""
         from vllm.v1.core.sched.output import CachedRequestData
 
         cached = CachedRequestData.make_empty()
@@ -590,7 +601,7 @@ class _Sequence:
         output = self._worker.execute_model(step)
         if output is None:
             output = self._worker.sample_tokens(None)
-        if hasattr(output, "get_output"):  # vLLM runs ahead of the device
+        if hasattr(output, "get_output"):  # with async scheduling, the output is fetched later
             output = output.get_output()
         return int(output.sampled_token_ids[0][0])
 
@@ -599,12 +610,13 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     """Decode a sequence as the engine does, with every page kept, and compare its log-probs with
     those of a dense pass over the same tokens.
 
-    In lossless mode this is one cycle: drafts, captured if the engine captures them, and the pass
-    that verifies them, whose log-probs are compared with a dense prefill in turn.
+    In lossless mode the decoding is one cycle: drafts, which run as CUDA graphs if the engine
+    captures them, and a pass that verifies them. The log-probs of that pass are then compared with
+    those of a dense prefill.
 
     Returns the largest distance (``distance``); 0 where this worker has no log-probs to compare.
 
-    Raises ConfigError: log-probs that differ by more than rounding explains.
+    Raises ConfigError: the log-probs differ by more than rounding explains.
     """
     config = worker.vllm_config
     cache = worker.model_runner.kv_cache_config
@@ -614,7 +626,7 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     if speculator is not None:
         k = min(n for n in setup.draft_choices(runtime.decoding) if n)
     groups = cache.kv_cache_groups
-    half = (cache.num_blocks - 1) // (2 * len(groups))  # blocks of a sequence in each group
+    half = (cache.num_blocks - 1) // (2 * len(groups))  # blocks per sequence in each group
     room = min(
         STEP_TOKENS,
         config.model_config.max_model_len,
@@ -677,15 +689,15 @@ def _hold(found_TV: Tensor, expected_TV: Tensor, bound: float, what: str) -> flo
     error = distance(found_TV, expected_TV)
     if not error <= bound:
         raise _refusal(
-            f"log-probs of {what} are {error:.2g} of their spread from a dense pass, where "
-            f"rounding explains {bound}"
+            f"log-probs of {what} differ from those of a dense pass by {error:.2g} of their "
+            f"spread, where rounding explains only {bound}"
         )
     return error
 
 
 def distance(found_TV: Tensor, expected_TV: Tensor) -> float:
     """Return the root mean square difference of log-probs, relative to the standard deviation of
-    the expected ones; infinity if a log-prob is finite in only one of the two.
+    the expected ones; infinity if a log-prob is finite in only one of the two tensors.
     """
     V = min(found_TV.shape[-1], expected_TV.shape[-1])
     found, expected = (x[..., :V].double().log_softmax(-1) for x in (found_TV, expected_TV))
@@ -713,8 +725,8 @@ def _unmetered(runtime: Any) -> Iterator[None]:
 
 @contextmanager
 def _logits_of(model: Any) -> Iterator[list[Tensor]]:
-    """Collect in a list, inside the context, what ``compute_logits`` returns, copied before a
-    sampler changes it.
+    """Collect copies of the logits that ``compute_logits`` returns inside the context, made before
+    a sampler changes them.
     """
     kept: list[Tensor] = []
     own = vars(model).get("compute_logits")

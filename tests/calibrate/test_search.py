@@ -337,7 +337,7 @@ def test_no_schedule_is_an_error_that_says_whether_lists_or_budgets_were_too_sho
     assert calibrated(2, 0.9, lengthen=True).schedule.top_k == calibrated(VOCAB, 0.9).schedule.top_k
     assert (
         caplog.messages[0]
-        == "lists of 2 tokens leave open whether p5 reaches 0.9; sampling again with 8"
+        == "lists of 2 tokens do not show whether p5 reaches 0.9; sampling again with lists of 8"
     )
 
 
@@ -376,7 +376,7 @@ def test_calibration_is_drawn_from_its_file(tmp_path):
     picture = draw_calibration(path).read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
     (tmp_path / "plain.json").write_text(SparsitySchedule.fixed(2).to_json())
-    with pytest.raises(ConfigError, match="holds no measurements"):
+    with pytest.raises(ConfigError, match="contains no measurements"):
         draw_calibration(tmp_path / "plain.json")
 
 

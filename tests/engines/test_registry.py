@@ -40,7 +40,7 @@ def test_what_names_no_engine_is_refused_with_those_that_there_are(spec):
     with pytest.raises(ConfigError) as refused:
         parse_engine(spec)
     sentence = str(refused.value)
-    assert sentence.startswith(f"no engine {spec!r}; expected hf, vllm, vllm:option=value,...")
+    assert sentence.startswith(f"unknown engine {spec!r}; expected hf, vllm, vllm:option=value,...")
     assert "http://host:port" in sentence and "stock" not in sentence
 
 
@@ -51,7 +51,7 @@ def test_every_kind_has_a_function_that_starts_it(kind):
 
 
 def test_an_engine_without_sparrow_is_for_audits_only():
-    with pytest.raises(ConfigError, match="no engine 'stock:http://a'"):
+    with pytest.raises(ConfigError, match="unknown engine 'stock:http://a'"):
         loading.load_engine("stock:http://a", "reasoner", None, None, DENSE, "fp32")
 
 

@@ -40,9 +40,9 @@ def test_one_call_gives_the_scalars_of_measure_and_leaves_the_model_as_it_was():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"prompts": []}, "no prompts to measure on"),
+        ({"prompts": []}, "no prompts to measure with"),
         ({"temperature": 0.0}, "a greedy actor has no acceptance rate"),
-        ({"schedule": "lossless"}, "nothing to measure"),
+        ({"schedule": "lossless"}, "no mismatch to measure"),
         ({"schedule": "fixed:x"}, "no schedule 'fixed:x'"),
     ],
 )

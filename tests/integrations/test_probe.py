@@ -43,7 +43,7 @@ def test_drafts_are_logged_as_sparrow_and_as_vllm_count_them(url, monkeypatch):
     with monkeypatch.context() as closed:
         closed.setattr(probe, "_rpc", lambda *_: None)
         with pytest.raises(
-            ConfigError, match="do not say what they decode under; give the schedule"
+            ConfigError, match="do not report their schedule; pass schedule, or start"
         ):
             probe.Probe([url])
         theirs = probe.Probe([url, url], DRAFTS)

@@ -153,7 +153,7 @@ def test_nothing_is_asked_for_between_measurements():
 
 def test_images_are_refused_rather_than_measured_without():
     generation = adapter.Recording(Generation(), 2, 2, lambda: True, sparse_only)
-    with pytest.raises(ConfigError, match="measured on text only"):
+    with pytest.raises(ConfigError, match="cannot be measured for prompts with images"):
         generation.generate([[1]], [["an image"]], 1)
 
 
@@ -215,7 +215,7 @@ def test_a_server_in_another_mode_is_refused(monkeypatch, runs, wanted):
     monkeypatch.setattr(adapter.GRPOTrainer, "__init__", init)
     monkeypatch.setattr(adapter.SparseGRPOTrainer, "_rpc", lambda self, method: described)
     with pytest.raises(
-        ConfigError, match=f"runs in mode '{runs}', not '(lossless|lossy)', and cannot change it"
+        ConfigError, match=f"runs in mode '{runs}', not '(lossless|lossy)', and cannot change its"
     ):
         adapter.SparseGRPOTrainer(schedule=wanted)
 

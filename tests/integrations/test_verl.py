@@ -104,11 +104,11 @@ def test_the_schedule_is_vllms(monkeypatch):
 
 def test_what_could_not_be_compared_is_refused(monkeypatch):
     monkeypatch.delenv("SPARROW_SCHEDULE", raising=False)
-    with pytest.raises(ConfigError, match=r"no schedule; set .*additional_config"):
+    with pytest.raises(ConfigError, match=r"Sparrow has no schedule; set .*additional_config"):
         adapter.requested(configuration())
     with pytest.raises(ConfigError, match="calculate_log_probs=True"):
         adapter.requested(configuration(calculate_log_probs=False))
-    with pytest.raises(ConfigError, match=r"temperature=0\.7; leave out"):
+    with pytest.raises(ConfigError, match=r"temperature=0\.7; leave trainer"):
         adapter.requested(configuration(temperature=0.7))
     bypassed = configuration() | {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
     with pytest.raises(ConfigError, match="bypass_mode=False"):
@@ -231,7 +231,7 @@ def test_every_replica_is_told_and_forgets_its_prefixes(cluster):
     for told in replicas:
         heard = ray.get(told.servers[0].told.remote())
         assert heard == [("sparrow_set_schedule", SCHEDULE.to_json()), "cleared"]
-    with pytest.raises(ConfigError, match=r"did not take the schedule.*decodes densely"):
+    with pytest.raises(ConfigError, match=r"refused the schedule.*decodes densely"):
         adapter.push_schedule(replicas, SparsitySchedule.fixed(13))
 
 

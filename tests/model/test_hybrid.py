@@ -86,7 +86,8 @@ def test_rollouts_of_a_hybrid_are_those_that_its_teacher_forced_pass_scores():
 
 def test_what_a_hybrid_cannot_do_is_refused_by_name():
     with pytest.raises(
-        UnsupportedModel, match="Qwen3NextForCausalLM has linear layers, whose state cannot forget"
+        UnsupportedModel,
+        match="Qwen3NextForCausalLM has linear-attention layers, whose state cannot undo",
     ):
         HFEngine(build("qwen3_next"), Decoding.lossless(), eos_ids=[])
     with pytest.raises(

@@ -588,7 +588,7 @@ def test_of_a_long_run_some_steps_are_shown_or_those_asked_for(tmp_path):
         and set(np.diff(some)) == {2, 3}
     )
     assert responses.steps_to_show([log], (57, 3)) == [3, 57]
-    with pytest.raises(ConfigError, match="step 101 is not in the log, which has 1 to 100"):
+    with pytest.raises(ConfigError, match="step 101 is not in the log, which has steps 1 to 100"):
         responses.steps_to_show([log], (3, 101))
     assert [r.spans[0][2] for some in responses.show([log], [57], [""]).values() for r in some] == [
         "57"
@@ -863,7 +863,8 @@ def test_the_page_is_dark_for_those_who_prefer_it(report):
 def test_runs_with_other_length_bins_are_not_compared(run, tmp_path):
     wide = write_run(tmp_path, [step_row(1, mismatch=mismatch(1) | {"bin_tokens": 200})])
     with pytest.raises(
-        ConfigError, match=r"length bins differ .*100 tokens and .*200 tokens.*draw each run alone"
+        ConfigError,
+        match=r"length bins differ .*100 tokens and .*200 tokens.*make one report per run",
     ):
         write_report(run, wide)
 

@@ -197,8 +197,8 @@ def test_what_it_takes_is_said(tmp_path, monkeypatch):
     assert told["draft_weights"] == "fp8" and told["draft_weight_bytes"] == size
     assert (told["draft_layers"], told["draft_layers_in_16_bits"]) == (4, 4)
     assert said[0] == (
-        "Drafts multiply with an fp8 copy of the weights of 4 linear layers, which takes 0.00 GiB; 4 others (0.00 GiB) "
-        "have none, nor have the embedding and the output layer"
+        "Drafts use an fp8 copy of the weights of 4 linear layers (0.00 GiB); 4 other linear "
+        "layers (0.00 GiB), the embedding and the output layer are not copied"
     )
 
 
@@ -207,7 +207,8 @@ def test_a_model_without_a_layer_to_copy_is_refused(tmp_path):
     checkpoint(tmp_path, num_hidden_layers=2, **odd)
     with (
         pytest.raises(
-            UnsupportedModel, match="Qwen3ForCausalLM has no linear layer of multiples of 16 inputs"
+            UnsupportedModel,
+            match="Qwen3ForCausalLM has no 16-bit linear layer whose numbers of inputs",
         ),
         engine(tmp_path, lossless(2, draft_weights="fp8")),
     ):

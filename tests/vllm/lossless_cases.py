@@ -594,7 +594,7 @@ def test_greedy_tokens_under_logits_processors_are_stock_vllms(folder):
             ):
                 with pytest.raises(
                     ValueError,
-                    match=r"'lossless' does not serve (min_p|logit_bias).*; leave it out",
+                    match=r"'lossless' does not support (min_p|logit_bias).*; leave \1 out",
                 ):
                     generate(llm, asked, 16, **refused)
     for each, stock, ours in zip(PROCESSORS, *answers, strict=True):

@@ -70,7 +70,7 @@ def test_scales_stay_while_something_is_cached(folder):
 def test_scales_are_not_taken_from_one_token(folder):
     with (
         fp8_engine(folder) as sparrow,
-        pytest.raises(ConfigError, match="first prompts, which must have two tokens"),
+        pytest.raises(ConfigError, match="only one token; start with prompts of two tokens"),
     ):
         sparrow.generate([[7]], SAMPLED)
 

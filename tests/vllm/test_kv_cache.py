@@ -146,7 +146,7 @@ def test_new_weights_need_no_new_scales_in_int8(tmp_path, folder):
         sparrow.update_weights(louder.named_parameters())
         assert logprob_gap(sparrow.generate(PROMPTS, SAMPLED), expected) < 1e-5
         with pytest.raises(
-            ConfigError, match="gives every token scales of its own, so there are none to renew"
+            ConfigError, match="has separate scales for every token, so there are none to renew"
         ):
             sparrow.rpc("sparrow_renew_kv_scales")
 

@@ -107,16 +107,19 @@ def test_synthetic_acceptance_may_be_asked_for():
     [
         (
             dict(speculative_config={"method": "ngram"}),
-            "makes vLLM's speculative_config itself, got {'method': 'ngram'",
+            "sets vLLM's speculative_config itself, got {'method': 'ngram'",
         ),
         (
             dict(speculative_config={"num_speculative_tokens": 3}),
-            "speculative_config itself, .*leave it out",
+            "speculative_config itself, .*leave speculative_config out",
         ),
-        (dict(scheduler_cls="mine.Scheduler"), "scheduler_cls is 'mine.Scheduler'; leave it out"),
+        (
+            dict(scheduler_cls="mine.Scheduler"),
+            "scheduler_cls is 'mine.Scheduler'; leave scheduler_cls out",
+        ),
         (
             dict(async_scheduling=False),
-            "async_scheduling=False and a number of drafts that adapts exclude each other",
+            "async_scheduling=False does not work with an adaptive number of drafts",
         ),
     ],
 )
@@ -128,7 +131,7 @@ def test_options_that_exclude_it_are_refused(given, message):
 def test_drafts_cannot_be_both_compared_and_rejected_by_given_rates():
     rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.9]}
     with pytest.raises(
-        ConfigError, match="rejection_sample_method is 'synthetic'; leave one of them out"
+        ConfigError, match="rejection_sample_method is 'synthetic'; leave out one of the two"
     ):
         prepared(Decoding.lossless(drafter_invariant=True), speculative_config=rates)
     assert (
@@ -170,19 +173,19 @@ def test_versions_it_cannot_run_in_are_refused(version, on_cpu, message, monkeyp
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (dict(speculative_config=None), "vLLM was not told to speculate"),
+        (dict(speculative_config=None), "vLLM has no speculative_config"),
         (dict(use_v2_model_runner=False), "it needs vLLM's V2 model runner"),
         (
             dict(parallel=dict(pipeline_parallel_size=2)),
-            "it does not run with pipeline parallelism; use tensor",
+            "it does not support pipeline parallelism; use tensor",
         ),
         (
             dict(parallel=dict(data_parallel_size=2)),
-            "it does not run with vLLM's data parallelism; start an engine for",
+            "it does not support vLLM's data parallelism; start one engine per",
         ),
         (
             dict(lora_config=object()),
-            "its drafts would not follow the adapter .*; drop enable_lora and load merged",
+            "its drafts would not use the LoRA adapter .*; drop enable_lora and load merged",
         ),
     ],
 )
@@ -209,15 +212,15 @@ def test_engines_that_would_not_draft_are_refused(wrong, message):
         (
             dict(quant_config=object(), quantization="fp8"),
             90,
-            r"vLLM quantises the weights already \(fp8\)",
+            r"vLLM already quantises the weights \(fp8\)",
         ),
-        (dict(is_moe=True), 90, "the weights of experts have no copy"),
+        (dict(is_moe=True), 90, "experts, which are most of the model's weights, cannot be copied"),
         (
             dict(dtype=torch.float32),
             90,
-            "vLLM's fp8 kernels give 16 bits, and the model's dtype is torch.float32",
+            "vLLM's fp8 kernels return 16-bit values, but the model's dtype is torch.float32",
         ),
-        ({}, 80, r"the GPU has no fp8 products \(compute capability 8.9 and later have\)"),
+        ({}, 80, "the GPU cannot multiply in fp8, which needs compute capability 8.9 or later"),
         ({}, 89, None),
     ],
 )
@@ -299,7 +302,8 @@ def test_requests_that_drafts_do_not_serve_are_refused_by_name(name):
     SamplingParams()._validate_spec_decode(ours)
     asked._validate_spec_decode(None)
     with pytest.raises(
-        ValueError, match=f"^mode 'lossless' does not serve {name}, got .*; leave it out, or start"
+        ValueError,
+        match=f"^mode 'lossless' does not support {name}, got .*; leave {name} out, or start",
     ):
         asked._validate_spec_decode(ours)
     with contextlib.suppress(VLLMValidationError):  # vLLM's own word, where it has one

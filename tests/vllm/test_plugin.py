@@ -54,15 +54,21 @@ def step(
 @pytest.mark.parametrize(
     "other, message",
     [
-        (dict(page_size=8), "meter_schedule has page_size 8, drafts 16; both read the same cache"),
-        (dict(landmark_dtype="fp8_e4m3"), "has landmark_dtype 'fp8_e4m3', drafts 'auto'"),
+        (
+            dict(page_size=8),
+            "meter_schedule has page_size 8 but draft_schedule has 16; both read the same cache",
+        ),
+        (
+            dict(landmark_dtype="fp8_e4m3"),
+            "has landmark_dtype 'fp8_e4m3' but draft_schedule has 'auto'",
+        ),
         (
             dict(dense_layers=(1, 2)),
-            r"reads layers \[0\] sparsely, which drafts read whole; .* has, \[1, 2\]",
+            r"layers \[0\] are sparse in meter_schedule but dense in draft_schedule; .* \[1, 2\]",
         ),
         (
             dict(head_budgets=((1,),) * 4),
-            "meter_schedule has other head_budgets, but all steps of a layer",
+            "meter_schedule has different head_budgets, but all steps of a layer",
         ),
         (dict(dense_layers=(0, 2), top_k=(9,), bin_tokens=32), None),
     ],
@@ -157,7 +163,7 @@ def test_where_a_schedule_reads_the_cache_a_cpu_takes_kernels_that_leave_keys_in
 
 def test_workers_that_would_not_find_the_plugin_are_refused(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    with pytest.raises(ConfigError, match=r"VLLM_PLUGINS=other.*name 'sparrow' in VLLM_PLUGINS"):
+    with pytest.raises(ConfigError, match=r"VLLM_PLUGINS=other.*add 'sparrow' to VLLM_PLUGINS"):
         engine.check_discoverable()
 
 
@@ -433,7 +439,9 @@ def test_the_environment_says_the_mode_and_what_is_read_or_drafted(
 def test_settings_in_two_variables_are_refused(monkeypatch):
     monkeypatch.setenv("SPARROW_MODE", '{"mode": "lossless"}')
     monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:9")
-    with pytest.raises(ConfigError, match="holds all settings; unset SPARROW_SCHEDULE='fixed:9'"):
+    with pytest.raises(
+        ConfigError, match="contains all settings; unset SPARROW_SCHEDULE='fixed:9'"
+    ):
         config.from_environment()
 
 
@@ -482,11 +490,11 @@ def vllm_config(model=None, **parts):
         ),
         (
             dict(cache_config=SimpleNamespace(cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"])),
-            "kv_cache_dtype_skip_layers.*drop it",
+            "a KV cache of several dtypes; drop kv_cache_dtype_skip_layers",
         ),
         (
             dict(cache_config=SimpleNamespace(cache_dtype="fp8", calculate_kv_scales=True)),
-            "vLLM's own KV scales; drop calculate_kv_scales",
+            "KV scales calculated by vLLM, .*; drop calculate_kv_scales",
         ),
         (
             dict(
@@ -494,7 +502,7 @@ def vllm_config(model=None, **parts):
                     cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=["0"]
                 )
             ),
-            "kv_cache_dtype_skip_layers.*drop it",
+            "a KV cache of several dtypes; drop kv_cache_dtype_skip_layers",
         ),
         (
             dict(cache_config=SimpleNamespace(cache_dtype="fp8_per_token_head")),
@@ -530,7 +538,7 @@ def test_lossless_mode_takes_fp8_caches_alone(monkeypatch, on_cpu):
             config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu)
     with pytest.raises(
         ConfigError,
-        match=r"in lossless mode, where vLLM would have to read int8 itself; set .* 'fp8'",
+        match=r"in lossless mode, because vLLM's own attention cannot read int8; set .* 'fp8'",
     ):
         config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu)
 
@@ -595,7 +603,7 @@ def test_what_an_int8_cache_is_is_told():
     worker = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
     with pytest.raises(
         ConfigError,
-        match=r"'int8_per_token_head' gives every token scales .* none to renew; drop the call",
+        match=r"'int8_per_token_head' has separate scales .* none to renew; drop the call",
     ):
         control.sparrow_renew_kv_scales(worker)
 
@@ -630,7 +638,8 @@ def test_in_lossless_mode_an_fp8_cache_has_vllms_scales(monkeypatch):
     compilation = SimpleNamespace(static_forward_context=layers)
     worker = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
     with pytest.raises(
-        ConfigError, match="the scales of an fp8 KV cache are vLLM's own, and stay; drop the call"
+        ConfigError,
+        match="vLLM sets the scales of an fp8 KV cache, and they never change; drop the call",
     ):
         control.sparrow_renew_kv_scales(worker)
     if importlib.util.find_spec("vllm"):
@@ -641,7 +650,8 @@ def test_in_lossless_mode_an_fp8_cache_has_vllms_scales(monkeypatch):
         monkeypatch.setattr(config, "requested", lambda of: decoding)
         control.check(worker.vllm_config)
         assert (
-            "verifies them; samples are the policy's with a KV cache in fp8_e4m3; logits" in said[0]
+            "verifies them; samples follow the policy with a KV cache in fp8_e4m3; logits"
+            in said[0]
         )
 
 
@@ -659,8 +669,8 @@ def test_a_schedule_that_is_measured_on_the_way_is_said_at_start(monkeypatch):
         SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     )
     assert (
-        "in one of 7 cycles" in said[0]
-        and "layers read whole [0], top-k pages by 64 tokens [3, 5]" in said[0]
+        "In one of 7 cycles" in said[0]
+        and "dense layers [0], top-k pages by 64 tokens [3, 5]" in said[0]
     )
 
 
@@ -668,7 +678,7 @@ def test_heads_that_kernels_do_not_take_are_refused_on_a_gpu_alone():
     odd = vllm_config(dict(get_head_size=lambda: 48))
     config.check_supported(odd, Decoding.lossy(SCHEDULE), on_cpu=True)
     config.check_supported(vllm_config(), Decoding.lossy(SCHEDULE), on_cpu=False)
-    with pytest.raises(UnsupportedModel, match="heads of 48; the decode kernels take"):
+    with pytest.raises(UnsupportedModel, match="heads of size 48, but the decode kernels support"):
         config.check_supported(odd, Decoding.lossy(SCHEDULE), on_cpu=False)
 
 
@@ -892,7 +902,7 @@ def test_a_patch_of_a_name_that_moved_stops_with_its_name(monkeypatch):
     monkeypatch.setattr(vllm, "sparrow_test", stock)
     with pytest.raises(ConfigError, match="vllm:sparrow_test has no parameter 'b'; install vllm"):
         patches.apply(patch(parameters=("b",)))
-    with pytest.raises(ConfigError, match="vllm:sparrow_gone is not there"):
+    with pytest.raises(ConfigError, match="vllm:sparrow_gone is missing"):
         patches.apply(patch(target="vllm:sparrow_gone"))
 
 

@@ -1,6 +1,4 @@
-"""Engines that generate with vLLM: in this process (``VLLMEngine``) or behind HTTP
-(``VLLMServer``).
-"""
+"""Engines that sample with vLLM, in this process (``VLLMEngine``) or over HTTP (``VLLMServer``)."""
 
 from sparrow.engines.vllm.engine import VLLMEngine
 from sparrow.engines.vllm.server import VLLMServer

@@ -1,4 +1,4 @@
-"""The part that all vLLM engines share, whether their vLLM runs in this process or behind HTTP."""
+"""The base class of all vLLM engines, whether vLLM runs in this process or behind HTTP."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from sparrow.schedule import SparsitySchedule
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = "/dev/shm"
-CHUNK_BYTES = 2**30  # weights are handed to other processes in files of about this size
+CHUNK_BYTES = 2**30  # weights are passed to other processes in files of about this size
 
 
 class Client(ABC):
-    """Controls the workers of one vLLM that was started with a schedule; see
-    ``sparrow.engines.base.Engine``.
+    """An ``Engine`` (see ``sparrow.engines.base``) that controls the workers of one vLLM instance,
+    which was started with a schedule.
     """
 
     schedule: SparsitySchedule
 
     def connect(self, context: int) -> None:
-        """Ask the workers for their schedule and mode; ``context`` is the most tokens that a
-        sequence may have.
+        """Query the schedule and mode of the workers; ``context`` is the greatest length of a
+        sequence, in tokens.
         """
         self.context = context
         self._described = self.rpc("sparrow_describe")
         self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
         self._is_lossless = self._described[0]["mode"] == "lossless"
-        self.counters()  # forget what vLLM's own warm-up steps read
+        self.counters()  # reset the counts of vLLM's own warm-up steps
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Refuse prompts and sampling that vLLM cannot serve.
+        """Refuse prompts and sampling settings that vLLM cannot serve.
 
-        Raises PromptError: see ``Sampling.check``. ConfigError: a truncation that drafts would not
-        follow.
+        Raises PromptError: see ``Sampling.check``. ConfigError: top-k or top-p is set in lossless
+        mode, in which drafts would ignore it.
         """
         sampling.check(prompts, self.context)
         if sampling.truncated and self._is_lossless:
             raise ConfigError(
-                f"top_k is {sampling.top_k} and top_p {sampling.top_p:g}, but in vLLM lossless "
-                "drafts are sampled from the whole vocabulary and many would be rejected; leave "
-                "them out, use mode dense or lossy, or engine hf"
+                f"top_k is {sampling.top_k} and top_p is {sampling.top_p:g}, but drafts in vLLM "
+                "are sampled from the whole vocabulary, and many of them would be rejected; leave "
+                "both settings out, or use mode dense or lossy, or engine hf"
             )
 
     @abstractmethod
@@ -64,55 +64,58 @@ class Client(ABC):
 
     @abstractmethod
     def reset_prefix_cache(self) -> bool:
-        """Drop the prefix cache; False if requests hold it."""
+        """Drop the prefix cache; returns False if running requests still use it."""
 
     def describe(self) -> dict[str, Any]:
-        """Backend, schedule and layers, as the first worker reports them."""
+        """Return the backend, schedule and layers that the first worker reports."""
         return self.rpc("sparrow_describe")[0]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Engine.update_weights``; a LoRA comes merged, as full weights.
+        """See ``Engine.update_weights``; a LoRA must be merged into full weights.
 
-        Raises ConfigError: a name the model does not have.
+        Raises ConfigError: the model has no weight of that name.
         """
         for path in weight_files(weights, whole="weights" in self._described[0]):
             self.rpc("sparrow_load_weights", path)
         self._forget_cached()
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """See ``Engine.set_schedule``; CUDA graphs stay as they are.
+        """See ``Engine.set_schedule``; CUDA graphs are not captured again.
 
-        Raises ConfigError: another page layout, or other dense layers, than vLLM was started with.
+        Raises ConfigError: the page layout or the dense layers differ from those with which vLLM
+        was started.
         """
         self.rpc("sparrow_set_schedule", schedule.to_json())
         self.schedule = schedule
         self.drop_prefixes()
 
     def _forget_cached(self) -> None:
-        """After new weights: drop prefixes, and take new scales for an fp8 KV cache from the next
-        prompts.
+        """Drop cached prefixes after new weights were loaded, and let the next prompts set the
+        scales of an fp8 KV cache again.
         """
         self.drop_prefixes()
         if "kv_scales" in self._described[0]:
             self.rpc("sparrow_renew_kv_scales")
 
     def drop_prefixes(self) -> None:
-        """Drop cached prefixes, whose keys and values were computed with other weights or under
-        other budgets.
+        """Drop cached prefixes, whose keys and values were computed with different weights or
+        budgets.
 
         Raises SparrowError: requests are running.
         """
         if not self.reset_prefix_cache():
             raise SparrowError(
-                "vLLM cannot drop its prefix cache while requests run; wait for them to end"
+                "vLLM cannot drop its prefix cache while requests are running; "
+                "wait for the requests to finish"
             )
 
     def counters(self) -> Counters:
         counters = tally(self._described, self.rpc)
         if counters.preemptions:
             logger.warning(
-                "vLLM preempted %d sequences and prefilled their generated tokens again, densely: "
-                "not what the actor would have cached; give it more KV cache or lower max_num_seqs",
+                "vLLM preempted %d sequences and prefilled their generated tokens again, densely, "
+                "so their cache is not that of the actor; give vLLM a larger KV cache, or lower "
+                "max_num_seqs",
                 counters.preemptions,
             )
         return counters
@@ -121,25 +124,25 @@ class Client(ABC):
 def tally(
     described: Sequence[Mapping[str, Any]], rpc: Callable[[str], Sequence[Mapping[str, Any]]]
 ) -> Counters:
-    """Add up the counts of all workers of one vLLM since they were last asked.
+    """Add up the counts of all workers of one vLLM instance since the last call.
 
     Args:
-        described: the answer of each worker to ``sparrow_describe``.
+        described: the result of ``sparrow_describe`` in each worker.
         rpc: calls a method of every worker.
     """
     counts = rpc("sparrow_counters")
-    # Pipeline stages have different layers; tensor-parallel workers count the same layers again.
+    # Pipeline stages have different layers, while tensor-parallel workers count the same ones.
     stages = {(*d["sparse_layers"], *d["dense_layers"]) for d in described}
     copies = len(counts) // len(stages)
     read = sum(count["tokens_read"] for count in counts) // copies
     held = sum(count["tokens_held"] for count in counts) // copies
-    # Every worker counts all; the plugin of 0.1.0 counts none.
+    # Every worker counts all preemptions, except with the plugin of Sparrow 0.1.0, which has none.
     preemptions = counts[0].get("preemptions", 0)
     if described[0]["mode"] != "lossless":
         return Counters(read, held, preemptions)
 
     acceptance = rpc("sparrow_acceptance")[0]
-    # Every worker takes part in every draft and sees all of its logits.
+    # Every worker takes part in every draft and sees all logits, so one worker's counts suffice.
     drafted, accepted, emitted = (counts[0][name] for name in ("drafted", "accepted", "emitted"))
     parts = (acceptance, acceptance.get("metered"))
     drafts, metered = (
@@ -150,10 +153,10 @@ def tally(
 
 
 def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> Iterator[str]:
-    """Weights for other processes of this machine, as paths of safetensors files.
+    """Yield paths of safetensors files with the weights, for other processes on this machine.
 
-    A file is gone once the next one is asked for. ``whole``: one file, for an engine that quantises
-    its weights.
+    A file is deleted when the next one is requested. With ``whole``, there is only one file, which
+    an engine that quantises its weights needs.
     """
     chunk: dict[str, Tensor] = {}
     size = 0
@@ -172,8 +175,8 @@ def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> 
 
 @contextlib.contextmanager
 def _saved(chunk: dict[str, Tensor], size: int) -> Iterator[str]:
-    """A safetensors file of ``size`` bytes of weights: in memory, or where containers leave too
-    little, on disk.
+    """Save weights of ``size`` bytes to a temporary safetensors file in shared memory, or on disk
+    if there is too little shared memory, as in many containers.
     """
     from safetensors.torch import save_file
 
@@ -191,17 +194,17 @@ def _saved(chunk: dict[str, Tensor], size: int) -> Iterator[str]:
 def rollout(
     prompt: Sequence[int], tokens: Sequence[int], ids: np.ndarray, logprobs: np.ndarray, end: Any
 ) -> Rollout:
-    """A rollout from ids and log-probs ``[T, 1 + n]``: the sampled token's, then those of the
-    likeliest, best first.
+    """Build a rollout from ids and log-probs ``[T, 1 + n]``: those of the sampled token, then those
+    of the most likely tokens, best first.
 
-    Raises EngineError: a response that ended neither by itself nor at its limit, such as one that
-    was aborted.
+    Raises EngineError: a response ended neither by itself nor at its length limit, for example
+    because it was aborted.
     """
     if end not in ("stop", "length"):
         raise EngineError(
             f"vLLM ended a response after {len(tokens)} tokens with {end!r}, not 'stop' or "
-            "'length', so it is not a sample of the actor; do not abort requests, pause or stop "
-            "vLLM during a run; go on with --resume"
+            "'length', so the response is not a sample of the actor; do not abort requests, or "
+            "pause or stop vLLM, during a run, and continue with --resume"
         )
     return Rollout(
         prompt_ids=prompt,

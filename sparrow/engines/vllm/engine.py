@@ -31,17 +31,18 @@ from sparrow.vllm import config, patches, plugin
 
 
 class VLLMEngine(Client):
-    """Rollouts by vLLM, its scheduler in this process and, with one device, its model too.
+    """An engine that samples with vLLM. vLLM's scheduler runs in this process and, with a single
+    device, so does its model.
 
     Args:
         model: directory or Hugging Face name of a checkpoint.
-        schedule: what the actor may read (in lossy mode), or how to decode; ``set_schedule`` can
-            later change its page counts but not its page layout.
-        options: more arguments of ``vllm.LLM``, such as ``tensor_parallel_size``,
+        schedule: the schedule of a lossy actor, or a ``Decoding``; ``set_schedule`` can later
+            change the page counts, but not the page layout.
+        options: further arguments of ``vllm.LLM``, such as ``tensor_parallel_size``,
             ``gpu_memory_utilization``, ``max_model_len``, ``max_num_seqs`` or ``enforce_eager``.
 
     Raises ConfigError, UnsupportedModel: vLLM is missing or too old, or cannot decode this model
-    under a schedule. EngineError: vLLM does not start, for lack of memory for instance.
+    under a schedule. EngineError: vLLM does not start, for example for lack of memory.
     """
 
     def __init__(self, model: str, schedule: SparsitySchedule | Decoding, **options: Any) -> None:
@@ -60,9 +61,9 @@ class VLLMEngine(Client):
         training_processes = int(os.environ.get("WORLD_SIZE", 1))
         if model_processes > 1 < training_processes:
             raise ConfigError(
-                f"each of the {training_processes} training processes has an engine on its own "
-                f"device, but the options ask for {model_processes} devices per engine; serve such "
-                "a model with vllm serve and pass its address"
+                f"each of the {training_processes} training processes runs an engine on a single "
+                f"device, but the options set {model_processes} devices per engine; run this model "
+                "with vllm serve, and pass the server's address"
             )
         if model_processes > 1:
             check_discoverable()
@@ -78,22 +79,24 @@ class VLLMEngine(Client):
             enable_sleep_mode=self._has_memory,
             logprobs_mode="processed_logprobs",  # at the sampling temperature
             max_logprobs=-1,
-            # Makes vLLM take its rank from the launcher's environment and leave the other
-            # processes' engines alone.
+            # With several training processes, vLLM must get its rank from the launcher's
+            # environment, and must not interact with the engines of the other processes.
             distributed_executor_backend="external_launcher" if training_processes > 1 else None,
             skip_tokenizer_init=Path(model).is_dir() and not any(Path(model).glob("tokenizer*")),
         )
-        # vLLM reads this when an engine is made. The scheduler must run here so that tensors can be
-        # passed as they are.
+        # vLLM reads this variable when an engine is created. The scheduler must run in this
+        # process, so that tensors can be passed without copies.
         in_process = config.variables({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
         with starting(), _undone_if_refused(), in_process:
             self.llm = LLM(model=model, **{**defaults, **options})
         vllm_config = self.llm.llm_engine.vllm_config
         self._in_process = vllm_config.parallel_config.world_size == 1
-        self._scheduler: Any = None  # where it chooses drafts, in this one training process
+        self._scheduler: Any = None  # if it chooses drafts and there is one training process
         self.connect(vllm_config.model_config.max_model_len)
         if self._described[0].get("adapt_draft_tokens") and training_processes == 1:
-            core: Any = self.llm.llm_engine.engine_core  # vLLM has no public way to its scheduler
+            core: Any = (
+                self.llm.llm_engine.engine_core
+            )  # vLLM has no public access to its scheduler
             self._scheduler = core.engine_core.scheduler
             self._scheduler.keeps_choices = True
 
@@ -131,16 +134,16 @@ class VLLMEngine(Client):
         """See ``DraftReplayer.replay``."""
         if self._scheduler is None:
             raise ConfigError(
-                "this vLLM engine does not choose how much "
-                "it drafts; start it with adapt_draft_tokens"
+                "this vLLM engine has a fixed number of drafts, so it cannot repeat choices; "
+                "start it with adapt_draft_tokens"
             )
         self._scheduler.replay(choices)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Engine.update_weights``; where the model is in this process, weights are not copied
+        """See ``Engine.update_weights``; if the model is in this process, weights are not copied
         through the host.
 
-        Raises ConfigError: a name the model does not have.
+        Raises ConfigError: the model has no weight of that name.
         """
         if not self._in_process:
             return super().update_weights(weights)
@@ -155,20 +158,20 @@ class VLLMEngine(Client):
 
     @contextlib.contextmanager
     def _given_up_if_interrupted(self) -> Iterator[None]:
-        """End the requests of ``generate`` if it ends early, for instance by Ctrl-C: otherwise the
-        next call would go on with them.
+        """Abort the requests of ``generate`` if the call ends early, for example by Ctrl-C;
+        otherwise the next call would continue them.
         """
         try:
             yield
         except BaseException:
             engine = self.llm.llm_engine
-            # The cause is raised again, whether or not vLLM still answers.
+            # The original exception is raised again, even if vLLM no longer responds.
             with contextlib.suppress(Exception):
                 engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
 
     def sleep(self) -> None:
-        """See ``Engine.sleep``: weights move to the host, and the KV cache is dropped. Does nothing
+        """See ``Engine.sleep``; moves the weights to the host and drops the KV cache. Does nothing
         on a CPU.
         """
         if self._has_memory and not self._asleep:
@@ -177,34 +180,34 @@ class VLLMEngine(Client):
 
     def wake(self) -> None:
         if self._asleep:
-            # torch still holds what training has freed; vLLM could not use it
+            # torch caches the memory that training has freed, and vLLM could not use it
             torch.cuda.empty_cache()
             self.llm.wake_up()
             self._asleep = False
 
     def close(self) -> None:
-        """See ``Engine.close``; a sleeping engine can be closed too."""
+        """See ``Engine.close``; a sleeping engine can be closed as well."""
         self.wake()
         from vllm.platforms import current_platform
 
-        # A trainer that has ended torch's process group has ended vLLM's groups too, and vLLM's
-        # shutdown would fail.
+        # If the trainer has destroyed torch's process group, vLLM's groups no longer exist either,
+        # and vLLM's shutdown would fail.
         if not self._in_process or torch.distributed.is_initialized():
             self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
         if self._has_memory:
             torch.cuda.empty_cache()
-            # vLLM keeps one pool of graph memory per process. It is gone once no graph uses it, but
-            # the next engine's capture would ask for it.
+            # vLLM has one pool of graph memory per process. The pool is freed once no graph uses
+            # it, but the next engine would still try to capture its graphs in that pool.
             platform: Any = type(current_platform)
             platform._global_graph_pool = None
 
 
 @contextlib.contextmanager
 def _undone_if_refused() -> Iterator[None]:
-    """If vLLM does not start, tear down what it set up in this process; the trainer's process
-    groups stay.
+    """Clean up vLLM's state in this process if vLLM does not start; the trainer's process groups
+    are kept.
     """
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -218,10 +221,10 @@ def _undone_if_refused() -> Iterator[None]:
 
 
 def check_discoverable() -> None:
-    """Make sure that vLLM's other processes will load the plugin, which they can find only by its
-    entry point.
+    """Check that vLLM's other processes will load the plugin, which they find only by its entry
+    point.
 
-    Raises ConfigError: they would not load it.
+    Raises ConfigError: these processes would not load the plugin.
     """
     allowed = os.environ.get("VLLM_PLUGINS")
     if not entry_points(group=plugin.GROUP, name=plugin.NAME) or plugin.NAME not in (
@@ -229,13 +232,13 @@ def check_discoverable() -> None:
     ).split(","):
         raise ConfigError(
             f"vLLM's worker processes would not load Sparrow (VLLM_PLUGINS={allowed}); install "
-            f"sparrow-rl with pip, and name {plugin.NAME!r} in VLLM_PLUGINS or leave it unset"
+            f"sparrow-rl with pip, and add {plugin.NAME!r} to VLLM_PLUGINS or unset the variable"
         )
 
 
 def rollout_of(prompt: Sequence[int], completion: Any, top_n: int) -> Rollout:
-    """A rollout from vLLM's completion, whose lists hold the sampled token, then the most likely
-    ones, best first.
+    """Build a rollout from vLLM's completion, whose lists contain the sampled token and then the
+    most likely tokens, best first.
     """
     T = len(completion.token_ids)
     ids = np.asarray(completion.logprobs.token_ids, dtype=np.int32).reshape(T, -1)[:, : top_n + 1]
@@ -246,20 +249,22 @@ def rollout_of(prompt: Sequence[int], completion: Any, top_n: int) -> Rollout:
 
 
 def start(asked: Asked) -> VLLMEngine:
-    """vLLM in this process, with the user's options of ``vllm.LLM``."""
+    """Start vLLM in this process, with the user's options for ``vllm.LLM``."""
     options = options_of(asked)
     if not asked.sleeps:
-        # vLLM's allocator for sleep serves one engine per process, and an audit has two.
+        # vLLM's sleep mode supports one engine per process, and an audit has two.
         options.setdefault("enable_sleep_mode", False)
     return VLLMEngine(asked.checkpoint, asked.decoding, **options)
 
 
 def options_of(asked: Asked) -> dict[str, Any]:
-    """The user's options of ``vllm.LLM`` and the dtype. Raises ConfigError: there is a dtype."""
+    """Return the options for ``vllm.LLM``: those of the user, and the dtype of the precision.
+    Raises ConfigError: the user's options include a dtype.
+    """
     options = asked.spec.options
     if "dtype" in options:
         raise ConfigError(
-            f"engine {asked.spec.written!r}: vLLM's dtype follows the precision, "
-            f"{asked.precision}; leave dtype out, set precision"
+            f"engine {asked.spec.written!r} has a dtype, but vLLM's dtype is set by precision "
+            f"({asked.precision}); leave dtype out, and set precision instead"
         )
     return {"dtype": {"fp32": "float32", "bf16": "bfloat16"}[asked.precision], **options}

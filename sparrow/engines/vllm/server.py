@@ -29,30 +29,32 @@ from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
 
 T = TypeVar("T")
-CONNECTIONS = 256  # requests in flight at a time; vLLM itself would queue any beyond these
-ANSWER_S = 600.0  # longest wait for an answer to anything but a prompt
+CONNECTIONS = 256  # most requests in flight; vLLM itself would only queue more
+ANSWER_S = 600.0  # longest wait for an answer to a request other than a prompt
 CHECK_S = 15.0
 STALL_S = 300.0
-"""How often a server that answers no prompt is asked whether it makes progress, and for how long it
-may make none; one that answers but does not count tokens is waited for."""
+"""While no prompt is answered, the server's progress is checked every ``CHECK_S`` seconds, and a
+server without progress for ``STALL_S`` seconds is given up. There is no limit for a server that
+answers but does not count tokens.
+"""
 
 
 class VLLMServer(Client):
-    """Rollouts by a running vLLM server on this machine.
+    """An engine that samples from a running vLLM server on this machine.
 
-    docs/vllm.md ("Sparrow's own trainer") has the command that starts it.
+    docs/vllm.md ("Sparrow's own trainer") has the command that starts the server.
 
     Args:
-        url: such as ``http://localhost:8000``.
-        schedule: what the actor may read, or how to decode. If its page counts differ from the
-            server's, the server's are changed at once; whether the server is lossless was fixed
-            when it was started, and so were the other settings of that mode, which are the server's
-            where they are left at their defaults.
-        controls: whether this client sets schedules and weights; of several processes that share a
-            server, one does.
+        url: the server's address, such as ``http://localhost:8000``.
+        schedule: the schedule of a lossy actor, or a ``Decoding``. If the page counts differ from
+            the server's, the server's are changed at once. The mode and the other settings of
+            lossless mode were fixed when the server was started: the mode must match, and so must
+            each setting that differs from its default.
+        controls: whether this client sets schedules and weights; exactly one of the processes that
+            share a server does.
 
     Raises EngineError: no server answers. ConfigError: the server does not run Sparrow, runs in
-    another mode, lacks a setting of lossless mode or cannot be controlled.
+    another mode, has different settings of lossless mode, or cannot be controlled.
     """
 
     _prompts_path = "/inference/v1/generate"
@@ -68,8 +70,8 @@ class VLLMServer(Client):
         if decoding.is_lossless != self._is_lossless:
             raise ConfigError(
                 f"the server at {self._url} runs in mode {mode!r}, not {decoding.mode!r}, and "
-                "cannot change it; start it with "
-                f'--additional-config \'{{"sparrow": "{decoding.mode}"}}\', or ask for mode '
+                "cannot change its mode; start it with "
+                f'--additional-config \'{{"sparrow": "{decoding.mode}"}}\', or use mode '
                 f"{mode!r}"
             )
         if self._is_lossless:
@@ -78,8 +80,9 @@ class VLLMServer(Client):
             self.set_schedule(decoding.schedule)
 
     def _check_settings(self, decoding: Decoding) -> None:
-        """Raise ConfigError for a setting of lossless mode, other than the default, that the server
-        does not have.
+        """Check that the server has every setting of lossless mode that differs from its default.
+
+        Raises ConfigError: the server has a different value.
         """
         for name in (each for each in LOSSLESS_SETTINGS if each != "draft_schedule"):
             default = getattr(Decoding.lossless(), name)
@@ -88,8 +91,8 @@ class VLLMServer(Client):
             if value not in (default, theirs):
                 raise ConfigError(
                     f"the server at {self._url} has {name} {theirs!r}, not "
-                    f"{value!r}, and cannot change it; start it with that "
-                    f"{name} in --additional-config, or ask for {theirs!r}"
+                    f"{value!r}, and cannot change it; start the server with that "
+                    f"{name} in --additional-config, or set {name} to {theirs!r}"
                 )
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
@@ -98,7 +101,7 @@ class VLLMServer(Client):
         Raises EngineError: the server died, refused a prompt, or generated nothing for ``STALL_S``.
         """
         self.check(prompts, sampling)
-        # The server puts the sampled token in front and then cuts the list to the number asked for.
+        # The server puts the sampled token first and then cuts the list to the requested length.
         common: dict[str, Any] = dict(
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -150,7 +153,7 @@ class VLLMServer(Client):
                     elif time.monotonic() - since > STALL_S:
                         raise EngineError(
                             f"the vLLM server at {self._url} has generated nothing for "
-                            f"{STALL_S:.0f} s; start it again and go on with --resume"
+                            f"{STALL_S:.0f} s; restart it and continue with --resume"
                         )
                 return [request.result() for request in requests]
             finally:
@@ -159,10 +162,10 @@ class VLLMServer(Client):
                 await asyncio.gather(*requests, return_exceptions=True)
 
     def _generated(self) -> int | None:
-        """Tokens the server has read and written since it was started; -1 without an answer, None
-        if it does not count.
+        """Return the number of tokens that the server has read and written since it was started; -1
+        if it does not answer, and None if it does not count tokens.
 
-        vLLM counts none with ``--disable-log-stats``.
+        vLLM does not count tokens with ``--disable-log-stats``.
         """
         try:
             metrics = self._request("GET", "/metrics", timeout=CHECK_S).decode()
@@ -186,8 +189,8 @@ class VLLMServer(Client):
             self.schedule = schedule
 
     def counters(self) -> Counters:
-        """See ``Engine.counters``; only the client that controls the server reports counts, for all
-        clients.
+        """See ``Engine.counters``; the client that controls the server reports the counts of all
+        clients, and the other clients report zeros.
         """
         return super().counters() if self._controls else Counters(0, 0)
 
@@ -213,13 +216,13 @@ class VLLMServer(Client):
             self._request("POST", "/sleep?level=1")
 
     def wake(self) -> None:
-        # torch still holds what training has freed; the server could not use it
+        # torch caches the memory that training has freed, and the server could not use it
         torch.cuda.empty_cache()
         if self._controls:
             self._request("POST", "/wake_up")
 
     def close(self) -> None:
-        """Do nothing: whoever started the server stops it."""
+        """Do nothing; the server is stopped by whoever started it."""
 
     def _request(
         self, verb: str, path: str, body: dict[str, Any] | None = None, timeout: float = ANSWER_S
@@ -236,7 +239,7 @@ class VLLMServer(Client):
         except httpx.HTTPError as error:
             raise EngineError(
                 f"no vLLM server answers at {self._url} ({str(error) or type(error).__name__}); "
-                "start one, and go on with --resume if it had died"
+                "start one, and continue with --resume if the server died during a run"
             ) from error
 
 
@@ -247,8 +250,8 @@ def _content(answer: httpx.Response) -> bytes:
 
 
 def finished(work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, run in a separate thread if this one already runs an event loop, as
-    in a notebook.
+    """Run ``work`` and return its result; uses a separate thread if this one already runs an event
+    loop, as in a notebook.
     """
     try:
         asyncio.get_running_loop()
@@ -259,7 +262,9 @@ def finished(work: Coroutine[Any, Any, T]) -> T:
 
 
 class HTTPStatusError(EngineError):
-    """The server refused a request; says which, and why."""
+    """An error status with which the server answered a request; the message has the request's path
+    and the server's answer.
+    """
 
     def __init__(self, status: int, path: str, text: str) -> None:
         super().__init__(status, path, text)
@@ -267,11 +272,16 @@ class HTTPStatusError(EngineError):
 
     def __str__(self) -> str:
         status, path, text = self.args
-        return f"the vLLM server answered {path} with HTTP {status} ({text}); its own log says why"
+        return (
+            f"the vLLM server answered {path} with HTTP {status} ({text}); "
+            "see the server's log for the cause"
+        )
 
 
 def _rollout(prompt: Sequence[int], choice: dict[str, Any], top_n: int) -> Rollout:
-    """A ``Rollout`` of one answer: at each position the sampled token, then the likeliest ones."""
+    """Build a ``Rollout`` from one answer, with the sampled token and then the most likely ones at
+    each position.
+    """
 
     def entries(position: dict[str, Any]) -> list[dict[str, Any]]:
         likeliest_first = sorted(position["top_logprobs"], key=lambda entry: -entry["logprob"])
@@ -286,16 +296,17 @@ def _rollout(prompt: Sequence[int], choice: dict[str, Any], top_n: int) -> Rollo
 
 
 def _token_id(entry: dict[str, Any]) -> int:
-    # 0.32 sends numbers, older versions "token_id:17".
+    # vLLM 0.32 sends numbers, older versions send strings such as "token_id:17".
     return (
         entry["token_id"] if "token_id" in entry else int(entry["token"].removeprefix("token_id:"))
     )
 
 
 def start(asked: Asked) -> VLLMServer:
-    """The server of this process: of the addresses given, processes take one each or share them.
+    """Connect to the server for this process; if there are fewer servers than processes, processes
+    share them.
 
-    Raises ConfigError: more servers than processes.
+    Raises ConfigError: there are more servers than processes.
     """
     from accelerate import PartialState
 

@@ -1,4 +1,4 @@
-"""What keeps a vLLM engine from starting, in one sentence: vLLM's reason, and what to do."""
+"""One-sentence errors for a vLLM engine that does not start: vLLM's reason, and what to do."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sparrow.errors import EngineError
 log = logging.getLogger(__name__)
 
 LARGER_CACHE = (
-    "leave the engine more memory (gpu_memory_utilization; on a CPU VLLM_CPU_KVCACHE_SPACE), or "
-    "ask for shorter sequences (max_model_len)"
+    "give the engine more memory (gpu_memory_utilization, or VLLM_CPU_KVCACHE_SPACE on a CPU), or "
+    "limit it to shorter sequences (max_model_len)"
 )
 LESS_MEMORY = (
-    "let the engine take less memory (gpu_memory_utilization), or end what else runs on the device"
+    "let the engine use less memory (gpu_memory_utilization), or stop other processes on the device"
 )
 REMEDIES = (
     ("kv cache", LARGER_CACHE),
@@ -29,15 +29,15 @@ REMEDIES = (
     ("background process", "its message is above"),
     ("initialization failed", "its message is above"),
 )
-"""What a reason may say, in lower case, and what helps then; the first that is found counts."""
+"""Phrases in vLLM's reason, in lower case, and the remedy for each; the first match is used."""
 ADVICE = ("Try ", "See ", "Please ", "If ", "Consider ", "Decrease ", "Increase ")
-"""How the sentences of a message begin that are no part of the reason."""
+"""Beginnings of sentences in vLLM's message that give advice, and are not part of the reason."""
 
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Turn what vLLM raises while an engine starts into an EngineError; its traceback is logged at
-    level DEBUG. Errors of other kinds are left as they are.
+    """Turn an exception from vLLM while an engine starts into an EngineError, and log its traceback
+    at level DEBUG. Exceptions of other types pass unchanged.
     """
     try:
         yield
@@ -53,7 +53,7 @@ def starting() -> Iterator[None]:
 
 
 def sentence(error: Exception) -> str:
-    """The reason and the remedy."""
+    """Return the reason for the error and its remedy in one sentence."""
     reason = _reason(error)
     found = (remedy for words, remedy in REMEDIES if words in reason.lower())
     return f"{reason}; {next(found, 'change the options of the engine')}"
@@ -77,7 +77,7 @@ def _reason(error: Exception) -> str:
 
 
 def _continued(sentence: str) -> str:
-    """Write a sentence so that it can follow a semicolon."""
+    """Change the first letter of a sentence, if necessary, to let it follow a semicolon."""
     first = sentence[:1]
     second = sentence[1:2]
     return first.lower() + sentence[1:] if second.islower() else sentence

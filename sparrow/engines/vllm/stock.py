@@ -1,4 +1,4 @@
-"""vLLM without Sparrow, in this process or behind HTTP: to be audited, not to be trained with.
+"""vLLM without Sparrow, in this process or behind HTTP: for audits, not for training.
 
 Shapes: T response tokens, n entries of a top-n list.
 """
@@ -24,10 +24,10 @@ from sparrow.vllm import config
 
 
 class StockEngine(VLLMEngine):
-    """Samples by vLLM in this process, started with the user's ``options`` of ``vllm.LLM`` and
-    nothing of Sparrow's.
+    """An engine that samples with vLLM in this process, started with the user's ``options`` for
+    ``vllm.LLM`` and without Sparrow.
 
-    Raises ConfigError: vLLM is missing. EngineError: it does not start.
+    Raises ConfigError: vLLM is missing. EngineError: vLLM does not start.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -36,10 +36,10 @@ class StockEngine(VLLMEngine):
             from vllm.platforms import current_platform
         except ImportError as error:
             raise ConfigError(
-                f"the engine stock needs vLLM ({error}); pip install -e '.[vllm]' in a clone"
+                f"the stock engine needs vLLM ({error}); pip install -e '.[vllm]' in a clone"
             ) from error
         defaults: dict[str, Any] = dict(logprobs_mode="processed_logprobs", max_logprobs=-1)
-        # vLLM loads Sparrow's plugin here too, and it must find nothing that asks for it.
+        # vLLM loads Sparrow's plugin here as well, so the plugin's variables must be unset.
         plain = {
             config.MODE_ENVIRONMENT: None,
             config.ENVIRONMENT: None,
@@ -57,11 +57,11 @@ class StockEngine(VLLMEngine):
         self._described = []
 
     def counters(self) -> Counters:
-        """No counts: stock vLLM has none of Sparrow's."""
+        """Return zero counts, since stock vLLM does not have Sparrow's counters."""
         return Counters(0, 0)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Raise ConfigError: stock vLLM has no schedule."""
+        """Refuse any schedule. Raises ConfigError: stock vLLM cannot follow a schedule."""
         raise _no_schedule()
 
     def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
@@ -70,7 +70,7 @@ class StockEngine(VLLMEngine):
 
         wanted = SamplingParams(max_tokens=1, prompt_logprobs=n, detokenize=False)
         requests: list[Any] = [{"prompt_token_ids": _whole(each)} for each in rollouts]
-        # vLLM's types allow lists that are missing or flat, which these were not asked to be.
+        # By their types, vLLM's lists may also be missing or flat, but not with these options.
         outputs: list[Any] = list(self.llm.generate(requests, wanted, use_tqdm=False))
 
         def by_token(position: Any) -> dict[int, float]:
@@ -84,7 +84,7 @@ class StockEngine(VLLMEngine):
 
 
 class StockServer(VLLMServer):
-    """Samples by a running vLLM server that knows nothing of Sparrow, with token ids.
+    """An engine that samples, with token ids, from a running vLLM server without Sparrow.
 
     Raises EngineError: no server answers.
     """
@@ -102,12 +102,12 @@ class StockServer(VLLMServer):
         self._described = []
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Raise ConfigError: stock vLLM has no schedule."""
+        """Refuse any schedule. Raises ConfigError: stock vLLM cannot follow a schedule."""
         raise _no_schedule()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """See ``Engine.generate``; by the route for completions, which every server has, and
-        without top lists.
+        """See ``Engine.generate``; uses the completions route, which every server has, and returns
+        no top lists.
         """
         self.check(prompts, sampling)
         bodies: list[dict[str, Any]] = [
@@ -132,7 +132,8 @@ class StockServer(VLLMServer):
     def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
         """See ``ListScorer.top_lists``.
 
-        Raises EngineError: the server refuses, such as for lists longer than it allows.
+        Raises EngineError: the server refuses the request, for example because the lists are longer
+        than it allows.
         """
         bodies: list[dict[str, Any]] = [
             {
@@ -159,14 +160,14 @@ class StockServer(VLLMServer):
 
 
 def _completion(prompt: Sequence[int], choice: Mapping[str, Any]) -> Rollout:
-    """A ``Rollout`` of one answer.
+    """Build a ``Rollout`` from one answer of the server.
 
-    Raises EngineError: the answer has no token ids, as before vLLM 0.10.2.
+    Raises EngineError: the answer has no token ids, which servers before vLLM 0.10.2 do not send.
     """
     tokens = choice.get("token_ids")
     if tokens is None:
         raise EngineError(
-            "the server answered without token ids, which it cannot give; use vLLM 0.10.2 or newer"
+            "the server answered without token ids; use a server with vLLM 0.10.2 or newer"
         )
     logprobs = np.array(choice["logprobs"]["token_logprobs"], dtype=np.float32)[:, None]
     ids = np.array(tokens, dtype=np.int32)[:, None]
@@ -174,7 +175,9 @@ def _completion(prompt: Sequence[int], choice: Mapping[str, Any]) -> Rollout:
 
 
 def _no_schedule() -> ConfigError:
-    return ConfigError("stock vLLM has no schedule; use the engine vllm, or audit it as it is")
+    return ConfigError(
+        "stock vLLM cannot follow a schedule; use the engine vllm, or audit without a schedule"
+    )
 
 
 def _whole(sampled: Rollout) -> list[int]:
@@ -182,16 +185,17 @@ def _whole(sampled: Rollout) -> list[int]:
 
 
 def _lists(sampled: Rollout, positions: Sequence[Mapping[int, float]], n: int) -> TopLists:
-    """Make lists of the ``n`` likeliest tokens at each place, with the response's log-probs.
+    """Build lists of the ``n`` most likely tokens at each position, with the log-probs of the
+    response.
 
-    Raises EngineError: a list is shorter than asked for.
+    Raises EngineError: a list has fewer than ``n`` tokens.
     """
     best = [sorted(each.items(), key=lambda entry: -entry[1])[:n] for each in positions]
     shortest = min(map(len, best), default=n)
     if shortest < n:
         raise EngineError(
-            f"vLLM gave a list of {shortest} likely tokens where {n} were asked for; ask for fewer "
-            "(--lists), or start the server with more (--max-logprobs)"
+            f"vLLM returned a list of {shortest} tokens, expected {n}; request shorter lists "
+            "(--lists), or start the server with a higher limit (--max-logprobs)"
         )
     own = [
         each[token] for each, token in zip(positions, sampled.response_ids.tolist(), strict=True)
@@ -205,10 +209,10 @@ def _lists(sampled: Rollout, positions: Sequence[Mapping[int, float]], n: int) -
 
 
 def start(asked: Asked) -> StockEngine:
-    """vLLM in this process, with the user's options of ``vllm.LLM`` and nothing of Sparrow's."""
+    """Start vLLM in this process, with the user's options for ``vllm.LLM`` and without Sparrow."""
     return StockEngine(asked.checkpoint, **options_of(asked))
 
 
 def start_server(asked: Asked) -> StockServer:
-    """The server at the address given."""
+    """Connect to the server at the given address."""
     return StockServer(asked.spec.rest)

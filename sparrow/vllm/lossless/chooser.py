@@ -1,7 +1,7 @@
-"""Chooses how many tokens to draft and how much the drafts read: whatever gave the most tokens per
-second in similar batches, as measured while running.
+"""The choice of how many tokens to draft and how much the drafts read: the combination that yielded
+the most tokens per second in similar batches, as measured while the engine runs.
 
-The choice affects only speed: samples follow the policy whatever is drafted.
+The choice affects only speed; samples follow the policy whatever is drafted.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sparrow.vllm.lossless.plan import DraftPlan
 
 
 class DraftChooser:
-    """Chooses the number of drafts of each cycle (``DraftLength``) and what they read
-    (``DraftBudget``), from measurements of earlier cycles (``Measured``).
+    """The chooser of the number of drafts in each cycle (``DraftLength``) and of their budget
+    (``DraftBudget``), based on measurements of earlier cycles (``Measured``).
 
     Args:
-        choices: numbers of drafts to choose from, 0 (no drafting) included.
-        budgets: what drafts may read, in multiples of the draft schedule, 1 included.
+        choices: numbers of drafts to choose from, including 0 (no drafting).
+        budgets: budgets to choose from, as multiples of the draft schedule, including 1.
     """
 
     def __init__(self, choices: Iterable[int], budgets: tuple[float, ...] = (1.0,)) -> None:
@@ -29,7 +29,7 @@ class DraftChooser:
         self.measured = Measured(budgets)
         self.draft_length = DraftLength(choices, self.measured)
         self.draft_budget = DraftBudget(self.measured)
-        self._budget = self.draft_budget.base  # in use for the batches of the cycle chosen last
+        self._budget = self.draft_budget.base  # in use for batches like that of the latest cycle
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -38,23 +38,23 @@ class DraftChooser:
 
     @property
     def chosen(self) -> Counter[int]:
-        """Cycles by number of drafts."""
+        """Numbers of cycles, by number of drafts."""
         return self.draft_length.chosen
 
     @property
     def is_watching(self) -> bool:
-        """True if the cycle chosen last is to be observed."""
+        """True if the latest chosen cycle is to be observed."""
         return self.draft_length.is_watching
 
     @property
     def repeats(self) -> int:
-        """Further cycles without drafts before the chooser must be asked again, as long as the
+        """Number of further cycles without drafts for which no new choice is needed, as long as the
         number of sequences does not change.
         """
         return self.draft_length.repeats
 
     def settled(self, rows: int, length: float) -> int | None:
-        """Return the number of drafts in use for similar batches; None while other numbers are
+        """Return the number of drafts in use for similar batches; None while different numbers are
         being timed.
         """
         batch = _batch(rows, length)
@@ -64,19 +64,20 @@ class DraftChooser:
     def plan(self, rows: int, length: float, repeated: int = 0) -> DraftPlan:
         """Plan the drafts of the next cycle; see ``choose`` and ``choose_budget``.
 
-        For a cycle without drafts no budget is chosen; its time counts for the budget in use.
+        No budget is chosen for a cycle without drafts; the time of such a cycle counts for the
+        budget in use.
         """
         tokens = self.choose(rows, length, repeated)
         budget = self.choose_budget(rows, length, tokens) if tokens else self._budget
         return DraftPlan(tokens, budget)
 
     def choose(self, rows: int, length: float, repeated: int = 0) -> int:
-        """Choose the number of drafts of the next cycle, for ``rows`` sequences of mean ``length``
+        """Choose the number of drafts in the next cycle, for ``rows`` sequences of mean ``length``
         (tokens).
 
         Args:
-            repeated: cycles without drafts that followed the choice before this one, at most
-                ``repeats``.
+            repeated: number of cycles without drafts, at most ``repeats``, that have followed the
+                previous choice.
         """
         self.draft_length.count_repeated(repeated)
         batch = _batch(rows, length)
@@ -84,8 +85,8 @@ class DraftChooser:
         return self.draft_length.choose(self.measured.case(batch, self._budget))
 
     def choose_budget(self, rows: int, length: float, drafts: int) -> int:
-        """Choose what the drafts of the next cycle read, an index of ``budgets``; call it after
-        ``choose``, with its result unless that is 0.
+        """Choose the budget of the drafts in the next cycle, an index of ``budgets``. If ``choose``
+        returned a number above 0, this method is called next, with that number.
         """
         return self.draft_budget.choose(_batch(rows, length), drafts)
 
@@ -101,15 +102,16 @@ class DraftChooser:
         first: bool = False,
         budget: int | None = None,
     ) -> None:
-        """Learn from one cycle of ``rows`` sequences that all had the same number of drafts.
+        """Record the measurements of a cycle of ``rows`` sequences with the same number of drafts.
 
         Args:
             seconds: time of the drafts and their verification.
-            accepted, judged: drafts accepted, and drafts up to the first rejected one of each
-                sequence.
-            first: whether the cycle before had other drafts. The host may have seen its end late,
-                which makes this cycle seem short; its time then only counts against the number.
-            budget: what the drafts read; by default, what is in use for such batches.
+            accepted: number of accepted drafts.
+            judged: number of drafts up to and including the first rejected one of each sequence.
+            first: whether the previous cycle had a different number of drafts or budget. The host
+                may have seen the end of that cycle late, which makes this one seem short, so this
+                time can rule out a number of drafts but not speak for it.
+            budget: the budget of the drafts; by default, the one in use for such batches.
         """
         batch = _batch(rows, length)
         in_use = self.draft_budget.in_use(batch)
@@ -117,8 +119,8 @@ class DraftChooser:
         self.measured.add(case, drafts, seconds, accepted, judged, first)
 
     def in_use(self) -> dict[str, int]:
-        """Return the numbers of drafts in use, by sequences and mean length, both rounded to the
-        steps of ``Measured``.
+        """Return the numbers of drafts in use, by number of sequences and mean length, both rounded
+        to the steps of ``Measured``.
         """
         return {
             _name(case.batch): case.in_use
@@ -127,8 +129,8 @@ class DraftChooser:
         }
 
     def budgets_in_use(self) -> dict[str, float]:
-        """Return the budgets of the batches of ``in_use``, in multiples of the draft schedule;
-        those with the multiple 1 are left out.
+        """Return the budgets for the batches in ``in_use``, as multiples of the draft schedule;
+        batches with the multiple 1 are omitted.
         """
         read = {_name(case.batch): self.budgets[case.budget] for case in self._cases_in_use()}
         return {name: multiple for name, multiple in read.items() if multiple != 1}

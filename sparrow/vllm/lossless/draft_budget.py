@@ -1,7 +1,7 @@
-"""Chooses how much drafts read: the budget that gave the most tokens per second.
+"""The choice of how much drafts read: the budget that yielded the most tokens per second.
 
-The number of drafts is chosen for the budget in use (``draft_length``); once it is settled, the
-budgets next to that one are tried with it.
+The number of drafts is chosen for the budget in use (``draft_length``). Once that number is
+settled, the neighbouring budgets are tried with the same number.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from sparrow.vllm.lossless.measured import (
 )
 
 TRY_BUDGETS = 48
-"""Cycles with drafts after which the neighbouring budgets are tried, and again after twice as many,
-four times as many and so on. Dense steps are timed again in cycles other than these.
+"""The neighbouring budgets are tried after this many cycles with drafts, and again after twice as
+many, four times as many and so on. Dense steps are timed again in different cycles.
 """
 BUDGET_PROBES = 5
-"""Cycles in a row with another budget; the first of them is not timed."""
+"""Consecutive cycles in a trial of another budget; the first of them is not timed."""
 BUDGET_LEAD = 0.02
-"""Share by which another budget must be faster to be used."""
+"""Relative gain in speed above which another budget replaces the one in use."""
 
 
 class DraftBudget:
-    """Chooses what the drafts of each cycle read, an index of ``Measured.budgets``."""
+    """The chooser of the budget of each cycle's drafts, an index of ``Measured.budgets``."""
 
     def __init__(self, measured: Measured) -> None:
         self.base = measured.budgets.index(1.0)
@@ -37,7 +37,7 @@ class DraftBudget:
         self._in_use: dict[Batch, int] = {}
 
     def in_use(self, batch: Batch) -> int:
-        """Return the budget in use for a batch; at first, that of the nearest batch."""
+        """Return the budget in use for a batch; a new batch starts with that of the nearest batch."""
         budget = self._in_use.get(batch)
         if budget is None:
             nearest = min(self._in_use, key=lambda other: distance(other, batch), default=None)
@@ -47,7 +47,7 @@ class DraftBudget:
         return budget
 
     def choose(self, batch: Batch, drafts: int) -> int:
-        """Choose the budget of the next cycle, which has this number of drafts."""
+        """Choose the budget of the next cycle, in which ``drafts`` tokens are drafted."""
         budget = self.in_use(batch)
         budgets = len(self._measured.budgets)
         if budgets == 1:
@@ -65,7 +65,7 @@ class DraftBudget:
         return budget
 
     def _compare(self, case: Case, others: Iterable[int], drafts: int) -> None:
-        """Switch to one of the ``others`` if this number of drafts was faster with it."""
+        """Switch to one of the ``others`` if drafting was faster with that budget."""
         ours = self._measured.speed(case, drafts, typical(case.seconds[drafts]))
         speed = {case: (1 + BUDGET_LEAD) * ours}
         for budget in others:

@@ -1,5 +1,5 @@
-"""Chooses how many tokens to draft: the number that gave the most tokens per second in similar
-batches.
+"""The choice of how many tokens to draft: the number that yielded the most tokens per second in
+similar batches.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from sparrow.vllm.lossless.measured import (
 
 THINK_EVERY = 8
 THINK_DENSE = 32
-"""Cycles between two comparisons of speed, while drafts are in use and while they are not. A
-comparison costs the host time.
+"""Cycles between two comparisons of speed, with drafts in use and without. Each comparison takes
+time on the host.
 """
 WATCHED = 2
-"""Cycles after a comparison that are timed while no drafts are in use: timing costs the host time
-too.
+"""Number of cycles timed after a comparison when no drafts are in use, since timing takes host time
+as well.
 """
 TRY_AGAIN = 4096
 TRY_AGAIN_MOST = 16384
-"""Numbers that lost are tried again after ``TRY_AGAIN`` cycles, after twice as many and so on, and
-in the end every ``TRY_AGAIN_MOST``. Acceptance may have changed while nothing was drafted, but a
-trial costs some 30 ms for one sequence.
+"""Numbers of drafts that lost are tried again after ``TRY_AGAIN`` cycles, after twice as many and
+so on, and later every ``TRY_AGAIN_MOST`` cycles. Acceptance may have changed while nothing was
+drafted, but a trial costs about 30 ms for one sequence.
 """
 RETIME = 320
-"""Cycles after which a number that nearly won is timed again, since the first times of a batch are
-the least reliable.
+"""Cycles after which a number of drafts that nearly won is timed again, since the first times of a
+batch are the least reliable.
 """
 DENSE_AGAIN = 8
-"""Cycles with drafts after which dense steps are timed again, and again after twice as many, four
-times as many and so on: the first times of a batch may have been slow, and lossless decoding must
-not be slower than dense.
+"""Dense steps are timed again after this many cycles with drafts, after twice as many, four times
+as many and so on. The first times of a batch may have been unusually long, and lossless decoding
+must not be slower than dense decoding.
 """
 DENSE_NEAR = 0.7
 """Dense steps are timed again only if the fastest of them reached this share of the best speed;
 otherwise they cannot win.
 """
 HOPELESS = 0.95
-"""A number of drafts is not tried if its speed, predicted or at the nearest batch, is below this
-share of the best.
+"""A number of drafts is not tried if its speed, either predicted or taken from the nearest batch,
+is below this share of the best speed.
 """
 
 
 class DraftLength:
-    """Chooses the number of drafts for each cycle.
+    """The chooser of the number of drafts in each cycle.
 
     Args:
-        choices: numbers of drafts to choose from, 0 (no drafting) included.
+        choices: numbers of drafts to choose from, including 0 (no drafting).
         measured: the times and acceptance rates measured so far, on which the choice is based.
     """
 
     def __init__(self, choices: Iterable[int], measured: Measured) -> None:
         self.choices = tuple(sorted(choices))
         self.chosen: Counter[int] = Counter()  # cycles by number of drafts
-        self.is_watching = True  # whether the cycle chosen last is to be observed
-        # Further cycles without drafts before the chooser must be asked again, as long as the
+        self.is_watching = True  # whether the latest chosen cycle is to be observed
+        # Number of further cycles without drafts for which no new choice is needed, as long as the
         # number of sequences does not change.
         self.repeats = 0
-        self._repeated_case: Case | None = None  # of the batches that ``repeats`` is about
+        self._repeated_case: Case | None = None  # the case to which ``repeats`` applies
         self._measured = measured
 
     def count_repeated(self, cycles: int) -> None:
@@ -83,7 +83,7 @@ class DraftLength:
         if current is not None:
             case.drafting = case.drafting + 1 if current else 0
         if current and self._dense_is_due(case):
-            # The first of these steps: earlier times may mislead.
+            # Forget earlier times, which may mislead, before the first of these steps.
             if case.drafting.bit_count() == 1:
                 case.seconds.pop(0, None)
             choice = 0
@@ -100,7 +100,7 @@ class DraftLength:
         return choice
 
     def _compare(self, case: Case, current: int | None) -> int:
-        """Choose the fastest number of drafts, or one that is worth timing."""
+        """Choose the fastest number of drafts, or a number that is worth timing."""
         self._forget_some_times(case, current)
         promising = self._promising(case)
         untimed = next((k for k in promising if not self._measured.is_timed(case, k)), None)
@@ -114,8 +114,8 @@ class DraftLength:
         return choice
 
     def _forget_some_times(self, case: Case, current: int | None) -> None:
-        """Forget the times of the numbers that lost, or of one that nearly won, when they are due
-        to be timed again.
+        """Forget the times of the numbers of drafts that lost, or of one that nearly won, when they
+        are due to be timed again.
         """
         cycle = case.cycles
         if cycle % TRY_AGAIN_MOST == 0 or (cycle >= TRY_AGAIN and cycle.bit_count() == 1):
@@ -130,13 +130,15 @@ class DraftLength:
                 case.seconds.pop(near[cycle // RETIME % len(near)])
 
     def _may_repeat(self, case: Case, cycles: int) -> None:
-        """Let this many further cycles of such batches draft nothing without asking."""
+        """Allow this many further cycles of such batches to go without drafts and without a new
+        choice.
+        """
         self.repeats = cycles
         self._repeated_case = case
 
     def _try(self, case: Case, drafts: int) -> int:
-        """Choose this number, or the fastest known one while the times of its first cycles have not
-        arrived.
+        """Choose this number of drafts or, while the times of its first cycles are still awaited,
+        the fastest known number.
         """
         if not drafts or len(self._measured.seen(case, drafts)) >= TRIED:
             return drafts
@@ -158,8 +160,8 @@ class DraftLength:
         return max(fastest, speed.get(0, math.inf)) >= DENSE_NEAR * max(speed.values())
 
     def _promising(self, case: Case) -> list[int]:
-        """List the numbers of drafts worth timing, the fastest first, and after them at most one
-        that was never timed, the smallest.
+        """List the numbers of drafts that are worth timing, fastest first, followed by the smallest
+        of those never timed, if it is worth a trial.
         """
         known = self._measured.known(case)
         speed = self._measured.expected_speeds(case)

@@ -1,10 +1,10 @@
-"""An fp8 copy of a model's weights for the drafts of lossless mode; all other steps multiply with
-the weights themselves.
+"""An fp8 copy of a model's weights for the drafts of lossless mode; all other steps use the weights
+themselves.
 
-A linear layer calls one custom operation that torch.compile does not look into. It decides whether
-to read the copy when it runs, or when a CUDA graph is captured: the graphs of draft steps hold
-products in fp8, and vLLM's graphs hold products in 16 bits. The arithmetic is that of vLLM's
-``quantization="fp8_per_channel"``, with a scale for each output and for each token.
+A linear layer calls a custom operation that is opaque to torch.compile. The operation decides
+whether to read the copy when it runs or is captured in a CUDA graph: the graphs of draft steps
+contain fp8 products, and vLLM's graphs contain 16-bit products. The arithmetic is that of vLLM's
+``quantization="fp8_per_channel"``, with one scale per output and one per token.
 
 Shapes: T tokens, N outputs, K inputs of a linear layer.
 """
@@ -27,16 +27,16 @@ from sparrow.errors import UnsupportedModel
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-SMALLEST_SCALE = 1 / (512 * LARGEST)  # as in vLLM's kernel, so that a row of zeros has a scale
-ALIGNED = 16  # rows and columns of the kernel's matrices are multiples of this
+SMALLEST_SCALE = 1 / (512 * LARGEST)  # as in vLLM's kernel; gives a row of zeros a valid scale
+ALIGNED = 16  # numbers of rows and columns in the kernel's matrices are multiples of this
 
 _drafting = False
 
 
 @contextmanager
 def drafting() -> Iterator[None]:
-    """Have linear layers multiply with their copy, if they have one, inside the context. A process
-    runs one model at a time.
+    """Let linear layers use the copies of their weights, if they have one, inside the context. A
+    process runs one model at a time, so the state is global.
     """
     global _drafting
     _drafting = True
@@ -51,7 +51,7 @@ def quantize(rows: Tensor, values: Tensor) -> Tensor:
 
     Args:
         rows: ``[rows, columns]``, contiguous in memory.
-        values: the output, float8_e4m3fn of the same shape.
+        values: the output tensor, float8_e4m3fn of the same shape.
 
     Returns:
         The scales, float32 ``[rows, 1]``.
@@ -65,8 +65,8 @@ def quantize(rows: Tensor, values: Tensor) -> Tensor:
 
 
 def fp8_linear(x_TK: Tensor, bias: Tensor | None, values_NK: Tensor, scales_N1: Tensor) -> Tensor:
-    """Multiply tokens, rounded to fp8, with rounded weights; returns ``[T, N]`` in the tokens'
-    dtype.
+    """Round the tokens' activations to fp8 and multiply them by rounded weights; returns ``[T, N]``
+    in the dtype of the activations.
     """
     x8 = torch.empty(x_TK.shape, dtype=FP8, device=x_TK.device)
     scale_T1 = quantize(x_TK.contiguous(), x8)
@@ -79,8 +79,8 @@ def fp8_linear(x_TK: Tensor, bias: Tensor | None, values_NK: Tensor, scales_N1: 
 def draft_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor
 ) -> Tensor:
-    """Apply a linear layer to ``x`` ``[..., K]``, while drafting with the copy (``values`` and
-    ``scales``) of its ``weight`` ``[N, K]``.
+    """Apply a linear layer to ``x`` ``[..., K]``; drafts use the copy (``values`` and ``scales``)
+    of its ``weight`` ``[N, K]``.
     """
     if not _drafting:
         return linear(x, weight, bias)
@@ -98,8 +98,9 @@ direct_register_custom_op("draft_linear", draft_linear, fake_impl=_shape, target
 
 
 class DraftLinearMethod(UnquantizedLinearMethod):
-    """Multiplies for one layer and holds the copy of its weight. The copy is not a buffer of the
-    layer: vLLM would save that before it sleeps, and take it apart when it loads weights.
+    """The multiplication method of one linear layer, with the copy of the layer's weight. The copy
+    is not a buffer of the layer, because vLLM saves buffers before it sleeps and replaces them when
+    it reloads weights.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -112,10 +113,10 @@ class DraftLinearMethod(UnquantizedLinearMethod):
 
 
 class DraftWeights:
-    """The copy for one worker's drafts, which follows the weights.
+    """The copy of the weights for one worker's drafts; it is renewed whenever the weights change.
 
-    Made after the model is loaded and before it is compiled. The copy stays where it is: CUDA
-    graphs hold its address.
+    The copy is made after the model is loaded and before it is compiled. Its tensors keep their
+    addresses, because CUDA graphs refer to them.
 
     Raises UnsupportedModel: no layer of the model can have a copy.
     """
@@ -127,8 +128,9 @@ class DraftWeights:
         ]
         if not self._copies:
             raise UnsupportedModel(
-                f"{type(model).__name__} has no linear layer of multiples of {ALIGNED} inputs and "
-                "outputs in 16 bits, which draft_weights 'fp8' needs; leave draft_weights out"
+                f"{type(model).__name__} has no 16-bit linear layer whose numbers of inputs and "
+                f"outputs are multiples of {ALIGNED}, which draft_weights 'fp8' needs; leave "
+                "draft_weights out"
             )
         kept = [layer for layer in linears if not _can_be_copied(layer)]
         self.kept_layers = len(kept)
@@ -145,13 +147,13 @@ class DraftWeights:
             self.is_stale = True
             return load_weights(*args, **kwargs)
 
-        # All ways to load weights end here, except those that write to the parameters directly;
-        # ``patches.follow_weights`` notes these.
+        # All ways to load weights call this method, except those that write to the parameters
+        # directly, which ``patches.follow_weights`` covers.
         model.load_weights = followed
 
     @torch.inference_mode()
     def renew(self) -> None:
-        """Copy the weights again if they may have changed, in place; called before drafts."""
+        """Copy the weights again, in place, if they may have changed; called before drafts."""
         if self.is_stale:
             for layer, method in self._copies:
                 method.scales.copy_(quantize(layer.weight, method.values))
@@ -161,7 +163,9 @@ class DraftWeights:
         return len(self._copies)
 
     def describe(self) -> dict[str, Any]:
-        """Memory of the copy, and the linear layers without one, in plain types."""
+        """Describe the copy's memory and the number of linear layers with and without a copy, in
+        plain types.
+        """
         return {
             "draft_weight_bytes": self.bytes,
             "draft_layers": len(self),

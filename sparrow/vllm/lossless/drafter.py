@@ -1,5 +1,5 @@
-"""The interface between the speculator and a drafter, so that others than the sparse actor can
-draft.
+"""The interface between the speculator and a drafter, which lets drafters other than the sparse
+actor be used.
 
 Shapes: B sequences of the batch, S sequences the worker can hold, k drafts, V vocabulary.
 """
@@ -17,38 +17,38 @@ if TYPE_CHECKING:
 
 
 class Pass(NamedTuple):
-    """The pass over the model that comes before the drafts, as vLLM describes it."""
+    """vLLM's description of the forward pass that precedes the drafts."""
 
-    batch: Any  # vLLM's, with lengths that count the rejected tokens too
-    is_prefilling_B: Tensor | None  # bool; None: no sequence is in prefill
-    sampled_B: Tensor  # tokens that each sequence got; none after a chunk of a prompt
-    rejected_B: Tensor  # drafts of each sequence that were rejected
+    batch: Any  # vLLM's input batch; its lengths include the rejected tokens
+    is_prefilling_B: Tensor | None  # bool; None if no sequence is in prefill
+    sampled_B: Tensor  # number of tokens sampled per sequence; 0 after a chunk of a prompt
+    rejected_B: Tensor  # number of rejected drafts per sequence
     newest_S: Tensor  # the newest token of each sequence, which is not in the cache yet
     temperature_S: Tensor
     seed_S: Tensor
 
 
 class Drafter(Protocol):
-    """Proposes the tokens that the next dense pass verifies.
+    """A source of the tokens that the next dense pass verifies.
 
-    Samples follow the policy whatever it proposes, provided that each token was drawn from
-    ``logits``.
+    Samples follow the policy whatever the drafter proposes, provided that each proposed token was
+    sampled from ``logits``.
     """
 
     logits: Tensor
-    """float ``[S, k, V]``: the logits that each draft was drawn from, by the sequence's place in
-    the worker. The tensor stays the same for the drafter's life.
+    """float ``[S, k, V]``: the logits from which each draft was sampled, by the sequence's index in
+    the worker. The drafter uses the same tensor for its whole life.
     """
 
     captured_over: dict[str, int]
-    """The ``addresses`` when CUDA graphs were captured; empty if there are none."""
+    """The ``addresses`` at the time when CUDA graphs were captured; empty without graphs."""
 
     def load(self, model: Any) -> None:
-        """Take the policy's model, and allocate whatever else drafting needs."""
+        """Store the policy's model, and allocate whatever else drafting needs."""
 
     def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
-        """Draft over this KV cache from now on, forget what belongs to an earlier one, and fill in
-        ``runtime.drafting``.
+        """Draft with this KV cache from now on, discard everything that belongs to an earlier
+        cache, and fill in ``runtime.drafting``.
         """
 
     def addresses(self) -> dict[str, int]:
@@ -56,12 +56,13 @@ class Drafter(Protocol):
         ...
 
     def capture(self) -> None:
-        """Record CUDA graphs of what ``propose`` runs."""
+        """Capture CUDA graphs of the steps that ``propose`` runs."""
 
     def propose(self, plan: DraftPlan, after: Pass) -> Tensor:
-        """Draft as planned, which may be nothing, and count the pass (``Runtime.count_pass``).
+        """Draft the planned number of tokens, which may be 0, and count the pass
+        (``Runtime.count_pass``).
 
         Returns:
-            int64 ``[B, k]``, meaningful in as many columns as the plan has tokens.
+            int64 ``[B, k]``, of which only the first ``plan.tokens`` columns are meaningful.
         """
         ...

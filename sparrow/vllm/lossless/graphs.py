@@ -1,4 +1,4 @@
-"""CUDA graphs of lossless mode: the batches they are made for, and the graph that serves a step."""
+"""CUDA graphs of lossless mode: the batch sizes to capture, and the choice of a step's graph."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 DEFAULT_ROWS = 256
-"""Sequences to make CUDA graphs for if vLLM chooses ``max_num_seqs`` itself."""
+"""The most sequences for which CUDA graphs are captured if vLLM chooses ``max_num_seqs`` itself."""
 
 
 def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
-    """List the batch sizes, in tokens, to make CUDA graphs for: every number of sequences, with 1
-    token each and with each choice of drafts.
+    """List the batch sizes, in tokens, for which to capture CUDA graphs: each number of sequences
+    with 1 token per sequence, and with each choice of drafts.
     """
     counts = [
         1,
@@ -29,16 +29,16 @@ def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
 
 
 def candidates(graphs: Iterable[Any]) -> dict[tuple[int, int], list[Any]]:
-    """Tabulate the graphs that may serve a step, in order of preference, by the step's tokens and
-    active LoRAs.
+    """Tabulate the graphs that a step can use, in order of preference, by the step's number of
+    tokens and of active LoRAs.
 
-    For each kind of graph (full or piecewise, for 1 token per sequence or for drafts too) this is
-    the smallest one that has room. vLLM itself offers a step only the smallest graph of all kinds;
-    if that is for another number of drafts, the step would run without a full graph, or without any
-    (vllm-project/vllm#56136).
+    There is one graph of each kind (full or piecewise, for 1 token per sequence or with drafts):
+    the smallest one that fits the step. vLLM itself offers a step only the smallest graph of all
+    kinds. If that graph is for a different number of drafts, the step would run without a full
+    graph, or without any graph (vllm-project/vllm#56136).
 
     Args:
-        graphs: vLLM's descriptions of the graphs that it captures, those of the preferred mode
+        graphs: vLLM's descriptions of the graphs that it captures, with those of the preferred mode
             first.
     """
     kinds = defaultdict(list)

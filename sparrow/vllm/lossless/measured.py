@@ -1,8 +1,8 @@
 """Measurements of a running engine's batches: times by number of drafts, and acceptance.
 
-A case is a class of similar batches: about as many sequences and about the same mean length, both
-in steps of a factor of sqrt(2), with drafts that read the same budget. A new case takes over the
-times of the nearest one, so that little has to be timed again as sequences grow and end.
+A case is a class of similar batches, which have the same budget and about the same number of
+sequences and mean length, both in steps of a factor of sqrt(2). A new case takes over the times of
+the nearest case, so little has to be timed again as sequences grow and end.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from sparrow.decoding import acceptance_at
 
 PROBES = 4
 DENSE_PROBES = 6
-"""Cycles timed with a number of drafts, and dense steps timed, before they are judged. Everything
-is compared with dense steps, and their times scatter most.
+"""How many cycles with a number of drafts, and how many dense steps, are timed before their speed
+is compared. Dense steps need more, since everything is compared with them and their times scatter
+most.
 """
 DENSE_ALIKE = 3
 ALIKE = 1.03
@@ -27,33 +28,34 @@ the shortest.
 """
 TRIED = 2
 UNDER_WAY = 3
-"""Cycles with a new number of drafts before the chooser waits for their times, and cycles until
-these must have arrived: a number that loses is not used further while its first times are under
-way. A single time decides nothing, since it may be slow by chance.
+"""The chooser tries a new number of drafts in ``TRIED`` cycles, and then waits ``UNDER_WAY`` cycles
+for their times, so that a number that loses is not used in the meantime. A single time is not
+enough, since it may be long by chance.
 """
 DENSE_LEAD = 0.06
-"""Share by which drafting must be faster than dense decoding to be chosen. Times scatter by as much
-where steps wait for the host, and a wrong choice would make lossless decoding slower than dense.
+"""Relative gain in speed over dense decoding above which drafting is chosen. Times scatter by as
+much when steps wait for the host, and a wrong choice would make lossless decoding slower than
+dense decoding.
 """
 GIVE_UP = 0.85
-"""The timing of a number of drafts is cut short if even its fastest time so far gives less than
-this share of the dense speed.
+"""The timing of a number of drafts is cut short if its speed, even at the shortest time so far, is
+below this share of the dense speed.
 """
 PRIOR = (9.0, 10.0)
-"""Drafts accepted and judged that are assumed before there are measurements."""
+"""Numbers of accepted and judged drafts that are assumed before there are measurements."""
 BUDGET_PRIOR = 500.0
-"""Weight, in judged drafts, of the acceptance that is expected with a budget not tried yet. It is
-large because the five cycles of a trial judge few drafts.
+"""Weight, in judged drafts, of the acceptance that is expected with a budget not tried yet. The
+weight is large because the five cycles of a trial judge few drafts.
 """
 REACH = 2
-"""Largest distance in steps at which a batch's times are taken over."""
+"""Largest distance, in steps, of a case whose times are taken over."""
 FORGET = 0.98
-"""Factor by which each cycle weights the drafts accepted and judged before it."""
+"""Factor by which the weight of earlier accepted and judged drafts falls with each cycle."""
 KEPT = 12
-"""Times kept for each number of drafts, the latest ones."""
+"""Number of times kept for each number of drafts: the latest ones."""
 
 Batch = tuple[int, int]
-"""Steps of the number of sequences, and of their mean length."""
+"""The number of sequences and their mean length, both in steps of a factor of sqrt(2)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,21 +66,21 @@ class Case:
     """
 
     batch: Batch
-    budget: int  # an index of what drafts may read
+    budget: int  # an index of ``Measured.budgets``
     seconds: dict[int, deque[float]] = field(default_factory=dict)  # of the latest cycles
-    # of the first cycle after some with other drafts
+    # seconds of the first cycle after a different number of drafts or budget
     first_seconds: dict[int, float] = field(default_factory=dict)
-    # of a cycle at the nearest case, when this one was new
+    # seconds of a cycle in the nearest case, taken over when this case was new
     taken_over: dict[int, float] = field(default_factory=dict)
     begun: Counter[int] = field(default_factory=Counter)  # cycles since a number was first tried
-    in_use: int | None = None  # the number of drafts chosen last
-    is_being_timed: bool = False  # whether numbers other than that one are being timed
+    in_use: int | None = None  # the number of drafts that won the latest comparison
+    is_being_timed: bool = False  # whether different numbers of drafts are being timed
     cycles: int = 0
     drafting: int = 0  # cycles since drafts came into use
 
     @property
     def settled(self) -> int | None:
-        """The number of drafts in use; None while others are being timed."""
+        """The number of drafts in use; None while different numbers are being timed."""
         return None if self.is_being_timed else self.in_use
 
 
@@ -86,7 +88,7 @@ class Measured:
     """Times and acceptance by case.
 
     Args:
-        budgets: what drafts may read, in multiples of the draft schedule.
+        budgets: the budgets of drafts, as multiples of the draft schedule.
     """
 
     def __init__(self, budgets: tuple[float, ...]) -> None:
@@ -99,7 +101,7 @@ class Measured:
         return self.cases.get((batch, budget))
 
     def case(self, batch: Batch, budget: int) -> Case:
-        """Return the case of these batches; a new one starts with the times and the cycle counts of
+        """Return the case of these batches; a new case starts with the times and cycle counts of
         the nearest case that has times.
         """
         case = self.cases.get((batch, budget))
@@ -125,7 +127,7 @@ class Measured:
     def add(
         self, case: Case, drafts: int, seconds: float, accepted: int, judged: int, first: bool
     ) -> None:
-        """Note one cycle; see ``DraftChooser.observe``."""
+        """Record one cycle; see ``DraftChooser.observe``."""
         if first:
             case.first_seconds[drafts] = seconds
         else:
@@ -139,8 +141,8 @@ class Measured:
             verdicts[1] = FORGET * verdicts[1] + judged
 
     def known(self, case: Case) -> dict[int, float]:
-        """Return the seconds of a cycle by number of drafts: as timed in this case if that was
-        often enough, else as expected from the case that it took over.
+        """Return the seconds per cycle by number of drafts: as timed in this case if it was timed
+        often enough, else as expected from the times that the case took over.
         """
         timed = {k: typical(of) for k, of in case.seconds.items() if self.is_timed(case, k)}
         expected = case.taken_over
@@ -151,14 +153,15 @@ class Measured:
             factor = timed[fewest] / expected[fewest]
             for drafts in expected.keys() - timed.keys():
                 known[drafts] = factor * expected[drafts]
-                # Longer sequences slow only verification, which adds the same time to any number
-                # of drafts. Where cycles got shorter, one without drafts saves less than one with.
+                # Longer sequences slow only verification, which adds the same time for any number
+                # of drafts. If cycles became shorter, a cycle without drafts saves less time than
+                # one with drafts.
                 if more > 0 or drafts > fewest:
                     known[drafts] = min(known[drafts], expected[drafts] + more)
         return known
 
     def is_timed(self, case: Case, drafts: int) -> bool:
-        """Return whether a number of drafts was timed often enough, or is too slow to go on."""
+        """Return whether a number of drafts was timed often enough, or is clearly too slow."""
         times = case.seconds.get(drafts, ())
         if not drafts:
             alike = len(times) >= DENSE_ALIKE and max(times) <= ALIKE * min(times)
@@ -172,13 +175,14 @@ class Measured:
         return self.speed(case, drafts, min(seen)) < GIVE_UP * dense
 
     def seen(self, case: Case, drafts: int) -> list[float]:
-        """List all times with a number of drafts, including that of a first cycle."""
+        """List all times of cycles with this number of drafts, including that of a first cycle."""
         first = case.first_seconds.get(drafts)
         return [*case.seconds.get(drafts, ()), *([] if first is None else [first])]
 
     def judged(self, length: int, budget: int) -> list[float]:
-        """Return the drafts accepted and judged at this length with this budget; before there are
-        any, an estimate from the nearest length and budget, with a weight that soon fades.
+        """Return the numbers of drafts accepted and judged at this length with this budget. Before
+        there are any, they are estimated from the nearest length and budget, with a weight that
+        soon fades.
         """
         if (length, budget) in self._verdicts:
             return self._verdicts[length, budget]
@@ -193,16 +197,16 @@ class Measured:
         return [weight * expected, weight]
 
     def speed(self, case: Case, drafts: int, seconds: float) -> float:
-        """Return a sequence's tokens per second with this number of drafts; for dense decoding,
-        times ``1 + DENSE_LEAD``.
+        """Return a sequence's tokens per second with this number of drafts; the speed of dense
+        decoding is multiplied by ``1 + DENSE_LEAD``.
         """
         lead = 1.0 if drafts else 1 + DENSE_LEAD
         accepted, judged = self.judged(case.batch[1], case.budget)
         return lead * tokens_per_cycle(accepted / judged, drafts) / seconds
 
     def speeds(self, case: Case) -> dict[int, float]:
-        """Return a sequence's tokens per second by number of drafts, for those timed in such
-        batches.
+        """Return a sequence's tokens per second by number of drafts, for the numbers timed in this
+        case.
         """
         return {
             k: self.speed(case, k, typical(of))
@@ -211,20 +215,20 @@ class Measured:
         }
 
     def expected_speeds(self, case: Case) -> dict[int, float]:
-        """Return a sequence's tokens per second by number of drafts, as timed or as expected."""
+        """Return a sequence's measured or expected tokens per second, by number of drafts."""
         return {k: self.speed(case, k, seconds) for k, seconds in self.known(case).items()}
 
 
 def tokens_per_cycle(acceptance: float, drafts: int) -> float:
-    """Return the expected tokens per cycle of a sequence, if each draft is accepted with this
+    """Return a sequence's expected number of tokens per cycle if each draft is accepted with this
     probability (arXiv 2211.17192, eq. 1).
     """
     return drafts + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
 
 
 def typical(seconds: Iterable[float]) -> float:
-    """Return the mean of the middle half of the times. When the host looks late, one cycle seems
-    too long and the next one too short.
+    """Return the mean of the middle half of the times. If the host sees the end of a cycle late,
+    that cycle seems too long and the next one too short.
     """
     ordered = sorted(seconds)
     outer = len(ordered) // 4
@@ -232,7 +236,7 @@ def typical(seconds: Iterable[float]) -> float:
 
 
 def steps_of(value: float) -> int:
-    """Express a number of sequences or tokens in steps of a factor of sqrt(2)."""
+    """Convert a number of sequences or tokens to steps of a factor of sqrt(2)."""
     return round(2 * math.log2(max(value, 1.0)))
 
 

@@ -1,8 +1,8 @@
-"""Measures the acceptance of every draft, from logits that verification has on the device anyway,
-so that it takes no extra pass.
+"""The measurement of the acceptance of every draft, from logits that verification has on the device
+anyway, so no extra pass is needed.
 
-Shapes: T rows of logits in a verification, each sequence's rows adjacent; B sequences; S sequences
-the worker can hold; k drafts; V vocabulary.
+Shapes: T rows of logits in a verification, with each sequence's rows adjacent; B sequences; S
+sequences the worker can hold; k drafts; V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _overlap_kernel(
     TEMPER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program sums min(p, q) over the vocabulary for one draft, and normalises both."""
+    """Normalise the distributions p and q of one draft, and sum min(p, q) over the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     sequence = tl.load(sequence_T + row).to(tl.int64)
     place = tl.load(place_T + row).to(tl.int64)
@@ -90,9 +90,10 @@ def overlap(
 
     Args:
         target_TV: the policy's logits, processed as for sampling.
-        draft_SkV: the logits that drafts were drawn from.
-        sequence_T, place_T: the row of ``draft_SkV`` that each row is compared with. A place below
-            0 means none and gives NaN, as does a temperature of 0.
+        draft_SkV: the logits from which drafts were sampled.
+        sequence_T, place_T: indices into ``draft_SkV`` of the logits with which each row is
+            compared. A place below 0 means that there is no draft. The result is then NaN, as it
+            is at a temperature of 0.
         temper: whether the drafts' logits must still be divided by ``temperature_S``.
     """
     T, V = target_TV.shape
@@ -117,7 +118,7 @@ def overlap(
 
 
 class Tally:
-    """Acceptance by length, counted on the device until ``settle``.
+    """Acceptance by length, counted on the device until ``settle`` is called.
 
     Args:
         bin_tokens: width of a length bin.
@@ -131,8 +132,8 @@ class Tally:
         self._sums = torch.zeros(bins, dtype=torch.float64, device=device)
 
     def add(self, value_T: Tensor, position_T: Tensor) -> None:
-        """Count the acceptance (NaN: none) of the drafts that come after the tokens at these
-        positions.
+        """Count the acceptance of the drafts that follow the tokens at these positions; NaN is not
+        counted.
         """
         is_known_T = ~value_T.isnan()
         value_T = value_T.nan_to_num(0.0)
@@ -153,20 +154,19 @@ class Tally:
 
 
 class Metered:
-    """Another schedule, under which an occasional step measures the acceptance that a lossy rollout
-    would have.
+    """A second schedule whose acceptance is measured by an occasional extra step.
 
-    The step computes the distribution at the position of a cycle's first draft. It leaves no trace,
-    since the drafts write to the same place of the cache again. Verification has the policy's
-    distribution at that position.
+    The step computes the distribution under this schedule at the position of a cycle's first draft,
+    and verification has the policy's distribution at the same position. The step has no lasting
+    effect, since the drafts overwrite its cache entries.
 
     Args:
         schedule: the schedule, with the page layout of the drafts.
-        every: cycles with drafts from one such step to the next.
-        table: the schedule's pages by length, as ``PageTables.of`` makes them.
-        logits_SV: buffer for the logits of these steps: one place for each sequence that the worker
-            holds, and one more at the end (index -1) for rows without drafts.
-        tally: counts their acceptance.
+        every: number of cycles with drafts per such step.
+        table: the schedule's page counts by length (see ``PageTables.of``).
+        logits_SV: a buffer for the logits of these steps, with one row for each sequence that the
+            worker can hold, and a last one (index -1) for batch rows without drafts.
+        tally: counts the acceptance under this schedule.
     """
 
     def __init__(
@@ -178,19 +178,19 @@ class Metered:
         self.tally = tally
         self._every = every
         self._cycles = 0
-        # The sequences whose logits belong to the drafts that verification will see next.
+        # Marks the sequences whose logits belong to the drafts that are verified next.
         self._is_fresh_S = torch.zeros(len(logits_SV), dtype=torch.bool, device=logits_SV.device)
 
     def begin_cycle(self, index_R: Tensor) -> bool:
-        """Note that these sequences (-1: none) get new drafts; returns whether a step of this
-        schedule is due before them.
+        """Mark the logits of these sequences (-1 for rows without one) as outdated, because new
+        drafts follow; returns whether a step of this schedule is due before these drafts.
         """
         self._is_fresh_S[index_R.long()] = False
         self._cycles += 1
         return self._cycles % self._every == 0
 
     def take(self, logits_RV: Tensor, index_R: Tensor) -> None:
-        """Keep the logits of a step until verification."""
+        """Store the logits of a step until verification."""
         self.logits_SV[index_R.long()] = logits_RV.to(self.logits_SV.dtype)
         self._is_fresh_S[index_R.long()] = index_R >= 0
 
@@ -202,8 +202,8 @@ class Metered:
         sequence_T: Tensor,
         temperature_S: Tensor,
     ) -> None:
-        """Count one verification; ``is_first_T`` marks the rows of logits that a first draft was
-        checked with.
+        """Count the acceptance in one verification; ``is_first_T`` marks the rows of logits that
+        verify the first draft of a sequence.
         """
         is_judged_T = is_first_T & self._is_fresh_S[sequence_T]
         place_T = is_judged_T.long() - 1
@@ -214,16 +214,17 @@ class Metered:
 
 
 class Meter:
-    """Counts the acceptance of drafts by length.
+    """The acceptance of drafts by length.
 
-    A draft counts if all before it in its cycle were accepted; the others were never candidates for
-    the response. Greedy drafts do not count, as they have no distribution.
+    A draft counts if all earlier drafts of its cycle were accepted; a draft after a rejected one
+    was never a candidate for the response. Greedy drafts do not count, as they have no
+    distribution.
 
     Args:
-        drafts: the counts, one for each of ``Runtime.budgets``.
-        budget: the budget that drafts read at first.
+        drafts: a tally for each of ``Runtime.budgets``.
+        budget: the initial budget of drafts.
         temper: see ``overlap``.
-        metered: another schedule to count for, if any.
+        metered: a second schedule to measure, if any.
     """
 
     def __init__(
@@ -253,14 +254,14 @@ class Meter:
         temperature_S: Tensor,
         sampled_B: Tensor,
     ) -> None:
-        """Count one verification.
+        """Count the acceptance in one verification.
 
         Args:
-            first_B1: first row of logits of each sequence, ``[B + 1]``.
+            first_B1: index of the first row of logits of each sequence, ``[B + 1]``.
             position_T: position of the token before each row of logits; the length is one more.
-            sequence_T, place_T: each row's sequence among all that the worker holds, and the row's
-                number in it.
-            sampled_B: tokens that each sequence got: its accepted drafts and one more.
+            sequence_T, place_T: each row's sequence, as an index among all sequences of the worker,
+                and the row's number within that sequence.
+            sampled_B: number of tokens that each sequence got: its accepted drafts and one more.
         """
         T = len(position_T)
         row_T = torch.searchsorted(

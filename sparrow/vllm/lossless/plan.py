@@ -1,8 +1,8 @@
-"""The scheduler's choice of drafts, and how it reaches the speculator.
+"""The scheduler's plan for drafts, and its way to the speculator.
 
-vLLM's scheduler and workers may be different processes. A worker learns about a step from vLLM's
-pickled ``SchedulerOutput``, which has a field for the number of drafts only. The choice therefore
-travels as an extra attribute of that object, which only this module knows.
+vLLM's scheduler and workers may run in different processes. A worker receives each step as vLLM's
+pickled ``SchedulerOutput``, which has a field for the number of drafts but none for their budget.
+The plan is therefore an extra attribute of that object, which only this module uses.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ _ATTRIBUTE = "sparrow_plan"
 
 
 class DraftPlan(NamedTuple):
-    """The drafts that follow a step."""
+    """The plan for the drafts that follow a step."""
 
-    tokens: int  # of each sequence, 0 for none
-    budget: int  # what the drafts read: an index of ``Runtime.budgets``
+    tokens: int  # drafts per sequence, 0 for none
+    budget: int  # how much the drafts read: an index of ``Runtime.budgets``
 
 
 class _Planned(NamedTuple):
@@ -25,7 +25,7 @@ class _Planned(NamedTuple):
 
 
 def attach(scheduled: Any, drafts: DraftPlan, verified: DraftPlan) -> None:
-    """Attach to a step the plan of the drafts that follow it, and of those that it verifies.
+    """Attach two plans to a step: for the drafts that follow it, and for those that it verifies.
 
     Args:
         scheduled: vLLM's ``SchedulerOutput`` of the step.
@@ -34,12 +34,12 @@ def attach(scheduled: Any, drafts: DraftPlan, verified: DraftPlan) -> None:
 
 
 def drafts_after(scheduled: Any, before: DraftPlan) -> DraftPlan:
-    """Return the plan of the drafts that follow a step; without one, the budget ``before`` it
-    stays.
+    """Return the plan for the drafts that follow a step; if the step has no plan, the budget is
+    that of ``before``.
 
-    Steps have no plan in vLLM's warm-up, where the number of drafts does not adapt, and where the
-    scheduler repeats its choice. The number of tokens is always vLLM's: its scheduler has made room
-    for that many.
+    A step has no plan in vLLM's warm-up, if the number of drafts does not adapt, or if the
+    scheduler repeats its choice. The number of tokens always comes from vLLM's scheduler, which has
+    reserved memory for that many.
     """
     planned: _Planned | None = getattr(scheduled, _ATTRIBUTE, None)
     budget = before.budget if planned is None else planned.drafts.budget
@@ -47,6 +47,6 @@ def drafts_after(scheduled: Any, before: DraftPlan) -> DraftPlan:
 
 
 def verified_by(scheduled: Any, otherwise: DraftPlan) -> DraftPlan:
-    """Return the plan of the drafts that a step verifies; ``otherwise`` if it has no plan."""
+    """Return the plan for the drafts that a step verifies, or ``otherwise`` if the step has none."""
     planned: _Planned | None = getattr(scheduled, _ATTRIBUTE, None)
     return otherwise if planned is None else planned.verified

@@ -1,8 +1,9 @@
-"""Lossless mode before a model is loaded: how vLLM is configured, and what it cannot do.
+"""The setup of lossless mode before a model is loaded: vLLM's configuration, and the checks that
+refuse what lossless mode does not support.
 
 vLLM's ``speculative_config`` names the model as its own draft model (method ``draft_model``).
-``sparrow.vllm.lossless.speculator`` then replaces the speculator that would load a second copy of
-it.
+``sparrow.vllm.lossless.speculator`` then replaces vLLM's speculator, which would load a second copy
+of the model.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from sparrow.errors import ConfigError, refuse
 from sparrow.vllm import versions
 from sparrow.vllm.lossless import graphs
 
-ENGINE_KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that says how to decode
+ENGINE_KEY = "sparrow"  # Sparrow's settings are in this entry of vLLM's ``additional_config``
 SCHEDULER = "sparrow.vllm.lossless.scheduler.LosslessScheduler"
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:
-    """List the numbers of drafts that a cycle may have: ``draft_tokens``, or if the number adapts,
+    """List the numbers of drafts that a cycle may have: ``draft_tokens`` or, if the number adapts,
     0, 1/3, 2/3 and all of ``draft_tokens``.
     """
     k = decoding.draft_tokens
@@ -31,11 +32,11 @@ def draft_choices(decoding: Decoding) -> tuple[int, ...]:
 
 
 def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
-    """Complete vLLM's ``EngineArgs`` for lossless mode; a second call on the result changes
-    nothing.
+    """Complete vLLM's ``EngineArgs`` for lossless mode; a second call with the result has no
+    effect.
 
-    Raises ConfigError: a version of vLLM that this mode cannot run in, or an option that it
-    excludes.
+    Raises ConfigError: this version of vLLM does not support lossless mode, or an option conflicts
+    with it.
     """
     versions.check(on_cpu)
     k = decoding.draft_tokens
@@ -46,7 +47,8 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
         "draft_sample_method": "probabilistic",
     }
     if decoding.adapt_draft_tokens:
-        # Lists the numbers of drafts to make graphs for; the scheduler picks one before each step.
+        # vLLM captures graphs for each of these numbers of drafts; the scheduler chooses one of
+        # them before each step.
         ranges = [(n, n, drafts) for n, drafts in enumerate(draft_choices(decoding), start=1)]
         wanted["num_speculative_tokens_per_batch_size"] = ranges
     asked = arguments.speculative_config
@@ -58,27 +60,27 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     own = {name: value for name, value in (asked or {}).items() if name not in allowed}
     if own and any(own.get(name) != value for name, value in wanted.items()):
         raise ConfigError(
-            f"mode 'lossless' makes vLLM's speculative_config itself, got {asked}; "
-            "leave it out, or leave out Sparrow"
+            f"mode 'lossless' sets vLLM's speculative_config itself, got {asked}; leave "
+            "speculative_config out, or start vLLM without Sparrow"
         )
     method = (asked or {}).get("rejection_sample_method", "standard")
     if decoding.drafter_invariant and method != "standard":
         raise ConfigError(
-            "drafter_invariant verifies by drawing the tokens, not by rejecting drafts, but "
-            f"rejection_sample_method is {method!r}; leave one of them out"
+            "drafter_invariant verifies by sampling tokens, not by rejecting drafts, but "
+            f"rejection_sample_method is {method!r}; leave out one of the two options"
         )
     arguments.speculative_config = {**(asked or {}), **wanted}
     if decoding.adapt_draft_tokens:
         if arguments.scheduler_cls not in (None, SCHEDULER):
             raise ConfigError(
                 "mode 'lossless' chooses the number of drafts in vLLM's scheduler, but "
-                f"scheduler_cls is {arguments.scheduler_cls!r}; leave it out, or set "
+                f"scheduler_cls is {arguments.scheduler_cls!r}; leave scheduler_cls out, or set "
                 "adapt_draft_tokens to false"
             )
         if arguments.async_scheduling is False:
             raise ConfigError(
-                "async_scheduling=False and a number of drafts that adapts exclude each other; "
-                "leave async_scheduling out, or set adapt_draft_tokens to false"
+                "async_scheduling=False does not work with an adaptive number of drafts; leave "
+                "async_scheduling out, or set adapt_draft_tokens to false"
             )
         arguments.scheduler_cls = SCHEDULER
     if arguments.async_scheduling is None:
@@ -99,7 +101,9 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def is_ours(speculative_config: Any) -> bool:
-    """Return whether vLLM speculates as in lossless mode, with the model as its own draft model."""
+    """Return whether a speculative_config is that of lossless mode, in which the model is its own
+    draft model.
+    """
     if speculative_config is None or speculative_config.method != "draft_model":
         return False
     return bool(speculative_config.model == speculative_config.target_model_config.model)
@@ -108,41 +112,41 @@ def is_ours(speculative_config: Any) -> bool:
 def check_supported(vllm_config: Any) -> None:
     """Refuse an engine that would draft densely, with a second copy of the model, or not at all.
 
-    Raises ConfigError: such an engine.
+    Raises ConfigError: lossless mode does not support the engine's configuration.
     """
     parallel = vllm_config.parallel_config
     cases = (
         (
             vllm_config.speculative_config is None,
-            "vLLM was not told to speculate: "
-            "the engine was not made from vLLM's EngineArgs; make it so",
+            "vLLM has no speculative_config, because the engine was not created from vLLM's "
+            "EngineArgs; create it from EngineArgs",
         ),
         (
             not vllm_config.use_v2_model_runner,
-            "it needs vLLM's V2 model runner, which this model, device or "
+            "it needs vLLM's V2 model runner, which this model, this device or the variable "
             "VLLM_USE_V2_MODEL_RUNNER rules out; use mode 'lossy', or start vLLM without Sparrow",
         ),
         (
             parallel.pipeline_parallel_size > 1,
-            "it does not run with pipeline parallelism; use tensor parallelism",
+            "it does not support pipeline parallelism; use tensor parallelism",
         ),
         (
             parallel.data_parallel_size > 1,
-            "it does not run with vLLM's data parallelism; start an engine for each part",
+            "it does not support vLLM's data parallelism; start one engine per data-parallel rank",
         ),
         (
             vllm_config.lora_config is not None,
-            "its drafts would not follow the adapter of each request; drop "
-            "enable_lora and load merged weights, or use mode 'lossy'",
+            "its drafts would not use the LoRA adapter of each request; drop enable_lora and load "
+            "merged weights, or use mode 'lossy'",
         ),
     )
     refuse(ConfigError, cases, "mode 'lossless': ")
 
 
 def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
-    """Refuse an engine whose drafts cannot multiply with an fp8 copy of the weights.
+    """Refuse an engine whose drafts cannot use an fp8 copy of the weights.
 
-    Raises ConfigError: such an engine.
+    Raises ConfigError: the engine does not support ``draft_weights`` "fp8".
     """
     import torch
     from vllm import envs
@@ -154,31 +158,35 @@ def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
     cases = (
         (
             vllm_config.quant_config is not None,
-            f"vLLM quantises the weights already ({model.quantization})",
+            f"vLLM already quantises the weights ({model.quantization})",
         ),
-        (model.is_moe, "the weights of experts have no copy, and they are most of the model"),
+        (model.is_moe, "experts, which are most of the model's weights, cannot be copied"),
         (
             envs.VLLM_BATCH_INVARIANT,
-            "vLLM's batch-invariant mode has kernels of its own; unset VLLM_BATCH_INVARIANT",
+            "vLLM's batch-invariant mode uses its own kernels; unset VLLM_BATCH_INVARIANT",
         ),
         (
             not on_cpu and model.dtype not in in_16_bits,
-            f"vLLM's fp8 kernels give 16 bits, and the model's dtype is {model.dtype}",
+            f"vLLM's fp8 kernels return 16-bit values, but the model's dtype is {model.dtype}",
         ),
-        (not has_fp8, "the GPU has no fp8 products (compute capability 8.9 and later have)"),
+        (
+            not has_fp8,
+            "the GPU cannot multiply in fp8, which needs compute capability 8.9 or later",
+        ),
     )
     refuse(ConfigError, cases, "draft_weights 'fp8': ", "; or leave draft_weights out")
 
 
 def check_request(sampling: Any) -> None:
-    """Refuse a request (vLLM's ``SamplingParams``) that drafting and verifying cannot serve.
+    """Refuse a request (vLLM's ``SamplingParams``) with options that lossless mode does not
+    support.
 
-    Raises ValueError for such a request; vLLM's server then answers with HTTP 400.
+    Raises ValueError: the request has such an option; vLLM's server then answers with HTTP 400.
     """
     for name in ("structured_outputs", "min_p", "logit_bias"):
         value = getattr(sampling, name)
         if value:
             raise ValueError(
-                f"mode 'lossless' does not serve {name}, got {value!r}; "
-                "leave it out, or start vLLM without Sparrow"
+                f"mode 'lossless' does not support {name}, got {value!r}; "
+                f"leave {name} out, or start vLLM without Sparrow"
             )

@@ -1,7 +1,7 @@
-"""The sparse actor as a drafter: the policy's model decodes from a few pages of its KV cache.
+"""The sparse actor as a drafter: the policy's model, decoding with a few pages of its KV cache.
 
 A draft step is one CUDA graph, which also sets up the next step. Drafts write their keys and values
-where the next tokens belong, and the dense pass overwrites them.
+to the slots of the next tokens, and the dense pass overwrites them.
 
 Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S sequences the worker can
 hold, k drafts, M blocks of the longest sequence, V vocabulary.
@@ -33,10 +33,10 @@ from sparrow.vllm.lossless.plan import DraftPlan
 from sparrow.vllm.runtime import Runtime
 
 DRAFT_NOISE = 0x5DEECE66D
-"""Changes the seeds of drafts, in versions of vLLM that draw a draft and the token that replaces it
-after rejection with the same noise: unless the two are independent, samples do not follow the dense
-distribution. With ``drafter_invariant`` no token replaces a draft, and the noise is the same on
-purpose (``sparrow.vllm.lossless.verify``).
+"""A mask that changes the seeds of drafts. It is used in versions of vLLM that sample a draft and
+the token that replaces a rejected draft with the same noise: samples follow the dense distribution
+only if the two are independent. With ``drafter_invariant`` no token replaces a draft, and the noise
+is the same on purpose (``sparrow.vllm.lossless.verify``).
 """
 
 
@@ -93,8 +93,8 @@ def _begin_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Set up the first draft step and count the pass before it: see ``propose`` and
-    ``Runtime.count_pass``.
+    """Set up the first draft step, and count the pass before it (see ``propose`` and
+    ``Runtime.count_pass``).
     """
     row = tl.arange(0, ROWS)
     inside = row < B
@@ -158,10 +158,11 @@ def _advance_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Store the tokens that a draft step sampled, count the step, and set up the next one. All this
-    is one kernel, since a draft step is so short that every further kernel costs noticeable time.
+    """Store the tokens sampled in a draft step, count the step, and set up the next one. A single
+    kernel does all of this, since a draft step is so short that every further kernel would add
+    noticeable time.
 
-    ``decoded`` counts rows by length, see ``Runtime``. The context ends at ``limit`` tokens.
+    ``decoded`` counts rows by length (see ``DecodedRows``). The context ends at ``limit`` tokens.
     """
     row = tl.arange(0, ROWS)
     held = row < R
@@ -176,19 +177,19 @@ def _advance_kernel(
     tl.store(positions_R + row, position, mask=held)
     tl.store(lengths_R + row, length, mask=held)
     tl.debug_barrier()  # all warps have read the step
-    tl.store(step, (now + 1) % K)  # warm-up before captures runs more than k steps
+    tl.store(step, (now + 1) % K)  # the warm-up before captures runs more than k steps
     _set_up(
         row, held, position, length, slots_R, top_k_R, top_k_at_length, blocks_SM, stride, TOKENS
     )
 
 
 class SparseDrafter:
-    """A ``Drafter``: steps of the policy under the draft schedule.
+    """A ``Drafter`` that runs steps of the policy under the draft schedule.
 
     Args:
         decoding: the settings of lossless mode.
-        speculator: vLLM's, whose buffers hold the inputs and the drafts; CUDA graphs hold their
-            addresses.
+        speculator: vLLM's speculator, whose buffers contain the inputs and the drafts; CUDA graphs
+            refer to these buffers by address.
     """
 
     _model: Any
@@ -213,7 +214,7 @@ class SparseDrafter:
         }
         speculator.idx_mapping.fill_(-1)
         self._slots_R = torch.full((speculator.max_num_reqs,), -1, dtype=torch.int64, device=device)
-        # Allocated now, so that vLLM counts it when it measures how much memory is left.
+        # Allocated here, so that vLLM includes the buffer when it measures free memory.
         self._metered_logits: Tensor | None = None
         if decoding.meter_schedule is not None:
             S, _, V = self.logits.shape
@@ -222,17 +223,17 @@ class SparseDrafter:
     def load(self, model: Any) -> None:
         """Draft with this model.
 
-        Raises UnsupportedModel: an fp8 copy was asked for, but the model cannot have one.
+        Raises UnsupportedModel: ``draft_weights`` is "fp8", but no layer can have an fp8 copy.
         """
         self._model = model
-        # When it is made here, vLLM counts its memory with that of the model, and treats it like
-        # the weights in sleep.
+        # A copy made here is part of the model's memory for vLLM, which treats it like the weights
+        # in sleep mode.
         self._weights = DraftWeights(model) if self._copies_weights else None
 
     def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
-        """Note where vLLM keeps the blocks of each sequence, and forget an earlier cache.
+        """Store vLLM's block tables, and discard everything that belongs to an earlier cache.
 
-        Raises ConfigError: ``meter_schedule`` would need another cache.
+        Raises ConfigError: ``meter_schedule`` would need a different cache.
         """
         self._graphs.clear()
         self.captured_over = {}
@@ -242,12 +243,12 @@ class SparseDrafter:
             x.nbytes for x in (self.logits, self._metered_logits) if x is not None
         )
         runtime.drafting.weights = self._weights
-        # The kernels' blocks may be smaller than the scheduler's; this is the kernels' size.
+        # The block size of the kernels, which may be smaller than the scheduler's.
         self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[
             0
         ]
-        # vLLM pads its table to more blocks than a sequence can have, for which the kernels'
-        # workspace is too small.
+        # vLLM pads its table to more blocks than a sequence can have. The padding is cut off here,
+        # because the kernels' workspace has no room for it.
         self._blocks_SM = block_tables.input_block_tables[0][
             :, : -(-self._vllm.max_model_len // self._block_tokens)
         ]
@@ -261,7 +262,7 @@ class SparseDrafter:
         return Meter(drafts, runtime.pages.base_budget, has_raw_logits, self._metered(runtime))
 
     def _metered(self, runtime: Runtime) -> Metered | None:
-        """Set up the measurement of ``meter_schedule``; None if there is none."""
+        """Set up the measurement of ``meter_schedule``; returns None if that schedule is not set."""
         schedule = runtime.decoding.meter_schedule
         if schedule is None:
             return None
@@ -292,7 +293,7 @@ class SparseDrafter:
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
     def capture(self) -> None:
-        """Record a draft step for every number of rows that vLLM captures, the largest first."""
+        """Capture a draft step for every number of rows that vLLM captures, the largest first."""
         self.captured_over = self.addresses()
         sizes = self._vllm.vllm_config.compilation_config.cudagraph_capture_sizes
         most = self._vllm.max_num_reqs
@@ -361,8 +362,8 @@ class SparseDrafter:
         return vllm.draft_tokens[:B]
 
     def _measure(self, metered: Metered, rows: int) -> None:
-        """Run one step under another schedule, before the first draft step, which overwrites its
-        cache entries.
+        """Run one step under another schedule before the first draft step, which overwrites the
+        step's cache entries.
         """
         step = self._step(rows)._replace(may_reuse_plan=False, has_page_counts=False)
         assert step.everything is not None
@@ -381,7 +382,7 @@ class SparseDrafter:
         metered.take(logits_RV, self._vllm.idx_mapping[:rows])
 
     def _step(self, rows: int) -> Step:
-        """Build the ``Step`` that layers receive for a sparse step of so many rows."""
+        """Build the ``Step`` that layers receive for a sparse step with this number of rows."""
         return Step(
             rows=rows,
             lengths=self._vllm.input_buffers.seq_lens[:rows],
@@ -393,8 +394,8 @@ class SparseDrafter:
         )
 
     def _logits(self, step: Step, metadata: dict[str, Any]) -> Tensor:
-        """Compute the model's logits ``[R, V]`` after the tokens in the input buffers, and write
-        the tokens' KV entries.
+        """Run the model on the tokens in the input buffers, which writes their KV entries, and
+        return its logits ``[R, V]``.
         """
         rows = step.rows
         buffers = self._vllm.input_buffers
@@ -416,8 +417,8 @@ class SparseDrafter:
         return self._model.compute_logits(hidden)
 
     def _draft(self, rows: int) -> None:
-        """Run one draft step of ``rows`` rows, which also sets up the inputs of the next one; CUDA
-        graphs capture this.
+        """Run one draft step of ``rows`` rows, which also sets up the inputs of the next step. CUDA
+        graphs capture this function.
         """
         buffers = self._vllm.input_buffers
         runtime = self._runtime

@@ -1,10 +1,11 @@
-"""Lossless mode inside a vLLM worker: a drafter proposes, a dense pass verifies.
+"""Lossless mode inside a vLLM worker: a drafter proposes tokens and a dense pass verifies them.
 
-One cycle of a batch is up to ``draft_tokens`` drafts and one dense pass over them and the token
-before them. vLLM runs that pass, samples from it and checks the drafts as for any draft model. The
-sparse actor drafts with the policy's own weights and KV cache: drafts write their keys and values
-where the next tokens belong, and the dense pass overwrites them. The cache therefore ends up dense,
-and samples follow the dense distribution exactly (arXiv 2211.17192, 2302.01318).
+One cycle of a batch consists of up to ``draft_tokens`` drafts and one dense pass over the drafts
+and the token before them. vLLM runs that pass, samples from its logits and verifies the drafts as
+it does for any draft model. The sparse actor drafts with the policy's own weights and KV cache:
+drafts write their keys and values to the slots of the next tokens, and the dense pass overwrites
+them. The final cache is therefore dense, and samples follow the dense distribution exactly (arXiv
+2211.17192, 2302.01318).
 
 Shapes: B sequences of the batch, S sequences the worker can hold, k drafts, V vocabulary.
 """
@@ -28,10 +29,11 @@ from sparrow.vllm.runtime import Runtime, find
 
 
 class SparseSpeculator(DraftModelSpeculator):
-    """Drafts with the sparse actor; to vLLM's model runner it is the speculator of a draft model.
+    """A speculator that drafts with the sparse actor; vLLM's model runner uses it like the
+    speculator of a draft model.
 
-    ``plan`` says what the next call of ``propose`` drafts. ``is_idle`` is true if the present step
-    neither verifies drafts nor makes any.
+    ``plan`` is the plan for the next call of ``propose``. ``is_idle`` is true if the current step
+    neither verifies drafts nor produces any.
     """
 
     num_query_per_req = 1
@@ -50,34 +52,34 @@ class SparseSpeculator(DraftModelSpeculator):
         self.drafter: Drafter = SparseDrafter(decoding, self)
         self._captures = False
 
-    # No second model and no second cache.
+    # There is no second model and no second cache.
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         return target_model
 
     def load_model(self, target_model: Any) -> None:
-        """Keep the target model. The speculator names no attention layers, or vLLM would give
-        drafts a second cache.
+        """Use the target model for drafting. The speculator lists no attention layers of its own,
+        for which vLLM would allocate a second cache.
 
-        Raises UnsupportedModel: a model that the drafter cannot draft with.
+        Raises UnsupportedModel: the drafter does not support the model.
         """
         self.model = target_model
         self.drafter.load(target_model)
         self.draft_attn_layer_names: set[str] = set()
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any, *_: Any) -> None:
-        """Note where vLLM keeps the blocks of each sequence, and forget an earlier cache.
+        """Store vLLM's block tables, and discard everything that belongs to an earlier cache.
 
         vLLM initialises its cache more than once: from 0.32 on, it first measures the memory of
-        CUDA graphs over a small cache, which it frees. A graph that was captured over that cache
+        CUDA graphs with a small cache, and then frees that cache. A graph captured with that cache
         would read and write freed memory.
 
-        Raises ConfigError: layers with caches of different kinds, or a setting that this cache does
-        not allow.
+        Raises ConfigError: layers have different kinds of caches, or a setting does not work with
+        this cache.
         """
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ConfigError(
-                "lossless mode needs one kind of KV cache, this model has "
+                "lossless mode needs a model with one kind of KV cache, but this model has "
                 f"{len(kv_cache_config.kv_cache_groups)}; "
                 "use mode 'lossy' or start vLLM without Sparrow"
             )
@@ -98,7 +100,7 @@ class SparseSpeculator(DraftModelSpeculator):
             self.drafter.capture()
 
     def begin_step(self, scheduled: Any) -> None:
-        """Note what to draft after a step, and whether it verifies or makes any drafts.
+        """Set the plan for the drafts after a step, and whether the step involves any drafts.
 
         Args:
             scheduled: vLLM's ``SchedulerOutput`` of the step.
@@ -124,11 +126,11 @@ class SparseSpeculator(DraftModelSpeculator):
         dummy_run: bool = False,
         **__: Any,
     ) -> Tensor:
-        """Draft what comes after the tokens just sampled; called by vLLM after each pass over the
-        model. See ``Drafter.propose``, and ``Pass`` for the arguments.
+        """Draft the tokens that follow those just sampled; vLLM calls this method after each
+        forward pass. See ``Drafter.propose``, and ``Pass`` for the arguments.
         """
         B = input_batch.num_reqs
-        # A draft step takes less memory than the passes that vLLM has tried out before it.
+        # vLLM's dummy runs measure memory, and a draft step needs less than the passes before it.
         if dummy_run:
             return self.draft_tokens[:B]
         prefilling = input_batch.is_prefilling_np[:B]

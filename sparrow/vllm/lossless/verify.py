@@ -1,12 +1,12 @@
-"""Verification for ``drafter_invariant``, whose tokens do not depend on the drafts.
+"""Verification for ``drafter_invariant``, with which the sampled tokens do not depend on the drafts.
 
-The policy draws every token as dense decoding does, with noise from the request's seed and the
-token's position. Drafts were drawn with the same noise, and are kept up to the first that differs
-(Daliri et al., arXiv 2408.07978). vLLM's own verification accepts a draft by its probability under
-both distributions, and therefore keeps somewhat more of them.
+The policy samples every token as dense decoding does, with noise from the request's seed and the
+token's position. Drafts were sampled with the same noise, and are accepted up to the first that
+differs (Daliri et al., arXiv 2408.07978). vLLM's own verification accepts a draft based on its
+probabilities under both distributions, and therefore accepts somewhat more drafts.
 
-Shapes: T rows of logits in a verification, each sequence's rows adjacent; B sequences; S sequences
-the worker can hold; k the most drafts of a sequence; V vocabulary.
+Shapes: T rows of logits in a verification, with each sequence's rows adjacent; B sequences; S
+sequences the worker can hold; k the most drafts of a sequence; V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ from sparrow.vllm import versions
 if TYPE_CHECKING:
     from sparrow.vllm.runtime import Runtime
 
-# keyed by the tensor with the drafts' logits, the only link that vLLM gives verification
+# keyed by the tensor of the drafts' logits, the only object that vLLM passes on to verification
 _runtimes: Any = WeakTensorKeyDictionary()
 
 
 def register(draft_logits: Tensor, runtime: Runtime) -> None:
-    """Verify drafts with these logits as this runtime's engine was configured to."""
+    """Associate drafts with these logits with the runtime, whose settings determine how they are
+    verified.
+    """
     _runtimes[draft_logits] = runtime
 
 
 def runtime_of(draft_logits: Tensor | None) -> Runtime | None:
-    """Return the runtime of the speculator whose drafts have these logits, if it is Sparrow's."""
+    """Return the runtime of the speculator whose drafts have these logits; None if the speculator
+    is not Sparrow's.
+    """
     return None if draft_logits is None else _runtimes.get(draft_logits)
 
 
@@ -48,18 +52,19 @@ def draw(
     k: int,
     use_fp64: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Draw a token after each row, and keep those that dense decoding would have reached.
+    """Sample a token from each row of logits, and keep the tokens that dense decoding would have
+    reached.
 
     Args:
         target_TV: the policy's logits, processed as for sampling.
-        input_T: the token before each row of logits: the last one sampled, then the drafts.
-        first_B1: first row of each sequence, ``[B + 1]``.
-        position_T, sequence_T: each row's position, and its sequence among all that the worker
-            holds.
+        input_T: the token before each row of logits: the last sampled token, then the drafts.
+        first_B1: index of the first row of each sequence, ``[B + 1]``.
+        position_T, sequence_T: each row's position, and its sequence, as an index among all
+            sequences of the worker.
 
     Returns:
-        Tokens ``[B, k + 1]``, and how many of them count, int32 ``[B]``: the accepted drafts and
-        one more.
+        Tokens ``[B, k + 1]``, and the number of valid ones, int32 ``[B]``: the accepted drafts and
+        one more token.
     """
     drafting: Any = {"is_drafting": False} if versions.drafts_have_own_noise() else {}
     drawn_T = gumbel_sample(

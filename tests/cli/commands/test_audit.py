@@ -50,12 +50,12 @@ def test_too_few_tokens_end_with_2(capsys):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--engine", "nonsense"], "no engine 'nonsense'"),
+        (["--engine", "nonsense"], "unknown engine 'nonsense'"),
         (["--prompts", "no.txt"], "say where prompts come from"),
         (["--engine", "stock:http://localhost:1"], "decodes in one way only; give --dense-engine"),
         (["--scorer", "prefill"], "needs a dense engine that is stock vLLM, got hf"),
         (["--scorer", "prefill", "--dense-engine", "none"], "stock vLLM, got none"),
-        (["--engine", "stock:dtype=float16"], "leave dtype out, set precision"),
+        (["--engine", "stock:dtype=float16"], "leave dtype out, and set precision"),
         (["--out", "/proc/self/new"], "cannot write to /proc/self"),
         (["--temperature", "0"], "temperature is 0.0, but must be greater than 0"),
         (["--config", "no.toml"], "cannot read the configuration"),

@@ -219,7 +219,7 @@ def test_weights_of_another_shape(checkpoint, tmp_path, capsys):
         capsys, *MEASURE, "--model", str(broken(checkpoint, tmp_path, intermediate_size=80))
     )
     assert (
-        "has shape (64, 96) in its weights and (64, 80) by its config.json (12 weights differ)"
+        "has shape (64, 96) in its weights but (64, 80) in its config.json (12 weights differ)"
         in refused
     )
 
@@ -240,7 +240,7 @@ def test_a_tokenizer_without_tokens(checkpoint, tmp_path, capsys):
     refused = fails(capsys, *MEASURE, "--model", str(folder))
     assert (
         refused
-        == f"sparrow: cannot load model '{folder}': its tokenizer is empty; add the tokenizer's files"
+        == f"sparrow: cannot load model '{folder}': its tokenizer is empty; add the tokenizer files"
     )
 
 

@@ -375,7 +375,7 @@ def test_vllm_is_told_how_to_decode(monkeypatch, checkpoint):
     for spec in ("vllm", "http://localhost:1"):
         loading.load_engine(spec, checkpoint, None, None, Decoding.lossless(draft_tokens=4), "fp32")
     assert told == [Decoding.lossless(draft_tokens=4)] * 2
-    with pytest.raises(ConfigError, match="follows the precision, fp32; leave dtype out"):
+    with pytest.raises(ConfigError, match=r"is set by precision \(fp32\); leave dtype out"):
         loading.load_engine(
             "vllm:dtype=bfloat16", checkpoint, None, None, Decoding.lossless(), "fp32"
         )

@@ -62,6 +62,6 @@ def test_two_processes_with_an_engine_each_train_what_one_does(tmp_path):
 def test_an_engine_over_several_devices_is_refused_beside_others(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     with pytest.raises(
-        ConfigError, match=r"2 training processes .* 4 devices per engine; serve such a model"
+        ConfigError, match=r"2 training processes .* 4 devices per engine; run this model"
     ):
         VLLMEngine(str(tmp_path), SCHEDULE, tensor_parallel_size=4)

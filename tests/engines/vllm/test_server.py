@@ -204,7 +204,10 @@ def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (dict(draft_tokens=2), "has draft_tokens 4, not 2, and cannot change it.*or ask for 4"),
+        (
+            dict(draft_tokens=2),
+            "has draft_tokens 4, not 2, and cannot change it.*or set draft_tokens to 4",
+        ),
         (dict(adapt_draft_tokens=False), "has adapt_draft_tokens True, not False"),
         (
             dict(adapt_draft_budget=False),
@@ -241,7 +244,7 @@ def test_truncation_is_asked_for_and_refused_where_drafts_would_not_follow_it(pr
     engine._is_lossless = True
     with pytest.raises(
         ConfigError,
-        match=r"top_p 0.7, but in vLLM lossless drafts .*; leave them out, use mode dense",
+        match=r"top_p is 0.7, but drafts in vLLM .*; leave both settings out, or use mode dense",
     ):
         engine.generate([[1]], Sampling(4, top_p=0.7))
     engine.generate([[1]], SAMPLING)

@@ -98,7 +98,7 @@ def test_lists_are_those_of_the_response(served):
 def test_lists_shorter_than_asked_for_are_refused(served):
     served.longest = 5
     rollout = Rollout([9], np.array([2]), None, None, None, "length")
-    with pytest.raises(EngineError, match=r"a list of 5 likely tokens where 8 .*--max-logprobs"):
+    with pytest.raises(EngineError, match=r"a list of 5 tokens, expected 8; .*--max-logprobs"):
         connected(served).top_lists([rollout], 8)
 
 
@@ -112,7 +112,7 @@ def test_what_does_not_fit_and_schedules_are_refused(served):
     engine = connected(served)
     with pytest.raises(PromptError, match="does not fit the model's context of 100"):
         engine.generate([[1] * 98], Sampling(3, top_n=0))
-    with pytest.raises(ConfigError, match="stock vLLM has no schedule"):
+    with pytest.raises(ConfigError, match="stock vLLM cannot follow a schedule"):
         engine.set_schedule(SparsitySchedule.dense())
 
 

@@ -293,7 +293,8 @@ def test_steps_between_two_choices_are_kept_too(make, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("steps", "warning"), [(1, "have ended"), (9, "some were left"), (6, None)]
+    ("steps", "warning"),
+    [(1, "no recorded draft choices left"), (9, "were not repeated"), (6, None)],
 )
 def test_a_replay_that_does_not_fit_is_told(make, monkeypatch, steps, warning):
     scheduler, said = make(), []
@@ -308,7 +309,7 @@ def test_drafts_that_an_engine_does_not_choose_among_are_not_repeated(make):
     for choice in ((3, 1.0, 1), (2, 0.5, 1)):
         with pytest.raises(
             ConfigError,
-            match=r"cannot repeat .* chooses among \(0, 2, 4\) and \(1.0,\); start it as",
+            match=r"cannot repeat .* chooses among \(0, 2, 4\) and \(1.0,\); start it with",
         ):
             make().replay([choice])
 
