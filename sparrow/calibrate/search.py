@@ -1,8 +1,8 @@
-"""Finds the cheapest schedule whose tail holds a target, for any model.
+"""Search for the cheapest schedule whose tail meets a target, for any model.
 
 This module only searches: the caller passes ``measure``, and no engine is involved. The method is
-from Sparrow (arXiv 2606.08446, section 4); the error bars, the borrowing from shorter lengths, and
-the search for a separate budget in each bin are additions (docs/calibration.md).
+from Sparrow (arXiv 2606.08446, section 4); the confidence intervals, the borrowing from shorter
+lengths, and the search for a separate budget in each bin are additions (docs/calibration.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PERCENTILE = 5
 MIN_SEQUENCES = 20  # with fewer, p5 has no confidence interval
 # Budgets further apart than this factor are bisected before p5 is interpolated between them.
 WIDE = 1.5
-STEP = 4 / 3  # factor of the first step away from a budget that fails or is more than needed
+STEP = 4 / 3  # factor of the first step away from a budget that is too small or larger than needed
 
 
 class Acceptance(NamedTuple):
@@ -36,11 +36,11 @@ class Acceptance(NamedTuple):
 
 
 Measure = Callable[[SparsitySchedule], Acceptance]
-"""Returns the actor's acceptance under a schedule, always on the same trajectories, which the
-caller chose.
+"""A function that returns the actor's acceptance under a schedule, always on the same trajectories,
+which the caller chose.
 """
 
-# for every pass: top-k by bin -> tail by bin
+# for every pass: from top-k by bin to tail by bin
 Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]
 
 
@@ -52,15 +52,15 @@ class BinChoice:
     start: int
     end: int
     top_k: int  # pages in the schedule
-    # the tail at that budget and its confidence interval, interpolated; NaN for a dense bin
+    # p5 at that budget and its confidence interval, interpolated; NaN for a dense bin
     p5: float
     lower: float
     upper: float
-    # what p5 and its interval were computed from
+    # the sample that p5 and its interval were computed from
     n_tokens: int
     n_sequences: int
-    # whether the bin alone had too few tokens, so that shorter lengths were pooled in and 1.5 times
-    # as many pages chosen
+    # whether the bin alone had too few tokens; if so, shorter lengths were pooled in, and 1.5 times
+    # as many pages were chosen
     borrowed: bool
     # p5 of dense rollouts in this bin, and its interval; NaN where it was not measured
     ceiling: float = math.nan
@@ -70,7 +70,7 @@ class BinChoice:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A schedule with the measurements behind it."""
+    """A schedule with the measurements that it is based on."""
 
     schedule: SparsitySchedule  # dense beyond the last measured bin
     bins: tuple[BinChoice, ...]  # one choice per measured bin

@@ -99,11 +99,11 @@ struct Seen {
   int best_block;
 };
 
-// Looks up the blocks of the row and clears the selection's counters; a warp can then load its first
-// landmarks.
+// Looks up the blocks of the row and clears the selection's counters; a warp can then load its
+// first landmarks.
 DEVICE void stage_blocks(const Program& p) {
-  // Copies the blocks of the tiles that this warp ranks, two tiles at a time; the tiles needed first
-  // are in a commit group of their own.
+  // Copies the blocks of the tiles that this warp ranks, two tiles at a time; the tiles needed
+  // first are in a commit group of their own.
   auto copy_blocks = [&](int i) {
     const int n = (p.warp + (i + p.lane / 16) * WARPS) * 16 + p.lane % 16;
     if (n < p.pages) copy4(shared_address(p.list + n), p.table + n / PER_BLOCK);
@@ -322,7 +322,7 @@ struct Softmax {
     if (is_newest) {
       __syncwarp();  // keeps this a branch; otherwise every page would pay for the masks
       const int inside = p.tokens - P * (p.pages - 1);
-      if constexpr (CACHE == INT8) {  // an unwritten byte may represent infinity, and 0 * inf is NaN
+      if constexpr (CACHE == INT8) {  // an unwritten byte may represent infinity; 0 * inf is NaN
         if (p.row8 >= inside) in_sum0 = 0.f;
         if (p.row8 + 8 >= inside) in_sum1 = 0.f;
       }

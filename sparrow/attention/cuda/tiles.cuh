@@ -110,8 +110,8 @@ DEVICE u32 from_e4m3(u32 pair) {  // converts the two values in the lower half t
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"((u16)pair));
   return y;
 }
-// Converts two int8 codes, bytes LOW and HIGH of a word that `biased` returned, to float16. With 0x64 as the upper byte,
-// a byte b is the float16 1024 + b; codes are biased by 128, so 1024 + 128 is subtracted. All of this is exact.
+// Converts two int8 codes, bytes LOW and HIGH of a word that `biased` returned, to float16. With 0x64 as the upper
+// byte, a byte b is the float16 1024 + b; codes are biased by 128, so 1024 + 128 is subtracted. All of this is exact.
 DEVICE u32 biased(u32 codes) { return codes ^ 0x80808080u; }
 template <int LOW, int HIGH>
 DEVICE u32 from_int8(u32 word) {
