@@ -146,8 +146,8 @@ def find(
     )
     if uneven <= without:
         raise ConfigError(
-            f"with {unit * UNITS} pages kept by score, p5 is {without:.3f} without head_budgets and "
-            f"{uneven:.3f} with the head_budgets found by {by}; leave head_budgets out"
+            f"with {unit * UNITS} pages kept by score, p5 is {without:.3f} without head_budgets "
+            f"and {uneven:.3f} with the head_budgets found by {by}; leave head_budgets out"
         )
     return layout.replace(
         head_budgets=budgets, provenance={**layout.provenance, "head_budgets": found}

@@ -139,9 +139,9 @@ def calibrate_engine(
     if calibration.schedule.is_dense:
         best = max(tail.lower for tails in calibration.curves.values() for tail in tails)
         raise ConfigError(
-            f"no budget up to {max(budgets)} pages reaches {tau.statistic} {target:g} in any length "
-            f"bin: the best lower limit {'of p5 ' if relative else ''}was {best:.3f}; try larger "
-            "budgets, sample more responses, or lower the target"
+            f"no budget up to {max(budgets)} pages reaches {tau.statistic} {target:g} in any "
+            f"length bin: the best lower limit {'of p5 ' if relative else ''}was {best:.3f}; try "
+            "larger budgets, sample more responses, or lower the target"
         )
     return calibration
 
