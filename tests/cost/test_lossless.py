@@ -183,7 +183,7 @@ def test_rows_recommend_the_mode_that_pays():
         "drafts",
         "verdict",
     ]
-    assert table["drafts"].startswith("8 per cycle that read 1,024 tokens each; 6.1")
+    assert table["drafts"].startswith("8 that read 1,024 tokens each; 6.1")
     assert table["verdict"].startswith("Both pay (") and "lossy gains more" in table["verdict"]
     surer = dict(rows(*predicted("qwen3-1.7b", LONG, 0.99)))["verdict"]
     assert surer.startswith("Lossless rollouts pay most (") and "nothing to correct" in surer
