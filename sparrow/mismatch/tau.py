@@ -37,7 +37,7 @@ class Tau(NamedTuple):
         """Return the tau of whichever setting is not None."""
         if relative is not None:
             return cls(relative, relative=True)
-        assert absolute is not None, "settings.choose gives one of them a value"
+        assert absolute is not None, "settings.choose sets one of the two"
         return cls(absolute)
 
     def __str__(self) -> str:
