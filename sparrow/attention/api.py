@@ -1,5 +1,5 @@
-"""Page-sparse attention: the public operations. They validate, then run exactly the implementation
-asked for.
+"""Public operations of page-sparse attention. Each one validates its arguments, then runs exactly
+the requested implementation.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
 dim, P page size, N pages.
@@ -44,16 +44,16 @@ def decode(
     scale: float | None = None,
     head_budgets_K: Tensor | None = None,
 ) -> Tensor:
-    """One sparse decode step over a contiguous cache; see ``reference.decode``.
+    """Compute one sparse decode step over a contiguous cache; see ``reference.decode``.
 
     Under autocast q, k and v are cast as in dense attention.
 
     Args:
         q_BHD: queries of the newest tokens.
-        k_BKSD, v_BKSD: the cache, the newest tokens' keys and values included.
-        start_B, length_B: each row's first column (``None``: 0 everywhere) and number of tokens,
-            int64.
-        top_k_B: pages kept by score, int64.
+        k_BKSD, v_BKSD: the cache, which includes the keys and values of the newest tokens.
+        start_B, length_B: each row's first column (``None`` means 0 for all rows) and number of
+            tokens, int64.
+        top_k_B: number of pages kept by score, int64.
         layout: page size and always-kept pages.
         scale: softmax scale, ``D ** -0.5`` by default.
         head_budgets_K: as in ``paged_decode``.
@@ -61,11 +61,11 @@ def decode(
     Returns:
         ``[B, H, D]`` in the dtype of ``q_BHD``.
 
-    Raises ValueError: query heads that are no multiple of the kv heads, or shapes that do not
-    belong together.
+    Raises ValueError: the number of query heads is not a multiple of the number of kv heads, or the
+    shapes do not match.
     """
     q_BHD, k_BKSD, v_BKSD, scale = _prepared(q_BHD, k_BKSD, v_BKSD, scale, head_budgets_K)
-    with torch.autocast(q_BHD.device.type, enabled=False):  # which would round page scores
+    with torch.autocast(q_BHD.device.type, enabled=False):  # autocast would round page scores
         return reference.decode(
             q_BHD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale, head_budgets_K
         )
@@ -89,50 +89,52 @@ def paged_decode(
     workspace: DecodeWorkspace | None = None,
     reuse_plan: bool = False,
 ) -> Tensor:
-    """One sparse decode step over a paged cache (Sparrow, arXiv 2606.08446, section 2).
+    """Compute one sparse decode step over a paged cache (Sparrow, arXiv 2606.08446, section 2).
 
-    Row b attends to its sink pages, its recent pages and the ``top_k_B[b]`` best of the others; if
-    that keeps every page, the row is dense. Nothing beyond its length has any effect; a row of
-    length 0 returns zeros. If the newest token fills a page, the page's landmark is written;
-    ``update_landmarks`` is for tokens that are not decoded. The kernels give the same bits every
-    time, never wait for the device and, given ``out``, allocate nothing, so the call can be
-    captured in a CUDA graph and replayed with other lengths and budgets.
+    Row b attends to its sink pages, its recent pages and the ``top_k_B[b]`` best of the remaining
+    pages; if no page is left out, the row is dense. Cache entries beyond a row's length have no
+    effect, and a row of length 0 returns zeros. If the newest token completes a page, this call
+    also writes the page's landmark; ``update_landmarks`` is for tokens that are not decoded. The
+    kernels are bitwise deterministic, never wait for the device and, given ``out``, allocate
+    nothing. The call can therefore be captured in a CUDA graph and replayed with different lengths
+    and budgets.
 
     Args:
-        q_BHD: queries of the newest tokens, whose keys and values the cache holds already; strided,
-            D contiguous.
-        k_cache, v_cache: strided views ``[blocks, K, block tokens, D]``; a block holds a whole
+        q_BHD: queries of the newest tokens, whose keys and values are already in the cache;
+            strided, D contiguous.
+        k_cache, v_cache: strided views ``[blocks, K, block tokens, D]``; a block contains a whole
             number of pages.
         landmark_cache: mean keys of full pages, ``[blocks, block tokens / P, K, D]``, in the dtype
-            of the queries, or in float8_e4m3fn if the layout says so; updated in place. Those of
-            keys in float8_e4m3fn leave their scale out.
-        block_table_BM: blocks of each sequence in order, int32; entries beyond its length are not
-            read.
-        length_B: tokens in each sequence, the newest included, int32.
-        top_k_B: pages kept by score, int32; ``ALL_PAGES`` keeps every page.
+            of the queries, or in float8_e4m3fn if the layout specifies it; updated in place.
+            Landmarks of float8_e4m3fn keys do not include the keys' scale.
+        block_table_BM: blocks of each sequence in order, int32; entries beyond the sequence's
+            length are not read.
+        length_B: number of tokens in each sequence, including the newest, int32.
+        top_k_B: number of pages kept by score, int32; ``ALL_PAGES`` keeps every page.
         layout: page size, always-kept pages, dtype of landmarks.
-        implementation: ``reference`` (eager torch, any device) or ``triton`` (float16 or bfloat16
-            queries, the cache in the same dtype, float8_e4m3fn or int8; needs ``workspace``, and
-            for float8 compute capability 8.9) or ``cuda`` (on Hopper, pages of 16, head dims 64 and
-            128, groups up to 8, dtypes as Triton's; needs ``workspace``, and is compiled at its
-            first call). There is no fallback; ``choose`` says which is fastest.
+        implementation: ``reference`` (eager torch, any device), ``triton`` (float16 or bfloat16
+            queries; the cache in the same dtype, float8_e4m3fn or int8; needs ``workspace``, and
+            compute capability 8.9 for float8) or ``cuda`` (Hopper only; pages of 16, head dims 64
+            and 128, groups up to 8, the same dtypes as ``triton``; needs ``workspace``, and is
+            compiled on the first call). There is no fallback; ``choose`` picks the fastest.
         scale: softmax scale, ``D ** -0.5`` by default.
-        cache_scales: of a cache in float8_e4m3fn or int8, which needs them; read on the device, so
-            that a graph follows changes.
-        head_budgets_K: the factor of ``top_k_B`` in each kv head, int32 in units of 1 / 256,
-            rounded half up (the pages that are always kept and ``ALL_PAGES`` stay); ``None`` if all
-            keep ``top_k_B``.
-        out: the tensor to write the result to, ``[B, H, D]``; allocated if not given.
+        cache_scales: scales of a float8_e4m3fn or int8 cache, required for those dtypes. They are
+            read on the device, so a captured graph sees changes to them.
+        head_budgets_K: factor by which each kv head multiplies ``top_k_B``, int32 in units of
+            1 / 256; the product is rounded half up. Always-kept pages and ``ALL_PAGES`` are not
+            affected. ``None`` if all heads keep ``top_k_B`` pages.
+        out: tensor that receives the result, ``[B, H, D]``; allocated if not given.
         workspace: scratch memory for the kernels, shared by all layers.
         reuse_plan: whether the workspace's last call had the same lengths, ``top_k_B`` and
-            implementation, as when it was for an earlier layer of the same step, whatever its
-            ``head_budgets_K``. If so, the kernels divide the work as they did then, and may rank
-            pages while the launch before this one stores the newest tokens.
+            implementation, as calls for the layers of one step do; ``head_budgets_K`` may differ.
+            If so, the kernels reuse that call's division of the work, and may rank pages while the
+            preceding launch is still storing the newest tokens.
 
     Returns:
         ``out``, ``[B, H, D]`` in the dtype of ``q_BHD``.
 
-    Raises ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
+    Raises ValueError: the implementation is unknown or does not support the shapes, strides or
+    dtypes.
     """
     batch = DecodeBatch(
         q_BHD,
@@ -171,13 +173,13 @@ def _decoder(implementation: Implementation) -> DecodeImplementation:
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation that decodes, by the number of rows in a batch."""
+    """Implementation to decode with, depending on the number of rows in a batch."""
 
     implementation: Implementation
-    few_rows: int = 0  # batches of up to so many rows are decoded by ``triton``
+    few_rows: int = 0  # batches of up to this many rows are decoded with ``triton``
 
     def of(self, rows: int) -> Implementation:
-        """The implementation that decodes a batch of ``rows``."""
+        """Return the implementation that decodes a batch of ``rows`` rows."""
         return "triton" if rows <= self.few_rows else self.implementation
 
     def __str__(self) -> str:
@@ -196,14 +198,14 @@ def choose(
     device: torch.device,
     landmark_dtype: LandmarkDtype = "auto",
 ) -> Choice:
-    """Choose the implementation that decodes such a model on ``device``: exactly the one asked for,
-    or else the fastest.
+    """Choose the implementation that decodes such a model on ``device``: the requested one or, if
+    none is requested, the fastest.
 
-    The fastest is the CUDA kernel where it can serve, except for batches of so few rows that it
-    would leave most multiprocessors idle. Triton's kernels are faster there, because several
-    programs rank one row.
+    The CUDA kernel is the fastest wherever it is supported, except for batches with so few rows
+    that it would leave most multiprocessors idle. For those, the Triton kernels are faster because
+    several programs share the ranking of a row.
 
-    Raises ConfigError: the implementation that was asked for cannot serve.
+    Raises ConfigError: the requested implementation does not support the model or the device.
     """
     if asked not in (None, *get_args(Implementation)):
         raise ConfigError(
@@ -213,9 +215,7 @@ def choose(
         raise ConfigError(lacking)
     if device.type == "cpu":
         if asked not in (None, "reference"):
-            raise ConfigError(
-                f"there are no {asked} kernels on a CPU; ask for none (leave sparrow_kernels out)"
-            )
+            raise ConfigError(f"there are no {asked} kernels for CPUs; leave sparrow_kernels out")
         return Choice("reference")
 
     from sparrow.attention import cuda
@@ -237,19 +237,20 @@ def update_landmarks(
     layout: PageLayout,
     implementation: Implementation,
 ) -> None:
-    """Recomputes, in place, the mean key of every page that a write to these slots completed.
+    """Recompute, in place, the mean key of every page that was completed by a write to these slots.
 
     Slot s is token ``s % block tokens`` of block ``s // block tokens``; negative slots are padding.
-    The mean is taken over the page as the cache holds it, so that repeated, chunked or shared
-    prefill gives the same landmark.
+    The mean is computed from the cached page, so repeated, chunked or shared prefill yields the
+    same landmark.
 
     Args:
-        layers: the caches of one layer or more, the keys written already.
-        slot_mapping_T: slots just written, integers.
+        layers: caches of one or more layers, with the keys already written.
+        slot_mapping_T: slots that have just been written, integers.
         layout: page size and dtype of landmarks.
-        implementation: as in ``paged_decode``; ``cuda`` uses Triton's kernel.
+        implementation: as in ``paged_decode``; ``cuda`` uses the Triton kernel.
 
-    Raises ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
+    Raises ValueError: the implementation is unknown or does not support the shapes, strides or
+    dtypes.
     """
     if implementation == "reference":
         return reference.update_landmarks(layers, slot_mapping_T, layout)
@@ -277,39 +278,41 @@ def teacher_forced(
     head_budgets_K: Tensor | None = None,
     kept: list[Kept] | None = None,
 ) -> Tensor:
-    """Whole sequences at once, every position reading what decoding would have read (arXiv
-    2606.08446, section 7).
+    """Compute attention for whole sequences at once; every position reads the pages that decoding
+    would have read (arXiv 2606.08446, section 7).
 
-    Row b's sequence is columns ``start_B[b] .. start_B[b] + length_B[b] - 1``; nothing outside has
-    any effect with ``triton``, and nothing finite with ``reference``. Under autocast q, k and v are
-    cast as in dense attention. ``triton`` gives the same bits every time, also in gradients; its
-    memory grows with the length plus a few bits per (position, page, kv head).
+    Row b's sequence is columns ``start_B[b] .. start_B[b] + length_B[b] - 1``. With ``triton``,
+    values outside these columns have no effect; with ``reference``, finite values have none. Under
+    autocast q, k and v are cast as in dense attention. ``triton`` is bitwise deterministic,
+    gradients included; its memory grows with the length, plus a few bits per (position, page,
+    kv head).
 
     Args:
         q_BHTD, k_BKTD, v_BKTD: queries, keys and values after the rotary embedding.
         start_B, length_B: each row's first column and number of tokens, int64.
-        prompt_B: leading tokens that attend densely, as in prefill, int64.
-        top_k_BT: pages kept by score at each column, int64.
+        prompt_B: number of leading tokens that attend densely, as in prefill, int64.
+        top_k_BT: number of pages kept by score at each column, int64.
         layout: page size and always-kept pages.
         implementation: ``reference`` (eager torch, any device; time and memory of dense attention
             with a mask) or ``triton`` (time grows with the budget; D up to 256, groups up to 16).
             There is no fallback.
         scale: softmax scale, ``D ** -0.5`` by default.
         head_budgets_K: as in ``paged_decode``.
-        kept: for a call that will be repeated (gradient checkpointing): ``triton`` puts its result
-            and the pages into an empty list, and takes them out of a filled one instead of
-            computing them again.
+        kept: a list for a call that will be repeated (gradient checkpointing). ``triton`` stores
+            its result and the kept pages in an empty list, and reads them from a filled list
+            instead of recomputing them.
 
     Returns:
         ``[B, H, T, D]``, differentiable in q, k and v; zeros in padded columns.
 
-    Raises ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
+    Raises ValueError: the implementation is unknown or does not support the shapes, strides or
+    dtypes.
     """
     q_BHTD, k_BKTD, v_BKTD, scale = _prepared(q_BHTD, k_BKTD, v_BKTD, scale, head_budgets_K)
     if q_BHTD.shape[2] != k_BKTD.shape[2]:
         raise ValueError(
-            "teacher forcing runs without a cache: "
-            f"{q_BHTD.shape[2]} queries, {k_BKTD.shape[2]} keys"
+            "teacher forcing runs without a cache and needs as many queries as keys, got "
+            f"{q_BHTD.shape[2]} queries and {k_BKTD.shape[2]} keys"
         )
     arguments = (q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout, scale)
     with torch.autocast(q_BHTD.device.type, enabled=False):
@@ -332,8 +335,8 @@ def teacher_forced(
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, head_budgets_K: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Queries, keys and values, checked and in the dtype of autocast if it is on, and the softmax
-    scale.
+    """Check queries, keys and values, and cast them if autocast is enabled; return them with the
+    softmax scale.
     """
     H = q.shape[1]
     K = k.shape[1]

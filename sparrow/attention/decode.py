@@ -1,11 +1,11 @@
-"""One decode step over a paged cache, the same for every implementation: its batch, its scratch
-memory, its limits.
+"""What all implementations of a decode step over a paged cache share: the batch, the scratch memory
+and the limits.
 
 ``reference``, ``triton`` and ``cuda`` each ``check`` and ``run`` a ``DecodeBatch``: see
 ``DecodeImplementation``.
 
 Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, M
-blocks in a row of the block table. An item is one sequence and kv head.
+blocks in a row of the block table. An item is a pair of a sequence and a kv head.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ MAX_GROUP = 16
 MAX_PAGES = 16384
 CACHES_IN_8_BITS = (FP8, torch.int8)
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs that convert e4m3
-PLAN_ENTRY = 8  # numbers in an entry of the plan; ``division`` says which
+PLAN_ENTRY = 8  # numbers in an entry of the plan, listed in ``division``
 
 
 @dataclass(frozen=True)
 class CacheScales:
-    """Scales of an 8-bit cache, on its device: a key or value is what is stored, times its
-    scale.
+    """Scales of an 8-bit cache, on the cache's device: a key or value is the stored number times
+    its scale.
 
-    Of float8_e4m3fn, those of kv heads, float32 ``[K]``; powers of 2 lose nothing when a stored key
-    or value is turned into 16 bits. Of int8, those of tokens and kv heads, powers of 2 as exponent
-    bytes (see ``attention/int8.py``): uint8 ``[blocks, K, block tokens]``, views strided alike, the
-    tokens contiguous.
+    A float8_e4m3fn cache has one scale per kv head, float32 ``[K]``; scales that are powers of 2
+    make the conversion of stored keys and values to 16 bits exact. An int8 cache has one scale per
+    token and kv head, a power of 2 stored as its exponent byte (see ``attention/int8.py``): uint8
+    ``[blocks, K, block tokens]``, both tensors with the same strides, tokens contiguous.
     """
 
     k: Tensor
@@ -54,8 +54,8 @@ class CacheScales:
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """The newest token of every sequence and the cache it attends to; ``paged_decode`` says what
-    each field holds.
+    """The newest token of every sequence and the cache it attends to; ``paged_decode`` describes
+    each field.
     """
 
     q_BHD: Tensor
@@ -68,8 +68,8 @@ class DecodeBatch:
     out_BHD: Tensor
     layout: PageLayout
     scale: float
-    cache_scales: CacheScales | None = None  # of an 8-bit cache; None for any other
-    # int32, in units of 1 / 256; None if all heads keep ``top_k_B``
+    cache_scales: CacheScales | None = None  # scales of an 8-bit cache; None for other caches
+    # int32, in units of 1 / 256; None if all heads keep ``top_k_B`` pages
     head_budgets_K: Tensor | None = None
 
     @property
@@ -94,7 +94,7 @@ class DecodeBatch:
 
     @property
     def max_pages(self) -> int:
-        """Pages that a row of the block table has room for."""
+        """Number of pages that fit in a row of the block table."""
         return self.block_table_BM.shape[1] * self.pages_per_block
 
 
@@ -113,11 +113,11 @@ H200 = DeviceLimits(multiprocessors=132, shared_memory=227 * 1024)
 
 @cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """Limits of ``device``; an H200's where there is no GPU, for Triton's interpreter."""
+    """Return the limits of ``device``; without a GPU, return an H200's for Triton's interpreter."""
     if device.type != "cuda":
         return H200
     properties = torch.cuda.get_device_properties(device)
-    # torch's stubs leave this property out.
+    # torch's stubs lack this property.
     shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return DeviceLimits(properties.multi_processor_count, shared_memory)
 
@@ -125,8 +125,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
 def fp8_lacking(
     device: torch.device, keys: torch.dtype, landmark_dtype: LandmarkDtype
 ) -> str | None:
-    """A sentence that says why the kernels cannot serve such keys and landmarks on ``device``; None
-    if they can.
+    """Return a sentence that explains why the kernels do not support such keys and landmarks on
+    ``device``, or None if they do.
     """
     if landmark_dtype == "fp8_e4m3":
         what = "landmarks"
@@ -141,24 +141,24 @@ def fp8_lacking(
     needed = ".".join(map(str, FP8_CAPABILITY))
     name = torch.cuda.get_device_name(device)
     return (
-        f"{what} in fp8_e4m3 need a GPU of compute capability {needed} or more, {name} has less; "
-        f"set {option} to 'auto'"
+        f"{what} in fp8_e4m3 need a GPU with compute capability {needed} or higher, but {name} has "
+        f"less; set {option} to 'auto'"
     )
 
 
 class DecodeWorkspace:
-    """Scratch memory of decode steps, allocated once and shared by all layers; one stream at a time
-    may use it.
+    """Scratch memory for decode steps, allocated once and shared by all layers; only one stream at
+    a time may use the workspace.
 
     Args:
-        max_batch: most sequences in a call (B).
-        kv_heads: K.
+        max_batch: maximum number of sequences per call (B).
+        kv_heads: number of kv heads (K).
         group: query heads per kv head (G).
-        head_dim: D.
-        max_pages: most pages of a sequence, 16,384 at the most.
-        device: where the caches are.
+        head_dim: head dim (D).
+        max_pages: maximum number of pages per sequence, up to 16,384.
+        device: device of the caches.
 
-    Raises ValueError: more pages than the selection can rank.
+    Raises ValueError: ``max_pages`` is more than the selection can rank.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class DecodeWorkspace:
     ) -> None:
         if not 1 <= max_pages <= MAX_PAGES:
             raise ValueError(
-                f"a sequence of {max_pages} pages cannot be ranked, expected 1..{MAX_PAGES}; use "
+                f"cannot rank sequences of up to {max_pages} pages, expected 1..{MAX_PAGES}; use "
                 "larger pages or a shorter maximum length"
             )
         device = torch.empty(0, device=device).device
@@ -183,21 +183,21 @@ class DecodeWorkspace:
         self.max_pages = max_pages
 
         items = max_batch * kv_heads
-        # This is more than any launch makes.
+        # No launch makes this many parts.
         parts = items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads
-        # Scores, later overwritten by the ids of the kept pages; row lengths are multiples of 16 to
-        # keep loads aligned.
+        # Scores, later overwritten with the ids of the kept pages; row lengths are multiples of 16
+        # to keep loads aligned.
         self.rows = torch.empty(items, -(-max_pages // 16) * 16, dtype=torch.float32, device=device)
         self.partial = torch.empty(parts, group, head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(parts, 2, group, dtype=torch.float32, device=device)
         self.plan = torch.empty(parts // kv_heads, PLAN_ENTRY, dtype=torch.int32, device=device)
-        # How many programs have arrived at an item, for ranking and for attention; every launch
-        # leaves zeros.
+        # Numbers of programs that have arrived at an item, for ranking and for attention; every
+        # launch resets its counters to zero.
         self.counters = torch.zeros(2, items, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
-        """Device memory held, in bytes."""
+        """Size of the workspace in device memory, in bytes."""
         return sum(
             x.nbytes for x in (self.rows, self.partial, self.stats, self.plan, self.counters)
         )
@@ -207,16 +207,16 @@ class DecodeImplementation(Protocol):
     """The functions that the modules ``reference``, ``triton`` and ``cuda`` provide."""
 
     def check(self, batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-        """Raise ValueError for a batch that cannot be served; tensors' values are not looked at."""
+        """Raise ValueError for an unsupported batch; only shapes, strides and dtypes count."""
 
     def run(
         self, batch: DecodeBatch, workspace: DecodeWorkspace | None, reuse_plan: bool = False
     ) -> Tensor:
-        """Decode a batch that ``check`` let pass; returns ``batch.out_BHD``."""
+        """Decode a batch that passed ``check``, and return ``batch.out_BHD``."""
 
 
 def check_shapes(batch: DecodeBatch) -> None:
-    """Raise ValueError for shapes that do not belong together, whatever the implementation."""
+    """Raise ValueError for shapes that no implementation supports because they do not match."""
     q = batch.q_BHD
     k = batch.k_cache
     v = batch.v_cache
@@ -231,7 +231,7 @@ def check_shapes(batch: DecodeBatch) -> None:
     scales = batch.cache_scales
     if (scales is None) == (k.dtype in CACHES_IN_8_BITS) or k.dtype != v.dtype:
         raise ValueError(
-            f"a cache in {FP8} or torch.int8 needs scales, and no other has any; got keys in "
+            f"only caches in {FP8} or torch.int8 have scales, and they require them; got keys in "
             f"{k.dtype}, values in {v.dtype} and {'no scales' if scales is None else 'scales'}"
         )
     if scales is not None:
@@ -239,14 +239,14 @@ def check_shapes(batch: DecodeBatch) -> None:
         check_scales(scales.v, k)
         if scales.k.stride() != scales.v.stride():
             raise ValueError(
-                "scales of keys and values must be strided alike, got "
-                f"{scales.k.stride()}, {scales.v.stride()}"
+                "scales of keys and values must have the same strides, got "
+                f"{scales.k.stride()} and {scales.v.stride()}"
             )
     check_head_budgets(batch.head_budgets_K, k)
 
 
 def check_scales(scales: Tensor, cache: Tensor) -> None:
-    """Raise ValueError for scales of other keys or values than those of ``cache``."""
+    """Raise ValueError for scales whose shape, dtype or strides do not suit ``cache``."""
     if cache.dtype == FP8:
         shape = cache.shape[1:2]
         dtype = torch.float32
@@ -261,8 +261,8 @@ def check_scales(scales: Tensor, cache: Tensor) -> None:
 
 
 def check_head_budgets(head_budgets_K: Tensor | None, k: Tensor) -> None:
-    """Raise ValueError for budgets for heads other than those of the keys ``[B, K, ...]``, or on
-    another device.
+    """Raise ValueError for head budgets that do not suit the keys ``[B, K, ...]``: one contiguous
+    int32 per kv head, on the same device.
     """
     x = head_budgets_K
     if x is None:
@@ -274,9 +274,9 @@ def check_head_budgets(head_budgets_K: Tensor | None, k: Tensor) -> None:
 
 
 def check_landmarks(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> None:
-    """Raise ValueError for landmarks of another shape or dtype than keys and layout ask for.
+    """Raise ValueError for landmarks whose shape or dtype does not suit the keys and the layout.
 
-    Landmarks of keys in 8 bits may have any dtype of 16 or 32 bits.
+    Landmarks of 8-bit keys may have any 16-bit or 32-bit float dtype.
     """
     blocks, K, block_tokens, D = k_cache.shape
     shape = (blocks, block_tokens // layout.page_size, K, D)
@@ -293,15 +293,15 @@ def check_landmarks(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout)
 
 
 class CachedLayers:
-    """Layers whose caches hold the same tokens in the same slots.
+    """Layers whose caches contain the same tokens in the same slots.
 
     Args:
-        caches: keys, a strided view ``[blocks, K, block tokens, D]``, landmarks, as in
-            ``DecodeBatch``, and of keys in int8 their scales, as in ``CacheScales``, of each layer;
-            shapes, strides and dtypes are the same in all.
+        caches: for each layer, its keys (a strided view ``[blocks, K, block tokens, D]``), its
+            landmarks (as in ``DecodeBatch``) and, for int8 keys, their scales (as in
+            ``CacheScales``); shapes, strides and dtypes are the same in all layers.
 
-    Raises ValueError: no layers, layers that differ, caches at such distances that loads would not
-    be aligned, or keys in int8 without scales.
+    Raises ValueError: there are no layers, the layers differ, the distances between caches would
+    make loads unaligned, or int8 keys have no scales.
     """
 
     def __init__(self, caches: Sequence[tuple[Tensor, ...]]) -> None:
@@ -312,20 +312,23 @@ class CachedLayers:
         kinds = {kind(layer) for layer in caches}
         if len(kinds) != 1:
             raise ValueError(
-                f"{len(caches)} layers with {len(kinds)} kinds of caches, expected one kind"
+                f"{len(caches)} layers have {len(kinds)} kinds of caches, expected one kind"
             )
         self.caches = tuple(caches)
         self.keys, self.landmarks, *scales = caches[0]
         if len(scales) != (self.keys.dtype == torch.int8):
             raise ValueError(
-                f"keys in int8 come with one tensor of scales, and no others; got {len(scales)}"
+                "int8 keys need one tensor of scales, and other keys none; got "
+                f"{self.keys.dtype} keys with {len(scales)}"
             )
         self.scales = scales[0] if scales else None
         if self.scales is not None:
             check_scales(self.scales, self.keys)
 
         def distance(layer: tuple[Tensor, ...]) -> list[int]:
-            """From the first layer's keys, landmarks and scales to this one's, in elements."""
+            """Return how far this layer's keys, landmarks and scales lie from the first layer's, in
+            elements.
+            """
             return [
                 (x.data_ptr() - first.data_ptr()) // x.itemsize
                 for x, first in zip(layer, caches[0], strict=True)
@@ -340,17 +343,17 @@ class CachedLayers:
 
 
 def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> None:
-    """Raise ValueError for a cache that the kernels cannot serve."""
+    """Raise ValueError for a cache that the kernels do not support."""
     block_tokens, D = k_cache.shape[2:]
     P = layout.page_size
     if P not in PAGE_SIZES or block_tokens % P:
         raise ValueError(
-            f"pages of {P} tokens in blocks of {block_tokens}: "
-            f"expected a divisor among {PAGE_SIZES}"
+            f"pages have {P} tokens and blocks {block_tokens}; choose a page size among "
+            f"{PAGE_SIZES} that divides the block size"
         )
     if D not in HEAD_DIMS:
         raise ValueError(
-            f"head dim {D} has no kernel, expected one of {HEAD_DIMS}; use "
+            f"there is no kernel for head dim {D}, expected one of {HEAD_DIMS}; use "
             "implementation='reference'"
         )
     if k_cache.dtype not in (*QUERY_DTYPES, *CACHES_IN_8_BITS):
@@ -363,8 +366,8 @@ def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> 
 
 
 def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raise ValueError for a batch that no kernel can serve; ``check_shapes`` and ``check_cache``
-    are part of it.
+    """Raise ValueError for a batch that no kernel supports; this check includes ``check_shapes``
+    and ``check_cache``.
     """
     check_shapes(batch)
     check_cache(batch.k_cache, batch.landmark_cache, batch.layout)
@@ -379,16 +382,17 @@ def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> 
     out = batch.out_BHD
     if q.dtype not in QUERY_DTYPES or k.dtype not in (q.dtype, *CACHES_IN_8_BITS):
         raise ValueError(
-            "queries must be float16 or bfloat16, as is the cache unless it has 8 bits, got "
-            f"queries in {q.dtype} and keys in {k.dtype}"
+            "queries must be float16 or bfloat16, and the cache must have the same dtype unless it "
+            f"is an 8-bit cache; got queries in {q.dtype} and keys in {k.dtype}"
         )
     if batch.landmark_cache.dtype not in (q.dtype, FP8):
         raise ValueError(
-            f"landmarks must be in {q.dtype}, as the queries, got {batch.landmark_cache.dtype}"
+            f"landmarks must be in {q.dtype}, like the queries, or in {FP8}, got "
+            f"{batch.landmark_cache.dtype}"
         )
     if v.stride() != k.stride():
         raise ValueError(
-            f"keys and values must be strided alike, got {k.stride()} and {v.stride()}"
+            f"keys and values must have the same strides, got {k.stride()} and {v.stride()}"
         )
     if not q.stride(2) == v.stride(3) == out.stride(2) == 1:
         raise ValueError("q, v and out must be contiguous along the head dim")
@@ -401,15 +405,15 @@ def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> 
             )
 
     if workspace is None:
-        raise ValueError("a kernel needs a workspace; make one DecodeWorkspace for all layers")
+        raise ValueError("the kernels need a workspace; create one DecodeWorkspace for all layers")
     if (workspace.kv_heads, workspace.group, workspace.head_dim) != (K, G, D) or G > MAX_GROUP:
         raise ValueError(
-            f"{K} kv heads, group {G}, head dim {D}, but the workspace "
-            f"is for {workspace.kv_heads}, {workspace.group}, "
-            f"{workspace.head_dim}; groups are at most {MAX_GROUP}"
+            f"the batch has {K} kv heads, group {G} and head dim {D}, but the workspace is for "
+            f"{workspace.kv_heads}, {workspace.group} and {workspace.head_dim}; groups may not "
+            f"exceed {MAX_GROUP}"
         )
     if workspace.max_batch < B or workspace.max_pages < batch.max_pages:
         raise ValueError(
-            f"{B} sequences of up to {batch.max_pages} pages do not fit a workspace for "
-            f"{workspace.max_batch} of {workspace.max_pages}; make a larger one"
+            f"{B} sequences of up to {batch.max_pages} pages do not fit in a workspace for "
+            f"{workspace.max_batch} sequences of {workspace.max_pages}; create a larger one"
         )

@@ -1,13 +1,14 @@
-"""Division of a batch among programs: once per step, on the device, for every kernel that attends.
+"""Division of a batch among programs, planned once per step on the device for every kernel that
+computes attention.
 
-In a rollout rows differ in length, and a step waits for its slowest program. Triton's kernels and
-the CUDA kernel read the same plan. Each entry holds ``PLAN_ENTRY`` int32 numbers for the K programs
-(one per kv head) of a part of a row: the row, the part, the row's number of parts, the slot of its
-first part, its length and its top_k; two are for alignment. Where heads have different budgets, the
-plan knows only their mean, so that it is good for every layer: each program cuts the pages of its
-head into the row's number of parts.
+The rows of a rollout differ in length, and a step waits for its slowest program. The Triton kernels
+and the CUDA kernel read the same plan. Each entry contains ``PLAN_ENTRY`` int32 numbers for the K
+programs (one per kv head) of a part of a row: the row, the part, and the row's number of parts,
+slot of the first part, length and top_k; the last two numbers are padding for alignment. If heads
+have different budgets, the plan is based on their mean and is therefore valid for every layer: each
+program divides the pages of its head into the row's number of parts.
 
-Shapes: R rows (sequences), S rows or sizes tried at a time.
+Shapes: R rows (sequences), S rows or candidate sizes processed at a time.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ from sparrow.attention.pages import ALL_PAGES
 
 ENTRY = tl.constexpr(PLAN_ENTRY)
 EVERY_PAGE = tl.constexpr(ALL_PAGES)
-SIZES = tl.constexpr(16)  # sizes that are tried for the parts of a batch
+SIZES = tl.constexpr(16)  # number of candidate sizes for the parts of a batch
 
 
 @dataclass(frozen=True)
 class Division:
-    """The demands of a launch on the plan."""
+    """Requirements of a launch for the plan."""
 
-    # for further parts of rows, besides one program for each item; a multiple of the kv heads
+    # programs for further parts of rows, beyond one per item; a multiple of the number of kv heads
     extra_programs: int
-    resident_programs: int  # programs that run at once
-    part_tokens: int  # kept tokens that are worth another program
-    ranks: bool  # whether a row's first program ranks its pages first, while the others wait for it
+    resident_programs: int  # programs that run at the same time
+    part_tokens: int  # minimum number of kept tokens per part
+    ranks: bool  # whether a row's first program ranks the pages while the row's others wait
 
 
 def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -> None:
-    """Write the workspace's plan, which is good for every layer with these lengths and budgets.
+    """Write the workspace's plan, which is valid for every layer with these lengths and budgets.
 
-    Raises ValueError: extra programs that are no multiple of the kv heads; some of them would find
-    no plan.
+    Raises ValueError: the number of extra programs is not a multiple of the number of kv heads, so
+    some programs would have no entry in the plan.
     """
     B = len(batch.length_B)
     K = batch.kv_heads
     layout = batch.layout
     if division.extra_programs % K:
         raise ValueError(
-            f"extra programs must be a multiple of the {K} kv heads, got {division.extra_programs}"
+            f"extra_programs must be a multiple of the {K} kv heads, got {division.extra_programs}"
         )
     plan_kernel[(1,)](
         batch.length_B,
@@ -68,8 +69,8 @@ def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -
 
 @triton.jit
 def page_counts(length, top_k, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr):
-    """Pages of a row, pages ranked by score, how many of those are kept, and tokens in all kept
-    pages.
+    """Count a row's pages, the pages ranked by score, the ranked pages that are kept, and the
+    tokens in all kept pages.
     """
     pages = (length + P - 1) // P
     ranked = tl.maximum(pages - SINK - RECENT, 0)
@@ -79,8 +80,8 @@ def page_counts(length, top_k, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.c
 
 @triton.jit
 def of_head(top_k, head_budgets, head):
-    """A head's pages by score: ``top_k`` times its budget, in units of 1 / 256; None if all heads
-    are alike.
+    """Return how many pages a head keeps by score: ``top_k`` times the head's budget, which is in
+    units of 1 / 256; ``head_budgets`` is None if all heads keep ``top_k``.
     """
     if head_budgets is not None:
         relative = tl.load(head_budgets + head).to(tl.int64)
@@ -104,12 +105,13 @@ def plan_kernel(
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Divide a batch: every row has at least one part, with at most ``extra`` more in all, as
-    small as that allows.
+    """Divide a batch into the smallest parts for which all rows together have at most ``extra``
+    parts beyond one each.
 
-    A row stays whole if it is not longer than what each of ``resident`` entries would get or,
-    unless there is room for twice the rows, not much longer than the mean. The most work comes
-    first, and a row's first part before its others; entries left over get row ``count``.
+    A row stays whole if it is no longer than an equal share of all tokens among ``resident``
+    entries. Unless twice as many rows could be resident, a row that is not much longer than the
+    mean stays whole as well. Parts with the most work come first, and a row's first part precedes
+    the row's other parts; unused entries contain row ``count``.
     """
     r = tl.arange(0, ROWS)
     length_R = tl.load(length + r, mask=r < count, other=0)
@@ -120,7 +122,7 @@ def plan_kernel(
     low = tl.maximum(
         tl.maximum(MIN_PART, total // (count + extra)), tl.maximum(whole, total // resident)
     )
-    # This size needs at most ``extra`` further parts, whatever the lengths.
+    # At this size, at most ``extra`` further parts are needed, whatever the lengths.
     high = tl.maximum(low, total // extra + 1)
     size_S = high - (high - low) // (SIZES - 1) * tl.arange(0, SIZES)
     needed_S = tl.sum(tl.maximum(tokens_R - 1, 0)[:, None] // size_S[None, :], 0)
@@ -163,8 +165,8 @@ def _work(
     RECENT: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """A row's kept tokens, and how many tokens take as long to read as the landmarks that its first
-    part ranks.
+    """Return the number of kept tokens of each row, and the cost of ranking the row's landmarks as
+    the number of tokens that take as long to read.
     """
     _pages, ranked, budget, tokens_R = page_counts(length_R, top_k_R, P, SINK, RECENT)
     return tokens_R, tl.where((budget > 0) & (budget < ranked) & RANKS, ranked // 2, 0)
@@ -172,8 +174,8 @@ def _work(
 
 @triton.jit
 def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.constexpr):
-    """Distinct numbers that sort the first and the further parts of rows by their work, in whole
-    pages.
+    """Return distinct sort keys for the first part and for the further parts of each row, by their
+    work in whole pages.
     """
     part_R = tokens_R // (more_R + 1)
     last_R = ROWS - 1 - r
@@ -182,7 +184,7 @@ def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def _count_before(order_R, first_S, further_S, more_S):
-    """The number of parts of rows S that come before each of R."""
+    """Count the parts of the rows S that come before each of the rows R."""
     first = (first_S[None, :] > order_R[:, None]).to(tl.int32)
     further = (further_S[None, :] > order_R[:, None]).to(tl.int32)
     return tl.sum(first + further * more_S[None, :], 1)

@@ -1,10 +1,10 @@
-"""Keys and values in int8, with one scale per vector of a token and kv head: the one definition of
-this format.
+"""The definition of the int8 format for keys and values, with one scale for the vector of each
+token and kv head.
 
-A vector is codes from -127 to 127 and one exponent byte e (E8M0): it stands for ``code * 2^(e -
-127)``. The scale is the least power of 2 with which no code exceeds 127, so that nothing has to be
-calibrated, and nothing is clipped within ``exponent_limits``. Vectors beyond the greatest scale are
-clipped, and those below the least lose digits.
+A vector consists of codes from -127 to 127 and an exponent byte e (E8M0), and represents ``code *
+2^(e - 127)``. The scale is the smallest power of 2 for which no code exceeds 127, so no calibration
+is needed, and nothing is clipped within ``exponent_limits``. Vectors that need a scale above the
+limits are clipped, and vectors that need a scale below them lose precision.
 
 Shapes: D elements of a vector.
 """
@@ -15,29 +15,30 @@ import torch
 from torch import Tensor
 
 INT8_MAX = 127
-BIAS = 127  # the byte of the exponent 0
-NOT_FINITE = 255  # the byte of a vector with an infinite element or NaN: all of it reads as NaN
+BIAS = 127  # the byte for exponent 0
+NOT_FINITE = 255  # the byte for a vector with an infinite or NaN element: every element reads NaN
 
 
 def exponent_limits(dtype: torch.dtype) -> tuple[int, int]:
-    """The least and the greatest exponent of a scale for vectors in ``dtype``, which holds ``code *
-    scale`` exactly.
+    """Return the smallest and the largest exponent of a scale for which ``dtype`` represents
+    ``code * scale`` exactly.
 
-    Those of wider dtypes than float16 are 100 apart at the most: relative to the greatest, the
-    least is still a normal float32, in which the kernels add weights.
+    For dtypes with a wider range than float16, the limits are 100 apart, so the ratio of the
+    smallest scale to the largest is still a normal float32, the type in which the kernels add
+    weights.
     """
     return (-24, 9) if dtype == torch.float16 else (-50, 50)
 
 
 def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` ``[..., D]`` as codes, int8, rounded to nearest even, and exponent bytes ``[...]``,
-    uint8.
+    """Convert ``x`` ``[..., D]`` to int8 codes, rounded to nearest even, and uint8 exponent bytes
+    ``[...]``.
     """
     least, most = exponent_limits(x.dtype)
     x = x.float()
     bits = x.abs().amax(-1).contiguous().view(torch.int32)
-    # 127 * 2^e is 1.984375 * 2^(e + 6), of which the mantissa's bits are 0x7E0000: what exceeds it
-    # carries over.
+    # 127 * 2^e is 1.984375 * 2^(e + 6), and its mantissa bits are 0x7E0000. Adding 0x1FFFF carries
+    # into the exponent exactly for larger mantissas.
     exponent = ((bits + 0x1FFFF) >> 23) - 6
     exponent = exponent.clamp(least + BIAS, most + BIAS).masked_fill(bits >= 0x7F800000, NOT_FINITE)
     codes = (x / scale_of(exponent)[..., None]).round().clamp(-INT8_MAX, INT8_MAX).nan_to_num(0.0)
@@ -45,10 +46,10 @@ def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_of(exponent: Tensor) -> Tensor:
-    """Scales, float32, of exponent bytes; 0 for the byte 0, which is never stored."""
+    """Convert exponent bytes to float32 scales; byte 0, which is never stored, yields 0."""
     return (exponent.int() << 23).view(torch.float32)
 
 
 def from_int8(codes: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """Vectors ``[..., D]`` in ``dtype`` of codes and exponent bytes ``[...]``."""
+    """Convert codes and exponent bytes ``[...]`` to vectors ``[..., D]`` in ``dtype``."""
     return codes.to(dtype) * scale_of(exponent)[..., None].to(dtype)

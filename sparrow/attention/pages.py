@@ -1,10 +1,11 @@
-"""The one definition of page, landmark, score and selection.
+"""The single definition of pages, landmarks, scores and page selection.
 
-transformers, vLLM and the teacher-forced pass all take them from here: a difference between them
-would be measured as actor-policy mismatch. Source: Sparrow, arXiv 2606.08446, section 2.
+transformers, vLLM and the teacher-forced pass all use these definitions, because any difference
+between them would be measured as actor-policy mismatch. Source: Sparrow, arXiv 2606.08446, section
+2.
 
 Shapes: B sequences, T query tokens, H query heads, K kv heads, G = H / K, D head dim, P page size,
-N pages. Page n of a sequence holds its tokens n*P .. n*P + P - 1.
+N pages. Page n of a sequence contains its tokens n*P .. n*P + P - 1.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ LandmarkDtype = Literal["auto", "fp8_e4m3"]
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 ALL_PAGES = 2**30
-"""A number of pages that covers any sequence, whatever a head's budget relative to it."""
+"""A number of pages that means all pages of any sequence, whatever a head's relative budget."""
 BUDGET_UNIT = 256
-"""Relative budgets are whole numbers of 1 / 256, and products are rounded half up: all
-implementations agree.
+"""Relative budgets are multiples of 1 / 256, and products are rounded half up in all
+implementations.
 """
 
 
@@ -35,7 +36,7 @@ class PageLayout:
 
     page_size: int = 16  # P, tokens in a page
     sink_pages: int = 1  # pages always kept at the start
-    # pages always kept at the end, the partly filled one included; at least 1
+    # pages always kept at the end, including the partly filled one; at least 1
     recent_pages: int = 2
     landmark_dtype: LandmarkDtype = "auto"
 
@@ -49,20 +50,19 @@ class PageLayout:
             raise ValueError(f"need page_size >= 1, sink_pages >= 0, recent_pages >= 1, got {self}")
 
     def landmark_type(self, keys: torch.dtype) -> torch.dtype:
-        """The dtype of landmarks of keys in the dtype ``keys``."""
+        """Return the dtype of the landmarks of keys in the dtype ``keys``."""
         return keys if self.landmark_dtype == "auto" else FP8
 
 
 def page_count(length: Tensor, page_size: int) -> Tensor:
-    """Pages that hold ``length`` tokens, the partly filled one included."""
+    """Count the pages of ``length`` tokens, including the partly filled one."""
     return (length + page_size - 1) // page_size
 
 
 def tokens_at(x_BKSD: Tensor, column_BKT: Tensor) -> Tensor:
-    """Keys or values ``[B, K, T, D]`` in these columns (int64) of a cache: ``gather``, but of whole
-    vectors.
+    """Gather the keys or values ``[B, K, T, D]`` in these columns (int64) of a cache.
 
-    On a CPU this takes a quarter of the time of ``gather``.
+    Indexing whole vectors takes a quarter of the time of ``torch.gather`` on a CPU.
     """
     B, K, S, D = x_BKSD.shape
     first_BK1 = torch.arange(0, B * K * S, S, device=x_BKSD.device).view(B, K, 1)
@@ -71,31 +71,34 @@ def tokens_at(x_BKSD: Tensor, column_BKT: Tensor) -> Tensor:
 
 
 def to_fp8(x: Tensor) -> Tensor:
-    """``x`` in float8_e4m3fn, clamped to 448; without the clamp, some devices would turn larger
-    values into NaN.
+    """Convert ``x`` to float8_e4m3fn, clamped to 448; without the clamp, some devices would turn
+    larger values into NaN.
     """
     return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def landmarks(k_BKNPD: Tensor, dtype: LandmarkDtype = "auto") -> Tensor:
-    """Landmarks, by which pages are ranked: mean keys ``[B, K, N, D]``.
+    """Compute the landmarks that pages are ranked with: mean keys ``[B, K, N, D]``.
 
-    The mean is taken in float32 and rounded once, to the dtype in which it is stored. A page that
-    is not yet full has no meaningful landmark and is never ranked: it is among the recent pages.
+    The mean is computed in float32 and rounded once, to the dtype in which it is stored. A page
+    that is not yet full has no meaningful landmark and is never ranked, since it is one of the
+    recent pages.
     """
     mean = k_BKNPD.float().mean(-2)
     return mean.to(k_BKNPD.dtype) if dtype == "auto" else to_fp8(mean)
 
 
 def page_scores(q_BHTD: Tensor, landmarks_BKND: Tensor) -> Tensor:
-    """Scores ``[B, K, T, N]`` in float32: the group's mean query times the page's landmark."""
+    """Compute scores ``[B, K, T, N]`` in float32: the dot product of the group's mean query and the
+    page's landmark.
+    """
     q_BKGTD = q_BHTD.float().unflatten(1, (landmarks_BKND.shape[1], -1))
     return torch.einsum("bktd,bknd->bktn", q_BKGTD.mean(2), landmarks_BKND.float())
 
 
 def head_top_k(top_k_BT: Tensor, head_budgets_K: Tensor) -> Tensor:
-    """Pages that each kv head keeps by score, int64 ``[B, K, T]``; budgets are relative, in units
-    of 1 / 256.
+    """Return how many pages each kv head keeps by score, int64 ``[B, K, T]``; head budgets are
+    relative, in units of 1 / 256.
     """
     top_k_B1T = top_k_BT[:, None].long()
     rounded_BKT = (top_k_B1T * head_budgets_K[:, None] + BUDGET_UNIT // 2) // BUDGET_UNIT
@@ -109,12 +112,14 @@ def select_pages(
     layout: PageLayout,
     head_budgets_K: Tensor | None = None,
 ) -> Tensor:
-    """The pages each query token reads: bool ``[B, K, T, N]``.
+    """Select the pages that each query token reads: bool ``[B, K, T, N]``.
 
-    ``length_BT`` counts the tokens a query sees, itself included; ``top_k_BT`` the pages kept by
-    score, which ``head_budgets_K`` multiplies (see ``head_top_k``). Kept are the sink pages, the
-    recent pages, and the ``top_k`` best of the rest; equal scores go to the earlier page. A
-    sequence with no more pages than would be kept has all of them selected.
+    The sink pages, the recent pages and the ``top_k`` best of the remaining pages are kept. Among
+    pages with equal scores, the earlier page wins. If a sequence has no more pages than would be
+    kept, all of its pages are selected.
+
+    ``length_BT`` is the number of tokens that a query sees, including itself. ``top_k_BT`` is the
+    number of pages kept by score; ``head_budgets_K`` scales it (see ``head_top_k``).
     """
     N = scores_BKTN.shape[-1]
     n = torch.arange(N, device=scores_BKTN.device)
@@ -132,7 +137,7 @@ def select_pages(
     if most == 0:
         return always[:, None].expand_as(scores_BKTN)
 
-    # Of the pages at the threshold, keep the first ones, as many as are still missing.
+    # Of the pages that score exactly the threshold, keep the first until ``top_k`` are kept.
     best = scores.topk(most, dim=-1).values
     threshold = best.gather(-1, (k_BKT1 - 1).clamp(min=0).expand(*scores.shape[:-1], 1))
     above = scores > threshold
@@ -142,10 +147,10 @@ def select_pages(
 
 
 def reading_order(scores_BKTN: Tensor, length_BT: Tensor, layout: PageLayout) -> Tensor:
-    """Pages in the order in which a growing ``top_k`` takes them up, ``[B, K, T, N]``.
+    """Sort pages by the order in which a growing ``top_k`` would add them, ``[B, K, T, N]``.
 
-    Arguments as in ``select_pages``. The pages that are always kept come first, those beyond the
-    sequence last.
+    The arguments are those of ``select_pages``. Always-kept pages come first, and pages beyond the
+    end of the sequence last.
     """
     page = torch.arange(scores_BKTN.shape[-1], device=scores_BKTN.device)
     pages_BT1 = page_count(length_BT, layout.page_size)[..., None]

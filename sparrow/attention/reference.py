@@ -1,7 +1,7 @@
-"""Page-sparse attention in eager torch: the specification in code, on any device, differentiable.
+"""Page-sparse attention in eager torch: an executable specification, differentiable, on any device.
 
-Selection is not differentiated: gradients flow through the attention to the kept tokens, as they
-would if the same pages had been kept by hand. Source: Sparrow, arXiv 2606.08446, section 2.
+Gradients do not flow through the selection, only through the attention to the kept tokens, as if
+the pages had been chosen by hand. Source: Sparrow, arXiv 2606.08446, section 2.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
 dim, P page size, N pages.
@@ -46,12 +46,12 @@ def decode(
     scale: float,
     head_budgets_K: Tensor | None = None,
 ) -> Tensor:
-    """One decode step: attend from the newest token of every row to its kept pages; returns ``[B,
-    H, D]``.
+    """Compute one decode step: attend from the newest token of every row to its kept pages, and
+    return ``[B, H, D]``.
 
-    Row b's sequence lies in columns ``start_B[b] .. start_B[b] + length_B[b] - 1`` (left padding
-    before, unused cache after; ``None`` means column 0 everywhere); its pages are counted from its
-    first token.
+    Row b's sequence is in columns ``start_B[b] .. start_B[b] + length_B[b] - 1``, between left
+    padding and the unused end of the cache; ``None`` means that all rows start in column 0. Pages
+    are counted from a sequence's first token.
     """
     S = k_BKSD.shape[2]
     P = layout.page_size
@@ -72,8 +72,8 @@ def decode(
 
 
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raise ValueError for shapes that do not belong together, or landmarks in a dtype other than
-    the layout's.
+    """Raise ValueError for shapes that do not match, or for landmarks in a dtype other than the
+    layout's.
     """
     check_shapes(batch)
     check_landmarks(batch.k_cache, batch.landmark_cache, batch.layout)
@@ -82,12 +82,11 @@ def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
 def run(
     batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan: bool = False
 ) -> Tensor:
-    """One decode step over a paged cache: like ``decode``, but with the landmarks that the cache
-    holds.
+    """Compute one decode step over a paged cache: like ``decode``, but with the cached landmarks.
 
-    Nothing beyond a row's ``length_B`` tokens has any effect, not even NaN; a row of length 0
-    returns zeros. The landmark of a page that a row's newest token filled is written. There is no
-    plan, and the workspace stays untouched.
+    Cache entries beyond a row's ``length_B`` tokens have no effect, not even NaN; a row of length 0
+    returns zeros. If a row's newest token fills a page, the page's landmark is written. This
+    implementation needs no plan and does not use the workspace.
     """
     q_BHD = batch.q_BHD
     k_cache = batch.k_cache
@@ -125,7 +124,7 @@ def run(
         else:
             keys = _dequantised(k_cache, scales.k, at, q_BHD.dtype)
             values = _dequantised(batch.v_cache, scales.v, at, q_BHD.dtype)
-    # Tokens that do not count may hold anything, even NaN.
+    # Masked tokens may contain anything, even NaN.
     keys = keys.masked_fill(~seen_BKT[..., None], 0.0)
     values = values.masked_fill(~seen_BKT[..., None], 0.0)
     out_BHD = _attend(q_BHD, keys, values, seen_BKT, batch.scale)
@@ -135,8 +134,8 @@ def run(
 def _attend(
     q_BHD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, seen_BKT: Tensor, scale: float
 ) -> Tensor:
-    """Attention of one query in each row to the tokens gathered for its kv heads; those in ``seen``
-    count.
+    """Compute the attention of one query per row to the tokens gathered for each kv head, masked
+    with ``seen_BKT``.
     """
     q_BKGD = q_BHD.unflatten(1, (k_BKTD.shape[1], -1))
     mask = seen_BKT[:, :, None]
@@ -145,7 +144,9 @@ def _attend(
 
 
 def _entries(cache: Tensor, at: tuple[Tensor | slice, ...]) -> Tensor:
-    """``cache[at]``; on a CPU, torch cannot index tensors of 8-bit floats, but can index bytes."""
+    """Return ``cache[at]``; 8-bit floats are indexed as bytes, since torch cannot index them on a
+    CPU.
+    """
     if cache.dtype == FP8:
         return cache.view(torch.uint8)[at].view(FP8)
     return cache[at]
@@ -154,7 +155,7 @@ def _entries(cache: Tensor, at: tuple[Tensor | slice, ...]) -> Tensor:
 def _dequantised(
     cache: Tensor, scales: Tensor, at: tuple[Tensor, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Keys or values ``[B, K, T, D]`` of an 8-bit cache."""
+    """Dequantise keys or values ``[B, K, T, D]`` of an 8-bit cache."""
     if cache.dtype == torch.int8:
         return from_int8(cache[at], scales[at], dtype)
     return _entries(cache, at).to(dtype) * scales.to(dtype)[:, None, None]
@@ -169,8 +170,8 @@ def store_tokens(
     scales: CacheScales,
     clipped: Tensor | None = None,
 ) -> None:
-    """Store each token's keys and values in its slot (-1: none) of an 8-bit cache; see
-    ``triton.store_tokens``.
+    """Store each token's keys and values in the token's slot of an 8-bit cache; a slot of -1 means
+    none. See ``triton.store_tokens``.
     """
     has_slot_T = slot_mapping_T >= 0
     slot = slot_mapping_T[has_slot_T].long()
@@ -205,8 +206,8 @@ def _update_landmarks(
     layout: PageLayout,
     scales: Tensor | None,
 ) -> None:
-    """Update the landmarks of one layer; ``scales`` are those of keys in int8, and ignored for
-    other keys.
+    """Update the landmarks of one layer; ``scales`` are the scales of int8 keys, and are ignored
+    for other keys.
     """
     check_landmarks(k_cache, landmark_cache, layout)
     block_tokens = k_cache.shape[2]
@@ -221,7 +222,8 @@ def _update_landmarks(
         assert scales is not None
         keys_TPKD = from_int8(keys_TPKD, scales[at], dtype)
     elif k_cache.dtype == FP8:
-        # Landmarks leave the scale out: a head's scale does not change the order of its scores.
+        # Landmarks do not include the scale, since a head's scale does not change the ranking of
+        # pages.
         keys_TPKD = keys_TPKD.to(dtype)
     landmark_cache[block, token // P] = landmarks(keys_TPKD.transpose(1, 2), layout.landmark_dtype)
 
@@ -239,10 +241,10 @@ def teacher_forced(
     query_chunk: int = 256,
     head_budgets_K: Tensor | None = None,
 ) -> Tensor:
-    """All query positions at once; see ``sparrow.attention.teacher_forced``.
+    """Compute attention at all query positions at once; see ``sparrow.attention.teacher_forced``.
 
-    The token at position t after the prompt reads the pages selected among its t + 1 tokens. Memory
-    grows with ``query_chunk * T``; use the kernel for real lengths.
+    A token at position t, if it follows the prompt, reads the pages selected from the first t + 1
+    tokens. Memory grows with ``query_chunk * T``; use the kernel for realistic lengths.
     """
     H, T = q_BHTD.shape[1:3]
     K = k_BKTD.shape[1]
@@ -270,8 +272,8 @@ def teacher_forced(
             token_keep = keep.gather(-1, page_BT[:, None, None].expand(-1, K, keep.shape[2], -1))
             mask = (token_keep & causal[:, None]).repeat_interleave(H // K, dim=1)
             padded = ~real_BT[:, now]
-            # A padded query attends to itself: softmax over nothing is NaN, and NaN times zero
-            # poisons gradients.
+            # A padded query attends to itself: a softmax over no keys is NaN, and NaN times zero
+            # would poison gradients.
             mask = mask | (padded[:, None, :, None] & (column_T == column_T[now, None]))
 
         out = F.scaled_dot_product_attention(
@@ -282,8 +284,8 @@ def teacher_forced(
 
 
 def _kept_tokens(keep_BKN: Tensor, length_B: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """List the positions of the tokens in the kept pages, in order; returns them with a mask of
-    those that count, as rows are padded to the fullest one.
+    """List the positions of the tokens in the kept pages, in order; since rows are padded to the
+    longest, also return a mask of the valid positions.
     """
     most = int(keep_BKN.sum(-1).max())
     page_BKM = keep_BKN.int().argsort(dim=-1, descending=True, stable=True)[..., :most]
@@ -294,8 +296,8 @@ def _kept_tokens(keep_BKN: Tensor, length_B: Tensor, page_size: int) -> tuple[Te
 
 
 def _page_landmarks(k_BKSD: Tensor, start_B: Tensor | None, layout: PageLayout) -> Tensor:
-    """Landmarks of ``ceil(S / P)`` pages, counted from each row's first token; zeros where no whole
-    page fits.
+    """Compute the landmarks of ``ceil(S / P)`` pages, counted from each row's first token; the
+    landmark of a last page that is not full is zero.
     """
     K, S = k_BKSD.shape[1:3]
     P = layout.page_size

@@ -1,1 +1,1 @@
-"""Audits an engine: a statistical test whether its samples are those of the dense model."""
+"""Audit of an engine: a statistical test of whether its samples follow the dense model."""

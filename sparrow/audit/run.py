@@ -1,4 +1,4 @@
-"""Samples with an engine, ranks its tokens densely, and puts both arms to the test."""
+"""Audit run: sample with the tested engine and densely, rank all tokens densely, and test both."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Rollout, Sampling, Standing, TopLists, derived_seed
 
 Logprobs = Literal["processed", "raw", "none"]
-"""What the engine reports: log-probs after temperature and truncation, those at temperature 1 and
-without truncation, or none that could be compared."""
+"""The log-probs that the engine reports: after temperature and truncation, at temperature 1 without
+truncation, or none that could be compared."""
 
 
 @dataclass(frozen=True)
 class Audit:
-    """A verdict and what it was made from."""
+    """A verdict and the samples that it is based on."""
 
     verdict: Verdict
     sampling: Sampling
     prompts: int
-    tokens: int  # of the tested arm
+    tokens: int  # tokens of the tested arm
     dense_tokens: int | None
-    tested_counters: dict[str, Any]  # what the tested engine did, as ``Counters.to_dict``
+    tested_counters: dict[str, Any]  # the tested engine's counters, from ``Counters.to_dict``
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Convert to plain JSON types."""
         return {
             **self.verdict.to_dict(),
             "sampling": asdict(self.sampling),
@@ -54,15 +54,16 @@ def run_audit(
     resolution: float = 0.05,
     listener: Callable[[str], None] = lambda _: None,
 ) -> Audit:
-    """Audit an engine; the arms sample the same prompts one after the other, with other seeds.
+    """Audit an engine; both arms sample the same prompts, one arm after the other, with different
+    seeds.
 
     Args:
-        tested, dense, ranker: make the engines and the ranker; each is closed before the next is
-            made, so that they may share one device.
-        prompts: one for each response.
-        listener: called at the start of each pass with its name.
+        tested, dense, ranker: functions that create the engines and the ranker; each is closed
+            before the next is created, so that all may use the same device.
+        prompts: one prompt per response.
+        listener: called at the start of each pass with the name of the pass.
 
-    Raises ConfigError: greedy sampling. EngineError: log-probs that are not numbers.
+    Raises ConfigError: sampling is greedy. EngineError: reported log-probs are not numbers.
     """
     check(sampling)
 
@@ -93,11 +94,12 @@ def run_audit(
 
 
 def check(sampling: Sampling) -> None:
-    """Raise ConfigError for greedy sampling, which leaves nothing to chance."""
+    """Raise ConfigError for greedy sampling, whose tokens are not random."""
     if sampling.temperature <= 0:
         raise ConfigError(
             f"temperature is {sampling.temperature:g}, but greedy tokens have no distribution to "
-            "test; compare them with those of dense decoding, or sample at a temperature above 0"
+            "test; compare them with the tokens of dense decoding, or sample at a temperature "
+            "above 0"
         )
 
 
@@ -109,8 +111,8 @@ def _sampled(
 
 
 class ListRanker(Ranker):
-    """A ranker by lists of the ``length`` likeliest tokens, as far as they determine ranks; see
-    ``cells_of_lists``.
+    """A ranker that uses lists of the ``length`` most likely tokens, as far as the lists determine
+    ranks; see ``cells_of_lists``.
     """
 
     def __init__(self, scorer: ListScorer, length: int) -> None:
@@ -120,20 +122,21 @@ class ListRanker(Ranker):
     def rank(
         self, rollouts: Sequence[Rollout], sampling: Sampling, common: float
     ) -> list[Standing]:
-        """See ``Ranker.rank``; nan where a list does not determine a value.
+        """Rank tokens as in ``Ranker.rank``; values that a list does not determine are nan.
 
-        Raises ConfigError: the lists determine nothing at this temperature and top-k.
+        Raises ConfigError: the lists do not determine any value at this temperature and top-k.
         """
         if sampling.top_k is None and sampling.temperature != 1:
             raise ConfigError(
-                f"temperature is {sampling.temperature:g}, but lists of likely tokens at "
-                "temperature 1 give no probabilities at another; set top_k to at most "
-                f"{self._length}, sample at 1, or score with transformers (--scorer hf)"
+                f"temperature is {sampling.temperature:g}, but lists of likely tokens determine "
+                f"probabilities only at temperature 1; set top_k to at most {self._length}, sample "
+                "at temperature 1, or score with transformers (--scorer hf)"
             )
         if sampling.top_k is not None and sampling.top_k > self._length:
             raise ConfigError(
-                f"top_k is {sampling.top_k}, but lists of {self._length} tokens do not hold all of "
-                "them; make the lists longer (--lists), or score with transformers (--scorer hf)"
+                f"top_k is {sampling.top_k}, but lists of {self._length} tokens do not contain all "
+                "of these tokens; use longer lists (--lists), or score with transformers "
+                "(--scorer hf)"
             )
         lists = self._scorer.top_lists(rollouts, self._length)
         return [
@@ -165,16 +168,16 @@ class ListRanker(Ranker):
         )
 
     def close(self) -> None:
-        """Free the scorer."""
+        """Close the scorer."""
         self._scorer.close()
 
 
 def tokens_of(
     rollouts: Sequence[Rollout], standings: Sequence[Standing], logprobs: Logprobs = "processed"
 ) -> Tokens:
-    """The tokens of all rollouts, one after another.
+    """Concatenate the tokens of all rollouts.
 
-    Raises EngineError: a reported log-prob that is not a number.
+    Raises EngineError: a reported log-prob is not a number.
     """
     assert logprobs in get_args(Logprobs), logprobs
 
@@ -188,8 +191,8 @@ def tokens_of(
         reported = np.concatenate([r.logprobs for r in rollouts]).astype(np.float64)
         if np.isnan(reported).any():
             raise EngineError(
-                f"the engine reported log-probs of which {int(np.isnan(reported).sum())} are not "
-                "numbers; mend that first, or audit without them (--logprobs none)"
+                f"{int(np.isnan(reported).sum())} of the log-probs that the engine reported are "
+                "not numbers; fix the engine first, or audit without log-probs (--logprobs none)"
             )
         scored = joined("raw_logprobs")
         if logprobs == "processed":
@@ -214,7 +217,7 @@ def tokens_of(
 
 
 def _contexts(rollouts: Sequence[Rollout]) -> NDArray[np.int64]:
-    """A number for all that came before each token, the same where that is the same."""
+    """Number the context of each token: tokens with the same preceding tokens share a number."""
     numbers: dict[Any, int] = {}
     found = []
     for rollout in rollouts:

@@ -1,31 +1,33 @@
-"""Test whether sampled tokens follow the distributions that a dense model gave them.
+"""Tests of whether sampled tokens follow the distributions that a dense model predicts.
 
-Let p be the dense model's distribution of the next token after what was really sampled before. Sort
-the vocabulary by p, likeliest first. With an independent uniform random number U for each token,
+Let p be the dense model's distribution of the next token, given the tokens that were actually
+sampled before. Sort the vocabulary by p, most likely first. With an independent uniform random
+number U for each token,
 
     u = P(tokens sorted before it) + U p(token)
 
-is uniform on [0, 1) and independent of everything earlier (randomised probability integral
+is uniform on [0, 1) and independent of all earlier tokens (randomised probability integral
 transform; Brockwell, "Universal residuals", Statistics & Probability Letters 2007). The mean of
-log p(token) + H(p), H the entropy, is zero. Both hold after every prefix, so sums over a sequence
-are martingales, and sequences are independent of each other.
+log p(token) + H(p), where H is the entropy, is zero. Both statements are true after every prefix,
+so sums over a sequence are martingales, and sequences are independent of each other.
 
-Uniformity is tested by the means of the first four orthonormal Legendre polynomials of u (Neyman's
-smooth test), independence by the mean product of neighbours. Every mean has the standard error of a
-mean over clusters, which are the sequences, and a p-value from Student's t. Holm's procedure
-corrects for the number of tests.
+Uniformity is tested with the means of the first four orthonormal Legendre polynomials of u
+(Neyman's smooth test), and independence with the mean product of neighbours. Standard errors treat
+sequences as clusters, and p-values come from Student's t. Holm's procedure corrects for the number
+of tests.
 
-Both look along the order of p only, and a bias may lie across it: a draft and its replacement that
-share one random number move tokens of all ranks. Such a bias shows where a context repeats, that is
-where several responses to one prompt begin alike. There the counts of likely tokens are compared
-with p, whatever the direction of the bias (a chi-square statistic as a sum over pairs of sequences,
-whose mean is the chi-square distance, sum (r - p)^2 / p for samples of r). A sequence is compared
-with those before it only, so this is a martingale too.
+These tests detect only a bias along the order of p. A bias may also be unrelated to that order: if
+a draft and its replacement share a random number, tokens of all ranks are affected. Such a bias is
+visible in repeated contexts, where several responses to one prompt begin with the same tokens. In
+these contexts, the counts of likely tokens are compared with p, whatever the direction of the bias.
+The statistic is chi-square as a sum over pairs of sequences; its mean is the chi-square distance,
+sum (r - p)^2 / p for samples of r. A sequence is compared only with earlier sequences, so this sum
+is a martingale, too.
 
-Engine and scorer round differently, which biases all of these means a little. So the dense decoding
-of the same engine is put to the same test, and the verdict is on the differences.
+Engine and scorer round differently, which biases all of these means slightly. The dense decoding of
+the same engine is therefore tested in the same way, and the verdict is about the differences.
 
-Shapes: T tokens of an arm end to end, n entries of a top list, m tests.
+Shapes: T tokens of an arm, concatenated, n entries of a top list, m tests.
 """
 
 from __future__ import annotations
@@ -46,52 +48,53 @@ Status = Literal["exact", "biased", "cannot tell"]
 Unit = Literal["share", "nats", "correlation", "chi-square"]
 
 POWER = 0.9
-"""The probability with which a bias of the size ``Finding.detectable`` would have been found."""
+"""The probability that a bias of size ``Finding.detectable`` is found."""
 
 LEAST_SEQUENCES = 30
-"""Fewer sequences give a mean no standard error that can be trusted in its tails."""
+"""With fewer sequences, the tails of a mean's standard error cannot be trusted."""
 
 MOVED = (0.4330127, 0.4303315, 0.4299346, 0.4298850)
 """Half the mean absolute value of each of the four polynomials.
 
-A mean of delta is that of a density 1 + delta h(u), which has moved the share delta MOVED of all
-tokens to another place."""
+A mean of delta corresponds to a density 1 + delta h(u), in which the share delta MOVED of all
+tokens has moved elsewhere."""
 
 ROUNDING_RATIO = 2.0
 ROUNDING_FLOOR = 1e-4
-"""Reported log-probs may differ from scored ones by this multiple of what the dense arm's do, plus
-the floor (in nats): a pass over several tokens adds in a different order from a pass over one."""
+"""Reported log-probs may differ from scored log-probs by ``ROUNDING_RATIO`` times as much as in the
+dense arm, plus the floor (in nats), because a pass over several tokens adds in a different order
+from a pass over one token."""
 
 COMMON = 0.02
-"""Tokens of at least this probability are counted one by one where contexts repeat."""
+"""Tokens with at least this probability are counted individually in repeated contexts."""
 
 SINGLE_PLACES = 8
-"""Places of a cycle that are tested one by one; later drafts are tested together."""
+"""Positions in a draft cycle that are tested individually; later drafts are tested together."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of one arm, one sequence after another, as the dense model scores them.
+    """The tokens of all sequences of an arm, concatenated, as scored by the dense model.
 
-    A token may stand for a cell of several (see ``cells_of_lists``). A token that the truncated
-    distribution excludes has ``p`` 0 and ``before`` 1; one whose place is not known has nan.
+    A token may represent a cell of several tokens (see ``cells_of_lists``). A token that is
+    excluded by truncation has ``p`` 0 and ``before`` 1; a token whose rank is unknown has nan.
     """
 
-    before: Floats  # [T], mass of the tokens sorted before it, likeliest first
-    p: Floats  # [T], its probability
-    entropy: Floats  # [T], of the distribution, in nats
-    sequence: Ints  # [T], which sequence it is of, ascending
-    # [T], its place in the draft cycle that gave it, from 0; -1 where a prefill or a step without
-    # drafts gave it. None where no place is known.
+    before: Floats  # [T], mass of the tokens sorted before this token, most likely first
+    p: Floats  # [T], the token's probability
+    entropy: Floats  # [T], entropy of the distribution, in nats
+    sequence: Ints  # [T], number of the token's sequence, ascending
+    # [T], the token's position in its draft cycle, from 0; -1 for tokens from a prefill or a step
+    # without drafts. None if no positions are known.
     place: Ints | None = None
-    # [T] each, or None where contexts are not to be compared: the token, a number for all that came
-    # before it, which tokens after the same share, the mass of tokens of probability ``COMMON`` and
-    # more, and whether this is one
+    # [T] each, or None if contexts are not compared: the token; the number of its context, which
+    # tokens with the same preceding tokens share; the mass of tokens with at least the probability
+    # ``COMMON``; and whether the token is one of these
     token: Ints | None = None
     context: Ints | None = None
     common: Floats | None = None
     is_common: Flags | None = None
-    reported: Floats | None = None  # [T], the log-prob that the engine reported with it
+    reported: Floats | None = None  # [T], the log-prob that the engine reported
     scored: Floats | None = None  # [T], the dense model's log-prob of the same kind
 
     def __len__(self) -> int:
@@ -100,7 +103,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over tokens with its standard error over sequences."""
+    """A mean over tokens, with a standard error that treats sequences as clusters."""
 
     value: float
     error: float
@@ -110,19 +113,19 @@ class Mean:
 
 @dataclass(frozen=True)
 class Finding:
-    """One test. Values are shares of all tokens, nats, a correlation or a chi-square distance, as
-    ``unit`` says.
+    """The result of one test. Depending on ``unit``, values are shares of all tokens, nats, a
+    correlation or a chi-square distance.
     """
 
     name: str
-    place: str  # ``"all"`` or the place in the cycle
+    place: str  # ``"all"``, or the position in the cycle
     unit: Unit
     tested: Mean
     dense: Mean | None  # None without a dense arm
-    difference: float  # what the verdict is on; without a dense arm, the tested mean
+    difference: float  # tested mean minus dense mean; without a dense arm, the tested mean
     detectable: float  # a difference of this size would have been found with probability ``POWER``
     p_value: float
-    corrected: float  # by Holm
+    corrected: float  # p-value after Holm's correction
 
 
 @dataclass(frozen=True)
@@ -133,12 +136,12 @@ class Verdict:
     reasons: tuple[str, ...]
     findings: tuple[Finding, ...]
     level: float  # the probability of calling an exact engine biased
-    resolution: float  # the share of tokens that an exact engine's audit must be able to see
-    detectable: float  # the share of tokens, moved to likelier places, that it would have seen
+    resolution: float  # the largest detectable share with which an engine may be called exact
+    detectable: float  # the share of tokens, moved to likelier ranks, that would have been detected
     notes: tuple[str, ...] = field(default=())  # what could not be tested
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; what is infinite or unknown is None."""
+        """Convert to plain JSON types; infinite and unknown values become None."""
         plain: dict[str, Any] = _finite(asdict(self))
         return plain
 
@@ -158,12 +161,13 @@ def audit(
     resolution: float = 0.05,
     seed: int = 0,
 ) -> Verdict:
-    """Compare an engine's tokens with the dense model's distributions, and with its dense decoding.
+    """Compare an engine's tokens with the dense model's distributions, and with the engine's own
+    dense decoding.
 
     Args:
-        dense: the same engine's dense decoding of the same prompts with other random numbers;
-            without it, rounding between engine and scorer counts as bias.
-        seed: of the numbers U.
+        dense: the same engine's dense decoding of the same prompts with different random numbers;
+            without this arm, rounding differences between engine and scorer count as bias.
+        seed: seed of the numbers U.
     """
     notes: list[str] = []  # ``_tests`` adds to them
     tests = _tests(tested, dense, np.random.default_rng(seed), notes)
@@ -190,7 +194,9 @@ def audit(
     reasons = [_described(f) for f in findings if f.corrected < level]
     status: Status = "biased" if reasons else "exact"
     if few < LEAST_SEQUENCES:
-        reasons = [f"{few} sequences give no standard error; sample at least {LEAST_SEQUENCES}"]
+        reasons = [
+            f"{few} sequences are too few for a standard error; sample at least {LEAST_SEQUENCES}"
+        ]
         status = "cannot tell"
     elif not reasons:
         reasons = list(_doubts(findings, seen, resolution, strictest))
@@ -221,22 +227,22 @@ def _tests(
     theirs = None if dense is None else _values(dense, rng)
     for name, unit in _NAMES.items():
         if name not in ours or (theirs is not None and name not in theirs):
-            notes.append(f"{name}: no context repeats, so that none can be compared")
+            notes.append(f"{name}: no context occurs twice, so none can be compared")
             continue
         their = None if dense is None or theirs is None else _mean(theirs[name], dense.sequence)
         yield _compared(name, "all", unit, _mean(ours[name], tested.sequence), their)
 
     if tested.place is None:
-        notes.append("places in the draft cycle are not known; only all tokens together are tested")
+        notes.append("positions in the draft cycle are unknown, so tokens are only tested together")
     else:
         for place, where in places(tested.place, tested.sequence).items():
             few = len(np.unique(tested.sequence[where]))
             if few < LEAST_SEQUENCES:
-                notes.append(f"{place}: reached in {few} sequences only, not tested")
+                notes.append(f"{place}: not tested, since only {few} sequences reach it")
                 continue
             for name in _AT_PLACES:
-                # Only the tested arm has places; the rounding of the dense arm is that of all its
-                # tokens.
+                # Only the tested arm has positions; the dense arm's rounding is measured over all
+                # of its tokens.
                 their = (
                     None if dense is None or theirs is None else _mean(theirs[name], dense.sequence)
                 )
@@ -246,7 +252,7 @@ def _tests(
     if (reported := _reported(tested, dense)) is not None:
         yield reported
     else:
-        notes.append("no log-probs were reported, so they are not compared")
+        notes.append("log-probs are not compared, since none were reported")
 
 
 _SHARES = ("u1 (likely tokens)", "u2 (both ends)", "u3", "u4")
@@ -268,7 +274,7 @@ _REPORTED = "reported log-probs"
 
 
 def _values(tokens: Tokens, rng: np.random.Generator) -> dict[str, Floats]:
-    """The tested quantities of every token, ``[T]``; nan where one has none."""
+    """Compute the tested quantities of every token, ``[T]``; undefined values are nan."""
     inside = tokens.p > 0
     u = tokens.before + rng.random(len(tokens)) * tokens.p
     h = legendre(np.where(inside, np.clip(u, 0, 1), np.nan))
@@ -290,11 +296,11 @@ def _values(tokens: Tokens, rng: np.random.Generator) -> dict[str, Floats]:
 
 
 def _repeated(tokens: Tokens) -> dict[str, Floats]:
-    """Pairs with earlier sequences of the same context, ``[T]``; the mean is the chi-square
-    distance of common tokens, averaged over pairs.
+    """Compare each token with the tokens of earlier sequences in the same context, ``[T]``; the
+    mean is the chi-square distance of common tokens, averaged over pairs.
 
-    First tokens come from the prefill, mostly without drafts, and make the most pairs; their noise
-    would hide a bias of later tokens.
+    First tokens are tested separately: they come from the prefill, mostly without drafts, and form
+    the most pairs, so their noise would hide a bias of later tokens.
     """
     if tokens.context is None or tokens.token is None or tokens.is_common is None:
         return {}
@@ -321,12 +327,12 @@ def _repeated(tokens: Tokens) -> dict[str, Floats]:
 
 
 def _earlier(*keys: Ints) -> Floats:
-    """The number of earlier entries with the same keys, ``[T]``."""
+    """Count the earlier entries with the same keys, ``[T]``."""
     return _earlier_sum(_numbered(keys), np.ones(len(keys[0]), dtype=bool))
 
 
 def _earlier_sum(key: Ints, counted: Flags) -> Floats:
-    """The number of earlier entries with the same key that are ``counted``, ``[T]``."""
+    """Count the earlier entries with the same key for which ``counted`` is true, ``[T]``."""
     order = np.argsort(key, kind="stable")
     before: Ints = np.cumsum(counted[order]) - counted[order]
     starts = np.flatnonzero(np.diff(key[order], prepend=key[order][:1] - 1))
@@ -337,13 +343,13 @@ def _earlier_sum(key: Ints, counted: Flags) -> Floats:
 
 
 def _numbered(keys: tuple[Ints, ...]) -> Ints:
-    """One number for each combination of keys."""
+    """Assign a number to each distinct combination of keys."""
     _, number = np.unique(np.stack(keys, 1), axis=0, return_inverse=True)
     return number.reshape(-1).astype(np.int64)
 
 
 def legendre(u: Floats) -> Floats:
-    """The first four Legendre polynomials on [0, 1], orthonormal, ``[4, T]``."""
+    """Evaluate the first four orthonormal Legendre polynomials on [0, 1], ``[4, T]``."""
     x = 2 * u - 1
     columns = np.polynomial.legendre.legvander(x, 4).T[1:].astype(np.float64)
     norms: Floats = np.sqrt(2.0 * np.arange(1, 5) + 1)
@@ -351,12 +357,12 @@ def legendre(u: Floats) -> Floats:
 
 
 def places(place: Ints, sequence: Ints) -> dict[str, Flags]:
-    """Masks of the tokens at each place of a draft cycle, by the name that readers see.
+    """Return masks of the tokens at each position in a draft cycle, by the position's display name.
 
-    A place is defined by what its token follows, not by the fate of the draft there: whether a
-    token is an accepted draft or a replacement depends on the token itself, and neither alone is
-    distributed as the dense model says. Whether a place is reached at all depends on earlier tokens
-    only.
+    A position is defined by the tokens before it, not by whether the draft there was accepted.
+    Acceptance depends on the token itself, so neither accepted drafts alone nor replacements alone
+    follow the dense model's distribution. Whether a position is reached at all depends only on
+    earlier tokens.
     """
     last = int(place.max(initial=-1))
     if last < 1:
@@ -375,7 +381,7 @@ def places(place: Ints, sequence: Ints) -> dict[str, Flags]:
 
 
 def _reported(tested: Tokens, dense: Tokens | None) -> _Test | None:
-    """Test whether the reported log-probs are off by more than rounding, one-sided."""
+    """Test, one-sided, whether the errors of reported log-probs exceed rounding."""
     if tested.reported is None or tested.scored is None:
         return None
     ours = _mean(_gap(tested.reported, tested.scored), tested.sequence)
@@ -393,14 +399,16 @@ def _reported(tested: Tokens, dense: Tokens | None) -> _Test | None:
 
 
 def _gap(reported: Floats, scored: Floats) -> Floats:
-    """Absolute differences, at most 1 each, so that one token cannot hide the others."""
+    """Compute absolute differences, limited to 1 so that no single token dominates the mean."""
     with np.errstate(invalid="ignore"):
         gap = np.abs(reported - scored)
     return np.where(np.isnan(gap), 0.0, np.minimum(gap, 1.0))
 
 
 def _mean(values: Floats, sequence: Ints) -> Mean:
-    """The mean of what is not nan, and its standard error with sequences as clusters."""
+    """Compute the mean of the values that are not nan, and its standard error with sequences as
+    clusters.
+    """
     known = ~np.isnan(values)
     if not known.any():
         return Mean(0.0, inf, 0, 0)
@@ -422,14 +430,16 @@ def _compared(
     tested: Mean,
     dense: Mean | None,
 ) -> _Test:
-    """Test the difference of the two arms, or the mean alone, against zero; two-sided, by Welch."""
+    """Test the difference of the two arms, or the mean of one arm, against zero with Welch's
+    two-sided test.
+    """
     parts = [tested] if dense is None else [tested, dense]
     difference = tested.value - (0.0 if dense is None else dense.value)
     variance = [part.error**2 for part in parts]
     error = sqrt(sum(variance))
     if error == inf:
         return _Test(name, place, unit, tested, dense, difference, error, 1.0, 1.0)
-    if error == 0:  # all sequences alike, such as none or all tokens outside top-k
+    if error == 0:  # all sequences are alike, for example with no token outside top-k
         differs = difference != 0 and min(p.sequences for p in parts) >= LEAST_SEQUENCES
         return _Test(name, place, unit, tested, dense, difference, error, 1.0, float(not differs))
     freedom = error**4 / sum(
@@ -440,14 +450,16 @@ def _compared(
 
 
 def _tail(t: float, freedom: float) -> float:
-    """P(Student's t > t), by Wallace's approximation (Annals of Mathematical Statistics 1959)."""
+    """Compute P(Student's t > t) with Wallace's approximation (Annals of Mathematical Statistics
+    1959).
+    """
     z = (8 * freedom + 1) / (8 * freedom + 3) * sqrt(freedom * log1p(t * t / freedom))
     upper = erfc(z / sqrt(2)) / 2
     return upper if t >= 0 else 1 - upper
 
 
 def holm(p_values: Floats) -> Floats:
-    """P-values ``[m]`` corrected for their number (Holm, Scandinavian Journal of Statistics,
+    """Correct p-values ``[m]`` for multiple testing (Holm, Scandinavian Journal of Statistics,
     1979).
     """
     m = len(p_values)
@@ -462,12 +474,14 @@ def holm(p_values: Floats) -> Floats:
 
 
 def _detectable(test: _Test, level: float) -> float:
-    """The difference that the strictest step of the correction finds with probability ``POWER``."""
-    if test.error == 0:  # nothing was seen: a share as large as this would have been
+    """Compute the difference that the strictest step of the correction finds with probability
+    ``POWER``.
+    """
+    if test.error == 0:  # no event was observed, but a share of this size would have been
         return -log(level) / max(test.tested.tokens, 1)
     normal = NormalDist()
     threshold = -normal.inv_cdf(level if test.name == _REPORTED else level / 2)
-    # A Student's quantile by the inverse of the approximation in ``_tail``.
+    # Student's quantile, from the inverse of the approximation in ``_tail``
     shrunk = threshold * (8 * test.freedom + 3) / (8 * test.freedom + 1)
     quantile = sqrt(test.freedom * np.expm1(shrunk**2 / test.freedom))
     return float((quantile + normal.inv_cdf(POWER)) * test.error)
@@ -476,11 +490,12 @@ def _detectable(test: _Test, level: float) -> float:
 def _doubts(
     findings: tuple[Finding, ...], seen: float, resolution: float, strictest: float
 ) -> Iterator[str]:
-    """Reasons for which no bias was found but exactness is not shown either."""
+    """Yield reasons why exactness is not shown although no bias was found."""
     if seen > resolution:
         yield (
-            f"a bias of up to {seen:.2%} of the tokens could have stayed unseen, more than "
-            f"{resolution:.2%}; sample about {(seen / resolution) ** 2:.1f} times as many tokens"
+            f"a bias of up to {seen:.2%} of the tokens could have gone undetected, which is more "
+            f"than {resolution:.2%}; sample about {(seen / resolution) ** 2:.1f} times as many "
+            "tokens"
         )
     for f in findings:
         if f.dense is None or f.place != "all" or f.unit != "share":
@@ -507,7 +522,7 @@ def _described(finding: Finding) -> str:
 
 
 class Cells(NamedTuple):
-    """Values as in ``Tokens``, ``[T]`` each, and a mask of those that a list determines."""
+    """Values as in ``Tokens``, ``[T]`` each, and a mask of the values that a list determines."""
 
     before: Floats
     p: Floats
@@ -525,20 +540,22 @@ def cells_of_lists(
     top_p: float = 1.0,
     common: float = COMMON,
 ) -> Cells:
-    """Compute from lists of the likeliest tokens all that they determine.
+    """Compute the values that lists of the most likely tokens determine.
 
-    All tokens that a list leaves out become one cell. u stays uniform and log p + H of the cells
-    stays zero on average; what is lost is any bias among the tokens of that cell. A truncation that
-    the list does not determine leaves a place out, which depends on earlier tokens only.
+    All tokens that are not in a list form one cell. For cells, u is still uniform and log p + H is
+    still zero on average; only a bias among the tokens of that cell cannot be detected. Positions
+    whose truncation is not determined by the list are skipped, which depends only on earlier
+    tokens.
 
     Args:
-        top_logprobs: ``[T, n]`` at temperature 1, best first.
-        index: ``[T]``, the sampled token's place in its list; -1 if it is in none.
+        top_logprobs: ``[T, n]`` at temperature 1, most likely first.
+        index: ``[T]``, the sampled token's index in the list, or -1 if the list does not contain
+            the token.
     """
     n = top_logprobs.shape[1]
     known = np.ones(len(index), dtype=bool)
     kept = n if top_k is None else min(top_k, n)
-    whole = top_k is not None and top_k <= n  # the list holds all that may be sampled
+    whole = top_k is not None and top_k <= n  # the list contains all tokens that can be sampled
     mass = np.exp(top_logprobs[:, :kept] / temperature)
     if whole:
         mass = mass / mass.sum(1, keepdims=True)

@@ -1,7 +1,8 @@
-"""Finds relative budgets of layers and kv heads, as some need more pages than others.
+"""Search for relative budgets for layers or kv heads, since some need more pages than others.
 
-Pages are given out a few at a time, each time where they reduce the unread attention mass most.
-Mass is weighted by the acceptance that is lost if only its layer is sparse (docs/calibration.md).
+Pages are allocated a few at a time, always where they reduce the unread attention mass most. A
+layer's unread mass is weighted by the acceptance that is lost if only that layer is sparse
+(docs/calibration.md).
 
 Shapes: L sparse layers, K kv heads, C cells (layers, or kv heads of layers), U numbers of units of
 pages: 1, 2, ....
@@ -29,15 +30,16 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 By = Literal["layers", "heads"]
 UNITS = 16  # units of pages in the mean budget
-# Every layer counts as losing at least this share of what the most sensitive layer loses.
+# Every layer is assumed to lose at least this share of the acceptance that the most sensitive layer
+# loses.
 LEAST = 0.01
 
 
 def greedy(missed_CU: Floats, units: int) -> Ints:
-    """Divide ``units`` among the cells, at least one each: every next unit goes where it reduces
-    the unread mass most.
+    """Divide ``units`` among the cells, at least one each: every unit goes to the cell whose unread
+    mass it reduces most.
 
-    If several cells gain the same, it goes to the one with the fewest units.
+    Among cells with the same reduction, the cell with the fewest units gets the next unit.
     """
     given = np.ones(len(missed_CU), np.int64)
     gains = np.append(
@@ -50,16 +52,16 @@ def greedy(missed_CU: Floats, units: int) -> Ints:
 
 
 def weights(missed_LKU: Floats, lost_L: Floats, at: int) -> Floats:
-    """Return the acceptance lost per attention mass that a layer's heads leave unread; ``lost_L``
-    was measured at ``at`` units.
+    """Return the acceptance lost per unread attention mass of each layer; ``lost_L`` was measured
+    at ``at`` units.
     """
     mass = missed_LKU[..., at - 1].mean(1)
     return lost_L / np.maximum(mass, np.finfo(float).tiny)
 
 
 def divided(missed_LKU: Floats, weight_L: Floats, by: By, units: float) -> Ints:
-    """Divide units among layers or kv heads, ``units`` on average, by the weighted mass that they
-    leave unread; returns ``[L, K]``.
+    """Divide units among layers or kv heads so that the weighted unread mass is smallest; return
+    units ``[L, K]``, whose mean is ``units``.
     """
     L, K, _ = missed_LKU.shape
     weighted = missed_LKU * weight_L[:, None, None]
@@ -79,29 +81,29 @@ def find(
     made_by: dict[str, Any] | None = None,
     listener: Callable[[str], None] = lambda phase: None,
 ) -> SparsitySchedule:
-    """Find budgets for the sparse layers of ``layout``, on dense responses to these prompts;
-    returns the layout with them.
+    """Find budgets for the sparse layers of ``layout``, on dense responses to these prompts, and
+    return the layout with these budgets.
 
-    Takes one pass over the responses for each sparse layer, and four more.
+    The search makes one pass over the responses for each sparse layer, and four more passes.
 
     Args:
         engine, prompts, sampling, folder, made_by: see ``Trajectories``.
-        layout: says which layers are sparse.
-        by: "layers" gives all heads of a layer the same budget, "heads" does not.
-        top_k: the mean number of pages by score at which the budgets are found.
-        listener: called at the start of every pass with its name.
+        layout: specifies which layers are sparse.
+        by: "layers" assigns all heads of a layer the same budget, "heads" does not.
+        top_k: mean number of pages kept by score for which the budgets are found.
+        listener: called at the start of every pass with the name of the pass.
 
-    Raises ConfigError: the layout has no sparse layer or has budgets already, or ``top_k`` is less
+    Raises ConfigError: the layout has no sparse layer or already has budgets; ``top_k`` is less
     than ``UNITS``; no layer loses acceptance; or the budgets do not raise p5 at ``top_k``, which
-    happens if a layer's loss does not follow its unread mass.
+    happens if a layer's loss is not proportional to its unread mass.
     """
     layers = engine.model.config.get_text_config().num_hidden_layers
     sparse = [layer for layer in range(layers) if layer not in layout.dense_layers]
     if layout.head_budgets or not sparse or top_k < UNITS:
         raise ConfigError(
-            f"budgets are found for a layout without any, with sparse layers, at {UNITS} pages or "
-            f"more; got {'' if layout.head_budgets else 'no '}head_budgets, {len(sparse)} sparse "
-            f"layers and {top_k} pages"
+            "finding head budgets needs a layout without head_budgets and with sparse layers, and "
+            f"at least {UNITS} pages; got {'' if layout.head_budgets else 'no '}head_budgets, "
+            f"{len(sparse)} sparse layers and {top_k} pages"
         )
     unit = top_k // UNITS
     even = layout.replace(top_k=(unit * UNITS,))
@@ -121,8 +123,9 @@ def find(
         lost.append(best - float(acceptance(even.replace(dense_layers=others)).mean()))
     if max(lost) <= 0:
         raise ConfigError(
-            f"no layer loses acceptance where it alone keeps {unit * UNITS} pages by score, so no "
-            "budgets are found; sample longer responses, or try smaller budgets"
+            "no head budgets were found, because no layer loses acceptance if it alone is sparse "
+            f"and keeps {unit * UNITS} pages by score; sample longer responses, or try smaller "
+            "budgets"
         )
     lost_L = np.maximum(lost, LEAST * max(lost))
     listener("head budgets: attention that is left unread")
@@ -143,8 +146,8 @@ def find(
     )
     if uneven <= without:
         raise ConfigError(
-            f"with {unit * UNITS} pages kept by score, p5 is {without:.3f} without head_budgets and "
-            f"{uneven:.3f} with those found by {by}; leave them out"
+            f"with {unit * UNITS} pages kept by score, p5 is {without:.3f} without head_budgets "
+            f"and {uneven:.3f} with the head_budgets found by {by}; leave head_budgets out"
         )
     return layout.replace(
         head_budgets=budgets, provenance={**layout.provenance, "head_budgets": found}

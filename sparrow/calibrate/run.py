@@ -1,4 +1,4 @@
-"""Finds a schedule that keeps p5 above a target, with an engine's own samples."""
+"""Search for a schedule that keeps p5 above a target, on an engine's own samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if not TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PILOT = 24  # the fewest responses that a round samples
+PILOT = 24  # minimum number of responses per round
 
 
 def calibrate_engine(
@@ -48,40 +48,41 @@ def calibrate_engine(
     """Run ``sparrow.calibrate.calibrate`` for the model of an engine and a scorer, on trajectories
     sampled once per round.
 
-    Each of the ``on_policy`` rounds samples under the schedule found so far, because the actor's
-    own tokens are harder for it, and searches again from there. The last round takes all prompts,
-    earlier ones a tenth.
+    Each of the ``on_policy`` rounds samples under the schedule found so far, because acceptance is
+    lower on the actor's own tokens, and continues the search from that schedule. The last round
+    uses all prompts, and earlier rounds use a tenth of the prompts.
 
     Args:
         engine, scorer, prompts, sampling, folder, made_by: see ``Trajectories``.
         budgets: top-k values that the first search tries at every length; no bin ever gets fewer
-            than the smallest.
+            pages than the smallest of these.
         target, refine, provenance, relative: see ``sparrow.calibrate.calibrate``.
-        layout: gives page size, bins, dense layers and head budgets. The first round samples
-            under it; but if it is dense and more rounds follow, the first samples under the largest
-            of ``budgets``, in a fraction of the time.
-        on_policy: rounds after the first; 0 searches once, on trajectories of ``layout``.
-        lengthen: whether responses are sampled again with longer lists where the lists of dense
-            rollouts are too short.
-        listener: called at the start of every pass with its name.
+        layout: specifies page size, bins, dense layers and head budgets. The first round samples
+            under this layout; but if the layout is dense and more rounds follow, the first round
+            samples under the largest of ``budgets``, which takes a fraction of the time.
+        on_policy: number of rounds after the first; with 0, there is a single search, on
+            trajectories of ``layout``.
+        lengthen: whether to sample responses again with longer lists if the lists of dense rollouts
+            are too short.
+        listener: called at the start of every pass with the name of the pass.
 
-    Raises ConfigError: there are fewer prompts than an interval of p5 needs, or rounds on policy
-    without a pass to refine their first schedule. Also if no budget holds the target in any length
-    bin, or the lists of ``sampling.top_n`` tokens are too short to show that one does.
+    Raises ConfigError: there are too few prompts for a confidence interval for p5; there are
+    on-policy rounds but no passes to refine their first schedule; no budget meets the target in any
+    length bin; or the lists of ``sampling.top_n`` tokens are too short to show that a budget does.
     """
     if len(prompts) < MIN_SEQUENCES:
         raise ConfigError(
-            f"{len(prompts)} responses give no interval of p5, "
-            f"at least {MIN_SEQUENCES} are needed; raise count"
+            f"{len(prompts)} responses are too few for a confidence interval for p5, which needs "
+            f"at least {MIN_SEQUENCES}; raise count"
         )
     if on_policy and not refine:
         raise ConfigError(
-            "rounds on policy need a pass to refine what they start from; "
-            "raise refine, or on_policy=0"
+            f"on_policy is {on_policy} but refine is 0, and on-policy rounds need passes to refine "
+            "the schedule they start from; raise refine, or set on_policy to 0"
         )
     fewest = min(budgets)
     tau = Tau(target, relative)
-    ceiling: tuple[BinMismatch, ...] = ()  # of the last rollouts, if they had been dense
+    ceiling: tuple[BinMismatch, ...] = ()  # for the last rollouts, if they had been dense
 
     def search(
         number: int, behaviour: SparsitySchedule, trials: Sequence[SparsitySchedule]
@@ -138,16 +139,16 @@ def calibrate_engine(
     if calibration.schedule.is_dense:
         best = max(tail.lower for tails in calibration.curves.values() for tail in tails)
         raise ConfigError(
-            f"no budget up to {max(budgets)} pages holds {tau.statistic} {target:g} in any length "
-            f"bin: the best lower limit {'of p5 ' if relative else ''}was {best:.3f}; try larger "
-            "budgets, sample more responses, or lower the target"
+            f"no budget up to {max(budgets)} pages reaches {tau.statistic} {target:g} in any "
+            f"length bin: the best lower limit {'of p5 ' if relative else ''}was {best:.3f}; try "
+            "larger budgets, sample more responses, or lower the target"
         )
     return calibration
 
 
 def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: bool) -> str | None:
-    """Write a sentence on lengths where no budget can be shown to hold ``tau``, because even dense
-    rollouts (their tail is ``dense``) do not hold it; None if there are no such lengths.
+    """Return a sentence on lengths at which no budget can be shown to reach ``tau`` because even
+    dense rollouts (whose tail is ``dense``) do not reach it; None if there are no such lengths.
     """
     if tau.relative:
         bins = (
@@ -161,13 +162,13 @@ def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: 
     if b.lower_bound >= tau.value:
         return None
     why = (
-        f"the lists of {top_n} tokens hold {b.lower_bound:.3f} of the probability at the 5th "
+        f"the lists of {top_n} tokens contain {b.lower_bound:.3f} of the probability at the 5th "
         "percentile"
         if one_program
         else f"dense rollouts have p5 {b.lower_bound:.3f} with this engine and its lists of "
         f"{top_n} tokens"
     )
     return (
-        f"at lengths {b.start}-{b.end} {why}, so no budget can be shown to hold p5 {tau.value:g} "
-        "there; sample with longer ones (--top-n), or lower the target"
+        f"at lengths {b.start}-{b.end} {why}, so no budget can be shown to reach p5 {tau.value:g} "
+        "there; sample with longer lists (--top-n), or lower the target"
     )

@@ -1,8 +1,8 @@
-"""Finds the cheapest schedule whose tail holds a target, for any model.
+"""Search for the cheapest schedule whose tail meets a target, for any model.
 
 This module only searches: the caller passes ``measure``, and no engine is involved. The method is
-from Sparrow (arXiv 2606.08446, section 4); the error bars, the borrowing from shorter lengths, and
-the search for a separate budget in each bin are additions (docs/calibration.md).
+from Sparrow (arXiv 2606.08446, section 4); the confidence intervals, the borrowing from shorter
+lengths, and the search for a separate budget in each bin are additions (docs/calibration.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PERCENTILE = 5
 MIN_SEQUENCES = 20  # with fewer, p5 has no confidence interval
 # Budgets further apart than this factor are bisected before p5 is interpolated between them.
 WIDE = 1.5
-STEP = 4 / 3  # factor of the first step away from a budget that fails or is more than needed
+STEP = 4 / 3  # factor of the first step away from a budget that is too small or larger than needed
 
 
 class Acceptance(NamedTuple):
@@ -36,11 +36,11 @@ class Acceptance(NamedTuple):
 
 
 Measure = Callable[[SparsitySchedule], Acceptance]
-"""Returns the actor's acceptance under a schedule, always on the same trajectories, which the
-caller chose.
+"""A function that returns the actor's acceptance under a schedule, always on the same trajectories,
+which the caller chose.
 """
 
-# for every pass: top-k by bin -> tail by bin
+# for every pass: from top-k by bin to tail by bin
 Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]
 
 
@@ -52,15 +52,15 @@ class BinChoice:
     start: int
     end: int
     top_k: int  # pages in the schedule
-    # the tail at that budget and its confidence interval, interpolated; NaN for a dense bin
+    # p5 at that budget and its confidence interval, interpolated; NaN for a dense bin
     p5: float
     lower: float
     upper: float
-    # what p5 and its interval were computed from
+    # the sample that p5 and its interval were computed from
     n_tokens: int
     n_sequences: int
-    # whether the bin alone had too few tokens, so that shorter lengths were pooled in and 1.5 times
-    # as many pages chosen
+    # whether the bin alone had too few tokens; if so, shorter lengths were pooled in, and 1.5 times
+    # as many pages were chosen
     borrowed: bool
     # p5 of dense rollouts in this bin, and its interval; NaN where it was not measured
     ceiling: float = math.nan
@@ -70,7 +70,7 @@ class BinChoice:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A schedule with the measurements behind it."""
+    """A schedule with the measurements that it is based on."""
 
     schedule: SparsitySchedule  # dense beyond the last measured bin
     bins: tuple[BinChoice, ...]  # one choice per measured bin
@@ -91,29 +91,30 @@ def calibrate(
     """Find the cheapest schedule, monotone in length, whose p5 has a lower confidence limit of at
     least ``target`` in every bin.
 
-    Between two measured budgets the limit is assumed to rise linearly with the budget's logarithm.
-    In measurements the rise slows down even on that scale, so the assumption errs towards more
-    pages. Brackets wider than ``WIDE`` are bisected first.
+    Between two measured budgets, the limit is assumed to rise linearly with the logarithm of the
+    budget. In measurements the rise slows down even on that scale, so the assumption errs towards
+    more pages. Brackets wider than ``WIDE`` are bisected first.
 
     A bin has too few tokens if fewer than ``MIN_SEQUENCES`` sequences reach it, or if fewer than
-    ``MIN_SEQUENCES`` of its tokens would lie below p5. The first bins are joined until together
-    they have enough; a later bin borrows from shorter lengths.
+    ``MIN_SEQUENCES`` of its tokens would lie below p5. The first bins are joined until they have
+    enough tokens together; a later bin with too few tokens borrows from shorter lengths.
 
     Args:
         measure: returns the acceptance under a schedule; called once per pass.
-        trials: schedules to measure first, all of one layout.
+        trials: schedules to measure first, all with the same layout.
         target: the value that the lower end of p5's 95 % interval must reach.
-        fewest: the fewest pages to try in any bin.
-        refine: the most passes after the trials. In every bin that is not settled, each pass tries
-            more pages if no budget holds the target yet, fewer if all do, and otherwise a budget
-            halfway between those that fail and those that hold it.
+        fewest: minimum number of pages to try in any bin.
+        refine: maximum number of passes after the trials. In every bin that is not settled, each
+            pass tries more pages if no budget meets the target yet, fewer pages if all budgets do,
+            and otherwise a budget halfway between the budgets that fail and those that meet it.
         seed: seed of the bootstrap.
         provenance: recorded in the schedule, with the evidence.
         ceiling: acceptance of the same tokens if they had been sampled densely.
         relative: whether p5 relative to that ceiling must reach the target (see ``mismatch.tau``),
             instead of p5 itself.
 
-    Raises ConfigError: no trials, a target outside (0, 1), or too few tokens in total.
+    Raises ConfigError: there are no trials, the target is outside (0, 1), or there are too few
+    tokens in total.
     """
     if not trials or not 0 < target < 1:
         raise ConfigError(
@@ -121,8 +122,8 @@ def calibrate(
         )
     layout = trials[0].replace(provenance={})
     curves: Curves = {}
-    judged: Curves = {}  # the same on the target's scale
-    thin: dict[int, bool] = {}  # bin -> whether it has too few tokens; the same in every pass
+    judged: Curves = {}  # the same curves on the target's scale
+    thin: dict[int, bool] = {}  # from bin to whether it has too few tokens; the same in every pass
 
     def tails(acceptance: Acceptance) -> tuple[PercentileInterval, ...]:
         bins = _joined(acceptance, layout.bin_tokens)
@@ -175,17 +176,18 @@ def calibrate(
 
 
 def _table(bins: Iterable[int], pages: Iterable[int]) -> tuple[int, ...]:
-    """Build a schedule's table, whose budgets never shrink, from those of these rising ``bins``.
+    """Build a schedule's table from the budgets ``pages`` of these rising ``bins``; budgets never
+    decrease with length.
 
-    Other bins get the budget of the next longer one: bins of prompts, bins joined to the first, and
-    those between short and long prompts.
+    Bins that were not measured get the budget of the next longer bin: bins that contain only
+    prompts, bins joined to the first, and bins between short and long prompts.
     """
     measured = list(bins)
     rising = np.maximum.accumulate(list(pages)).tolist()
     return tuple(rising[i] for i in np.searchsorted(measured, range(measured[-1] + 1)))
 
 
-Tried = dict[int, PercentileInterval]  # for one bin: top-k -> tail, by rising top-k
+Tried = dict[int, PercentileInterval]  # for one bin: from top-k to tail, by rising top-k
 
 
 def _by_bin(curves: Curves) -> list[Tried]:
@@ -194,8 +196,8 @@ def _by_bin(curves: Curves) -> list[Tried]:
 
 
 def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
-    """Find the smallest budget whose lower limit meets the target; returns the largest failing
-    budget below it, and that budget.
+    """Find the smallest budget whose lower limit meets the target; return the largest smaller
+    budget that was tried, and the budget found.
     """
     enough = next((k for k, tail in tried.items() if tail.lower >= target), ALL_PAGES)
     return max((k for k in tried if k < enough), default=None), enough
@@ -204,8 +206,8 @@ def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
 def _wanted(
     by_bin: Sequence[Tried], target: float, fewest: int, page_size: int
 ) -> list[int] | None:
-    """Choose the budget to measure next in every bin; for settled bins, one that was measured
-    already. None if all bins are settled.
+    """Choose the budget to measure next in every bin, or for a settled bin a budget that was
+    already measured; return None if all bins are settled.
     """
     wanted: list[int] = []
     settled = True
@@ -214,7 +216,7 @@ def _wanted(
         fails, enough = _enough(tried, target)
         pages = enough
         if enough == ALL_PAGES:
-            # Only dense was tried, as happens at lengths that no earlier search reached.
+            # Only dense decoding was tried, as happens at lengths that no earlier search reached.
             if fails is None:
                 pages = wanted[-1] if wanted else ALL_PAGES
             elif fails * page_size < tried[fails].end:
@@ -225,7 +227,7 @@ def _wanted(
             pages = max(fewest, math.floor(enough / STEP))
         elif enough - fails > 1 and enough > WIDE * fails:
             pages = (fails + enough) // 2
-        if pages <= needed and enough < ALL_PAGES:  # a shorter bin needs more
+        if pages <= needed and enough < ALL_PAGES:  # a shorter bin needs more pages
             pages = enough
         settled &= pages in tried
         needed = max(needed, -1 if fails is None else fails)
@@ -242,10 +244,10 @@ def _relative(tail: PercentileInterval, ceiling: PercentileInterval) -> Percenti
 def _bin_choice(
     tried: Tried, absolute: Tried, target: float, borrowed: bool, at_least: int
 ) -> BinChoice:
-    """Choose the cheapest budget of a bin whose lower limit meets the target, but at least
-    ``at_least``, the budget of the bin before.
+    """Choose the cheapest budget whose lower limit meets the target in a bin, but no less than
+    ``at_least``, the budget of the preceding bin.
 
-    ``absolute`` holds the tails as measured, ``tried`` the same tails on the target's scale.
+    ``absolute`` contains the measured tails, and ``tried`` the same tails on the target's scale.
     """
     fails, top_k = _enough(tried, target)
     if fails is not None and top_k < ALL_PAGES:
@@ -294,16 +296,16 @@ def _joined(acceptance: Acceptance, bin_tokens: int) -> np.ndarray:
         if not _is_thin(acceptance, bins <= b):
             return np.maximum(bins, b)
     raise ConfigError(
-        f"{len(bins)} tokens of {len(np.unique(acceptance.sequence))} sequences were measured, at "
-        f"least {100 * MIN_SEQUENCES // PERCENTILE} of {MIN_SEQUENCES} are needed for an interval; "
-        "sample more"
+        f"{len(bins)} tokens of {len(np.unique(acceptance.sequence))} sequences were measured, but "
+        f"a confidence interval needs at least {100 * MIN_SEQUENCES // PERCENTILE} tokens of "
+        f"{MIN_SEQUENCES} sequences; sample more"
     )
 
 
 def _tail(
     acceptance: Acceptance, bins: np.ndarray, bin_tokens: int, seed: int
 ) -> list[PercentileInterval]:
-    """Compute p5 by bin; where a bin has too few tokens, shorter lengths are pooled in."""
+    """Compute p5 by bin; for bins with too few tokens, pool in shorter lengths."""
     tail: list[PercentileInterval] = []
     for b in np.unique(bins):
         first = b
@@ -311,7 +313,7 @@ def _tail(
             first -= 1
         alpha = acceptance.alpha[inside]
         sequence = acceptance.sequence[inside]
-        # puts everything that was pooled into a single bin
+        # puts all pooled tokens into a single bin
         position = np.zeros(len(alpha), np.int64)
         (interval,) = percentile_by_bin_interval(
             alpha, position, sequence, 1, PERCENTILE, seed=seed

@@ -1,4 +1,4 @@
-"""Rollouts sampled once and scored under many schedules, kept on disk.
+"""Rollouts that are sampled once, scored under many schedules, and kept on disk.
 
 Shapes: T response tokens, n entries of the actor's top-n list.
 """
@@ -23,22 +23,22 @@ from sparrow.schedule import SparsitySchedule
 
 
 class Trajectories:
-    """Rollouts sampled once, to be scored under many schedules by teacher-forced passes.
+    """Rollouts that are sampled once and scored under many schedules in teacher-forced passes.
 
-    The scorer's numerics differ from the sampler's, and p5 has to hold for the sampler. The
-    sampler's noise is known at every token under the schedule that was sampled under; it is added
-    to the log-probs of all schedules, including dense.
+    The scorer's numerics differ from the sampler's, and p5 has to reach the target for the sampler.
+    The sampler's noise can be measured at every token, under the schedule that generated the
+    rollouts; this noise is added to the log-probs under all schedules, including dense.
 
     Everything is kept in ``folder``, so an interrupted calibration continues where it stopped.
 
     Args:
-        engine, scorer: both with the same weights.
-        prompts, sampling: what is sampled, and how.
-        folder: keeps rollouts and scores; those already there for the same prompts, sampling and
-            ``made_by`` are reused.
+        engine, scorer: sampler and scorer, with the same weights.
+        prompts, sampling: the prompts, and how to sample responses to them.
+        folder: where rollouts and scores are kept; existing files for the same prompts, sampling
+            and ``made_by`` are reused.
         behaviour: the schedule to sample under; dense by default.
         made_by: identifies the weights and the engine, in JSON types; needed if the folder may be
-            used with others.
+            used with other weights or engines.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Trajectories:
         ]
 
     def acceptance(self, schedule: SparsitySchedule | None = None) -> list[TokenAcceptance]:
-        """Compute the acceptance between the dense model and its actor under ``schedule``; by
-        default, the one that was sampled under.
+        """Compute the acceptance between the dense model and its actor under ``schedule``, by
+        default the schedule that generated the rollouts.
         """
         sparse: list[Any] = (
             self._top_logprobs(schedule) if schedule else [None] * len(self.rollouts)
@@ -86,7 +86,7 @@ class Trajectories:
 
     def ceiling(self) -> list[TokenAcceptance]:
         """Compute the acceptance of dense rollouts, which is below 1 because of the sampler's noise
-        and of what the lists leave out.
+        and because the lists do not contain all tokens.
         """
         sampled = self._dense
         if self._noise:

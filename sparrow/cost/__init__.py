@@ -1,4 +1,4 @@
-"""Predicted cost and gain of a schedule: of one engine, of lossless decoding, and of a cluster."""
+"""Predicted cost and speed-up of a schedule, for one engine, lossless decoding, and a cluster."""
 
 from typing import TYPE_CHECKING
 

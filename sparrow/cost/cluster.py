@@ -1,9 +1,9 @@
-"""Cost of a whole run on several GPUs: the memory it needs, and the time of a step's phases in each
-mode of decoding.
+"""Cost of a whole run on several GPUs: the memory that the run needs, and the time of each phase of
+a step in each decoding mode.
 
-``sparrow.cost.roofline`` prices one engine; here the GPUs hold several engines (of one or more GPUs
-each) and shards of the training state. ``docs/cost.md`` lists the assumptions. This is arithmetic
-only; nothing is measured here.
+``sparrow.cost.roofline`` predicts the cost of one engine; here several engines (of one or more GPUs
+each) and shards of the training state share the GPUs. ``docs/cost.md`` lists the assumptions. This
+module only does arithmetic; nothing is measured.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from sparrow.schedule import SparsitySchedule
 
 STATE_BYTES = 12  # per parameter between steps: float32 weight and AdamW's two moments
 GRADIENT_BYTES = 4
-# for one chunk of logits of the log-probs: 4096 tokens by 152K words, float32, three times
+# for one chunk of logits in the log-prob pass: 4096 tokens by 152K words, float32, three times
 HEAD_BYTES = 7.5e9
-# per token and unit of width while a layer is computed; 2 more for every layer that is kept
+# per token and unit of width while a layer is computed, plus 2 for every layer that is kept
 LAYER_BYTES = 34
 LINK_BYTES_S = 350e9  # between GPUs of one host
 NETWORK_BYTES_S = 40e9  # from one GPU to another host
@@ -39,11 +39,12 @@ HOST_BYTES_S = 13e9  # between a GPU and its host's memory, as measured in vLLM'
 # measured seconds per response token, for sending the tokens to all processes after the rollout, and
 # once more with their log-probs
 GATHER_S = 1.4e-6
-# of a GPU's memory that vLLM takes by default; weights and KV get MEMORY_FRACTION of the memory
+# share of a GPU's memory that vLLM uses by default; weights and KV get MEMORY_FRACTION of it
 VLLM_SHARE = 0.9
-# of a GPU's memory that an engine and training state may fill; the driver and NCCL need the rest
+# share of a GPU's memory that an engine and the training state may fill; the driver and NCCL need
+# the rest
 MOST_SHARE = 0.97
-# for one all-reduce; in a tensor-parallel engine, a layer needs two in every decode step
+# seconds per all-reduce; a layer of a tensor-parallel engine needs two in every decode step
 ALL_REDUCE_S = 15e-6
 
 
@@ -51,8 +52,8 @@ ALL_REDUCE_S = 15e-6
 class Cluster:
     """GPUs of one kind."""
 
-    machine: Machine  # one of them
-    gpus: int  # how many; each host is filled before the next
+    machine: Machine  # a single GPU
+    gpus: int  # number of GPUs; each host is filled before the next
     tensor_parallel: int = 1  # GPUs per engine
     host: int = 8  # GPUs per host
 
@@ -77,8 +78,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU in training and in a rollout, and how many full-length responses an engine
-    holds at a time.
+    """Bytes on one GPU in training and in a rollout, and the number of full-length responses that
+    fit in an engine's cache.
     """
 
     state: float
@@ -91,8 +92,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one RL step by phase; ``imbalance`` is the slowest engine's rollout time over the
-    mean of all.
+    """Seconds of one RL step by phase; ``imbalance`` is the slowest engine's rollout time divided
+    by the mean over all engines.
     """
 
     rollout: float
@@ -124,53 +125,54 @@ def fit(
     engine_share: float | None = None,
 ) -> Memory:
     """Compute the bytes per GPU; weights, moments and gradients are sharded over all GPUs (FSDP2),
-    and vLLM sleeps in training.
+    and vLLM sleeps during training.
 
     Args:
         longest: tokens of the longest prompt and response together.
-        token_budget: padded tokens of one training pass.
-        colocated: engines share the training GPUs, and the sharded training state stays on them
-            during rollouts.
-        recompute: activations are recomputed layer by layer in the backward pass (gradient
+        token_budget: padded tokens per training pass.
+        colocated: whether engines share the training GPUs, so that the sharded training state stays
+            on these GPUs during rollouts.
+        recompute: whether activations are recomputed layer by layer in the backward pass (gradient
             checkpointing).
-        engine_share: share of a GPU's memory that vLLM may take (``gpu_memory_utilization``); None:
-            all that is free.
+        engine_share: share of a GPU's memory that vLLM may use (``gpu_memory_utilization``); None
+            means all free memory.
 
-    Raises ConfigError: training, or a single response, does not fit.
+    Raises ConfigError: training, or a single response, does not fit in memory.
     """
     parameters = shape.weights + shape.embedding
     width = shape.heads * shape.head_dim
     state = STATE_BYTES * parameters / cluster.gpus
     gradients = GRADIENT_BYTES * parameters / cluster.gpus
-    # in bf16, three layers: the current, the next, the gradient of the last
+    # three layers in bf16: the current layer, the next, and the gradient of the last
     gathered = 3 * 2 * parameters / shape.layers
     kept = 2 * shape.layers + LAYER_BYTES if recompute else LAYER_BYTES * shape.layers
     activations = max(token_budget, longest) * width * kept + HEAD_BYTES + gathered
     memory = cluster.machine.memory_bytes
     needed = state + gradients + activations
     if needed > MEMORY_FRACTION * memory:
-        remedy = "recompute them (optimizer.gradient_checkpointing)"
+        remedy = "recompute activations (optimizer.gradient_checkpointing)"
         if recompute:
             remedy = "use more GPUs or fewer tokens"
         raise ConfigError(
             f"training {shape.name} on {cluster.gpus} {cluster.machine.name} needs "
-            f"{needed / 2**30:.0f} GiB on each, of which {activations / 2**30:.0f} for "
-            f"activations, but {MEMORY_FRACTION * memory / 2**30:.0f} are there; {remedy}"
+            f"{needed / 2**30:.0f} GiB per GPU, {activations / 2**30:.0f} of them for "
+            f"activations, but {MEMORY_FRACTION * memory / 2**30:.0f} are available; {remedy}"
         )
 
     reserved = _reserved(cluster, state, colocated, engine_share)
     if colocated and engine_share and state + engine_share * memory > MOST_SHARE * memory:
         raise ConfigError(
-            f"vLLM is to take {engine_share:g} of {memory / 2**30:.0f} GiB, and training keeps "
-            f"{state / 2**30:.0f} beside it; lower gpu_memory_utilization to "
-            f"{MOST_SHARE - state / memory:.2f} at most"
+            f"gpu_memory_utilization is {engine_share:g} of {memory / 2**30:.0f} GiB, but training "
+            f"keeps {state / 2**30:.0f} GiB on the same GPU; lower gpu_memory_utilization to at "
+            f"most {MOST_SHARE - state / memory:.2f}"
         )
     held = roofline.kv_capacity(shape, engine_machine(cluster, reserved))
     if held < longest:
         raise ConfigError(
-            f"an engine of {cluster.tensor_parallel} {cluster.machine.name} holds {held:,} tokens "
-            f"beside {shape.name}{' and its training state' if colocated else ''}, but a response "
-            f"may have {longest:,}; raise tensor_parallel, use more GPUs or shorter responses"
+            f"an engine of {cluster.tensor_parallel} {cluster.machine.name} has room for {held:,} "
+            f"tokens besides {shape.name}{' and its training state' if colocated else ''}, but a "
+            f"sequence may have {longest:,}; raise tensor_parallel, or use more GPUs or shorter "
+            "responses"
         )
     kv = held * shape.kv_width * shape.kv_bytes / cluster.tensor_parallel
     weights = parameters * shape.weight_bytes / cluster.tensor_parallel
@@ -178,8 +180,8 @@ def fit(
 
 
 def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: float | None) -> float:
-    """Return the bytes of a GPU that its engine does not get: those of training, or those that
-    ``gpu_memory_utilization`` leaves free.
+    """Return the bytes of a GPU that are not available to its engine: the training state, or the
+    memory that ``gpu_memory_utilization`` leaves free, whichever is more.
     """
     left = (
         0.0 if engine_share is None else (VLLM_SHARE - engine_share) * cluster.machine.memory_bytes
@@ -188,7 +190,7 @@ def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: flo
 
 
 def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
-    """The GPUs of one engine as one machine; ``reserved`` bytes of each GPU are not available."""
+    """Combine an engine's GPUs into one machine; ``reserved`` bytes of each are not available."""
     m = cluster.machine
     n = cluster.tensor_parallel
     return Machine(
@@ -214,19 +216,20 @@ def plan(
     engine_share: float | None = None,
     acceptance: float | None = None,
 ) -> Plan:
-    """Predict one RL step over ``responses`` (tokens each), dealt to the engines in turn as the
-    trainer does.
+    """Predict one RL step over ``responses`` (their lengths in tokens), which are dealt to the
+    engines in turn, as in the trainer.
 
-    ``recompute`` and ``engine_share`` are as in ``fit``; ``acceptance``, that of drafts, is as in
-    ``predict_lossless``.
+    ``recompute`` and ``engine_share`` are as in ``fit``; ``acceptance`` is the drafts' acceptance,
+    as in ``predict_lossless``.
 
-    Raises ConfigError: the run does not fit (see ``fit``), or there are fewer responses than
-    engines.
+    Raises ConfigError: the run does not fit in memory (see ``fit``), or there are fewer responses
+    than engines.
     """
     lengths = np.atleast_1d(np.asarray(responses, dtype=np.int64))
     if lengths.size < cluster.engines:
         raise ConfigError(
-            f"{lengths.size} responses leave some of {cluster.engines} engines idle; sample more"
+            f"{lengths.size} responses leave some of the {cluster.engines} engines idle; sample at "
+            "least one response per engine"
         )
     longest = prompt + int(lengths.max())
     memory = fit(shape, cluster, longest, token_budget, colocated, recompute, engine_share)
@@ -269,8 +272,8 @@ def plan(
 def train_seconds(
     shape: ModelShape, cluster: Cluster, totals: ArrayLike, token_budget: int = 32768
 ) -> tuple[float, float]:
-    """Seconds of the log-probs and of the update over sequences of ``totals`` tokens
-    (``roofline.train_seconds``); each is the time to gather the shards where that is longer.
+    """Predict the seconds for the log-probs and for the update of sequences of ``totals`` tokens
+    (``roofline.train_seconds``), or the time to gather the shards if gathering takes longer.
     """
     score_s, update_s = roofline.train_seconds(shape, cluster.machine, totals)
     passes = max(1.0, np.sum(totals) / token_budget / cluster.gpus)
@@ -286,8 +289,8 @@ def train_seconds(
 
 
 def sync_seconds(shape: ModelShape, cluster: Cluster, colocated: bool = True) -> float:
-    """Seconds to give every engine new weights: the float32 shards are gathered and, if colocated,
-    the engine's weights are moved to the host and back, as vLLM's sleep does.
+    """Predict the seconds to send new weights to every engine: the float32 shards are gathered and,
+    if colocated, the engine's weights are moved to the host and back by vLLM's sleep mode.
     """
     parameters = shape.weights + shape.embedding
     gathered_s = 4 * parameters * (cluster.gpus - 1) / cluster.gpus / cluster.exchange_bytes_s
@@ -303,7 +306,9 @@ def _imbalance(runs: Sequence[RolloutEstimate]) -> float:
 
 
 def rows(planned: Plan, steps: int | None = None) -> list[tuple[str, str]]:
-    """A plan as (name, value) pairs for printing; with ``steps``, also the hours of a whole run."""
+    """Return a plan as (name, value) pairs for printing; with ``steps``, include the hours of a
+    whole run.
+    """
     gib = 2**30
     m = planned.memory
     training = (
@@ -312,9 +317,9 @@ def rows(planned: Plan, steps: int | None = None) -> list[tuple[str, str]]:
     )
     engine = (
         f"{m.engine_weights / gib:.0f} weights, {m.kv / gib:.0f} "
-        f"KV: {m.full_responses} responses of full length"
+        f"KV: {m.full_responses} full-length responses"
     )
-    lines = [("training, GiB a GPU", training), ("engine, GiB a GPU", engine)]
+    lines = [("training, GiB per GPU", training), ("engine, GiB per GPU", engine)]
     steps_of = {"dense": planned.dense, "lossy": planned.sparse, "lossless": planned.lossless}
     speedups = []
     for name, step in steps_of.items():
@@ -323,7 +328,7 @@ def rows(planned: Plan, steps: int | None = None) -> list[tuple[str, str]]:
                 f"{phase} {getattr(step, phase):.0f}"
                 for phase in ("rollout", "score", "update", "sync")
             )
-            hours = f", {steps * step.seconds / 3600:.0f} h a run" if steps else ""
+            hours = f", {steps * step.seconds / 3600:.0f} h per run" if steps else ""
             lines.append(
                 (
                     f"{name} step",
@@ -331,4 +336,4 @@ def rows(planned: Plan, steps: int | None = None) -> list[tuple[str, str]]:
                 )
             )
             speedups.append(f"{planned.dense.seconds / step.seconds:.2f}x {name}")
-    return [*lines, ("step speed-up", ", ".join(speedups[1:]) or "none asked for")]
+    return [*lines, ("step speed-up", ", ".join(speedups[1:]) or "no mode besides dense requested")]

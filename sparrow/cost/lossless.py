@@ -1,12 +1,12 @@
-"""Predicted gain of lossless decoding: dense, lossy and lossless rollouts side by side, and the
-best drafting.
+"""Predicted speed-up of lossless decoding: the best drafting, and a comparison of dense, lossy and
+lossless rollouts.
 
-A cycle is k draft steps and one verification, which reads weights and cache as a dense step does
-and computes k more tokens per sequence. It gives (1 - a^(k+1)) / (1 - a) tokens if drafts are
-accepted independently with probability a (Leviathan et al., arXiv 2211.17192, equation 1).
-``docs/cost.md`` says what is fitted and what is assumed.
+A cycle consists of k draft steps and one verification, which reads weights and cache like a dense
+step but computes k more tokens per sequence. A cycle yields (1 - a^(k+1)) / (1 - a) tokens if
+drafts are accepted independently with probability a (Leviathan et al., arXiv 2211.17192, equation
+1). ``docs/cost.md`` explains what is fitted and what is assumed.
 
-Shapes: B sequences, k drafts of a cycle.
+Shapes: B sequences, k drafts per cycle.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sparrow.schedule import LandmarkDtype, SparsitySchedule
 REFERENCE_TOKENS = 1024  # the draft budget at which an acceptance is given
 WORTHWHILE = 1.15  # a smaller rollout speed-up is within the error of these predictions
 DRAFT_TOKENS = (2, 4, 8, 16)
-# of 16 tokens, besides the sink page and the two recent ones, in every layer
+# pages of 16 tokens, besides the sink page and the two recent pages, in every layer
 DRAFT_PAGES = (
     29,
     61,
@@ -46,13 +46,13 @@ DRAFT_PAGES = (
 class Cycle:
     """Costs of a cycle beyond the bytes of its steps and a dense step's overheads."""
 
-    # seconds per layer of a draft step, in place of all ``Overheads``: a draft is one CUDA graph
+    # seconds per layer of a draft step, instead of all ``Overheads``; a draft is one CUDA graph
     draft_layer_s: float
-    # of the machine's peak FLOP/s, reached by the further tokens of a verification
+    # share of the machine's peak FLOP/s that the additional tokens of a verification reach
     peak_share: float
-    # on top, per layer of a draft step in fp8, whose tokens have to be rounded
+    # additional seconds per layer of a draft step in fp8, which has to round its activations
     fp8_layer_s: float = 0.0
-    fp8_share: float = 1.0  # of the bandwidth of other steps, at which such a step reads weights
+    fp8_share: float = 1.0  # read bandwidth of weights in fp8 steps, as a share of other steps'
 
 
 # Fitted to benchmarks/results/lossless_*.json by benchmarks/fit_lossless.py.
@@ -60,18 +60,20 @@ CYCLE_H200 = Cycle(45.55e-6, 0.774, 7.64e-6, 0.762)
 
 
 def _flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
-    """Seconds to pass ``tokens`` through the weights at the machine's peak FLOP/s."""
+    """Return the seconds to pass ``tokens`` through the weights at the machine's peak FLOP/s."""
     return 2 * shape.weights * tokens / machine.flops
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """Drafting of a cycle: the number of drafts, what they read, and how many are accepted."""
+    """How a cycle drafts: the number of drafts, the pages and weights they read, and their
+    acceptance.
+    """
 
     tokens: int  # k; 0 is plain dense decoding
-    schedule: SparsitySchedule  # what drafts read
-    acceptance: float  # mean chance that a draft is accepted, in [0, 1]
-    weights: DraftWeights = "auto"  # what drafts multiply with
+    schedule: SparsitySchedule  # schedule of the draft steps
+    acceptance: float  # mean probability that a draft is accepted, in [0, 1]
+    weights: DraftWeights = "auto"  # weights of the draft steps
 
     @property
     def tokens_per_cycle(self) -> float:
@@ -87,8 +89,9 @@ def lossless_step(
     overheads: Overheads = VLLM_H200,
     cycle: Cycle = CYCLE_H200,
 ) -> StepCost:
-    """The cost of a cycle over sequences of ``lengths`` ``[B]``, divided by the tokens that it
-    gives each sequence, so that it compares to a dense step. Without drafts it is a dense step.
+    """Predict the cost of a cycle over sequences of ``lengths`` ``[B]``, divided by the tokens per
+    sequence that the cycle yields, for comparison with a dense step. Without drafts, a cycle is a
+    dense step.
 
     Raises ValueError, ConfigError: see ``decode_step``.
     """
@@ -104,8 +107,8 @@ def lossless_step(
         layer_s += cycle.fp8_layer_s + copy_s * (1 / cycle.fp8_share - 1) / shape.layers
     graph = replace(plain, layer_s=layer_s, sparse_layer_s=0.0, row_s=0.0)
 
-    # Read bytes alone shrink: products in fp8 are priced like those in 16 bits, and the scales are
-    # left out.
+    # Only fewer bytes are read: fp8 products are assumed to cost as much as 16-bit products, and
+    # scales are ignored.
     read = shape.weight_bytes - copied / shape.weights
     drafts = replace(shape, weight_bytes=read)
     parts = [decode_step(drafts, machine, length, drafting.schedule, graph)] * drafting.tokens
@@ -116,8 +119,9 @@ def lossless_step(
     weight_s = sum(p.weight_s for p in parts) + _flops_s(shape, machine, further) / cycle.peak_share
     attention_s = sum(p.attention_s for p in parts)
     overhead_s = sum(p.overhead_s for p in parts)
-    overhead_s += overheads.lists_s * length.size * given  # for each token that is output
-    # The host is priced per token, as in dense steps: its work per cycle was not measured.
+    overhead_s += overheads.lists_s * length.size * given  # once per output token
+    # Host time is counted per token, as in dense steps, because the host's work per cycle was not
+    # measured.
     host_s = overheads.host_s * length.size * given
     overhead_s += max(0.0, host_s - overhead_s - weight_s - attention_s)
     return StepCost(
@@ -132,8 +136,8 @@ def lossless_step(
 
 
 def _copied(shape: ModelShape, draft_weights: DraftWeights) -> int:
-    """Bytes of the fp8 copy that drafts multiply with: one for each weight that is not in the
-    output layer.
+    """Return the bytes of the fp8 copy of the weights that draft steps use: one for each weight
+    outside the output layer.
     """
     return 0 if draft_weights == "auto" else shape.weights - shape.output
 
@@ -141,7 +145,8 @@ def _copied(shape: ModelShape, draft_weights: DraftWeights) -> int:
 def choices(
     acceptance: float, landmark_dtype: LandmarkDtype = "auto", draft_weights: DraftWeights = "auto"
 ) -> list[Drafting]:
-    """Numbers of drafts and budgets to choose from, given the acceptance at ``REFERENCE_TOKENS``.
+    """List the candidate numbers of drafts and budgets, given the acceptance at
+    ``REFERENCE_TOKENS``.
 
     Acceptance is assumed to be the same with 8-bit landmarks (``docs/selectors.md``).
     """
@@ -156,13 +161,13 @@ def choices(
 
 @dataclass(frozen=True)
 class LosslessPrediction:
-    """A lossless rollout. Each cycle drafts ``drafting.tokens`` tokens, half of that, or none,
-    whichever is fastest.
+    """A predicted lossless rollout. Each cycle drafts ``drafting.tokens`` tokens, half as many, or
+    none, whichever is fastest.
     """
 
     drafting: Drafting
     rollout: RolloutEstimate
-    speedup: float  # over the dense rollout
+    speedup: float  # compared with the dense rollout
 
 
 def predict_lossless(
@@ -178,13 +183,14 @@ def predict_lossless(
     landmark_dtype: LandmarkDtype = "auto",
     draft_weights: DraftWeights = "auto",
 ) -> LosslessPrediction:
-    """The best of ``choices`` for a rollout of these responses, and the rollout under it.
+    """Find the best of ``choices`` for a rollout of these responses, and predict the rollout.
 
-    ``acceptance`` is the mean acceptance of drafts that read ``REFERENCE_TOKENS`` and multiply with
-    ``draft_weights``, whose copy of the weights takes room from the cache. A choice is judged with
-    the mean batch size, at 0.5, 1 and 1.5 times the mean length at which a token is sampled.
+    ``acceptance`` is the mean acceptance of drafts that read ``REFERENCE_TOKENS`` and use
+    ``draft_weights``; a separate copy of the weights leaves less memory for the cache. Choices are
+    compared with the mean batch size, at 0.5, 1 and 1.5 times the mean length at which a token is
+    sampled.
 
-    Raises ValueError: acceptance outside [0, 1]; otherwise as ``simulate_rollout``.
+    Raises ValueError: the acceptance is outside [0, 1], or ``simulate_rollout`` raises the error.
     """
     if not 0 <= acceptance <= 1:
         raise ValueError(f"acceptance is {acceptance}, expected a probability in [0, 1]")
@@ -203,7 +209,7 @@ def predict_lossless(
     def fastest(lengths: NDArray[np.int64]) -> StepCost:
         return min((cost(lengths, drafting) for drafting in tunable), key=lambda step: step.seconds)
 
-    # Held, but not read by a dense step, as an embedding is.
+    # Like an embedding, the copy occupies memory but is not read by a dense step.
     held = replace(
         shape, embedding=shape.embedding + round(_copied(shape, draft_weights) / shape.weight_bytes)
     )
@@ -214,8 +220,8 @@ def predict_lossless(
 
 
 def rows(lossy: Prediction, lossless: LosslessPrediction) -> list[tuple[str, str]]:
-    """Dense, lossy and lossless side by side as (name, value) pairs for printing, with a verdict on
-    which to use.
+    """Compare dense, lossy and lossless rollouts in (name, value) pairs for printing, with a
+    verdict on which mode to use.
     """
     drafting = lossless.drafting
     kept = (
@@ -242,7 +248,7 @@ def rows(lossy: Prediction, lossless: LosslessPrediction) -> list[tuple[str, str
 
 
 def verdict(lossy: Prediction, lossless: LosslessPrediction) -> str:
-    """Recommend a mode, in one or two sentences."""
+    """Recommend a mode in one or two sentences."""
     lossy_pays = lossy.speedup >= WORTHWHILE
     lossless_pays = lossless.speedup >= WORTHWHILE
     both = f"{lossy.speedup:.2f}x lossy, {lossless.speedup:.2f}x lossless"

@@ -1,7 +1,7 @@
-"""Predicted gain of a sparsity schedule: a byte-accurate roofline of decoding.
+"""Predicted speed-up of a sparsity schedule: a byte-accurate roofline model of decoding.
 
-This is arithmetic on model shapes and machine figures; ``docs/cost.md`` says what is exact, what is
-fitted and what is assumed.
+This is arithmetic on model shapes and machine figures; ``docs/cost.md`` explains what is exact,
+what is fitted and what is assumed.
 
 Shapes: B sequences.
 """
@@ -22,20 +22,18 @@ from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.schedule import SparsitySchedule
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-# of device memory, for weights and KV: gives the H200's known KV capacities within 4 %
+# share of device memory for weights and KV; predicts the H200's known KV capacities within 4 %
 MEMORY_FRACTION = 0.85
 PREFILL_MFU = 0.5  # assumed share of the peak FLOP/s
-# of our trainer's log-probs and update, as measured by benchmarks/grpo_step.py
+# for the trainer's log-probs and update, as measured by benchmarks/grpo_step.py
 SCORE_MFU = 0.24
 UPDATE_MFU = 0.28
-CHUNK = 256  # decode steps priced at once, at their middle length
+CHUNK = 256  # decode steps predicted at once, at their middle length
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a dense decoder-only model, from which follows what a decode step reads and
-    computes.
-    """
+    """Sizes of a dense decoder-only model, which determine the bytes and FLOPs of a decode step."""
 
     name: str
     layers: int
@@ -43,12 +41,12 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     weights: int  # parameters that every decode step reads: all but an untied input embedding
-    embedding: int = 0  # parameters of that embedding, of which a step reads only B rows
+    embedding: int = 0  # parameters of an untied input embedding; a step reads only B rows of it
     weight_bytes: float = 2.0  # per parameter
-    # per cached element; 1 with an fp8 cache, 1 + 1 / head_dim with int8 and its scales
+    # per cached element; 1 for an fp8 cache, 1 + 1 / head_dim for an int8 cache with its scales
     kv_bytes: float = 2.0
-    context: int | None = None  # the most tokens in a sequence
-    output: int = 0  # parameters of the output layer, which are among ``weights``
+    context: int | None = None  # maximum number of tokens in a sequence
+    output: int = 0  # parameters of the output layer, included in ``weights``
 
     @property
     def kv_width(self) -> int:
@@ -57,17 +55,18 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> ModelShape:
-        """The shape in a Hugging Face ``config.json``, given as its contents, its path or its
-        folder's path.
+        """Read the shape from a Hugging Face ``config.json``, given as its contents, its path or
+        the path of its folder.
 
-        Raises UnsupportedModel: mixture of experts, another architecture, a sliding window,
-        quantized weights. ConfigError: no such file, or a field that is missing.
+        Raises UnsupportedModel: the model is a mixture of experts or has another unsupported
+        architecture, a sliding window or quantized weights. ConfigError: the file does not exist or
+        is not a model config, or a field is missing or invalid.
         """
         if not isinstance(config, Mapping):
             path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
             if not path.is_file():
                 raise ConfigError(
-                    f"no model config at {path}; expected a config.json or its folder"
+                    f"there is no model config at {path}; give a config.json or its folder"
                 )
             try:
                 config = {
@@ -81,15 +80,15 @@ class ModelShape:
 
         get = config.get
         kind = config.get("model_type")
-        is_mistral = kind == "mistral"  # its window is on unless the config says otherwise
+        is_mistral = kind == "mistral"  # its sliding window is on by default
         windowed = get("sliding_window", is_mistral) and get("use_sliding_window", is_mistral)
         windowed = bool(windowed or "sliding_attention" in (get("layer_types") or ()))
         quantized = bool(get("quantization_config"))
         if kind not in MODEL_TYPES or windowed or quantized:
             raise UnsupportedModel(
-                f"the cost model reads configs of {', '.join(MODEL_TYPES)} without sliding window "
-                f"or quantization, got model_type {kind!r}, {windowed=}, {quantized=}; describe "
-                "this model with a ModelShape of your own"
+                f"the cost model supports {', '.join(MODEL_TYPES)} without sliding window or "
+                f"quantization, got model_type {kind!r}, {windowed=}, {quantized=}; describe this "
+                "model with a ModelShape of your own"
             )
 
         sizes = (
@@ -102,7 +101,7 @@ class ModelShape:
         for key in (*sizes, "num_key_value_heads", "head_dim"):
             value = get(key)
             if key in sizes and value is None:
-                raise ConfigError(f"the model config has no {key!r}; expected a whole config.json")
+                raise ConfigError(f"the model config has no {key!r}; give a complete config.json")
             is_whole = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and (not is_whole or value < 1):
                 raise ConfigError(
@@ -158,20 +157,21 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Machine:
-    """One accelerator, or several treated as one whose figures are their sums (see
+    """One accelerator, or several combined into one by adding their figures (see
     ``sparrow.cost.cluster``).
     """
 
     name: str
-    hbm_bytes_s: float  # on the data sheet
+    hbm_bytes_s: float  # according to the data sheet
     read_bytes_s: float  # reached by a plain read
-    flops: float  # dense bf16 FLOP/s on the data sheet, half of the figure given "with sparsity"
+    # dense bf16 FLOP/s according to the data sheet, half of the figure "with sparsity"
+    flops: float
     memory_bytes: float
 
 
 # NVIDIA data sheets (A100 80GB SXM, H100 SXM, H200 SXM, HGX B200); memory as nvidia-smi reports it,
-# in MiB. The H200's read limit is measured (4.65 TB/s, 97 % of its data sheet); the others are
-# assumed to reach the same share of theirs.
+# in MiB. The H200's read limit is measured (4.65 TB/s, 97 % of the data sheet's bandwidth); the
+# other GPUs are assumed to reach the same share.
 MACHINES = {
     "a100": Machine("A100", 2.039e12, 0.97 * 2.039e12, 312e12, 81920 * 2**20),
     "h100": Machine("H100", 3.35e12, 0.97 * 3.35e12, 989.5e12, 81559 * 2**20),
@@ -184,13 +184,13 @@ MACHINES = {
 class Overheads:
     """Costs of a decode step beyond its bytes, as fitted by ``benchmarks/fit_roofline.py``."""
 
-    layer_s: float = 0.0  # seconds per layer, whatever it reads
-    sparse_layer_s: float = 0.0  # further seconds per layer that scores and selects pages
+    layer_s: float = 0.0  # seconds per layer, independent of the bytes read
+    sparse_layer_s: float = 0.0  # additional seconds per layer that scores and selects pages
     row_s: float = 0.0  # seconds per sequence, for scheduling and sampling
-    # further seconds per sequence, for the 20 most likely tokens that give acceptance
+    # additional seconds per sequence, for the lists of the 20 most likely tokens
     lists_s: float = 0.0
     read_fraction: float = 1.0  # share of Machine.read_bytes_s that the kernels reach
-    host_s: float = 0.0  # seconds per sequence and its lists on the host, while the device computes
+    host_s: float = 0.0  # host seconds per sequence and its lists, parallel to the device
 
 
 VLLM_H200 = Overheads(49.65e-6, 0.0, 1.191e-6, 4.985e-6, 0.9362, 47e-6)
@@ -198,8 +198,7 @@ VLLM_H200 = Overheads(49.65e-6, 0.0, 1.191e-6, 4.985e-6, 0.9362, 47e-6)
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of one token for each sequence of a batch: bytes read, and seconds by what they are
-    spent on.
+    """Cost of one token for each sequence of a batch: bytes read, and seconds by cause.
 
     Waiting for the host counts as overhead.
     """
@@ -220,14 +219,15 @@ def decode_step(
     schedule: SparsitySchedule | None = None,
     overheads: Overheads = VLLM_H200,
 ) -> StepCost:
-    """Bytes and predicted seconds of a decode step over sequences of ``lengths`` [B] cached tokens.
+    """Predict the bytes and seconds of a decode step over sequences of ``lengths`` [B] cached
+    tokens.
 
-    A step reads the weights (timed by their FLOPs where those take longer), the KV of dense layers,
-    the kept pages of sparse layers, and the landmarks of sequences not read in full. KV writes,
-    activations and logits are overheads.
+    A step reads the weights (or computes with them, if that takes longer), the KV of dense layers,
+    the kept pages of sparse layers, and the landmarks of sequences that are not read in full. KV
+    writes, activations and logits are part of the overheads.
 
-    Raises ValueError: no sequence, or one without tokens. ConfigError: a schedule for another
-    model.
+    Raises ValueError: there are no sequences, or a sequence has no tokens. ConfigError: the
+    schedule is for a different model.
     """
     length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
     if length.size == 0 or length.min() < 1:
@@ -270,14 +270,14 @@ def decode_step(
 
 @dataclass(frozen=True)
 class RolloutEstimate:
-    """A simulated rollout: seconds by what they are spent on, and figures of its batches."""
+    """A simulated rollout: seconds by cause, and statistics of its batches."""
 
     overhead_s: float
     weight_s: float
     attention_s: float
-    prefill_s: float  # of prompts, and of responses recomputed after preemption
+    prefill_s: float  # for prompts, and for responses recomputed after preemption
     seconds: float  # the sum
-    drain_s: float  # the part of it after the last response entered, when the batch only shrinks
+    drain_s: float  # the part of ``seconds`` after the last response entered the batch
     tokens: int
     mean_batch: float
     preemptions: int
@@ -294,8 +294,8 @@ class RolloutEstimate:
 def response_lengths(
     median: float, cutoff: int, count: int, spread: float = 0.7, seed: int = 0
 ) -> NDArray[np.int64]:
-    """``count`` log-normal response lengths (``spread`` is the deviation of the log), cut at
-    ``cutoff`` tokens.
+    """Draw ``count`` log-normal response lengths, cut at ``cutoff`` tokens; ``spread`` is the
+    standard deviation of the logarithm.
     """
     return (
         np.random.default_rng(seed)
@@ -306,7 +306,7 @@ def response_lengths(
 
 
 def kv_capacity(shape: ModelShape, machine: Machine) -> int:
-    """The number of tokens whose KV fits in memory together with the weights."""
+    """Compute the number of tokens whose KV fits in memory together with the weights."""
     weight_bytes = (shape.weights + shape.embedding) * shape.weight_bytes
     free = MEMORY_FRACTION * machine.memory_bytes - weight_bytes
     return max(0, int(free // (shape.kv_width * shape.kv_bytes)))
@@ -323,16 +323,16 @@ def simulate_rollout(
     *,
     price: Callable[[NDArray[np.int64]], StepCost] | None = None,
 ) -> RolloutEstimate:
-    """Continuous batching of ``responses`` (tokens each, served in this order) on one machine,
-    bounded by KV memory.
+    """Simulate continuous batching of ``responses`` (their lengths in tokens, served in this order)
+    on one machine, bounded by KV memory.
 
-    A response enters when its present tokens fit with room for the batch to grow. When memory runs
-    out, the response that entered last is preempted and recomputed later. Sparse reading does not
-    shrink the cache, so dense and sparse rollouts batch alike. If given, ``price`` replaces
-    ``decode_step``: from lengths to the cost of a step.
+    A response enters the batch when its present tokens fit and leave room for the batch to grow.
+    When memory runs out, the response that entered last is preempted and recomputed later. Sparse
+    reading does not shrink the cache, so dense and sparse rollouts are batched alike. If given,
+    ``price`` replaces ``decode_step`` as the function from lengths to the cost of a step.
 
-    Raises ConfigError: a response that does not fit into memory on its own. ValueError: no
-    response, or an empty one.
+    Raises ConfigError: a single response does not fit in memory. ValueError: there are no
+    responses, or a response is empty.
     """
     final = np.atleast_1d(np.asarray(responses, dtype=np.int64))
     if final.size == 0 or final.min() < 1:
@@ -343,11 +343,11 @@ def simulate_rollout(
     if prompt + final.max() > capacity:
         need = f"{prompt + final.max()} tokens do not fit beside {shape.name} on one {machine.name}"
         raise ConfigError(
-            f"{need}, which holds {capacity}; give a larger Machine or shorter responses"
+            f"{need}, which has room for {capacity}; use a larger Machine or shorter responses"
         )
 
-    waiting = deque((prompt, int(n)) for n in final)  # cached tokens, tokens still to come
-    # the same for running responses
+    waiting = deque((prompt, int(n)) for n in final)  # cached tokens, tokens left to sample
+    # the same two numbers for running responses
     length = np.empty(0, np.int64)
     left = np.empty(0, np.int64)
     spent = np.zeros(3)
@@ -393,10 +393,11 @@ def simulate_rollout(
 
 
 def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tuple[float, float]:
-    """Seconds of the log-probs and of the update over sequences of ``totals`` tokens.
+    """Predict the seconds for the log-probs and for the update of sequences of ``totals`` tokens.
 
-    The log-probs are a forward pass; the update is two forward passes and a backward pass, which
-    counts as two. A pass is priced by the weights and causal attention (half the square).
+    The log-probs are one forward pass; the update is two forward passes and a backward pass, which
+    counts as two. The FLOPs of a pass are those of the weights and of causal attention (half of the
+    square).
     """
     total = np.asarray(totals, dtype=np.float64)
     attention = shape.kv_width * shape.heads / shape.kv_heads
@@ -406,12 +407,12 @@ def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tup
 
 @dataclass(frozen=True)
 class Prediction:
-    """A dense and a sparse rollout of the same responses, and the resulting times of an RL step."""
+    """A dense and a sparse rollout of the same responses, and the resulting speed-up of a step."""
 
     dense: RolloutEstimate
     sparse: RolloutEstimate
-    train_s: float  # the rest of the step
-    speedup: float  # of the rollout
+    train_s: float  # the rest of the RL step
+    speedup: float  # speed-up of the rollout
     step_speedup: float
 
 
@@ -426,11 +427,11 @@ def predict(
     *,
     rollout_share: float | None = None,
 ) -> Prediction:
-    """Predicted speed-ups of a rollout, and of an RL step on the same machine; errors as in
-    ``simulate_rollout``.
+    """Predict the speed-ups of a rollout, and of an RL step on the same machine; errors are those
+    of ``simulate_rollout``.
 
-    ``rollout_share`` is the rollout's share of a dense step's time; without it training is priced
-    by its FLOPs.
+    ``rollout_share`` is the rollout's share of a dense step's time; without it, the training time
+    is predicted from FLOPs.
     """
     batching = (prompt, max_batch, overheads)
     dense = simulate_rollout(shape, machine, responses, None, *batching)

@@ -1,1 +1,1 @@
-"""Evaluation of answers: ``scores`` of rewards, and ``benchmark``, which samples and judges."""
+"""Evaluation: ``benchmark`` samples and judges responses, and ``scores`` summarises rewards."""

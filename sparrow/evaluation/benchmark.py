@@ -1,4 +1,4 @@
-"""Benchmarks: sample a model k times on every problem, keep the samples, tabulate the scores."""
+"""Benchmarks: sample k responses to every problem, keep the samples, and tabulate the scores."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from sparrow.tasks import Problem
 from sparrow.tasks.prompts import encode
 from sparrow.tasks.verify import TIME_LIMIT, verify_all
 
-CHUNK = 32  # problems sampled between writes
+CHUNK = 32  # problems sampled between writes to disk
 
 
 @dataclass(frozen=True)
 class BenchmarkResult:
     """Scores of one benchmark under one schedule. ``tokens`` is the mean response length. ``speed``
-    is the sampled tokens per second; it is nan if some samples come from an older Sparrow, which
-    did not time them."""
+    is the number of sampled tokens per second, or nan if some samples were not timed because they
+    come from an older version of Sparrow."""
 
     benchmark: str
     schedule: str
@@ -57,9 +57,9 @@ def respond(
     problems: Sequence[Problem],
     sampling: Sampling,
 ) -> list[Rollout]:
-    """Sample one response to each problem; a problem may come several times.
+    """Sample one response to each problem; a problem may occur several times.
 
-    Raises ConfigError: a problem whose prompt the engine cannot take.
+    Raises ConfigError: the engine does not accept a problem's prompt.
     """
     prompts = [encode(tokenizer, problem.prompt, problem.rendered) for problem in problems]
     try:
@@ -75,8 +75,8 @@ def sample(
     asked: Asked,
     sampling: Sampling,
 ) -> list[Rollout]:
-    """One response for each pair of ``asked``; the pair and the seed of ``sampling`` seed it.
-    Errors as ``respond``.
+    """Sample one response for each pair in ``asked``, seeded by the pair and the seed of
+    ``sampling``. Errors are those of ``respond``.
     """
     seeds = [derived_seed(sampling.seed, i, n) for i, n in asked]
     return respond(
@@ -90,7 +90,9 @@ def judge(
     rollouts: Sequence[Rollout],
     time_limit: float = TIME_LIMIT,
 ) -> tuple[list[str], list[float]]:
-    """The text of each response, and its reward, given its problem; see ``verify_all``."""
+    """Decode each response and judge it against its problem; return texts and rewards (see
+    ``verify_all``).
+    """
     texts = [
         str(tokenizer.decode(rollout.response_ids, skip_special_tokens=True))
         for rollout in rollouts
@@ -112,16 +114,17 @@ def run_benchmark(
     """Evaluate the engine under its current schedule; samples are kept in ``folder`` as JSON lines
     and reused.
 
-    Everything that the samples of a file depend on is written beside the file: ``source``,
-    benchmark, temperature, truncation, longest response and seed. Within the file, a sample is
-    identified by its problem's index and id, the prompt's token ids, and its number; index and
-    number seed it. So a call with fewer problems or responses reuses part of the file, one with
-    more adds to it, and an interrupted evaluation continues.
+    Next to each file of samples, a ``.json`` file records everything that the samples depend on:
+    ``source``, benchmark, temperature, truncation, maximum response length and seed. Within the
+    file, a sample is identified by the index and id of its problem, the token ids of the prompt,
+    and its number; index and number determine its seed. A call with fewer problems or responses
+    therefore reuses part of the file, a call with more adds to the file, and an interrupted
+    evaluation continues.
 
     Args:
-        engine, tokenizer, problems, sampling, k: ``k`` responses to every problem.
+        engine, tokenizer, problems, sampling, k: how to sample ``k`` responses to every problem.
         folder: the folder that samples are kept in.
-        benchmark, schedule: their names in the table.
+        benchmark, schedule: names for the table.
         source: the origin of the samples, in JSON types: model, weights (``weights_digest``),
             engine, schedule.
     """
@@ -197,14 +200,14 @@ def run_benchmark(
 
 
 def _by_problem(values: list[Any], k: int) -> list[list[Any]]:
-    """Values of all responses, ``k`` per problem, in one list per problem."""
+    """Split the values of all responses, ``k`` per problem, into one list per problem."""
     return [values[begin : begin + k] for begin in range(0, len(values), k)]
 
 
 @torch.no_grad()
 def weights_digest(model: nn.Module) -> str:
-    """16 hex digits that change with any parameter value: the bits of all values are summed as
-    integers.
+    """Return 16 hex digits that change with any parameter value, computed from sums of the values'
+    bits as integers.
     """
     whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []
@@ -228,8 +231,8 @@ COLUMNS = (
 
 
 def markdown_table(results: Sequence[BenchmarkResult]) -> str:
-    """The ``COLUMNS`` for each benchmark and schedule, with 95 % intervals over problems, as a
-    table in Markdown.
+    """Format the ``COLUMNS`` of each benchmark and schedule, with 95 % intervals over problems, as
+    a Markdown table.
     """
     rows = [
         (
@@ -250,8 +253,8 @@ def markdown_table(results: Sequence[BenchmarkResult]) -> str:
 
 
 def _read_samples(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Samples by index, problem, prompt and number. A line left half-written by a kill is skipped
-    and sampled again.
+    """Read samples by index, problem, prompt and number. A line that was only partly written before
+    the process was killed is skipped, and its sample is drawn again.
     """
     if not path.exists():
         return {}

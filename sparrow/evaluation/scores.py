@@ -1,6 +1,6 @@
 """Scores of a model: mean@k, unbiased pass@k and majority@k, with intervals over problems.
 
-Shapes: N problems, k responses to each.
+Shapes: N problems, k responses per problem.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 @dataclass(frozen=True)
 class Score:
-    """A mean over problems with its 95 % bootstrap interval, resampled by problem."""
+    """A mean over problems, and its 95 % bootstrap interval from resampling problems."""
 
     value: float
     low: float
@@ -27,18 +27,18 @@ class Score:
 
 
 def mean_at_k(rewards_Nk: ArrayLike) -> Score:
-    """Mean reward of all responses, averaged over problems."""
+    """Average the rewards of all responses over problems."""
     return _over_problems(_rewards(rewards_Nk).mean(1))
 
 
 def pass_at_k(rewards_Nk: ArrayLike, k: int) -> Score:
-    """Chance that at least one of ``k`` responses is right, estimated without bias from n >= k
-    responses.
+    """Estimate, without bias, the probability that at least one of ``k`` responses is right, from
+    n >= k responses.
 
-    1 - C(n - c, k) / C(n, k), with c of n right (a reward of at least 1): Chen et al., arXiv
-    2107.03374, equation 1.
+    The estimate is 1 - C(n - c, k) / C(n, k), where c of n responses are right (a reward of at
+    least 1): Chen et al., arXiv 2107.03374, equation 1.
 
-    Raises ValueError: fewer responses than k.
+    Raises ValueError: ``k`` is not between 1 and the number of responses per problem.
     """
     rewards = _rewards(rewards_Nk)
     n = rewards.shape[1]
@@ -50,24 +50,24 @@ def pass_at_k(rewards_Nk: ArrayLike, k: int) -> Score:
 
 
 def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]) -> Score:
-    """Reward of the most frequent answer; None never wins, and a tie takes the mean over the
-    winners.
+    """Score the most frequent answer to each problem; None never wins, and a tie counts as the mean
+    over the winners.
 
-    Raises ValueError: answers that do not match the rewards in number.
+    Raises ValueError: the number of answers differs from the number of rewards.
     """
     rewards = _rewards(rewards_Nk)
     if [len(a) for a in answers] != [rewards.shape[1]] * len(rewards):
         raise ValueError(
-            f"majority needs one answer per reward, {rewards.shape}, got "
-            f"{[len(a) for a in answers]}"
+            f"majority@k needs one answer per reward, but rewards have shape {rewards.shape}, and "
+            f"problems have {[len(a) for a in answers]} answers"
         )
     won = []
     for reward, given in zip(rewards, answers, strict=True):
         votes = Counter(answer for answer in given if answer is not None)
         most = max(votes.values(), default=0)
         winners = [answer for answer, count in votes.items() if count == most]
-        # Equal answers may get different rewards (a wrong format): take the mean reward of the
-        # responses that gave one.
+        # Equal answers may have different rewards (because of a wrong format), so an answer scores
+        # the mean reward of the responses that contain it.
         means = []
         for winner in winners:
             of_winner = [r for r, a in zip(reward, given, strict=True) if a == winner]
@@ -91,8 +91,8 @@ def _over_problems(values: np.ndarray) -> Score:
     low, high = np.percentile(means, [2.5, 97.5])
     value = float(values[0])
     if (values == value).all() and 0 <= value <= 1:
-        # Resampling equal values tells nothing. Up to this share of all problems, with 97.5 %
-        # confidence, may be of a kind that was not drawn, and score 0 or 1.
+        # Resampling equal values yields no interval. With 97.5 % confidence, at most this share of
+        # all problems are of a kind that was not drawn, and these may score 0 or 1.
         unseen = 1 - 0.025 ** (1 / len(values))
         low = value * (1 - unseen)
         high = value + (1 - value) * unseen

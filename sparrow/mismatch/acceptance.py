@@ -1,10 +1,10 @@
-"""Acceptance rate per token of the actor's distribution under the policy's, exact or bounded from
-top-n lists.
+"""Acceptance rate of the actor's distribution under the policy's distribution for each token, exact
+or bounded from top-n lists.
 
-alpha_t = sum_v min(p_t(v), q_t(v)) = 1 - total variation distance, with p the dense policy and q
-the sparse actor after the same prefix and at the same sampling temperature. It is the chance that
-speculative sampling would keep the actor's token (Leviathan et al., arXiv 2211.17192; Sparrow,
-arXiv 2606.08446, section 3).
+alpha_t = sum_v min(p_t(v), q_t(v)) = 1 - total variation distance, where p is the distribution of
+the dense policy and q that of the sparse actor, after the same prefix and at the same sampling
+temperature. alpha_t is the probability that speculative sampling keeps the actor's token (Leviathan
+et al., arXiv 2211.17192; Sparrow, arXiv 2606.08446, section 3).
 
 Shapes: T tokens (or any leading shape), V vocabulary, n entries in the actor's list, m entries in
 the policy's.
@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow.mismatch.tail import FloatArray, IntArray
 
-# How far a probability, or the mass of a list, may exceed 1 and still be explained by rounding: the
-# probabilities of a broad distribution with bfloat16 log-probs sum to 1 within this.
+# Amount by which a probability, or the mass of a list, may exceed 1 because of rounding: with
+# bfloat16 log-probs, the probabilities of a broad distribution sum to 1 within this tolerance.
 ROUNDING = 5e-3
 
 
@@ -30,8 +30,8 @@ class AcceptanceBounds(NamedTuple):
 
 
 def acceptance(p_TV: ArrayLike, q_TV: ArrayLike) -> FloatArray:
-    """Compute the exact acceptance rate of two full distributions [..., V], which is symmetric in
-    them: float64 [...] in [0, 1].
+    """Compute the exact acceptance rate of two full distributions [..., V]: float64 [...] in [0,
+    1]. The order of the two does not matter.
 
     Raises ValueError: shapes differ, or a row is not a probability distribution.
     """
@@ -39,15 +39,16 @@ def acceptance(p_TV: ArrayLike, q_TV: ArrayLike) -> FloatArray:
     q = np.asarray(q_TV, np.float64)
     if p.shape != q.shape or p.ndim == 0:
         raise ValueError(
-            f"p_TV has shape {p.shape} and q_TV {q.shape}; pass two arrays of one shape [..., V]."
+            f"p_TV has shape {p.shape} and q_TV has {q.shape}; pass two arrays of the same shape "
+            "[..., V]."
         )
     for name, rows in (("p_TV", p), ("q_TV", q)):
         total = rows.sum(axis=-1)
         is_distribution = np.all(rows >= 0) and np.all(np.abs(total - 1) <= ROUNDING)
         if not is_distribution:
             raise ValueError(
-                f"{name} must hold probabilities that sum to 1 over the last axis, but its least "
-                f"entry is {rows.min(initial=np.inf):g} and its sums reach from "
+                f"{name} must contain probabilities that sum to 1 over the last axis, but its "
+                f"smallest entry is {rows.min(initial=np.inf):g} and its sums range from "
                 f"{total.min(initial=np.inf):g} to {total.max(initial=-np.inf):g}; exponentiate "
                 "log-probs and normalise first."
             )
@@ -63,22 +64,23 @@ def acceptance_bounds(
     """Bound the acceptance rate when only the most probable tokens are known (Sparrow, arXiv
     2606.08446, section 3).
 
-    Where a token's probability is known on both sides, min(p, q) is exact. All other tokens
+    For a token whose probability is known on both sides, min(p, q) is exact. All other tokens
     together can add at most the smaller of the two left-over masses.
 
     Args:
         actor_ids: vocabulary ids of the actor's n most probable tokens, integer [..., n], in any
             order.
-        actor_logprobs: their natural log-probs under the actor, [..., n]. -inf marks padding (fewer
-            than n tokens in the vocabulary): such an entry's id and policy log-prob are ignored.
+        actor_logprobs: natural log-probs of these tokens under the actor, [..., n]. -inf marks
+            padding (if the vocabulary has fewer than n tokens); the id and policy log-prob of a
+            padding entry are ignored.
         policy_logprobs: natural log-probs under the policy, [..., n] at `actor_ids`, or [..., m] at
             `policy_ids`.
-        policy_ids: ids of the policy's list if it has another, integer [..., m]; -inf in
+        policy_ids: ids of the policy's own list, integer [..., m], if the lists differ; -inf in
             `policy_logprobs` marks padding. The tokens known on both sides are then the
             intersection of the lists.
 
-    The bounds, float64 [...], are equal where the lists cover the vocabulary. Their resolution is
-    that of the given log-probs: about 1e-6 for float32.
+    The bounds, float64 [...], are equal if the lists cover the vocabulary. Their resolution is that
+    of the given log-probs: about 1e-6 for float32.
 
     Raises ValueError: shapes do not match; ids are not integers, negative or repeated within a row;
     a log-prob is NaN or positive beyond rounding; or a row's probabilities sum to more than 1.
@@ -92,11 +94,11 @@ def acceptance_bounds(
         if listed.shape[:-1] != q.shape[:-1]:
             raise ValueError(
                 f"The lists have shapes {q.shape} and "
-                f"{listed.shape}; all axes but the last must agree."
+                f"{listed.shape}; pass lists that agree on all axes but the last."
             )
         p = np.zeros_like(q)
         matched = np.zeros_like(known)
-        # Not all pairs at once: [T, n, m] would not fit in memory.
+        # Match one entry at a time, since all pairs [T, n, m] would not fit in memory.
         for entry in range(listed.shape[-1]):
             match = (q_ids == p_ids[..., entry, None]) & known & p_known[..., entry, None]
             np.copyto(p, listed[..., entry, None], where=match)
@@ -114,29 +116,31 @@ def acceptance_bounds(
 def _read_list(
     side: str, ids: ArrayLike, logprobs: ArrayLike
 ) -> tuple[FloatArray, IntArray, NDArray[np.bool_]]:
-    """Read one top-n list: probabilities, ids and the mask of entries that are not padding, all
-    [..., n]. Padding has probability 0.
+    """Read a top-n list; return probabilities, ids and the mask of entries that are not padding,
+    all [..., n]. Padding has probability 0.
     """
     ids = np.asarray(ids)
     if not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"The {side}'s ids have dtype {ids.dtype}; pass integer vocabulary ids.")
     if ids.ndim == 0 or ids.shape != np.shape(logprobs):
         raise ValueError(
-            f"The {side}'s ids have shape {ids.shape}, but its log-probs {np.shape(logprobs)}."
+            f"The {side}'s ids have shape {ids.shape}, but its log-probs have {np.shape(logprobs)};"
+            " pass one log-prob per id."
         )
     probabilities = _probabilities(side, logprobs)
     listed = np.asarray(logprobs) > -np.inf
     if np.any(ids < 0, where=listed):
         raise ValueError(
-            f"The {side}'s ids hold {ids[listed].min()}; ids "
-            "start at 0, and -inf log-probs mark padding."
+            f"The {side}'s ids contain {ids[listed].min()}, but ids "
+            "start at 0; mark padding with log-probs of -inf."
         )
-    # Padding gets distinct negative ids, so that the ids it came with never count as repeated.
+    # Padding gets distinct negative ids, so that its original ids never count as repeated.
     ordered = np.sort(np.where(listed, ids, -1 - np.arange(ids.shape[-1])), axis=-1)
     repeated = ordered[..., 1:] == ordered[..., :-1]
     if repeated.any():
         raise ValueError(
-            f"The {side}'s list holds id {ordered[..., 1:][repeated][0]} twice for one token."
+            f"The {side}'s list contains id {ordered[..., 1:][repeated][0]} twice for one token; "
+            "pass each id once."
         )
     return probabilities, ids.astype(np.int64, copy=False), listed
 
@@ -144,8 +148,8 @@ def _read_list(
 def _probabilities(
     side: str, logprobs: ArrayLike, where: NDArray[np.bool_] | None = None
 ) -> FloatArray:
-    """Compute exp(logprobs), with 0 outside `where`; refuse values that cannot be log-probs of part
-    of one distribution.
+    """Compute exp(logprobs), with 0 outside `where`; raise ValueError for values that cannot be
+    log-probs from one distribution.
     """
     values = np.asarray(logprobs, np.float64)
     if where is not None and values.shape != where.shape:
@@ -157,7 +161,8 @@ def _probabilities(
         raise ValueError(f"The {side}'s log-probs contain NaN; mark missing entries with -inf.")
     if np.any(values > ROUNDING):
         raise ValueError(
-            f"The {side}'s log-probs reach {values.max():g}, above 0; pass log-softmax, not logits."
+            f"The {side}'s log-probs reach {values.max():g}, which is above 0; pass log-softmax, "
+            "not logits."
         )
     probabilities = np.exp(values)
     if where is not None:
@@ -166,6 +171,6 @@ def _probabilities(
     if np.any(mass > 1 + ROUNDING):
         raise ValueError(
             f"The {side}'s probabilities sum to {mass.max():g} "
-            "for one token; pass log-softmax of all."
+            "for one token; pass log-softmax over the whole vocabulary."
         )
     return probabilities

@@ -1,14 +1,14 @@
-"""Confidence intervals for statistics of tokens, resampled by sequence, and the mismatch report
+"""Confidence intervals for statistics of tokens, from resampling sequences, and the mismatch report
 built from them.
 
-Tokens of one sequence are alike, so resampling tokens one by one would give intervals that are far
-too narrow. The cluster bootstrap (Davison and Hinkley, "Bootstrap Methods and their Application",
-1997, section 3.8) draws whole sequences with replacement. A resample is never built: it is
-represented by a weight per sequence, the number of times the sequence was drawn, and a statistic
-takes the weights of all resamples at once.
+Tokens of the same sequence are correlated, so resampling individual tokens would produce intervals
+that are far too narrow. The cluster bootstrap (Davison and Hinkley, "Bootstrap Methods and their
+Application", 1997, section 3.8) draws whole sequences with replacement. Resamples are never built
+explicitly: a resample is represented by one weight per sequence, the number of times the sequence
+was drawn, and a statistic receives the weights of all resamples at once.
 
-Percentiles interpolate linearly between order statistics, as numpy's do, on the sample in which
-each token occurs as often as its sequence was drawn.
+As in numpy, percentiles interpolate linearly between order statistics, for the sample in which each
+token occurs as often as its sequence was drawn.
 
 Shapes: T tokens, B sequences, R resamples.
 """
@@ -33,14 +33,14 @@ from sparrow.mismatch.tail import (
 )
 
 Statistic = Callable[[FloatArray, IntArray, FloatArray], FloatArray]
-"""(values [T], sequence of each token as 0..B-1 [T], weights [R, B]) -> the statistic in each
-resample [R].
+"""A function from (values [T], sequence of each token as 0..B-1 [T], weights [R, B]) to the
+statistic of each resample [R].
 """
 
 
 class Interval(NamedTuple):
-    """An estimate and its 95 % interval; lower and upper are nan when one sequence leaves nothing
-    to resample.
+    """An estimate and its 95 % interval; lower and upper are nan if there is only one sequence,
+    which cannot be resampled.
     """
 
     estimate: float
@@ -67,8 +67,8 @@ class PercentileInterval:
 
 @dataclass(frozen=True)
 class BinMismatch:
-    """Mismatch at start <= position < end; the true percentile lies between those of the two
-    bounds.
+    """Mismatch at start <= position < end; the true percentile lies between the percentiles of the
+    lower and the upper bound.
     """
 
     bin: int
@@ -76,7 +76,7 @@ class BinMismatch:
     end: int
     n_tokens: int
     n_sequences: int
-    mean: float  # of the lower bound on acceptance
+    mean: float  # mean of the lower bound on acceptance
     # the percentile of the lower bound on acceptance, and its 95 % interval
     lower_bound: float
     interval_low: float
@@ -84,7 +84,7 @@ class BinMismatch:
     # the same percentile of the upper bound on acceptance
     upper_bound: float
     # the percentile of the lower bound for dense rollouts at these lengths, and its 95 % interval
-    # (see ``ceiling.Ceiling``); nan where it was not measured
+    # (see ``ceiling.Ceiling``); nan if not measured
     ceiling: float = nan
     ceiling_low: float = nan
     ceiling_high: float = nan
@@ -95,9 +95,9 @@ class BinMismatch:
         return between(self.lower_bound, self.upper_bound)
 
     def verdict(self, tau: float) -> Literal["holds", "below", "undecided"]:
-        """Compare the tail with ``tau``, by its interval and by the upper bound on acceptance."""
+        """Compare the tail's interval, and the upper bound on acceptance, with ``tau``."""
         if isnan(self.interval_low):
-            return "undecided"  # a single sequence decides nothing
+            return "undecided"  # a single sequence has no interval
         if min(self.lower_bound, self.interval_low) >= tau:
             return "holds"
         if max(self.lower_bound, self.interval_high, self.upper_bound) < tau:
@@ -107,7 +107,9 @@ class BinMismatch:
 
 @dataclass(frozen=True)
 class Histogram:
-    """counts[i] tokens have edges[i] <= x < edges[i + 1]; the last bin includes its upper edge."""
+    """A histogram: counts[i] is the number of tokens with edges[i] <= x < edges[i + 1]; the last
+    bin includes its upper edge.
+    """
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
@@ -115,8 +117,8 @@ class Histogram:
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """Mismatch of one set of rollouts. All but `upper_bound` and `p1_upper` describe the lower
-    bound on acceptance.
+    """Mismatch of a set of rollouts. All statistics except `upper_bound` and `p1_upper` describe
+    the lower bound on acceptance.
     """
 
     n_tokens: int
@@ -125,17 +127,17 @@ class MismatchReport:
     percentile: float
     mean: float
     p1: float  # the 1st percentile over all tokens
-    p1_upper: float  # that of the upper bound
+    p1_upper: float  # the 1st percentile of the upper bound
     bins: tuple[BinMismatch, ...]
-    histogram: Histogram  # of acceptance, 50 equal bins
+    histogram: Histogram  # acceptance in 50 equal bins
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists and numbers for JSON; nan becomes None."""
+        """Convert to plain dicts, lists and numbers for JSON; nan becomes None."""
         return {name: plain(value) for name, value in asdict(self).items()}
 
 
 def weighted_mean(values: FloatArray, sequence: IntArray, weights_RB: FloatArray) -> FloatArray:
-    """Mean over the tokens of each resample, float64 [R]; a Statistic."""
+    """Compute the mean over the tokens of each resample, float64 [R]; a Statistic."""
     n_sequences = weights_RB.shape[1]
     sums = np.bincount(sequence, values, minlength=n_sequences)
     counts = np.bincount(sequence, minlength=n_sequences)
@@ -145,14 +147,16 @@ def weighted_mean(values: FloatArray, sequence: IntArray, weights_RB: FloatArray
 def weighted_percentile(
     values: FloatArray, sequence: IntArray, weights_RB: FloatArray, percentile: float = 5
 ) -> FloatArray:
-    """Exact percentile of each resample, float64 [R]; with `percentile` bound, a Statistic.
+    """Compute the exact percentile of each resample, float64 [R]; with `percentile` bound, this
+    function is a Statistic.
 
-    Equals np.percentile of the values, each repeated as often as the weight of its sequence (a
-    whole number) says. The values are sorted once. An order statistic of a resample is then found
-    in two steps: first the block of sorted tokens that holds it, from the sequences' weights times
-    their token counts per block, then the token within that block. Memory: O(T + R (B + sqrt T)).
+    The result equals np.percentile of the values if each value is repeated as often as the weight
+    of its sequence (a whole number). The values are sorted once. An order statistic of a resample
+    is then found in two steps: first the block of sorted tokens that contains it, from the
+    sequences' weights times their token counts per block, and then the token within that block.
+    Memory: O(T + R (B + sqrt T)).
 
-    Raises ValueError: the percentile is out of range, or a resample holds no token.
+    Raises ValueError: the percentile is out of range, or a resample contains no tokens.
     """
     order = np.argsort(values)
     ordered = values[order]
@@ -163,17 +167,17 @@ def weighted_percentile(
     # Blocks of at least B tokens keep the table of counts no larger than the tokens themselves.
     block_tokens = max(isqrt(n_tokens), n_sequences)
     n_blocks = max(ceil(n_tokens / block_tokens), 1)
-    nobody = n_sequences  # owner of the tokens that pad the last block; its weight is 0
+    nobody = n_sequences  # owner of the padding in the last block, with weight 0
     owner = np.append(owner, np.full(n_blocks * block_tokens - n_tokens, nobody))
     owner_blocks = owner.reshape(n_blocks, block_tokens)
 
-    # Count each sequence's tokens in each block, then the tokens of every resample up to its end.
+    # Count each sequence's tokens in each block, then each resample's tokens up to a block's end.
     n_owners = n_sequences + 1
     cells = owner_blocks + np.arange(n_blocks)[:, None] * n_owners
     counts = np.bincount(cells.ravel(), minlength=n_blocks * n_owners)
     tokens_of = counts.reshape(n_blocks, n_owners)
     weights = np.append(weights_RB, np.zeros((len(weights_RB), 1)), axis=1)
-    # These are whole numbers, so exact in float64.
+    # The counts are whole numbers and therefore exact in float64.
     through_block = np.cumsum(weights @ tokens_of.T.astype(np.float64), axis=1)
 
     def order_statistic(rank: FloatArray) -> FloatArray:
@@ -189,7 +193,7 @@ def weighted_percentile(
     total = through_block[:, -1]
     if np.any(total < 1):
         raise ValueError(
-            "A resample holds no token; give each row of "
+            "A resample contains no tokens; give each row of "
             "weights at least one sequence that has tokens."
         )
 
@@ -208,18 +212,18 @@ def sequence_bootstrap(
     resamples: int = 1000,
     seed: int | np.random.Generator = 0,
 ) -> Interval:
-    """95 % interval of a statistic of tokens [T], T >= 1, from resampling whole sequences (ids [T])
-    with replacement.
+    """Compute the 95 % interval of a statistic of tokens [T], T >= 1, from resampling whole
+    sequences (ids [T]) with replacement.
 
-    The interval holds the middle 95 % of the resampled statistic (the percentile bootstrap); with
-    fewer than about 20 sequences it is too narrow.
+    The interval contains the middle 95 % of the resampled statistics (the percentile bootstrap);
+    with fewer than about 20 sequences, the interval is too narrow.
 
     Raises ValueError: shapes differ, or there are no tokens.
     """
     tokens = np.asarray(values, np.float64)
     if tokens.ndim != 1 or tokens.size == 0 or np.shape(sequence) != tokens.shape:
         raise ValueError(
-            f"values, sequence: {tokens.shape}, "
+            f"values have shape {tokens.shape} and sequence has "
             f"{np.shape(sequence)}; pass two arrays [T] with T >= 1."
         )
     ids, owner = np.unique(np.asarray(sequence), return_inverse=True)
@@ -244,7 +248,7 @@ def interval_by_bin(
     statistic: Statistic,
     seed: int | np.random.Generator,
 ) -> list[PercentileInterval]:
-    """A statistic of acceptance per bin of position; arguments and result as in
+    """Compute a statistic of acceptance per bin of positions; arguments and result are as in
     `percentile_by_bin_interval`.
     """
     values = check_acceptance(alpha, position=position, sequence=sequence)
@@ -272,17 +276,17 @@ def percentile_by_bin_interval(
     *,
     seed: int | np.random.Generator = 0,
 ) -> list[PercentileInterval]:
-    """A percentile of acceptance per bin of position, by rising position, with a 95 % interval
-    resampled by sequence.
+    """Compute a percentile of acceptance per bin of positions, in ascending order, with a 95 %
+    interval from resampling sequences.
 
-    Each bin resamples the sequences that reach it, so intervals widen where few responses are that
-    long.
+    Each bin resamples the sequences that reach the bin, so intervals are wide at lengths that few
+    responses reach.
 
     Args:
         alpha, position, sequence: rates in [0, 1], 0-based token positions, and ids of the tokens'
             sequences, [T] each.
-        percentile: in 0..100.
-        seed: an int, or a Generator that the caller owns.
+        percentile: the percentile, in 0..100.
+        seed: an int, or a Generator that belongs to the caller.
 
     Raises ValueError: shapes differ, or an argument is out of range.
     """
@@ -299,11 +303,11 @@ def mismatch_report(
     percentile: float = 5,
     seed: int | np.random.Generator = 0,
 ) -> MismatchReport:
-    """The statistics of the mismatch of one set of rollouts (Sparrow, arXiv 2606.08446, section 3).
+    """Compute the mismatch statistics of a set of rollouts (Sparrow, arXiv 2606.08446, section 3).
 
     Args:
         lower, upper: bounds on the acceptance rate of each token, [T], T >= 1; pass the same array
-            twice if exact.
+            twice if the rates are exact.
         position, sequence, bin_tokens, percentile, seed: see `percentile_by_bin_interval`.
 
     Raises ValueError: there are no tokens, shapes differ, a lower bound exceeds its upper bound, or
@@ -316,7 +320,7 @@ def mismatch_report(
     if np.any(low > high):
         raise ValueError(
             "A lower bound exceeds its upper bound by "
-            f"{np.max(low - high):g}; pass them in their order."
+            f"{np.max(low - high):g}; pass lower bounds first."
         )
     intervals = percentile_by_bin_interval(
         low, position, sequence, bin_tokens, percentile, seed=seed
@@ -351,7 +355,7 @@ def mismatch_report(
 
 
 def plain(value: Any) -> Any:
-    """`value` converted to strict JSON types; nan becomes None."""
+    """Convert `value` to strict JSON types; nan becomes None."""
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

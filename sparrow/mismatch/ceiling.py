@@ -1,7 +1,7 @@
-"""The p5 of dense rollouts: the ceiling of p5.
+"""The p5 of dense rollouts, which is the ceiling of p5.
 
-It is below 1, since sampler and trainer round differently and lists of likely tokens leave
-something out. A p5 shows the effect of sparsity only when it is compared with that of dense
+The ceiling is below 1, because sampler and trainer round differently, and because lists of likely
+tokens are incomplete. A p5 shows the effect of sparsity only in comparison with the p5 of dense
 rollouts from the same engines, with the same lists and at the same lengths.
 
 Shapes: T tokens, n entries of the actor's top-n list.
@@ -20,27 +20,28 @@ from numpy.typing import ArrayLike
 from sparrow.mismatch.bootstrap import BinMismatch, MismatchReport
 from sparrow.mismatch.tail import FloatArray
 
-# the most responses that are sampled densely where nothing else gives the ceiling; never more than
-# are measured
+# maximum number of responses that are sampled densely if the ceiling is not measured otherwise;
+# never more than the number of measured responses
 CEILING_RESPONSES = 64
 
-ENOUGH = 8  # the fewest responses that a bin's ceiling should come from
+ENOUGH = 8  # minimum number of responses for a reliable ceiling of a bin
 RESOLVED = 1e-6  # a left-over mass below this is float32 rounding
 LEAST = -100.0  # the log-prob given to impossible tokens, including padding
 
 
 class Ceiling:
-    """The tail of dense rollouts by length, as last measured."""
+    """The most recently measured tail of dense rollouts, by length."""
 
     def __init__(self) -> None:
-        # by the lengths at which bins start and end
+        # keys: the lengths at which bins start and end
         self._bins: dict[tuple[int, int], dict[str, float]] = {}
 
     def measure(self, dense: MismatchReport, up_to: float = float("inf")) -> None:
-        """Take over the bins of a report that end at ``up_to`` tokens or before; up to there the
-        actor read everything.
+        """Record the bins of a report that end at or before ``up_to`` tokens, the length up to
+        which the actor read everything.
 
-        A measurement from fewer than ``ENOUGH`` responses does not replace one from more.
+        A measurement from fewer than ``ENOUGH`` responses does not replace a measurement from more
+        responses.
         """
         for b in dense.bins:
             if b.end > up_to:
@@ -56,10 +57,11 @@ class Ceiling:
             }
 
     def beside(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
-        """The bins, each with the ceiling of the measured lengths nearest to its own; unchanged if
-        nothing is measured.
+        """Return the bins, each with the ceiling of the measured bin nearest in length; if nothing
+        has been measured, the bins are unchanged.
 
-        Lengths that fewer than ``ENOUGH`` responses reached are used only if there are no others.
+        Measured bins that fewer than ``ENOUGH`` responses reached are used only if all are of this
+        kind.
         """
         reached = {at: stats for at, stats in self._bins.items() if stats["n_sequences"] >= ENOUGH}
         measured = reached or self._bins
@@ -73,15 +75,15 @@ class Ceiling:
         return tuple(replace(b, **nearest(b)) for b in bins)
 
     def on(self, report: MismatchReport) -> MismatchReport:
-        """The report with the ceiling beside every p5."""
+        """Return the report with a ceiling for every p5."""
         return replace(report, bins=self.beside(report.bins))
 
     def __bool__(self) -> bool:
-        """True once anything has been measured."""
+        """Return whether anything has been measured."""
         return bool(self._bins)
 
     def state(self) -> list[dict[str, Any]]:
-        """The state that ``load`` takes; it may go through JSON in between."""
+        """Return the state for ``load``, in JSON types."""
         return [
             {
                 "start": start,
@@ -92,7 +94,7 @@ class Ceiling:
         ]
 
     def load(self, state: Iterable[Mapping[str, Any]]) -> None:
-        """Add the bins that ``state`` gave."""
+        """Add the bins that ``state`` returned."""
         for row in state:
             stats = {
                 name: float("nan") if x is None else x
@@ -103,22 +105,22 @@ class Ceiling:
 
 
 def engine_noise(sampled_Tn: ArrayLike, scored_Tn: ArrayLike) -> FloatArray:
-    """Measure by how much a sampler's numerics shift log-probs, float64 ``[T, n + 1]``; the last
+    """Measure how much a sampler's numerics shift log-probs, float64 ``[T, n + 1]``; the last
     column is for all other tokens.
 
     Args:
-        sampled_Tn: natural log-probs of the listed tokens from the sampler; -inf is padding.
-        scored_Tn: log-probs of the same tokens in the same contexts under the same schedule from
-            the scorer.
+        sampled_Tn: the sampler's natural log-probs of the listed tokens; -inf is padding.
+        scored_Tn: the scorer's log-probs of the same tokens, in the same contexts and under the
+            same schedule.
     """
     return _with_rest(sampled_Tn) - _with_rest(scored_Tn)
 
 
 def with_noise(scored_Tn: ArrayLike, noise: FloatArray) -> FloatArray:
-    """Turn scored log-probs, under any schedule, into those that the sampler would have had,
-    float64 ``[T, n]``.
+    """Convert scored log-probs, under any schedule, into the log-probs that the sampler would have
+    computed, float64 ``[T, n]``.
 
-    The noise is assumed to be the same under every schedule. It is noise of logits, so
+    The noise is assumed to be the same under every schedule. Since the noise affects logits,
     probabilities are normalized again.
     """
     disturbed = _with_rest(scored_Tn) + noise
@@ -127,8 +129,8 @@ def with_noise(scored_Tn: ArrayLike, noise: FloatArray) -> FloatArray:
 
 
 def _with_rest(logprobs_Tn: ArrayLike) -> FloatArray:
-    """Log-probs and the log of the left-over mass, which is at least what float32 log-probs
-    resolve.
+    """Append the log of the left-over mass to log-probs; the mass is at least the resolution of
+    float32 log-probs.
     """
     logprobs = np.maximum(np.asarray(logprobs_Tn, np.float64), LEAST)
     rest = 1 - np.exp(logprobs).sum(axis=-1, keepdims=True)

@@ -1,9 +1,9 @@
-"""Acceptance of drafts by length, as counts: small enough to keep on a device and to sum over
-engines and steps.
+"""Acceptance of drafts by length, as counts that are small enough to keep on a device and to sum
+over engines and steps.
 
-A draft's acceptance sum_v min(p(v), q(v)) is exact, since verification has both distributions. It
-holds for a dense history: the actor of a lossy rollout reads what it wrote itself, and its
-acceptance is slightly lower.
+A draft's acceptance sum_v min(p(v), q(v)) is exact, since verification has both distributions. This
+acceptance is measured after a dense history: in a lossy rollout, the actor reads a cache that it
+has written itself, and acceptance is slightly lower.
 
 Shapes: T drafts, N length bins, counted from length 0.
 """
@@ -20,8 +20,8 @@ from numpy.typing import ArrayLike
 from sparrow.mismatch.tail import FloatArray, IntArray, check_acceptance, check_percentile
 
 BUCKETS = 1000
-"""Equal parts of [0, 1] in which acceptance is counted; the last includes 1. Percentiles are exact
-to 1 / BUCKETS.
+"""Number of equal intervals of [0, 1] in which acceptance is counted; the last interval includes 1.
+Percentiles are exact to 1 / BUCKETS.
 """
 
 
@@ -46,14 +46,14 @@ class DraftAcceptance:
 
     @classmethod
     def empty(cls) -> DraftAcceptance:
-        """No drafts yet, in bins of any width."""
+        """Return counts without any drafts, which can be added to counts in bins of any width."""
         return cls(0, np.zeros((0, BUCKETS), np.int64), np.zeros(0))
 
     @classmethod
     def of(cls, alpha: ArrayLike, position: ArrayLike, bin_tokens: int) -> DraftAcceptance:
-        """Drafts with acceptance ``alpha`` ``[T]`` at lengths ``position`` ``[T]``.
+        """Count drafts with acceptance ``alpha`` ``[T]`` at lengths ``position`` ``[T]``.
 
-        Raises ValueError: acceptance outside [0, 1], or positions of another shape.
+        Raises ValueError: the acceptance is outside [0, 1], or the shapes differ.
         """
         values = check_acceptance(alpha, position=position)
         bins = np.asarray(position, np.int64) // bin_tokens
@@ -65,7 +65,7 @@ class DraftAcceptance:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> DraftAcceptance:
-        """The inverse of ``to_dict``."""
+        """Restore counts from the result of ``to_dict``."""
         counts = np.zeros((len(plain["sums"]), BUCKETS), np.int64)
         for i, filled in enumerate(plain["counts"]):
             for bucket, count in filled:
@@ -73,7 +73,7 @@ class DraftAcceptance:
         return cls(plain["bin_tokens"], counts, np.asarray(plain["sums"], np.float64))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types: for each bin, the buckets that are not empty."""
+        """Convert to plain JSON types, with only the buckets that are not empty in each bin."""
 
         def filled(row: IntArray) -> list[list[int]]:
             return [[int(bucket), int(row[bucket])] for bucket in np.flatnonzero(row)]
@@ -86,8 +86,8 @@ class DraftAcceptance:
             return self if len(self.sums) else other
         if self.bin_tokens != other.bin_tokens:
             raise ValueError(
-                "cannot add acceptance in bins of "
-                f"{self.bin_tokens} and of {other.bin_tokens} tokens"
+                "cannot add acceptance counts in bins of "
+                f"{self.bin_tokens} and of {other.bin_tokens} tokens; use one bin width"
             )
         n_bins = max(len(self.sums), len(other.sums))
         counts = np.zeros((n_bins, BUCKETS), np.int64)
@@ -107,13 +107,13 @@ class DraftAcceptance:
         return float(self.sums.sum() / self.drafts) if self.drafts else float("nan")
 
     def percentile(self, percentile: float = 5) -> float:
-        """Percentile of all drafts' acceptance, assuming an even spread within each bucket; nan
-        without drafts.
+        """Compute a percentile of all drafts' acceptance, assuming that acceptance is uniform
+        within each bucket; nan without drafts.
         """
         return _percentile(self.counts.sum(0), percentile)
 
     def bins(self) -> list[DraftBin]:
-        """The length bins that hold a draft, by rising length."""
+        """List the length bins that contain drafts, in ascending order."""
         drafts = self.counts.sum(1).tolist()
         sums = self.sums.tolist()
         return [

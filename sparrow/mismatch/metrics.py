@@ -1,14 +1,14 @@
 """A mismatch report as scalars for trackers, under the same names wherever it is logged.
 
 sparrow/p5                     the lowest 5th percentile of acceptance (lower bound) over all length
-                               bins; sparrow/p5/upper is that of the upper bound
-sparrow/p5/START-END           that of one bin; /low and /high are its 95 % interval, resampled by
-                               sequence, where at least two sequences reach the bin; /upper is the
-                               percentile of the upper bound; where dense rollouts were measured,
-                               /ceiling is their p5, with /ceiling/low and /ceiling/high, and
-                               /relative is the relative p5 (``mismatch.tau``). Where samples are
-                               the dense policy's, only /upper and /ceiling are there, as the lower
-                               bound shows the length of the lists and no mismatch
+                               bins; sparrow/p5/upper is the same for the upper bound
+sparrow/p5/START-END           the percentile in one bin. /low and /high are its 95 % interval, from
+                               resampling sequences, if at least two sequences reach the bin; /upper
+                               is the percentile of the upper bound. If dense rollouts were
+                               measured, /ceiling is their p5, with /ceiling/low and /ceiling/high,
+                               and /relative is the relative p5 (``mismatch.tau``). For samples of
+                               the dense policy itself, only /upper and /ceiling are logged, because
+                               the lower bound reflects the length of the lists and not a mismatch
 sparrow/acceptance_mean        mean acceptance (lower bound)
 sparrow/sequences              responses measured
 """
@@ -22,9 +22,9 @@ from sparrow.mismatch.tau import relative
 
 
 def mismatch_metrics(report: MismatchReport, dense_up_to: float = 0) -> dict[str, float]:
-    """A report as flat scalars; unknown values (nan) are left out.
+    """Convert a report to flat scalars; unknown values (nan) are omitted.
 
-    Up to the length ``dense_up_to``, samples are the dense policy's own; infinity if all are.
+    Samples up to the length ``dense_up_to`` are the dense policy's own (infinity if all are).
     """
     name = f"sparrow/p{report.percentile:g}"
     metrics = {"sparrow/sequences": float(report.n_sequences)}

@@ -1,19 +1,20 @@
-"""Acceptance from the log-probs of the sampled tokens alone: its mean, and a floor under its tail.
+"""Acceptance from the log-probs of the sampled tokens alone: the mean, and a lower bound on the
+tail.
 
-A token y drawn from the actor q gives s = min(1, p(y) / q(y)). Its expectation over y is sum_v
-min(p(v), q(v)), the acceptance rate alpha of that position, so the mean of s estimates the mean of
-alpha. A percentile of s does not estimate that of alpha, because s also scatters around alpha; but
-scatter can only deepen a tail. For any level z and c = percentile / 100, Jensen's inequality for
-the convex (z - x)+ gives
+For a token y drawn from the actor q, let s = min(1, p(y) / q(y)). The expectation of s over y is
+sum_v min(p(v), q(v)), the acceptance rate alpha of that position, so the mean of s estimates the
+mean of alpha. A percentile of s does not estimate the percentile of alpha, because s also scatters
+around alpha; but scatter can only deepen a tail. For any level z and c = percentile / 100, Jensen's
+inequality for the convex function (z - x)+ implies
 
     z - E (z - s)+ / c  <=  z - E (z - alpha)+ / c
                         <=  mean of the lowest c of alpha
                         <=  percentile of alpha
 
 (for the second step see Rockafellar and Uryasev, "Optimization of conditional value-at-risk",
-2000). The left side is largest where z is that percentile of s, and is then the mean of the lowest
-c of s. So sampled tokens alone can show that the tail holds; to show that it does not, one needs
-top-n lists (`acceptance.py`).
+2000). The left side is largest if z is the percentile of s; the left side is then the mean of the
+lowest c of s. Sampled tokens alone can therefore show that a tail is above a target, but only top-n
+lists (`acceptance.py`) can show that a tail is below.
 
 Shapes: T tokens.
 """
@@ -26,7 +27,7 @@ from sparrow.mismatch.tail import DEFAULT_BIN_TOKENS, FloatArray, IntArray, chec
 
 
 def sampled_acceptance(policy_logprobs: ArrayLike, actor_logprobs: ArrayLike) -> FloatArray:
-    """Compute min(1, p/q) of sampled tokens, float64 in [0, 1], from their natural log-probs at one
+    """Compute min(1, p/q) of sampled tokens, float64 in [0, 1], from natural log-probs at the same
     temperature.
 
     Raises ValueError: shapes differ, a log-prob is NaN, or a log-prob of the actor is infinite.
@@ -36,12 +37,12 @@ def sampled_acceptance(policy_logprobs: ArrayLike, actor_logprobs: ArrayLike) ->
     if p.shape != q.shape:
         raise ValueError(
             f"The policy's log-probs have shape {p.shape}, "
-            f"the actor's {q.shape}; pass the same tokens."
+            f"but the actor's have {q.shape}; pass log-probs of the same tokens."
         )
     if np.isnan(p).any() or not np.isfinite(q).all():
         raise ValueError(
             "A sampled token has a log-prob that is NaN, "
-            "or infinite under the actor; leave such out."
+            "or infinite under the actor; leave out such tokens."
         )
     return np.exp(np.minimum(p - q, 0.0))
 
@@ -55,16 +56,16 @@ def tail_floor_by_bin(
     *,
     seed: int | np.random.Generator = 0,
 ) -> list[PercentileInterval]:
-    """A floor under a percentile of acceptance per bin of position, with a 95 % interval resampled
-    by sequence.
+    """Compute a lower bound on a percentile of acceptance per bin of positions, with a 95 %
+    interval from resampling sequences.
 
-    Arguments, result and errors as in `percentile_by_bin_interval`, except that `sampled` [T] comes
-    from `sampled_acceptance`, the percentile is above 0, and the estimate is the mean of the lowest
-    `percentile` % of `sampled`.
+    Arguments, result and errors are as in `percentile_by_bin_interval`, except that `sampled` [T]
+    comes from `sampled_acceptance`, the percentile is above 0, and the estimate is the mean of the
+    lowest `percentile` % of `sampled`.
     """
     share = check_percentile(percentile) / 100
     if not share:
-        raise ValueError("The percentile is 0; a floor needs a share of the tokens above 0.")
+        raise ValueError("The percentile is 0; choose a percentile above 0.")
 
     def floor(values: FloatArray, owner: IntArray, weights_RB: FloatArray) -> FloatArray:
         z = np.percentile(values, percentile)

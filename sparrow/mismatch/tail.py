@@ -1,5 +1,5 @@
-"""The bins of position by which the tail of the acceptance rate is measured, and checks of rates
-and percentiles.
+"""Bins of positions for measuring the tail of the acceptance rate, and checks of rates and
+percentiles.
 
 The mean acceptance hardly differs between a stable and a collapsing run, but its 5th percentile per
 2,000-token bin does (Sparrow, arXiv 2606.08446, section 3). Positions are 0-based indices of the
@@ -19,8 +19,9 @@ DEFAULT_BIN_TOKENS = 2000
 
 
 def check_acceptance(alpha: ArrayLike, **aligned: ArrayLike | None) -> FloatArray:
-    """Acceptance rates as float64 [T]; ValueError unless all lie in [0, 1] and `aligned` arrays
-    have the same shape.
+    """Return acceptance rates as float64 [T].
+
+    Raises ValueError: a rate is outside [0, 1], or an array in `aligned` has a different shape.
     """
     values = np.asarray(alpha, np.float64)
     if values.ndim != 1:
@@ -30,12 +31,14 @@ def check_acceptance(alpha: ArrayLike, **aligned: ArrayLike | None) -> FloatArra
         )
     if not np.all((values >= 0) & (values <= 1)):
         raise ValueError(
-            f"Acceptance rates reach from {values.min():g} to {values.max():g}, outside [0, 1]."
+            f"Acceptance rates range from {values.min():g} to {values.max():g}, but must be in "
+            "[0, 1]."
         )
     for name, array in aligned.items():
         if array is not None and np.shape(array) != values.shape:
             raise ValueError(
-                f"{name} has shape {np.shape(array)} for {values.size} acceptance rates."
+                f"{name} has shape {np.shape(array)}, but there are {values.size} acceptance rates;"
+                " pass one entry per rate."
             )
     return values
 
@@ -47,10 +50,10 @@ def between(low: float, high: float, digits: int = 3) -> str:
 
 
 def check_percentile(percentile: float) -> float:
-    """The percentile itself; ValueError unless it is in 0..100."""
+    """Return the percentile, or raise ValueError if it is outside 0..100."""
     if not 0 <= percentile <= 100:
         raise ValueError(
-            f"Percentile {percentile} is outside 0..100; the published statistic is the 5th."
+            f"Percentile {percentile} is outside 0..100; the published statistic uses 5."
         )
     return percentile
 
@@ -58,8 +61,8 @@ def check_percentile(percentile: float) -> float:
 def split_by_bin(
     position: ArrayLike, bin_tokens: int = DEFAULT_BIN_TOKENS
 ) -> list[tuple[int, IntArray]]:
-    """(bin, indices of its tokens) for each bin that holds a token, by rising bin; a bin is
-    position // bin_tokens.
+    """List (bin, indices of its tokens) for each bin that contains tokens, in ascending order; the
+    bin of a token is position // bin_tokens.
 
     Raises ValueError: positions are not integers or are negative, or bin_tokens is below 1.
     """

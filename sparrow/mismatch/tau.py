@@ -1,14 +1,14 @@
-"""The p5 to hold, absolute or relative to the ceiling, and how to separate the ceiling from a
+"""The target for p5, absolute or relative to the ceiling, and how to separate the ceiling from a
 measured p5.
 
-The errors of numerics and of sparsity are independent, so their effects on the rejected share add
-in squares. With c the ceiling, the p5 of dense rollouts, the **relative p5** is what sparsity alone
-leaves:
+The errors from numerics and from sparsity are independent, so their effects on the rejected share
+add in squares. Let c be the ceiling, the p5 of dense rollouts. The **relative p5** is the p5 that
+sparsity alone would cause:
 
     1 - relative = sqrt((1 - p5)^2 - (1 - c)^2)
 
-With short top-n lists, which leave out mass on both sides, it is too low and asks for more pages,
-never fewer. docs/calibration.md derives the formula and measures it beside others.
+With short top-n lists, which omit mass on both sides, the relative p5 is too low and leads to more
+pages, never to fewer. docs/calibration.md derives the formula and compares it with alternatives.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Span = tuple[float, float, float]
 
 
 class Tau(NamedTuple):
-    """A p5 to hold, in (0, 1)."""
+    """A target for p5, in (0, 1)."""
 
     value: float
-    relative: bool = False  # to the ceiling of each bin; else p5 as it is measured
+    relative: bool = False  # whether p5 is relative to each bin's ceiling, or as measured
 
     @classmethod
     def chosen(cls, absolute: float | None, relative: float | None) -> Tau:
-        """The tau given by the one of two settings that is not None."""
+        """Return the tau of whichever setting is not None."""
         if relative is not None:
             return cls(relative, relative=True)
-        assert absolute is not None, "settings.choose gives one of them a value"
+        assert absolute is not None, "settings.choose sets one of the two"
         return cls(absolute)
 
     def __str__(self) -> str:
@@ -45,38 +45,42 @@ class Tau(NamedTuple):
 
     @property
     def statistic(self) -> str:
-        """The name of what has to reach ``value``."""
+        """The name of the statistic that has to reach ``value``."""
         return "relative p5" if self.relative else "p5"
 
     def scale(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
-        """The bins with p5, its interval and its upper bound on the scale of ``value``; nan where
-        no ceiling is known.
+        """Return the bins with p5, its interval and its upper bound on the scale of ``value``; nan
+        for bins without a ceiling.
 
-        Their ceilings are left as they are.
+        Ceilings are not changed.
         """
         return tuple(map(relative, bins)) if self.relative else tuple(bins)
 
     def level(self, ceiling: float) -> float:
-        """The measured p5 that holds tau where dense rollouts have the p5 ``ceiling``."""
+        """Return the measured p5 that is needed to reach tau if dense rollouts have the p5
+        ``ceiling``.
+        """
         if not self.relative:
             return self.value
         return 1 - sqrt((1 - self.value) ** 2 + (1 - ceiling) ** 2)
 
     def verdict(self, b: BinMismatch) -> Literal["holds", "below", "undecided"]:
-        """See ``BinMismatch.verdict``; undecided where tau is relative and no ceiling is known."""
+        """Compare a bin with tau (see ``BinMismatch.verdict``); undecided if tau is relative and
+        the bin has no ceiling.
+        """
         (scaled,) = self.scale([b])
         return scaled.verdict(self.value)
 
     def out_of_reach(self, bins: Iterable[BinMismatch]) -> str | None:
-        """A sentence on lengths where not even dense rollouts hold tau, or can be shown to; None if
-        there are none.
+        """Return a sentence on lengths at which even dense rollouts do not reach tau, or cannot be
+        shown to; None if there are no such lengths.
 
-        The relative p5 of dense rollouts is 1, which holds any relative tau; but how near an actor
-        is to the ceiling cannot be known more precisely than the ceiling itself.
+        The relative p5 of dense rollouts is 1, which reaches any relative tau; but an actor's
+        distance from the ceiling cannot be determined more precisely than the ceiling itself.
         """
 
         def best(b: BinMismatch) -> float:
-            """The highest p5 that any actor can be shown to have."""
+            """Return the highest p5 that any actor can be shown to have."""
             if not self.relative:
                 return b.ceiling_high
             _, low, _ = relative_span(_ceiling(b), _ceiling(b))
@@ -86,11 +90,11 @@ class Tau(NamedTuple):
         if b is None:
             return None
 
-        what = f"so no schedule can be shown to hold {self.value:g}; lower tau"
+        what = f"so no schedule can be shown to reach {self.value:g}; lower tau"
         if self.relative:
             what = (
-                f"and {self} lets p5 fall to {self.level(b.ceiling):.3f}, which is not told apart "
-                "from that; lower relative tau, sample more responses"
+                f"and {self} lets p5 fall to {self.level(b.ceiling):.3f}, which is not "
+                "significantly lower; lower relative tau, sample more responses"
             )
         return (
             f"at lengths {b.start}-{b.end} dense rollouts of this engine have p5 {b.ceiling:.3f} "
@@ -100,21 +104,21 @@ class Tau(NamedTuple):
 
 
 def relative_p5(p5: float, ceiling: float) -> float:
-    """The p5 that would remain if sparsity alone lowered it; 1 at the ceiling or above."""
+    """Compute the p5 that sparsity alone would cause; 1 if p5 is at the ceiling or above."""
     return 1 - sqrt(max((1 - p5) ** 2 - (1 - ceiling) ** 2, 0.0))
 
 
 def relative_span(p5: Span, ceiling: Span) -> Span:
-    """The relative p5 and its interval, from both intervals as if they were independent.
+    """Compute the relative p5 and its interval, treating the two given intervals as independent.
 
-    The interval of a difference, here of squares, is computed from those of its two parts (Zou and
-    Donner, "Construction of confidence limits about effect measures: a general approach",
-    Statistics in Medicine 2008). It is too wide where both parts come from the same tokens.
+    The interval of a difference, here of squares, is computed from the intervals of its two parts
+    (Zou and Donner, "Construction of confidence limits about effect measures: a general approach",
+    Statistics in Medicine 2008). The result is too wide if both parts come from the same tokens.
     """
-    # Squares of rejected shares: the low end of a p5 gives the high end of its square.
+    # Squares of rejected shares: the low end of a p5 becomes the high end of its square.
     (x, x_high, x_low), (c, c_high, c_low) = (1 - np.array([p5, ceiling])) ** 2
 
-    # The maxima are there because a bootstrap interval need not hold its estimate.
+    # The maxima are needed because a bootstrap interval may not contain its estimate.
     more = np.hypot(np.maximum(x_high - x, 0), np.maximum(c - c_low, 0))
     less = np.hypot(np.maximum(x - x_low, 0), np.maximum(c_high - c, 0))
     squares = x - c + np.array([0, more, -less])
@@ -123,8 +127,8 @@ def relative_span(p5: Span, ceiling: Span) -> Span:
 
 
 def relative(b: BinMismatch) -> BinMismatch:
-    """A bin with p5, its interval and its upper bound relative to its ceiling; nan where no ceiling
-    was measured.
+    """Return a bin with p5, its interval and its upper bound relative to the bin's ceiling; nan if
+    the ceiling was not measured.
     """
     p5, low, high = relative_span((b.lower_bound, b.interval_low, b.interval_high), _ceiling(b))
     upper = nan if isnan(b.ceiling) else relative_p5(b.upper_bound, b.ceiling)

@@ -1,4 +1,4 @@
-"""Acceptance of rollouts' tokens, as a trainer or a probe measures it, pooled into one report.
+"""Acceptance of rollouts' tokens for a trainer or a probe, and its pooling into one report.
 
 Shapes: T response tokens, n entries of the actor's top-n list.
 """
@@ -18,8 +18,8 @@ from sparrow.schedule import SparsitySchedule
 
 
 class TokenAcceptance(NamedTuple):
-    """Bounds on each response token's acceptance rate, float64 ``[T]``, and its position, int64
-    ``[T]``.
+    """Bounds on the acceptance rate of each response token, float64 ``[T]``, and the tokens'
+    positions, int64 ``[T]``.
     """
 
     lower: np.ndarray
@@ -33,13 +33,13 @@ def token_acceptance(
     schedule: SparsitySchedule,
     actor_top_logprobs: np.ndarray | None = None,
 ) -> TokenAcceptance:
-    """Acceptance of one response, given the policy's log-probs ``[T, n]`` of the rollout's top-n
-    tokens.
+    """Compute the acceptance of one response, given the policy's log-probs ``[T, n]`` of the
+    rollout's top-n tokens.
 
-    The actor's log-probs are those it sampled with, unless others are given (from teacher forcing
-    under another schedule). A token's position is the length that the schedule used when the token
-    was sampled: the tokens cached by then, up to the end of their last page. So the bins of a
-    report are those of the schedule.
+    By default, the actor's log-probs are those of the rollout; ``actor_top_logprobs`` replaces them
+    (with teacher forcing under a different schedule). A token's position is the length that the
+    schedule used when the token was sampled: the number of cached tokens, rounded up to the end of
+    their last page. The bins of a report are therefore the schedule's bins.
     """
     actor = rollout.top_logprobs if actor_top_logprobs is None else actor_top_logprobs
     bounds = acceptance_bounds(rollout.top_ids, actor, policy_top_logprobs)
@@ -50,8 +50,8 @@ def token_acceptance(
 def flatten(
     responses: Sequence[TokenAcceptance],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """All responses' tokens end to end: lower bound, upper bound, position and response number,
-    each ``[T]``.
+    """Concatenate the tokens of all responses: lower bound, upper bound, position and response
+    number, each ``[T]``.
     """
     lower, upper, position = (np.concatenate(x) for x in zip(*responses, strict=True))
     lengths = [len(response.lower) for response in responses]
@@ -60,28 +60,28 @@ def flatten(
 
 
 def pool(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int = 0) -> MismatchReport:
-    """One report over many responses; the bootstrap resamples whole responses."""
+    """Compute one report over many responses; the bootstrap resamples whole responses."""
     return mismatch_report(*flatten(responses), bin_tokens, seed=seed)
 
 
 def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) -> str | None:
-    """A sentence on a bin where the actor's lists leave open whether p5 reaches ``tau``; None if
-    there is none.
+    """Return a sentence on a bin in which the actor's lists are too short to tell whether p5
+    reaches ``tau``; None if there is no such bin.
 
-    Of several such bins it is about the one with the lowest p5.
+    If there are several such bins, the sentence is about the bin with the lowest p5.
 
     Args:
         bins: the bins of a report.
         tau: the required p5.
         top_n: length of the lists.
-        option: the setting that makes the lists longer.
+        option: the setting that controls the length of the lists.
     """
     still = (b for b in tau.scale(bins) if b.lower_bound < tau.value <= b.upper_bound)
     b = min(still, key=lambda b: b.lower_bound, default=None)
     if b is None:
         return None
     return (
-        f"whether {tau.statistic} of acceptance reaches {tau.value:g} is not known at lengths "
-        f"{b.start}-{b.end}: the actor's lists of {top_n} tokens put it between "
-        f"{b.lower_bound:.3f} and {b.upper_bound:.3f}; longer ones ({option}) tell"
+        f"whether {tau.statistic} of acceptance reaches {tau.value:g} is unknown at lengths "
+        f"{b.start}-{b.end}, because with the actor's lists of {top_n} tokens it may be anywhere "
+        f"between {b.lower_bound:.3f} and {b.upper_bound:.3f}; use longer lists ({option})"
     )

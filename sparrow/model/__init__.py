@@ -1,3 +1,3 @@
-"""The sparse actor of a Hugging Face model (``actor``), and log-probs of given tokens under it
+"""Hugging Face models as sparse actors (``actor``), and the log-probs of given tokens
 (``scoring``).
 """

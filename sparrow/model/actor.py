@@ -1,11 +1,11 @@
 """A Hugging Face causal language model as a sparse actor: an attention implementation named
 "sparrow".
 
-With it, a model's decode steps are sparse under a schedule, while prefill, scoring and training
-stay dense without a switch: a forward pass with one query token and a cache is a decode step, and
-no other is. ``generate`` knows its prompt, so it treats a last chunk of one token as prefill too; a
-decoding loop outside ``generate`` uses ``dense_steps`` for that. The ``teacher_forced`` context
-makes a whole-sequence forward pass compute what decoding would have computed.
+With this implementation, a model's decode steps are sparse under a schedule, while prefill, scoring
+and training stay dense without a switch: only a forward pass with one query token and a cache is a
+decode step. ``generate`` also treats a final prompt chunk of one token as prefill; a decoding loop
+outside ``generate`` has to use ``dense_steps`` for such a chunk. Inside the ``teacher_forced``
+context, a whole-sequence forward pass computes what decoding would have computed.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, D head dim.
 """
@@ -48,29 +48,29 @@ _KEPT: ContextVar[list[Any] | None] = ContextVar("kept", default=None)
 
 @dataclass
 class _TeacherForcing:
-    """State of a teacher-forced pass; it is a keyword argument of the forward pass, so that
-    recomputation for gradients sees it too.
+    """State of a teacher-forced pass, passed to the forward pass as a keyword argument so that
+    recomputation for gradients receives the same state.
     """
 
     actor: Actor
     prompt_lengths: Tensor
-    # which of the implementations in ``sparrow.attention.teacher_forced`` computes the attention
+    # implementation of ``sparrow.attention.teacher_forced`` that computes the attention
     implementation: attention.Implementation
-    # the layers that called the attention, and how often
+    # number of attention calls of each layer
     layers: Counter[int] = field(default_factory=Counter)
     modules: list[nn.Module] = field(default_factory=list)
-    windows: routing.Windows | None = None  # set only while the model is tried out
-    # called with each layer's number, queries, keys and scale, as they came
+    windows: routing.Windows | None = None  # set only while the model is checked
+    # called with each layer's number, queries, keys and scale
     watch: Callable[[int, Tensor, Tensor, float | None], None] | None = None
-    # the last mask seen, which all layers of a pass share, with the shape of that pass; then the
-    # rows of that mask
+    # the last mask, which all layers of a pass share, with the shape of that pass; then the rows of
+    # that mask
     _mask: tuple[Tensor | None, tuple[int, ...]] | None = None
     _rows: masks.Rows | None = None
 
     def rows(self, mask: Tensor | None, query: Tensor, key: Tensor) -> masks.Rows:
-        """The columns in which the sequences are.
+        """Return the columns that contain the sequences.
 
-        Raises ConfigError: see ``masks.forced``; or the prompt lengths do not fit these sequences.
+        Raises ConfigError: see ``masks.forced``; or the prompt lengths do not match the sequences.
         """
         shape = (key.shape[0], query.shape[2], key.shape[2])
         is_same = self._mask is not None and self._mask[0] is mask and self._mask[1] == shape
@@ -84,13 +84,13 @@ class _TeacherForcing:
         prompt = self.prompt_lengths
         if len(prompt) != len(length_B):
             raise ConfigError(
-                f"teacher_forced was given prompt lengths of {len(prompt)} sequences, but "
-                f"{len(length_B)} came; give one for each row"
+                f"teacher_forced got prompt lengths for {len(prompt)} sequences, but the pass has "
+                f"{len(length_B)}; give one prompt length for each row"
             )
         for b in (prompt.to(length_B.device) > length_B).nonzero()[:1, 0].tolist():
             raise ConfigError(
-                f"row {b} has {int(length_B[b])} tokens, but {int(prompt[b])} prompt tokens by "
-                "prompt_lengths; count the prompt's tokens without padding"
+                f"row {b} has {int(length_B[b])} tokens, but prompt_lengths specifies "
+                f"{int(prompt[b])} prompt tokens; count the prompt's tokens without padding"
             )
 
 
@@ -104,12 +104,12 @@ def sparrow_attention(
     teacher_forcing: _TeacherForcing | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of the transformers attention interface; ``[B, H, T, D]`` in, ``[B, T, H,
-    D]`` out.
+    """Compute attention for the transformers attention interface; the input is ``[B, H, T, D]``,
+    and the output ``[B, T, H, D]``.
 
-    Raises ConfigError: a model without a schedule is at a decode step, pages cannot follow the
-    mask, or ``generate`` reads several tokens after its prompt. UnsupportedModel: the attention is
-    more than a softmax over keys.
+    Raises ConfigError: a model without a schedule reaches a decode step, the mask does not allow
+    page selection, or ``generate`` reads several tokens after its prompt. UnsupportedModel: the
+    attention is more than a softmax over keys.
     """
     routing.check_extras(module, kwargs)
     if teacher_forcing is not None:
@@ -136,7 +136,7 @@ def _forced(
     forcing: _TeacherForcing,
     kwargs: dict[str, Any],
 ) -> Tensor | None:
-    """``[B, H, T, D]``, or None where the layer is dense."""
+    """Compute teacher-forced attention ``[B, H, T, D]``; return None if the layer is dense."""
     forcing.layers[module.layer_idx] += 1
     forcing.modules.append(module)
     if forcing.windows is not None:
@@ -150,7 +150,7 @@ def _forced(
         return None
     if kwargs.get("dropout"):
         raise ConfigError(
-            f"attention dropout of {kwargs['dropout']} while training has no counterpart in "
+            f"attention dropout of {kwargs['dropout']} during training has no counterpart in "
             "decoding; set attention_dropout=0 in the model's config"
         )
 
@@ -177,12 +177,12 @@ def _check_prefill(module: Any, query: Tensor) -> None:
     if actor is not None and actor.is_generating and not actor.schedule.is_dense:
         raise ConfigError(
             f"generate reads {query.shape[2]} tokens in a pass after its prompt, which would be "
-            "dense; leave out what makes it do so (prompt tuning by a peft that does not know "
-            "this transformers does), or set SparsitySchedule.dense() first"
+            "dense; leave out the cause (such as prompt tuning with a peft that does not support "
+            "this version of transformers), or set SparsitySchedule.dense() first"
         )
 
 
-# A compiler would take what changes here for constant: count, schedule and phase.
+# A compiler would treat the call count, the schedule and the phase as constants.
 @torch.compiler.disable
 def _decoded(
     module: Any,
@@ -192,11 +192,11 @@ def _decoded(
     mask: Tensor | None,
     scaling: float | None,
 ) -> Tensor | None:
-    """``[B, H, 1, D]``, or None where the step is dense."""
+    """Compute a sparse decode step ``[B, H, 1, D]``; return None if the step is dense."""
     actor: Actor | None = getattr(module, NAME, None)
     if actor is None:
         raise ConfigError(
-            "this model decodes with attn_implementation='sparrow' but has no schedule; "
+            "the model decodes with attn_implementation='sparrow' but has no schedule; "
             "call sparrow.model.actor.set_schedule(model, schedule) first"
         )
     if actor.dense or module.layer_idx in actor.schedule.dense_layers:
@@ -220,20 +220,19 @@ def _decoded(
 
 
 AttentionInterface.register(NAME, sparrow_attention)
-# Without a mask function, padding would be attended to.
+# Without a mask function, tokens would attend to padding.
 AttentionMaskInterface.register(NAME, routing.sparrow_mask)
 
 
 def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
-    """Make ``model`` decode under ``schedule``; the first call also routes its attention and checks
-    that this worked.
+    """Make ``model`` decode under ``schedule``; the first call also routes the model's attention
+    through Sparrow, and checks the result.
 
-    Routing gives the model copies of its configs, since it may share the originals with another
-    model. A model that is refused is left as it was.
+    Routing gives the model its own copies of its configs, since other models may share the
+    originals. A refused model is left unchanged.
 
     Raises UnsupportedModel: the attention cannot be routed, or is not full causal self-attention in
-    every layer (the linear layers of the hybrids in ``routing.HYBRIDS`` are allowed, and left as
-    they are).
+    every layer (linear layers of the hybrids in ``routing.HYBRIDS`` are allowed, and not changed).
     ConfigError: the schedule does not match the model.
     """
     _check_model(model)
@@ -258,9 +257,9 @@ def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
 
 
 def remove_schedule(model: PreTrainedModel) -> None:
-    """Undo ``set_schedule``: ``model`` computes its own attention again, also in ``generate``.
+    """Undo ``set_schedule``: ``model`` uses its own attention again, also in ``generate``.
 
-    A model without a schedule is left as it is.
+    A model without a schedule is left unchanged.
     """
     actor = actor_of(model)
     if actor is None:
@@ -276,23 +275,23 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ConfigError(
             f"the model is {'None' if model is None else f'a {type(model).__name__}'}, not a "
-            "model of transformers; give the model that decodes"
+            "transformers model; pass the model that decodes"
         )
 
 
 def _check_schedule(schedule: SparsitySchedule, model: PreTrainedModel) -> None:
     if not isinstance(schedule, SparsitySchedule):
         raise ConfigError(
-            f"the schedule is {schedule!r}, not a SparsitySchedule; SparsitySchedule.load makes "
-            "one of a name or a file"
+            f"the schedule is {schedule!r}, not a SparsitySchedule; use SparsitySchedule.load to "
+            "get one from a name or a file"
         )
     config = model.config.get_text_config()
     kv_heads = 0
-    if schedule.head_budgets:  # else nobody asks for heads, which not every config has
+    if schedule.head_budgets:  # otherwise heads are not needed, and not every config has them
         if len(attention_layers(config)) < config.num_hidden_layers:
             raise ConfigError(
-                f"{type(model).__name__} has layers without attention, which the mean of "
-                "head_budgets would count; use a schedule without them"
+                f"{type(model).__name__} has layers without attention, which would be included in "
+                "the mean of head_budgets; use a schedule without head_budgets"
             )
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     schedule.check_model(config.num_hidden_layers, kv_heads)
@@ -307,11 +306,10 @@ def _wear(model: PreTrainedModel, actor: Actor) -> None:
 def _route(
     model: PreTrainedModel, schedule: SparsitySchedule, windowed: UnsupportedModel | None
 ) -> None:
-    """Route the attention, then push a few tokens through the model's own attention and through
-    Sparrow's.
+    """Route the attention, then compare the model's own attention and Sparrow's on a few tokens.
 
-    Raises UnsupportedModel: the two differ; a layer does not call Sparrow's attention exactly once;
-    or layers look back through a window, unless ``windowed`` is that refusal already.
+    Raises UnsupportedModel: the results differ; a layer does not call Sparrow's attention exactly
+    once; or layers have a sliding window, unless ``windowed`` already reports the window.
     """
     name = type(model).__name__
     config = model.config.get_text_config()
@@ -320,7 +318,7 @@ def _route(
     own = routing.LayerPass()
     dense = routing.LayerPass()
     covering = routing.LayerPass()
-    if config._attn_implementation == NAME:  # it was loaded with Sparrow's, or its layers are new
+    if config._attn_implementation == NAME:  # loaded with Sparrow's attention, or with new layers
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     own_attention = config._attn_implementation
 
@@ -345,13 +343,13 @@ def _route(
                     model(input_ids=ids, use_cache=False)
             except (UnsupportedModel, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # the model's own pass over the same tokens raised nothing
+            except Exception as error:  # the model's own pass over the same tokens succeeded
                 if windowed is not None and isinstance(error, ConfigError):
                     raise windowed from None  # the window is shorter than ``ids``
-                cause, _, _ = str(error).partition("; ")  # what follows is advice on inputs
+                cause, _, _ = str(error).partition("; ")  # the rest is advice on inputs
                 raise UnsupportedModel(
-                    f"{name} has an attention Sparrow cannot read: {cause}; choose a model whose "
-                    "attention is a causal softmax over keys alone"
+                    f"{name} has an attention that Sparrow does not support: {cause}; choose a "
+                    "model whose attention is a causal softmax over keys alone"
                 ) from error
             calls = forcing.layers
             modules = forcing.modules
@@ -365,15 +363,15 @@ def _route(
     if often := [i for i, count in calls.items() if count > 1]:
         raise UnsupportedModel(
             f"{name} computes attention {calls[often[0]]} times in layer {often[0]}, but Sparrow "
-            "selects pages once a layer; choose a model whose layers compute it once"
+            "selects pages once per layer; choose a model whose layers compute attention once"
         )
     own.check_same(dense, modules, name, "Sparrow's when dense")
     own.check_same(covering, modules, name, "Sparrow's with every page")
 
 
 def sparse_calls(model: PreTrainedModel) -> int:
-    """The number of attention calls of ``model`` that were sparse decode steps since its schedule
-    was set.
+    """Count the attention calls of ``model`` that were sparse decode steps since its schedule was
+    set.
     """
     actor = actor_of(model)
     return actor.sparse_calls if actor else 0
@@ -386,26 +384,27 @@ def teacher_forced(
     schedule: SparsitySchedule | None = None,
     implementation: attention.Implementation | None = None,
 ) -> Iterator[_TeacherForcing]:
-    """Inside the context, forward passes of ``model`` compute what step-by-step sparse decoding
+    """Make forward passes of ``model`` inside the context compute what step-by-step sparse decoding
     would have computed.
 
-    Every position from ``prompt_lengths[b]`` on reads exactly the pages that a decode step there
-    selects; the prompt attends densely. Gradients flow, and may be taken after the context has
-    ended. A compiled model runs uncompiled inside, because a compiler would reuse one context's
-    pass in the next.
+    Every position from ``prompt_lengths[b]`` on reads exactly the pages that a decode step at that
+    position selects; the prompt attends densely. The result is differentiable, also after the
+    context has ended. A compiled model runs uncompiled inside the context, because a compiler would
+    reuse the state of one context in the next.
 
     Args:
         model: a model that ``set_schedule`` was called on.
-        prompt_lengths: ``[B]`` prompt tokens of each row, without padding but with virtual tokens
-            of prompt tuning.
-        schedule: used instead of the schedule that the model decodes under.
-        implementation: what computes the attention (see ``sparrow.attention.teacher_forced``); if
-            unset, ``triton`` for a model on a CUDA device and ``reference`` elsewhere. The
-            context's value has the choice as ``.implementation``.
+        prompt_lengths: ``[B]``, the number of prompt tokens in each row, without padding but with
+            the virtual tokens of prompt tuning.
+        schedule: replaces the schedule that the model decodes under.
+        implementation: the implementation of the attention (see
+            ``sparrow.attention.teacher_forced``); by default, ``triton`` for a model on a CUDA
+            device and ``reference`` elsewhere. The value of the context has the choice as
+            ``.implementation``.
 
     Raises ConfigError: the model has no schedule; the prompt lengths are not one whole number for
-    each row, or exceed its tokens; sequences are packed, or a mask is not causal for another
-    reason; at the end, if no pass went through some of the layers.
+    each row, or exceed the row's tokens; sequences are packed, or a mask is otherwise not causal;
+    or, at the end of the context, some layers were not part of any pass.
     """
     _check_model(model)
     actor = actor_of(model)
@@ -420,8 +419,8 @@ def teacher_forced(
     if missing := attention_layers(actor.config) - set(forcing.layers):
         raise ConfigError(
             f"no pass through layers {sorted(missing)} was teacher-forced; "
-            "inside the context call the model that set_schedule was "
-            "called on, not a copy or an exported or captured form of it"
+            "inside the context, call the model that set_schedule was "
+            "called on, and not a copy or an exported or captured form of the model"
         )
 
 
@@ -446,7 +445,7 @@ def _forcing(
         with_kwargs=True,
     )
     try:
-        with torch.compiler.set_stance("force_eager"):  # compiled code does not look for new hooks
+        with torch.compiler.set_stance("force_eager"):  # compiled code would ignore the new hook
             yield forcing
     finally:
         handle.remove()
@@ -461,8 +460,8 @@ def _whole(prompt_lengths: Sequence[int] | Tensor) -> Tensor:
     is_whole = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
     if lengths.dim() != 1 or not is_whole or bool((lengths < 0).any()):
         raise ConfigError(
-            f"prompt_lengths must be one whole number from 0 for each row, got {prompt_lengths!r}; "
-            "count the prompt tokens of each row"
+            "prompt_lengths must be one whole number of at least 0 for each row, got "
+            f"{prompt_lengths!r}; count the prompt tokens of each row"
         )
     return lengths
 
@@ -470,11 +469,11 @@ def _whole(prompt_lengths: Sequence[int] | Tensor) -> Tensor:
 def keep_attention() -> tuple[
     contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]
 ]:
-    """A ``context_fn`` for gradient checkpointing that keeps teacher-forced attention from being
-    computed twice.
+    """Return the contexts for ``context_fn`` of gradient checkpointing, so that teacher-forced
+    attention is not computed twice.
 
-    Attention is the most expensive part of a sparse layer, and its result and pages are little of
-    what the layer would store.
+    Attention is the most expensive part of a sparse layer, but its result and pages are only a
+    small part of what the layer would store.
     """
     kept: list[Any] = []
     return _sharing(kept), _sharing(kept)

@@ -1,5 +1,5 @@
-"""Generation by transformers under a schedule: tells prefill from decoding, and refuses what would
-be dense.
+"""Generation with transformers under a schedule: distinguishes prefill from decoding, and refuses
+options that would make decoding dense.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SEVERAL = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"
 
 @contextlib.contextmanager
 def dense_steps(model: nn.Module) -> Iterator[None]:
-    """Have decode steps of ``model`` attend to everything inside the context, despite its schedule.
+    """Make decode steps of ``model`` attend to all tokens inside the context, despite the schedule.
 
-    A loop that reads a prompt in chunks needs this, since a last chunk of one token looks like a
-    decode step.
+    A loop that reads a prompt in chunks needs this context, since a final chunk of one token looks
+    like a decode step.
 
     Raises ConfigError: the model has no schedule.
     """
@@ -44,13 +44,12 @@ def dense_steps(model: nn.Module) -> Iterator[None]:
 
 
 def watch_generate(model: nn.Module) -> None:
-    """Make the ``generate`` of ``model`` tell prefill from decoding, and refuse options that make
+    """Make ``model.generate`` distinguish prefill from decoding, and refuse options that make
     decoding dense.
     """
     for module in model.modules():
         if isinstance(module, GenerationMixin):
-            # A partial, so that a copy of the model has another; pickle cannot read bound methods
-            # back.
+            # With a partial, a copy of the model gets its own; bound methods cannot be unpickled.
             vars(module)["generate"] = partial(_generate, module)
 
 
@@ -62,10 +61,10 @@ def unwatch_generate(model: nn.Module) -> None:
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The ``generate`` of a routed model: calls its own, after a check that decode steps read one
-    token with a cache.
+    """Replace ``generate`` of a routed model: check that decode steps read one token with a cache,
+    then call the model's own method.
 
-    Raises ConfigError: an option with which they would not.
+    Raises ConfigError: an option makes decode steps read several tokens, or disables the cache.
     """
     generate = type(self).generate
     actor = actor_of(self)
@@ -77,13 +76,13 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         _check_options(self, given)
 
     def first_token(ids: Tensor, scores: Tensor) -> Tensor:
-        # a token is sampled, so the prompt has been read
+        # The first token is being sampled, so the prompt has been read.
         actor.dense = False
         actor.is_generating = True
         return scores
 
     processors = LogitsProcessorList([*(given.get("logits_processor") or []), first_token])
-    if "logits_processor" in bound.arguments:  # perhaps given by position
+    if "logits_processor" in bound.arguments:  # possibly a positional argument
         bound.arguments["logits_processor"] = processors
     else:
         bound = inspect.signature(generate).bind(self, *args, **kwargs, logits_processor=processors)
@@ -108,7 +107,7 @@ def _check_options(model: Any, given: dict[str, Any]) -> None:
     if several := [name for name in SEVERAL if option(name)]:
         raise ConfigError(
             f"generate with {several[0]} verifies several tokens in one pass, which would be "
-            "dense; leave it out, or set SparsitySchedule.dense() first"
+            f"dense; leave {several[0]} out, or set SparsitySchedule.dense() first"
         )
     if option("use_cache") is False:
         raise ConfigError(

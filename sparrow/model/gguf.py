@@ -1,9 +1,9 @@
-"""Writes a GGUF file of a Llama model as a Hugging Face checkpoint.
+"""Conversion of a GGUF file of a Llama model to a Hugging Face checkpoint.
 
-llama.cpp stores models in GGUF files: named values, then tensors, most of them quantised. Nothing
-is quantised again here: the checkpoint holds, in float32, the numbers that the file stands for.
-Whatever would make it another model (an architecture or a tokenizer that is not known here, a
-tensor without a place) is refused.
+llama.cpp stores models in GGUF files, which contain named values and then tensors, most of them
+quantised. Nothing is quantised again: the checkpoint contains, in float32, the numbers that the
+file represents. A file that could not be converted exactly (with an unsupported architecture or
+tokenizer, or an unexpected tensor) is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from sparrow.errors import ConfigError
 
-# llama.cpp's names of tensors, and those of transformers.
+# from llama.cpp's names of tensors to the names in transformers
 TENSORS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -35,14 +35,15 @@ LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-HEAD = "output.weight"  # left out of the file where the embedding is the head too
-CONTROL = 3  # the type of a token that marks the structure of a chat or a document
+HEAD = "output.weight"  # not in the file if the embedding is also the output head
+CONTROL = 3  # type of tokens that mark the structure of a chat or a document
 
 
 def convert(path: Path, folder: Path) -> None:
-    """Write the model in the GGUF file ``path``, and its tokenizer, into the folder.
+    """Convert the model in the GGUF file ``path`` and its tokenizer, and write both into
+    ``folder``.
 
-    Raises ConfigError: a damaged file, or a model that is not known here. ImportError: the package
+    Raises ConfigError: the file is damaged, or the model is not supported. ImportError: the package
     ``gguf`` is missing.
     """
     fields, tensors = _read(path)
@@ -67,14 +68,14 @@ def convert(path: Path, folder: Path) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The named values of a file, and its tensors by name."""
+    """Read the named values of a file, and its tensors by name."""
     from gguf import GGUFReader
 
     try:
         reader = GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except (OSError, ValueError, IndexError, KeyError) as error:
-        raise ConfigError(f"cannot read {path} ({error}); give a whole GGUF file") from error
+        raise ConfigError(f"cannot read {path} ({error}); give a complete GGUF file") from error
     return fields, {tensor.name: tensor for tensor in reader.tensors}
 
 
@@ -102,8 +103,8 @@ def _config(fields: Mapping[str, Any], tied: bool) -> LlamaConfig:
 
 
 def _tokenizer(fields: Mapping[str, Any], config: LlamaConfig) -> PreTrainedTokenizerFast:
-    """Byte-level BPE. Digits are split off one by one before words are: a number after a space is
-    the space, then its digits.
+    """Build the byte-level BPE tokenizer. Individual digits are split off before words are, so a
+    number after a space becomes the space, followed by the digits.
     """
     _require(fields, "tokenizer.ggml.model", "gpt2")
     _require(fields, "tokenizer.ggml.pre", "smollm")
@@ -146,8 +147,10 @@ def _weights(
 
     places = _places(config)
     if difference := sorted(places.keys() ^ tensors.keys()):
-        kind = "lacks the tensor" if difference[0] in places else "has a tensor without a place,"
-        raise ConfigError(f"{path} {kind} {difference[0]}; give a whole GGUF file of a Llama model")
+        kind = "lacks the tensor" if difference[0] in places else "has the unexpected tensor"
+        raise ConfigError(
+            f"{path} {kind} {difference[0]}; give a complete GGUF file of a Llama model"
+        )
     weights = {}
     for name, place in places.items():
         try:
@@ -156,7 +159,7 @@ def _weights(
             kind = tensors[name].tensor_type.name
             raise ConfigError(
                 f"{path}: {name} is quantised as {kind}, which the package gguf cannot read; "
-                "give a file in Q4_1, Q8_0 or F16"
+                "give a file quantised as Q4_1, Q8_0 or F16"
             ) from error
         if ".attn_q." in name:
             weight = _halves(weight, config.num_attention_heads)
@@ -167,7 +170,7 @@ def _weights(
 
 
 def _places(config: LlamaConfig) -> dict[str, str]:
-    """The tensors that a file of this model has, with their names in transformers."""
+    """Map the tensors that a file of this model contains to their names in transformers."""
     places = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in TENSORS.items()}
     if not config.tie_word_embeddings:
         places[HEAD] = "lm_head.weight"
@@ -178,10 +181,10 @@ def _places(config: LlamaConfig) -> dict[str, str]:
 
 
 def _halves(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """The rows of a query or key projection as transformers orders them.
+    """Reorder the rows of a query or key projection for transformers.
 
-    Rotary embeddings turn pairs of a head's rows. llama.cpp puts the two rows of a pair side by
-    side, transformers into the two halves of the head.
+    Rotary embeddings rotate pairs of a head's rows. llama.cpp stores the two rows of a pair next to
+    each other, and transformers stores them in the two halves of the head.
     """
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)

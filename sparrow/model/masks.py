@@ -1,9 +1,9 @@
-"""The columns that hold a row's tokens, read from the attention mask that transformers hands to
-every layer.
+"""The columns of each row's tokens, read from the attention mask that transformers passes to every
+layer.
 
-Tokens need not lie side by side: turns of a chat that were padded one by one leave holes, as does
-padding to the right of a prompt. Pages are counted in tokens, so holes are closed before selection
-and opened again after it.
+A row's tokens may not be contiguous: padding between the turns of a chat, or to the right of a
+prompt, leaves gaps. Pages are counted in tokens, so gaps are closed before selection and reopened
+afterwards.
 
 Shapes: B sequences, T query tokens, S cached tokens, X heads or another dimension, D head dim.
 """
@@ -24,25 +24,24 @@ class Rows:
     """The columns of each row's tokens."""
 
     start_B: Tensor  # first column, int64
-    length_B: Tensor  # tokens, int64
-    # the columns of the row's tokens in order, then all others, int64; None if the tokens lie side
-    # by side already
+    length_B: Tensor  # number of tokens, int64
+    # the columns of the row's tokens in order, then all other columns, int64; None if the tokens
+    # are contiguous
     order_BS: Tensor | None = None
 
     def close(self, x_BXSD: Tensor) -> Tensor:
-        """``x`` with the tokens of every row side by side from its ``start_B`` on."""
+        """Return ``x`` with each row's tokens contiguous, starting at the row's ``start_B``."""
         return x_BXSD if self.order_BS is None else _take(x_BXSD, self.order_BS)
 
     def reopen(self, x_BXSD: Tensor) -> Tensor:
-        """The inverse of ``close``."""
+        """Undo ``close``."""
         return x_BXSD if self.order_BS is None else _take(x_BXSD, self.order_BS.argsort(-1))
 
 
 def decoding(mask: Tensor | None, key: Tensor) -> Rows:
-    """Find, for a decode step, the tokens that the newest token of each row sees, among the columns
-    of ``key``.
+    """Find the columns of ``key`` that the newest token of each row sees in a decode step.
 
-    Raises ConfigError: the mask differs by head, or adds to scores.
+    Raises ConfigError: the mask differs between heads, or adds a bias to scores.
     """
     if mask is None:
         return _all_columns(key)
@@ -50,15 +49,15 @@ def decoding(mask: Tensor | None, key: Tensor) -> Rows:
 
 
 def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
-    """Find the tokens of whole sequences, for teacher forcing.
+    """Find the columns of whole sequences, for teacher forcing.
 
-    Raises ConfigError: queries and keys differ in number, or the mask is not causal attention to a
-    row's own tokens.
+    Raises ConfigError: the numbers of queries and keys differ, or the mask is not causal attention
+    to a row's own tokens.
     """
     if query.shape[2] != key.shape[2]:
         raise ConfigError(
-            "teacher_forced computes whole sequences in one pass, but "
-            f"{query.shape[2]} tokens came with {key.shape[2]} keys; call "
+            "teacher_forced computes whole sequences in one pass, but a pass had "
+            f"{query.shape[2]} tokens and {key.shape[2]} keys; call "
             "the model with use_cache=False and without past_key_values"
         )
     if mask is None:
@@ -71,26 +70,27 @@ def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
         b, t = other.any(-1).nonzero()[0].tolist()
         raise ConfigError(
             f"the token in column {t} of row {b} does not see exactly the "
-            "tokens of its row up to itself (packed sequences, or a mask of "
-            "your own), which teacher_forced cannot follow; give every sequence "
-            "a row of its own and an attention_mask [B, T] of its padding"
+            "tokens of its row up to itself (because of packed sequences or a custom "
+            "mask), which teacher_forced does not support; give every sequence "
+            "its own row, and pass an attention_mask [B, T] that marks the padding"
         )
     return _rows(real_BS)
 
 
 def _seen(mask: Tensor, key: Tensor) -> Tensor:
-    """bool ``[B, T, S]``: which columns each query sees."""
+    """Return which columns each query sees, bool ``[B, T, S]``."""
     if mask.shape[1] != 1:
         raise ConfigError(
-            f"the attention mask of shape {tuple(mask.shape)} differs by head, but Sparrow "
-            "selects pages among the same tokens for all heads; give a mask [B, T] or [B, 1, T, S]"
+            f"the attention mask of shape {tuple(mask.shape)} differs between heads, but Sparrow "
+            "selects pages among the same tokens for all heads; pass a mask [B, T] or [B, 1, T, S]"
         )
     if mask.dtype != torch.bool:
         hidden = mask <= torch.finfo(mask.dtype).min / 2
         if not bool((hidden | (mask == 0)).all()):
             raise ConfigError(
-                "the attention mask adds to the scores of tokens (a bias), which page selection "
-                "would miss; give a boolean mask, or a float one of 0 and the lowest number only"
+                "the attention mask adds a bias to the scores of tokens, which page selection "
+                "would ignore; pass a boolean mask, or a float mask that contains only 0 and the "
+                "lowest number"
             )
         mask = ~hidden
     return mask[:, 0].expand(key.shape[0], -1, -1)

@@ -1,8 +1,8 @@
-"""Checks whether a model's attention can go through Sparrow: by its config, and by comparing a pass
-with its own.
+"""Checks of whether a model's attention can be routed through Sparrow: by its config, and by
+comparing a pass with the model's own attention.
 
-A refusal leaves nothing behind: only copies of configs are changed, and a refused model gets its
-own configs back.
+A refusal has no side effects: only copies of configs are changed, and a refused model gets its own
+configs back.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from transformers.masking_utils import sdpa_mask
 from sparrow.errors import UnsupportedModel
 from sparrow.model.scoring import evaluating
 
-# What some models pass to their attention besides queries, keys, values and a mask, and what each
-# argument means.
+# Arguments that some models pass to their attention besides queries, keys, values and a mask, with
+# their meaning.
 EXTRAS = {
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -33,39 +33,42 @@ EXTRAS = {
     "block_indices": "a selection of its own",
     "cache": "a paged cache",
 }
-# Largest difference allowed between the model's own attention and Sparrow's with every page, as a
-# share of the former's largest entry: the two compute the same sums in different orders.
+# Maximum difference between the model's own attention and Sparrow's with every page, relative to
+# the largest entry of the model's own: the two compute the same sums in different orders.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # float32 may be TF32 on a GPU
 HALF_TOLERANCE = 3e-2
-# The most tokens on which a changed model is compared with the original
+# Maximum number of tokens on which a changed model is compared with the original.
 TRIED_TOKENS = 64
 
-# Supported hybrid models: beside full attention they have gated delta nets, which need only a
-# prompt's mask.
+# Supported hybrid models. Besides full attention, they have gated delta nets, which need a mask
+# only for the prompt.
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def check_extras(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Refuse attention that is more than a softmax over keys.
 
-    Raises UnsupportedModel: ``kwargs`` of an attention call hold something that Sparrow's attention
-    would drop.
+    Raises UnsupportedModel: the ``kwargs`` of an attention call contain something that Sparrow's
+    attention would ignore.
     """
     extra = [name for name in EXTRAS if kwargs.get(name) is not None]
     if extra:
         raise UnsupportedModel(
-            f"{type(module).__name__} gives its attention {EXTRAS[extra[0]]} ({extra[0]}), which "
-            "Sparrow's would drop; choose a model whose attention is a softmax over keys alone"
+            f"{type(module).__name__} passes {EXTRAS[extra[0]]} ({extra[0]}) to its attention, "
+            "which Sparrow's attention would ignore; choose a model whose attention is a softmax "
+            "over keys alone"
         )
 
 
 def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
-    """Refuse, by its config, a model without full causal self-attention in every layer (every
-    attention layer of a hybrid).
+    """Check the config for full causal self-attention in every layer (in a hybrid, in every
+    attention layer).
 
-    Returns None, or a refusal that names a remedy. The caller raises it only if nothing else is
-    wrong with the model: otherwise the remedy would not help. Raises UnsupportedModel: the model is
-    an encoder-decoder, or has layers of other kinds and no change of its config would help.
+    Returns None, or an error that names a remedy. The caller should raise this error only if
+    nothing else is wrong with the model, because otherwise the remedy would not help.
+
+    Raises UnsupportedModel: the model is an encoder-decoder, or has layers of other kinds that no
+    change of the config can replace.
     """
     config = model.config.get_text_config()
     name = type(model).__name__
@@ -91,7 +94,7 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
     size = f" (window {window})" if windowed else ""
     sentence = (
         f"{name} has layers of the kind {', '.join(sorted(kinds))}{size}, but Sparrow selects "
-        "pages from full attention only; choose a model with full attention in every layer"
+        "pages only in full attention; choose a model with full attention in every layer"
     )
     if not windowed or not window or not _computes_same(model, change, window):
         raise UnsupportedModel(sentence)
@@ -106,11 +109,11 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
 
 @torch.no_grad()
 def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) -> bool:
-    """Try whether the model's weights, under a config with ``change``, compute the same on a
-    sequence that fits into its window.
+    """Return whether the model's weights, under a config with ``change``, compute the same result
+    on a sequence that fits in the window.
 
-    Often they do not: in Cohere 2, EXAONE 4 or Gemma 3 the kind of a layer also decides its rotary
-    embedding.
+    Often the result differs: in Cohere 2, EXAONE 4 or Gemma 3, the kind of a layer also determines
+    its rotary embedding.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
@@ -131,7 +134,7 @@ def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) 
         with evaluating(model):
             own = model(input_ids=ids, use_cache=False).logits.float()
         found = changed.to(model.device).eval()(input_ids=ids, use_cache=False).logits.float()
-    except Exception:  # a config that refuses the change, or a model that cannot be built anew
+    except Exception:  # the config refuses the change, or the model cannot be rebuilt
         return False
 
     tolerance = TOLERANCE.get(model.dtype, HALF_TOLERANCE)
@@ -139,21 +142,21 @@ def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) 
 
 
 class Windows:
-    """The masks made, while a model is tried out, for layers that look back through a window, each
-    with its window.
+    """Masks that were created for sliding-window layers while a model was checked, each with the
+    size of its window.
     """
 
     def __init__(self) -> None:
         self.made: list[tuple[Tensor, int]] = []
 
     def check(self, module: nn.Module, mask: Tensor | None) -> None:
-        """Raise UnsupportedModel if ``mask`` is one of these."""
+        """Raise UnsupportedModel if ``mask`` is one of these masks."""
         for windowed, size in self.made:
             if mask is windowed:
                 raise UnsupportedModel(
-                    f"{type(module).__name__} looks back through a window of {size} tokens in "
-                    f"layer {module.layer_idx}, but Sparrow selects pages from full attention "
-                    "only; choose a model with full attention in every layer"
+                    f"{type(module).__name__} has a sliding window of {size} tokens in layer "
+                    f"{module.layer_idx}, but Sparrow selects pages only in full attention; choose "
+                    "a model with full attention in every layer"
                 )
 
 
@@ -162,8 +165,8 @@ _WINDOWS: ContextVar[Windows | None] = ContextVar("windows", default=None)
 
 @contextlib.contextmanager
 def trying(windows: bool) -> Iterator[Windows | None]:
-    """A context in which, with ``windows``, masks of a window leave out all but two tokens, so that
-    a window has an effect on the shortest input.
+    """If ``windows``, reduce sliding windows to two tokens inside the context, so that a window has
+    an effect even on the shortest input.
     """
     record = Windows() if windows else None
     token = _WINDOWS.set(record)
@@ -174,8 +177,8 @@ def trying(windows: bool) -> Iterator[Windows | None]:
 
 
 def sparrow_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Mask function of the transformers mask interface: makes the mask of ``sdpa``, which Sparrow
-    needs too.
+    """Create an attention mask for the transformers mask interface; Sparrow uses the same masks as
+    ``sdpa``.
     """
     windows = _WINDOWS.get()
     size = kwargs.get("local_size")
@@ -188,8 +191,8 @@ def sparrow_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def own_configs(model: nn.Module) -> Callable[[], None]:
-    """Give ``model`` copies of its configs, which another model may share; the result restores the
-    old ones.
+    """Give ``model`` its own copies of configs that other models may share; return a function that
+    restores the originals.
     """
     memo: dict[int, Any] = {}
     held = [
@@ -209,7 +212,7 @@ def own_configs(model: nn.Module) -> Callable[[], None]:
 
 
 class LayerPass:
-    """The inputs and outputs of each attention layer in a forward pass."""
+    """Inputs and outputs of each attention layer in a forward pass."""
 
     def __init__(self) -> None:
         self.given: dict[nn.Module, Tensor] = {}
@@ -217,8 +220,8 @@ class LayerPass:
 
     @contextlib.contextmanager
     def watch(self, layers: list[nn.Module], like: LayerPass | None = None) -> Iterator[None]:
-        """Record a pass; with ``like``, every layer gets that pass's hidden states, so that
-        differences do not add up.
+        """Record a pass; with ``like``, every layer receives the hidden states of that pass, so
+        that differences do not accumulate.
         """
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -249,7 +252,7 @@ class LayerPass:
     ) -> None:
         """Compare the outputs of ``layers``.
 
-        Raises UnsupportedModel: they differ by more than the order of summation explains.
+        Raises UnsupportedModel: the outputs differ by more than the order of summation explains.
         """
         for module in layers:
             own = self.found[module].float()
@@ -259,8 +262,8 @@ class LayerPass:
                 own, ours, rtol=0, atol=tolerance * float(own.abs().max()), equal_nan=True
             ):
                 raise UnsupportedModel(
-                    f"{name} computes something else than causal attention to all tokens in layer "
-                    f"{module.layer_idx}: its own result and {what} differ by "
-                    f"{float((own - ours).abs().max()):.2g} in {float(own.abs().max()):.2g}; "
-                    "choose a model whose attention is a causal softmax over keys alone"
+                    f"{name} does not compute causal attention to all tokens in layer "
+                    f"{module.layer_idx}: its own result, of up to {float(own.abs().max()):.2g}, "
+                    f"and {what} differ by {float((own - ours).abs().max()):.2g}; choose a model "
+                    "whose attention is a causal softmax over keys alone"
                 )

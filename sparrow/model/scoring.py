@@ -1,8 +1,8 @@
-"""Log-probs of given tokens under a causal language model, without ever holding logits for all of
-them.
+"""Log-probs of given tokens under a causal language model, computed in chunks so that the logits of
+all tokens are never in memory at once.
 
-Shapes: B sequences, T tokens of the longest, M response tokens of the whole batch laid end to end,
-n entries of a top-n list, V vocabulary, C hidden size.
+Shapes: B sequences, T tokens of the longest sequence, M response tokens of the whole batch
+(concatenated), n entries of a top-n list, V vocabulary, C hidden size.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from sparrow.rollout import Rollout
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts with their responses, right-padded: a causal model needs no mask for what comes
-    after.
+    """Prompts with their responses, right-padded; a causal model needs no mask for padding on the
+    right.
     """
 
     input_ids: Tensor  # int64 [B, T]
     prompt_lengths: Tensor  # int64 [B]
     response_lengths: Tensor  # int64 [B], at least 1
-    # int64 [M, n], tokens whose log-probs are wanted at every response position, or None
+    # int64 [M, n], further tokens to score at each response position, or None
     top_ids: Tensor | None = None
 
     @classmethod
@@ -45,7 +45,8 @@ class Batch:
     ) -> Batch:
         if not all(map(len, prompts)):
             raise ValueError(
-                "a prompt has no tokens, so nothing predicts the first token of its response"
+                "a prompt has no tokens, so the first token of its response cannot be scored; give "
+                "every prompt at least one token"
             )
         rows = [
             np.concatenate([np.asarray(p, dtype=np.int64), r])
@@ -67,8 +68,8 @@ class Batch:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], device: torch.device, with_top: bool = False) -> Batch:
-        """The batch of a pass over ``rollouts``, which scores their top-n tokens too if
-        ``with_top``.
+        """Build the batch for a pass over ``rollouts``; if ``with_top``, their top-n tokens are
+        scored as well.
         """
         top_ids = [r.top_ids for r in rollouts] if with_top else None
         return cls.build(
@@ -76,7 +77,7 @@ class Batch:
         )
 
     def response_index(self) -> tuple[Tensor, Tensor]:
-        """Row and column, int64 ``[M]``, of every response token."""
+        """Return the row and column, int64 ``[M]``, of every response token."""
         column = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
         start = self.prompt_lengths[:, None]
         rows, columns = (
@@ -86,8 +87,8 @@ class Batch:
 
 
 class TokenScores(NamedTuple):
-    """float32 ``[M]``, ``[M, n]`` (or None) and ``[M]``; the entropy is None where gradients are
-    wanted.
+    """Scores of tokens: float32 ``[M]``, ``[M, n]`` (or None) and ``[M]``; the entropy is None if
+    gradients are enabled.
     """
 
     logprobs: Tensor
@@ -98,11 +99,11 @@ class TokenScores(NamedTuple):
 class TokenScorer(nn.Module):
     """A causal language model whose forward pass returns log-probs of response tokens.
 
-    It is the module to hand to ``accelerator.prepare``, so that data-parallel wrappers see every
-    forward pass.
+    Pass this module to ``accelerator.prepare``, so that data-parallel wrappers see every forward
+    pass.
 
-    Raises UnsupportedModel: the model does more to its logits than the output embedding (for
-    example a soft cap).
+    Raises UnsupportedModel: the model changes its logits after the output embedding (for example
+    with a soft cap).
     """
 
     def __init__(self, model: PreTrainedModel, chunk_tokens: int = 4096) -> None:
@@ -123,7 +124,7 @@ class TokenScorer(nn.Module):
 
         score: Any = self._head
         if torch.is_grad_enabled():
-            # A chunk's logits are not kept, but computed again in the backward pass.
+            # The logits of a chunk are not kept, but recomputed in the backward pass.
             score = partial(checkpoint, self._head, use_reentrant=False)
         pieces = []
         for i in range(0, len(target_M), self.chunk_tokens):
@@ -143,14 +144,14 @@ class TokenScorer(nn.Module):
         self, batch: Batch, function: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
         """Apply ``function`` to the float32 logits ``[N, V]`` and the tokens ``[N]`` that follow
-        them, for a few tokens at a time, and put the results of all response tokens together.
+        them, a few tokens at a time, and concatenate the results for all response tokens.
         """
         hidden = self.model.get_decoder()(
             input_ids=batch.input_ids, use_cache=False
         ).last_hidden_state
         rows, columns = batch.response_index()
         head = self.model.get_output_embeddings()
-        few = max(self.chunk_tokens // 8, 1)  # such functions need the vocabulary several times
+        few = max(self.chunk_tokens // 8, 1)  # such functions need several tensors [N, V]
         chunks = zip(
             rows.split(few),
             columns.split(few),
@@ -170,7 +171,7 @@ class TokenScorer(nn.Module):
         log_p = (logits / temperature if temperature not in (0, 1) else logits).log_softmax(-1)
         entropy = None
         if not torch.is_grad_enabled():
-            # On a CPU, autocast would take the product in bfloat16.
+            # On a CPU, autocast would compute the product in bfloat16.
             with torch.autocast(logits.device.type, enabled=False):
                 entropy = -torch.linalg.vecdot(log_p.exp(), log_p)
         wanted = target[:, None]
@@ -180,8 +181,8 @@ class TokenScorer(nn.Module):
         return gathered[:, 0], gathered[:, 1:], entropy
 
     def _check_head(self) -> None:
-        # Several tokens: id 0 is often padding, whose zero embedding gives zero logits, capped or
-        # not.
+        # Several tokens are needed, because id 0 is often padding, whose zero embedding yields zero
+        # logits with or without a cap.
         vocabulary = self.model.config.get_text_config().vocab_size
         ids = torch.arange(8, device=next(self.model.parameters()).device)[None] % vocabulary
         with evaluating(self.model):  # dropout would make the two differ
@@ -190,14 +191,15 @@ class TokenScorer(nn.Module):
             ours = self.model.get_output_embeddings()(hidden)
         if not torch.isfinite(ours).all():
             raise UnsupportedModel(
-                f"the logits of {type(self.model).__name__} are not finite: its weights are "
-                f"damaged, or overflow in {ours.dtype}; load other weights, or another precision"
+                f"the logits of {type(self.model).__name__} are not finite, because its weights "
+                f"are damaged or overflow in {ours.dtype}; load different weights, or use a "
+                "different precision"
             )
         if not torch.allclose(direct.float(), ours.float(), rtol=1e-3, atol=1e-3):
             raise UnsupportedModel(
                 f"{type(self.model).__name__} changes its logits after the "
-                "output embedding (a soft cap or a scale), which Sparrow's "
-                "chunked log-probs would miss; choose a model without"
+                "output embedding (with a soft cap or a scale), which Sparrow's "
+                "chunked log-probs would ignore; choose a model without such a change"
             )
 
 
@@ -219,9 +221,7 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch gradients and dropout off inside the context, and restore every module's mode
-    afterwards.
-    """
+    """Disable gradients and dropout inside the context, and restore every module's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

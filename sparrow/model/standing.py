@@ -1,4 +1,4 @@
-"""The places of tokens in the distributions of which they should be samples.
+"""The ranks of tokens in the distributions that they should have been sampled from.
 
 Shapes: N tokens, V vocabulary.
 """
@@ -12,8 +12,8 @@ from sparrow.model.speculative import Shape
 
 
 def standing(logits: Tensor, token: Tensor, shape: Shape, common: float) -> tuple[Tensor, ...]:
-    """The fields of a ``Standing``, ``[N]`` each, of ``token`` ``[N]`` after ``logits`` ``[N, V]``;
-    the order of tokens alike is that of their ids.
+    """Compute the fields of a ``Standing``, ``[N]`` each, for ``token`` ``[N]`` after ``logits``
+    ``[N, V]``; tokens with equal probability are ordered by id.
     """
     p_NV = shape.distribution(logits)
     p_N1 = p_NV.gather(-1, token[:, None])

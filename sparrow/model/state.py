@@ -1,6 +1,6 @@
 """State that the attention layers of one model share: the schedule, and whether they are routed.
 
-This state is stored on the modules themselves, so that a copy of a model has its own.
+The state is stored on the modules themselves, so that a copy of a model has its own state.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from transformers import PreTrainedConfig
 from sparrow.attention import PageLayout
 from sparrow.schedule import SparsitySchedule
 
-# name of the attention implementation, and of the modules' attribute that holds their ``Actor``
+# name of the attention implementation, and of the modules' attribute that stores their ``Actor``
 NAME = "sparrow"
 
 
 def attention_layers(config: PreTrainedConfig) -> set[int]:
-    """Indices of the layers that have a KV cache: all layers, or in a hybrid model those with full
-    attention.
+    """Return the indices of the layers that have a KV cache: all layers, or in a hybrid model the
+    layers with full attention.
     """
     kinds = getattr(config, "layer_types", None)
     return {
@@ -39,7 +39,7 @@ class ScheduleTable:
         self._budgets: dict[torch.device, Tensor] = {}
 
     def top_k(self, length: Tensor) -> Tensor:
-        """``schedule.pages(length)`` as int32, in the shape of ``length``."""
+        """Look up ``schedule.pages(length)``, int32 in the shape of ``length``."""
         if length.device not in self._tables:
             self._tables[length.device] = torch.tensor(
                 self._schedule.top_k, dtype=torch.int32, device=length.device
@@ -50,8 +50,8 @@ class ScheduleTable:
         return table[bins.clamp(max=len(table) - 1)]
 
     def head_budgets(self, layer: int, device: torch.device) -> Tensor | None:
-        """The factors of a layer's page counts, int32 ``[K]`` in units of 1 / 256; None if all
-        heads are alike.
+        """Look up the factors of a layer's page counts, int32 ``[K]`` in units of 1 / 256; None if
+        all heads have the same budget.
         """
         if not self._schedule.head_budgets:
             return None
@@ -65,12 +65,12 @@ class Actor:
     """State that all attention layers of one model share."""
 
     schedule: SparsitySchedule
-    config: PreTrainedConfig  # of the text part of the model; says which attention its layers call
-    own_attention: str  # the implementation that the model came with
+    config: PreTrainedConfig  # config of the model's text part, which selects the attention
+    own_attention: str  # the model's original attention implementation
     layout: PageLayout = field(init=False)
     table: ScheduleTable = field(init=False)
     sparse_calls: int = 0
-    dense: bool = False  # whether decode steps attend to everything at present
+    dense: bool = False  # whether decode steps currently attend to all tokens
     # whether ``generate`` has read its prompt, so that each further pass reads one token
     is_generating: bool = False
 

@@ -1,7 +1,8 @@
-"""Attention mass of a dense model on what a sparse actor would not read, by layer and kv head.
+"""Attention mass of a dense model on pages that a sparse actor would not read, by layer and kv
+head.
 
-Shapes: T tokens, R of them that are looked at, H query heads, K kv heads, G = H / K, D head dim, P
-page size, N pages, U numbers of pages, L layers.
+Shapes: T tokens, R measured positions, H query heads, K kv heads, G = H / K, D head dim, P page
+size, N pages, U numbers of pages, L layers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sparrow.attention.pages import PageLayout, landmarks, page_scores, reading_
 from sparrow.model.actor import teacher_forced
 from sparrow.schedule import SparsitySchedule
 
-ROWS = 16  # positions at a time: their attention over all tokens is in memory
+ROWS = 16  # positions processed at a time, limited by the memory of their attention weights
 
 
 @torch.no_grad()
@@ -31,7 +32,7 @@ def unread(
     """Compute ``unread_mass`` of each layer, ``[L, K, U]``, in a dense pass over one sequence.
 
     Args:
-        model: one that ``set_schedule`` was called on, with attention in every layer.
+        model: a model that ``set_schedule`` was called on, with attention in every layer.
     """
     layers = range(model.config.get_text_config().num_hidden_layers)
     found: dict[int, Tensor] = {}
@@ -55,8 +56,8 @@ def unread_mass(
     scale: float,
     pages_U: Sequence[int],
 ) -> Tensor:
-    """Mass ``[K, U]``, averaged over positions and a group's heads, outside what each number of
-    pages keeps.
+    """Compute the attention mass ``[K, U]`` on pages that are not read with each number of pages,
+    averaged over positions and over the heads of a group.
     """
     H, T, _ = q_HTD.shape
     K = len(k_KTD)
@@ -65,7 +66,7 @@ def unread_mass(
     keys = F.pad(k_KTD, (0, 0, 0, N * P - T))
     marks_BKND = landmarks(keys.unflatten(1, (N, P)), layout.landmark_dtype)[None]
     token = torch.arange(T, device=keys.device)
-    # the last page that is read, in reading order
+    # index of the last page that is read, in reading order
     last = torch.tensor(pages_U, device=keys.device) + layout.sink_pages + layout.recent_pages - 1
 
     parts = []

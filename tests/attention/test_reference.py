@@ -436,7 +436,7 @@ def test_shapes_that_do_not_belong_together(q, k, v):
 
 def test_teacher_forcing_refuses_a_cache():
     q, k, length = torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 9, 4), torch.tensor([5])
-    with pytest.raises(ValueError, match="teacher forcing runs without a cache: 5 queries, 9 keys"):
+    with pytest.raises(ValueError, match="as many queries as keys, got 5 queries and 9 keys"):
         teacher_forced(
             q,
             k,

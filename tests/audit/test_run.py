@@ -177,7 +177,9 @@ def test_reported_log_probs_are_compared_with_their_own_kind():
 
 
 def test_log_probs_that_are_no_numbers_are_refused():
-    with pytest.raises(EngineError, match="1 are not numbers"):
+    with pytest.raises(
+        EngineError, match="1 of the log-probs that the engine reported are not numbers"
+    ):
         tokens_of([rollout([-1.0, np.nan])], [standing([0.5, 0.5], [-1, -1])])
 
 
@@ -202,4 +204,4 @@ def test_unknown_places_leave_places_untested():
     assert tokens_of([known, rollout([-1.0, -2.0])], standings).place is None
     tokens = tokens_of([known, known], standings)
     assert tokens.place.tolist() == [-1, 0, -1, 0]
-    assert "2 sequences give no standard error" in audit(tokens, None).reasons[0]
+    assert "2 sequences are too few for a standard error" in audit(tokens, None).reasons[0]

@@ -184,7 +184,7 @@ def test_too_few_sequences_leave_the_question_open():
     sequences = LEAST_SEQUENCES - 1
     verdict = audit(drawn(1, sequences, 500, bias=hotter), drawn(2, sequences, 500))
     assert verdict.status == "cannot tell"
-    assert f"{sequences} sequences give no standard error" in verdict.reasons[0]
+    assert f"{sequences} sequences are too few for a standard error" in verdict.reasons[0]
 
 
 def test_dependent_tokens_are_found_though_each_is_uniform():
@@ -241,7 +241,7 @@ def test_places_that_few_sequences_reach_are_named_and_not_tested():
     place = np.zeros(400 * 25, int)
     place[[1, 26]] = [1, 1]
     verdict = audit(drawn(1, place=place), drawn(2))
-    assert "bonus token: reached in 2 sequences only, not tested" in verdict.notes
+    assert "bonus token: not tested, since only 2 sequences reach it" in verdict.notes
     assert {f.place for f in verdict.findings} == {"all", "draft 1", "first after a rejection"}
 
 

@@ -76,7 +76,7 @@ def test_budgets_that_lower_p5_are_not_handed_out(tmp_path, monkeypatch):
     monkeypatch.setattr(head_budgets, "divided", lambda *_: np.array([[1, 31], [31, 1], [31, 1]]))
     with pytest.raises(
         ConfigError,
-        match=r"with 16 pages kept by score, p5 is 0\.\d+ without head_budgets and 0\.\d+ with those",
+        match=r"with 16 pages kept by score, p5 is 0\.\d+ without head_budgets and 0\.\d+ with the head",
     ):
         head_budgets.find(
             engine, some_prompts(), Sampling(20, top_n=VOCAB, seed=1), tmp_path, LAYOUT, "heads", 16
@@ -92,7 +92,7 @@ def test_what_has_no_budgets_to_find_is_refused(tmp_path):
         )
 
     with pytest.raises(
-        ConfigError, match="at 16 pages or more; got no head_budgets, 3 sparse layers and 15 pages"
+        ConfigError, match="at least 16 pages; got no head_budgets, 3 sparse layers and 15 pages"
     ):
         find(LAYOUT, 15)
     with pytest.raises(ConfigError, match="got head_budgets, 3 sparse layers"):
@@ -100,7 +100,8 @@ def test_what_has_no_budgets_to_find_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="0 sparse layers"):
         find(LAYOUT.replace(dense_layers=(0, 1, 2, 3)))
     with pytest.raises(
-        ConfigError, match="no layer loses acceptance where it alone keeps 512 pages by score"
+        ConfigError,
+        match="no layer loses acceptance if it alone is sparse and keeps 512 pages by score",
     ):
         find(LAYOUT, 512)
 

@@ -348,10 +348,10 @@ def test_longer_lists_decide_what_short_ones_leave_open(checkpoint, tmp_path, ca
     main([*arguments, "--top-n", "1"])
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "whether p5 of acceptance reaches 0.95 is not known at lengths 0-2000: the actor's lists of 1 tokens"
-        in said
+        "whether p5 of acceptance reaches 0.95 is unknown at lengths 0-2000, because with the actor's "
+        "lists of 1 tokens" in said
     )
-    assert "1.000; longer ones (--top-n) tell" in said and " undecided" in said
+    assert "1.000; use longer lists (--top-n)" in said and " undecided" in said
     assert re.search(r"p5 between .* 0\.\d+ and 1\.000 ", said)
     for lists in (["--top-n", "151"], []):  # as many as it takes, unless told how many
         main([*arguments, *lists])

@@ -120,18 +120,18 @@ def test_training_on_several_gpus_is_predicted(name, monkeypatch):
 def test_what_does_not_fit_is_named():
     with pytest.raises(
         ConfigError,
-        match=r"training Qwen3-14B on 2 H200 needs 1\d\d GiB on each, .* use more GPUs",
+        match=r"training Qwen3-14B on 2 H200 needs 1\d\d GiB per GPU, .* use more GPUs",
     ):
         fit(SHAPES["qwen3-14b"], Cluster(H200, 2), 33000)
     little = replace(H200, memory_bytes=40e9)
     with pytest.raises(
         ConfigError,
-        match=r"engine of 1 H200 holds [12]\d,\d+ tokens beside Qwen3-14B .*raise tensor_parallel",
+        match=r"engine of 1 H200 has room for [12]\d,\d+ tokens besides Qwen3-14B .*raise tensor_parallel",
     ):
         fit(SHAPES["qwen3-14b"], Cluster(little, 64), 33000)
     with pytest.raises(ConfigError, match="6 GPUs cannot be split into engines of 4"):
         Cluster(H200, 6, 4)
-    with pytest.raises(ConfigError, match="2 responses leave some of 4 engines idle"):
+    with pytest.raises(ConfigError, match="2 responses leave some of the 4 engines idle"):
         plan(TINY, Cluster(GPU, 4), [5, 5], SparsitySchedule.dense())
 
 
@@ -175,7 +175,7 @@ def test_the_command_plans_a_cluster(capsys):
     assert (
         "32 H200" in printed
         and "training, GiB" in printed
-        and "h a run" in printed
+        and "h per run" in printed
         and "step speed-up" in printed
     )
 

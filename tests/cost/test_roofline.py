@@ -345,10 +345,10 @@ def test_memory_bounds_the_batch_and_what_runs_out_of_it_is_computed_again():
     roomy = cost.simulate_rollout(TINY, small(9000), [1000] * 4, prompt=10, overheads=overheads)
     assert (roomy.preemptions, roomy.mean_batch) == (0, 4.0)
     with pytest.raises(
-        ConfigError, match="1010 tokens do not fit beside tiny on one slow, which holds 1009"
+        ConfigError, match="1010 tokens do not fit beside tiny on one slow, which has room for 1009"
     ):
         cost.simulate_rollout(TINY, small(1009), [1000], prompt=10)
-    with pytest.raises(ConfigError, match="which holds 0"):
+    with pytest.raises(ConfigError, match="which has room for 0"):
         cost.simulate_rollout(SHAPES["qwen3-14b"], replace(H200, memory_bytes=20e9), [1000])
     for responses in ([], [5, 0]):
         with pytest.raises(ValueError, match="at least 1 token"):

@@ -336,7 +336,7 @@ def test_the_kernels_are_used_when_asked_for_by_name():
     model = tiny_model(head_dim=16)
     set_schedule(model, SparsitySchedule.fixed(0))
     with (
-        pytest.raises(ValueError, match="the kernels run on a GPU"),
+        pytest.raises(ValueError, match="the Triton kernels need a GPU"),
         teacher_forced(model, [4], implementation="triton"),
     ):
         model(input_ids=torch.stack(prompts([9])))

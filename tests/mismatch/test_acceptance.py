@@ -65,10 +65,10 @@ def test_exact_value_keeps_leading_shape_and_single_precision_in_range():
 @pytest.mark.parametrize(
     ("p", "q", "message"),
     [
-        ([0.5, 0.5], [1.0, 0.0, 0.0], r"shape \(2,\) and q_TV \(3,\)"),
-        ([0.5, 0.6], [0.5, 0.5], "p_TV must hold probabilities"),
-        ([0.5, 0.5], [-0.5, 1.5], "q_TV must hold probabilities"),
-        ([0.5, 0.5], [np.nan, 1.0], "q_TV must hold probabilities"),
+        ([0.5, 0.5], [1.0, 0.0, 0.0], r"shape \(2,\) and q_TV has \(3,\)"),
+        ([0.5, 0.6], [0.5, 0.5], "p_TV must contain probabilities"),
+        ([0.5, 0.5], [-0.5, 1.5], "q_TV must contain probabilities"),
+        ([0.5, 0.5], [np.nan, 1.0], "q_TV must contain probabilities"),
         ([-0.7, -0.7], [-0.7, -0.7], "exponentiate log-probs"),
     ],
 )
@@ -173,14 +173,14 @@ LOGPROBS = log(np.array([[0.5, 0.3]]))
         (([[0, 1]], LOGPROBS, [[3.0, -1.0]]), "policy's log-probs reach 3"),
         (([[0, 1]], [[np.nan, -1.0]], LOGPROBS), "actor's log-probs contain NaN"),
         (([[0, 1]], LOGPROBS, [[np.nan, -1.0]]), "policy's log-probs contain NaN"),
-        (([[4, 4]], LOGPROBS, LOGPROBS), "actor's list holds id 4 twice"),
-        (([[0, 1]], LOGPROBS, LOGPROBS, [[9, 9]]), "policy's list holds id 9 twice"),
+        (([[4, 4]], LOGPROBS, LOGPROBS), "actor's list contains id 4 twice"),
+        (([[0, 1]], LOGPROBS, LOGPROBS, [[9, 9]]), "policy's list contains id 9 twice"),
         (([[0, 1]], LOGPROBS, [[-0.1, -0.1]]), "sum to 1.80967"),
         (([[0, 1]], LOGPROBS, LOGPROBS[:, :1]), "or pass policy_ids"),
         (([[0, 1, 2]], LOGPROBS, LOGPROBS), r"shape \(1, 3\)"),
         (([[0, 1]], LOGPROBS, LOGPROBS.repeat(2, axis=0), [[0, 1]] * 2), "all axes but the last"),
         (([[0.0, 1.0]], LOGPROBS, LOGPROBS), "dtype float64"),
-        (([[-1, 1]], LOGPROBS, LOGPROBS), "ids hold -1"),
+        (([[-1, 1]], LOGPROBS, LOGPROBS), "ids contain -1"),
     ],
 )
 def test_bounds_refuse_bad_lists(arguments, message):

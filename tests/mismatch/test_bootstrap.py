@@ -70,7 +70,7 @@ def test_weighted_statistics_by_hand():
     np.testing.assert_allclose(weighted_percentile(values, sequence, weights, 50), [0.4, 0.6, 0.1])
     np.testing.assert_allclose(weighted_mean(values, sequence, weights), [1.3 / 3, 0.6, 0.1])
     for tokens in (slice(None), slice(0)):
-        with pytest.raises(ValueError, match="holds no token"):
+        with pytest.raises(ValueError, match="contains no tokens"):
             weighted_percentile(values[tokens], sequence[tokens], np.array([[0.0, 0.0]]))
 
 

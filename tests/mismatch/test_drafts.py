@@ -58,7 +58,7 @@ def test_nothing_drafted_has_no_acceptance():
         and math.isnan(none.percentile())
     )
     assert DraftAcceptance.of([], np.zeros(0, int), 2000).drafts == 0
-    with pytest.raises(ValueError, match=r"reach from 1\.5"):
+    with pytest.raises(ValueError, match=r"range from 1\.5"):
         DraftAcceptance.of([1.5], [0], 2000)
 
 

@@ -117,14 +117,14 @@ def test_what_dense_rollouts_do_not_hold_is_told_in_a_sentence():
         said is not None
         and "dense rollouts of this engine have p5 0.951 [0.948, 0.955], so no schedule" in said
     )
-    assert "can be shown to hold 0.98; lower tau, or bring engine and trainer closer" in said
+    assert "can be shown to reach 0.98; lower tau, or bring engine and trainer closer" in said
     assert Tau(0.955).out_of_reach(bins) is None
     # Relative to it 0.9 is far enough away, and 0.99 is not told apart from the ceiling.
     assert Tau(0.9, relative=True).out_of_reach(bins) is None
     said = Tau(0.99, relative=True).out_of_reach(bins)
     assert (
         said is not None
-        and "and relative tau 0.99 lets p5 fall to 0.950, which is not told apart" in said
+        and "and relative tau 0.99 lets p5 fall to 0.950, which is not significantly lower" in said
     )
     assert "lower relative tau, sample more responses, or bring" in said
     assert Tau(0.99, relative=True).out_of_reach([measured(0.9)]) is None

@@ -260,7 +260,7 @@ def test_a_float_mask_of_four_dimensions_decodes_as_the_padding_it_is(model):
 def test_a_mask_that_adds_to_scores_is_refused(model):
     ids = tokens(2, 20)
     bias = additive(causal(torch.ones_like(ids)), float("-inf")) + torch.linspace(-1, 0, 20)
-    message = r"the attention mask adds to the scores of tokens \(a bias\)"
+    message = r"the attention mask adds a bias to the scores of tokens"
     with pytest.raises(ConfigError, match=message), teacher_forced(model, [4, 4]):
         model(input_ids=ids, attention_mask=bias)
     cache = model(input_ids=ids[:, :19]).past_key_values
@@ -272,7 +272,7 @@ def test_a_mask_that_differs_by_head_is_refused(model):
     ids = tokens(2, 20)
     mask = causal(torch.ones_like(ids)).repeat(1, 4, 1, 1)
     with (
-        pytest.raises(ConfigError, match=r"of shape \(2, 4, 20, 20\) differs by head"),
+        pytest.raises(ConfigError, match=r"of shape \(2, 4, 20, 20\) differs between heads"),
         teacher_forced(model, [4, 4]),
     ):
         model(input_ids=ids, attention_mask=mask)
@@ -281,7 +281,7 @@ def test_a_mask_that_differs_by_head_is_refused(model):
 def test_packed_sequences_are_refused_with_the_remedy(model):
     ids = tokens(1, 30)
     positions = torch.cat([torch.arange(12), torch.arange(18)])[None]
-    message = r"column 12 of row 0 does not see exactly.*packed sequences.*a row of its own"
+    message = r"column 12 of row 0 does not see exactly.*packed sequences.*its own row"
     with pytest.raises(ConfigError, match=message), teacher_forced(model, [4]):
         model(input_ids=ids, position_ids=positions, use_cache=False)
     block = torch.block_diag(torch.ones(12, 12), torch.ones(18, 18)).bool().tril()[None, None]
@@ -299,7 +299,7 @@ def test_a_cache_inside_teacher_forcing_is_refused(model):
     cache = model(input_ids=ids[:, :12]).past_key_values
     with (
         pytest.raises(
-            ConfigError, match="8 tokens came with 20 keys; call the model with use_cache=False"
+            ConfigError, match="8 tokens and 20 keys; call the model with use_cache=False"
         ),
         teacher_forced(model, [4]),
     ):

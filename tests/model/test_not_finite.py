@@ -30,7 +30,7 @@ def test_weights_that_were_damaged_before_are_named_as_what_they_are(bad):
     model = tiny_model()
     with torch.no_grad():
         model.model.norm.weight.fill_(bad)
-    with pytest.raises(UnsupportedModel, match="are not finite: its weights are damaged"):
+    with pytest.raises(UnsupportedModel, match="are not finite, because its weights are damaged"):
         HFEngine(model, SparsitySchedule.dense(), eos_ids=[])
 
 

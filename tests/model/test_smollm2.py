@@ -103,7 +103,7 @@ def test_without_a_package_a_command_says_what_to_install(package, monkeypatch, 
 
 def test_a_package_without_its_model_is_refused(package, capsys):
     package.unlink()
-    assert "is there without its model" in fails(capsys, *MEASURE)
+    assert "is installed without its model" in fails(capsys, *MEASURE)
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def test_every_training_passes_a_dry_run(run, tmp_path, monkeypatch, priced_at_o
     ]
     main(["train", *run, *own, "--dry-run", "h200:gpus=8"])
     printed = capsys.readouterr().out
-    assert "engine, GiB a GPU" in printed and f"{held_out}: 5 problems x" in printed
+    assert "engine, GiB per GPU" in printed and f"{held_out}: 5 problems x" in printed
     is_distilled = any("distill" in argument for argument in run)
     assert ("checked when the run starts" in printed) == is_distilled
 

@@ -1,4 +1,4 @@
-"""A CUDA kernel for page-sparse decoding on Hopper GPUs, compiled where it runs."""
+"""A CUDA kernel for page-sparse decoding on Hopper GPUs, compiled on the machine that runs it."""
 
 from sparrow.attention.cuda.launch import (
     CudaConfig,

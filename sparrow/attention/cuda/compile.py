@@ -1,5 +1,5 @@
-"""Compiles CUDA C++ on the user's machine with the NVRTC that torch brings, and launches it on
-torch's stream.
+"""Compilation of CUDA C++ on the user's machine with the NVRTC that comes with torch, and launches
+on torch's stream.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ class Kernel:
     """One function of a source file in this folder, compiled for a device.
 
     Args:
-        file, name: the source, which may include others of the folder, and the function's name.
+        file, name: the source file, which may include other files in the folder, and the name of
+            the function.
         defines: macros that the source expects.
         shared_bytes: dynamic shared memory of a launch.
         device: a CUDA device.
 
-    Raises ConfigError: NVRTC's Python bindings are missing. RuntimeError: an error of the compiler
-    or the driver.
+    Raises ConfigError: NVRTC's Python bindings are missing. RuntimeError: the compiler or the
+    driver reports an error.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Kernel:
         self._launch = driver.cuLaunchKernelEx
 
     def __call__(self, programs: int, threads: int, arguments: ctypes.Structure) -> None:
-        """Launch on the current stream; the launch may begin while the one before it ends."""
+        """Launch on the current stream; this launch may begin before the preceding one has ended."""
         config = self._config
         config.gridDimX = programs
         config.blockDimX = threads
@@ -76,7 +77,9 @@ class Kernel:
 def compiled(
     file: str, defines: tuple[tuple[str, int], ...], target: str, *options: str
 ) -> tuple[bytes, str]:
-    """Machine code for ``target`` (``sm_90``), and the compiler's log; needs no GPU."""
+    """Compile ``file`` for ``target`` (such as ``sm_90``), without a GPU; return the machine code
+    and the compiler's log.
+    """
     _, nvrtc = _bindings()
     folder = Path(__file__).parent
     given = [
@@ -91,7 +94,7 @@ def compiled(
     )
     (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
 
-    # NVRTC writes into the bytes that it is given. Python shares bytes objects of length 1, so this
+    # NVRTC writes into this bytes object. Python shares bytes objects of length 1, so the object
     # must be longer.
     log = bytes(cast(int, _call(nvrtc.nvrtcGetProgramLogSize, program)) + 1)
     _call(nvrtc.nvrtcGetProgramLog, program, log)
@@ -110,8 +113,8 @@ def _bindings() -> tuple[ModuleType, ModuleType]:
         from cuda.bindings import driver, nvrtc
     except ImportError as error:
         raise ConfigError(
-            "CUDA kernels are compiled with cuda-bindings and NVRTC, which torch's CUDA builds "
-            "bring along; pip install cuda-bindings nvidia-cuda-nvrtc, or use "
+            "compiling the CUDA kernel needs cuda-bindings and NVRTC, which torch's CUDA builds "
+            "include; pip install cuda-bindings nvidia-cuda-nvrtc, or use "
             "implementation='triton'"
         ) from error
     return driver, nvrtc

@@ -1,25 +1,25 @@
 // Page-sparse decode attention in one launch, for Hopper: rank a row's pages, select, attend to the
 // kept ones.
 //
-// What Triton's kernels cannot do: each warp has tiles of its own in flight and never waits for
-// another warp's, scores come from the tensor cores and stay in shared memory, and while pages are
-// being selected the ones that are nearly always kept (the first, the newest, each warp's best) are
-// on their way already.
+// Three things that the Triton kernels cannot do: each warp has its own tiles in flight and never
+// waits for another warp's; scores come from the tensor cores and stay in shared memory; and the
+// pages that are nearly always kept (the first, the newest, each warp's best) are already being
+// fetched while the selection is computed.
 //
-// From below: tiles.cuh (a warp and its tiles), program.cuh (what a program works on), select.cuh
-// (which pages are kept); here are scoring, attention, and the sums over warps and parts, and the
-// kernel is the last function.
+// The files build on each other: tiles.cuh (a warp and its tiles), program.cuh (the work of a
+// program), select.cuh (page selection). This file contains scoring, attention, and the sums over
+// warps and parts; the kernel is the last function.
 //
 // The division of the batch (attention/division.py), the scratch memory and the meaning of every
-// argument are those of the Triton kernels (attention/triton/kernels.py); pages.py is what both
-// answer to. A page is 16 tokens, the rows of a tensor-core tile; heads of a group are its columns,
-// up to 8. "Logits" are to base 2.
+// argument are the same as for the Triton kernels (attention/triton/kernels.py); pages.py is the
+// specification for both. A page is 16 tokens, the rows of a tensor-core tile; the up to 8 query
+// heads of a group are the tile's columns. Logits are in base 2.
 //
-// Defined by who compiles it: D head dim, G query heads per kv head, K kv heads, PER_BLOCK pages in
-// a block of the cache, SINK and RECENT pages always kept, BF16 (else float16), FP8_CACHE and
-// FP8_LANDMARKS (in e4m3, else as the queries), INT8_CACHE (scales of tokens and heads,
-// attention/int8.py), WARPS, STAGES pages in flight per warp, RESIDENT programs that are to fit on
-// a multiprocessor, BINS of scores, and CANDIDATES: most scores of one bin that are ranked.
+// Macros defined at compilation: D head dim, G query heads per kv head, K kv heads, PER_BLOCK pages
+// per block of the cache, SINK and RECENT always-kept pages, BF16 (otherwise float16), FP8_CACHE
+// and FP8_LANDMARKS (e4m3, otherwise the queries' dtype), INT8_CACHE (scales per token and head,
+// attention/int8.py), WARPS, STAGES pages in flight per warp, RESIDENT programs that should fit on
+// a multiprocessor, BINS for scores, and CANDIDATES, the maximum number of scores ranked in a bin.
 
 #include "select.cuh"
 
@@ -40,13 +40,13 @@ static_assert(!(FP8_CACHE && INT8_CACHE), "the cache has one format");
 static_assert(WARPS * (G * D + 2 * MAX_GROUP) * 4 <= WARPS * STAGES * SLOT + 4 * BINS,
               "the warps' results take the place of the ring and the bins");
 
-// The group's queries, as the right-hand side of a product, and what to multiply the product by.
+// The group's queries, as the right-hand side of a product, and a factor for the product.
 struct Queries {
   u32 q[2 * STEPS];
   float factor;
 };
 
-// For rows in 16 bits.
+// Queries for 16-bit rows.
 template <bool IN_8_BITS>
 DEVICE Queries load_queries(const Program& p) {
   Queries queries;
@@ -58,9 +58,9 @@ DEVICE Queries load_queries(const Program& p) {
   return queries;
 }
 
-// For rows in 8 bits, in float16 and in the order of their ``times_queries``. Those in bfloat16 are
-// scaled by a power of 2, one for the group, that takes the largest to 2^14 or more: what float16
-// cannot hold is then too small to matter.
+// Queries for 8-bit rows, in float16 and in the order that the 8-bit ``times_queries`` expects.
+// Queries in bfloat16 are scaled by one power of 2 per group that brings the largest to 2^14 or
+// more; values that float16 cannot represent are then too small to matter.
 template <>
 DEVICE Queries load_queries<true>(const Program& p) {
   Queries queries;
@@ -91,7 +91,7 @@ DEVICE Queries load_queries<true>(const Program& p) {
   return queries;
 }
 
-// What a thread saw while it scored pages.
+// Extremes of the scores that a thread computed.
 struct Seen {
   float low;
   float high;
@@ -99,10 +99,11 @@ struct Seen {
   int best_block;
 };
 
-// Looks up the blocks of the row and clears what the selection counts in; a warp can then load its
+// Looks up the blocks of the row and clears the selection's counters; a warp can then load its
 // first landmarks.
 DEVICE void stage_blocks(const Program& p) {
-  // Blocks of the tiles that this warp ranks, two tiles at a time, the first before the rest.
+  // Copies the blocks of the tiles that this warp ranks, two tiles at a time; the tiles needed
+  // first are in a commit group of their own.
   auto copy_blocks = [&](int i) {
     const int n = (p.warp + (i + p.lane / 16) * WARPS) * 16 + p.lane % 16;
     if (n < p.pages) copy4(shared_address(p.list + n), p.table + n / PER_BLOCK);
@@ -122,8 +123,8 @@ DEVICE void stage_blocks(const Program& p) {
   __syncwarp();
 }
 
-// Replaces blocks by scores. The warps share the tiles of 16 landmarks, TILES_IN_FLIGHT of each on
-// their way.
+// Replaces blocks by scores. The tiles of 16 landmarks are divided among the warps, and each warp
+// has TILES_IN_FLIGHT tiles in flight.
 DEVICE Seen score_pages(const Program& p, const Queries& queries) {
   Seen seen = {infinity(), -infinity(), 0, 0};
   const int tiles = (p.ranked_end + 15) / 16;
@@ -143,8 +144,8 @@ DEVICE Seen score_pages(const Program& p, const Queries& queries) {
     float even[4] = {0, 0, 0, 0};
     float odd[4] = {0, 0, 0, 0};
     times_queries<MARKS>(even, odd, tile, queries.q, p.chunks);
-    // The mean query's score, times G (and the queries' scale); columns beyond the group are no
-    // queries.
+    // The mean query's score, times G (and the queries' scale); columns beyond the group do not
+    // contain queries.
     float first = 0.f;
     float second = 0.f;
     if (2 * p.column2 < G) {
@@ -181,15 +182,15 @@ DEVICE Seen score_pages(const Program& p, const Queries& queries) {
   return seen;
 }
 
-// Pages that a warp fetches before the selection is known: lane i knows the i-th.
+// Pages that a warp fetches before the selection is known; lane i remembers the i-th page.
 struct Prefetch {
   int count;
   int page;
   float score;  // infinite for pages that are always kept
 };
 
-// A warp fetches its part of the pages always kept, the newest first, then those that it found to
-// score best.
+// Fetches a warp's share of the always-kept pages, the newest first, and then the pages with the
+// highest scores in the warp.
 DEVICE Prefetch prefetch(const Program& p, const Seen& seen) {
   Prefetch fetched = {0, -1, infinity()};
   u32 key = seen.high > -infinity() ? order_of(seen.high) : 0u;
@@ -222,8 +223,8 @@ DEVICE Prefetch prefetch(const Program& p, const Seen& seen) {
   return fetched;
 }
 
-// Hands the list to the row's other parts; returns how much of it this part attends to itself: with
-// the pages that were prefetched, as much as every other part.
+// Shares the list with the row's other parts, and returns how many of its entries this part attends
+// to itself: together with the prefetched pages, as many pages as every other part.
 DEVICE int share_list(const Program& p, int listed) {
   const int all = ALWAYS + p.budget;
   const int equal = (all + p.parts - 1) / p.parts;
@@ -237,14 +238,15 @@ DEVICE int share_list(const Program& p, int listed) {
   return own;
 }
 
-// Pages that a program attends to besides those prefetched: places in the list, or in a row that is
-// kept whole.
+// Pages that a program attends to besides the prefetched pages: a range of positions in the list,
+// or in the row if all its pages are kept.
 struct Range {
   int begin;
   int end;
 };
 
-// Waits for the list of the row's first part; returns this part of what that left.
+// Waits for the list from the row's first part; returns this part's share of the entries that the
+// first part does not attend to.
 DEVICE Range wait_for_list(const Program& p) {
   if (threadIdx.x == 0) {
     int message;
@@ -265,21 +267,21 @@ DEVICE Range wait_for_list(const Program& p) {
 }
 
 constexpr bool NARROW = CACHE != BITS16;
-// Which two of 16 dimensions a thread has: 8 bits come in pairs of neighbours.
+// The two of 16 dimensions that a thread owns: 8-bit dimensions come in adjacent pairs.
 constexpr int OWN = NARROW ? 2 : 1;
 constexpr int OTHER = NARROW ? 1 : 8;
 
 // The running softmax of a warp, for the heads of a thread's two columns.
 //
-// Values in int8 are added as codes, so their scales, 2^e, belong to the weights. The exponent is
-// added to the logit: the maximum is that of logits plus exponents, by which all weights 2^(logit +
-// e - max) are at most 1 and fit float16. A sum takes 2^(logit - max), which is the weight times
-// 2^-e. Exponents of a cache are at most 100 apart: a weight that is flushed to 0 (below 2^-126)
-// belongs to a token of less than 2^-26 of the sum. And a token at the maximum has 2^-e there, so
-// that sums are normal floats. Merging warps and parts, by the same maximum for both, stays as it
-// is.
+// Values in int8 are added as codes, so the weights have to include the values' scales, 2^e. The
+// exponent is added to the logit, and the maximum is taken over logits plus exponents. All weights
+// 2^(logit + e - max) are therefore at most 1 and fit in float16. A token contributes 2^(logit -
+// max) to the sum, which is the weight times 2^-e. The exponents of a cache are at most 100 apart,
+// so a weight that is flushed to 0 (below 2^-126) belongs to a token with less than 2^-26 of the
+// sum. A token at the maximum contributes 2^-e, so sums are normal floats. Warps and parts are
+// merged as for other caches, with one maximum for both weights and sums.
 struct Softmax {
-  float acc[STEPS][4];  // of the value's dimensions j * 16 + OWN * row8 and + OTHER
+  float acc[STEPS][4];  // for the value's dimensions j * 16 + OWN * row8, and that plus OTHER
   float max0;
   float max1;
   float sum0;
@@ -292,14 +294,14 @@ struct Softmax {
       for (int i = 0; i < 4; ++i) acc[j][i] = 0.f;
   }
 
-  // Adds the page that lies at an address of the ring; the row's newest page may be filled in part.
+  // Adds the page at an address in the ring; the row's newest page may be partly filled.
   DEVICE void add_page(const Program& p, const Queries& queries, u32 address, bool is_newest) {
     float logit[4] = {0, 0, 0, 0};
     float odd[4] = {0, 0, 0, 0};
     times_queries<CACHE>(logit, odd, address, queries.q, p.chunks);
 #pragma unroll
     for (int j = 0; j < 4; ++j) logit[j] = (logit[j] + odd[j]) * queries.factor;
-    float in_sum0 = 1.f;  // what a token's weight is multiplied by in the sum
+    float in_sum0 = 1.f;  // factor of a token's weight in the sum
     float in_sum1 = 1.f;
     if constexpr (CACHE == INT8) {
       const u32 of_keys = address + 2 * TILE + p.row8;
@@ -318,9 +320,9 @@ struct Softmax {
       in_sum1 = reciprocal_of(value1);
     }
     if (is_newest) {
-      __syncwarp();  // keeps this a branch: else every page would pay for the masks
+      __syncwarp();  // keeps this a branch; otherwise every page would pay for the masks
       const int inside = p.tokens - P * (p.pages - 1);
-      if constexpr (CACHE == INT8) {  // 0 times what a byte that nobody wrote stands for may be NaN
+      if constexpr (CACHE == INT8) {  // an unwritten byte may represent infinity; 0 * inf is NaN
         if (p.row8 >= inside) in_sum0 = 0.f;
         if (p.row8 + 8 >= inside) in_sum1 = 0.f;
       }
@@ -371,7 +373,7 @@ struct Softmax {
     add_values(p, address + TILE, w0, w1, w2, w3);
   }
 
-  // Adds values times weights; tokens are columns of the left-hand side.
+  // Adds values times weights; tokens are the columns of the left-hand side.
   DEVICE void add_values(const Program& p, u32 tile, float w0, float w1, float w2, float w3) {
 #if FP8_CACHE || INT8_CACHE
     const int row = p.lane % 8 + p.lane / 16 * 8;
@@ -380,7 +382,7 @@ struct Softmax {
     const u32 right1 = transposed(pack_halves(w2, w3));
 #pragma unroll
     for (int j = 0; j < STEPS; j += 2) {
-      u32 x[4];  // two neighbouring dimensions of each of two tokens
+      u32 x[4];  // each word: two adjacent dimensions of each of two tokens
       load_tiles_transposed(x, tile + swizzled<ROW>(row, j + chunk));
       prepare<CACHE>(x);
 #pragma unroll
@@ -404,7 +406,7 @@ struct Softmax {
 #endif
   }
 
-  // The sums of a warp's rows; every thread of a column gets them.
+  // Adds the sums of a warp's rows; every thread of a column gets the result.
   DEVICE void add_rows() {
 #pragma unroll
     for (int o = 4; o < 32; o <<= 1) {
@@ -414,8 +416,8 @@ struct Softmax {
   }
 };
 
-// Attends to the pages that were prefetched and turned out to be kept (`fetched_kept`, a bit for
-// each), then to every WARPS-th of the range; STAGES pages are in flight.
+// Attends to the prefetched pages that are kept (`fetched_kept`, one bit per prefetched page), then
+// to every WARPS-th page of the range; STAGES pages are in flight.
 DEVICE void attend_pages(
     const Program& p, const Queries& queries, int fetched, u32 fetched_kept, const Range& range,
     Softmax& softmax) {
@@ -423,14 +425,14 @@ DEVICE void attend_pages(
   const int first = range.begin + p.warp;
   const int own = first < range.end ? (range.end - range.begin - p.warp + WARPS - 1) / WARPS : 0;
   const int all = fetched + own;
-  auto page_of = [&](int i) {  // of this warp's pages besides those prefetched
+  auto page_of = [&](int i) {  // id of this warp's i-th page, prefetched pages not counted
     const int at = first + i * WARPS;
     if (i >= own) return 0;
     if (!p.listed) return p.page_at(at);
     if (p.part == 0) return p.page_at(p.list[at]);
     return __ldcg(ids + at);
   };
-  // Page ids, one per lane, from the `known`-th on.
+  // Page ids, one per lane, starting with the `known`-th.
   int known = 0;
   int page_now = page_of(p.lane);
   int page_next = page_of(p.lane + 32);
@@ -472,8 +474,8 @@ DEVICE void store(const Program& p, int i, float acc, float sum) {
   p.a.out[to] = (u16)pack(result, 0.f);
 }
 
-// Adds the warps' results in their order; they are the output if the row has one part, else a
-// partial result.
+// Adds the warps' results in order; the sum is the output if the row has one part, and a partial
+// result otherwise.
 DEVICE void add_warps(const Program& p, Softmax& softmax) {
   softmax.add_rows();
   __syncthreads();
@@ -527,8 +529,8 @@ DEVICE void add_warps(const Program& p, Softmax& softmax) {
   }
 }
 
-// The program that finishes a row's last part adds the parts in their order: the result does not
-// depend on timing.
+// The last program of a row to finish adds all parts in order, so the result does not depend on
+// timing.
 DEVICE void add_parts(const Program& p) {
   __threadfence();
   __syncthreads();
@@ -559,7 +561,8 @@ DEVICE void add_parts(const Program& p) {
   }
 }
 
-// Writes the landmark of a page that the newest token filled; nobody ranks that page in this step.
+// Writes the landmark of the page that the newest token completed; that page is not ranked in this
+// step.
 DEVICE void write_landmark(const Program& p) {
   const int page = p.page_at(p.pages - 1);
   const int block = page / PER_BLOCK;
@@ -605,7 +608,7 @@ attend(const __grid_constant__ Args a) {
       wait_for_all_but<0>();
       __syncthreads();
     }
-    if (a.rank_before_wait) wait_for_launch_before();  // which stores the newest tokens
+    if (a.rank_before_wait) wait_for_launch_before();  // that launch stores the newest tokens
     const Prefetch prefetched = prefetch(p, seen);
     fetched = prefetched.count;
     const float low = from_order(__reduce_min_sync(ALL, order_of(seen.low)));

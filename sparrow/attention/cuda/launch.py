@@ -1,5 +1,4 @@
-"""Launcher of the CUDA kernel: the limits of the kernel, the division of a batch, and the kernel's
-arguments.
+"""Launcher for the CUDA kernel: its limits, the division of a batch, and its arguments.
 
 Shapes as in ``attention/decode.py``.
 """
@@ -33,25 +32,25 @@ HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
 BINS = 1024
 CANDIDATES = 256
-SHARED = 16  # words of program.cuh's struct ``Shared``, besides 3 for each warp
-# items per multiprocessor; with fewer, Triton is faster, since several programs rank one row
+SHARED = 16  # words in program.cuh's struct ``Shared``, besides 3 per warp
+# items per multiprocessor below which Triton is faster, since several programs rank one row
 FEW_ITEMS = 0.3
 
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """The division of one decode step into programs."""
+    """Launch parameters that determine how a decode step is divided into programs."""
 
-    warps: int  # warps of a program, a power of 2
+    warps: int  # warps per program, a power of 2
     stages: int  # pages in flight per warp
-    resident: int  # programs that are to fit on a multiprocessor
-    # parts that every row is cut into, roughly; if 1, only rows far longer than the mean are cut
+    resident: int  # programs that should fit on a multiprocessor
+    # approximate number of parts per row; with 1, only rows far longer than the mean are divided
     parts: int = 1
-    part_pages: int = 8  # kept pages that are worth another program
+    part_pages: int = 8  # minimum number of kept pages per part
 
     def shared_bytes(self, key_bytes: int, capacity: int) -> int:
-        """Shared memory of a program whose rows have up to ``capacity`` pages, of keys of
-        ``key_bytes``, their scale included.
+        """Compute the shared memory of a program whose rows have up to ``capacity`` pages; each key
+        takes ``key_bytes``, including its scale.
         """
         ring = self.warps * self.stages * 2 * PAGE_SIZE * key_bytes
         pages = capacity * 4 + capacity // 4
@@ -59,11 +58,11 @@ class CudaConfig:
         return ring + pages + selection + 4 * SHARED + 12 * self.warps
 
     def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
-        """The division to request when a step is planned. The parts of a row wait for its first
-        part, which starts earlier and never waits.
+        """Return the division to request when a step is planned. A row's other parts wait for its
+        first part, which starts earlier and never waits.
         """
         if self.parts > 1:
-            # parts as small as their number allows
+            # No limit on resident programs: parts are as small as their number allows.
             extra = (self.parts - 1) * items
             resident = 2**30
         else:
@@ -85,8 +84,8 @@ def choose_config(
     limits: DeviceLimits,
     dtype: torch.dtype = torch.bfloat16,
 ) -> CudaConfig:
-    """The configuration for ``items`` (sequences x kv heads) of up to ``capacity`` pages and a
-    cache in ``dtype``.
+    """Choose the configuration for ``items`` (sequences x kv heads) with up to ``capacity`` pages
+    each and a cache in ``dtype``.
     """
     if items <= limits.multiprocessors:
         config = CudaConfig(warps=8, stages=3, resident=1)
@@ -107,24 +106,27 @@ def choose_config(
 
 
 def key_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of a token's key, or value, with the scale that it has to itself in int8."""
+    """Return the bytes per key or value of a token, including its own scale in int8."""
     return head_dim * dtype.itemsize + (dtype == torch.int8)
 
 
 def few_rows(kv_heads: int, device: torch.device) -> int:
-    """Rows up to which Triton's launches are faster than this kernel."""
+    """Return the largest number of rows for which Triton's launches are faster than this kernel."""
     return int(FEW_ITEMS * device_limits(device).multiprocessors) // kv_heads
 
 
 def unsupported_reason(
     page_size: int, head_dim: int, group: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """A sentence on why the kernel cannot serve such a model on ``device``; None if it can."""
+    """Return a sentence that explains why the kernel does not support such a model on ``device``,
+    or None if it does.
+    """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return "the CUDA kernel is for Hopper GPUs (H100, H200); use Triton's"
+        return "the CUDA kernel needs a Hopper GPU (H100, H200); use the Triton kernels"
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
         return (
-            "the CUDA kernel is compiled with cuda-bindings, which are not installed; use Triton's"
+            "compiling the CUDA kernel needs cuda-bindings, which is not installed; install it, or "
+            "use the Triton kernels"
         )
     if (
         page_size != PAGE_SIZE
@@ -133,15 +135,15 @@ def unsupported_reason(
         or dtype not in (*QUERY_DTYPES, *CACHES_IN_8_BITS)
     ):
         return (
-            f"the CUDA kernel takes pages of {PAGE_SIZE}, head dims {HEAD_DIMS}, groups up to "
-            f"{MAX_GROUP} and caches in 16 or 8 bits, got pages of {page_size}, head dim "
-            f"{head_dim}, group {group} and {dtype}; use Triton's"
+            f"the CUDA kernel supports pages of {PAGE_SIZE}, head dims {HEAD_DIMS}, groups up to "
+            f"{MAX_GROUP} and 16-bit or 8-bit caches, got pages of {page_size}, head dim "
+            f"{head_dim}, group {group} and {dtype}; use the Triton kernels"
         )
     return None
 
 
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raise ValueError for a batch that this kernel cannot serve."""
+    """Raise ValueError for a batch that this kernel does not support."""
     check_for_kernels(batch, workspace)
     reason = unsupported_reason(
         batch.layout.page_size, batch.head_dim, batch.group, batch.k_cache.dtype, batch.q_BHD.device
@@ -161,9 +163,7 @@ def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
         }
     for name, x in tensors.items():
         if x.data_ptr() % 16 or any(stride * x.element_size() % 16 for stride in x.stride()[:-1]):
-            raise ValueError(
-                f"the CUDA kernel copies 16 bytes at a time: {name} must be aligned to that"
-            )
+            raise ValueError(f"the CUDA kernel copies 16 bytes at a time; align {name} to 16 bytes")
 
 
 def run(
@@ -172,12 +172,12 @@ def run(
     reuse_plan: bool = False,
     config: CudaConfig | None = None,
 ) -> Tensor:
-    """One decode step, see ``sparrow.attention.paged_decode``; ``config`` stands in for the shipped
-    one in tests.
+    """Compute one decode step, see ``sparrow.attention.paged_decode``; tests pass ``config`` to
+    override the default configuration.
 
-    With ``reuse_plan``, ranking starts before the preceding launch has ended if that launch allows
-    it, as only ``triton.store_tokens`` does: nothing but the newest tokens may depend on that
-    launch.
+    With ``reuse_plan``, ranking may start before the preceding launch has ended. Only
+    ``triton.store_tokens`` permits this early start, and nothing but the newest tokens may depend
+    on that launch.
     """
     assert workspace is not None  # ``check`` refuses None
     launches = Launches(batch, workspace, config)
@@ -188,7 +188,7 @@ def run(
 
 
 class _Arguments(ctypes.Structure):
-    """``Args`` of program.cuh."""
+    """Counterpart of the struct ``Args`` in program.cuh."""
 
     _fields_ = (
         *(
@@ -238,8 +238,8 @@ class _Arguments(ctypes.Structure):
 
 
 class Launches:
-    """The plan and the kernel of one decode step, with their arguments; benchmarks time them
-    separately.
+    """The two launches of a decode step, plan and attention, with their arguments; benchmarks time
+    each separately.
     """
 
     def __init__(
@@ -255,13 +255,13 @@ class Launches:
         self.division = self.config.division(batch.items, batch.kv_heads, limits.multiprocessors)
 
     def plan(self) -> None:
-        """Divide the batch among the programs; good for every layer with these lengths and
+        """Divide the batch among programs; the plan is valid for every layer with these lengths and
         budgets.
         """
         divide(self.batch, self.workspace, self.division)
 
     def attend(self, rank_before_wait: bool = False) -> None:
-        """Ranks, selects and attends, in one launch."""
+        """Rank pages, select pages and compute attention in one launch."""
         b = self.batch
         w = self.workspace
         c = self.config

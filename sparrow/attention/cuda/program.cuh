@@ -1,4 +1,4 @@
-// What the kernel is handed, and what each of its programs works on and with.
+// The kernel's arguments, and the data and memory of each of its programs.
 #pragma once
 
 #include "tiles.cuh"
@@ -6,23 +6,23 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int SCALES = CACHE == INT8 ? P : 0;  // bytes of the exponents of a page's keys, or of its values
 constexpr int SLOT = 2 * (TILE + SCALES);     // keys and values of a page, then exponents of both
-constexpr int COPY_ROWS = 32 / CHUNKS;        // that a warp copies at once
+constexpr int COPY_ROWS = 32 / CHUNKS;        // rows that a warp copies at once
 constexpr int MARK_COPY_ROWS = 32 / MARK_CHUNKS;
-constexpr int TILES_IN_FLIGHT = STAGES * SLOT / MARK_TILE;  // of landmarks, per warp
-constexpr int AT_ONCE = 8;                    // scores that a thread looks at before it waits for the first
-constexpr int ALL_PAGES = 1 << 30;            // a top_k that no budget makes smaller
-constexpr int ALWAYS = SINK + RECENT;         // pages always kept; a row with ranked pages has them all
+constexpr int TILES_IN_FLIGHT = STAGES * SLOT / MARK_TILE;  // tiles of landmarks, per warp
+constexpr int AT_ONCE = 8;                    // scores that a thread loads before it waits for the first
+constexpr int ALL_PAGES = 1 << 30;            // a top_k that head budgets do not scale
+constexpr int ALWAYS = SINK + RECENT;         // always-kept pages; a row with ranked pages has all of them
 
 template <Format FORMAT> struct Stored { typedef u16 Type; };
 template <> struct Stored<E4M3> { typedef unsigned char Type; };
 template <> struct Stored<INT8> { typedef signed char Type; };
-typedef Stored<CACHE>::Type Entry;  // of a key or value
-typedef Stored<MARKS>::Type Mark;   // of a landmark
-template <Format FORMAT> struct Scales { typedef float Type; };                 // of heads
-template <> struct Scales<INT8> { typedef unsigned char Type; };                // of tokens and heads
+typedef Stored<CACHE>::Type Entry;  // element of a key or value
+typedef Stored<MARKS>::Type Mark;   // element of a landmark
+template <Format FORMAT> struct Scales { typedef float Type; };                 // one per head
+template <> struct Scales<INT8> { typedef unsigned char Type; };                // one per token and head
 typedef Scales<CACHE>::Type Scale;
 
-// head_budgets: of top_k, in units of 1 / 256; null if all heads keep top_k.
+// head_budgets: factors of top_k, in units of 1 / 256; null if all heads keep top_k pages.
 struct Args {
   const u16 *q;
   const Entry *k, *v;
@@ -42,42 +42,42 @@ struct Args {
   i64 scale_block, scale_head;
 };
 
-struct Shared {  // what a program's warps tell each other, besides scores and lists
+struct Shared {  // values that a program's warps exchange, besides scores and lists
   float low[WARPS], high[WARPS];
   int sums[WARPS];
   int candidates, last;
 };
 
-// A program: one part of the kept pages of one row and kv head, as the plan of the batch says.
+// A program: one part of the kept pages of one row and kv head, according to the batch's plan.
 struct Program {
   const Args& a;
-  // A thread's place, also in a tile of results: rows row8 and row8 + 8, columns 2 * column2 and
-  // the next.
+  // A thread's position, also within a tile of results: rows row8 and row8 + 8, columns 2 * column2
+  // and 2 * column2 + 1.
   const int lane, warp, row8, column2;
   const Chunks chunks;
-  // Dynamic shared memory; the launcher counts the same bytes.
-  unsigned char* ring;     // [WARPS, STAGES] slots for pages on their way; afterwards the warps' results
-  int* bins;               // [BINS] how many scores fell into each
-  float* candidate_score;  // [CANDIDATES] of the last bin
+  // Dynamic shared memory; its size must match ``shared_bytes`` in launch.py.
+  unsigned char* ring;     // [WARPS, STAGES] slots for pages in flight; afterwards the warps' results
+  int* bins;               // [BINS] number of scores in each bin
+  float* candidate_score;  // [CANDIDATES] candidates from the last bin
   int* candidate_index;
   Shared* shared;
-  float* scores;           // [capacity] of the row's pages
-  int* list;               // in their place: before, blocks of the row; afterwards, kept pages by their number in it
-  u32 *prefetched, *kept;  // a bit for each page that a warp fetches before the selection, and for each that is kept
+  float* scores;           // [capacity] scores of the row's pages
+  int* list;               // same memory: first the row's blocks, in the end the kept pages' indices in the row
+  u32 *prefetched, *kept;  // one bit per page: fetched by a warp before the selection; kept
   int b;
   int head;
   int part;
   int parts;
   int item;
-  int first_partial;  // where the row's first part stands among all partial results
+  int first_partial;  // index of the row's first part among all partial results
   int tokens;
   int pages;
   int ranked_end;
   int budget;
-  bool listed;  // not all pages are kept
-  bool ranks;   // this program finds those that are
+  bool listed;  // whether only some of the row's pages are kept
+  bool ranks;   // whether this program selects the kept pages
   const int* table;
-  // Where this thread copies to and from.
+  // Addresses and offsets of this thread's copies.
   u32 warp_ring;
   int copy_row, copy_chunk, mark_row, mark_chunk;
   const Entry *keys, *values;
@@ -127,11 +127,11 @@ struct Program {
     return PER_BLOCK == 1 ? table[n] : table[n / PER_BLOCK] * PER_BLOCK + n % PER_BLOCK;
   }
 
-  // Copies keys and values of a page by its id into a slot of the ring; n: its place in the row, or
-  // -1 if it is surely full.
+  // Copies the keys and values of the page with this id into a slot of the ring; n is the page's
+  // index in the row, or -1 for a page that is known to be full.
   DEVICE void load_page(int n, int page, int slot) const {
     const u32 to = warp_ring + slot * SLOT;
-    const int inside = n == pages - 1 ? tokens - n * P : P;  // what lies beyond may be NaN, and 0 * NaN is NaN
+    const int inside = n == pages - 1 ? tokens - n * P : P;  // later tokens may be NaN, and 0 * NaN is NaN
     i64 from = (i64)(page / PER_BLOCK) * a.block + (page % PER_BLOCK * P + copy_row) * a.token;
 #pragma unroll
     for (int row = copy_row; row < P + copy_row; row += COPY_ROWS, from += COPY_ROWS * a.token) {
@@ -139,14 +139,13 @@ struct Program {
       copy16(to + at, keys + from, bytes);
       copy16(to + TILE + at, values + from, bytes);
     }
-    if constexpr (CACHE == INT8)  // beyond a sequence they may be anything, and are not looked at
+    if constexpr (CACHE == INT8)  // scales beyond the end of a sequence may be anything, and are not used
       if (lane < 2)
         copy_scales(to + 2 * TILE + lane * SCALES, (lane ? a.v_scales : a.k_scales) + head * a.scale_head +
                     (i64)(page / PER_BLOCK) * a.scale_block + page % PER_BLOCK * P);
   }
 
-  // Copies the landmarks of 16 pages, from the first of the warp's i-th tile on; `list` holds their
-  // blocks.
+  // Copies the landmarks of the 16 pages of the warp's i-th tile; `list` contains the pages' blocks.
   DEVICE void load_landmarks(int i, int place) const {
 #pragma unroll
     for (int j = 0; j < 16 / MARK_COPY_ROWS; ++j) {

@@ -1,9 +1,9 @@
-// Which pages are kept: the best by score, without sorting. Scores fall into bins, and only the last bin is ranked.
+// Selects the pages with the best scores without sorting: scores are counted in bins, and only the last bin is ranked.
 #pragma once
 
 #include "program.cuh"
 
-// Maps a float to an unsigned integer of the same order.
+// Maps a float to an unsigned integer so that the order is preserved.
 DEVICE u32 order_of(float x) {
   const u32 bits = __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -19,7 +19,7 @@ DEVICE int inclusive_sum(int x, int lane) {
   }
   return x;
 }
-// Sum over the program; every thread gets it.
+// Adds x over all threads of the program; every thread gets the sum.
 DEVICE int total_of(int x, Shared* s) {
   x = __reduce_add_sync(ALL, x);
   __syncthreads();
@@ -31,7 +31,7 @@ DEVICE int total_of(int x, Shared* s) {
   return x;
 }
 
-// A page is kept if it scores above the threshold, or equals it and lies no later than the index.
+// A page is kept if its score is above the threshold, or equals the threshold and the page is not after the index.
 struct Threshold {
   float score;
   int index;
@@ -40,7 +40,7 @@ struct Threshold {
   }
 };
 
-// For ties by the hundred and scores whose range does not fit a float: one bit of the threshold after the other.
+// Finds the threshold bit by bit, for hundreds of ties or for scores whose range does not fit in a float.
 __device__ __noinline__ Threshold bisect(const float* scores, int begin, int end, int budget, Shared* s) {
   u32 key = 0;
   for (int bit = 31; bit >= 0; --bit) {
@@ -62,15 +62,15 @@ __device__ __noinline__ Threshold bisect(const float* scores, int begin, int end
   return {from_order(key), low};
 }
 
-// Scores fall into bins, the highest into the first. Pages of the bins before `number` are kept, and so are the
-// `wanted` best of its `inside` own; if it is negative, bins do not tell.
+// The highest scores are in the first bin. The pages in the bins before bin `number` are kept, and so are the `wanted`
+// best of the `inside` pages in bin `number`. A negative `number` means that the bins cannot determine the selection.
 struct Bin {
   float high, per_unit;
   int number, inside, wanted;
   DEVICE int of(float x) const { return min(BINS - 1, (int)((high - x) * per_unit)); }
 };
 
-// The bin that holds the last of the `budget` pages to be kept of begin .. end - 1.
+// Finds the bin of the last of the `budget` pages that are kept among pages begin .. end - 1.
 DEVICE Bin find_bin(const float* scores, int* bins, int begin, int end, int budget, Shared* s) {
   const int lane = threadIdx.x % 32;
   float low = s->low[lane % WARPS], high = s->high[lane % WARPS];
@@ -91,7 +91,8 @@ DEVICE Bin find_bin(const float* scores, int* bins, int begin, int end, int budg
       if (first + i * THREADS < end) atomicAdd(&bins[its[i]], 1);
   }
   __syncthreads();
-  // Every warp for itself: 32 bins a lane, then the 32 bins of the lane where the sum reaches the budget.
+  // Every warp does this independently: each lane adds 32 bins, then the lanes take one bin each of the 32 in which
+  // the running sum reaches the budget.
   int sum = 0;
 #pragma unroll
   for (int i = 0; i < BINS / 128; ++i) {
@@ -110,12 +111,12 @@ DEVICE Bin find_bin(const float* scores, int* bins, int begin, int end, int budg
   return bin;
 }
 
-// Groups of 32 consecutive pages, of which a warp marks, counts and lists its own.
+// A range of groups of 32 consecutive pages; a warp marks, counts and lists the pages of its own range.
 struct Groups {
   int first, last;
 };
 
-// Sets a bit for each page that is kept; pages of the last bin become candidates instead.
+// Sets a bit for each kept page; pages in the last bin become candidates instead.
 DEVICE void mark_kept(const Program& p, const Bin& bin, const Threshold& threshold, const Groups& groups) {
 #pragma unroll 1
   for (int group = groups.first; group < groups.last; group += AT_ONCE) {
@@ -144,7 +145,7 @@ DEVICE void mark_kept(const Program& p, const Bin& bin, const Threshold& thresho
   }
 }
 
-// Marks the best candidates and finds the threshold; every warp ranks all of them for itself.
+// Marks the best candidates and finds the threshold; every warp ranks all candidates independently.
 DEVICE void settle_last_bin(const Program& p, const Bin& bin, Threshold& threshold, const Groups& groups) {
   for (int first = 0; bin.number >= 0 && first < bin.inside; first += 32) {
     const int i = min(first + p.lane, bin.inside - 1);
@@ -167,7 +168,7 @@ DEVICE void settle_last_bin(const Program& p, const Bin& bin, Threshold& thresho
   __syncwarp();
 }
 
-// Writes the kept pages that no warp has prefetched as a list, in place of the scores; returns how many they are.
+// Lists the kept pages that no warp has prefetched, in place of the scores, and returns their number.
 DEVICE int list_kept(const Program& p, const Groups& groups) {
   int count = 0;
   for (int group = groups.first + p.lane; group < groups.last; group += 32)

@@ -1,4 +1,4 @@
-// What a warp does with a tile: 16 rows (tokens of a page, or landmarks) of one head, in shared memory.
+// Operations of a warp on a tile: 16 rows (tokens of a page, or landmarks) of one head, in shared memory.
 #pragma once
 
 typedef unsigned int u32;
@@ -8,34 +8,36 @@ typedef long long i64;
 #define DEVICE __device__ __forceinline__
 
 constexpr u32 ALL = 0xffffffffu;
-constexpr int P = 16;              // tokens of a page
-constexpr int MAX_GROUP = 8;       // columns of a tensor-core tile, one for each query head
+constexpr int P = 16;              // tokens per page
+constexpr int MAX_GROUP = 8;       // columns of a tensor-core tile, one per query head
 enum Format { BITS16, E4M3, INT8 };
 constexpr Format CACHE = INT8_CACHE ? INT8 : FP8_CACHE ? E4M3 : BITS16;
 constexpr Format MARKS = FP8_LANDMARKS ? E4M3 : BITS16;
-constexpr int ROW = CACHE == BITS16 ? 2 * D : D;     // bytes of a key or value
-constexpr int TILE = P * ROW;                        // keys of a page, or its values
-constexpr int CHUNKS = ROW / 16;                     // copied 16 bytes at a time
-constexpr int STEPS = D / 16;                        // of a product of tiles
-constexpr int MARK_ROW = FP8_LANDMARKS ? D : 2 * D;  // bytes of a landmark
+constexpr int ROW = CACHE == BITS16 ? 2 * D : D;     // bytes per key or value
+constexpr int TILE = P * ROW;                        // bytes of a page's keys, or of its values
+constexpr int CHUNKS = ROW / 16;                     // 16-byte chunks per row
+constexpr int STEPS = D / 16;                        // steps of a product of tiles
+constexpr int MARK_ROW = FP8_LANDMARKS ? D : 2 * D;  // bytes per landmark
 constexpr int MARK_TILE = 16 * MARK_ROW;
 constexpr int MARK_CHUNKS = MARK_ROW / 16;
 
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-// Where a chunk of a row of so many bytes lies: chunks change places so that a column of tiles has no bank conflicts.
+// Offset of a chunk in a tile with rows of BYTES bytes; chunks are permuted so that reading a column of a tile has no
+// bank conflicts.
 template <int BYTES>
-DEVICE int swizzled(int row, int chunk) {  // rows of 4 chunks are half as wide as the banks
+DEVICE int swizzled(int row, int chunk) {  // a row of 4 chunks spans half of the banks
   return row * BYTES + ((chunk ^ (BYTES == 64 ? row >> 1 & 3 : row & 7)) << 4);
 }
-// Of what is read once in a step, and leaves the cache to what is read again; zeros beyond `bytes`, 0 or 16.
+// Copies data that is read once per step, with evict_first, so that data that is read again stays in the cache. Bytes
+// from `bytes` (0 or 16) on are filled with zeros.
 DEVICE void copy16(u32 to, const void* from, int bytes = 16) {
   unsigned long long policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
                ::"r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
 }
-// Of scales, whose neighbours in memory belong to other heads: no more than these 16 bytes are of use.
+// Copies 16 bytes of scales without prefetching more, since the next bytes in memory belong to other heads.
 DEVICE void copy_scales(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -71,8 +73,8 @@ DEVICE void multiply(float* c, const u32* a, u32 b0, u32 b1) {  // c[16, 8] += a
   if constexpr (IN_BF16) MULTIPLY("bf16");
   else MULTIPLY("f16");
 }
-// Where a lane finds its chunks of a tile in 16 bits, for each step of a product. The compiler would work them out anew
-// for every page, but not what comes from a shuffle.
+// Offsets of a lane's chunks in a 16-bit tile, for each step of a product. The shuffles keep the compiler from
+// recomputing the offsets for every page.
 struct Chunks {
   int lane, of_rows[STEPS], of_columns[STEPS];
 
@@ -98,18 +100,18 @@ DEVICE u32 pack_halves(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   return y;
 }
-DEVICE unsigned char to_e4m3(float x) {  // 448 at the most
+DEVICE unsigned char to_e4m3(float x) {  // saturates at 448
   u16 y;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(0.f), "f"(x));
   return (unsigned char)y;
 }
-DEVICE u32 from_e4m3(u32 pair) {  // two in the lower half, as float16, which holds them exactly
+DEVICE u32 from_e4m3(u32 pair) {  // converts the two values in the lower half to float16, exactly
   u32 y;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"((u16)pair));
   return y;
 }
-// Two codes in int8, bytes `low` and `high` of a word that `biased` returned, as float16. A byte b after 0x64 is the
-// float16 1024 + b; codes are biased by 128, which leaves 1024 + 128 to subtract: all of it is exact.
+// Converts two int8 codes, bytes LOW and HIGH of a word that `biased` returned, to float16. With 0x64 as the upper
+// byte, a byte b is the float16 1024 + b; codes are biased by 128, so 1024 + 128 is subtracted. All of this is exact.
 DEVICE u32 biased(u32 codes) { return codes ^ 0x80808080u; }
 template <int LOW, int HIGH>
 DEVICE u32 from_int8(u32 word) {
@@ -118,7 +120,7 @@ DEVICE u32 from_int8(u32 word) {
       "r"(0x64806480u));
   return y;
 }
-// Bytes `LOW` and `HIGH` of a word of a tile in 8 bits, as float16.
+// Converts bytes `LOW` and `HIGH` of a word of an 8-bit tile to float16.
 template <Format FORMAT, int LOW, int HIGH>
 DEVICE u32 pair_of(u32 word) {
   if constexpr (FORMAT == INT8) return from_int8<LOW, HIGH>(word);
@@ -126,14 +128,15 @@ DEVICE u32 pair_of(u32 word) {
   else if constexpr (LOW == 2 && HIGH == 3) return from_e4m3(word >> 16);
   else return from_e4m3(__byte_perm(word, 0, HIGH << 4 | LOW));
 }
-// The words of a tile in 8 bits, as ``pair_of`` takes them.
+// Prepares the words of an 8-bit tile for ``pair_of``.
 template <Format FORMAT>
 DEVICE void prepare(u32* words) {
   if constexpr (FORMAT == INT8)
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = biased(words[i]);
 }
-// A tile's 16 rows in 16 bits times the queries, even and odd steps added apart, which do not wait for each other.
+// Multiplies the 16 rows of a 16-bit tile by the queries; even and odd steps have separate sums, so that they do not
+// wait for each other.
 template <Format FORMAT>
 DEVICE void times_queries(float* even, float* odd, u32 tile, const u32* q, const Chunks& chunks) {
 #pragma unroll
@@ -143,8 +146,9 @@ DEVICE void times_queries(float* even, float* odd, u32 tile, const u32* q, const
     multiply(j & 1 ? odd : even, left, q[2 * j], q[2 * j + 1]);
   }
 }
-// 16 rows in 8 bits times queries in float16. A thread gets 4 dimensions in a row, 4 * column2 on, of each 16: these
-// stand for a step's 2 * column2 and 2 * column2 + 8, in the queries too.
+// Multiplies the 16 rows of an 8-bit tile by float16 queries. Of every 16 dimensions, a thread loads 4 consecutive ones
+// from 4 * column2 on, and uses them as the pairs at 2 * column2 and 2 * column2 + 8 of a step. The queries are in the
+// same order.
 template <Format FORMAT>
 DEVICE void times_queries_in_halves(float* even, float* odd, u32 tile, const u32* q, int lane) {
   const int row = lane % 16, chunk = lane / 16;
@@ -169,11 +173,12 @@ template <>
 DEVICE void times_queries<INT8>(float* even, float* odd, u32 tile, const u32* q, const Chunks& chunks) {
   times_queries_in_halves<INT8>(even, odd, tile, q, chunks.lane);
 }
-// Of exponent bytes (attention/int8.py): the scale, its reciprocal, and the exponent, infinite for 255, so that a value
-// that was not finite makes the maximum infinite, its own weight NaN, and the result too.
+// Convert an exponent byte (attention/int8.py) to its scale, the reciprocal of the scale, and the exponent. Byte 255
+// yields an infinite exponent: a value that was not finite makes the maximum infinite, and its own weight and the
+// result NaN.
 DEVICE float scale_of(u32 byte) { return __int_as_float(byte << 23); }
 DEVICE float reciprocal_of(u32 byte) { return __int_as_float((254 - byte) << 23); }
-DEVICE float exponent_of(u32 byte) {  // the bits are those of 2^23 + byte
+DEVICE float exponent_of(u32 byte) {  // the bits represent 2^23 + byte
   return byte == 255 ? infinity() : __int_as_float(0x4b000000 | byte) - (8388608.f + 127.f);
 }
 DEVICE u32 load_byte(u32 address) {
@@ -181,8 +186,8 @@ DEVICE u32 load_byte(u32 address) {
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
-DEVICE float widen(signed char x) { return x; }  // of int8
-DEVICE float widen(unsigned char x) {  // of e4m3
+DEVICE float widen(signed char x) { return x; }  // int8
+DEVICE float widen(unsigned char x) {  // e4m3
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((u16)from_e4m3(x)));
   return y;

@@ -1,8 +1,8 @@
-"""Triton kernels that keep a paged cache up to date: the newest tokens, and the landmarks of the
-pages they fill.
+"""Triton kernels that update a paged cache: they store the newest tokens, and the landmarks of the
+pages that these tokens complete.
 
-Shapes: K kv heads, D head dim (padded to DP), P page size; PER_BLOCK pages make a block of the
-cache.
+Shapes: K kv heads, D head dim (padded to DP), P page size; a block of the cache consists of
+PER_BLOCK pages.
 """
 
 import triton
@@ -31,10 +31,10 @@ def landmark_kernel(
     PER_BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Recompute the mean key of every page whose last slot is among this program's ``SLOTS``
-    slots, in one layer.
+    """Recompute, in one layer, the mean key of every page whose last slot is among this program's
+    ``SLOTS`` slots.
 
-    ``scales`` are those of keys in int8, else None.
+    ``scales`` are the scales of int8 keys, and None for other keys.
     """
     head = tl.program_id(1).to(tl.int64)
     layer = tl.program_id(2)
@@ -94,10 +94,11 @@ def store_kernel(
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Store the keys and values of one token at its slot, if it has one.
+    """Store the keys and values of one token in the token's slot, if it has a slot.
 
-    For an e4m3 cache they are divided by their scales, and ``clipped`` counts the tokens that are
-    out of range even so. For an int8 cache scales are computed, and stored too.
+    For an e4m3 cache, keys and values are divided by their scales, and ``clipped`` counts the
+    tokens that are out of range after the division. For an int8 cache, the scales are computed and
+    stored as well.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -154,8 +155,8 @@ def complete_page(
     P: tl.constexpr,
     PER_BLOCK: tl.constexpr,
 ):
-    """Write the landmark of a row's last page if the newest token filled it; nobody ranks that
-    page in this step.
+    """Write the landmark of a row's last page if the newest token filled that page, which is not
+    ranked in this step.
     """
     if (length > 0) & (length % P == 0):
         page = length // P - 1
@@ -185,7 +186,7 @@ def _write_mean(
     DP: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Store the mean key of one page of a block; the scales of its keys, if any, begin at
+    """Store the mean key of one page of a block; if keys have scales, the block's scales begin at
     ``first_scale``.
     """
     token = page * P + tl.arange(0, P)
@@ -202,34 +203,34 @@ def _write_mean(
 
 @triton.jit
 def round_to_e4m3(x):
-    """The nearest e4m3 value, with ties to even and clamped to 448: in float32, the same on all
-    devices.
+    """Round to the nearest e4m3 value, with ties to even and clamped to 448; computed in float32,
+    the result is the same on all devices.
     """
     x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    # The exponent is at least that of 2^-6: subnormals lie below.
+    # The exponent is at least that of 2^-6, because smaller values are subnormal in e4m3.
     exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
-    # Adding a float32 that is 20 binary places larger, so that its last place is e4m3's, rounds to
-    # that place.
+    # ``large`` is 20 binary places larger, so its last float32 place is the last e4m3 place of x,
+    # and the addition rounds to that place.
     large = ((exponent + (20 << 23)) | 0x400000).to(tl.float32, bitcast=True)
     return (x + large) - large
 
 
 @triton.jit
 def scale_of(exponent):
-    """Scales of exponent bytes, see ``attention/int8.py``."""
+    """Convert exponent bytes to scales, see ``attention/int8.py``."""
     return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _to_int8(x_KD, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """``to_int8`` of ``attention/int8.py``: codes, and exponent bytes between ``LEAST`` and
+    """Compute ``to_int8`` of ``attention/int8.py``: codes, and exponent bytes between ``LEAST`` and
     ``MOST``.
     """
-    # Bits are ordered like the floats, and NaN is above all.
+    # The bit patterns have the same order as the floats, with NaN above all others.
     bits = tl.max(x_KD.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     exponent = tl.minimum(tl.maximum(((bits + 0x1FFFF) >> 23) - 6, LEAST), MOST)
     x_KD *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     x_KD = tl.where((bits < 0x7F800000)[:, None], tl.minimum(tl.maximum(x_KD, -127.0), 127.0), 0.0)
-    # Adding 1.5 * 2^23 leaves no binary places: the sum is rounded to nearest even.
+    # After adding 1.5 * 2^23, no fractional bits are left: the sum is rounded to nearest even.
     codes = ((x_KD + 12582912.0) - 12582912.0).to(tl.int8)
     return codes, tl.where(bits >= 0x7F800000, 255, exponent).to(tl.uint8)

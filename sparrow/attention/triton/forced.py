@@ -1,4 +1,4 @@
-"""Launchers of the teacher-forced kernels, and their place in autograd.
+"""Launchers for the teacher-forced kernels, and their autograd function.
 
 Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K, D head dim, P page size, N
 pages.
@@ -22,26 +22,27 @@ MAX_HEAD_DIM = 256
 MAX_GROUP = 16
 MAX_PAGES = 16384
 SCORE_BYTES = 2**27  # scratch for the scores of a chunk of positions
-# Tiles for heads of 256 bytes: keys per step of the loop, warps and pipeline stages; for the
-# gradients of keys and values, rows of queries per step, keys of a program, warps and stages.
+# Tile sizes for heads of 256 bytes. Output and query gradients: keys per step of the loop, warps
+# and pipeline stages. Key and value gradients: rows of queries per step, keys per program, warps
+# and stages.
 FORWARD_TILES = (64, 4, 3)
 QUERY_TILES = (64, 4, 2)
 KEY_TILES = (32, 64, 4, 3)
 
 
 class Selection(NamedTuple):
-    """The pages every position keeps."""
+    """Pages that each position keeps."""
 
-    # int32 [B * K, tiles, N]; bit i is set where position ``tile * BT + i`` keeps the page
+    # int32 [B * K, tiles, N]; bit i is set if position ``tile * BT + i`` keeps the page
     masks: Tensor
-    # int64 [B * K, tiles, N]; the pages that some position of the tile keeps, in order, with their
+    # int64 [B * K, tiles, N]; the pages that any position of the tile keeps, in order, with their
     # masks
     lists: Tensor
-    counts: Tensor  # int32 [B * K, tiles]; how many pages each tile lists
+    counts: Tensor  # int32 [B * K, tiles]; number of pages in each tile's list
 
 
 class Kept(NamedTuple):
-    """Results that a repeated call need not compute again."""
+    """Results that a repeated call does not need to recompute."""
 
     selection: Selection
     out: Tensor
@@ -70,7 +71,7 @@ def teacher_forced(
     head_budgets_K: Tensor | None = None,
     kept: list[Kept] | None = None,
 ) -> Tensor:
-    """Let every position read what decoding would have read; see
+    """Attend from every position to the pages that decoding would have read; see
     ``sparrow.attention.teacher_forced``.
     """
     _check(q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout)
@@ -120,7 +121,7 @@ class _TeacherForced(torch.autograd.Function):
 
 
 class Call:
-    """The launches of one call; takes arguments that ``teacher_forced`` has checked."""
+    """Kernel launches of one call, for arguments that ``teacher_forced`` has checked."""
 
     def __init__(
         self,
@@ -158,8 +159,8 @@ class Call:
         self.shared_memory = device_limits(q.device).shared_memory - 4096
 
     def step(self, rows: int, resident: int, stages: int) -> int:
-        """Rows of two tensors that a step of a loop takes: fewer if they are wide or the shared
-        memory is small.
+        """Return how many rows of two tensors to load per step of a loop: fewer than ``rows`` if
+        rows are wide or shared memory is small.
         """
         rows = rows * 256 // max(256, self.row_bytes)
         while rows > 16 and (resident + 2 * stages * rows) * self.row_bytes > self.shared_memory:
@@ -175,7 +176,7 @@ class Call:
         N = self.N
         P = layout.page_size
         K = self.K
-        # Positions in a chunk: a power of 2, as many as the scratch for scores has room for.
+        # Positions per chunk: a power of 2, as large as the scratch memory for scores allows.
         room = 2 ** ((SCORE_BYTES // (4 * N * self.items)).bit_length() - 1)
         C = max(32, min(triton.next_power_of_2(self.T), room))
 
@@ -271,7 +272,7 @@ class Call:
         return selection
 
     def attend(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """The output, and the base-2 log-sum-exp ``[B, H, T]`` by position."""
+        """Compute the output, and the base-2 log-sum-exp ``[B, H, T]`` of each position."""
         B, H, T, D = self.q.shape
         out = self.q.new_zeros(B, T, H, D).transpose(1, 2)
         lse = torch.empty(B, H, T, dtype=torch.float32, device=self.q.device)
@@ -307,8 +308,8 @@ class Call:
     def query_gradient(
         self, out: Tensor, lse: Tensor, d_out: Tensor, selection: Selection
     ) -> tuple[Tensor, Tensor]:
-        """Gradient of the queries, and ``delta`` ``[B, H, T]``: each position's output times its
-        gradient.
+        """Compute the gradient of the queries, and ``delta`` ``[B, H, T]``: the dot product of each
+        position's output and the output's gradient.
         """
         d_q = torch.zeros_like(self.q)
         delta = torch.empty_like(lse)
@@ -350,7 +351,7 @@ class Call:
     def key_gradient(
         self, lse: Tensor, delta: Tensor, d_out: Tensor, readers: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of keys and values."""
+        """Compute the gradients of keys and values."""
         d_k = torch.zeros_like(self.k)
         d_v = torch.zeros_like(self.v)
         rows, _, warps, stages = KEY_TILES
@@ -390,8 +391,8 @@ class Call:
         return d_k, d_v
 
     def readers(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """List the positions that keep any page of each run: the ends of the lists, ``[B * K *
-        runs]``, and the lists.
+        """List, for each run of pages, the positions that keep any page of the run; return the ends
+        of the lists, ``[B * K * runs]``, and the concatenated lists.
         """
         counts = torch.empty(self.items * self.runs, dtype=torch.int32, device=self.q.device)
         sizes = (self.N, self.tile_count, self.runs)
@@ -409,7 +410,7 @@ class Call:
 
 
 def _packed(x: Tensor) -> Tensor:
-    """``x`` with its head dim contiguous, as the kernels read it."""
+    """Return ``x`` with a contiguous head dim, which the kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -428,24 +429,26 @@ def _check(
     interpreted = not isinstance(kernels.forward_kernel, triton.JITFunction)
     if q.device.type == "cpu" and not interpreted:
         raise ValueError(
-            "the kernels run on a GPU, got tensors on the CPU; use implementation='reference'"
+            "the Triton kernels need a GPU, got tensors on the CPU; use implementation='reference'"
         )
     if P & (P - 1) or P > 64:
-        raise ValueError(f"pages of {P} tokens have no kernel, expected a power of two up to 64")
+        raise ValueError(
+            f"there is no kernel for pages of {P} tokens, expected a power of 2 up to 64"
+        )
     if D > MAX_HEAD_DIM or H // k.shape[1] > MAX_GROUP or triton.cdiv(T, P) > MAX_PAGES:
         raise ValueError(
-            f"head dim {D}, {H // k.shape[1]} query heads per kv head and {triton.cdiv(T, P)} "
-            f"pages: the kernels go up to {MAX_HEAD_DIM}, {MAX_GROUP} and {MAX_PAGES}; use "
+            f"the kernels support head dims up to {MAX_HEAD_DIM}, {MAX_GROUP} query heads per kv "
+            f"head and {MAX_PAGES} pages, got {D}, {H // k.shape[1]} and {triton.cdiv(T, P)}; use "
             "implementation='reference'"
         )
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             "q, k and v must all be float16, bfloat16 or "
-            f"float32, got {q.dtype}, {k.dtype}, {v.dtype}"
+            f"float32, got {q.dtype}, {k.dtype} and {v.dtype}"
         )
     if any(x.shape[1] * x.stride(1) >= 2**31 or T * x.stride(2) >= 2**31 for x in (q, k, v)):
         raise ValueError(
-            f"sequences of {T} columns are beyond 32-bit offsets; split the batch or the heads"
+            f"sequences of {T} columns need offsets beyond 32 bits; split the batch or the heads"
         )
     for name, x, shape in (
         ("start_B", start, (B,)),

@@ -1,18 +1,18 @@
-"""Triton kernels of teacher-forced page attention: attend and differentiate; ``forced_select`` has
-chosen the pages.
+"""Triton kernels for the output and the gradients of teacher-forced page attention, for pages that
+``forced_select`` has chosen.
 
-Queries are cut into tiles of BT consecutive positions times the G heads of a group. A bit mask per
-page says which positions of a tile keep it (``masks``: bit i is the tile's i-th position); the
-pages that any position of a tile keeps are listed, and the tile's program reads those and no
-others. For the gradients of keys and values the same bits are turned into a list of the positions
-that keep any page of a run of neighbouring pages, and one program per run reads exactly those.
-Nothing is added atomically: results are the same bits every time.
+Queries are divided into tiles of BT consecutive positions times the G heads of a group. For each
+page, a bit mask specifies the positions of a tile that keep the page (``masks``: bit i is the
+tile's i-th position). The pages that any position of a tile keeps are listed, and the tile's
+program reads exactly these pages. For the gradients of keys and values, the same bits are turned
+into lists of the positions that keep any page of a run of adjacent pages, and one program per run
+reads exactly these positions. There are no atomic additions, so results are bitwise deterministic.
 
 Everything is indexed by position in the sequence; columns before a row's start and after its end
 are never read.
 
 Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K (padded to GP), D head dim
-(padded to DP), P page size, N pages. An item is one sequence and kv head.
+(padded to DP), P page size, N pages. An item is a pair of a sequence and a kv head.
 """
 
 import triton
@@ -24,8 +24,8 @@ from sparrow.attention.triton.kernels import load_rows
 
 @triton.jit
 def _pages_before(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
-    """Listed pages that lie wholly before a tile; the list continues with all of the tile's own
-    pages.
+    """Count the listed pages that end before a tile begins; the rest of the list consists of the
+    tile's own pages.
     """
     last = tl.minimum(tile * BT + BT, size) - 1
     return count - (last // P + 1 - (tile * BT + 1) // P)
@@ -33,8 +33,8 @@ def _pages_before(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def _tokens(entry, slot, end, NP: tl.constexpr, P: tl.constexpr):
-    """Positions of the tokens of NP listed pages, end to end, and masks of who keeps them: nobody
-    beyond ``end``.
+    """Return the positions of the tokens of NP listed pages, concatenated, and the masks of the
+    positions that keep them, which are empty for entries beyond ``end``.
     """
     token = entry.to(tl.int32)[:, None] * P + tl.arange(0, P)[None, :]
     mask = tl.where(slot < end, (entry >> 32).to(tl.int32), 0)
@@ -65,7 +65,7 @@ def _attend(
     P: tl.constexpr,
     NP: tl.constexpr,
 ):
-    # Entries are loaded one step before their use, so that the pipeline sees no chain of loads.
+    # Entries are loaded one step early, so that the software pipeline has no dependent loads.
     slot = begin + tl.arange(0, NP)
     entry = tl.load(lists + tl.maximum(tl.minimum(slot, end - 1), 0))
     for _ in range(begin, end, NP):
@@ -125,10 +125,10 @@ def forward_kernel(
     BT: tl.constexpr,
     NP: tl.constexpr,
 ):
-    """Attention of one tile to its pages; also the base-2 logarithm of each row's softmax
-    denominator.
+    """Compute the attention of one tile to the tile's pages, and the base-2 logarithm of each row's
+    softmax denominator.
     """
-    tile = TILES - 1 - tl.program_id(0)  # the tiles with the longest history first
+    tile = TILES - 1 - tl.program_id(0)  # tiles with the longest history run first
     item = tl.program_id(1).to(tl.int64)
     b = item // K
     size = tl.load(length + b).to(tl.int32)
@@ -289,8 +289,8 @@ def query_gradient_kernel(
     BT: tl.constexpr,
     NP: tl.constexpr,
 ):
-    """Gradient of one tile's queries, over the same pages; also ``delta``, each row's output times
-    its gradient.
+    """Compute the gradient of one tile's queries from the same pages, and ``delta``, the dot
+    product of each row's output and the output's gradient.
     """
     tile = TILES - 1 - tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
@@ -377,8 +377,8 @@ def query_gradient_kernel(
 def _readers(
     masks, place, row, tiles, n, N, ROWS: tl.constexpr, BT: tl.constexpr, PAGES: tl.constexpr
 ):
-    """The pages of every run that the positions of some tiles keep: ``[ROWS, BT, runs]``, bit i for
-    a run's i-th page.
+    """Return the pages that positions of ROWS tiles keep, as bits ``[ROWS, BT, runs]``: bit i is
+    the i-th page of a run.
     """
     tile = row + tl.arange(0, ROWS)
     bits = tl.zeros((ROWS, BT, n.shape[0]), tl.int32)
@@ -433,8 +433,8 @@ def reader_list_kernel(
     ROWS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """List, for one run after the other, the positions that keep any of its pages, in order; the low
-    PAGES bits of each entry say which pages.
+    """List, for each run, the positions that keep any page of the run, in order; the low PAGES bits
+    of an entry specify the pages.
     """
     item = tl.program_id(1).to(tl.int64)
     tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT
@@ -454,7 +454,7 @@ def reader_list_kernel(
 
 @triton.jit
 def _add(total, lost, part, COMPENSATED: tl.constexpr):
-    """``total + part``, and the error that rounding adds (Kahan) if COMPENSATED."""
+    """Return ``total + part`` and, if COMPENSATED, the rounding error of the sum (Kahan)."""
     if COMPENSATED:
         part -= lost
         before = total
@@ -511,11 +511,11 @@ def key_gradient_kernel(
     KEYS: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Gradients of one run's keys and values: a loop over the positions that keep any of its pages,
-    BT at a time.
+    """Compute the gradients of one run's keys and values, in a loop over the positions that keep
+    any page of the run, BT at a time.
 
-    Every position keeps the first page, so float32 is summed with compensation: rounding would grow
-    with the length.
+    Every position keeps the first page, and the rounding error of its sums would grow with the
+    length, so float32 sums are compensated.
     """
     COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
     run = tl.program_id(0)

@@ -1,5 +1,5 @@
-"""Triton kernels that select pages for teacher forcing: bits for every position, and a list for a
-tile of positions.
+"""Triton kernels that select pages for teacher forcing: bits for each position, and a list of pages
+for each tile of positions.
 
 Shapes as in ``forced_kernels``; C positions in a chunk.
 """
@@ -29,8 +29,8 @@ def landmark_kernel(
     TILE: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Mean keys ``[B, K, N, D]`` of full pages; zeros for the rest. With FP8, rounded to e4m3 in
-    the keys' dtype.
+    """Compute the mean keys ``[B, K, N, D]`` of full pages, and zeros for other pages. With FP8,
+    means are rounded to e4m3 values but stored in the keys' dtype.
     """
     item = tl.program_id(1).to(tl.int64)
     b = item // K
@@ -57,8 +57,8 @@ def landmark_kernel(
 
 @triton.jit
 def tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
-    """For each row of a tile: its position and head (clamped to what exists), its position's bit,
-    whether it exists.
+    """Return each tile row's position and head (clamped to valid values), the bit of its position
+    in masks, and whether the row is valid.
     """
     row = tl.arange(0, BT * GP)
     position = tile * BT + row // GP
@@ -97,10 +97,10 @@ def score_kernel(
     BT: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Scores ``[B, K, C, pages]`` of C positions from ``first`` on: sums over the group, which rank
-    like means.
+    """Compute the scores ``[B, K, C, pages]`` of C positions, starting with ``first``. Scores are
+    summed over the group, which ranks pages like the mean.
 
-    Tiles of positions that keep every page are left out.
+    Tiles whose positions all keep every page are skipped.
     """
     item = tl.program_id(2).to(tl.int64)
     b = item // K
@@ -155,7 +155,7 @@ def select_kernel(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Bits ``[B, K, C, BLOCK / 32]`` of the pages each position keeps: ``select_pages``."""
+    """Compute ``select_pages`` as bits ``[B, K, C, BLOCK / 32]``: the pages each position keeps."""
     item = tl.program_id(1).to(tl.int64)
     b = item // K
     position = first + tl.program_id(0)
@@ -196,10 +196,10 @@ def tile_kernel(
     WORDS: tl.constexpr,
     BW: tl.constexpr,
 ):
-    """From a chunk's bits: every page's mask over a tile's positions, and the list of pages whose
+    """Turn a chunk's bits into each page's mask over a tile's positions, and list the pages whose
     mask is not empty.
 
-    An entry of the list has the page in its lower half and the mask in its upper half.
+    A list entry contains the page in its lower half and the mask in its upper half.
     """
     item = tl.program_id(1).to(tl.int64)
     size = tl.load(length + item // K).to(tl.int32)

@@ -1,14 +1,15 @@
-"""Triton kernels of page-sparse decoding: rank pages, attend to the kept ones.
+"""Triton kernels for page-sparse decoding: rank pages, and attend to the kept pages.
 
-A row's kept pages are a list of page ids in the order of the sequence; "kept tokens" are the tokens
-of that list laid end to end, so one index runs over them whatever the page size, and only the last
-page is partly filled. Everything about a row (length, top_k) is read on the device and the grid
-depends on shapes alone, so a captured CUDA graph stays right while lengths and budgets change.
-``pages.py`` specifies what they compute.
+A row's kept pages are a list of page ids in sequence order. The "kept tokens" are the tokens of
+these pages, concatenated: a single index runs over them whatever the page size, and only the last
+page may be partly filled. A row's length and top_k are read on the device, and the grid depends on
+shapes alone, so a captured CUDA graph remains valid when lengths and budgets change. ``pages.py``
+specifies what the kernels compute.
 
 Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, M
-blocks in a row of the block table. An item is one sequence and kv head. PER_BLOCK = block tokens /
-P pages of P tokens make a block of the cache; page id = block * PER_BLOCK + page within the block.
+blocks in a row of the block table. An item is a pair of a sequence and a kv head. A block of the
+cache consists of PER_BLOCK = block tokens / P pages; page id = block * PER_BLOCK + page within the
+block.
 """
 
 import triton
@@ -19,15 +20,15 @@ from sparrow.attention.triton.cache import complete_page, scale_of
 
 LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
-# Steps that split the range of scores as floats; they suffice for ordinary scores. What is left (an
-# outlier that stretches the range, ties) is finished on their bit patterns, in at most 21 further
-# steps.
+# Number of steps that split the range of scores as floats, enough for ordinary scores. Difficult
+# cases (ties, or an outlier that stretches the range) continue on the bit patterns of the scores,
+# for at most 21 further steps.
 FLOAT_STEPS = tl.constexpr(12)
 
 
 @triton.jit
 def _split_work(work, split, used, TILE: tl.constexpr):
-    """The part of ``work``, in whole tiles, of one of ``used`` splits."""
+    """Return the range of ``work``, in whole tiles, for one of ``used`` splits."""
     size = (work + TILE * used - 1) // (TILE * used) * TILE
     begin = tl.minimum(split * size, work)
     return begin, tl.minimum(begin + size, work)
@@ -35,8 +36,8 @@ def _split_work(work, split, used, TILE: tl.constexpr):
 
 @triton.jit
 def _arrives_last(counter, expected):
-    """Arrive, and return true in the last of the ``expected`` programs, to which the others' stores
-    are then visible.
+    """Count this program's arrival, and return whether it is the last of ``expected`` programs; the
+    last program sees the stores of all others.
     """
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
@@ -47,13 +48,13 @@ def _arrives_last(counter, expected):
 
 @triton.jit
 def _order(bits):
-    """Map the bits of a float to an int32 of the same order, and back."""
+    """Map the bits of a float to an int32 that preserves the order of floats, or map back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def load_rows(base, offset_T, D: tl.constexpr, DP: tl.constexpr):
-    """Rows of ``D`` elements, zeros up to ``DP``."""
+    """Load rows of ``D`` elements, padded to ``DP`` with zeros."""
     d = tl.arange(0, DP)
     rows = base + offset_T[:, None] + d[None, :]
     return tl.load(rows) if D == DP else tl.load(rows, mask=(d < D)[None, :], other=0.0)
@@ -61,8 +62,8 @@ def load_rows(base, offset_T, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _load_block_rows(base_T1, block_T, inside_T, stride_block, D: tl.constexpr, DP: tl.constexpr):
-    """Rows of ``D`` elements, one of each block at the offset ``base_T1``; zeros up to ``DP`` and
-    outside.
+    """Load one row of ``D`` elements from each block, at the address ``base_T1`` plus the block's
+    offset; zeros pad rows to ``DP``, and replace rows that are not ``inside``.
     """
     d = tl.arange(0, DP)
     rows = base_T1 + d[None, :] + (block_T.to(tl.int64) * stride_block)[:, None]
@@ -97,15 +98,15 @@ def _score(
 
 @triton.jit
 def above_and_tied(score, is_ranked, ranked, budget):
-    """Find the ranked pages above the threshold, those equal to it, and how many of the latter to
-    take for ``budget``.
+    """Find the ranked pages above the threshold, the pages tied at the threshold, and how many of
+    the tied pages to keep so that ``budget`` pages are kept.
 
     The threshold is found in steps. Each step counts how many scores reach each of two guesses,
-    until exactly ``budget`` scores reach one or a single value is left.
+    until exactly ``budget`` scores reach a guess or only one possible value is left.
     """
     score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0
     key = tl.where(is_ranked, _order(score.to(tl.int32, bitcast=True)), LOWEST)
-    # at_low keys reach low and at_high reach high, with at_high <= budget <= at_low.
+    # ``at_low`` keys reach ``low`` and ``at_high`` keys reach ``high``; at_high <= budget <= at_low.
     low = tl.min(tl.where(is_ranked, key, HIGHEST), 0)
     high = tl.max(key, 0) + 1
     low = tl.where(budget == 0, high, low)
@@ -120,13 +121,13 @@ def above_and_tied(score, is_ranked, ranked, budget):
             first = _order((low_score + width * (1 / 3)).to(tl.int32, bitcast=True))
             second = _order((low_score + width * (2 / 3)).to(tl.int32, bitcast=True))
         else:
-            # The difference can exceed an int32.
+            # The difference can overflow an int32.
             third = ((high - low).to(tl.uint32) // 3).to(tl.int32)
             first = low + third
             second = high - third
         first = tl.minimum(tl.maximum(first, low + 1), high - 1)
         second = tl.minimum(tl.maximum(second, first), high - 1)
-        # Both counts in one sum: the upper half counts the keys that reach the second guess.
+        # One sum contains both counts; its upper half counts the keys that reach the second guess.
         count = tl.sum(tl.where(key >= second, 0x10001, tl.where(key >= first, 1, 0)), 0)
         at_first = count & 0xFFFF
         at_second = count >> 16
@@ -154,10 +155,10 @@ def _select_block(
     PER_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replace the scores in ``row`` by the ids of the kept pages, in order; ``BLOCK`` is at least
+    """Replace the scores in ``row`` with the ids of the kept pages, in order; ``BLOCK`` is at least
     ``pages``.
 
-    Of equal scores at the threshold the earlier pages are taken.
+    Among pages tied at the threshold, the earlier pages are kept.
     """
     n = tl.arange(0, BLOCK)
     inside = n < pages
@@ -189,7 +190,7 @@ def _select(
     PER_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``_select_block`` at a width that fits the row, so that short rows in a wide table stay
+    """Call ``_select_block`` with a width that fits the row, so that short rows in a wide table are
     cheap.
     """
     if (BLOCK > 256) & (pages <= 256):
@@ -244,22 +245,23 @@ def _attend(
     PER_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Softmax over kept tokens ``begin .. end - 1``: unnormalised output, sum and maximum (base-2
-    logits) per head.
+    """Compute softmax attention over kept tokens ``begin .. end - 1``; return the unnormalised
+    output, the sum and the maximum (base-2 logits) per head.
 
-    ``ids`` are the pages of a list, or the blocks of the block table where all are kept; a page
-    starts at ``begin``. Keys and values in e4m3 are multiplied as they are stored, in the queries'
-    dtype; those in int8 with their scales, which that dtype holds exactly.
+    ``ids`` are the page ids of a list or, if all pages are kept, the blocks of the block table;
+    ``begin`` is the start of a page. Keys and values in e4m3 are multiplied in the queries' dtype
+    without their scales. Keys and values in int8 are multiplied by their scales first, which is
+    exact in the queries' dtype.
     """
     maximum = tl.full((GP,), -1e30, tl.float32)
     total = tl.zeros((GP,), tl.float32)
     acc = tl.zeros((GP, DP), tl.float32)
     r = tl.arange(0, TILE)
     for first in range(begin, end, TILE):
-        inside = first + r < end  # what lies beyond a sequence may be NaN, and 0 * NaN is NaN
+        inside = first + r < end  # tokens beyond the end may be NaN, and 0 * NaN is NaN
         if TILE % P == 0:
             n = first // P + r // P
-            token = r % P  # the same in every tile, as is all of an address but the block
+            token = r % P  # the same in every tile; only the block of an address changes
         else:
             n = (first + r) // P
             token = (first + r) % P
@@ -363,10 +365,11 @@ def rank_kernel(
     SCORE_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Several programs score the pages of an item; the last to finish selects.
+    """Score the pages of each item in several programs, and select pages in the last of them to
+    finish.
 
     With ``rank_before_wait``, the preceding launch only stores the newest tokens, and ranking does
-    not wait for it. ``key_scales`` are those of keys in int8, else None.
+    not wait for that launch. ``key_scales`` are the scales of int8 keys, and None for other keys.
     """
     if PDL:
         if rank_before_wait == 0:
@@ -471,10 +474,10 @@ def attend_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program attends to one part of an item's kept tokens.
+    """Attend to one part of an item's kept tokens per program.
 
-    The last program of an item to finish adds the parts in order, so that the result does not
-    depend on timing.
+    The last program of an item to finish adds all parts in order, so the result does not depend on
+    timing.
     """
     work = tl.program_id(0)
     entry = plan + work // K * ENTRY

@@ -1,5 +1,5 @@
-"""Launchers of the Triton kernels: check what can be checked without touching the device, pick
-tiles, launch.
+"""Launchers for the Triton kernels: check everything that can be checked without the device, choose
+tile sizes, and launch.
 
 Shapes as in ``attention/decode.py``; T tokens.
 """
@@ -30,7 +30,7 @@ from sparrow.attention.triton.tuning import LaunchConfig, choose
 
 
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raise ValueError for a batch that these kernels cannot serve."""
+    """Raise ValueError for a batch that these kernels do not support."""
     check_for_kernels(batch, workspace)
     _check_device(batch.k_cache, batch.layout)
 
@@ -41,11 +41,12 @@ def run(
     reuse_plan: bool = False,
     config: LaunchConfig | None = None,
 ) -> Tensor:
-    """One decode step, see ``sparrow.attention.paged_decode``; ``config`` stands in for the chosen
-    one in tests.
+    """Compute one decode step, see ``sparrow.attention.paged_decode``; tests pass ``config`` to
+    override the chosen configuration.
 
-    With ``reuse_plan``, ranking starts before the preceding launch has ended if that launch allows
-    it, as only ``store_tokens`` here does: nothing but the newest tokens may depend on that launch.
+    With ``reuse_plan``, ranking may start before the preceding launch has ended. Only
+    ``store_tokens`` permits this early start, and nothing but the newest tokens may depend on that
+    launch.
     """
     assert workspace is not None  # ``check`` refuses None
     launches = Launches(batch, workspace, config)
@@ -57,7 +58,7 @@ def run(
 
 
 class Launches:
-    """The kernels of one decode step, with their arguments; benchmarks time them separately."""
+    """The kernels of a decode step, with their arguments; benchmarks time each kernel separately."""
 
     def __init__(
         self, batch: DecodeBatch, workspace: DecodeWorkspace, config: LaunchConfig | None = None
@@ -84,14 +85,14 @@ class Launches:
             SINK=layout.sink_pages,
             RECENT=layout.recent_pages,
         )
-        # A launch may begin while the one before it ends, and waits for it on the device; GPUs
-        # before Hopper cannot.
+        # From Hopper on, a launch may begin before the preceding launch has ended, and wait for it
+        # on the device.
         overlap = _can_overlap(batch.q_BHD)
         self.options = dict(PDL=overlap, launch_pdl=overlap)
 
     def plan(self) -> None:
-        """Divide the batch among the programs that attend; good for every layer with these lengths
-        and budgets.
+        """Divide the batch among the attention programs; the plan is valid for every layer with
+        these lengths and budgets.
         """
         c = self.config
         division = Division(c.extra_programs, c.resident_programs, c.part_tokens, ranks=False)
@@ -131,7 +132,7 @@ class Launches:
         )
 
     def attend(self) -> None:
-        """Attention over the kept pages."""
+        """Compute attention over the kept pages."""
         b = self.batch
         w = self.workspace
         c = self.config
@@ -162,7 +163,7 @@ class Launches:
             **self.constants,
             **self.options,
             num_warps=c.attend_warps,
-            num_stages=2 * c.attend_stages + 1,  # a tile waits for its page ids first
+            num_stages=2 * c.attend_stages + 1,  # page ids are loaded one step before their tile
             maxnreg=c.registers,
         )
 
@@ -180,7 +181,7 @@ def update_landmarks(layers: CachedLayers, slot_mapping_T: Tensor, layout: PageL
     D = k_cache.shape[3]
     if T == 0:
         return
-    slots = layout.page_size  # in prefill, about one page is completed in so many slots
+    slots = layout.page_size  # in prefill, this many slots complete about one page
     cache.landmark_kernel[(triton.cdiv(T, slots), K, len(layers.caches))](
         k_cache,
         landmark_cache,
@@ -209,13 +210,13 @@ def store_tokens(
     scales: CacheScales | None = None,
     clipped: Tensor | None = None,
 ) -> None:
-    """Store each token's keys and values in its slot (-1: none); the caches are as in
-    ``DecodeBatch``.
+    """Store each token's keys and values in the token's slot (-1 means no slot); the caches have
+    the layout described in ``DecodeBatch``.
 
-    A cache in float8_e4m3fn needs ``scales`` and ``clipped``, int64 [1], which counts the tokens of
-    which a key or value was beyond 448 times its scale, and clamped to that. Of a cache in int8,
-    ``scales`` are stored too. If the next launch on the stream is a decode step that reuses its
-    plan, it ranks pages meanwhile.
+    A float8_e4m3fn cache needs ``scales`` and ``clipped``, int64 ``[1]``. Keys and values beyond
+    448 times their scale are clamped, and ``clipped`` counts the tokens this happened to. For an
+    int8 cache, ``scales`` is written as well. If the next launch on the stream is a decode step
+    that reuses its plan, that step ranks pages while the tokens are being stored.
     """
     (T,) = slot_mapping_T.shape
     (_, K, D) = key_TKD.shape
@@ -261,7 +262,7 @@ def _check_device(k_cache: Tensor, layout: PageLayout) -> None:
     interpreted = not isinstance(kernels.attend_kernel, triton.JITFunction)
     if k_cache.device.type == "cpu" and not interpreted:
         raise ValueError(
-            "the kernels run on a GPU, got tensors on the CPU; use implementation='reference'"
+            "the Triton kernels need a GPU, got tensors on the CPU; use implementation='reference'"
         )
     if lacking := fp8_lacking(k_cache.device, k_cache.dtype, layout.landmark_dtype):
         raise ValueError(lacking)

@@ -1,8 +1,8 @@
-"""Launch configurations for an H200, fitted to other devices' limits;
+"""Launch configurations for an H200, adapted to the limits of other devices;
 ``benchmarks/decode_kernels.py`` times them.
 
-Nothing is tuned when a user starts. On anything but an H100 or H200 (A100, L40S, B200) they are an
-untested start within the device's limits.
+Nothing is tuned at run time. On devices other than an H100 or H200 (such as A100, L40S or B200),
+the configurations respect the device's limits but are untested.
 """
 
 from __future__ import annotations
@@ -16,25 +16,28 @@ from sparrow.attention.decode import DeviceLimits
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """The division of one decode step into programs."""
+    """Launch parameters that determine how a decode step is divided into programs."""
 
-    score_pages: int  # landmarks in a tile
+    score_pages: int  # landmarks per tile
     score_stages: int  # tiles of landmarks in flight
     rank_splits: int  # programs that score the pages of an item
-    rank_warps: int  # warps of a ranking program
-    attend_tokens: int  # tokens in a tile of keys and values
+    rank_warps: int  # warps per ranking program
+    attend_tokens: int  # tokens per tile of keys and values
     attend_stages: int  # tiles of keys and values in flight
-    extra_programs: int  # attending programs besides one for each item; a multiple of the kv heads
-    attend_warps: int  # warps of an attending program
-    part_tokens: int  # kept tokens that are worth another program
-    # most registers of an attending thread, so that enough programs fit side by side
+    # attention programs beyond one per item; a multiple of the number of kv heads
+    extra_programs: int
+    attend_warps: int  # warps per attention program
+    part_tokens: int  # minimum number of kept tokens per part
+    # maximum registers per attention thread, low enough for the resident programs to fit
     registers: int
-    resident_programs: int  # attending programs that run at once
+    resident_programs: int  # attention programs that run at the same time
 
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Tiles for heads of 256 bytes, and the attending programs that are to fit on one processor."""
+    """Tile sizes for heads of 256 bytes, and the number of attention programs that should fit on a
+    multiprocessor.
+    """
 
     resident: int
     score_pages: int
@@ -43,7 +46,8 @@ class _Tiles:
     attend_stages: int
 
 
-# Few programs need many bytes in flight each; many need to fit side by side.
+# If there are few programs, each needs many bytes in flight; if there are many, several must fit on
+# a multiprocessor.
 ONE = _Tiles(1, 128, 3, 128, 2)
 THREE = _Tiles(3, 128, 2, 64, 2)
 FOUR = _Tiles(4, 64, 2, 64, 1)
@@ -56,18 +60,20 @@ def _tiles(items: int, multiprocessors: int) -> _Tiles:
         return ONE
 
     def last_wave(resident: int) -> float:
-        """Occupancy of the waves of programs, of which the last may be nearly empty."""
+        """Return the average occupancy of the waves of programs; the last wave may be nearly
+        empty.
+        """
         return filled / resident / math.ceil(filled / resident)
 
     return FOUR if last_wave(4) > last_wave(3) else THREE
 
 
 def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
-    """Programs for further parts of rows: as many as the items leave room for or, if there are more
-    items than multiprocessors, about two for every multiprocessor.
+    """Return the number of programs for further parts of rows: one for each multiprocessor without
+    an item or, if there are more items than multiprocessors, about two per multiprocessor.
 
-    A grid beyond the device's room is spread unevenly, even if most of its programs find nothing to
-    do.
+    A grid larger than the device can run at once is distributed unevenly, even if most of its
+    programs have nothing to do.
     """
     room = multiprocessors - items if items <= multiprocessors else 2 * multiprocessors - kv_heads
     return max(1, room // kv_heads) * kv_heads
@@ -75,15 +81,15 @@ def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
 
 @cache
 def choose(items: int, kv_heads: int, head_bytes: int, limits: DeviceLimits) -> LaunchConfig:
-    """The configuration for ``items`` (sequences x ``kv_heads``) and cached heads of
+    """Choose the configuration for ``items`` (sequences x ``kv_heads``) and cached heads of
     ``head_bytes``, a power of 2.
 
-    It depends on shapes alone, so that a captured graph replays what it was captured with.
+    The choice depends on shapes alone, so it remains correct when a captured graph is replayed.
     """
     tiles = _tiles(items, limits.multiprocessors)
     tokens = max(16, min(128, tiles.attend_tokens * 256 // head_bytes))
-    # Tiles stop growing at 128 rows; heads too narrow to fill larger ones have more of them in
-    # flight.
+    # Tiles have at most 128 rows. For heads so narrow that this limit applies, more tiles are in
+    # flight instead.
     more = max(1, min(2, 256 * tiles.attend_tokens // (head_bytes * tokens)))
     config = LaunchConfig(
         score_pages=max(16, min(128, tiles.score_pages * 256 // head_bytes)),
@@ -102,7 +108,7 @@ def choose(items: int, kv_heads: int, head_bytes: int, limits: DeviceLimits) -> 
 
 
 def _fit(config: LaunchConfig, head_bytes: int, limits: DeviceLimits) -> LaunchConfig:
-    """``config`` with fewer tiles in flight, then smaller ones, until its buffers fit."""
+    """Reduce the number of tiles in flight, then the size of tiles, until the buffers fit."""
     spare = limits.shared_memory - 16 * 1024  # queries, page ids and reductions
     while config.attend_stages * config.attend_tokens * 2 * head_bytes > spare:
         if config.attend_stages > 1:

@@ -130,7 +130,9 @@ def test_what_the_source_takes_for_granted_is_said_where_it_does_not_hold(change
 
 
 def test_a_gpu_that_is_not_there_is_named():
-    assert "for Hopper GPUs" in unsupported_reason(16, 128, 2, torch.bfloat16, torch.device("cpu"))
+    assert "needs a Hopper GPU" in unsupported_reason(
+        16, 128, 2, torch.bfloat16, torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize(

@@ -384,8 +384,8 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
         case,
         k=case.k.bfloat16(),
     )
-    refuse("head dim 264, 2 query heads", make_case([(0, 20, 1)], D=264))
-    refuse("head dim 16, 17 query heads", make_case([(0, 20, 1)], D=16, K=1, G=17))
+    refuse("got 264, 2 and", make_case([(0, 20, 1)], D=264))
+    refuse("got 16, 17 and", make_case([(0, 20, 1)], D=16, K=1, G=17))
     with pytest.raises(ValueError, match=r"scale must be positive, got 0\.0"):
         rows = (case.start, case.length, case.prompt, case.top_k)
         teacher_forced(

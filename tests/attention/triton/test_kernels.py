@@ -751,7 +751,7 @@ def test_long_rows_are_shared_out(config, top_k):
 def test_extra_programs_without_a_plan_are_refused():
     case = make_case([100], [2], K=8)
     with pytest.raises(
-        ValueError, match="extra programs must be a multiple of the 8 kv heads, got 20"
+        ValueError, match="extra_programs must be a multiple of the 8 kv heads, got 20"
     ):
         decode(replace(ONE, extra_programs=20), case.batch(), make_workspace(case))
 
@@ -1029,12 +1029,12 @@ def test_the_public_operation_takes_exactly_the_implementation_asked_for():
     cpu = [x.cpu() for x in case.inputs()]
     by_reference = paged_decode(*cpu, layout=case.layout, implementation="reference")
     assert torch.equal(by_reference, case.expected(torch.float16))
-    with pytest.raises(ValueError, match="needs a workspace"):
+    with pytest.raises(ValueError, match="need a workspace"):
         paged_decode(*case.inputs(), implementation="triton", **options)
     with pytest.raises(ValueError, match="unknown implementation 'flash'"):
         paged_decode(*case.inputs(), implementation="flash", **options)
     if INTERPRETED:
-        with pytest.raises(ValueError, match="for Hopper GPUs"):
+        with pytest.raises(ValueError, match="needs a Hopper GPU"):
             paged_decode(*case.inputs(), implementation="cuda", workspace=workspace, **options)
     else:
         check_shipped_cuda(case)
@@ -1181,7 +1181,7 @@ def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
         *(torch.zeros(*x.shape[:2], 40, dtype=x.dtype)[..., :32] for x in (case.scales.k,) * 2)
     )
     with pytest.raises(
-        ValueError, match="copies 16 bytes at a time: scales of keys must be aligned to that"
+        ValueError, match="copies 16 bytes at a time; align scales of keys to 16 bytes"
     ):
         decode(config, replace(case, scales=unaligned).batch(), workspace)
 
@@ -1202,7 +1202,7 @@ def refuse(match: str, case: Case, workspace: DecodeWorkspace | None = None, **c
 def test_what_the_kernels_cannot_serve_is_refused_by_name():
     case = make_case([100], [2])
     workspace = make_workspace(case)
-    refuse("pages of 12 tokens in blocks of 16", case, workspace, layout=PageLayout(12))
+    refuse("pages have 12 tokens and blocks 16", case, workspace, layout=PageLayout(12))
     refuse("queries must be float16 or bfloat16", case, q=case.q.float())
     refuse("length_B must be contiguous int32", case, length=case.length.long())
     refuse("caches must be", case, k_cache=case.k_cache.float(), v_cache=case.v_cache.float())
@@ -1211,8 +1211,8 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
         r"landmarks must be .* in torch.float8_e4m3fn, got .* in torch.float16", case, layout=FP8
     )
     fp8, int8 = make_case([100], [2], cache_dtype=E4M3), make_case([100], [2], cache_dtype=INT8)
-    refuse("needs scales, and no other has any; got .* no scales", fp8, scales=None)
-    refuse("needs scales, and no other has any; got .* and scales", case, scales=fp8.scales)
+    refuse("have scales, and they require them; got .* no scales", fp8, scales=None)
+    refuse("have scales, and they require them; got .* and scales", case, scales=fp8.scales)
     refuse(
         r"scales must be contiguous torch.float32 \[2\], got .* \(1,\)",
         fp8,
@@ -1224,7 +1224,7 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
         scales=fp8.scales,
     )
     refuse(
-        "scales of keys and values must be strided alike",
+        "scales of keys and values must have the same strides",
         int8,
         scales=replace(int8.scales, v=int8.scales.v.clone()),
     )
@@ -1236,17 +1236,17 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
         case,
         budgets=budgets.long(),
     )
-    refuse("make a larger one", case, DecodeWorkspace(1, 2, 2, 64, 3, DEVICE))
-    refuse("the workspace is for 2, 4, 64", case, DecodeWorkspace(1, 2, 4, 64, 100, DEVICE))
+    refuse("create a larger one", case, DecodeWorkspace(1, 2, 2, 64, 3, DEVICE))
+    refuse("the workspace is for 2, 4 and 64", case, DecodeWorkspace(1, 2, 4, 64, 100, DEVICE))
     for layer in (
         (int8.k_cache, int8.landmark_cache),
         (case.k_cache, case.landmark_cache, int8.scales.k),
     ):
         with pytest.raises(
-            ValueError, match="keys in int8 come with one tensor of scales, and no others"
+            ValueError, match="int8 keys need one tensor of scales, and other keys none"
         ):
             CachedLayers([layer])
-    with pytest.raises(ValueError, match="cannot be ranked"):
+    with pytest.raises(ValueError, match="cannot rank sequences"):
         DecodeWorkspace(1, 1, 1, 64, 16385, DEVICE)
 
 

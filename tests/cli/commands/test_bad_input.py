@@ -254,7 +254,9 @@ def test_a_mistyped_path_is_not_asked_of_the_hub(name, capsys, monkeypatch):
         capsys, *MEASURE, "--model", name
     )
     refused = fails(capsys, "cost", "--schedule", "fixed:1", "--model", name)
-    assert refused.startswith(("sparrow: cannot load the config of", "sparrow: no model config at"))
+    assert refused.startswith(
+        ("sparrow: cannot load the config of", "sparrow: there is no model config at")
+    )
 
 
 def test_bf16_on_a_cpu_in_measure(checkpoint, tmp_path, capsys):

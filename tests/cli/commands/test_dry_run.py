@@ -56,7 +56,7 @@ def test_a_dry_run_predicts_memory_and_hours_as_the_cluster_model_does(tmp_path,
     assert found.sparse is not None and found.lossless is None
     for step in (found.dense, found.sparse):
         assert f"{step.seconds:.0f} s: rollout {step.rollout:.0f}" in printed
-        assert f"{800 * step.seconds / 3600:.0f} h a run" in printed
+        assert f"{800 * step.seconds / 3600:.0f} h per run" in printed
     assert "14.77B parameters" in printed and "16,384 tokens of response, 24,576 left" in printed
     assert "800 steps, 6,400 prompts" in printed and "lossless" not in printed
     assert not (tmp_path / "run").exists()
@@ -105,7 +105,7 @@ def test_every_problem_is_a_sentence_of_its_own(tmp_path, capsys):
     [
         (
             ["--engine", "vllm"],
-            "vLLM is to take 0.9 of 140 GiB, and training keeps 21 beside it; lower",
+            "gpu_memory_utilization is 0.9 of 140 GiB, but training keeps 21 GiB on the same GPU; lower",
         ),
         (["--engine", "hf"], "engine is 'hf', which is slower"),
         (
@@ -116,7 +116,7 @@ def test_every_problem_is_a_sentence_of_its_own(tmp_path, capsys):
         (["--dry-run", "h300"], "gpu is 'h300'"),
         (
             ["--rollout.samples", "2", "--rollout.prompts", "2"],
-            "4 responses leave some of 8 engines idle",
+            "4 responses leave some of the 8 engines idle",
         ),
         (["--schedule", "qwen3-14b-0.99"], "no schedule 'qwen3-14b-0.99'"),
         (["--optimizer.precision", "fp32"], "optimizer.precision is 'fp32'"),

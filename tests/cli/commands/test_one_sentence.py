@@ -153,7 +153,7 @@ def test_schedules_from_python_are_refused_in_a_sentence():
 
 def test_models_and_lengths_that_are_none_are_refused_in_a_sentence():
     schedule = SparsitySchedule.fixed(2, dense_layers=(0,))
-    with pytest.raises(ConfigError, match="the model is None, not a model of transformers"):
+    with pytest.raises(ConfigError, match="the model is None, not a transformers model"):
         set_schedule(None, schedule)
     model = tiny_model()
     set_schedule(model, schedule)
@@ -161,7 +161,7 @@ def test_models_and_lengths_that_are_none_are_refused_in_a_sentence():
         pass
     for lengths in (None, "ab", [1, None], {}):
         with (
-            pytest.raises(ConfigError, match="one whole number from 0 for each row"),
+            pytest.raises(ConfigError, match="one whole number of at least 0 for each row"),
             teacher_forced(model, lengths),
         ):
             pass
