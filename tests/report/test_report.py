@@ -430,7 +430,7 @@ def test_a_schedule_is_drawn_alone(tmp_path, capsys):
     for more in (["x"], ["--steps", "3"]):
         with pytest.raises(SystemExit):
             main(["report", str(tmp_path / "schedule.json"), *more])
-        assert "is drawn alone and has no steps; give it alone" in " ".join(
+        assert "so it cannot be compared and has no steps; give it without" in " ".join(
             capsys.readouterr().err.split()
         )
 
