@@ -193,7 +193,8 @@ class Decoding(LosslessSettings):
             return cls.lossless(**settings)
         if mode == "lossy" and "schedule" not in settings:
             raise ConfigError(
-                "mode 'lossy' needs a schedule, such as 'qwen3-4b-0.86'; or use mode 'lossless'"
+                "mode 'lossy' needs a schedule; give one, such as 'qwen3-4b-0.86', "
+                "or use mode 'lossless'"
             )
         return cls.lossy(settings.get("schedule", "dense"))
 

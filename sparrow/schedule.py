@@ -71,7 +71,7 @@ class SparsitySchedule:
             object.__setattr__(self, name, _whole_number(name, getattr(self, name)))
         if self.landmark_dtype not in (known := get_args(LandmarkDtype)):
             raise ConfigError(
-                f"a schedule's landmark_dtype is one of {known}, got {self.landmark_dtype!r}"
+                f"a schedule's landmark_dtype must be one of {known}, got {self.landmark_dtype!r}"
             )
 
         if not self.top_k:
@@ -102,7 +102,7 @@ class SparsitySchedule:
         mean = float(self.sparse_budget_units.mean()) / BUDGET_UNIT
         if abs(mean - 1) > 0.01:
             raise ConfigError(
-                "a schedule's head_budgets have a mean of 1 over the layers that are not dense, "
+                "a schedule's head_budgets must have a mean of 1 over the layers that are not dense, "
                 f"got {mean:.4g}; divide them by {mean:.4g}, and raise top_k to read more"
             )
 
@@ -337,7 +337,7 @@ class SparsitySchedule:
             top_k = tuple(ALL_PAGES if isinstance(k, str) and k == "all" else k for k in top_k)
         provenance = plain.get("provenance") or {}
         if not isinstance(provenance, Mapping):
-            raise ConfigError(f"a schedule's provenance is a JSON object, got {provenance!r}")
+            raise ConfigError(f"a schedule's provenance must be a JSON object, got {provenance!r}")
         return cls(**{**plain, "top_k": top_k, "provenance": provenance})
 
     def to_json(self) -> str:
@@ -354,7 +354,7 @@ class SparsitySchedule:
             raise ConfigError(f"the schedule is not valid JSON: {error}") from error
         if not isinstance(plain, dict):
             raise ConfigError(
-                f"a schedule is a JSON object with a top_k table, got {type(plain).__name__}"
+                f"a schedule must be a JSON object with a top_k table, got {type(plain).__name__}"
             )
         return cls.from_dict(plain)
 
@@ -390,7 +390,7 @@ def _head_budgets(rows: Any) -> tuple[tuple[float, ...], ...]:
             if not is_number or not 0 <= number <= LARGEST_BUDGET:
                 expected = f"a number in 0..{LARGEST_BUDGET} that multiplies top_k"
                 raise ConfigError(
-                    f"a schedule's head_budgets[{i}][{j}] is {expected}, got {number!r}"
+                    f"a schedule's head_budgets[{i}][{j}] must be {expected}, got {number!r}"
                 )
         table.append(tuple(round(number * BUDGET_UNIT) / BUDGET_UNIT for number in row))
     lengths = [len(row) for row in table]
@@ -404,7 +404,7 @@ def _head_budgets(rows: Any) -> tuple[tuple[float, ...], ...]:
 
 def _listed(name: str, values: Any, of: str = "numbers") -> list[Any]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise ConfigError(f"a schedule's {name} is a list of {of}, got {values!r}")
+        raise ConfigError(f"a schedule's {name} must be a list of {of}, got {values!r}")
     return list(values)
 
 
@@ -414,7 +414,9 @@ def _whole_number(name: str, value: Any) -> int:
     except TypeError:
         number = -1
     if isinstance(value, bool) or not 0 <= number <= ALL_PAGES:
-        raise ConfigError(f"a schedule's {name} is a whole number in 0..{ALL_PAGES}, got {value!r}")
+        raise ConfigError(
+            f"a schedule's {name} must be a whole number in 0..{ALL_PAGES}, got {value!r}"
+        )
     return number
 
 

@@ -154,8 +154,9 @@ def _with_starter(question: str, starter: str | None, reads: bool) -> str:
 def _taco_results(outputs: list[Any], starter: str) -> dict[str, Any]:
     """Read the expected results of calls.
 
-    In many rows, TACO wraps results in a list of length one, without saying so. The starting code
-    shows whether it did if it has a return type; otherwise, both readings are accepted.
+    In many rows, TACO wraps results in a list of length one, without marking these rows. If the
+    starting code has a return type, it shows whether results are wrapped; otherwise, both readings
+    are accepted.
     """
     if not all(isinstance(output, list) and len(output) == 1 for output in outputs):
         return {"outputs": outputs}

@@ -114,7 +114,8 @@ class Adapter:
             weights = load_peft_weights(str(folder), device="cpu")
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"cannot read a PEFT adapter from {folder}: {str(error).splitlines()[0]}"
+                f"cannot read a PEFT adapter from {folder}: {str(error).splitlines()[0]}; "
+                "check distill.adapter"
             ) from error
 
         weights = {k.removeprefix("base_model.model."): v for k, v in weights.items()}

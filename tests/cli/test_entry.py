@@ -74,7 +74,7 @@ def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
     ]
     main(["measure", "--schedule", "dense", *arguments, "--out", str(out)])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "share of the KV cache read 100.0%" in printed
+    assert "share of the KV cache read: 100.0%" in printed
     assert "samples of the dense policy, 6 responses" in printed
     assert re.search(r"log-probs of the sampled tokens are \d(e-\d+)? off the policy's", printed)
     # Lists leave open how far dense samples are from the policy, which they are not at all.

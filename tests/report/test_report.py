@@ -344,7 +344,7 @@ def test_a_damaged_line_is_refused(tmp_path):
     for damage, message in (
         ("{oops\n", "line 1 of .*metrics.jsonl is not valid JSON"),
         ("[1]\n", "holds a list"),
-        ('{"loss": 1}\n', "line 1 of .* names no step"),
+        ('{"loss": 1}\n', "line 1 of .* has no step"),
         ('{"step": 1}\n', "step 1 of .*metrics.jsonl lacks 'correction'"),
     ):
         (path / "metrics.jsonl").write_text(damage + text)

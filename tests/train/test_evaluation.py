@@ -153,7 +153,7 @@ def test_a_run_that_was_stopped_has_every_evaluation_and_export_once(tmp_path, m
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(eval=lambda: EvalConfig(every=2)), "benchmark is .*given with every"),
+        (dict(eval=lambda: EvalConfig(every=2)), "benchmark is .*given if and only if"),
         (
             dict(eval=lambda: EvalConfig(benchmark=("aime24",))),
             "benchmark is .*given if and only if",

@@ -147,7 +147,7 @@ def test_auto_drafts_and_decodes_under_one_schedule():
         ):
             RolloutConfig(mode="auto").decoding(schedule)
     with pytest.raises(
-        ConfigError, match="draft_schedule is 'fixed:1', but must be left out with auto"
+        ConfigError, match="draft_schedule is 'fixed:1', but must be left out with mode auto"
     ):
         RolloutConfig(mode="auto", draft_schedule="fixed:1").decoding("fixed:9")
 
