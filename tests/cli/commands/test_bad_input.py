@@ -552,7 +552,7 @@ def test_an_interrupted_command_says_how_to_go_on(checkpoint, tmp_path, capsys, 
         demo.interrupted() == f"interrupted before the first checkpoint; remove {run} to start over"
     )
     (tmp_path / "demo" / "checkpoints" / "step-3").mkdir()
-    assert f"sparrow train --resume --run-dir {run}' goes on" in demo.interrupted()
+    assert f"sparrow train --resume --run-dir {run}' continues" in demo.interrupted()
 
 
 # --- going on with a run ---
