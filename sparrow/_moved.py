@@ -106,7 +106,7 @@ class _Finder(MetaPathFinder, Loader):
 
 def _warn(old: str, new: str, level: int) -> None:
     warnings.warn(
-        f"{old} is now {new}, and the old name will be removed in the next release; import {new}",
+        f"{old} is now {new}, and the old name will be removed in the next release; use {new}",
         DeprecationWarning,
         stacklevel=level,
     )

@@ -67,8 +67,8 @@ TASK = ["--task", "trace:lines=4"]
             ["train", *MODEL, *TASK, "--eval.k", "1000000000000"],
             "eval.k is 1000000000000, but must be less",
         ),
-        (["report", "missing.json"], "there is no missing.json; give a run directory"),
-        (["report", ".", "missing"], "there is no missing; give a run directory"),
+        (["report", "missing.json"], "missing.json does not exist; give a run directory"),
+        (["report", ".", "missing"], "missing does not exist; give a run directory"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_before_anything_is_loaded(
