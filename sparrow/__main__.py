@@ -1,4 +1,4 @@
-"""``python -m sparrow``."""
+"""Entry point of ``python -m sparrow``."""
 
 from sparrow.cli import main
 

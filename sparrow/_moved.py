@@ -1,9 +1,9 @@
-"""Import paths of the last release, which give the modules of today and warn.
+"""Import paths of the last release, which import the current modules with a warning.
 
-They go with the next release.
+They will be removed in the next release.
 
-``import sparrow.mode`` finds no file; a finder looks here and takes the module of the new name, so
-that a class has one identity under both names.
+``import sparrow.mode`` finds no file, so a finder looks up the old name here and returns the module
+under its new name. A class is therefore the same object under both names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODULES = {
     "sparrow.mode": "sparrow.decoding",
     "sparrow.terminal": "sparrow.cli.terminal",
 }
-"""Old name -> new name, of modules and of packages with all that is in them."""
+"""Old name -> new name, for modules and for packages with everything in them."""
 
 ATTRIBUTES = {
     "sparrow.calibrate": {
@@ -56,11 +56,13 @@ ATTRIBUTES = {
         },
     },
 }
-"""Modules that names have left -> where the code is now -> the names that are no longer offered."""
+"""Module that names were moved out of -> module that the code is in now -> the names that were
+moved.
+"""
 
 
 def new_name(module: str) -> str | None:
-    """The name of today for an old one; None for any other."""
+    """Return the current name of a module that has an old name; None for any other module."""
     for old, new in MODULES.items():
         if module == old or module.startswith(f"{old}."):
             return new + module.removeprefix(old)
@@ -68,7 +70,7 @@ def new_name(module: str) -> str | None:
 
 
 def attributes_of(module: str) -> Callable[[str], Any]:
-    """``__getattr__`` of a module in ``ATTRIBUTES``."""
+    """Build the ``__getattr__`` function of a module in ``ATTRIBUTES``."""
     homes = {name: home for home, names in ATTRIBUTES[module].items() for name in names}
 
     def getattr_of_module(name: str) -> Any:
@@ -82,9 +84,9 @@ def attributes_of(module: str) -> Callable[[str], Any]:
 
 
 def install() -> None:
-    """Let old names be imported."""
-    # In front: the files of an old package's modules are found through its new path, and Python's
-    # own finder would load them a second time.
+    """Make old names importable."""
+    # The finder must come first: Python's own finder would find the files of an old package's
+    # modules through its new path and load them a second time.
     sys.meta_path.insert(0, _Finder())
 
 
@@ -98,13 +100,13 @@ class _Finder(MetaPathFinder, Loader):
         old = module.__name__
         new = new_name(old)
         assert new is not None
-        _warn(old, new, level=3)  # frames of the import system are not counted
+        _warn(old, new, level=3)  # frames of the import system do not count
         sys.modules[old] = importlib.import_module(new)
 
 
 def _warn(old: str, new: str, level: int) -> None:
     warnings.warn(
-        f"{old} is now {new}, and the old name goes with the next release; import the new one",
+        f"{old} is now {new}, and the old name will be removed in the next release; use {new}",
         DeprecationWarning,
         stacklevel=level,
     )

@@ -14,42 +14,43 @@ from sparrow.schedule import SparsitySchedule, without_duplicates
 
 Mode = Literal["dense", "lossless", "lossy", "auto"]
 """``dense``: every step reads the whole cache. ``lossless``: sparse steps draft, a dense step
-verifies, samples are the dense policy's. ``lossy``: decode steps read what a schedule says, samples
-are the sparse actor's. ``auto``: lossless up to a length, which training moves, and lossy beyond it
-(``sparrow.train.dial``)."""
+verifies, and samples are the dense policy's. ``lossy``: decode steps read the pages that a schedule
+selects, and samples are the sparse actor's. ``auto``: lossless up to a length that training
+adjusts, and lossy beyond it (``sparrow.train.dial``).
+"""
 
 DraftWeights = Literal["auto", "fp8"]
-"""``auto``: drafts multiply with the model's weights. ``fp8``: with a copy of the linear layers' in
-8 bits, in vLLM.
+"""``auto``: drafts use the model's weights. ``fp8``: in vLLM, drafts use an 8-bit copy of the
+linear layers' weights.
 """
 
 DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
-"""What drafts read by default: 64 pages of 16 tokens in every layer, at any length."""
+"""The default draft schedule: 64 pages of 16 tokens in every layer, at any length."""
 DRAFT_BUDGETS = (0.5, 1.0, 2.0)
-"""What drafts may read where that adapts, in multiples of the draft schedule."""
+"""Budgets to choose from where the draft budget adapts, as multiples of the draft schedule."""
 BUDGET_POWER = 0.7
-"""The rejected share of drafts falls with what they read to the power of minus this, as published
-for p5.
+"""Exponent of the draft budget: the rejected share of drafts is proportional to the budget to the
+power of minus this, as published for p5.
 """
 DRAFT_TOKENS = 12
-"""The most tokens drafted at a time; the default is the fastest at long context and 95 %
-acceptance.
+"""The maximum number of tokens drafted at a time; the default is the fastest at long context and an
+acceptance of 95 %.
 """
 METER_EVERY = 16
-"""One in this many cycles measures another schedule; one sparse step in that many cycles costs
-about half a percent.
+"""Cycles per measurement of a second schedule; at this default, the extra sparse step costs about
+half a percent.
 """
 AUTO_ELSEWHERE = (
-    "mode 'auto' needs sparrow train with its engine hf: vLLM verifies all of a response or "
-    "nothing, and its prefix cache would share blocks that hold unverified tokens; "
+    "mode 'auto' needs sparrow train with its engine hf: vLLM verifies either all of a response or "
+    "none of it, and its prefix cache would share blocks that contain unverified tokens; "
     "use mode 'lossless' or 'lossy'"
 )
 
 
 @dataclass(frozen=True)
 class AtLeast:
-    """A bound in the annotation of a whole number, which pydantic enforces where the number is an
-    option of a command.
+    """A lower bound in the annotation of a whole number, which pydantic enforces where the number
+    is an option of a command.
     """
 
     least: int
@@ -60,43 +61,49 @@ class AtLeast:
 
 @dataclass(frozen=True, kw_only=True)
 class LosslessSettings:
-    """Settings of lossless mode, under their names in vLLM's ``additional_config`` and on the
-    command line, where the comments are help texts.
+    """Settings of lossless mode. The names are those in vLLM's ``additional_config`` and on the
+    command line, and the comments are help texts.
     """
 
-    # Lossless in vLLM: choose by measured speed and acceptance whether drafts read half of that,
-    # all of it, or twice as much; unset: if draft_schedule is unset and adapt_draft_tokens on.
+    # Lossless in vLLM: choose by measured speed and acceptance whether drafts read half, all or
+    # twice the draft schedule's pages. Unset: on if draft_schedule is unset and adapt_draft_tokens
+    # is on.
     adapt_draft_budget: bool | None = None
-    # Lossless and auto: the most tokens drafted before each verification.
+    # Lossless and auto: the maximum number of tokens drafted before each verification.
     draft_tokens: Annotated[int, AtLeast(1)] = DRAFT_TOKENS
-    # Lossless in vLLM: draft as many as measured speed and acceptance make worth it, 0 included;
-    # else always as many.
+    # Lossless in vLLM: choose the number of tokens to draft, from 0 to draft_tokens, by measured
+    # speed and acceptance; off: always draft draft_tokens.
     adapt_draft_tokens: bool = True
-    # Lossless: draw drafts with the random numbers that draw the tokens. A seed then gives the
-    # tokens of dense decoding, up to rounding, whatever was drafted; fewer drafts are accepted.
+    # Lossless: draw drafts with the same random numbers as the tokens. For a given seed, the tokens
+    # are then those of dense decoding, up to rounding, whatever was drafted; fewer drafts are
+    # accepted.
     drafter_invariant: bool = False
-    # Lossless in vLLM: what drafts multiply with. auto: the model's weights. fp8: a copy of the
-    # linear layers' weights in 8 bits, which takes half as much memory again; samples are those of
-    # the weights proper all the same.
+    # Lossless in vLLM: the weights that drafts use. auto: the model's weights. fp8: an 8-bit copy
+    # of the linear layers' weights, which needs half as much memory again; samples are still those
+    # of the original weights.
     draft_weights: DraftWeights = "auto"
-    # A schedule whose acceptance is measured too: its name in the options, loaded in ``Decoding``.
+    # A second schedule whose acceptance is measured too: a name in the options, a loaded schedule
+    # in ``Decoding``.
     meter_schedule: Any = None
     # Lossless in vLLM: cycles from one measurement of meter_schedule to the next.
     meter_every: Annotated[int, AtLeast(1)] = METER_EVERY
 
 
 ALWAYS_WRITTEN = ("draft_tokens", "adapt_draft_tokens")
-"""Settings that ``Decoding.to_dict`` writes though they have their default."""
+"""Settings that ``Decoding.to_dict`` writes even if they have their default."""
 LOSSLESS_SETTINGS = ("draft_schedule", *(setting.name for setting in fields(LosslessSettings)))
-"""What lossless mode has settings for, as ``Decoding.load`` and the command line name them."""
+"""The settings of lossless mode, by their names in ``Decoding.load`` and on the command line."""
 
 
 @dataclass(frozen=True)
 class Decoding(LosslessSettings):
-    """A mode and its settings; anything that takes one takes what ``load`` takes."""
+    """A mode and its settings; functions with a ``Decoding`` parameter accept anything that
+    ``load`` accepts.
+    """
 
     mode: Mode
-    # lossy: what a step reads; lossless: what a draft reads; auto: both; dense: everything
+    # what decode steps read in mode lossy, drafts in mode lossless, and both in mode auto; dense
+    # reads everything
     schedule: SparsitySchedule
     meter_schedule: SparsitySchedule | None = field(default=None, kw_only=True)
 
@@ -106,14 +113,14 @@ class Decoding(LosslessSettings):
         for name in ("draft_tokens", "meter_every"):
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ConfigError(f"{name} must be a whole number from 1 on, got {count!r}")
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {count!r}")
         for name in ("adapt_draft_tokens", "adapt_draft_budget", "drafter_invariant"):
             value = getattr(self, name)
             if not (isinstance(value, bool) or (value is None and name == "adapt_draft_budget")):
                 raise ConfigError(f"{name} must be true or false, got {value!r}")
         if self.adapt_draft_budget and not self.adapt_draft_tokens:
             raise ConfigError(
-                "adapt_draft_budget is true, but adapt_draft_tokens false; "
+                "adapt_draft_budget is true, but adapt_draft_tokens is false; "
                 "switch both on, or both off"
             )
         if self.draft_weights not in get_args(DraftWeights):
@@ -127,7 +134,7 @@ class Decoding(LosslessSettings):
     ) -> Decoding:
         """Decode losslessly with this draft schedule; None means ``DRAFT_SCHEDULE``.
 
-        Schedules are given in any form that ``SparsitySchedule.load`` reads.
+        Schedules may be in any form that ``SparsitySchedule.load`` reads.
         """
         schedule = DRAFT_SCHEDULE if draft_schedule is None else _schedule(draft_schedule)
         metered = None if meter_schedule is None else _schedule(meter_schedule)
@@ -147,14 +154,14 @@ class Decoding(LosslessSettings):
             value: one of these:
 
                 - ``"lossless"``;
-                - a ``SparsitySchedule`` or anything that names one, which means lossy, or dense if
-                  it reads everything (``"dense"``);
+                - a ``SparsitySchedule`` or anything that names one: mode lossy, or dense if the
+                  schedule reads everything (``"dense"``);
                 - a mapping, or its JSON, with ``mode`` and the settings of that mode: ``schedule``
                   for lossy, those in ``LOSSLESS_SETTINGS`` for lossless;
                 - a ``Decoding``.
 
-        Raises ConfigError: an unknown mode or setting, mode auto, or a schedule that cannot be
-        read.
+        Raises ConfigError: the mode or a setting is unknown, the mode is auto, or a schedule cannot
+        be read.
         """
         if isinstance(value, cls):
             if value.mode == "auto":
@@ -186,7 +193,8 @@ class Decoding(LosslessSettings):
             return cls.lossless(**settings)
         if mode == "lossy" and "schedule" not in settings:
             raise ConfigError(
-                "mode 'lossy' needs a schedule, such as 'qwen3-4b-0.86'; or use mode 'lossless'"
+                "mode 'lossy' needs a schedule; give one, such as 'qwen3-4b-0.86', "
+                "or use mode 'lossless'"
             )
         return cls.lossy(settings.get("schedule", "dense"))
 
@@ -196,21 +204,21 @@ class Decoding(LosslessSettings):
 
     @property
     def verifies(self) -> bool:
-        """True if sparse steps draft and dense ones verify, for whole responses or for the
-        beginning of each.
+        """True if sparse steps draft and dense steps verify, for whole responses or only for their
+        beginnings.
         """
         return self.mode in ("lossless", "auto")
 
     @property
     def draft_budgets(self) -> tuple[float, ...]:
-        """The budgets that vLLM's drafts may read, in multiples of their schedule."""
+        """The budgets that vLLM's drafts may use, as multiples of their schedule."""
         adapts = self.adapt_draft_budget
         if adapts is None:
             adapts = self.adapt_draft_tokens and self.schedule == DRAFT_SCHEDULE
         return DRAFT_BUDGETS if self.is_lossless and adapts else (1.0,)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain types, as ``load`` reads them."""
+        """Convert to plain types that ``load`` reads."""
         if not self.is_lossless:
             return {"mode": "dense"} if self == Decoding.lossy("dense") else self.schedule.to_dict()
         written: dict[str, Any] = {"mode": self.mode, "draft_schedule": self.schedule.to_dict()}
@@ -226,13 +234,15 @@ class Decoding(LosslessSettings):
         return written
 
     def with_schedule(self, schedule: SparsitySchedule) -> Decoding:
-        """Return the same mode with another schedule, which decides between dense and lossy."""
+        """Return the same mode with another schedule; without verification, the schedule decides
+        between dense and lossy.
+        """
         return replace(self, schedule=schedule) if self.verifies else Decoding.lossy(schedule)
 
 
 def acceptance_at(acceptance: float, multiple: float) -> float:
-    """Estimate the acceptance of drafts that read ``multiple`` times as much as those with this
-    acceptance.
+    """Estimate the acceptance of drafts that read ``multiple`` times as much as drafts with this
+    ``acceptance``.
     """
     return 1 - min(1.0, (1 - acceptance) * multiple**-BUDGET_POWER)
 

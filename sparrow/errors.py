@@ -1,12 +1,14 @@
-"""Errors a user can act on. The command line prints their one sentence and no traceback."""
+"""Errors that a user can act on. The command line prints the one-sentence message without a
+traceback.
+"""
 
 import traceback
 from collections.abc import Iterable
 
 
 def place(error: BaseException) -> str:
-    """Describe an error of code outside Sparrow and where it was raised, for a message: ``KeyError:
-    'x' (tasks.py, line 7, in verify)``.
+    """Describe an error from code outside Sparrow and where it was raised, for a message:
+    ``KeyError: 'x' (tasks.py, line 7, in verify)``.
     """
     described = f"{type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -17,16 +19,18 @@ def place(error: BaseException) -> str:
 
 
 class SparrowError(Exception):
-    """Something the user can fix; the message gives the value, what was expected and the remedy."""
+    """A problem that the user can fix; the message names the value, what was expected and the
+    remedy.
+    """
 
 
 class ConfigError(SparrowError):
-    """A setting, schedule or file that cannot be used as it is."""
+    """An error for a setting, schedule or file that cannot be used as it is."""
 
 
 class PromptError(ConfigError):
-    """A prompt that an engine cannot take; ``index`` is its place among those given, ``reason``
-    says why.
+    """An error for a prompt that an engine cannot use; ``index`` is its position in the list of
+    prompts, and ``reason`` says why.
     """
 
     def __init__(self, index: int, reason: str) -> None:
@@ -36,31 +40,31 @@ class PromptError(ConfigError):
 
 
 class TaskError(SparrowError):
-    """A task that raised instead of giving a problem."""
+    """An error for a task that raised instead of returning a problem."""
 
 
 class UnsupportedModel(SparrowError):
-    """A model whose attention cannot be routed through Sparrow."""
+    """An error for a model whose attention cannot be routed through Sparrow."""
 
 
 class RewardError(SparrowError):
-    """A verifier that raised or returned something that is not a finite number."""
+    """An error for a verifier that raised, or returned something other than a finite number."""
 
 
 class TrainingDiverged(SparrowError):
-    """Logits, a loss, a gradient or an importance ratio that are no longer usable."""
+    """An error for logits, a loss, a gradient or an importance ratio that is no longer usable."""
 
 
 class EngineError(SparrowError):
-    """A generation engine that died, hangs or refused a request."""
+    """An error for a generation engine that died, hangs or refused a request."""
 
 
 class ProcessLost(SparrowError):
-    """A process of the run that died or hangs, so that the others cannot go on."""
+    """An error for a process of the run that died or hangs, so that the others cannot continue."""
 
 
 class CheckpointError(SparrowError):
-    """A checkpoint that could not be written or read."""
+    """An error for a checkpoint that could not be written or read."""
 
 
 def refuse(
@@ -68,7 +72,8 @@ def refuse(
 ) -> None:
     """Raise ``error`` for the first condition that is true.
 
-    ``cases`` are conditions and their names; the message is ``before``, the name, and ``after``.
+    ``cases`` are pairs of a condition and its name; the message is ``before``, the name and
+    ``after``.
     """
     for holds, name in cases:
         if holds:

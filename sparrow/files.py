@@ -1,5 +1,5 @@
-"""Checks that a command's output files can be written, made before the work, so that none of it is
-lost for lack of a folder or of disk space.
+"""Checks that a command's output files can be written. They run before the work starts, so no
+results are lost because a folder or disk space is missing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ ROOM = 2**16  # bytes of disk space that must be free in the file's folder
 
 
 def check_folder(path: str | Path) -> Path:
-    """Check that a folder can be written to; it is made if it is missing.
+    """Check that a folder can be written to, and create it if it is missing.
 
-    Raises ConfigError: a file is there, or nothing can be written.
+    Raises ConfigError: the path is a file, or nothing can be written there.
     """
     path = Path(path)
     with _writing(path):
@@ -33,10 +33,10 @@ def check_folder(path: str | Path) -> Path:
 
 
 def check_file(path: str | Path) -> Path:
-    """Check that a file, or a device such as /dev/stdout, can be written; its folder is made if it
-    is missing.
+    """Check that a file, or a device such as /dev/stdout, can be written, and create its folder if
+    it is missing.
 
-    Raises ConfigError: a folder is there, or nothing can be written.
+    Raises ConfigError: the path is a folder, or nothing can be written there.
     """
     path = Path(path)
     with _writing(path):
@@ -49,7 +49,7 @@ def check_file(path: str | Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the whole file or nothing.
+    """Write the whole file, or nothing at all.
 
     Raises ConfigError: the file cannot be written.
     """

@@ -20,21 +20,21 @@ class Sampling:
     """Parameters of sampling."""
 
     max_new_tokens: int  # responses are cut here (``finish_reason == "length"``)
-    # softmax temperature of actor and policy alike; 0 is greedy (log-probs then at temperature 1)
+    # softmax temperature of actor and policy; 0 is greedy, with log-probs at temperature 1
     temperature: float = 1.0
     top_n: int = 20  # length of the recorded lists of most likely tokens; 0 records none
-    seed: int = 0  # makes the samples reproducible on the same engine and hardware
-    # one for each prompt, so that its samples do not depend on the other prompts of the same call;
-    # by default derived from ``seed`` and the prompt's index
+    seed: int = 0  # samples are reproducible on the same engine and hardware
+    # one seed per prompt, so its samples do not depend on the other prompts of the same call; by
+    # default, seeds are derived from ``seed`` and the prompt's index
     seeds: Sequence[int] | None = None
-    # Actor and policy alike sample only from the ``top_k`` likeliest tokens, and of them from the
-    # fewest that hold ``top_p`` of the mass. This is for evaluation: truncation changes the support
-    # that corrections need.
+    # Actor and policy both sample only from the ``top_k`` likeliest tokens, and among these only
+    # from the smallest set with a mass of ``top_p``. This is for evaluation: truncation changes the
+    # support that corrections need.
     top_k: int | None = None
     top_p: float = 1.0
 
     def request_seeds(self, count: int) -> list[int]:
-        """A seed for each of ``count`` prompts."""
+        """Return a seed for each of ``count`` prompts."""
         if self.seeds is not None:
             assert len(self.seeds) == count, f"{len(self.seeds)} seeds for {count} prompts"
             return list(self.seeds)
@@ -45,10 +45,10 @@ class Sampling:
         return self.top_k is not None or self.top_p < 1
 
     def check(self, prompts: Sequence[Sequence[int]], context: int) -> None:
-        """Refuse empty prompts and those that leave no room for a response in a context of
+        """Check that prompts are not empty and leave room for a response in a context of
         ``context`` tokens.
 
-        Raises PromptError: the first such prompt.
+        Raises PromptError: a prompt does not; the error names the first one.
         """
         for i, prompt in enumerate(prompts):
             if not len(prompt):
@@ -60,12 +60,12 @@ class Sampling:
                     i,
                     f"has {len(prompt)} tokens, which with max_new_tokens={self.max_new_tokens} "
                     f"does not fit the model's context of {context} (in vLLM, max_model_len); "
-                    "shorten or drop it, or lower max_new_tokens",
+                    "shorten or drop the prompt, or lower max_new_tokens",
                 )
 
 
 def derived_seed(*entropy: int) -> int:
-    """A 63-bit seed derived from a tuple of numbers."""
+    """Derive a 63-bit seed from a tuple of numbers."""
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -73,13 +73,12 @@ def derived_seed(*entropy: int) -> int:
 class Verification:
     """The verified part of a response, for an engine that stops verifying partway.
 
-    The first ``tokens`` tokens are samples of the dense policy. The later ones are samples of the
-    sparse actor over a cache that holds what sparse steps wrote, so no later token of the response
-    could be exact again.
+    The first ``tokens`` tokens are samples of the dense policy. Later tokens are samples of the
+    sparse actor over a cache that sparse steps wrote, so none of them could be exact again.
     """
 
     tokens: int
-    # ``[tokens]``, the chance that each token's draft is kept; nan where none was verified
+    # ``[tokens]``, the probability that each token's draft is kept; nan where no draft was verified
     acceptance: NDArray[np.float32]
 
 
@@ -88,17 +87,17 @@ class Rollout:
     """One sampled response with the actor's log-probs."""
 
     prompt_ids: Sequence[int]  # token ids of the prompt
-    response_ids: NDArray[np.int64]  # [T], the end-of-sequence token included if it was sampled
+    response_ids: NDArray[np.int64]  # [T], including the end-of-sequence token if it was sampled
     # [T], the actor's log-prob of each sampled token at the sampling temperature
     logprobs: NDArray[np.float32]
     top_ids: NDArray[np.int32]  # [T, n], the actor's most likely tokens, best first
     top_logprobs: NDArray[np.float32]  # [T, n], their log-probs
-    # ``"stop"`` at an end-of-sequence token, ``"length"`` at the limit
+    # ``"stop"`` if an end-of-sequence token was sampled, ``"length"`` if the limit was reached
     finish_reason: Literal["stop", "length"]
-    # only with ``mode=auto``; in other modes all tokens are sampled alike
+    # only with ``mode=auto``; in other modes all tokens are sampled in the same way
     verification: Verification | None = None
-    # [T], each token's place, from 0, in the draft cycle that gave it; -1 where a prefill or a step
-    # without drafts gave it; None where the engine does not say
+    # [T], each token's place, from 0, in the draft cycle that produced it; -1 if a prefill or a
+    # step without drafts produced it; None if the engine does not report places
     cycle_place: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
@@ -116,16 +115,17 @@ class Scores:
 
 @dataclass(frozen=True)
 class Standing:
-    """The places of a rollout's tokens in the dense model's distributions, of which they should be
-    samples, all ``[T]``.
+    """The places of a rollout's tokens in the dense model's distributions, from which they should
+    have been sampled; all fields are ``[T]``.
 
     A token that top-k or top-p excludes has ``p`` 0 and ``before`` 1.
     """
 
-    before: NDArray[np.float64]  # mass of the likelier tokens, and of those alike with smaller ids
+    # mass of the likelier tokens, and of equally likely ones with smaller ids
+    before: NDArray[np.float64]
     p: NDArray[np.float64]  # the token's own probability
     entropy: NDArray[np.float64]  # of the distribution, in nats
-    common: NDArray[np.float64]  # mass of all tokens of at least the probability asked for
+    common: NDArray[np.float64]  # mass of all tokens with at least the given probability
     is_common: NDArray[np.bool_]  # whether the token is one of these
     raw_logprobs: NDArray[np.float64]  # at temperature 1 and without truncation
 
@@ -142,5 +142,7 @@ class TopLists:
 
 
 def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    """Split an array of all responses end to end, ``[sum of lengths, ...]``, by response."""
+    """Split an array of responses laid end to end, ``[sum of lengths, ...]``, into one array per
+    response.
+    """
     return np.split(flat, np.cumsum(lengths)[:-1])

@@ -23,15 +23,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow.errors import ConfigError
 
-# A ``top_k`` that covers any sequence: the bin is dense. JSON spells it ``"all"``.
+# a ``top_k`` that covers any sequence, so the bin is dense; spelled ``"all"`` in JSON
 ALL_PAGES = 2**30
 LARGEST_PAGE = 2**16
 LandmarkDtype = Literal["auto", "fp8_e4m3"]
-# relative budgets are whole numbers of 1 / 256, so that all implementations compute the same
+# relative budgets are multiples of 1 / 256, so all implementations compute the same numbers
 BUDGET_UNIT = 256
 LARGEST_BUDGET = 64
 PAGE_LAYOUT = ("page_size", "sink_pages", "recent_pages", "landmark_dtype")
-"""The fields of a schedule that describe pages, apart from their number: those of
+"""The fields of a schedule that describe pages but not their number: the fields of
 ``attention.PageLayout``.
 """
 
@@ -40,26 +40,26 @@ PAGE_LAYOUT = ("page_size", "sink_pages", "recent_pages", "landmark_dtype")
 class SparsitySchedule:
     """Top-k pages by sequence length, and the page layout that they refer to.
 
-    Raises ConfigError: an empty or shrinking table, or a field out of range.
+    Raises ConfigError: the table is empty or shrinks with length, or a field is out of range.
     """
 
-    # pages kept by score in each length bin; the last entry also holds for all longer lengths
+    # pages kept by score in each length bin; the last entry also applies to all longer lengths
     top_k: tuple[int, ...]
     # width of a length bin in tokens; a length belongs to bin ``ceil(length / page_size) *
-    # page_size // bin_tokens``, which for 16 and 2,000 gives exactly the published edges (lengths
-    # are rounded up to whole pages)
+    # page_size // bin_tokens``. With 16 and 2,000, the edges are exactly the published ones
+    # (lengths are rounded up to whole pages)
     bin_tokens: int = 2000
     page_size: int = 16  # tokens in a page
     sink_pages: int = 1  # pages always kept at the start of the sequence
-    recent_pages: int = 2  # pages always kept at its end, including the partly filled one
+    recent_pages: int = 2  # pages always kept at the end, including the partly filled one
     dense_layers: tuple[int, ...] = (0, 1)  # layers that always attend to everything
     # pages' mean keys are stored in the cache's dtype or in 8 bits
     landmark_dtype: LandmarkDtype = "auto"
-    # factors of ``top_k``: one row for each layer of the model, dense ones too, with a number for
-    # each kv head. Their mean over the sparse layers is 1, so that ``top_k`` is the mean number of
-    # pages. Empty: the same everywhere
+    # factors of ``top_k``: one row for each layer of the model, including dense layers, with a
+    # number for each kv head. Their mean over the sparse layers is 1, so ``top_k`` is the mean
+    # number of pages. Empty: all heads have the same budget
     head_budgets: tuple[tuple[float, ...], ...] = ()
-    # where the table comes from (preset name, or model, data and intervals of a calibration)
+    # where the table comes from: a preset's name, or the model, data and intervals of a calibration
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class SparsitySchedule:
             object.__setattr__(self, name, _whole_number(name, getattr(self, name)))
         if self.landmark_dtype not in (known := get_args(LandmarkDtype)):
             raise ConfigError(
-                f"a schedule's landmark_dtype is one of {known}, got {self.landmark_dtype!r}"
+                f"a schedule's landmark_dtype must be one of {known}, got {self.landmark_dtype!r}"
             )
 
         if not self.top_k:
@@ -102,42 +102,43 @@ class SparsitySchedule:
         mean = float(self.sparse_budget_units.mean()) / BUDGET_UNIT
         if abs(mean - 1) > 0.01:
             raise ConfigError(
-                "a schedule's head_budgets have a mean of 1 over the layers that are not dense, "
-                f"got {mean:.4g}; divide them by it, and multiply top_k if more is to be read"
+                "a schedule's head_budgets must have a mean of 1 over the layers that are not dense, "
+                f"got {mean:.4g}; divide them by {mean:.4g}, and raise top_k to read more"
             )
 
     def pages(self, length: ArrayLike) -> NDArray[np.int64]:
-        """Top-k pages at ``length`` tokens (any shape), not counting the sink and recent pages; the
-        mean over heads.
+        """Return the top-k pages at ``length`` tokens (any shape), without the sink and recent
+        pages; the mean over heads.
         """
         bins = self.page_end(length) // self.bin_tokens
         last = len(self.top_k) - 1
         return np.asarray(self.top_k, dtype=np.int64)[np.minimum(bins, last)]
 
     def page_end(self, length: ArrayLike) -> NDArray[np.int64]:
-        """Tokens up to the end of the page being written at ``length``; they decide the length's
-        bin.
+        """Return the number of tokens up to the end of the page being written at ``length``, which
+        determines the length's bin.
         """
         return -(-np.asarray(length, dtype=np.int64) // self.page_size) * self.page_size
 
     def tokens_read(self, length: ArrayLike) -> NDArray[Any]:
-        """Cached tokens that a sparse layer reads at ``length``: its KV budget, or all of them if
-        they are fewer.
+        """Return the number of cached tokens that a sparse layer reads at ``length``: its KV
+        budget, or all tokens if there are fewer.
 
-        Whole numbers; with budgets by head, the mean over layers and heads, a float.
+        The numbers are whole; with budgets by head, they are means over layers and heads, as
+        floats.
         """
         return self._mean_over_heads(lambda tokens: tokens, length)
 
     def pages_read(self, length: ArrayLike) -> NDArray[Any]:
-        """Pages that hold these tokens, the partly filled one included; with budgets by head, the
-        mean, a float.
+        """Return the number of pages that a sparse layer reads at ``length``, including the partly
+        filled one; with budgets by head, the mean, as a float.
         """
         return self._mean_over_heads(lambda tokens: -(-tokens // self.page_size), length)
 
     def _mean_over_heads(
         self, of: Callable[[NDArray[np.int64]], NDArray[np.int64]], length: ArrayLike
     ) -> NDArray[Any]:
-        """Apply ``of`` to the tokens that each head reads, and take the mean."""
+        """Apply ``of`` to the number of tokens that each head reads, and return the mean."""
         held = np.asarray(length, dtype=np.int64)
         top_k = self.pages(length)
 
@@ -161,7 +162,7 @@ class SparsitySchedule:
 
     @property
     def sparse_budget_units(self) -> NDArray[np.int32]:
-        """The rows of ``budget_units`` that are not of dense layers; a single 1 (256 units) if
+        """The rows of ``budget_units`` that belong to sparse layers; a single 1 (256 units) if
         there are none.
         """
         rows = [row for i, row in enumerate(self.budget_units) if i not in self.dense_layers]
@@ -179,8 +180,8 @@ class SparsitySchedule:
 
     @property
     def dense_up_to(self) -> float:
-        """The length in tokens up to which decoding reads everything, in whole length bins;
-        infinity if always.
+        """The length in tokens, in whole length bins, up to which decoding reads everything;
+        infinity if it always does.
         """
         last = len(self.top_k) - 1
         least = self.sparse_budget_units.min()  # the head that reads least decides
@@ -196,10 +197,10 @@ class SparsitySchedule:
         return math.inf
 
     def check_model(self, num_layers: int, kv_heads: int) -> None:
-        """Refuse a model that this schedule was not made for.
+        """Check that this schedule fits a model.
 
-        Raises ConfigError: a dense layer beyond the model's ``num_layers``, or budgets of other
-        layers or heads.
+        Raises ConfigError: a dense layer is beyond the model's ``num_layers``, or the budgets are
+        for a different number of layers or heads.
         """
         if beyond := [i for i in self.dense_layers if i >= num_layers]:
             raise ConfigError(
@@ -218,8 +219,8 @@ class SparsitySchedule:
         """Return the schedule that reads ``multiple`` times as many pages, including sink and
         recent ones.
 
-        At least one page is kept by score where there was one, and bins that read everything still
-        do.
+        At least one page is still kept by score where there was one, and bins that read everything
+        still do.
         """
         always = self.sink_pages + self.recent_pages
 
@@ -231,24 +232,24 @@ class SparsitySchedule:
         return self.replace(top_k=tuple(scaled(k) for k in self.top_k))
 
     def replace(self, **changes: Any) -> SparsitySchedule:
-        """A copy with some fields changed, validated again."""
+        """Return a copy with some fields changed, and validate it again."""
         return replace(self, **changes)
 
     @classmethod
     def dense(cls, **layout: Any) -> SparsitySchedule:
-        """Read every page at every length."""
+        """Build a schedule that reads every page at every length."""
         return cls(top_k=(ALL_PAGES,), **layout)
 
     @classmethod
     def fixed(cls, pages: int, **layout: Any) -> SparsitySchedule:
-        """The same ``pages`` at every length."""
+        """Build a schedule that reads the same number of ``pages`` by score at every length."""
         return cls(top_k=(pages,), **layout)
 
     @classmethod
     def preset(cls, model: str, target: float = 0.86) -> SparsitySchedule:
-        """A published table, by model name and p5 target.
+        """Load a published table by model name and p5 target.
 
-        Raises ConfigError: no such table; the message lists the known ones.
+        Raises ConfigError: there is no such table; the message lists the known ones.
         """
         published = _published()
         if not isinstance(model, str) or isinstance(target, bool | str) or target is None:
@@ -273,7 +274,7 @@ class SparsitySchedule:
         """Read a schedule as a user writes it: ``dense``, ``fixed:PAGES``, ``MODEL-TARGET``, a JSON
         file or its contents.
 
-        Raises ConfigError: none of these, or contents that are not a valid schedule.
+        Raises ConfigError: ``spec`` is none of these, or its contents are not a valid schedule.
         """
         if isinstance(spec, Mapping):
             return cls.from_dict(spec)
@@ -307,7 +308,7 @@ class SparsitySchedule:
             raise ConfigError(f"no schedule {text!r}: {expected}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; ``from_dict`` gives the schedule back. ``head_budgets`` is left out if
+        """Convert to plain JSON types, which ``from_dict`` reads. ``head_budgets`` is left out if
         it is empty.
         """
         top_k = ["all" if k >= ALL_PAGES else k for k in self.top_k]
@@ -319,23 +320,24 @@ class SparsitySchedule:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> SparsitySchedule:
-        """The inverse of ``to_dict``.
+        """Build a schedule from the output of ``to_dict``.
 
-        Raises ConfigError: unknown or missing fields, or values a schedule cannot have.
+        Raises ConfigError: a field is unknown or missing, or has a value that a schedule cannot
+        have.
         """
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(plain) - known, key=str)
         if unknown or "top_k" not in plain:
             raise ConfigError(
-                f"a schedule has the fields {sorted(known)}; "
-                f"got unknown {unknown}, top_k is required"
+                f"a schedule has the fields {sorted(known)}, of which top_k is required; "
+                f"got unknown fields {unknown}"
             )
         top_k = plain["top_k"]
         if isinstance(top_k, list | tuple):
             top_k = tuple(ALL_PAGES if isinstance(k, str) and k == "all" else k for k in top_k)
         provenance = plain.get("provenance") or {}
         if not isinstance(provenance, Mapping):
-            raise ConfigError(f"a schedule's provenance is a JSON object, got {provenance!r}")
+            raise ConfigError(f"a schedule's provenance must be a JSON object, got {provenance!r}")
         return cls(**{**plain, "top_k": top_k, "provenance": provenance})
 
     def to_json(self) -> str:
@@ -343,14 +345,16 @@ class SparsitySchedule:
 
     @classmethod
     def from_json(cls, text: str) -> SparsitySchedule:
-        """The inverse of ``to_json``. Raises ConfigError: not JSON, or not a schedule."""
+        """Build a schedule from the output of ``to_json``. Raises ConfigError: ``text`` is not
+        JSON, or not a schedule.
+        """
         try:
             plain = json.loads(text, object_pairs_hook=without_duplicates)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"the schedule is not valid JSON: {error}") from error
         if not isinstance(plain, dict):
             raise ConfigError(
-                f"a schedule is a JSON object with a top_k table, got {type(plain).__name__}"
+                f"a schedule must be a JSON object with a top_k table, got {type(plain).__name__}"
             )
         return cls.from_dict(plain)
 
@@ -358,27 +362,27 @@ class SparsitySchedule:
 def _budget_of(
     top_k: NDArray[np.int64] | np.int64, relative: int | np.integer[Any]
 ) -> NDArray[np.int64]:
-    """A head's pages by score, from its relative budget in units of 1 / 256; a budget that covers
-    any sequence still does.
+    """Compute a head's pages by score from its relative budget in units of 1 / 256; a budget that
+    covers any sequence still does.
     """
     rounded = (top_k * np.int64(relative) + BUDGET_UNIT // 2) // BUDGET_UNIT
     return np.where(top_k >= ALL_PAGES, top_k, rounded)
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object, and refuse duplicate keys, of which the standard library would silently
-    keep the last.
+    """Build a JSON object, and refuse duplicate keys; the standard library would silently keep the
+    last one.
     """
     plain = dict(pairs)
     if len(plain) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} stands there twice")
+        raise ValueError(f"the key {twice!r} occurs twice")
     return plain
 
 
 def _head_budgets(rows: Any) -> tuple[tuple[float, ...], ...]:
-    """Check relative budgets and round them to whole numbers of 1 / 256."""
+    """Check relative budgets and round them to multiples of 1 / 256."""
     table: list[tuple[float, ...]] = []
     for i, row in enumerate(_listed("head_budgets", rows)):
         for j, number in enumerate(_listed(f"head_budgets[{i}]", row)):
@@ -386,13 +390,13 @@ def _head_budgets(rows: Any) -> tuple[tuple[float, ...], ...]:
             if not is_number or not 0 <= number <= LARGEST_BUDGET:
                 expected = f"a number in 0..{LARGEST_BUDGET} that multiplies top_k"
                 raise ConfigError(
-                    f"a schedule's head_budgets[{i}][{j}] is {expected}, got {number!r}"
+                    f"a schedule's head_budgets[{i}][{j}] must be {expected}, got {number!r}"
                 )
         table.append(tuple(round(number * BUDGET_UNIT) / BUDGET_UNIT for number in row))
     lengths = [len(row) for row in table]
     if len(set(lengths)) > 1 or 0 in lengths:
         raise ConfigError(
-            "a schedule's head_budgets have a row for each layer and in it a number for each kv "
+            "a schedule's head_budgets need one row for each layer, with one number for each kv "
             f"head, got rows of {', '.join(map(str, lengths))} numbers"
         )
     return tuple(table)
@@ -400,7 +404,7 @@ def _head_budgets(rows: Any) -> tuple[tuple[float, ...], ...]:
 
 def _listed(name: str, values: Any, of: str = "numbers") -> list[Any]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise ConfigError(f"a schedule's {name} is a list of {of}, got {values!r}")
+        raise ConfigError(f"a schedule's {name} must be a list of {of}, got {values!r}")
     return list(values)
 
 
@@ -410,7 +414,9 @@ def _whole_number(name: str, value: Any) -> int:
     except TypeError:
         number = -1
     if isinstance(value, bool) or not 0 <= number <= ALL_PAGES:
-        raise ConfigError(f"a schedule's {name} is a whole number in 0..{ALL_PAGES}, got {value!r}")
+        raise ConfigError(
+            f"a schedule's {name} must be a whole number in 0..{ALL_PAGES}, got {value!r}"
+        )
     return number
 
 

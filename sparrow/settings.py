@@ -1,6 +1,7 @@
-"""Settings are frozen dataclasses; pydantic strictly checks every field's type and annotated range.
+"""Base class and types of settings: frozen dataclasses whose types and ranges pydantic checks
+strictly.
 
-This module imports no torch, so ``--help`` is instant.
+This module does not import torch, so ``--help`` is instant.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from sparrow.errors import ConfigError
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[Finite, Field(gt=0)]
 NotNegative = Annotated[Finite, Field(ge=0)]
-Share = Annotated[Finite, Field(gt=0, le=1)]  # a part of the whole, more than nothing
-Probability = Annotated[Finite, Field(gt=0, lt=1)]  # neither never nor always
+Share = Annotated[Finite, Field(gt=0, le=1)]  # a fraction of a whole, above 0
+Probability = Annotated[Finite, Field(gt=0, lt=1)]  # neither 0 nor 1
 Count = Annotated[int, Field(ge=1)]
-Many = Annotated[int, Field(ge=1, le=10**6)]  # of what is held in memory, one by one
+Many = Annotated[int, Field(ge=1, le=10**6)]  # of items that are all in memory
 Name = Annotated[str, Field(min_length=1)]  # of a file or folder
 CountOrZero = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy's global generator takes
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # the range of numpy's global generator
 
 
 def read_value(text: str) -> Any:
-    """Read the value of an option that a user wrote as NAME=VALUE: as JSON if it is that, else as
+    """Read the value of an option written as NAME=VALUE: as JSON if it is valid JSON, otherwise as
     text.
     """
     try:
@@ -40,16 +41,16 @@ def read_value(text: str) -> Any:
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Split ``name:key=value,key=value`` into name and options; a value is read as JSON if
-    possible, and is text otherwise.
+    possible, otherwise as text.
 
-    Raises ConfigError: an option that is not ``key=value``.
+    Raises ConfigError: an option is not ``key=value``, or occurs twice.
     """
     name, _, text = spec.partition(":")
     return name, parse_options(text, spec)
 
 
 def parse_options(text: str, spec: str) -> dict[str, Any]:
-    """Parse the options in ``text``, a part of ``spec``. Raises ConfigError: as ``parse_spec``."""
+    """Parse the options in ``text``, a part of ``spec``. Raises the errors of ``parse_spec``."""
     options: dict[str, Any] = {}
     for option in filter(None, re.split(r",(?=\w+=)", text)):
         key, equals, value = option.partition("=")
@@ -58,22 +59,23 @@ def parse_options(text: str, spec: str) -> dict[str, Any]:
                 f"the option {option!r} in {spec!r} should read name=value, as in trace:lines=24"
             )
         if key in options:
-            raise ConfigError(f"the option {key!r} stands twice in {spec!r}; remove one of them")
+            raise ConfigError(f"the option {key!r} occurs twice in {spec!r}; remove one of them")
         options[key] = read_value(value)
     return options
 
 
 def without_option(options: str, name: str) -> str:
-    """Options as a user writes them, ``key=value,key=value``, less one."""
+    """Remove the option ``name`` from options written as ``key=value,key=value``."""
     parts = re.split(r",(?=\w+=)", options)
     return ",".join(part for part in parts if part.partition("=")[0] != name)
 
 
 class Settings:
-    """A base class of dataclasses that checks that every field holds a value of its type, within
-    the range that the type is annotated with.
+    """Base class of settings dataclasses: checks that every field's value has the field's type and
+    is in its annotated range.
 
-    Annotations may be strings. Raises ConfigError: a field holds another value; the first is named.
+    Annotations may be strings. Raises ConfigError: a field has any other value; the message names
+    the first such field.
     """
 
     def __post_init__(self) -> None:
@@ -96,7 +98,7 @@ def _adapters(settings: type) -> dict[str, TypeAdapter[Any]]:
 
 
 def flat(nested: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
-    """The values in nested mappings by name, after the names of the mappings that they are in."""
+    """Flatten nested mappings; a value's name begins with the names of the mappings around it."""
     values: dict[str, Any] = {}
     for name, value in nested.items():
         if isinstance(value, Mapping):
@@ -107,24 +109,24 @@ def flat(nested: Mapping[str, Any], separator: str, prefix: str = "") -> dict[st
 
 
 def require(settings: Settings, name: str, holds: bool, expected: str) -> None:
-    """Refuse a field's value because of another field. Raises ConfigError: ``holds`` is false."""
+    """Check a field's value against another field. Raises ConfigError: ``holds`` is false."""
     if not holds:
         raise _refused(settings, name, f"must be {expected}")
 
 
 def choose(settings: Settings, name: str, other: str, default: Any) -> None:
-    """Of two mutually exclusive settings, give ``name`` its default if neither is set.
+    """Set ``name`` to its default if neither of two mutually exclusive settings is set.
 
     Raises ConfigError: both are set.
     """
     if getattr(settings, other) is None and getattr(settings, name) is None:
         object.__setattr__(settings, name, default)
     at_most_one = None in (getattr(settings, name), getattr(settings, other))
-    require(settings, other, at_most_one, f"left out beside {name}")
+    require(settings, other, at_most_one, f"left out if {name} is given")
 
 
 def _refused(settings: Settings, name: str, reason: str) -> ConfigError:
-    """An error that names the setting as on the command line."""
+    """Build an error that names the setting as it is named on the command line."""
     section, is_section, _ = type(settings).__name__.rpartition("Config")
     setting = f"{section.lower()}.{name}" if is_section and section != "Train" else name
     return ConfigError(f"{setting} is {getattr(settings, name)!r}, but {reason}; change {setting}.")

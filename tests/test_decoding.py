@@ -88,12 +88,12 @@ def test_settings_are_read_and_written_back(value, expected):
         ),
         (
             {"mode": "lossless", "draft_tokens": 0},
-            "draft_tokens must be a whole number from 1 on, got 0",
+            "draft_tokens must be a whole number of at least 1, got 0",
         ),
         ({"mode": "lossless", "draft_tokens": True}, "draft_tokens must be .* got True"),
         (
             {"mode": "lossless", "meter_every": 0},
-            "meter_every must be a whole number from 1 on, got 0",
+            "meter_every must be a whole number of at least 1, got 0",
         ),
         ({"mode": "lossless", "meter_schedule": "loseless"}, "no schedule 'loseless'"),
         (
@@ -106,7 +106,7 @@ def test_settings_are_read_and_written_back(value, expected):
         ),
         (
             {"mode": "lossless", "adapt_draft_budget": True, "adapt_draft_tokens": False},
-            "adapt_draft_budget is true, but adapt_draft_tokens false; switch both on, or both off",
+            "adapt_draft_budget is true, but adapt_draft_tokens is false; switch both on, or both off",
         ),
         (
             {"mode": "lossless", "drafter_invariant": "yes"},
@@ -126,7 +126,7 @@ def test_settings_are_read_and_written_back(value, expected):
             "'lossy' has no setting 'drafter_inv",
         ),
         ('{"mode": ', "is not JSON"),
-        ('{"top_k": [9], "top_k": [1]}', "the key 'top_k' stands there twice"),
+        ('{"top_k": [9], "top_k": [1]}', "the key 'top_k' occurs twice"),
         ({"mode": ["lossless"]}, r"unknown mode \['lossless'\]"),
         ("loseless", "no schedule 'loseless'"),
     ],

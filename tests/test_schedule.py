@@ -276,19 +276,22 @@ def test_json_spells_a_dense_bin_all_and_may_leave_defaults_out():
     ("fields", "message"),
     [
         (dict(top_k=()), r"needs at least one length bin, got an empty top_k table"),
-        (dict(top_k=(-1,)), r"top_k\[0\] is a whole number in 0\.\.1073741824, got -1"),
-        (dict(top_k=(3, ALL_PAGES + 1)), r"top_k\[1\] is a whole number in .*, got 1073741825"),
+        (dict(top_k=(-1,)), r"top_k\[0\] must be a whole number in 0\.\.1073741824, got -1"),
+        (
+            dict(top_k=(3, ALL_PAGES + 1)),
+            r"top_k\[1\] must be a whole number in .*, got 1073741825",
+        ),
         (
             dict(top_k=(29, 45, 44)),
             r"falls from 45 in bin 1 to 44 in bin 2; raise it to at least 45",
         ),
         (dict(top_k=(1,), page_size=0), r"page_size <= bin_tokens, got 0 and 2000"),
         (dict(top_k=(1,), bin_tokens=15), r"page_size <= bin_tokens, got 16 and 15"),
-        (dict(top_k=(1,), sink_pages=-1), r"sink_pages is a whole number .*, got -1"),
+        (dict(top_k=(1,), sink_pages=-1), r"sink_pages must be a whole number .*, got -1"),
         (dict(top_k=(1,), recent_pages=0), r"recent_pages must be at least 1, .*, got 0"),
         (
             dict(top_k=(1,), dense_layers=(0, -1)),
-            r"dense_layers\[1\] is a whole number in .*, got -1",
+            r"dense_layers\[1\] must be a whole number in .*, got -1",
         ),
     ],
 )
@@ -310,25 +313,31 @@ def test_a_changed_copy_is_validated_too():
     ("text", "message"),
     [
         ("{top_k: 1}", "the schedule is not valid JSON: "),
-        ("[1, 2]", "a schedule is a JSON object with a top_k table, got list"),
+        ("[1, 2]", "a schedule must be a JSON object with a top_k table, got list"),
         ("{}", "top_k is required"),
         (
             '{"top_k": [1], "pagesize": 8}',
-            r"a schedule has the fields \[.*'page_size'.*\]; got unknown \['pagesize'\]",
+            r"\[.*'page_size'.*\], of which top_k is required; got unknown fields \['pagesize'\]",
         ),
-        ('{"top_k": 5}', "top_k is a list of whole numbers, got 5"),
-        ('{"top_k": "all"}', "top_k is a list of whole numbers, got 'all'"),
-        ('{"top_k": ["12"]}', r"top_k\[0\] is a whole number in .*, got '12'"),
-        ('{"top_k": [2.5]}', r"top_k\[0\] is a whole number in .*, got 2\.5"),
-        ('{"top_k": [null]}', r"top_k\[0\] is a whole number in .*, got None"),
-        ('{"top_k": [1], "bin_tokens": "2000"}', "bin_tokens is a whole number in .*, got '2000'"),
-        ('{"top_k": [1], "page_size": 16.5}', r"page_size is a whole number in .*, got 16\.5"),
-        ('{"top_k": [1], "dense_layers": 2}', "dense_layers is a list of whole numbers, got 2"),
+        ('{"top_k": 5}', "top_k must be a list of whole numbers, got 5"),
+        ('{"top_k": "all"}', "top_k must be a list of whole numbers, got 'all'"),
+        ('{"top_k": ["12"]}', r"top_k\[0\] must be a whole number in .*, got '12'"),
+        ('{"top_k": [2.5]}', r"top_k\[0\] must be a whole number in .*, got 2\.5"),
+        ('{"top_k": [null]}', r"top_k\[0\] must be a whole number in .*, got None"),
+        (
+            '{"top_k": [1], "bin_tokens": "2000"}',
+            "bin_tokens must be a whole number in .*, got '2000'",
+        ),
+        ('{"top_k": [1], "page_size": 16.5}', r"page_size must be a whole number in .*, got 16\.5"),
+        (
+            '{"top_k": [1], "dense_layers": 2}',
+            "dense_layers must be a list of whole numbers, got 2",
+        ),
         (
             '{"top_k": [1], "dense_layers": ["a"]}',
-            r"dense_layers\[0\] is a whole number in .*, got 'a'",
+            r"dense_layers\[0\] must be a whole number in .*, got 'a'",
         ),
-        ('{"top_k": [1], "provenance": 3}', "provenance is a JSON object, got 3"),
+        ('{"top_k": [1], "provenance": 3}', "provenance must be a JSON object, got 3"),
         ("[" * 100_000, "the schedule is not valid JSON: "),
     ],
 )
@@ -343,7 +352,7 @@ def test_files_that_are_no_schedule(text, message, tmp_path):
 
 @pytest.mark.parametrize("layers", [{}, "", {"0": 1}])
 def test_a_mapping_or_text_is_no_list_of_dense_layers(layers):
-    with pytest.raises(ConfigError, match="dense_layers is a list of whole numbers, got"):
+    with pytest.raises(ConfigError, match="dense_layers must be a list of whole numbers, got"):
         SparsitySchedule.from_dict({"top_k": [1], "dense_layers": layers})
 
 
@@ -353,13 +362,13 @@ def test_a_mapping_or_text_is_no_list_of_dense_layers(layers):
 )
 def test_a_boolean_is_no_count_of_a_schedule(fields):
     with pytest.raises(
-        ConfigError, match=r"is a whole number in 0\.\.1073741824, got (True|False)"
+        ConfigError, match=r"must be a whole number in 0\.\.1073741824, got (True|False)"
     ):
         SparsitySchedule.from_dict({"top_k": [1], **fields})
 
 
 def test_a_schedule_with_duplicate_keys_is_refused():
-    with pytest.raises(ConfigError, match="the key 'top_k' stands there twice"):
+    with pytest.raises(ConfigError, match="the key 'top_k' occurs twice"):
         SparsitySchedule.from_json('{"top_k": [1], "page_size": 8, "top_k": [2]}')
 
 
@@ -373,7 +382,7 @@ def test_landmarks_are_stored_as_a_schedule_says():
     assert SparsitySchedule.preset("qwen3-4b").landmark_dtype == "auto"
     for wrong in ("fp8", None, ["auto"]):
         with pytest.raises(
-            ConfigError, match=r"landmark_dtype is one of \('auto', 'fp8_e4m3'\), got"
+            ConfigError, match=r"landmark_dtype must be one of \('auto', 'fp8_e4m3'\), got"
         ):
             SparsitySchedule(top_k=(1,), landmark_dtype=wrong)
 
@@ -381,7 +390,7 @@ def test_landmarks_are_stored_as_a_schedule_says():
 @pytest.mark.parametrize("name", ["page_size", "sink_pages", "recent_pages", "bin_tokens"])
 def test_a_schedule_of_2_to_the_60_pages_is_refused(name):
     with pytest.raises(
-        ConfigError, match=rf"{name} is a whole number in 0\.\.1073741824, got {2**60}"
+        ConfigError, match=rf"{name} must be a whole number in 0\.\.1073741824, got {2**60}"
     ):
         SparsitySchedule.from_dict({"top_k": [1], name: 2**60})
     with pytest.raises(ConfigError, match="page_size must be at most 65536 tokens, got 131072"):
@@ -467,25 +476,25 @@ def test_everything_is_read_as_far_as_the_head_that_reads_least_reads_it():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("even", "head_budgets is a list of numbers, got 'even'"),
-        ((1, 1), r"head_budgets\[0\] is a list of numbers, got 1"),
+        ("even", "head_budgets must be a list of numbers, got 'even'"),
+        ((1, 1), r"head_budgets\[0\] must be a list of numbers, got 1"),
         (
             ((1, "2"),),
-            r"head_budgets\[0\]\[1\] is a number in 0\.\.64 that multiplies top_k, got '2'",
+            r"head_budgets\[0\]\[1\] must be a number in 0\.\.64 that multiplies top_k, got '2'",
         ),
-        (((1, True),), r"head_budgets\[0\]\[1\] is a number in 0\.\.64 .* got True"),
+        (((1, True),), r"head_budgets\[0\]\[1\] must be a number in 0\.\.64 .* got True"),
         (((1, -0.5),), r"got -0\.5"),
         (((1, 64.5),), r"got 64\.5"),
         (((1, float("nan")),), "got nan"),
         (((1, float("inf")),), "got inf"),
         (
             ((1, 1), (1,)),
-            "a row for each layer and in it a number for each kv head, got rows of 2, 1 numbers",
+            "one row for each layer, with one number for each kv head, got rows of 2, 1 numbers",
         ),
         (((), ()), "got rows of 0, 0 numbers"),
         (
             ((1.02, 1), (1, 1.05)),
-            r"have a mean of 1 over the layers that are not dense, got 1\.018; divide them by it",
+            r"must have a mean of 1 over the layers that are not dense, got 1\.018; divide them by 1\.018",
         ),
     ],
 )

@@ -147,7 +147,8 @@ def test_one_sample_a_prompt_is_refused_where_samples_are_compared(advantage):
     with pytest.raises(ConfigError) as error:
         TrainConfig(advantage=advantage, rollout=RolloutConfig(samples=1))
     assert str(error.value) == (
-        "rollout.samples is 1, but must be at least 2: the responses to a prompt are compared; change rollout.samples."
+        "rollout.samples is 1, but must be at least 2, as the responses to a prompt are compared "
+        "with each other; change rollout.samples."
     )
 
 

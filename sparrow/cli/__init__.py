@@ -11,7 +11,7 @@ if not TYPE_CHECKING:
     __getattr__ = _moved.attributes_of(__name__)
 
 
-# The module is not called ``main``, as it would take the place of this function in the package.
+# ``entry`` is not called ``main``: as a submodule, it would replace this function in the package.
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``sparrow``; see ``sparrow.cli.entry.main``."""
     from sparrow.cli import entry

@@ -1,4 +1,4 @@
-"""``python -m sparrow.cli``, which launchers such as ``accelerate launch -m`` start."""
+"""Entry point of ``python -m sparrow.cli``, for launchers such as ``accelerate launch -m``."""
 
 from sparrow.cli import main
 

@@ -1,5 +1,5 @@
-"""The command line ``sparrow``: turns arguments into a command of ``sparrow.cli.commands`` and runs
-it.
+"""Entry point of the command line: it turns arguments into one of ``sparrow.cli.commands`` and runs
+the command.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from sparrow.cli.commands.report import Report
 from sparrow.cli.commands.train import Train
 from sparrow.errors import ConfigError, SparrowError
 
-COMPLETED = ("bash", "zsh", "fish")  # shells whose completions need no other package
+COMPLETED = ("bash", "zsh", "fish")  # shells whose completions work without another package
 COMMANDS: Any = Demo | Train | Measure | Calibrate | Eval | Cost | Audit | Report
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of ``sparrow``; exits with 1 and one sentence on a SparrowError or OSError (2 in
-    ``audit``, where 1 is a verdict), with 130 on Ctrl-C.
+    """Run the command line.
+
+    A SparrowError or OSError prints one sentence and exits with status 1 (2 in ``audit``, where 1
+    is a verdict); Ctrl-C exits with 130.
     """
     # Idle OpenMP threads must not spin: on a shared CPU, spinning costs several times as much as
     # the work itself.
@@ -51,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(failure)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _stop(f"{where}{error.strerror or error}; make room, or choose another path", code=failure)
+        _stop(
+            f"{where}{error.strerror or error}; free disk space, or choose another path",
+            code=failure,
+        )
     except KeyboardInterrupt:
         _stop(command.interrupted() if command else "interrupted", code=130)
 
@@ -62,7 +67,9 @@ def _stop(reason: object, code: int) -> NoReturn:
 
 
 def parse(argv: list[str]) -> Command:
-    """Turn arguments into a command; the options in a TOML file replace each ``--config FILE``."""
+    """Turn arguments into a command; each ``--config FILE`` is replaced by the options in that TOML
+    file.
+    """
     if argv[:1] == ["--version"]:
         print(f"sparrow {__version__}")
         sys.exit(0)
@@ -78,8 +85,8 @@ def parse(argv: list[str]) -> Command:
             raise ConfigError("--config needs a TOML file with the settings of 'sparrow train'")
         configured += from_toml(Path(argv[at + 1]))
         del argv[at : at + 2]
-    # These come first, so that options on the command line win; of several files, the later one
-    # wins.
+    # Options from files come first, so options on the command line override them; a later file
+    # overrides an earlier one.
     argv = [*argv[:1], *configured, *argv[1:]]
     if argv[:1] == ["train"] and [a for a in argv if a in ("--resume", "--no-resume")][-1:] == [
         "--resume"
@@ -113,7 +120,7 @@ def parse(argv: list[str]) -> Command:
 
 
 def _check_shell(argv: Sequence[str]) -> None:
-    """Refuse shells without completions. Raises ConfigError: such a shell is named."""
+    """Check that completions exist for the given shell. Raises ConfigError: they do not."""
     for argument, following in itertools.pairwise([*argv, ""]):
         name, equals, value = argument.replace("_", "-").partition("=")
         if name not in ("--tyro-print-completion", "--tyro-write-completion"):
@@ -125,7 +132,9 @@ def _check_shell(argv: Sequence[str]) -> None:
 
 
 def _check_model(argv: Sequence[str]) -> None:
-    """Check that a model is named. Raises ConfigError: a command that needs one has none."""
+    """Check that ``--model`` is given. Raises ConfigError: a command needs a model, but none is
+    given.
+    """
     flags = {argument.partition("=")[0] for argument in argv[1:]}
     if (
         argv[:1]
@@ -134,12 +143,12 @@ def _check_model(argv: Sequence[str]) -> None:
     ):
         raise ConfigError(
             f"sparrow {argv[0]} needs --model NAME or PATH; "
-            "--model reasoner is the small one that comes along"
+            "--model reasoner is the small model that comes with Sparrow"
         )
 
 
 def _run_dir(argv: Sequence[str]) -> Path:
-    """Find the run directory in the arguments of ``train``."""
+    """Return the run directory from the arguments of ``train``."""
     run_dir = Train.run_dir
     for argument, following in itertools.zip_longest(argv, argv[1:]):
         name, equals, value = argument.partition("=")

@@ -1,4 +1,4 @@
-"""Terminal output: tables of results, and progress, one line per step."""
+"""Terminal output: tables of results, and one line of progress per step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from sparrow.mismatch import BinMismatch, MismatchReport
     from sparrow.mismatch.tau import Span, Tau
 
-QUIET_S = 30.0  # if steps take longer, their phases are shown too
+QUIET_S = 30.0  # phases are shown too if steps take longer than this
 
 
 class Progress:
-    """A ``trainer.Listener`` that prints the progress of training: a line for each step, and for
-    each phase if steps are long.
+    """A ``trainer.Listener`` that prints the progress of training: one line per step, or per phase
+    if steps are long.
     """
 
     def __init__(self, steps: int) -> None:
@@ -57,7 +57,7 @@ class Progress:
 
 def step_line(metrics: dict[str, Any]) -> str:
     """Summarise a step in one line: reward, tail of acceptance if rollouts were sparse, response
-    length, speed, and share of the KV cache read.
+    length, speed and the share of the KV cache that was read.
     """
     seconds = metrics["seconds"]
     response = metrics["response"]
@@ -70,15 +70,15 @@ def step_line(metrics: dict[str, Any]) -> str:
 
 
 def _acceptance(metrics: dict[str, Any]) -> str:
-    """Write the acceptance of a step: exact for drafts, bounds on the lowest p5 for a sparse actor,
-    and nothing for dense rollouts.
+    """Format the acceptance of a step: exact for drafts, bounds on the lowest p5 for a sparse
+    actor, empty for dense rollouts.
     """
     if "drafts" in metrics and metrics["dense_up_to"] is None:
         exact = metrics["drafts"].get("acceptance")
         return "" if exact is None else f"drafts accepted {exact:.3f}  "
     up_to = metrics["dense_up_to"]
     bins = [b for b in metrics["mismatch"]["bins"] if up_to is not None and b["end"] > up_to]
-    # Bins that few responses reach are left out: their p5 is noisy.
+    # Bins that few responses reach are left out because their p5 is noisy.
     tails = [b for b in bins if 2 * b["n_sequences"] >= bins[0]["n_sequences"]]
     if not tails:
         return ""
@@ -87,7 +87,7 @@ def _acceptance(metrics: dict[str, Any]) -> str:
 
 
 def note(text: str) -> None:
-    """Print progress on stderr, so that stdout can be piped."""
+    """Print progress to stderr, so stdout can be piped."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -103,7 +103,7 @@ def _print_columns(title: str, headings: Sequence[str], rows: Sequence[Sequence[
         title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False
     )
     for heading in headings:
-        # The first cell of a row stays on one line.
+        # The first cell of a row is not wrapped.
         table.add_column(heading, justify="right", no_wrap=heading == headings[0])
     for row in rows:
         table.add_row(*row)
@@ -135,18 +135,18 @@ def print_audit(verdict: Verdict, tokens: int) -> None:
         [row(f) for f in shown],
     )
     if hidden := len(verdict.findings) - len(shown):
-        print(f"by place in the draft cycle, {hidden} more tests found nothing")
+        print(f"{hidden} more tests, by place in the draft cycle, found nothing")
     for note_ in verdict.notes:
         print(f"not tested: {note_}")
-    print(f"{verdict.status}, at a level of {verdict.level:g}")
+    print(f"{verdict.status}, at a significance level of {verdict.level:g}")
     for reason in verdict.reasons:
         print(f"  {reason}")
     if verdict.status == "exact":
-        print(f"  a bias of {verdict.detectable:.2%} of the tokens would have been seen")
+        print(f"  a bias of {verdict.detectable:.2%} of the tokens would have been detected")
 
 
 def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: float) -> None:
-    """Print the results of ``sparrow measure`` for a sparse actor, which reads everything up to the
+    """Print the results of ``sparrow measure`` for a sparse actor that reads everything up to the
     length ``dense_up_to``.
     """
 
@@ -168,11 +168,11 @@ def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: fl
         ("length", "tokens", "responses", "mean", "p5 between", "95 % interval", str(tau)),
         list(map(row, report.bins)),
     )
-    print("mean and interval are of the lower bound")
+    print("mean and interval are those of the lower bound")
 
 
 def print_own_samples(report: MismatchReport, off_policy_T: np.ndarray) -> None:
-    """Print the results of ``sparrow measure`` for samples of the dense policy; ``off_policy_T`` is
+    """Print the results of ``sparrow measure`` for samples of the dense policy. ``off_policy_T`` is
     the distance of each sampled token's log-prob from the policy's.
     """
     _print_columns(
@@ -190,7 +190,7 @@ def print_own_samples(report: MismatchReport, off_policy_T: np.ndarray) -> None:
 
 
 def print_ceiling(bins: Iterable[BinMismatch]) -> None:
-    """Print p5, its ceiling and the relative p5 of ``sparrow measure``."""
+    """Print the p5, its ceiling and the relative p5 for ``sparrow measure``."""
     _print_ceiling(
         (
             b.start,
@@ -203,7 +203,7 @@ def print_ceiling(bins: Iterable[BinMismatch]) -> None:
 
 
 def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
-    """Print p5, its ceiling and the relative p5 by bin; each bin has a start, an end, p5 and a
+    """Print the p5, its ceiling and the relative p5 by bin; each bin is a start, an end, a p5 and a
     ceiling.
     """
     from sparrow.mismatch import relative_span
@@ -224,7 +224,7 @@ def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
 
 
 def print_drafts(counts: Mapping[str, Any]) -> None:
-    """Print the acceptance of lossless drafts; ``counts`` is the ``drafts`` part of
+    """Print the acceptance of lossless drafts; ``counts`` is the entry ``drafts`` of
     ``Counters.to_dict``.
     """
     for title, measured in (
@@ -244,10 +244,10 @@ def print_drafts(counts: Mapping[str, Any]) -> None:
 
 
 def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]) -> None:
-    """Print the modes side by side.
+    """Print a table that compares the modes.
 
     Args:
-        rows: for each mode its name, the mean distance of a token's log-prob from the dense
+        rows: for each mode, its name, the mean distance of a token's log-prob from the dense
             policy's, and counts in the form of ``Counters.to_dict``.
     """
 

@@ -1,4 +1,4 @@
-"""Rewards of responses: mathematical answers and programs, compared or run."""
+"""Rewards of responses, from comparing mathematical answers or running programs."""
 
 from sparrow.rewards.code import CodeVerifier, extract_code, verify_code
 from sparrow.rewards.math import MathVerifier, extract_answer, verify_math

@@ -1,4 +1,4 @@
-"""Generated programs: taken out of a response, and judged by unit tests (``sandbox.judge``)."""
+"""Extraction of programs from responses, and their judgement by unit tests (``sandbox.judge``)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _QUOTES = re.compile(r"\"{3}|'{3}")
 
 
 def extract_code(response: str) -> str | None:
-    """The last fenced block after the reasoning, preferably one marked as Python; None if there is
-    no block.
+    """Extract the last fenced block after the reasoning, preferably one marked as Python; None if
+    there is no block.
 
-    Fences are Markdown's, of backticks or tildes, perhaps in a list; code loses the indent of its
-    fence. A block that is never closed ends with the response, and one that is closed at the end of
-    a line of code ends there. Without a fence, the last block that is indented by four spaces or a
-    tab is taken.
+    Fences are Markdown's, of backticks or tildes, possibly in a list; the indent of the fence is
+    removed from the code. A block that is never closed ends with the response, and a block that is
+    closed at the end of a line of code ends there. If there is no fence, the last block that is
+    indented by four spaces or a tab is used.
     """
     blocks: dict[bool, str] = {}
     opened: re.Match[str] | None = None
     lines: list[str] = []
-    quoted = False  # in a string of several lines, as far as a count of quotes can tell
+    quoted = False  # whether the line is in a multi-line string, judging by the number of quotes
     text = response.rpartition("</think>")[2]
 
     def close() -> None:
@@ -67,12 +67,14 @@ def extract_code(response: str) -> str | None:
 
 
 def _unindented(line: str, indent: str) -> str:
-    """The line without the indent of its fence, or without its own indent if that is shorter."""
+    """Remove the indent of the fence from a line, or the line's own indent if that is shorter."""
     return line[min(len(indent), len(line) - len(line.lstrip())) :]
 
 
 def _indented(text: str) -> str | None:
-    """The last run of indented lines that an empty line separates from the text before it."""
+    """Extract the last block of indented lines that an empty line separates from the text before
+    it.
+    """
     last: list[str] = []
     block: list[str] | None = None
     empty = True
@@ -95,10 +97,12 @@ def _indented(text: str) -> str | None:
 
 
 class CodeVerifier(Judge):
-    """A ``Judge`` that takes the program out of a response; it has the arguments of ``Judge``."""
+    """A ``Judge`` that extracts the program from a response; its arguments are those of
+    ``Judge``.
+    """
 
     def __call__(self, response: str, answer: Tests) -> float:
-        """1.0 if the response's program passes every test in ``answer``, otherwise 0.0."""
+        """Return 1.0 if the response's program passes every test in ``answer``, otherwise 0.0."""
         code = extract_code(response)
         return float(code is not None and self.judge(code, answer).passed)
 
@@ -114,13 +118,13 @@ def _shared(pid: int, limits: Limits, isolation: Isolation) -> CodeVerifier:
 def verify_code(
     response: str, answer: Tests, *, limits: Limits | None = None, isolation: Isolation = "auto"
 ) -> float:
-    """1.0 if the program in the response passes every test in ``answer``, otherwise 0.0.
+    """Return 1.0 if the program in the response passes every test in ``answer``, otherwise 0.0.
 
-    Calls with the same limits and isolation share one bound on programs run at a time: the number
-    of processors.
+    Calls with the same limits and isolation share one bound on the number of programs that run at a
+    time: the number of processors.
 
-    Raises RewardError: programs cannot be run here, or not with the isolation asked for.
-    ValueError: the tests are of none of the three kinds.
+    Raises RewardError: programs cannot be run on this machine, or not with the requested isolation.
+    ValueError: the tests are not of one of the three kinds.
     """
     with _lock:
         verifier = _shared(os.getpid(), limits or Limits(), isolation)

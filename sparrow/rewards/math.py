@@ -1,10 +1,11 @@
-r"""Mathematical answers: taken out of a response, and compared with the reference answer.
+r"""Extraction of mathematical answers from responses, and their comparison with reference answers.
 
-Equivalence is math-verify's (Hugging Face, Apache-2.0), run in worker processes because sympy can
-hang on an adversarial answer such as ``9^{9^{9^9}}`` and only killing the process stops it. A
-worker (``math_worker``) is a fresh interpreter: it never imports torch, shares nothing with a CUDA
-context, and does not run the caller's ``__main__`` again, as ``multiprocessing`` would. It forks
-the process that compares, which the kernel ends at its limit; the next one needs no imports.
+Equivalence is decided by math-verify (Hugging Face, Apache-2.0). It runs in worker processes
+because sympy can hang on an adversarial answer such as ``9^{9^{9^9}}``, and only killing the
+process stops it. A worker (``math_worker``) is a fresh interpreter: it never imports torch, shares
+nothing with a CUDA context, and does not run the caller's ``__main__`` again, as
+``multiprocessing`` would. It forks the process that compares, which the kernel ends at its limit;
+the next fork does not need to import anything.
 """
 
 from __future__ import annotations
@@ -29,25 +30,28 @@ from sparrow.errors import RewardError
 from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
 
 START_LIMIT_S = 120.0
-"""Seconds a worker may take to import its libraries: generous, because a busy machine is slow at
-that.
+"""Seconds that a worker may take to import its libraries; generous, because imports are slow on a
+busy machine.
 """
-# comparisons after which a worker is replaced, so that no library's caches grow without end
+# comparisons after which a worker is replaced, so the caches of libraries do not grow without bound
 RECYCLE = 5000
 WORKER = Path(__file__).with_name("math_worker")
-CUT_OFF_CHARS = 40  # at the end of a response, where the command of a box may have been cut off
-PATIENCE_S = 0.5  # seconds after which a comparison no longer keeps others waiting
-WALL_LIMITS = 2.5  # a comparison that gets no processor is given up after so many times its limit
+# characters at the end of a response in which a box command may have been cut off
+CUT_OFF_CHARS = 40
+PATIENCE_S = 0.5  # seconds after which a comparison no longer makes others wait
+# a comparison that gets no processor time is given up after this many times its limit
+WALL_LIMITS = 2.5
 GRACE_S = 0.5  # seconds after which a process that should have ended itself is killed
 BUDGET_S = 20.0
-"""Seconds of processor that comparisons may lose within ``WINDOW_S``; while more are lost, each may
-take a quarter of its limit, so that a step of answers that hang does not stand still.
+"""Processor seconds that comparisons may lose within ``WINDOW_S``. While more are lost, each
+comparison may use a quarter of its limit, so a step with many answers that hang still makes
+progress.
 """
 WINDOW_S = 60.0
-HUNG_PAIRS = 1000  # comparisons remembered as hanging
+HUNG_PAIRS = 1000  # number of hanging comparisons to remember
 MAX_ANSWER_CHARS = 2000
-"""Longer answers are wrong unless identical to the reference; the bound also keeps a request below
-a pipe's buffer.
+"""Longer answers are wrong unless they are identical to the reference; the bound also keeps a
+request smaller than a pipe's buffer.
 """
 
 _log = logging.getLogger(__name__)
@@ -57,8 +61,8 @@ _GAP = r"(?:[\s$]|\\[()\[\],;! ]|\\q?quad)*"
 _JOINT = re.compile(rf"(?:{_GAP}(?:[,;]|and|or|\\text\{{\s*(?:and|or)\s*\}}))+{_GAP}")
 _CUT_OFF = re.compile(r"\\(?:b|bo|box|boxe|boxed|f|fb|fbo|fbox)\s*\Z")
 _HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
-# Marks of thinking as models write them: Qwen and DeepSeek, others in tags, Magistral, Kimi and
-# Sky-T1.
+# Marks of thinking in models' output: Qwen and DeepSeek, other models with tags, Magistral, Kimi
+# and Sky-T1.
 _THOUGHT = re.compile(
     r"(<(?:think|thinking|thought|reasoning|seed:think)>"
     r"|\[THINK\]|◁think▷|<\|begin_of_thought\|>)"
@@ -74,8 +78,8 @@ _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]] | None:
-    """Start, end and content of every box that is in no other box, found in one pass however badly
-    braces nest; None if the last box is not finished.
+    """Find the start, end and content of every outermost box, in one pass even if braces are badly
+    nested; None if the last box is incomplete.
     """
     boxes: list[tuple[int, int, int]] = []
     opened: list[tuple[int, int] | None] = []
@@ -102,7 +106,9 @@ def _boxes(text: str) -> list[tuple[int, int, str]] | None:
 
 
 def _boxed(boxes: list[tuple[int, int, str]], text: str) -> str | None:
-    """The last box, with those before it that only commas, "and" or "or" separate from it."""
+    """Join the last box and the boxes before it that are separated only by commas, "and" or
+    "or".
+    """
     parts: list[str] = []
     after = len(text)
     for start, end, content in reversed(boxes):
@@ -115,14 +121,14 @@ def _boxed(boxes: list[tuple[int, int, str]], text: str) -> str | None:
 
 
 def extract_answer(response: str, *, last_number: bool = False) -> str | None:
-    r"""The final answer a response states, as text, or None.
+    r"""Extract the final answer that a response states, as text; None if there is no answer.
 
-    In order: the last ``\boxed{...}`` (several boxes joined by commas, "and" or "or" are one answer
-    with several parts); else what follows the last ``####`` on its line, as in GSM8K; else, if
-    ``last_number``, the last number in the response.
+    The answer is the last ``\boxed{...}`` (several boxes joined by commas, "and" or "or" are one
+    answer with several parts); otherwise the text after the last ``####`` on its line, as in GSM8K;
+    otherwise, if ``last_number``, the last number in the response.
 
-    A response that was cut off states none: one that ends while it thinks or in the middle of a
-    box. What follows the thinking goes before what was stated in it.
+    A response that was cut off during thinking or in the middle of a box has no answer. An answer
+    after the thinking takes precedence over one stated during it.
     """
     marks = list(_THOUGHT.finditer(response))
     if marks and marks[-1][1]:
@@ -135,7 +141,7 @@ def extract_answer(response: str, *, last_number: bool = False) -> str | None:
 
 
 def _stated(response: str, *, last_number: bool) -> str | None:
-    """The answer that is stated in text without marks of thinking."""
+    """Extract the answer from text without marks of thinking."""
     boxes = _boxes(response)
     if boxes is None:
         return None
@@ -148,8 +154,8 @@ def _stated(response: str, *, last_number: bool) -> str | None:
 
 
 def _unmarked(answer: str) -> str:
-    """The answer with plain spaces and without marks that mean nothing: dollars, sizes of brackets,
-    a full stop.
+    """Normalise spaces in an answer, and remove marks without meaning: dollar signs, sizes of
+    brackets, and a full stop.
     """
     text = answer.replace("{,}", ",")
     text = _THIN.sub(" ", text)
@@ -158,7 +164,7 @@ def _unmarked(answer: str) -> str:
 
 
 def _squeezed(answer: str) -> str:
-    """The unmarked answer without spaces, except those between digits, and with one name for
+    """Remove spaces from an unmarked answer, except between digits, and use one name for
     fractions.
     """
     return _SPACE.sub("", answer).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
@@ -169,8 +175,8 @@ def _number(plain: str) -> Fraction:
 
 
 def _quick(answer: str, reference: str) -> bool | None:
-    """The verdict on identical answers, too long ones, and two plain numbers; None where algebra is
-    needed.
+    """Judge identical answers, answers that are too long, and pairs of plain numbers; None if
+    algebra is needed.
     """
     a = _unmarked(answer)
     b = _unmarked(reference)
@@ -187,8 +193,8 @@ class _Worker(Child):
     asked = 0
 
     def __init__(self) -> None:
-        # The worker is imported from this folder without the packages that it is in. The folder
-        # comes last on the path, as its math.py would hide the standard one.
+        # The worker is imported from this folder, without the packages around it. The folder is
+        # last on the path, because its math.py would hide the standard one.
         start = (
             f"import sys; sys.path.append({str(WORKER.parent)!r}); "
             f"from {WORKER.name}.main import main; sys.exit(main())"
@@ -203,7 +209,7 @@ class _Worker(Child):
             ) from error
 
     def kill(self) -> None:
-        """End the worker and the process that compares for it."""
+        """Kill the worker and the process that compares for it."""
         if self.process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -211,19 +217,20 @@ class _Worker(Child):
 
 
 class MathVerifier:
-    """Judge of responses by reference answers, with worker processes that it starts when first
+    """Verifier of responses against reference answers, with worker processes that start when first
     needed.
 
     Args:
-        workers: how many processes run at a time; each holds about 100 MB. A thread that finds none
-            free waits for one. A comparison that takes longer than half a second makes room for
-            another process, so as many answers as there are workers can hang before any thread
-            waits for one of them.
-        limit_s: processor seconds one comparison may take, or two and a half times as many seconds
-            by the clock. A comparison that is stopped there counts as wrong, is logged and counted
-            in ``lost``, and is not tried again. After ``BUDGET_S`` seconds lost within a minute,
-            the limit is a quarter of this: n answers that all hang take at most ``BUDGET_S + n *
-            limit_s / 4`` processor seconds, besides those that had begun.
+        workers: number of processes that run at a time, of about 100 MB each. A thread that finds
+            no free process waits for one. A comparison that takes longer than half a second makes
+            room for another process, so as many answers as there are workers can hang before any
+            thread waits for one of them.
+        limit_s: processor seconds that one comparison may take, or two and a half times as many
+            seconds of wall-clock time. A comparison that is stopped at the limit counts as wrong,
+            is logged and counted in ``lost``, and is not tried again. After ``BUDGET_S`` seconds
+            lost within a minute, the limit is a quarter of this: n answers that all hang take at
+            most ``BUDGET_S + n * limit_s / 4`` processor seconds, plus those of comparisons that
+            had already started.
 
     Thread-safe. Close it, or use it in a ``with`` block, to end its processes at once.
     """
@@ -236,8 +243,10 @@ class MathVerifier:
         self.limit_s = limit_s
         self.lost = 0
         self._pid = os.getpid()
-        self._hung: dict[tuple[str, str], float] = {}  # the limit at which each was stopped
-        self._losses: deque[tuple[float, float]] = deque()  # when, and how many seconds
+        # the limit at which each comparison was stopped
+        self._hung: dict[tuple[str, str], float] = {}
+        # time of each loss, and the seconds lost
+        self._losses: deque[tuple[float, float]] = deque()
         self._losing = threading.Lock()
         self._slow = threading.BoundedSemaphore(workers)
         self._slots: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
@@ -247,8 +256,8 @@ class MathVerifier:
     def equal(self, answer: str, reference: str) -> bool:
         r"""Compare two answers; ``\frac12`` and ``0.5``, for instance, are equivalent.
 
-        Units and percent signs are ignored in the way that math-verify does: ``12 cm`` equals
-        ``12``, and ``50\%`` equals both ``50`` and ``0.5``.
+        Units and percent signs are ignored as in math-verify: ``12 cm`` equals ``12``, and ``50\%``
+        equals both ``50`` and ``0.5``.
 
         Raises RewardError: math-verify cannot be started.
         """
@@ -263,7 +272,7 @@ class MathVerifier:
             return False
 
     def _limit(self) -> float:
-        """Seconds of processor that a comparison may take now."""
+        """Return the processor seconds that a comparison may currently take."""
         with self._losing:
             while self._losses and self._losses[0][0] < time.monotonic() - WINDOW_S:
                 self._losses.popleft()
@@ -271,7 +280,7 @@ class MathVerifier:
         return self.limit_s if lost_s < BUDGET_S else self.limit_s / 4
 
     def _lose(self, pair: tuple[str, str], limit_s: float, hung: bool) -> None:
-        """Take note of a comparison that gave no verdict."""
+        """Record a comparison that returned no verdict."""
         with self._losing:
             self.lost += 1
             self._losses.append((time.monotonic(), limit_s))
@@ -289,8 +298,8 @@ class MathVerifier:
             self._slots.put(worker)
             return False
 
-        fresh = False  # the worker may be asked again
-        slow = False  # it no longer keeps its place, so that others need not wait
+        fresh = False  # whether the worker may be used again
+        slow = False  # whether the worker has given up its place, so others need not wait
         try:
             worker = worker or _Worker()
             start = time.monotonic()
@@ -318,8 +327,8 @@ class MathVerifier:
             self._lose(pair, limit_s, isinstance(lost, ChildTimeoutError))
             raise
         finally:
-            # This holds after an interrupt too: a late reply must not be read as the answer to the
-            # next request.
+            # This also applies after an interrupt: a late reply must not be read as the reply to
+            # the next request.
             if worker is not None and not fresh:
                 worker.close()
             if not slow:
@@ -330,9 +339,7 @@ class MathVerifier:
                     self._return(worker)
 
     def _return(self, worker: _Worker | None) -> None:
-        """Keep a worker whose place another process has taken if some place is free, otherwise end
-        it.
-        """
+        """Keep a worker that has given up its place if some place is free, otherwise close it."""
         with suppress(queue.Empty):
             other = self._slots.get_nowait()
             self._slots.put(other or worker)
@@ -341,12 +348,14 @@ class MathVerifier:
             worker.close()
 
     def __call__(self, response: str, answer: str, *, last_number: bool = False) -> float:
-        """1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0."""
+        """Return 1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0."""
         stated = extract_answer(response, last_number=last_number)
         return float(stated is not None and self.equal(stated, answer))
 
     def close(self) -> None:
-        """Kill the idle workers; a later comparison starts new ones. A forked copy does nothing."""
+        """Kill the idle workers; a later comparison starts new ones. In a forked copy, do
+        nothing.
+        """
         if os.getpid() != self._pid:
             return
         for _ in range(self._slots.qsize()):
@@ -366,17 +375,17 @@ _lock = threading.Lock()
 
 @cache
 def _shared(pid: int) -> MathVerifier:
-    """The verifier of process ``pid``: a forked process must not talk over its parent's pipes."""
+    """Return the verifier of process ``pid``; a forked process must not use its parent's pipes."""
     verifier = MathVerifier()
     atexit.register(verifier.close)
     return verifier
 
 
 def verify_math(response: str, answer: str, *, last_number: bool = False) -> float:
-    """1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0; all calls share
-    two workers.
+    """Return 1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0. All
+    calls share two workers.
 
-    See ``extract_answer`` for what counts as an answer; the reference is plain text or LaTeX
+    See ``extract_answer`` for what counts as an answer. The reference is plain text or LaTeX
     without a box.
 
     Raises RewardError: math-verify cannot be started.

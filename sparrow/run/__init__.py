@@ -1,4 +1,4 @@
-"""Defines, writes and reads the format of the run directory."""
+"""The format of the run directory, and code that writes and reads it."""
 
 from sparrow.run.directory import LoggedResponse, RunConfig, RunDir, TrainerState
 from sparrow.run.log import RunLog

@@ -1,8 +1,7 @@
 """The run directory: its files are written so that nothing is lost if the process is killed.
 
-config.json             ``RunConfig``
-lock                    held by the process that trains; names that process
-metrics.jsonl           an object per step, with at least the keys ``RECORDED``;
+config.json             ``RunConfig`` lock                    locked by the process that trains, and
+contains its name metrics.jsonl           an object per step, with at least the keys ``RECORDED``;
                         docs/run-directory.md lists all keys
 evaluations.jsonl       an object per evaluation: the step, and scores by benchmark
 rollouts.jsonl          a ``LoggedResponse`` per line
@@ -37,7 +36,7 @@ ROLLOUTS = "rollouts.jsonl"
 STATE = "state.json"
 LOCK = "lock"
 EVALUATIONS = "evaluations.jsonl"
-# keys of every step
+# keys that every step has
 RECORDED = {
     "step",
     "reward",
@@ -50,7 +49,7 @@ RECORDED = {
 }
 
 Row = Mapping[str, Any]
-# A run directory keeps a few of each kind, in a folder of this name.
+# A run directory keeps a few checkpoints and a few exports, each in a folder of that name.
 Kind = Literal["checkpoints", "exports"]
 
 
@@ -59,12 +58,12 @@ class RunConfig:
     """The contents of ``config.json``."""
 
     train: Row  # the resolved settings
-    schedule: SparsitySchedule  # the one with which the run was last started
-    # one per resumption with other settings: the "step" it continued from, and what "changed", name
-    # -> [before, after]
+    schedule: SparsitySchedule  # the schedule with which the run was last started
+    # one entry per resumption with different settings: the "step" it continued from, and the
+    # "changed" settings, name -> [before, after]
     resumed: Sequence[Row] = ()
-    # number and digest of the problems, for the training data (``train``) and each benchmark; None
-    # in runs of older versions
+    # number and digest of the problems, for the training data (``train``) and for each benchmark;
+    # None in runs of older versions
     data: Row | None = None
 
     def save(self, run_dir: Path) -> None:
@@ -78,11 +77,13 @@ class RunConfig:
 
     @classmethod
     def load(cls, run_dir: Path) -> RunConfig:
-        """Raises ConfigError: it is not a run directory, or the file is damaged."""
+        """Read ``config.json``. Raises ConfigError: ``run_dir`` is not a run directory, or the file
+        is damaged.
+        """
         path = run_dir / CONFIG
         if not path.is_file():
             raise ConfigError(
-                f"{run_dir} is not a run directory: it has no {CONFIG}; give the run_dir of a run"
+                f"{run_dir} is not a run directory, as it has no {CONFIG}; give the run_dir of a run"
             )
         record = parse(path.read_bytes(), str(path))
         if missing := {"train", "schedule"} - set(record):
@@ -102,20 +103,24 @@ class LoggedResponse:
     step: int
     problem: str  # its id
     prompt: str
-    # what each token adds to the text; a character of several tokens stands at the first of them
+    # what each token adds to the text; a character made of several tokens is listed at its first
+    # token
     tokens: Sequence[str]
-    # lower bound on the acceptance rate of each token; None where the dense policy sampled it
+    # lower bound on the acceptance rate of each token; None for tokens that the dense policy
+    # sampled
     acceptance: Sequence[float | None]
     reward: float
     finish_reason: str
     answer: str | None = None  # the expected answer, where it is text
     ids: Sequence[int] | None = None  # of the tokens; None in runs of older versions
-    # upper bound on the same; None in runs of older versions
+    # upper bound on the acceptance rate of each token; None in runs of older versions
     acceptance_upper: Sequence[float | None] | None = None
 
     @classmethod
     def from_row(cls, row: Row, where: str) -> LoggedResponse:
-        """Raises ConfigError: a field is missing."""
+        """Build a response from a line of ``rollouts.jsonl``. Raises ConfigError: a field is
+        missing.
+        """
         names = [field.name for field in fields(cls)]
         # Older runs lack some fields.
         if missing := [
@@ -136,7 +141,7 @@ class TrainerState:
     step: int  # finished steps
     cursor: int  # index of the next problem
     schedule: SparsitySchedule  # of the next rollouts
-    steering: Row  # the state of whatever moves the schedule
+    steering: Row  # the state of everything that changes the schedule
 
     def save(self, folder: Path) -> None:
         record = {"step": self.step, "cursor": self.cursor, "schedule": self.schedule.to_dict()}
@@ -156,10 +161,10 @@ class TrainerState:
 
 
 class RunDir:
-    """One run's files.
+    """The files of one run.
 
-    Raises ConfigError: the directory already holds a run (without ``resume``), or has no checkpoint
-    (with it).
+    Raises ConfigError: without ``resume``, the directory already contains a run; with ``resume``,
+    it has no checkpoint.
     """
 
     def __init__(self, path: str | Path, resume: bool) -> None:
@@ -174,7 +179,7 @@ class RunDir:
         exists = (self.path / METRICS).exists() or self.last_checkpoint() is not None
         if exists and not resume:
             raise ConfigError(
-                f"{self.path} already holds a run; resume it (--resume) or choose another run_dir"
+                f"{self.path} already contains a run; resume it (--resume) or choose another run_dir"
             )
         if resume and self.last_checkpoint() is None:
             raise ConfigError(
@@ -186,12 +191,12 @@ class RunDir:
         if it is killed.
 
         Raises ConfigError: another run is using the directory, or has used it since this object was
-        made.
+        created.
         """
         if self._lock is not None:
             return
         (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
-        # It stays open as long as it is locked.
+        # The file stays open as long as it is locked.
         file = open(self.path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -219,16 +224,16 @@ class RunDir:
         self._lock = file
 
     def release(self) -> None:
-        """Let other runs in again."""
+        """Release the lock, so other runs can use the directory."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def append_step(self, metrics: Row, responses: Sequence[LoggedResponse]) -> None:
-        """Log a step: its line of ``metrics.jsonl`` and its lines of ``rollouts.jsonl``; on disk
-        before this returns.
+        """Log a step: its line of ``metrics.jsonl`` and its lines of ``rollouts.jsonl``. The lines
+        are on disk when this returns.
 
-        Raises CheckpointError: they could not be written.
+        Raises CheckpointError: the lines could not be written.
         """
         assert set(metrics) >= RECORDED, (
             f"step {metrics.get('step')} lacks {RECORDED - set(metrics)}"
@@ -237,13 +242,13 @@ class RunDir:
         self._append(ROLLOUTS, [asdict(response) for response in responses])
 
     def append_evaluation(self, row: Row) -> None:
-        """Log an evaluation; on disk before this returns. Raises CheckpointError: it could not be
-        written.
+        """Log an evaluation; its line is on disk when this returns. Raises CheckpointError: the
+        line could not be written.
         """
         self._append(EVALUATIONS, [row])
 
     def evaluations(self) -> list[Row]:
-        """All logged evaluations. Raises ConfigError: the file is damaged."""
+        """Read all logged evaluations. Raises ConfigError: the file is damaged."""
         return [row for row, _ in read_rows(self.path / EVALUATIONS)]
 
     def _append(self, name: str, rows: Sequence[Row]) -> None:
@@ -264,7 +269,7 @@ class RunDir:
         return [json.loads(line) for line in lines if step < _step_of(line) < float("inf")]
 
     def truncate(self, step: int) -> None:
-        """Drop everything logged after ``step``, including a half-written last line, and delete
+        """Remove everything logged after ``step``, including a half-written last line, and delete
         later exports.
         """
         self.remove("exports", [later for later in self.steps("exports") if later > step])
@@ -276,7 +281,7 @@ class RunDir:
                 write_text(path, "".join(line.decode() + "\n" for line in kept))
 
     def last_checkpoint(self) -> tuple[int, Path] | None:
-        """Find step and folder of the newest complete checkpoint; None if there is none."""
+        """Return the step and folder of the newest complete checkpoint; None if there is none."""
         steps = self.steps("checkpoints")
         return (steps[-1], self._folder("checkpoints", steps[-1])) if steps else None
 
@@ -292,8 +297,8 @@ class RunDir:
             shutil.rmtree(self._folder(kind, step), ignore_errors=True)
 
     def begin(self, kind: Kind, step: int) -> Path:
-        """Make an empty folder for the files of ``step``; ``finish`` gives it its final name once
-        it is filled.
+        """Create an empty folder for the files of ``step``; once they are written, ``finish``
+        renames it to its final name.
         """
         partial = self._partial(kind, step)
         shutil.rmtree(partial, ignore_errors=True)
@@ -301,7 +306,7 @@ class RunDir:
         return partial
 
     def finish(self, kind: Kind, step: int) -> None:
-        """Rename the filled folder to ``step-N``."""
+        """Rename the folder of ``step`` to ``step-N``, once its files are written."""
         partial = self._partial(kind, step)
         target = self._folder(kind, step)
         for path in partial.rglob("*"):
@@ -326,7 +331,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def write_errors(self, kind: Kind, step: int) -> Iterator[None]:
-        """Wrap the writing of a checkpoint or an export.
+        """Clean up if writing a checkpoint or an export fails inside this context.
 
         Raises CheckpointError: an OSError was raised inside; earlier checkpoints are untouched.
         """
@@ -355,12 +360,13 @@ class RunDir:
 
 
 def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
-    """Read the objects in a file of JSON lines, each of which names a step; yields each object with
-    its place in the file, for messages.
+    """Read the objects in a JSON Lines file, and yield each one with its line number and path for
+    messages.
 
-    A last line that is still being written, or was cut off when a process was killed, is left out.
+    Every object must have a step. A last line that is still being written, or was cut off when a
+    process was killed, is left out.
 
-    Raises ConfigError: a line is damaged, or names no step.
+    Raises ConfigError: a line is damaged or has no step.
     """
     if not path.is_file():
         return
@@ -374,24 +380,22 @@ def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
                     raise
                 return
             if not isinstance(row.get("step"), int):
-                raise ConfigError(
-                    f"{where} names no step; every line needs one, so remove the line"
-                )
+                raise ConfigError(f"{where} has no step, which every line needs; remove the line")
             yield row, where
 
 
 def parse(text: bytes, where: str) -> Row:
-    """Read the JSON object in ``text``. Raises ConfigError: it is anything else."""
+    """Read the JSON object in ``text``. Raises ConfigError: ``text`` is anything else."""
     try:
         content = json.loads(text)
     except ValueError as error:
         raise ConfigError(
-            f"{where} is not valid JSON ({error}); restore it from a copy or remove it"
+            f"{where} is not valid JSON ({error}); restore it from a copy, or remove it"
         ) from error
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{where} holds a {type(content).__name__}, expected a JSON object; "
-            "restore it or remove it"
+            f"{where} contains a {type(content).__name__}, expected a JSON object; "
+            "restore it from a copy, or remove it"
         )
     return content
 

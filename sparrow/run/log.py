@@ -1,9 +1,9 @@
-"""Reads a run directory, during the run or after it has ended.
+"""Reader of a run directory, for use during the run or after it has ended.
 
-A file that is being written may end in half a line; that line is left out. Numbers that a step
+A file that is being written may end with an incomplete line, which is left out. Numbers that a step
 recorded as null, or did not record, are nan.
 
-Shapes: S steps, E evaluations, N length bins from length 0 on (nan where no response of a step
+Shapes: S steps, E evaluations, N length bins from length 0 upwards (nan where no response of a step
 reached the bin).
 """
 
@@ -42,16 +42,16 @@ class Drafting:
 
     drafts_per_token: float
     tokens_per_cycle: float
-    # exact acceptance of drafts by length, at the last step that drafted
+    # exact acceptance of drafts by length bin, at the last step that drafted
     bins: tuple[DraftBin, ...]
-    metered: tuple[DraftBin, ...]  # the same under meter_schedule
+    metered: tuple[DraftBin, ...]  # the same for drafts under meter_schedule
 
 
 @dataclass(frozen=True)
 class RunLog:
     """The record of a run."""
 
-    run_dir: Path  # where it was read from
+    run_dir: Path  # the directory it was read from
     train: Row  # the resolved options of the command line, from ``config.json``
     metrics: tuple[Row, ...]  # one row per finished step, at least one
     # [S], the schedule under which the rollouts of each step were decoded
@@ -62,27 +62,29 @@ class RunLog:
     def load(cls, run_dir: str | Path) -> RunLog:
         """Read a run directory.
 
-        Raises ConfigError: it is not a run directory, no step is finished, or a file is damaged.
+        Raises ConfigError: ``run_dir`` is not a run directory, no step is finished, or a file is
+        damaged.
         """
         path = Path(run_dir)
         config = RunConfig.load(path)
         metrics = tuple(row for row, _ in read_rows(path / METRICS))
         if not metrics:
             raise ConfigError(
-                f"{path} holds no finished step ({METRICS} is missing or empty); "
+                f"{path} has no finished step ({METRICS} is missing or empty); "
                 "try again after step 1"
             )
         for row in metrics:
             if missing := RECORDED - set(row):
                 raise ConfigError(
-                    f"step {row['step']} of {path / METRICS} lacks {min(missing)!r}; "
-                    "restore the line"
+                    f"step {row['step']} of {path / METRICS} has no {min(missing)!r}; "
+                    "restore the line from a copy"
                 )
         start = config.schedule
         tables = (
             SparsitySchedule.from_dict({**start.to_dict(), **row["schedule"]}) for row in metrics
         )
-        # A schedule that did not move keeps the start schedule's provenance, and so its name.
+        # A schedule that did not change keeps the provenance of the start schedule, and thus its
+        # name.
         schedules = tuple(
             start if table == start else table.replace(provenance={}) for table in tables
         )
@@ -90,7 +92,8 @@ class RunLog:
         return cls(path, config.train, metrics, schedules, evaluations)
 
     def responses(self, steps: Collection[int]) -> list[LoggedResponse]:
-        """Read the logged responses of these steps; those of all steps may be many gigabytes.
+        """Read the logged responses of these steps; the responses of all steps may be many
+        gigabytes.
 
         Raises ConfigError: the file is damaged.
         """
@@ -99,13 +102,13 @@ class RunLog:
 
     @property
     def tau(self) -> Tau:
-        """The 5th percentile of acceptance that the run had to hold."""
+        """The target for the 5th percentile of acceptance in this run."""
         return Tau.chosen(self.train["tau"], self.train.get("relative_tau"))
 
     @property
     def is_sparse(self) -> bool:
-        """True if samples may come from a sparse actor, whose acceptance is held to tau; false for
-        dense and lossless runs.
+        """True if samples may come from a sparse actor, whose acceptance is compared with tau;
+        false for dense and lossless runs.
         """
         if self._mode == "lossless":
             return False
@@ -135,7 +138,7 @@ class RunLog:
         row = self.metrics[index]
         if "dense_up_to" in row:
             return inf if row["dense_up_to"] is None else row["dense_up_to"]
-        # Older versions did not record it.
+        # Older versions did not record ``dense_up_to``.
         if self._mode == "lossless":
             return inf
         if self._is_distilled:
@@ -185,8 +188,8 @@ class RunLog:
         )
 
     def first_and_last(self, values: FloatArray) -> tuple[float, float, int]:
-        """Return the means over the first and the last n of ``values`` [S], and n, which is a
-        quarter of them, but between 1 and 10.
+        """Return the means over the first and the last n of ``values`` [S], and n: a quarter of
+        their number, but at least 1 and at most 10.
         """
         count = max(1, min(10, len(values) // 4))
         return nan_mean(values[:count]), nan_mean(values[-count:]), count
@@ -201,7 +204,7 @@ class RunLog:
         )
 
     def sparse_bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
-        """Select the ``bins`` in which a sparse actor sampled, so that bounds on acceptance are
+        """Select the ``bins`` in which a sparse actor sampled, where bounds on acceptance are
         meaningful.
         """
         up_to = self.dense_up_to(index)
@@ -213,13 +216,13 @@ class RunLog:
         return self.series("response", "tokens") / np.where(seconds > 0, seconds, nan)
 
     def tail_by_step(self) -> FloatArray:
-        """Tabulate p5 of the sparse actor's acceptance (lower bound) by step and length bin, on the
-        scale of tau, float64 [S, N].
+        """Tabulate the p5 of the sparse actor's acceptance (lower bound) by step and length bin, on
+        the scale of tau, float64 [S, N].
         """
         return self._by_step(attrgetter("lower_bound"))
 
     def upper_tail_by_step(self) -> FloatArray:
-        """Tabulate the upper bounds that belong to ``tail_by_step``."""
+        """Tabulate the upper bounds that correspond to ``tail_by_step``."""
         return self._by_step(attrgetter("upper_bound"))
 
     def _by_step(self, bound: Callable[[BinMismatch], float]) -> FloatArray:
@@ -233,13 +236,15 @@ class RunLog:
         return tail_SN
 
     def histogram(self, index: int = -1) -> tuple[FloatArray, FloatArray]:
-        """Read counts and edges of the acceptance rates at the step with this ``index``."""
+        """Read the counts and edges of the histogram of acceptance rates at the step with this
+        ``index``.
+        """
         found = self.metrics[index]["mismatch"]["histogram"]
         return np.array(found["counts"], dtype=float), np.array(found["edges"], dtype=float)
 
     def kv_read(self) -> float:
-        """Compute the share of the cached tokens that decoding read, over the whole run; nan if
-        nothing was decoded.
+        """Compute the share of cached tokens that decoding read, over the whole run; nan if nothing
+        was decoded.
         """
         held = float(self.series("kv", "tokens_held").sum())
         return float(self.series("kv", "tokens_read").sum()) / held if held else nan

@@ -1,5 +1,5 @@
-"""Tasks: problems by index, each with a prompt and a verifier; several tasks as one; and tasks by
-name.
+"""Tasks: problems by index, each with a prompt and a verifier; mixtures of tasks; and a registry of
+tasks by name.
 """
 
 from __future__ import annotations
@@ -14,46 +14,47 @@ from sparrow.errors import ConfigError, SparrowError, TaskError, place
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt and how to judge a response to it."""
+    """A prompt, and how to judge a response to it."""
 
-    id: str  # stable name, the same for the same problem in every run
+    id: str  # stable name, which is the same for the same problem in every run
     prompt: str  # text given to the model, after the tokenizer's special tokens (BOS)
     # response text -> reward in [0, 1]; pure, and picklable so that it can run in another process
     verify: Callable[[str], float]
-    # response text -> the answer that it states, right or wrong, or None if it states none; may be
-    # left out
+    # response text -> the answer that the response states, right or wrong, or None if it states no
+    # answer; optional
     extract: Callable[[str], str | None] | None = None
-    source: str = ""  # the task or dataset that it comes from; rewards are reported by source
-    solution: str | None = None  # a reference response where one is known
-    answer: str | None = None  # the expected answer, for people to read; ``verify`` decides
-    # whether the prompt has its special tokens already, as a chat template writes them
+    # the task or dataset that the problem comes from; rewards are reported by source
+    source: str = ""
+    solution: str | None = None  # a reference response, if one is known
+    answer: str | None = None  # the expected answer, for people to read; only ``verify`` judges
+    # whether the prompt already has its special tokens, as written by a chat template
     rendered: bool = False
 
 
 class Task(Protocol):
-    """Problems by index. A pure function of its arguments, so a sampler resumes from ``(seed,
-    cursor)`` alone.
+    """Problems by index. ``problem`` is a pure function of its arguments, so a sampler can resume
+    from ``(seed, cursor)`` alone.
     """
 
     def problem(self, index: int, seed: int = 0) -> Problem:
-        """Problem ``index`` of the stream ``seed``; distinct seeds serve as splits."""
+        """Return problem ``index`` of the stream ``seed``; distinct seeds serve as splits."""
 
 
 def check_text(text: str) -> None:
-    """Refuse text that cannot be encoded. Raises ValueError: it holds half of a character."""
+    """Check that text can be encoded. Raises ValueError: the text contains half of a character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = ascii(text[error.start])[1:-1]
         raise ValueError(
-            f"its text holds {half}, which is half of a character; write the file as UTF-8"
+            f"its text contains {half}, which is half of a character; write the file as UTF-8"
         ) from error
 
 
 def draw(task: Task, index: int, seed: int) -> Problem:
-    """Problem ``index`` of the stream ``seed``.
+    """Draw problem ``index`` of the stream ``seed``.
 
-    Raises TaskError: the task raised an error, or returned something else.
+    Raises TaskError: the task raised an error, or returned something other than a problem.
     """
     name = f"problem {index} of the task {type(task).__name__}"
     try:
@@ -62,11 +63,14 @@ def draw(task: Task, index: int, seed: int) -> Problem:
         raise
     except (Exception, SystemExit) as error:
         raise TaskError(
-            f"{name} could not be made, it raised {place(error)}; fix the task or its options"
+            f"{name} could not be created: the task raised {place(error)}; "
+            "fix the task or its options"
         ) from error
 
     if not isinstance(problem, Problem):
-        raise TaskError(f"{name} is a {type(problem).__name__}, expected a sparrow.tasks.Problem")
+        raise TaskError(
+            f"{name} is a {type(problem).__name__}, expected a sparrow.tasks.Problem; fix the task"
+        )
     if not isinstance(problem.prompt, str):
         raise TaskError(
             f"{name} has a prompt that is a {type(problem.prompt).__name__}, expected text; "
@@ -79,7 +83,7 @@ def draw(task: Task, index: int, seed: int) -> Problem:
     if not callable(problem.verify):
         raise TaskError(
             f"{name} has a verify that is a {type(problem.verify).__name__}, "
-            "expected a function of the response"
+            "expected a function of the response; fix the task"
         )
     return problem
 
@@ -89,8 +93,8 @@ class Mixture:
     """Problems of several tasks in fixed proportions.
 
     Of every ``sum(weights)`` problems, ``weights[i]`` are the next ones of ``tasks[i]``, in an
-    order that depends on the seed only. Each dataset therefore goes through its epochs as it would
-    alone.
+    order that depends only on the seed. Each dataset therefore goes through its epochs as it would
+    on its own.
 
     Raises ConfigError: the weights are not whole numbers of at least 1, one for each task.
     """
@@ -102,12 +106,12 @@ class Mixture:
         valid = all(type(weight) is int and weight >= 1 for weight in self.weights)
         if not self.tasks or len(self.tasks) != len(self.weights) or not valid:
             raise ConfigError(
-                f"a mixture takes a whole number of at least 1 for each of its {len(self.tasks)} "
-                f"tasks, got weights {', '.join(map(str, self.weights)) or 'none'}"
+                f"a mixture needs a weight for each of its {len(self.tasks)} tasks, a whole number "
+                f"of at least 1, got {', '.join(map(str, self.weights)) or 'none'}"
             )
 
     def problem(self, index: int, seed: int = 0) -> Problem:
-        """Problem ``index`` of the stream ``seed``."""
+        """Return problem ``index`` of the stream ``seed``."""
         order = [i for i, weight in enumerate(self.weights) for _ in range(weight)]
         cycle, position = divmod(index, len(order))
         random.Random(f"mixture/{seed}/{cycle}").shuffle(order)
@@ -120,8 +124,8 @@ TASKS: dict[str, Callable[..., Task]] = {}
 
 
 def register_task(name: str, factory: Callable[..., Task]) -> None:
-    """Make ``load_task(name, **options)`` call ``factory(**options)``. Raises ConfigError: the name
-    is taken.
+    """Register a task, so ``load_task(name, **options)`` calls ``factory(**options)``. Raises
+    ConfigError: the name is taken.
     """
     if name in TASKS:
         raise ConfigError(
@@ -131,23 +135,23 @@ def register_task(name: str, factory: Callable[..., Task]) -> None:
 
 
 def load_task(name: str, **options: Any) -> Task:
-    """The task ``name`` with its options, e.g. ``load_task("trace", lines=24)``.
+    """Load the task ``name`` with its options, e.g. ``load_task("trace", lines=24)``.
 
-    Raises ConfigError: no such task, or options it does not take.
+    Raises ConfigError: there is no such task, or the task does not accept the options.
     """
     if name not in TASKS:
         known = ", ".join(sorted(TASKS))
         raise ConfigError(
-            f"no task {name!r}; known ones: {known}; one of your own is given as module:Class"
+            f"no task {name!r}; choose one of {known}, or give your own as module:Class"
         )
     return make_task(name, TASKS[name], options)
 
 
 def make_task(name: str, factory: Callable[..., Task], options: Mapping[str, Any]) -> Task:
-    """The task that ``factory(**options)`` makes.
+    """Create a task with ``factory(**options)``.
 
-    Raises ConfigError: it does not take these options. TaskError: it raised an error, or did not
-    return a task.
+    Raises ConfigError: the factory does not accept these options. TaskError: the factory raised an
+    error, or did not return a task.
     """
     try:
         task = factory(**options)
@@ -155,14 +159,16 @@ def make_task(name: str, factory: Callable[..., Task], options: Mapping[str, Any
         raise
     except TypeError as error:
         raise ConfigError(
-            f"task {name!r} does not take the options {dict(options)}: {error}"
+            f"task {name!r} does not accept the options {dict(options)}: {error}"
         ) from error
     except (Exception, SystemExit) as error:
         raise TaskError(
-            f"task {name!r} could not be made, it raised {place(error)}; fix it or its options"
+            f"task {name!r} could not be created: it raised {place(error)}; "
+            "fix the task or its options"
         ) from error
     if not callable(getattr(task, "problem", None)):
         raise TaskError(
-            f"task {name!r} is a {type(task).__name__} without a method problem(index, seed)"
+            f"task {name!r} is a {type(task).__name__} without a method "
+            "problem(index, seed); add one"
         )
     return task

@@ -1,6 +1,6 @@
-"""Rows of a dataset as a task: local jsonl, json or parquet files, or the Hugging Face hub.
+"""A task from the rows of a dataset: local jsonl, json or parquet files, or the Hugging Face hub.
 
-Tasks import no rewards, so whoever builds a task hands in the verifiers, by kind::
+Tasks do not import rewards, so the verifiers are passed in by kind when a task is built::
 
     load_dataset_task("gsm8k", path="train.jsonl", verifiers={"math": sparrow.rewards.verify_math})
 
@@ -30,11 +30,12 @@ from sparrow.tasks.judges import Judge, check_columns
 log = logging.getLogger(__name__)
 
 Verifier = Callable[..., float] | Judge
-"""Called as ``verifier(response, answer=answer)``; a module-level function or other picklable
-callable. A ``Judge`` sees the row's other columns too.
+"""A module-level function or other picklable callable, called as ``verifier(response,
+answer=answer)``. A ``Judge`` also receives the row's other columns.
 """
 
-Extractor = Callable[[str], str | None]  # the answer that a response states, None if it states none
+# response -> the answer that it states, None if there is none
+Extractor = Callable[[str], str | None]
 
 
 @lru_cache(maxsize=8)
@@ -45,28 +46,29 @@ def _order(size: int, name: str, seed: int, epoch: int) -> list[int]:
 
 
 class DatasetTask:
-    """Problems from rows; every row once per epoch, in an order that depends on the seed and the
-    epoch only.
+    """Problems from rows, each once per epoch, in an order that depends only on the seed and the
+    epoch.
 
     Args:
         name: start of the problems' ids.
-        rows: the dataset; every row is checked here, and read again when its problem is asked for.
+        rows: the dataset; every row is checked here, and read again when its problem is requested.
         format: how to read a row.
         verifiers: verifier by kind; the one for ``format.kind`` is used.
         extractors: extractor by kind, for ``Problem.extract``.
-        template: the prompt, with ``{question}`` where the question goes; the format's by default.
-        render: prompt -> text for the tokenizer, special tokens included, e.g. a chat template; by
-            default the prompt is sent as it is, after the tokenizer's special tokens.
+        template: the prompt, with ``{question}`` in place of the question; the format's template by
+            default.
+        render: prompt -> text for the tokenizer, including special tokens, e.g. a chat template. By
+            default, the prompt is sent unchanged, after the tokenizer's special tokens.
         max_length: drop rows whose rendered prompt has more characters than this.
-        tokens: counts tokens; with ``max_tokens``, rows whose rendered prompt has none or more than
-            that are dropped.
+        tokens: counts tokens; with ``max_tokens``, rows whose rendered prompt has no tokens, or
+            more than ``max_tokens``, are dropped.
         source: where the rows come from, for error messages.
 
-    Rows that repeat an earlier question, up to spaces and case, are dropped; the number of dropped
-    rows is logged.
+    Rows that repeat an earlier question, except for spaces and case, are dropped; the number of
+    dropped rows is logged.
 
     Raises ConfigError: a row has no question or no answer, or lacks a column that the verifier
-    needs, no row is left, or there is no verifier for this kind.
+    needs; no row is left; or there is no verifier for this kind.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class DatasetTask:
             )
         self._template = format.template if template is None else template
         if "{question}" not in self._template:
-            raise ConfigError(f"the prompt template has no {{question}}: {self._template!r}")
+            raise ConfigError(
+                f"the prompt template has no {{question}}, got {self._template!r}; add {{question}}"
+            )
 
         self.name = name
         self._rows = rows
@@ -122,12 +126,12 @@ class DatasetTask:
                 content.update(_bytes(prompt, question.answer))
             seen.add(key)
 
-        self.digest = content.hexdigest()[:16]  # of the prompts and answers that are kept, in order
+        self.digest = content.hexdigest()[:16]  # of the kept prompts and answers, in order
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         if not self._kept:
             raise ConfigError(
-                f"{source} leaves no problem of {len(rows)} rows ({reasons or 'it is empty'}); "
-                "raise max_length, leave prompts more room, or check the file"
+                f"none of the {len(rows)} rows of {source} can be used "
+                f"({reasons or 'it is empty'}); raise max_length, leave more room for prompts, or check the file"
             )
         if dropped:
             log.warning(
@@ -138,12 +142,12 @@ class DatasetTask:
     def _unfit(
         prompt: str, max_length: int | None, tokens: Callable[[str], int], max_tokens: int | None
     ) -> str | None:
-        """The reason why a prompt cannot be used; None if it can."""
+        """Return the reason why a prompt cannot be used; None if it can."""
         if max_length is not None and len(prompt) > max_length:
             return "too long"
         if max_tokens is None:
             return None
-        # A token stands for at least one byte, or is a special one, so the tokens of most prompts
+        # Every token except special ones covers at least one byte, so the tokens of most prompts
         # need not be counted.
         most = len(prompt.encode(errors="replace")) + tokens("")
         if prompt.strip() and most <= max_tokens:
@@ -157,12 +161,12 @@ class DatasetTask:
         return len(self._kept)
 
     def __iter__(self) -> Iterator[Problem]:
-        """The problems in the order of the rows, once; for evaluation."""
+        """Iterate over the problems once, in the order of the rows, for evaluation."""
         return map(self._problem, self._kept)
 
     def problem(self, index: int, seed: int = 0) -> Problem:
-        """Problem ``index`` of the stream ``seed``; an index beyond the dataset's length is in a
-        later epoch.
+        """Return problem ``index`` of the stream ``seed``; an index beyond the dataset's length
+        belongs to a later epoch.
         """
         epoch, position = divmod(index, len(self))
         order = _order(len(self), self.name, seed, epoch)
@@ -200,7 +204,7 @@ class DatasetTask:
             if question is not None and question.answer is None:
                 answer = self._extract(str(question.solution)) if self._extract else None
                 if answer is None:
-                    raise ValueError("it has no answer, and its solution states none in \\boxed{}")
+                    raise ValueError("it has no answer, not even a \\boxed{} in its solution")
                 question = replace(question, answer=answer)
             if question is not None:
                 check_text(question.text)
@@ -221,10 +225,10 @@ def _bytes(prompt: str, answer: Any) -> bytes:
 
 
 def fingerprint(task: Task) -> Any:
-    """Identify a task's data, in JSON types: by the number of problems and a digest of their
-    prompts and answers in order; for a mixture, by those of its parts.
+    """Identify a task's data, in JSON types, by the number of problems and a digest of their
+    prompts and answers in order.
 
-    None for a task whose problems have no end.
+    For a mixture, return the fingerprints of its parts; for a task with endless problems, None.
     """
     if isinstance(task, Mixture):
         return [fingerprint(part) for part in task.tasks]
@@ -234,7 +238,7 @@ def fingerprint(task: Task) -> Any:
 
 
 def fingerprint_of(problems: Sequence[Problem]) -> Any:
-    """The same for a list of problems."""
+    """Identify a list of problems in the same way as ``fingerprint``."""
     content = hashlib.sha256()
     for problem in problems:
         content.update(_bytes(problem.prompt, problem.answer))
@@ -242,9 +246,9 @@ def fingerprint_of(problems: Sequence[Problem]) -> Any:
 
 
 def load_rows(path: str | Path) -> Sequence[Row]:
-    """Rows of a local ``.jsonl``, ``.json`` (a list of objects) or ``.parquet`` file.
+    """Load the rows of a local ``.jsonl``, ``.json`` (a list of objects) or ``.parquet`` file.
 
-    Raises ConfigError: no such file, an unknown kind of file, or content that is not rows.
+    Raises ConfigError: there is no such file, its type is unknown, or its content is not rows.
     """
     path = Path(path)
     expected = "expected a .jsonl, .json (a list of objects) or .parquet file"
@@ -266,11 +270,11 @@ def load_rows(path: str | Path) -> Sequence[Row]:
                 # Rows are read on demand.
                 return datasets.Dataset(parquet.read_table(path))
             case suffix:
-                raise ValueError(f"files named {suffix or 'without a suffix'!r} are not read")
+                raise ValueError(f"files with the suffix {suffix!r} are not supported")
     except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}; {expected}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"{path} does not hold objects; {expected} with one object per row")
+        raise ConfigError(f"{path} does not contain objects; {expected} with one object per row")
     return rows
 
 
@@ -282,7 +286,7 @@ def _json(text: str, where: str) -> Any:
 
 
 def load_hub_rows(format: Format, split: str) -> Sequence[Row]:
-    """Rows of a split of a format's dataset on the Hugging Face hub, or in its local cache.
+    """Load the rows of a split of a format's dataset from the Hugging Face hub or its local cache.
 
     Raises ConfigError: the hub cannot be reached, or has no such dataset, configuration or split.
     """
@@ -314,23 +318,23 @@ def load_dataset_task(
     split: str | None = None,
     **options: Any,
 ) -> DatasetTask:
-    """The dataset ``name`` as a task.
+    """Load the dataset ``name`` as a task.
 
     Args:
-        name: a registered format; ``qa`` reads any file with a question (or problem, prompt) and an
-            answer.
+        name: a registered format; ``qa`` reads any file with a question (or problem, or prompt) and
+            an answer.
         verifiers: verifier by kind, e.g. ``{"math": verify_math}``.
         path: a local file to read instead of the hub.
         split: a split of the hub's dataset; the format's usual one by default.
         options: passed to ``DatasetTask``: extractors, template, render, max_length, tokens,
             max_tokens.
 
-    Raises ConfigError: no such format, or rows that cannot be loaded or used.
+    Raises ConfigError: there is no such format, or the rows cannot be loaded or used.
     """
     if name not in FORMATS:
         raise ConfigError(
-            f"no file or dataset {name!r}; known datasets: {', '.join(sorted(FORMATS))}; with "
-            "options a file is written qa:path=FILE"
+            f"no file or dataset {name!r}; known datasets: {', '.join(sorted(FORMATS))}; give a "
+            "file with options as qa:path=FILE"
         )
     format = FORMATS[name]
     if path is not None:

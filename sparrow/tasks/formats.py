@@ -1,7 +1,7 @@
-r"""Formats of public datasets: what their rows look like, and where the datasets are found.
+r"""Formats of public datasets: the layout of their rows, and where to find the datasets.
 
-A format turns one row into a ``Question``; it does not know verifiers, only the kind of verifier
-that its answers are for:
+A format turns one row into a ``Question``. It has no verifier, only the kind of verifier for its
+answers:
 
 - ``math``: the answer is text;
 - ``code``: the answer is a mapping with tests, as ``sparrow.rewards.sandbox.judge`` describes them.
@@ -48,8 +48,8 @@ IMPORTS = "".join(
         "builtins",
     )
 )
-"""What the sites of call-based problems import: solutions use ``List`` or ``deque`` as if they were
-built in.
+"""Imports that the sites of call-based problems provide: solutions use ``List`` or ``deque`` as if
+they were built in.
 """
 
 _BUILTIN_DEFINED = re.compile(
@@ -66,13 +66,13 @@ _DAPO_TAIL = re.compile(r'\n\nRemember to put your answer on its own line after 
 
 @dataclass(frozen=True)
 class Question:
-    """The question that a row holds."""
+    """The question in a row of a dataset."""
 
-    text: str  # the question as it is put to the model
-    # what the verifier compares with: text for mathematics, tests for code; None if only the
-    # solution has it
+    text: str  # the question as the model receives it
+    # what the verifier compares with: text for mathematics, tests for code; None if the answer is
+    # only in the solution
     answer: Any
-    solution: str | None = None  # a reference response, where the dataset has one
+    solution: str | None = None  # a reference response, if the dataset has one
 
 
 @dataclass(frozen=True)
@@ -80,23 +80,23 @@ class Format:
     """A dataset's place, and the function that reads its rows."""
 
     hub: str | None  # name on the Hugging Face hub, None for local files only
-    # row -> question, or None for an unusable row that the dataset is known to hold; raises
-    # KeyError or ValueError for a row that lacks something
+    # row -> question, or None for a row that is known to be unusable; raises KeyError or ValueError
+    # for a row that lacks something
     read: Callable[[Row], Question | None]
-    kind: str = "math"  # the verifier its answers are for, ``math`` or ``code``
+    kind: str = "math"  # the kind of verifier for the answers, ``math`` or ``code``
     template: str = BOXED  # the default prompt; ``{question}`` stands for the question
     config: str | None = None  # the hub's configuration name
-    split: str = "train"  # the split that is usually meant
-    # patterns of the hub repository's files, for a repository that cannot be loaded by name;
+    split: str = "train"  # the usual split
+    # patterns of files in the hub repository, for a repository that cannot be loaded by name;
     # ``{split}`` stands for the split
     files: tuple[str, ...] = ()
 
 
 def text_of(row: Row, *names: str) -> str:
-    """The text of the first of these fields that the row has and that is not empty; case in its
-    names is ignored.
+    """Return the text of the first of these fields that exists in the row and is not empty; the
+    case of field names is ignored.
 
-    Raises KeyError: the row has none of them, or only empty ones.
+    Raises KeyError: the row has none of the fields, or only empty ones.
     """
     fields = {key.lower(): value for key, value in row.items()}
     for name in names:
@@ -107,10 +107,10 @@ def text_of(row: Row, *names: str) -> str:
 
 
 def question_answer(row: Row) -> Question:
-    r"""A question and its final answer in two fields; without one, a solution with it in
-    ``\boxed{...}`` will do.
+    r"""Read a question and its final answer from two fields.
 
-    The format of AIME, AMC, MATH, MATH-500, DeepScaleR, Polaris and most others.
+    If there is no answer, a solution with the answer in ``\boxed{...}`` is used instead. This is
+    the format of AIME, AMC, MATH, MATH-500, DeepScaleR, Polaris and most other datasets.
     """
     question = text_of(row, "question", "problem", "prompt")
     try:
@@ -126,7 +126,7 @@ def question_answer(row: Row) -> Question:
 
 
 def gsm8k(row: Row) -> Question:
-    """GSM8K: the answer is a worked solution that ends in ``#### n``."""
+    """Read a row of GSM8K, whose answer is a worked solution that ends in ``#### n``."""
     solution = text_of(row, "answer")
     _, mark, answer = solution.rpartition("####")
     if not mark or not answer.strip():
@@ -135,7 +135,9 @@ def gsm8k(row: Row) -> Question:
 
 
 def dapo_math(row: Row) -> Question:
-    """DAPO-Math-17k: a chat message that wraps the problem in instructions, which are removed."""
+    """Read a row of DAPO-Math-17k, and remove the instructions around the problem in its chat
+    message.
+    """
     messages = row.get("prompt")
     if not messages or not (content := messages[0].get("content")):
         raise KeyError("prompt")
@@ -150,10 +152,11 @@ def _with_starter(question: str, starter: str | None, reads: bool) -> str:
 
 
 def _taco_results(outputs: list[Any], starter: str) -> dict[str, Any]:
-    """The expected results of calls.
+    """Read the expected results of calls.
 
-    TACO wraps those of many rows in a list of one, and does not say of which. The starting code
-    tells if it says what the function returns; otherwise both readings count.
+    In many rows, TACO wraps results in a list of length one, without marking these rows. If the
+    starting code has a return type, it shows whether results are wrapped; otherwise, both readings
+    are accepted.
     """
     if not all(isinstance(output, list) and len(output) == 1 for output in outputs):
         return {"outputs": outputs}
@@ -166,20 +169,20 @@ def _taco_results(outputs: list[Any], starter: str) -> dict[str, Any]:
 
 
 def _depth(value: Any) -> int:
-    """The number of lists in one another."""
+    """Count how deeply lists are nested."""
     if not isinstance(value, list):
         return 0
     return 1 + max(map(_depth, value), default=0)
 
 
 def taco(row: Row) -> Question | None:
-    """TACO: ``input_output`` is JSON with inputs, outputs and perhaps ``fn_name``; rows without
-    tests are left out.
+    """Read a row of TACO, whose ``input_output`` is JSON with inputs, outputs and sometimes
+    ``fn_name``. Rows without tests are left out.
     """
     question = text_of(row, "question")
     try:
         tests = json.loads(row.get("input_output") or "{}")
-    except ValueError:  # broken JSON, and integers too long for Python to read
+    except ValueError:  # broken JSON, or an integer that is too long for Python to read
         return None
     name = tests.get("fn_name")
     inputs = tests.get("inputs")
@@ -207,11 +210,11 @@ def _lines(value: Any) -> str:
 
 
 class _TextUnpickler(pickle.Unpickler):
-    """Reads a pickled string, but nothing that would run code."""
+    """Unpickler that reads a string, but nothing that would run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(
-            f"its private tests name the Python object {module}.{name}; only text is expected"
+            f"its private tests contain the Python object {module}.{name}, expected text only"
         )
 
 
@@ -222,8 +225,8 @@ def _livecodebench_tests(cases: str) -> list[dict[str, str]]:
 
 
 def livecodebench(row: Row) -> Question:
-    """LiveCodeBench: public tests as JSON, private ones as JSON or as base64 of a compressed pickle
-    of it.
+    """Read a row of LiveCodeBench, whose public tests are JSON, and whose private tests are JSON or
+    a base64-encoded, compressed pickle of JSON.
     """
     question = text_of(row, "question_content")
     try:
@@ -249,13 +252,16 @@ def livecodebench(row: Row) -> Question:
 
 
 def _executed(test: str, candidate: bool) -> str:
-    """Test code as it is, once it is found to execute something: a statement, a test function, a
-    test class or, with a ``candidate``, the function ``check``.
+    """Check that test code executes something, and return it unchanged.
 
-    Raises ValueError: it executes nothing, so every program would pass it, or does not compile.
+    It must have a statement, a test function, a test class or, with a ``candidate``, the function
+    ``check``.
+
+    Raises ValueError: the test code executes nothing, so every program would pass, or does not
+    compile.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes such as \d
+        with warnings.catch_warnings(action="ignore"):  # about escapes such as \d
             body = ast.parse(test).body
     except SyntaxError as error:
         raise ValueError(f"its tests do not compile ({error.msg}, line {error.lineno})") from error
@@ -275,18 +281,20 @@ def _executed(test: str, candidate: bool) -> str:
             case _:
                 return test
     raise ValueError(
-        "its tests execute nothing: they need an assertion, a call, a function test_... or a "
+        "its tests execute nothing; they need an assertion, a call, a function test_... or a "
         "TestCase" + ("" if candidate else ", or an entry_point for their check")
     )
 
 
 def humaneval(row: Row) -> Question:
-    """HumanEval and HumanEval+: a function to complete, and ``check(candidate)``."""
+    """Read a row of HumanEval or HumanEval+, with a function to complete and
+    ``check(candidate)``.
+    """
     prompt = row.get("prompt")
     entry_point = text_of(row, "entry_point")
     if not prompt:
         raise KeyError("prompt")
-    # The program and the tests can both use what the prompt defines: imports and helpers.
+    # Both the program and the tests can use the imports and helpers that the prompt defines.
     answer = {
         "prelude": prompt,
         "setup": prompt,
@@ -299,8 +307,8 @@ def humaneval(row: Row) -> Question:
 
 
 def mbpp(row: Row) -> Question:
-    """MBPP, its sanitized version and MBPP+: a sentence and assertions; the first few are shown, as
-    is usual.
+    """Read a row of MBPP, its sanitized version or MBPP+, with a sentence and assertions. The first
+    few assertions are shown in the prompt, as is usual.
     """
     question = text_of(row, "text", "prompt")
     assertions = row.get("test_list")
@@ -313,7 +321,7 @@ def mbpp(row: Row) -> Question:
     code = row.get("code")
     if entry_point:
         answer["entry_point"] = entry_point
-    # Row 126 asks for a function ``sum``, which its test could not distinguish from Python's own.
+    # Row 126 requests a function ``sum``, which its test could not distinguish from Python's own.
     elif match := _BUILTIN_DEFINED.search(code or ""):
         answer["entry_point"] = match[1]
     text = f"{question}\n\nIt must satisfy:\n```python\n{chr(10).join(assertions)}\n```"

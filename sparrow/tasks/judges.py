@@ -1,13 +1,13 @@
-"""Reward functions as users have them, in place of a dataset's verifier.
+"""Users' reward functions, which replace a dataset's verifier.
 
-Three signatures are known by the names of their parameters; a row's columns go to the parameters of
-their names, and all of them to a function that takes ``**columns``:
+Three signatures are recognised by their parameters' names. A row's columns are passed to the
+parameters with the same names; a function with ``**columns`` receives all of them:
 
-- ``f(response, answer=..., **columns) -> number``, Sparrow's own;
-- ``f(completions, prompts=..., **columns) -> [number]``, TRL's, where everything is a list, here
-  of one;
-- ``f(data_source, solution_str, ground_truth, extra_info=None) -> number or {"score": number}``,
-  verl's.
+- ``f(response, answer=..., **columns) -> number``: Sparrow's own;
+- ``f(completions, prompts=..., **columns) -> [number]``: as in TRL, where every argument is a
+  list, here of length one;
+- ``f(data_source, solution_str, ground_truth, extra_info=None) -> number or {"score": number}``:
+  as in verl.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 @dataclass(frozen=True)
 class Judge:
-    """A user's reward function, with what its signature says about how to call it."""
+    """A user's reward function, and how to call it according to its signature."""
 
     function: Callable[..., Any]
     name: str  # as the user wrote it, for messages
     style: Style
-    takes: tuple[str, ...]  # parameters that are given by name
-    needs: tuple[str, ...]  # of these, those without a default
+    takes: tuple[str, ...]  # parameters that are passed by name
+    needs: tuple[str, ...]  # the parameters among these without a default
     takes_all: bool  # whether it takes ``**columns``
 
     @classmethod
     def of(cls, function: Any, name: str) -> Judge:
-        """The judge that a function is.
+        """Build a judge from a function.
 
-        Raises ConfigError: no function, or one that cannot be called in any of the known ways.
+        Raises ConfigError: ``function`` is not a function, or cannot be called in any of the known
+        ways.
         """
         if not callable(function):
             raise ConfigError(f"reward {name!r} is a {type(function).__name__}; {KNOWN}")
@@ -67,7 +68,7 @@ class Judge:
                 inspect.Parameter.KEYWORD_ONLY,
                 inspect.Parameter.VAR_KEYWORD,
             ):
-                raise ConfigError(f"reward {name!r} takes no response; {KNOWN}")
+                raise ConfigError(f"reward {name!r} has no parameter for the response; {KNOWN}")
             named.pop(first.name, None)
 
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -79,22 +80,24 @@ class Judge:
         ]
         if unnamed:
             raise ConfigError(
-                f"reward {name!r} takes {unnamed[0].name!r} by position "
-                f"only, so no column can be given to it; {KNOWN}"
+                f"reward {name!r} has the positional-only parameter {unnamed[0].name!r}, which "
+                f"cannot receive a column; {KNOWN}"
             )
         if style == "sparrow" and not takes_all and "answer" not in named:
-            raise ConfigError(f"reward {name!r} does not take the answer; {KNOWN}")
+            raise ConfigError(f"reward {name!r} has no parameter for the answer; {KNOWN}")
         return cls(function, name, style, tuple(named), tuple(p.name for p in required), takes_all)
 
     def missing(self, row: Mapping[str, Any]) -> str | None:
-        """A parameter that a row has nothing for; None if there is none."""
+        """Return the first parameter for which a row has no value; None if there is no such
+        parameter.
+        """
         given = self._arguments("", None, "", row, "").keys()
         return next((name for name in self.needs if name not in given), None)
 
     def verifier(
         self, answer: Any, prompt: str, row: Mapping[str, Any], source: str
     ) -> Callable[[str], float]:
-        """The verifier of a row's problem; ``source`` is its dataset's name."""
+        """Build the verifier of a row's problem; ``source`` is the dataset's name."""
         return partial(self._judge, answer=answer, prompt=prompt, row=row, source=source)
 
     def _judge(
@@ -122,15 +125,15 @@ class Judge:
         is_list = hasattr(result, "__len__") and not isinstance(result, str | bytes | Mapping)
         if not is_list or len(result) != 1:
             raise RewardError(
-                f"reward {self.name!r} returned {result!r} for a list "
-                "of one completion, expected a list of one number"
+                f"reward {self.name!r} returned {result!r} for a list of one completion, "
+                "expected a list of one number"
             )
         return result[0]
 
     def _arguments(
         self, response: str, answer: Any, prompt: str, row: Mapping[str, Any], source: str
     ) -> dict[str, Any]:
-        """The arguments that the function can be given by name."""
+        """Collect the arguments that can be passed to the function by name."""
         if self.style == "verl":
             return {
                 "data_source": row.get("data_source", source),
@@ -146,14 +149,14 @@ class Judge:
 
 
 def check_columns(judge: Judge, rows: Sequence[Mapping[str, Any]], source: str) -> None:
-    """Check that every row has what the function needs.
+    """Check that every row has the columns that the function needs.
 
-    Raises ConfigError: the first row that lacks something.
+    Raises ConfigError: a row lacks a column; the message names the first such row.
     """
     for i, row in enumerate(rows):
         if name := judge.missing(row):
             raise ConfigError(
-                f"reward {judge.name!r} takes {name!r}, but row {i + 1} of {source} "
-                f"has no such column, only {', '.join(map(str, row)) or 'none'}; "
+                f"reward {judge.name!r} needs {name!r}, but the columns of row {i + 1} of {source} "
+                f"are {', '.join(map(str, row)) or 'none'}; "
                 f"give {name} a default, or add the column"
             )

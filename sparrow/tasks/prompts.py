@@ -1,5 +1,5 @@
-"""From a question to the model's token ids: chat templates, special tokens, and text that a
-tokenizer cannot read; and from ids back to text.
+"""Conversion of questions to token ids and back: chat templates, special tokens, and text that a
+tokenizer cannot read.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNREAD = 0.5
-"""The share of unread characters from which prompts are refused: the model would not see the
-questions."""
-NOTABLE = 0.01  # and the share from which a warning is given
-_PROBE = "7 + 5"  # a question with which a chat template is tried out
+"""The share of unread characters at which prompts are refused, because the model would not see the
+questions.
+"""
+NOTABLE = 0.01  # the share at which a warning is logged
+_PROBE = "7 + 5"  # a question to test a chat template with
 
 
 @dataclass(frozen=True)
 class ChatConfig(Settings):
-    """The chat in which the questions of datasets are put to a model (sparrow.tasks.prompts)."""
+    """The chat in which a model receives the questions of datasets (sparrow.tasks.prompts)."""
 
-    system: str | None = None  # A system prompt: the first message of every chat.
-    # A file with a Jinja chat template, in place of the tokenizer's.
+    system: str | None = None  # System prompt, the first message of every chat.
+    # File with a Jinja chat template to use instead of the tokenizer's.
     template: str | None = None
-    # What the template is called with, each as NAME=VALUE, such as enable_thinking=false. A value
-    # is read as JSON if possible, and is text otherwise.
+    # Arguments of the template, each as NAME=VALUE, such as enable_thinking=false. A value is read
+    # as JSON if possible, otherwise as text.
     arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -48,10 +49,10 @@ class ChatConfig(Settings):
         return any(getattr(self, field.name) != field.default for field in fields(self))
 
     def values(self) -> dict[str, Any]:
-        """The template's arguments by name.
+        """Parse the template's arguments by name.
 
-        Raises ConfigError: one that is not ``NAME=VALUE``, comes twice, or is not the user's to
-        give.
+        Raises ConfigError: an argument is not ``NAME=VALUE``, occurs twice, or is set by Sparrow
+        itself.
         """
         found: dict[str, Any] = {}
         for argument in self.arguments:
@@ -71,9 +72,9 @@ class ChatConfig(Settings):
         return found
 
     def read_template(self) -> str | None:
-        """The text of the template's file; None if none is given.
+        """Read the template's file; None if no file is given.
 
-        Raises ConfigError: it cannot be read.
+        Raises ConfigError: the file cannot be read.
         """
         if self.template is None:
             return None
@@ -90,10 +91,10 @@ NO_CHAT = ChatConfig()
 
 
 class ChatTemplate:
-    """Renders a question as a chat: the system prompt, the question as the user's message, and the
-    beginning of the model's.
+    """Renderer of a question as a chat: the system prompt, the question as the user's message, and
+    the beginning of the model's message.
 
-    Raises ConfigError: the template cannot be used, leaves a message out, or does not read an
+    Raises ConfigError: the template cannot be used, leaves out a message, or does not use an
     argument.
     """
 
@@ -105,22 +106,22 @@ class ChatTemplate:
         if self._template is None:
             try:
                 self._template = tokenizer.get_chat_template()
-            except ValueError as error:  # several templates, and no default among them
+            except ValueError as error:  # several templates, none of which is the default
                 raise ConfigError(
                     f"the tokenizer has no default chat template ({error}); give chat.template"
                 ) from error
         for name in self._arguments:
             if not re.search(rf"\b{name}\b", self._template):
                 raise ConfigError(
-                    f"chat.arguments sets {name!r}, which the chat template does not read; "
+                    f"chat.arguments sets {name!r}, which the chat template does not use; "
                     "check the name, or leave it out"
                 )
         self._try_out()
 
     def __call__(self, question: str) -> str:
-        """The text that the model continues, special tokens included.
+        """Render the text that the model continues, including special tokens.
 
-        Raises ConfigError: the template refuses the messages.
+        Raises ConfigError: the template fails on the messages.
         """
         messages = [{"role": "user", "content": question}]
         if self._config.system is not None:
@@ -133,7 +134,7 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **self._arguments,
             )
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # a template may raise any exception
             raise ConfigError(
                 f"the chat template cannot render a question ({type(error).__name__}: {error}); "
                 "change chat.system, chat.arguments or chat.template"
@@ -157,38 +158,39 @@ class ChatTemplate:
 def chat_template(
     tokenizer: PreTrainedTokenizerBase, config: ChatConfig
 ) -> Callable[[str], str] | None:
-    """A function that renders a question for the tokenizer's model; None if it is no chat model.
+    """Return a function that renders a question for the tokenizer's model; None if it is not a chat
+    model.
 
-    Raises ConfigError: settings for a chat where there is no template; and as ``ChatTemplate``.
+    Raises ConfigError: there are chat settings, but no template; see also ``ChatTemplate``.
     """
     if tokenizer.chat_template or config.template is not None:
         return ChatTemplate(tokenizer, config)
     if config.is_set:
         raise ConfigError(
-            "the tokenizer has no chat template for the settings of chat; give a file as "
-            "chat.template, or leave the settings out"
+            "the tokenizer has no chat template, which the chat settings need; give a file as "
+            "chat.template, or leave out the settings"
         )
     return None
 
 
 class Prompt(NamedTuple):
-    """The text that a model continues."""
+    """A text for a model to continue."""
 
     name: str  # for messages
     text: str
-    rendered: bool = False  # whether the text has the special tokens that the model expects
+    rendered: bool = False  # whether the text already has the special tokens that the model expects
 
 
 def prompt_of(problem: Problem) -> Prompt:
-    """The prompt of a problem."""
+    """Return the prompt of a problem."""
     return Prompt(f"problem {problem.id!r}", problem.prompt, problem.rendered)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, rendered: bool = False) -> list[int]:
-    """The ids that the tokenizer itself gives a prompt, special tokens such as BOS included.
+    """Encode a prompt with the tokenizer, including special tokens such as BOS.
 
-    None are added to a text that has them: one that a chat template has ``rendered``, or that
-    begins with BOS.
+    Special tokens are not added to a text that already has them: one that a chat template has
+    ``rendered``, or that begins with BOS.
 
     Raises ConfigError: the tokenizer ends prompts with EOS.
     """
@@ -199,15 +201,15 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, rendered: bool = False
     if adds and ended and not text.rstrip().endswith(tokenizer.eos_token):
         raise ConfigError(
             f"the tokenizer ends every prompt with {tokenizer.eos_token!r}, after which a model "
-            "writes another text; set add_eos_token to false in its tokenizer_config.json"
+            "starts a new text; set add_eos_token to false in its tokenizer_config.json"
         )
     return ids
 
 
 def check_read(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> None:
-    """Warn of prompts of which the tokenizer cannot read a notable part.
+    """Warn if the tokenizer cannot read a notable share of the prompts.
 
-    Raises ConfigError: it cannot read half of their characters.
+    Raises ConfigError: the tokenizer cannot read at least half of their characters.
     """
     shares = [unread(tokenizer, prompt.text) for prompt in prompts]
     total = sum(len(prompt.text) for prompt in prompts)
@@ -220,7 +222,7 @@ def check_read(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) ->
     sentence = (
         f"the tokenizer cannot read {mean:.0%} of the prompts' characters, which reach the model "
         f"as {tokenizer.unk_token or 'nothing'} ({prompts[worst].name}: {shares[worst]:.0%}); "
-        "check that it is the model's tokenizer, and that the model knows the prompts' language"
+        "check that it is the model's tokenizer, and that the model supports the prompts' language"
     )
     if mean >= UNREAD:
         raise ConfigError(sentence)
@@ -228,10 +230,11 @@ def check_read(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) ->
 
 
 def unread(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
-    """The share of a text's characters, spaces apart, that the tokenizer drops or maps to its
-    unknown token.
+    """Compute the share of a text's characters, apart from spaces, that the tokenizer drops or maps
+    to its unknown token.
 
-    For a tokenizer that does not say where tokens come from, the share of its tokens.
+    For a tokenizer that does not report the positions of tokens, this is the share of unknown
+    tokens.
     """
     unknown = tokenizer.unk_token_id
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):
@@ -249,14 +252,14 @@ def unread(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """The text of each token in its place: joined, they are the decoded response.
+    """Return the text of each token in context; joined, the texts are the decoded response.
 
-    A token's text is what it adds to the text of those before it. Decoded alone, half a character
-    would be rubbish, and a SentencePiece token would lose its space. A character of several tokens
-    stands at the first of them.
+    A token's text is what the token adds to the text of those before it. Decoded on its own, half a
+    character would be garbage, and a SentencePiece token would lose its space. A character made of
+    several tokens is the text of the first of them.
     """
     texts = [""] * len(ids)
-    # ``ids[begin:read]`` is enough of what has been read to decode the next token in its place.
+    # ``ids[begin:read]`` is enough context to decode the next token.
     begin = 0
     read = 0
     for end in range(1, len(ids) + 1):

@@ -1,8 +1,8 @@
-"""Trace a straight-line program: each line needs values from positions that only the content
-reveals.
+"""A task of tracing a straight-line program, where each line needs values from positions that only
+the content reveals.
 
-The prompt is a program over single digits; the response goes through its lines in order, quotes the
-operands' values and writes the result, about ten tokens a line::
+The prompt is a program over single digits. The response goes through its lines in order, quotes the
+operands' values and writes the result, with about ten tokens per line::
 
     program:            trace:
      7 -> ba             7 then ba 7
@@ -11,13 +11,13 @@ operands' values and writes the result, about ten tokens a line::
      mi + 9 -> go        mi + 9 thus mi 2, then go 1
                         answer: 1
 
-Every value is used exactly once, so the program is an expression tree in random order: a single
-wrong value anywhere makes the answer wrong. Arithmetic is modulo 10.
+Every value is used exactly once, so the program is an expression tree in random order, and a single
+wrong value makes the answer wrong. Arithmetic is modulo 10.
 
-Two kinds of token need the distant past. Quoted values must be found: reading too little makes them
-wrong. The linking words are free, but each of the two places for them has its habits: a word is
-drawn in proportion to how often it was used there before (a Polya urn). Reading less makes their
-distribution drift gradually and does no harm. Natural text has both kinds.
+Two kinds of tokens depend on the distant past. Quoted values must be found: reading too little
+makes them wrong. Linking words are free, but each of their two places has its habits: a word is
+drawn in proportion to how often it was used there before (a Polya urn). Reading less makes the
+distribution of linking words drift gradually, without harm. Natural text has both kinds of tokens.
 """
 
 from __future__ import annotations
@@ -36,20 +36,23 @@ from sparrow.tasks.vocabulary import LINKS, NAMES, check_answer, stated_answer
 
 @dataclass(frozen=True)
 class Trace(Settings):
-    """Random programs of ``lines`` lines, with up to a quarter as many values waiting to be used at
-    any time.
+    """Random programs of ``lines`` lines, in which up to a quarter as many values wait to be used
+    at any time.
 
-    Raises ConfigError: fewer than 2 lines, or a slip outside [0, 1).
+    Raises ConfigError: there are fewer than 2 lines, or ``slip`` is outside [0, 1).
     """
 
     # program length, which sets the difficulty; a response has about 10 tokens per line
     lines: Annotated[int, Field(ge=2)] = 24
-    # chance that the reference solution miscalculates a line and carries on with the wrong digit.
-    # Demonstrations with slips teach the skill and leave reinforcement learning room to improve
+    # probability that the reference solution miscalculates a line and continues with the wrong
+    # digit. Demonstrations with slips teach the skill, and leave room for reinforcement learning to
+    # improve
     slip: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def problem(self, index: int, seed: int = 0) -> Problem:
-        """Program ``index`` of the stream ``seed``, verified by the value of its last line."""
+        """Return program ``index`` of the stream ``seed``, verified by the value of its last
+        line.
+        """
         rng = random.Random(f"trace/{self.lines}/{seed}/{index}")
         true: dict[str, int] = {}
         written: dict[str, int] = {}
@@ -63,7 +66,8 @@ class Trace(Settings):
 
         for lines_left in range(self.lines, 0, -1):
             if not names:
-                # Longer programs than names reuse them, but never one whose value is still waiting.
+                # Programs with more lines than names reuse names, but never one whose value is
+                # still waiting.
                 free = [name for name in NAMES if name not in waiting]
                 names = rng.sample(free, len(free))
             name = names.pop()
@@ -75,7 +79,8 @@ class Trace(Settings):
             else:
                 sign = rng.choice((1, -1))
                 a = waiting.pop(rng.randrange(len(waiting)))
-                # Each binary line joins two waiting values; the last line must leave a single one.
+                # Each binary line joins two waiting values; after the last line, a single one must
+                # be left.
                 if waiting and (len(waiting) + 1 > lines_left or rng.random() < 0.5):
                     b = waiting.pop(rng.randrange(len(waiting)))
                     true_b = true[b]
@@ -108,7 +113,7 @@ class Trace(Settings):
 
 
 class _Habit:
-    """A Polya urn of linking words: each draw makes its word likelier."""
+    """A Polya urn of linking words: each draw makes the drawn word likelier."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

@@ -1,5 +1,5 @@
-"""Judges responses with their problems' verifiers, several at a time. Errors say where in the
-verifier they arose.
+"""Judging of responses with their problems' verifiers, several at a time. Error messages contain
+the place in the verifier.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from typing import Any
 from sparrow.errors import RewardError, place
 from sparrow.tasks.base import Problem
 
-LARGEST_REWARD = 1e6  # in absolute value; beyond it, the spread of a group's rewards has no meaning
-TIME_LIMIT = 300.0  # after this many seconds without any verdict, a verifier is taken to hang
+# in absolute value; beyond this, the spread of a group's rewards is meaningless
+LARGEST_REWARD = 1e6
+TIME_LIMIT = 300.0  # after this many seconds without a verdict, a verifier is assumed to hang
 VERIFYING = 64
 """Responses verified at a time. Verifiers that need processors wait for their own pools, so a bad
-program holds up only itself."""
+program delays only itself.
+"""
 
 
 def verify_all(
     problems: Sequence[Problem], texts: Sequence[str], time_limit: float = TIME_LIMIT
 ) -> list[float]:
-    """The reward of each response, given its problem.
+    """Return the reward of each response to its problem.
 
-    The limit is on the time between two verdicts, not on the time of one, since a verifier may wait
-    for processors.
+    The limit is on the time between two verdicts, not on the time of one verdict, since a verifier
+    may have to wait for processors.
 
     Raises RewardError: a verifier raised an error, returned something that is not a finite number,
     or hangs.
@@ -37,14 +39,14 @@ def verify_all(
 
     def work(i: int) -> None:
         if i > min(failed, default=i):
-            return  # those before it have begun and are waited for, to raise the first error
+            return  # earlier ones have started and are waited for, to raise the first error
         try:
             rewards[i] = verify(problems[i], texts[i])
-        except BaseException as error:  # or the pool's thread would end, and nobody would know
+        except BaseException as error:  # otherwise, the pool's thread would end unnoticed
             failed[i] = error
 
-    # The pool's threads are daemons: one that hangs cannot be ended and must not keep the process
-    # from ending.
+    # The pool's threads are daemons: a thread that hangs cannot be ended, and must not keep the
+    # process alive.
     with ThreadPool(min(VERIFYING, len(texts)) or 1) as pool:
         ended = pool.imap_unordered(work, range(len(texts)))
         try:
@@ -52,11 +54,11 @@ def verify_all(
                 ended.next(time_limit)
         except multiprocessing.TimeoutError:
             if not failed:
-                # They begin in order, so the first without a reward has run longest.
+                # Responses are started in order, so the first one without a reward has run longest.
                 oldest = min(set(range(len(texts))) - rewards.keys(), default=0)
                 raise RewardError(
-                    f"the verifier of problem {problems[oldest].id!r} has "
-                    f"not returned in {time_limit:g} s; fix it, or raise "
+                    f"the verifier of problem {problems[oldest].id!r} has not returned within "
+                    f"{time_limit:g} s; fix it, or raise "
                     "the limit (reward.time_limit), and resume the run"
                 ) from None
     if failed:
@@ -65,10 +67,10 @@ def verify_all(
 
 
 def verify(problem: Problem, text: str) -> float:
-    """The reward of one response.
+    """Return the reward of one response.
 
-    Raises RewardError: the verifier raised, or returned something that is not a number of at most
-    ``LARGEST_REWARD`` in size.
+    Raises RewardError: the verifier raised, or returned something other than a number with an
+    absolute value of at most ``LARGEST_REWARD``.
     """
     verifier = f"the verifier of problem {problem.id!r}"
     try:
@@ -79,7 +81,7 @@ def verify(problem: Problem, text: str) -> float:
         raise RewardError(f"{verifier} raised {place(error)}; fix it and resume the run") from error
 
     number = math.nan
-    if not isinstance(reward, str | bytes | bytearray):  # float() would read their text
+    if not isinstance(reward, str | bytes | bytearray):  # float() would parse their text
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = float(reward)
     if not math.isfinite(number):
@@ -88,14 +90,14 @@ def verify(problem: Problem, text: str) -> float:
         )
     if abs(number) > LARGEST_REWARD:
         raise RewardError(
-            f"{verifier} returned {reward!r}, but a reward is at most {LARGEST_REWARD:g} in size, "
-            "by custom in 0..1; scale it and resume"
+            f"{verifier} returned {reward!r}, but the absolute value of a reward is at most "
+            f"{LARGEST_REWARD:g}, and usually in 0..1; scale it and resume"
         )
     return number
 
 
 def stated(problem: Problem, text: str) -> bool:
-    """True if a response states an answer, right or wrong.
+    """Return whether a response states an answer, right or wrong.
 
     Raises RewardError: the problem's ``extract`` raised.
     """

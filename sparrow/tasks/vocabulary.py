@@ -1,8 +1,8 @@
-"""The words of the synthetic task, its tokenizer (one token per word, fewer than 200), and how
-answers are read.
+"""The words of the synthetic task, its tokenizer (fewer than 200 tokens, one per word), and the
+reading of answers.
 
-A word carries its leading space, as in most subword vocabularies, so decoding token by token and
-joining gives the text back.
+A word includes its leading space, as in most subword vocabularies, so tokens that are decoded one
+by one and joined are the original text.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ if TYPE_CHECKING:
 
 _NUCLEI = ("a", "e", "i", "o", "u", "ai", "oi", "ou")
 NAMES = tuple(onset + nucleus for onset in "bdfghjklmnprstvz" for nucleus in _NUCLEI)
-"""128 pronounceable names for variables."""
+"""128 pronounceable names of variables."""
 
 LINKS = ("also", "hence", "here", "next", "now", "then", "thus", "well")
-"""Words between the parts of a line; none is a name."""
+"""Words between the parts of a line; none of them is a variable's name."""
 
 PAD, BOS, EOS, UNK = SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-# No task uses map, ask or walk any more, but the bundled checkpoint has them in its vocabulary.
+# No task uses map, ask or walk any more, but the vocabulary of the bundled checkpoint includes
+# them.
 _PLAIN = ("\n", ":", ",", "program", "trace", "map", "ask", "walk", "answer")
 _SPACED = (*"0123456789", "+", "-", "->", *LINKS, *NAMES)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The word-level tokenizer of the synthetic task, in Hugging Face format.
+    """Build the word-level tokenizer of the synthetic task, in Hugging Face format.
 
-    It adds no special tokens. Any text that the task produces survives encoding and
-    decoding unchanged; a word outside the vocabulary becomes ``<unk>``.
+    The tokenizer does not add special tokens. Any text of the task is unchanged by encoding and
+    decoding; a word outside the vocabulary becomes ``<unk>``.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -56,11 +57,11 @@ _ANSWER = re.compile(r"answer: (\d)\s*(?:<eos>\s*)*\Z")
 
 
 def stated_answer(response: str) -> str | None:
-    """The digit of a response that ends in ``answer: <digit>``."""
+    """Return the digit of a response that ends in ``answer: <digit>``; None for other responses."""
     match = _ANSWER.search(response)
     return match[1] if match else None
 
 
 def check_answer(response: str, expected: int) -> float:
-    """1.0 if the response ends in ``answer: <expected>``, otherwise 0.0."""
+    """Return 1.0 if the response ends in ``answer: <expected>``, otherwise 0.0."""
     return float(stated_answer(response) == str(expected))

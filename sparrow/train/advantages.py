@@ -1,5 +1,5 @@
-"""Advantages from one scalar reward per response. There is no critic: the prompt's responses give
-the baseline.
+"""Advantages from one scalar reward per response. There is no critic: the baseline comes from the
+responses to the same prompt.
 
 Shapes: B responses. Rows with the same group id are responses to the same prompt; groups may differ
 in size and their rows may be in any order.
@@ -18,8 +18,8 @@ EPS = 1e-6  # added to standard deviations
 def compute_advantages(
     kind: AdvantageKind, rewards_B: Tensor, groups_B: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
-    """Advantages, float32 [B] without a gradient, and the metric zero_variance_fraction: the share
-    of groups in which all rewards are equal.
+    """Return advantages, float32 [B] without a gradient, and the metric zero_variance_fraction: the
+    share of groups in which all rewards are equal.
 
     With the mean and the (sample) standard deviation of the group's rewards r:
       grpo     (r - mean) / (std + EPS)         DeepSeekMath, arXiv 2402.03300, section 4.1.2
@@ -31,7 +31,8 @@ def compute_advantages(
         rewards_B: of any real dtype.
         groups_B: integer group ids.
 
-    Raises ValueError: shapes disagree, the batch is empty, or a reward is not finite.
+    Raises ValueError: shapes disagree, the batch is empty, group ids are not integers, or a reward
+    is not finite.
     """
     if rewards_B.ndim != 1 or rewards_B.shape != groups_B.shape or not len(rewards_B):
         raise ValueError(
@@ -44,15 +45,14 @@ def compute_advantages(
     if not r_B.isfinite().all():
         row = int((~r_B.isfinite()).nonzero()[0])
         raise ValueError(
-            f"reward {row} is {r_B[row].item()}; every reward "
-            "must be a finite number, fix its verifier."
+            f"reward {row} is {r_B[row].item()}, but must be a finite number; fix its verifier."
         )
 
     _, group_B, size = groups_B.unique(return_inverse=True, return_counts=True)
     zero = r_B.new_zeros(len(size))
     low = zero.scatter_reduce(0, group_B, r_B, "amin", include_self=False)
     high = zero.scatter_reduce(0, group_B, r_B, "amax", include_self=False)
-    # This is exact, whereas the standard deviation of equal rewards need not round to 0.
+    # This test is exact, whereas the standard deviation of equal rewards may not round to 0.
     varies = high > low
     metrics = {"zero_variance_fraction": 1.0 - varies.double().mean().item()}
 

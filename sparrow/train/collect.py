@@ -1,5 +1,5 @@
-"""Collects one step's experience: draws problems, samples and judges responses, replaces groups
-that teach nothing.
+"""Collection of one step's experience: draws problems, samples and judges responses, and replaces
+groups without an advantage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparrow.train.reward import reward_parts
 
 @dataclass(frozen=True)
 class Collector:
-    """Collects the experience of a run's steps; every process gets all of a step's experience."""
+    """Collector of experience, step by step; every process receives all of a step's experience."""
 
     config: TrainConfig
     tokenizer: PreTrainedTokenizerBase
@@ -33,14 +33,14 @@ class Collector:
     ranks: Ranks
 
     def collect(self, cursor: int) -> Experience:
-        """The experience of one step, on the problems from index ``cursor`` on.
+        """Collect the experience of one step, on the problems from index ``cursor`` on.
 
-        Groups whose rewards are all equal have no advantage; in up to ``resample`` rounds they are
-        replaced by groups of further problems (dynamic sampling: DAPO, arXiv 2503.14476, section
-        3.2).
+        Groups whose rewards are all equal have no advantage; in up to ``resample`` rounds, they are
+        replaced by the groups of further problems (dynamic sampling: DAPO, arXiv 2503.14476,
+        section 3.2).
 
-        Raises RewardError: a verifier failed. TaskError: the task gave no problem. ConfigError: the
-        engine cannot take a prompt.
+        Raises RewardError: a verifier failed. TaskError: the task failed to return a problem.
+        ConfigError: the engine cannot use a prompt.
         """
         rollout = self.config.rollout
         groups = drawn = self._sample(range(cursor, cursor + rollout.prompts))
@@ -57,8 +57,8 @@ class Collector:
         return Experience.join(groups, drawn, cursor)
 
     def sample(self, count: int) -> list[Rollout]:
-        """``count`` responses to the problems of the first step, not judged, sampled with seeds
-        that no step uses.
+        """Sample ``count`` responses to the problems of the first step, with seeds that no step
+        uses; the responses are not judged.
         """
         config = self.config
         rollout = self.config.rollout
@@ -79,14 +79,17 @@ class Collector:
         return respond(self.engine, self.tokenizer, problems, sampling)
 
     def _sample(self, indices: range) -> list[Group]:
-        """The groups of the problems with these indices. The responses to one prompt are spread
-        over the processes, because they are often of similar length."""
+        """Sample and judge the groups of the problems with these indices.
+
+        The responses to one prompt are spread over the processes, because their lengths are often
+        similar.
+        """
         config = self.config
         n = self.config.rollout.samples
         problems = [draw(self.task, i, config.seed) for i in indices]
 
         def sample(rows: Sequence[int]) -> list[tuple[Rollout, dict[str, float]]]:
-            # A response's seed does not depend on the process that samples it, nor on the rest of
+            # A response's seed depends neither on the process that samples it nor on the rest of
             # the batch.
             seeds = [derived_seed(config.seed, indices[row // n], row % n) for row in rows]
             asked = [problems[row // n] for row in rows]
@@ -103,7 +106,7 @@ class Collector:
     def _verify(
         self, problems: Sequence[Problem], rollouts: Sequence[Rollout]
     ) -> list[dict[str, float]]:
-        """The parts of every response's reward."""
+        """Compute the parts of every response's reward."""
         limit = self.config.rollout.max_new_tokens
         config = self.config.reward
         texts, correct = judge(self.tokenizer, problems, rollouts, config.time_limit)

@@ -1,8 +1,7 @@
-"""Settings of a training run, one frozen dataclass per concern. Imports no torch, so `--help` is
-instant.
+"""Settings of a training run, one frozen dataclass per concern.
 
-The comment beside or above a field is its help text on the command line. A value out of range
-raises ConfigError.
+This module does not import torch, so `--help` is instant. The comment beside or above a field is
+its help text on the command line. A value out of range raises ConfigError.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ class CorrectionConfig(Settings):
 
     # token_tis: weight min(p/q, cap) per token. sequence_tis, geometric_tis: one truncated weight
     # per sequence, from the product or the geometric mean of its ratios. icepop: drop tokens
-    # outside the band. sparse_rl: drop outlier sequences and tokens outside the band. obrs:
-    # Jackpot's rejection sampling. m2po: drop the most deviating tokens.
+    # outside the band. sparse_rl: drop outlier sequences, and tokens outside the band. obrs:
+    # Jackpot's rejection sampling. m2po: drop the tokens that deviate most.
     kind: CorrectionKind = "token_tis"
     cap: Positive = 2.0  # Largest weight C (token_tis, sequence_tis, geometric_tis, obrs).
     # Smallest and largest ratio p/q of a kept token; unset: 0.5 5 for icepop, 0.5 1.5 for
@@ -79,44 +78,45 @@ class LossConfig(Settings):
     clip_low: Share = 0.2  # The ratio pi_theta / p_old is clipped from below at 1 - clip_low.
     clip_high: Positive = 0.28  # The ratio pi_theta / p_old is clipped from above at 1 + clip_high.
     # grpo: mean over each sequence's tokens, then over sequences. dapo: mean over all tokens of the
-    # batch. dr_grpo: sum over tokens, divided by the number of sequences and the longest response
-    # allowed.
+    # batch. dr_grpo: sum over tokens, divided by the number of sequences times the maximum response
+    # length.
     normalization: Normalization = "dapo"
-    # Dual clip: where the advantage is negative, the ratio counts as at most this, 3 by custom;
-    # unset: no such bound.
+    # Dual clip: upper bound on the ratio where the advantage is negative, usually 3; unset: no such
+    # bound.
     clip_ratio_c: Annotated[Finite, Field(gt=1)] | None = None
-    # Weight of KL(pi_theta || reference), the reference being the model at the start of the run.
+    # Weight of KL(pi_theta || reference), where the reference is the model at the start of the run.
     beta: NotNegative = 0.0
-    # Training stops if |log pi_theta - log p_old| of any token exceeds this.
+    # Training stops if |log pi_theta - log p_old| exceeds this for any token.
     max_log_ratio: Positive = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModeOptions(Settings):
-    """The mode and the draft schedule, which come before the other ``DecodingOptions``."""
+    """The mode and the draft schedule, which are listed before the other ``DecodingOptions``."""
 
-    # dense: every step reads the whole cache. lossy: steps read what the schedule says, and samples
-    # are the sparse actor's. lossless: sparse steps draft, a dense step verifies, and samples are
-    # the dense policy's; this needs no schedule. auto (sparrow train with the engine hf): lossless,
-    # and lossy from a length on that the run finds, where the schedule holds tau and gains time;
-    # drafts read the schedule too. Unset: lossy under a schedule, else dense.
+    # dense: every step reads the whole cache. lossy: steps read the pages that the schedule
+    # selects, and samples are the sparse actor's. lossless: sparse steps draft, a dense step
+    # verifies, and samples are the dense policy's; no schedule is needed. auto (sparrow train with
+    # the engine hf): lossless up to a length that the run finds, and lossy beyond it, where p5
+    # stays at tau and lossy is faster; drafts also use the schedule. Unset: lossy with a schedule,
+    # otherwise dense.
     mode: Mode | None = None
-    # Lossless: what drafts read, in any form that a schedule has; unset: 64 pages, in every layer
+    # Lossless: the schedule for drafts, in any form of a schedule; unset: 64 pages in every layer
     # at any length.
     draft_schedule: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions(LosslessSettings, ModeOptions):
-    """How an engine decodes, where a command chooses one."""
+    """Options that determine how an engine decodes."""
 
-    # Lossless in vLLM: a schedule whose acceptance is measured too, on the way, at the first draft
-    # of every so many cycles; its samples are never used. It tells what a lossy run under it would
-    # begin with.
+    # Lossless in vLLM: a second schedule whose acceptance is measured at the first draft of every
+    # meter_every cycles; its samples are never used. This acceptance is what a lossy run under the
+    # schedule would start with.
     meter_schedule: str | None = None
 
     def decoding(self, schedule: str | None) -> Decoding:
-        """The decoding that these options and ``--schedule`` ask for; None or ``dense`` means no
+        """Build the decoding from these options and ``--schedule``; None or ``dense`` means no
         schedule.
 
         Raises ConfigError: the options contradict each other, or a schedule cannot be read.
@@ -126,7 +126,7 @@ class DecodingOptions(LosslessSettings, ModeOptions):
         if self.mode == "lossless":
             if start:
                 raise ConfigError(
-                    f"schedule is {schedule!r}, but auto moves pages to hold the actor's p5, and "
+                    f"schedule is {schedule!r}, but auto adjusts pages to the actor's p5, and "
                     "lossless samples are the dense policy's whatever drafts read; "
                     "leave schedule out"
                 )
@@ -134,7 +134,7 @@ class DecodingOptions(LosslessSettings, ModeOptions):
                 raise ConfigError(
                     f"schedule is {schedule!r}, but lossless samples are the dense policy's "
                     "whatever drafts read; leave schedule out, "
-                    "or give it as draft_schedule if drafts are to read that"
+                    "or give it as draft_schedule to use it for drafts"
                 )
             return Decoding.lossless(**{name: getattr(self, name) for name in LOSSLESS_SETTINGS})
         if self.mode == "auto":
@@ -143,13 +143,13 @@ class DecodingOptions(LosslessSettings, ModeOptions):
                 self,
                 "mode",
                 is_rollout,
-                "one of dense, lossless and lossy: only sparrow train moves auto",
+                "one of dense, lossless and lossy, as only sparrow train supports auto",
             )
             require(
                 self,
                 "draft_schedule",
                 self.draft_schedule is None,
-                "left out with auto, whose drafts read schedule",
+                "left out with mode auto, whose drafts use schedule",
             )
             require(
                 self,
@@ -165,15 +165,15 @@ class DecodingOptions(LosslessSettings, ModeOptions):
             )
             if not chosen or start:
                 raise ConfigError(
-                    f"schedule is {schedule!r}, but mode auto needs one that drafts and unverified "
-                    "steps read, such as qwen3-4b-0.86; give one, or use mode lossless"
+                    f"schedule is {schedule!r}, but mode auto needs a schedule for drafts and "
+                    "unverified steps, such as qwen3-4b-0.86; give one, or use mode lossless"
                 )
             schedule_of_both = SparsitySchedule.load(chosen)
             return Decoding("auto", schedule_of_both, draft_tokens=self.draft_tokens)
         if start and not isinstance(self, RolloutConfig):
             raise ConfigError(
-                f"schedule is {schedule!r}, but only sparrow train moves a schedule; "
-                "give the one to decode under"
+                f"schedule is {schedule!r}, but only sparrow train adjusts a schedule; "
+                "give a schedule to decode under"
             )
         defaults = DecodingOptions()
         for name in LOSSLESS_SETTINGS:
@@ -186,45 +186,46 @@ class DecodingOptions(LosslessSettings, ModeOptions):
         if self.mode == "dense" and chosen:
             raise ConfigError(
                 f"schedule is {schedule!r}, but mode is 'dense', which reads everything; "
-                "leave one out"
+                "leave out one of them"
             )
         if self.mode == "lossy" and not chosen:
             raise ConfigError(
-                "mode is 'lossy', which needs a schedule, such as qwen3-4b-0.86; "
-                "give one, or use mode lossless"
+                "mode is 'lossy', which needs a schedule; give one, such as qwen3-4b-0.86, "
+                "or use mode lossless"
             )
         return Decoding.lossy((start[1] or "dense") if start else chosen or "dense")
 
 
 @dataclass(frozen=True)
 class RolloutConfig(DecodingOptions):
-    """Sampling of the rollouts of each step."""
+    """Sampling of each step's rollouts."""
 
-    prompts: Many = 16  # Prompts per step, over all processes.
+    prompts: Many = 16  # Prompts per step, in all processes together.
     samples: Many = 8  # Responses per prompt.
     max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
-    temperature: Positive = 1.0  # Softmax temperature of actor and policy alike.
-    top_n: Count = 20  # Length of the recorded lists that bound the acceptance rate.
-    # Rounds in which prompts whose responses all got the same reward are replaced by new ones;
-    # those that are left after the last round stay.
+    temperature: Positive = 1.0  # Softmax temperature of both actor and policy.
+    # Length of the recorded lists of top tokens, which bound the acceptance rate.
+    top_n: Count = 20
+    # Number of rounds that replace prompts whose responses all have the same reward by new prompts;
+    # such prompts stay after the last round.
     resample: CountOrZero = 0
 
 
 @dataclass(frozen=True)
 class RewardConfig(Settings):
-    """Parts of a response's reward other than the verifier's verdict (sparrow.train.reward)."""
+    """The verifier, and the parts of a reward besides its verdict (sparrow.train.reward)."""
 
-    # A function of your own that judges in place of the dataset's verifier, module:function, called
-    # as function(response, answer=...); it returns a number, by custom in 0..1. Functions written
-    # for TRL or verl are taken too (docs/rewards.md).
+    # Your own reward function, as module:function, in place of the dataset's verifier. It is called
+    # as function(response, answer=...) and returns a number, usually in 0..1. Functions written for
+    # TRL or verl also work (docs/rewards.md).
     function: Annotated[str | None, tyro.conf.arg(aliases=["--reward"])] = None
-    # Seconds without any verdict after which a verifier is taken to hang.
+    # Seconds without a verdict after which a verifier is assumed to hang.
     time_limit: Positive = 300.0
-    # Added for a response that states an answer in the form asked for, right or wrong.
+    # Bonus for a response that states an answer in the requested form, right or wrong.
     format: NotNegative = 0.0
-    # Responses cut at max_new_tokens. keep: as they are. mask: they count in their group, but have
-    # no policy loss (they have a KL if loss.beta is above 0). penalty: a response loses up to 1,
-    # linearly over the last overlong_window tokens (DAPO).
+    # How to treat responses that are cut at max_new_tokens. keep: like other responses. mask: they
+    # count in their group, but have no policy loss (they have a KL if loss.beta is above 0).
+    # penalty: a response loses up to 1, linearly over the last overlong_window tokens (DAPO).
     overlong: OverlongKind = "keep"
     # Tokens before max_new_tokens over which the penalty grows from 0 to 1; unset: a fifth of
     # max_new_tokens.
@@ -236,29 +237,30 @@ class OptimizerConfig(Settings):
     """AdamW on the policy."""
 
     learning_rate: Positive = 1e-6  # Peak learning rate.
-    # constant: as it is. linear, cosine: down to 0 at the last step, as transformers has them.
+    # constant: no decay. linear, cosine: decay to 0 at the last step, as in transformers.
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: CountOrZero = 0  # Steps over which the learning rate rises linearly first.
+    warmup_steps: CountOrZero = 0  # Steps at the start over which the learning rate rises linearly.
     weight_decay: NotNegative = 0.0  # Decoupled weight decay.
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # Gradients are scaled down to this norm.
+    # Larger gradients are scaled down to this norm.
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     minibatches: Count = 1  # Optimiser steps per rollout batch.
-    # Padded tokens of one forward and backward pass; gradients are accumulated over as many as
+    # Padded tokens per forward and backward pass; gradients are accumulated over as many passes as
     # needed.
     token_budget: Count = 32768
     # Recompute activations in the backward pass to save memory.
     gradient_checkpointing: bool = False
-    # bf16 runs forward passes under autocast; weights and optimiser stay float32.
+    # bf16 runs forward passes under autocast; weights and optimiser state stay float32.
     precision: Literal["fp32", "bf16"] = "fp32"
 
 
 @dataclass(frozen=True)
 class LoraConfig(Settings):
-    """A LoRA on the policy, which then is all that trains; the model that is saved has it merged."""
+    """A LoRA on the policy. Only the LoRA is trained, and it is merged into the saved model."""
 
-    # Its rank; unset: no LoRA, all weights train.
+    # Rank of the LoRA; unset: no LoRA, all weights are trained.
     r: Count | None = None
-    alpha: Count = 32  # Its scale, over the rank.
-    # Linear layers that get it, by the last part of their name.
+    alpha: Count = 32  # The LoRA's scale alpha, which is divided by the rank.
+    # Linear layers with the LoRA, by the last part of their name.
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = PROJECTIONS
 
 
@@ -270,16 +272,17 @@ class DistillConfig(Settings):
 
     enabled: bool = False  # Train the adapter and sample with it.
     rank: Count = 16  # Rank of the LoRA; its scale alpha is twice the rank.
-    # Linear layers that get an adapter, by the last part of their name.
+    # Linear layers with the adapter, by the last part of their name.
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = PROJECTIONS
-    learning_rate: Positive = 1e-4  # Learning rate of the adapter, constant.
+    learning_rate: Positive = 1e-4  # Constant learning rate of the adapter.
     kl_coef: NotNegative = 1.0  # Weight lambda of KL(dense || sparse).
-    # Add the policy loss on the sparse log-probs; without it the adapter is distilled by KL alone.
+    # Add the policy loss on the sparse log-probs; without it, the adapter is trained by the KL
+    # alone.
     policy_loss: bool = True
-    # Share of responses trained on, those with the lowest p5 of acceptance first; a smaller share
+    # Share of responses to train on, those with the lowest p5 of acceptance first; a smaller share
     # costs less.
     responses: Share = 0.5
-    adapter: str | None = None  # A PEFT adapter folder to start from.
+    adapter: str | None = None  # Folder of a PEFT adapter to start from.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -290,83 +293,86 @@ class DistillConfig(Settings):
 
 @dataclass(frozen=True)
 class EvalConfig(Settings):
-    """Evaluation of the dense policy while it trains, on problems that it does not train on, as
-    sparrow eval does.
+    """Evaluation of the dense policy during training, on problems outside the training data, as
+    with sparrow eval.
     """
 
-    # Steps between evaluations, the first before step 1; the last step's too. Unset: none.
+    # Steps between evaluations. The first evaluation is before step 1, and the last after the final
+    # step. Unset: no evaluation.
     every: Count | None = None
     # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
     benchmark: tuple[str, ...] = ()
-    # Problems per benchmark, the first ones; unset: all of a dataset. A task has no end and needs a
-    # limit.
+    # Evaluate only this many problems of each benchmark, from the first on; unset: all of a
+    # dataset. A task is endless and needs a limit.
     limit: Many | None = None
     k: Many = 1  # Responses per problem.
     temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
-    # Sample from the fewest of the likeliest tokens that hold this share of the mass.
+    # Sample from the smallest set of likeliest tokens with this share of the mass.
     top_p: Share = 1.0
-    top_k: Count | None = None  # Sample from so many of the likeliest tokens; unset: from all.
+    top_k: Count | None = None  # Sample from this many of the likeliest tokens; unset: from all.
     # Responses are cut at this many tokens; unset: rollout.max_new_tokens.
     max_new_tokens: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         consistent = (self.every is None) == (not self.benchmark)
-        require(self, "benchmark", consistent, "given with every, and left out without")
+        require(self, "benchmark", consistent, "given if and only if eval.every is given")
 
 
 @dataclass(frozen=True)
 class ExportConfig(Settings):
-    """Copies of the policy in Hugging Face format while it trains, tokenizer included, in exports/
-    of the run.
+    """Export of the policy and tokenizer in Hugging Face format during training, to exports/ in the
+    run directory.
     """
 
     every: Count | None = None  # Steps between exports; unset: none.
-    keep: Count = 2  # Of these, the newest that are kept.
-    # Keep the one with the best evaluation too, by mean@k, the mean over benchmarks.
+    keep: Count = 2  # Number of these exports to keep, the newest ones.
+    # Also keep the policy with the best evaluation, by mean@k averaged over benchmarks.
     best: bool = False
 
 
 @dataclass(frozen=True)
 class GuardConfig(Settings):
-    """An early warning: p5 of acceptance too low in a length bin, or p1 of all tokens fallen to
-    half of its best.
+    """Early warning if the p5 of acceptance is too low in a length bin, or if the p1 of all tokens
+    falls to half of its best value.
     """
 
-    # warn: say so. raise: read half as many pages again where it is so. stop: save a checkpoint and
-    # stop.
+    # warn: log a warning. raise: read 1.5 times as many pages in these length bins. stop: save a
+    # checkpoint and stop.
     action: Literal["warn", "raise", "stop"] = "warn"
-    # p5 (relative to its ceiling beside relative-tau) is too low below this, in a length bin that
+    # Lowest acceptable p5 (relative to its ceiling if relative-tau is given) in length bins that
     # enough responses reach; unset: 0.02 below tau.
     threshold: BelowOne | None = None
-    patience: Count = 3  # Steps in a row before it acts.
+    patience: Count = 3  # Number of consecutive steps before the guard acts.
 
 
 @dataclass(frozen=True)
 class TrainConfig(Settings):
     """One training run."""
 
-    run_dir: Name = "runs/latest"  # Where metrics, checkpoints and the trained model go.
+    run_dir: Name = "runs/latest"  # Directory for metrics, checkpoints and the trained model.
     steps: Count = 100  # Training steps, counted from the start of the run.
     seed: Seed = 0  # Seeds the order of the problems and every sample.
-    resume: bool = False  # Go on from the last checkpoint in run_dir.
+    resume: bool = False  # Continue from the last checkpoint in run_dir.
     save_every: Count = 10  # Steps between checkpoints; the last step is always saved.
     # Checkpoints kept; older ones are deleted once a newer one is complete.
     keep_checkpoints: Count = 2
-    # The 5th percentile of acceptance (p5) that every length bin should hold, as it is measured;
-    # unset: 0.86, if relative-tau is unset too.
+    # Target for the measured 5th percentile of acceptance (p5) in every length bin; unset: 0.86, if
+    # relative-tau is also unset.
     tau: Probability | None = None
-    # Instead of tau: what p5 should hold relative to its ceiling, that of dense rollouts with the
-    # same engines and lists (docs/calibration.md).
+    # Instead of tau: target for p5 relative to its ceiling, the p5 of dense rollouts with the same
+    # engines and lists (docs/calibration.md).
     relative_tau: Probability | None = None
-    # Width of the length bins that the tail is reported in; unset: the schedule's.
+    # Width in tokens of the length bins that the tail is reported in; unset: the schedule's bins.
     bin_tokens: Count | None = None
-    logged_rollouts: CountOrZero = 4  # Responses per step kept for the token view of the report.
-    # With rollout.mode auto: the GPU whose predicted speed, in vLLM, decides where lossy is faster.
+    logged_rollouts: CountOrZero = 4  # Responses per step to keep for the token view of the report.
+    # With rollout.mode auto: the GPU whose predicted speed with vLLM decides at which lengths lossy
+    # is faster.
     machine: Literal["a100", "h100", "h200", "b200"] = "h200"
-    # Also log to these through accelerate.
+    # Trackers to log to as well, through accelerate.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    # grpo: group mean and std. dr_grpo: group mean. rloo: mean of the others.
+    # Baseline and scale. grpo: mean and std of the group. dr_grpo: mean of the group. rloo: mean of
+    # the other responses.
     advantage: AdvantageKind = "grpo"
 
     rollout: RolloutConfig = RolloutConfig()
@@ -390,7 +396,7 @@ class TrainConfig(Settings):
             self,
             "tau",
             target,
-            "given with rollout.mode auto (or relative_tau): unverified tokens are to hold it",
+            "given with rollout.mode auto (or relative_tau), as the target for unverified tokens",
         )
         choose(self, "tau", "relative_tau", 0.86)
         lossless = self.rollout.mode in ("lossless", "auto")
@@ -399,14 +405,14 @@ class TrainConfig(Settings):
             self.distill,
             "enabled",
             compatible,
-            "off with lossless rollouts: the actor's adapter would verify too",
+            "off with lossless rollouts, whose verification would also use the actor's adapter",
         )
         plain = not (self.lora.r and self.distill.enabled)
         require(
             self.distill,
             "enabled",
             plain,
-            "off with lora.r: the actor's adapter is made for a policy without one",
+            "off with lora.r, as the actor's adapter needs a policy without a LoRA",
         )
         useful = not (lossless and self.guard.action == "raise")
         require(
@@ -427,7 +433,7 @@ class TrainConfig(Settings):
             self.eval,
             "top_p",
             valid,
-            "1, and top_k left out, with lossless rollouts: drafts may not be truncated",
+            "1, and top_k left out, with lossless rollouts, whose drafts cannot be truncated",
         )
         rollout = self.rollout
         window = self.reward.overlong_window
@@ -443,7 +449,7 @@ class TrainConfig(Settings):
             rollout,
             "samples",
             rollout.samples > 1,
-            "at least 2: the responses to a prompt are compared",
+            "at least 2, as the responses to a prompt are compared with each other",
         )
         enough = self.optimizer.minibatches <= batch
         require(self.optimizer, "minibatches", enough, f"at most the {batch} responses of a step")

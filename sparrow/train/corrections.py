@@ -4,13 +4,13 @@ Shapes: B sequences, T response tokens (right-padded), V vocabulary.
 
 Every kind is a pure function of the log ratio log p/q (`log_r_BT`, float64, 0 on padding), the mask
 of response tokens and the settings. `compute_correction` checks its arguments and turns the parts
-into a `Correction`, whose weights multiply the token losses. It carries no gradient (the
-stop-gradient of the objective in Sparrow, arXiv 2606.08446). Arithmetic is float64 and in log
-space, so the product of 32K ratios neither overflows nor loses its digits.
+into a `Correction`, whose weights multiply the token losses. The weights have no gradient (the
+stop-gradient of the objective in Sparrow, arXiv 2606.08446). Arithmetic is in log space with
+float64, so the product of 32K ratios neither overflows nor loses precision.
 
-Kept tokens and the loss: masked-out tokens have weight 0, so the loss may keep dividing by all
-response tokens, as IcePop, Sparse-RL and M2PO define it. That leaves each remaining token's share
-of the gradient unchanged.
+Kept tokens and the loss: masked-out tokens have weight 0, so the loss may still divide by all
+response tokens, as defined by IcePop, Sparse-RL and M2PO. Each remaining token's share of the
+gradient is then unchanged.
 
 Metrics, over response tokens (r = p/q raw, w the weight, 0 where masked out) and over sequences
 with a response:
@@ -46,11 +46,11 @@ class Correction:
 
     weight_BT: Tensor  # float32, >= 0; 0 where mask_BT is false. No gradient.
     mask_BT: Tensor  # bool, the tokens kept: a subset of the response tokens.
-    metrics: dict[str, float]  # As listed in the module's docstring.
+    metrics: dict[str, float]  # Listed in the module's docstring.
 
 
 def _log_ratio(log_p_BT: Tensor, log_q_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """log p/q in float64, detached, 0 on padding."""
+    """Compute log p/q in float64, detached, 0 on padding."""
     if log_p_BT.ndim != 2 or not log_p_BT.shape == log_q_BT.shape == mask_BT.shape:
         shapes = tuple(log_p_BT.shape), tuple(log_q_BT.shape), tuple(mask_BT.shape)
         raise ValueError(
@@ -60,8 +60,7 @@ def _log_ratio(log_p_BT: Tensor, log_q_BT: Tensor, mask_BT: Tensor) -> Tensor:
         raise ValueError(f"mask has dtype {mask_BT.dtype}; pass a bool tensor.")
     if not mask_BT.any():
         raise ValueError(
-            f"mask of shape {tuple(mask_BT.shape)} has no "
-            "response token; a batch needs at least one."
+            f"mask of shape {tuple(mask_BT.shape)} has no response token; pass at least one."
         )
     difference_BT = log_p_BT.detach().double() - log_q_BT.detach().double()
     bad_BT = mask_BT & ~difference_BT.isfinite()
@@ -84,13 +83,13 @@ def _inside(log_r_BT: Tensor, band: tuple[float, float]) -> Tensor:
 
 
 def _effective_sample_size(log_w: Tensor) -> Tensor:
-    """(sum w)^2 / (n sum w^2) of n >= 1 weights given by their logs; 0 if all weights are 0."""
+    """Compute (sum w)^2 / (n sum w^2) of n >= 1 weights from their logs; 0 if all weights are 0."""
     return ((2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)).nan_to_num(0.0)
 
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
-"""Three of [B, T]: weights, which count only where kept; the tokens kept; whether a weight was cut
-to the cap.
+"""Three tensors [B, T]: the weights, which count only for kept tokens; the mask of kept tokens; and
+whether a weight was cut to the cap.
 """
 
 
@@ -100,12 +99,12 @@ def _truncated(log_weight_BT: Tensor, mask_BT: Tensor, cap: float) -> Parts:
 
 
 def none(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Weight 1 everywhere: train as if p had sampled. The metrics still say how wrong that is."""
+    """Use weight 1 everywhere, as if p had sampled. The metrics still show how wrong that is."""
     return torch.ones_like(log_r_BT), mask_BT, None
 
 
 def token_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Truncated importance sampling, token by token: weight min(p/q, cap).
+    """Truncate importance weights token by token: weight min(p/q, cap).
 
     Sparrow, arXiv 2606.08446 (C = 2); Yao et al. 2025, "Your Efficient RL Framework Secretly Brings
     You Off-Policy RL Training".
@@ -114,18 +113,18 @@ def token_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Pa
 
 
 def sequence_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Truncated importance sampling with one weight per sequence: min(product of p/q, cap) on each
-    of its tokens.
+    """Use one truncated importance weight per sequence: min(product of p/q, cap) for each of its
+    tokens.
 
-    The product is unbiased but spreads exponentially with length: at 32K tokens nearly every weight
-    is 0 or the cap. Liu, Li et al. 2025, "When Speed Kills Stability".
+    The product is unbiased, but its spread grows exponentially with length: at 32K tokens, nearly
+    every weight is 0 or the cap. Liu, Li et al. 2025, "When Speed Kills Stability".
     """
     return _truncated(log_r_BT.sum(1, keepdim=True).expand_as(log_r_BT), mask_BT, config.cap)
 
 
 def geometric_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Like `sequence_tis`, but with the geometric mean of the sequence's ratios, which stays near 1
-    at any length.
+    """Use one truncated weight per sequence, as in `sequence_tis`, but from the geometric mean of
+    the sequence's ratios, which stays near 1 at any length.
 
     GSPO, arXiv 2507.18071, section 4.1.
     """
@@ -134,8 +133,8 @@ def geometric_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -
 
 
 def icepop(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Masked importance sampling: weight p/q inside the band, its ends included; tokens outside are
-    masked out.
+    """Mask out tokens whose ratio is outside the band; tokens inside, including its ends, have
+    weight p/q.
 
     IcePop, in Ring-1T, "Every Step Evolves", arXiv 2510.18855, with its band of 0.5 to 5.
     """
@@ -143,9 +142,9 @@ def icepop(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts
 
 
 def sparse_rl(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Sequences with any ratio xi = p/q below reject_below are dropped: the actor wrote what the
-    policy never would. In the others, tokens outside the band are masked out, and the rest have
-    weight xi, at most the band's upper end.
+    """Drop sequences with any ratio xi = p/q below reject_below, where the actor wrote something
+    that the policy never would. In the other sequences, tokens outside the band are masked out, and
+    the rest have weight xi, which is at most the band's upper end.
 
     Sparse-RL, arXiv 2601.10079: sparsity-aware rejection sampling and importance-based reweighting.
     """
@@ -156,15 +155,15 @@ def sparse_rl(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Pa
 
 
 def m2po(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Masks out the tokens with the largest (log p/q)^2, no more than needed to bring its mean over
-    the kept ones to m2_bound or below; kept tokens have weight p/q. The bound is on the batch's
-    mean, so one extreme weight may stay.
+    """Mask out the tokens with the largest (log p/q)^2, as few as possible, until its mean over the
+    kept tokens is at most m2_bound; kept tokens have weight p/q. The bound is on the batch's mean,
+    so an extreme weight may be kept.
 
-    M2PO, arXiv 2510.01161, equation of M2 and its mask, tau_M2 = 0.04; there the ratio is to a
-    stale policy.
+    M2PO, arXiv 2510.01161, equation of M2 and its mask, tau_M2 = 0.04; in the paper, q is a stale
+    policy.
     """
     m2, order = log_r_BT[mask_BT].square().sort(stable=True)
-    # never falls: m2 is sorted
+    # this never falls, because m2 is sorted
     mean_of_smallest = m2.cumsum(0) / torch.arange(1, len(m2) + 1, device=m2.device)
     kept = torch.zeros_like(order, dtype=torch.bool)
     kept[order[: int((mean_of_smallest <= config.m2_bound).sum())]] = True
@@ -176,16 +175,20 @@ def m2po(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
 def obrs(
     log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig, z_BT: Tensor, uniform_BT: Tensor
 ) -> Parts:
-    """Optimal budgeted rejection sampling: accept a token with probability a = min(1, p / (lambda
-    q)); its weight is then min(Z max(lambda, p/q), cap), where Z = sum_v min(q, p / lambda) is the
-    position's acceptance rate.
+    """Accept each token with probability a = min(1, p / (lambda q)): optimal budgeted rejection
+    sampling. An accepted token has weight min(Z max(lambda, p/q), cap), where Z = sum_v min(q, p /
+    lambda) is the position's acceptance rate.
 
     z_BT [B, T] is Z; at lambda = 1 it is the acceptance rate that sparrow.mismatch measures.
-    uniform_BT [B, T] are draws from [0, 1), one per token, which make the result a function of its
-    arguments. Without a cap, sum_v q a w f = Z E_p[f]. So a loss that divides by kept tokens
-    (Correction.mask_BT as its mask) estimates E_p[f], and one that divides by response tokens
-    scales each position by its Z. Jackpot, arXiv 2602.06107; its objective truncates the weight, as
-    cap does. Raises ValueError if z_BT or uniform_BT has another shape or leaves [0, 1].
+    uniform_BT [B, T] contains one draw from [0, 1) per token, so the result is a function of the
+    arguments. Without a cap, sum_v q a w f = Z E_p[f]. A loss that divides by the number of kept
+    tokens (with Correction.mask_BT as its mask) therefore estimates E_p[f], and a loss that divides
+    by the number of response tokens scales each position by its Z.
+
+    Source: Jackpot, arXiv 2602.06107, whose objective truncates the weight, as cap does.
+
+    Raises ValueError: z_BT or uniform_BT has a different shape from the mask, or a value outside
+    [0, 1].
     """
     for name, value_BT in (("z_BT", z_BT), ("uniform_BT", uniform_BT)):
         if value_BT.shape != mask_BT.shape:
@@ -196,7 +199,7 @@ def obrs(
         is_probability_BT = (value_BT >= 0) & (value_BT <= 1 + 1e-4)
         if not is_probability_BT[mask_BT].all():
             raise ValueError(
-                f"{name} leaves [0, 1] on a response token; pass a probability for each."
+                f"{name} is outside [0, 1] on a response token; pass a probability for each token."
             )
 
     log_lambda = math.log(config.obrs_lambda)
@@ -226,17 +229,17 @@ def compute_correction(
     z_BT: Tensor | None = None,
     uniform_BT: Tensor | None = None,
 ) -> Correction:
-    """The correction that the config names. Only `obrs` reads z_BT and uniform_BT, and it needs
-    both.
+    """Compute the correction that the config names. Only `obrs` reads z_BT and uniform_BT, and it
+    needs both.
 
     Args:
         log_p_BT: log-probs of the sampled tokens under p as it was at rollout time.
-        log_q_BT: log-probs of the same tokens under q when it sampled them, at the same temperature
-            and over the full softmax.
-        mask_BT: bool, true on response tokens; padding may hold anything.
+        log_q_BT: log-probs of the same tokens under q at the time of sampling, at the same
+            temperature and over the full softmax.
+        mask_BT: bool, true on response tokens; padding may have any values in the other tensors.
 
-    Raises ValueError: shapes disagree, there is no response token, or one has a log-prob that is
-    not finite.
+    Raises ValueError: shapes disagree, there is no response token, or a response token has a
+    log-prob that is not finite.
     """
     log_r_BT = _log_ratio(log_p_BT, log_q_BT, mask_BT)
 

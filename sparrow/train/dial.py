@@ -1,9 +1,9 @@
-"""One dial from lossless to lossy: verification is skipped where the tail allows it and it saves
-time.
+"""A dial from lossless to lossy: verification is skipped at lengths where the tail of acceptance
+allows it and skipping saves time.
 
-A lossless bin turns lossy if the p5 of its drafts is high enough; a lossy one turns back if the p5
-of its unverified tokens is not. All bins beyond some length are lossy, and none before it.
-docs/dial.md gives the rule and its reasons.
+A lossless bin becomes lossy if the p5 of its drafts is high enough; a lossy bin becomes lossless
+again if the p5 of its unverified tokens is not. All bins beyond some length are lossy, and all bins
+before it are lossless. The rule and its reasons are in docs/dial.md.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from sparrow.mismatch.bootstrap import plain
 from sparrow.schedule import SparsitySchedule
 
 MIN_SEQUENCES = 8
-"""A bin that fewer responses reach cannot turn lossy; a lossy one still turns back if it is certain
-to fail.
+"""The number of responses that must reach a bin before it can become lossy. A lossy bin with fewer
+responses becomes lossless again only if it is certain to fail.
 """
-# a bin turns lossy at this predicted speed-up over lossless or more, and back below 1
+# minimum predicted speed-up over lossless for a bin to become lossy; below 1, it becomes lossless
 FASTER = 1.01
-WAIT = 8  # steps before a bin that failed is tried again; doubled by each further failure
+WAIT = 8  # steps before a bin that failed is tried again; doubled after each further failure
 
 Price = Callable[[int, float], tuple[float, float]]
 """(length in tokens, mean acceptance of drafts) -> seconds per token, lossless and lossy."""
@@ -38,49 +38,52 @@ class DialBin:
     start: int
     end: int
     mode: Literal["lossless", "lossy"]  # in the step that was measured
-    # of drafts if the bin is lossless, of its unverified tokens if it is lossy; on tau's scale
+    # p5 of drafts if the bin is lossless, of its unverified tokens if it is lossy; on the scale of
+    # tau
     p5: float
-    low: float  # lower limit of its 95 % interval
-    tokens: int  # that p5 is computed from
+    low: float  # lower limit of the 95 % interval of p5
+    tokens: int  # number of tokens that p5 is computed from
     lossless_s: float  # predicted seconds per lossless token
-    speedup: float  # of lossy over lossless, predicted
+    speedup: float  # predicted speed-up of lossy over lossless
     verdict: Literal["ready", "even", "holds", "fails", "waits", "unknown"]
     why: str  # the reason for the verdict, in words
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Convert to plain JSON types."""
         return plain(asdict(self))
 
 
 class Dial:
-    """Decides, step by step, where verification ends.
+    """Decision, step by step, of the length at which verification ends.
 
     Args:
-        tau: the p5 that unverified tokens have to hold, on the trainer's scale.
+        tau: the target for the p5 of unverified tokens, on the trainer's scale.
         price: seconds per token in both modes.
     """
 
     def __init__(self, tau: Tau, price: Price) -> None:
         self._tau = tau
         self._price = price
-        self._waits: dict[int, int] = {}  # by bin, the steps before the next try
+        self._waits: dict[int, int] = {}  # by bin, the number of steps before it is tried again
         self._failures: dict[int, int] = {}
         self.verified_up_to = inf
-        """Tokens of a sequence, the prompt included, up to which it is verified: the start of the
-        first lossy bin.
+        """Length in tokens, including the prompt, up to which a sequence is verified: the start of
+        the first lossy bin.
         """
 
     def turn(
         self, drafts: Sequence[BinMismatch], own: Sequence[BinMismatch]
     ) -> tuple[DialBin, ...]:
-        """Decide where verification ends from now on, from the measurements on the last rollouts.
+        """Decide where verification ends from now on, based on measurements of the last
+        rollouts.
 
         Args:
-            drafts: the tail of drafts' acceptance by length bin, with the ceiling if it is known.
+            drafts: the tail of the drafts' acceptance by length bin, with the ceiling if it is
+                known.
             own: the tail of unverified tokens under the dense policy, in the same bins.
 
         Returns:
-            The bins that were measured, by rising length, with the verdict on each.
+            The measured bins in ascending order of length, with the verdict on each.
         """
         self._waits = {b: left - 1 for b, left in self._waits.items() if left > 1}
         lossless = [(b, self._draft_bin(b)) for b in drafts if b.end <= self.verified_up_to]
@@ -111,23 +114,23 @@ class Dial:
         p5 = self._as_scored(b.lower_bound, b.ceiling)
         low = self._as_scored(b.interval_low, b.ceiling)
         lossless_s, speedup = self._priced(b)
-        measured = f"drafts' {self._tau.statistic} {p5:.3f} [{low:.3f} at least]"
+        measured = f"{self._tau.statistic} of drafts, {p5:.3f} [at least {low:.3f}],"
         verdict: Literal["ready", "even", "waits", "unknown"]
         if b.n_sequences < MIN_SEQUENCES:
             verdict = "unknown"
             why = f"{b.n_sequences} responses are too few to tell"
         elif not low >= self._tau.value:
             verdict = "waits"
-            why = f"{measured} does not surely hold {self._tau}"
+            why = f"{measured} may be below {self._tau}"
         elif b.bin in self._waits:
             verdict = "waits"
-            why = f"it failed before, and is tried again in {self._waits[b.bin]} steps"
+            why = f"the bin failed before, and is tried again in {self._waits[b.bin]} steps"
         elif speedup < FASTER:
             verdict = "even" if speedup >= 1 else "waits"
             why = f"lossy would be {speedup:.2f}x as fast as lossless"
         else:
             verdict = "ready"
-            why = f"{measured} holds {self._tau}, and lossy is {speedup:.2f}x as fast"
+            why = f"{measured} reaches {self._tau}, and lossy is {speedup:.2f}x as fast"
         return DialBin(
             b.start, b.end, "lossless", p5, low, b.n_tokens, lossless_s, speedup, verdict, why
         )
@@ -139,8 +142,9 @@ class Dial:
         p5 = scaled.lower_bound
         low = scaled.interval_low
         enough = b.n_sequences >= MIN_SEQUENCES
-        measured = f"{self._tau.statistic} {p5:.3f} of its own tokens"
-        # Few responses must be certain to fail; the negation counts an unknown p5 as failing.
+        measured = f"{self._tau.statistic} of unverified tokens, {p5:.3f},"
+        # With few responses, the bin fails only if its whole interval is below tau. The negation
+        # counts an unknown p5 as failing.
         is_below = not p5 >= self._tau.value
         is_surely_below = scaled.interval_high < self._tau.value
         verdict: Literal["holds", "fails", "unknown"]
@@ -152,7 +156,7 @@ class Dial:
             why = f"lossy is {speedup:.2f}x as fast as lossless"
         elif enough:
             verdict = "holds"
-            why = f"{measured} holds {self._tau}, and lossy is {speedup:.2f}x as fast"
+            why = f"{measured} reaches {self._tau}, and lossy is {speedup:.2f}x as fast"
         else:
             verdict = "unknown"
             why = f"{b.n_sequences} responses are too few to tell"
@@ -161,7 +165,8 @@ class Dial:
         )
 
     def _as_scored(self, drafts: float, ceiling: float) -> float:
-        """The p5 that the trainer would measure where verification finds a p5 of ``drafts``.
+        """Convert a p5 of ``drafts``, as found by verification, to the p5 that the trainer would
+        measure.
 
         Verification compares a program with itself, so its ceiling is 1.
         """
@@ -170,12 +175,12 @@ class Dial:
         return Tau(drafts, relative=True).level(ceiling)
 
     def _priced(self, b: BinMismatch) -> tuple[float, float]:
-        """Predicted seconds per lossless token, and the speed-up of lossy over lossless."""
+        """Predict the seconds per lossless token, and the speed-up of lossy over lossless."""
         lossless_s, lossy_s = self._price((b.start + b.end) // 2, b.mean)
         return lossless_s, lossless_s / lossy_s
 
     def state(self) -> dict[str, Any]:
-        """The state that ``load`` takes; it may go through JSON in between."""
+        """Return the state for ``load``, in a form that JSON can store."""
         up_to = None if isinf(self.verified_up_to) else self.verified_up_to
         return {
             "verified_up_to": up_to,
@@ -191,8 +196,8 @@ class Dial:
 
 
 def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
-    """Predicted speed-up of a rollout over a lossless one; ``tokens`` are those sampled, by the
-    start of their bin.
+    """Predict the speed-up of a rollout over a lossless one; ``tokens`` are the numbers of sampled
+    tokens by the start of their bin.
     """
     lossless_s = [tokens.get(b.start, 0) * b.lossless_s for b in bins]
     speedups = [b.speedup if b.mode == "lossy" else 1.0 for b in bins]
@@ -203,13 +208,13 @@ def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
 def price(
     shape: ModelShape, machine: Machine, schedule: SparsitySchedule, draft_tokens: int, batch: int
 ) -> Price:
-    """The cost model's price of lossy decoding under ``schedule``, and of lossless decoding that
-    drafts under it.
+    """Build the price, from the cost model, of lossy decoding under ``schedule`` and of lossless
+    decoding with drafts under it.
 
     Args:
-        draft_tokens: the most tokens drafted at a time; the fastest number up to that is used, 0
-            included.
-        batch: sequences decoded together; fewer where their cache would not fit.
+        draft_tokens: the maximum number of tokens drafted at a time; the fastest number from 0 to
+            this maximum is used.
+        batch: number of sequences decoded together; fewer where their cache would not fit.
     """
 
     def of(length: int, acceptance: float) -> tuple[float, float]:

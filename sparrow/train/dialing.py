@@ -1,4 +1,4 @@
-"""Measurements of a step for the dial, and its record in the run log; the rule itself is in
+"""Measurements of a step for the dial, and the dial's entry in the run log. The rule itself is in
 ``sparrow.train.dial``.
 """
 
@@ -20,8 +20,8 @@ from sparrow.train.dial import Dial, gain
 def verified(
     rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance]
 ) -> list[TokenAcceptance]:
-    """The verified tokens of each response. Sparsity does not affect these; only engine and trainer
-    differ there.
+    """Select the verified tokens of each response. Sparsity does not affect them; only differences
+    between engine and trainer do.
     """
     return [
         _part(bounds, slice(None, _verified(r)))
@@ -32,7 +32,7 @@ def verified(
 def unverified(
     rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance]
 ) -> list[TokenAcceptance]:
-    """The unverified tokens of each response."""
+    """Select the unverified tokens of each response."""
     return [
         _part(bounds, slice(_verified(r), None))
         for r, bounds in zip(rollouts, acceptances, strict=True)
@@ -44,8 +44,8 @@ def _part(bounds: TokenAcceptance, tokens: slice) -> TokenAcceptance:
 
 
 def drafted(rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[TokenAcceptance]:
-    """Exact acceptance of the drafts that were verified, at the lengths by which the schedule chose
-    their pages.
+    """Collect the exact acceptance of the verified drafts, at the lengths for which the schedule
+    chose their pages.
     """
     drafts = []
     for r in rollouts:
@@ -60,7 +60,7 @@ def drafted(rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[Tok
 def tail(
     responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int
 ) -> tuple[BinMismatch, ...]:
-    """The tail by length bin; empty if there are no tokens."""
+    """Compute the tail by length bin; empty if there are no tokens."""
     nonempty = [r for r in responses if r.lower.size]
     return pool(nonempty, bin_tokens, seed).bins if nonempty else ()
 
@@ -73,12 +73,12 @@ def turn(
     ceiling: Ceiling,
     seed: int,
 ) -> dict[str, Any]:
-    """Turn the dial by the measurements of a step, and return the entry of the run log: the length
-    up to which responses were verified, and the mode of each length bin with the reason.
+    """Turn the dial based on the measurements of a step, and return the entry for the run log: the
+    length up to which responses were verified, and the mode of each length bin with the reason.
 
     Args:
-        rollouts, acceptances: those of the step, over all processes.
-        schedule: what drafts and unverified steps read.
+        rollouts, acceptances: the step's, from all processes.
+        schedule: the schedule of drafts and unverified steps.
         ceiling: the p5 of dense rollouts.
         seed: seeds the bootstrap of the intervals.
     """

@@ -1,7 +1,8 @@
 """DistillSparse: a LoRA phi that only the sparse actor has. Source: Sparrow, arXiv 2606.08446,
 section 7.
 
-The dense policy theta never sees phi; docs/method.md ("DistillSparse") says what phi is trained on.
+The dense policy theta never uses phi; docs/method.md ("DistillSparse") describes what phi is
+trained on.
 
 Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top
 tokens.
@@ -38,19 +39,19 @@ from sparrow.train.lora import base_weights, inject, layers, merged_weights, swi
 from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks
 
-BASE = "sparrow_base"  # key in a saved adapter's metadata: a sample of its base's weights
+BASE = "sparrow_base"  # key in a saved adapter's metadata for a sample of the base's weights
 
 
 class Adapter:
-    """phi, a LoRA that is injected into a model but switched off except inside ``active()``.
+    """phi: a LoRA that is injected into a model, and switched off except inside ``active()``.
 
     Args:
-        model: the policy; its forward pass stays what it was, bit for bit.
+        model: the policy; its forward pass is unchanged, bit for bit.
         config: the adapter's shape.
-        schedule: what the actor decodes under.
+        schedule: the schedule that the actor decodes under.
 
     Raises ConfigError: the schedule is dense, so there is nothing to distil; layers do not exist;
-    or the adapter to start from cannot be read or is that of another model.
+    or the adapter to start from cannot be read or belongs to a different model.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class Adapter:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """A context in which the model is the actor: phi is active, and nothing else trains."""
+        """Enter a context in which the model is the actor: phi is active, and nothing else is
+        trained.
+        """
         with switched(self.model, True):
             self._train_policy(False)
             try:
@@ -85,19 +88,19 @@ class Adapter:
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """phi."""
+        """The parameters of phi."""
         return [p for name, p in self.model.named_parameters() if "lora_" in name]
 
     def adapter_weights(self) -> dict[str, Tensor]:
-        """phi, by PEFT's names."""
+        """Return the weights of phi, by PEFT's names."""
         return {
             f"base_model.model.{name}": p
             for name, p in get_peft_model_state_dict(self.model).items()
         }
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write ``adapter_weights`` as a standard PEFT adapter, with a sample of the base that the
-        run began with.
+        """Write ``adapter_weights`` as a standard PEFT adapter, with a sample of the base weights
+        from the start of the run.
         """
         folder.mkdir(parents=True, exist_ok=True)
         contiguous = {name: weight.contiguous() for name, weight in weights.items()}
@@ -111,7 +114,8 @@ class Adapter:
             weights = load_peft_weights(str(folder), device="cpu")
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"cannot read a PEFT adapter from {folder}: {str(error).splitlines()[0]}"
+                f"cannot read a PEFT adapter from {folder}: {str(error).splitlines()[0]}; "
+                "check distill.adapter"
             ) from error
 
         weights = {k.removeprefix("base_model.model."): v for k, v in weights.items()}
@@ -119,8 +123,8 @@ class Adapter:
         if {k: v.shape for k, v in weights.items()} != shapes:
             raise ConfigError(
                 f"the adapter in {folder} was made for "
-                f"{saved.base_model_name_or_path!r} or another rank: its {len(weights)} "
-                f"tensors do not match the {len(shapes)} of this model's adapter"
+                f"{saved.base_model_name_or_path!r} or another rank: its {len(weights)} tensors do "
+                f"not match the {len(shapes)} of this model's adapter; give another adapter"
             )
         if (base := _saved_base(folder)) is not None:
             cosine = 0.0
@@ -128,18 +132,18 @@ class Adapter:
                 cosine = torch.cosine_similarity(base, self._base, dim=0).item()
             if cosine < 0.5:
                 raise ConfigError(
-                    f"the adapter in {folder} was trained on other weights "
-                    f"({saved.base_model_name_or_path!r}) than this model's: they correlate by "
-                    f"{cosine:.2f}; give the model it was trained on, or no adapter"
+                    f"the adapter in {folder} was trained on weights "
+                    f"({saved.base_model_name_or_path!r}) whose correlation with this model's is "
+                    f"only {cosine:.2f}; give the model it was trained on, or no adapter"
                 )
         set_peft_model_state_dict(self.model, weights)
 
     def _sample(self) -> Tensor:
-        """Some base weights of the layers with the adapter, float32; a saved adapter recognises its
-        base by them.
+        """Sample some base weights of the layers with the adapter, float32, by which a saved
+        adapter recognises its base.
 
-        Training turns this vector by a few degrees; that of an unrelated model is at a right angle
-        to it.
+        Training turns this vector by a few degrees; the vector of an unrelated model is at a right
+        angle to it.
         """
 
         def sixteen(weight: Tensor) -> Tensor:
@@ -157,7 +161,9 @@ class Adapter:
 
 
 def _saved_base(folder: Path) -> Tensor | None:
-    """The sample of the base that ``Adapter.save`` wrote; None if something else saved the file."""
+    """Read the sample of the base that ``Adapter.save`` wrote; None if something else saved the
+    file.
+    """
     path = folder / "adapter_model.safetensors"
     if not path.exists():
         return None
@@ -167,16 +173,18 @@ def _saved_base(folder: Path) -> Tensor | None:
 
 
 def bucket_kl(policy_top: Tensor, actor_top: Tensor) -> Tensor:
-    """KL(policy || actor) per token, ``[M]``, over n listed tokens and one bucket for the rest.
+    """Compute KL(policy || actor) per token, ``[M]``, over n listed tokens and one bucket for the
+    rest.
 
     The arguments are log-probs ``[M, n]`` of the same tokens under both. The result is a lower
-    bound on the KL over the vocabulary, exact when the list covers it, and is differentiable in
-    ``actor_top``.
+    bound on the KL over the vocabulary, which is exact if the list covers the vocabulary. It is
+    differentiable in ``actor_top``.
     """
     p = policy_top.float().exp()
     q = actor_top.float().exp()
     rest_p = (1 - p.sum(-1)).clamp(min=0)
-    # The floor keeps the logarithm finite where rounding leaves the actor no mass outside the list.
+    # The floor keeps the logarithm finite if, after rounding, the actor has no mass outside the
+    # list.
     rest_q = (1 - q.sum(-1)).clamp(min=1e-7)
     listed_kl = torch.where(p > 0, p * (policy_top.float() - actor_top.float()), 0.0).sum(-1)
     rest_log_ratio = rest_p.clamp(min=1e-7).log() - rest_q.log()
@@ -185,8 +193,8 @@ def bucket_kl(policy_top: Tensor, actor_top: Tensor) -> Tensor:
 
 
 def worst_responses(acceptance: Sequence[np.ndarray], share: float) -> list[int]:
-    """Indices of the ``share`` of responses with the lowest 5th percentile of acceptance, in order,
-    at least one.
+    """Return, in ascending order, the indices of the ``share`` of responses with the lowest 5th
+    percentile of acceptance, at least one.
     """
     count = max(1, round(share * len(acceptance)))
     tails = [np.percentile(a, 5) for a in acceptance]
@@ -199,8 +207,8 @@ class Distiller:
 
     Args:
         model: the policy.
-        config: that of the whole run.
-        schedule: what the actor decodes under.
+        config: the configuration of the whole run.
+        schedule: the schedule that the actor decodes under.
 
     Raises ConfigError: see ``Adapter``.
     """
@@ -218,8 +226,8 @@ class Distiller:
             "lr": config.distill.learning_rate,
             "weight_decay": 0.0,
         }
-        # A context in which theta and phi are both trainable, as reading an optimiser's sharded
-        # state requires.
+        # A context in which both theta and phi are trainable, as required to read an optimiser's
+        # sharded state.
         self.everything_trains = partial(switched, model, True)
         self.actor_weights = partial(merged_weights, model)
         self.policy_weights = partial(base_weights, model)
@@ -229,8 +237,8 @@ class Distiller:
     def prepare(
         self, accelerator: Accelerator, ranks: Ranks, scorer: TokenScorer, optimizer: Any
     ) -> None:
-        """Take the scorer and an optimiser that has the ``parameter_group``, as the accelerator
-        prepared them.
+        """Set the scorer and the optimiser, both prepared by the accelerator; the optimiser has the
+        ``parameter_group``.
         """
         self._accelerator = accelerator
         self._ranks = ranks
@@ -249,11 +257,11 @@ class Distiller:
         advantages_B: Tensor,
         trains_BT: Tensor,
     ) -> dict[str, float]:
-        """One optimiser step of phi on the step's trajectories; theta is frozen meanwhile.
+        """Take one optimiser step of phi on the step's trajectories, with theta frozen.
 
         The loss is the clipped policy loss on the sparse log-probs, where the old policy is the
-        actor at sampling time, plus ``kl_coef`` times the mean KL(dense || sparse), over the tokens
-        of the worst responses; the policy loss over those in ``trains_BT``.
+        actor at sampling time, plus ``kl_coef`` times the mean KL(dense || sparse). The KL is over
+        the tokens of the worst responses, and the policy loss over those of them in ``trains_BT``.
         """
         distill = self.config.distill
         accelerator = self._accelerator
@@ -299,7 +307,7 @@ class Distiller:
 
             phi = self._adapter.parameters
             if self._ranks.count > 1 and not self._ranks.is_sharded:
-                # Shards have been averaged in the backward pass, whole gradients not yet.
+                # Sharded gradients were averaged in the backward pass; whole gradients were not.
                 for p in phi:
                     p.grad = accelerator.reduce(p.grad, "mean")
             norm = accelerator.clip_grad_norm_(phi, self.config.optimizer.max_grad_norm)
@@ -311,8 +319,8 @@ class Distiller:
         return merged
 
     def actor_logprobs(self, experience: Experience, rows: list[int]) -> tuple[Tensor, Tensor]:
-        """Log-probs under the actor, teacher-forced with its schedule: of the sampled and of the
-        top-n tokens.
+        """Compute the log-probs of the sampled tokens and of the top-n tokens under the actor,
+        teacher-forced with its schedule.
         """
         batch = experience.batch(rows, self._accelerator.device, with_top=True)
         with teacher_forced(self._adapter.model, batch.prompt_lengths):

@@ -1,5 +1,5 @@
-"""Evaluates the dense policy while it trains, as ``sparrow eval`` would, and says which of its
-steps was best.
+"""Evaluation of the dense policy during training, as with ``sparrow eval``, and the choice of the
+best step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from sparrow.tasks import Problem
 from sparrow.train.config import TrainConfig
 from sparrow.train.ranks import Ranks
 
-Benchmarks = Mapping[str, Sequence[Problem]]  # by the name they are logged under
+Benchmarks = Mapping[str, Sequence[Problem]]  # by the name that the benchmark is logged under
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Samples and scores the benchmarks of a run; every process gets all scores."""
+    """Evaluator that samples and scores the benchmarks of a run; every process receives all
+    scores.
+    """
 
     config: TrainConfig
     tokenizer: PreTrainedTokenizerBase
@@ -39,13 +41,13 @@ class Evaluator:
         return every is not None and (step % every == 0 or step == self.config.steps)
 
     def scores(self) -> dict[str, dict[str, Any]]:
-        """The scores of each benchmark, sampled from the weights that the engine has now; see
+        """Compute the scores of each benchmark with the engine's current weights; see
         docs/run-directory.md.
 
-        A response's seed follows from its problem and number, as in ``sparrow eval`` with the run's
-        seed.
+        A response's seed is determined by its problem and number, as in ``sparrow eval`` with the
+        run's seed.
 
-        Raises RewardError: a verifier failed. ConfigError: the engine cannot take a prompt.
+        Raises RewardError: a verifier failed. ConfigError: the engine cannot use a prompt.
         """
         return {name: self._score(problems) for name, problems in self.benchmarks.items()}
 
@@ -87,8 +89,8 @@ class Evaluator:
 
 
 def best_step(evaluations: Sequence[Row]) -> int | None:
-    """The step with the highest mean@k, averaged over benchmarks: the earliest one in a tie, None if
-    nothing was evaluated.
+    """Return the step with the highest mean@k, averaged over benchmarks: the earliest one in a tie,
+    None if nothing was evaluated.
     """
 
     def mean(row: Row) -> Any:

@@ -24,7 +24,7 @@ class Group:
 
     problem: Problem  # what was asked
     rollouts: list[Rollout]
-    parts: list[dict[str, float]]  # per response, the parts of its reward by name
+    parts: list[dict[str, float]]  # for each response, the parts of its reward by name
 
     @property
     def rewards(self) -> list[float]:
@@ -33,18 +33,18 @@ class Group:
 
 @dataclass
 class Experience:
-    """The data of one training step; row i of each field up to ``groups`` is about one response."""
+    """The data of one training step; row i of each field up to ``groups`` belongs to response i."""
 
     problems: list[Problem]  # per response
     rollouts: list[Rollout]  # per response
     rewards: np.ndarray  # float64 [B]
     groups: np.ndarray  # int64 [B], equal for responses to one prompt
-    drawn: list[Group]  # all groups that were sampled, including those that were replaced
+    drawn: list[Group]  # all sampled groups, including those that were replaced
     cursor: int  # index of the first problem that no process has drawn yet
 
     @classmethod
     def join(cls, groups: list[Group], drawn: list[Group], cursor: int) -> Experience:
-        """The responses of ``groups``, one group after the other."""
+        """Join the responses of ``groups``, one group after another."""
         sizes = [len(group.rollouts) for group in groups]
         return cls(
             problems=[group.problem for group in groups for _ in group.rollouts],
@@ -57,12 +57,12 @@ class Experience:
 
     @property
     def truncated(self) -> np.ndarray:
-        """bool ``[B]``: whether the response was cut at the longest length allowed."""
+        """bool ``[B]``: whether each response was cut at the maximum length."""
         return np.array([r.finish_reason == "length" for r in self.rollouts])
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each prompt and its response together."""
+        """The number of tokens of each prompt and its response together."""
         return [len(r.prompt_ids) + len(r) for r in self.rollouts]
 
     def batch(self, rows: Sequence[int], device: torch.device, with_top: bool = False) -> Batch:
@@ -86,7 +86,7 @@ class Assessment:
 
 
 def pad(rows: Sequence[np.ndarray]) -> Tensor:
-    """Rows of different lengths as one right-padded tensor; padding is zero or false."""
+    """Join rows of different lengths into one right-padded tensor; padding is zero or false."""
     return torch.nn.utils.rnn.pad_sequence(
         [torch.from_numpy(np.asarray(r)) for r in rows], batch_first=True
     )

@@ -1,5 +1,5 @@
-"""The dense policy in training: it scores what the actor sampled, learns from it, and hands out its
-weights.
+"""The dense policy in training, which scores the actor's samples, learns from them, and provides
+its weights to the engine.
 
 Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top
 tokens.
@@ -50,12 +50,12 @@ class Learner:
     """The policy that is trained, its optimiser, and the actor's adapter if there is one.
 
     Args:
-        config: that of the whole run.
+        config: the configuration of the whole run.
         model: the policy, float32.
-        schedule: what the actor decodes under.
-        accelerator, ranks: those of this process.
+        schedule: the schedule that the actor decodes under.
+        accelerator, ranks: this process's accelerator and ranks.
 
-    Raises ConfigError: processes start from different weights, ``lora.r`` is set under FSDP, or
+    Raises ConfigError: processes start from different weights, ``lora.r`` is set with FSDP, or
     there is nothing to distil.
     """
 
@@ -77,10 +77,12 @@ class Learner:
         if config.loss.beta and not config.lora.r:
             self._reference = TokenScorer(copy.deepcopy(model).requires_grad_(False))
         if config.lora.r:
-            from sparrow.train.lora import PolicyLora  # PEFT takes a second to import
+            from sparrow.train.lora import PolicyLora  # importing PEFT takes a second
 
             if ranks.is_sharded:
-                raise ConfigError("lora.r does not go with --use_fsdp; leave one of them out")
+                raise ConfigError(
+                    "lora.r cannot be combined with --use_fsdp; leave out one of them"
+                )
             self.lora = PolicyLora(model, config.lora)
         if config.distill.enabled:
             from sparrow.train.distill import Distiller
@@ -89,8 +91,8 @@ class Learner:
 
         if config.optimizer.gradient_checkpointing:
             options = self.distiller.checkpointing if self.distiller else {}
-            # Older versions of transformers have the second name only, and version 6 will have the
-            # first only.
+            # Older versions of transformers have only the second name, and version 6 will have only
+            # the first.
             enable = (
                 getattr(model, "activation_checkpointing_enable", None)
                 or model.gradient_checkpointing_enable
@@ -106,13 +108,14 @@ class Learner:
             {"params": [p for p in model.parameters() if p.requires_grad], **settings}
         ]
         if self.distiller:
-            # One optimiser has both: a step moves what has gradients, never theta and phi at once.
+            # One optimiser has both groups: a step updates only parameters with gradients, never
+            # theta and phi together.
             groups.append(self.distiller.parameter_group)
         self.scorer, self.optimizer = accelerator.prepare(
             TokenScorer(model), torch.optim.AdamW(groups)
         )
-        # Data parallelism hooks into its wrapper's passes; passes that train nothing, or phi,
-        # bypass it.
+        # Data parallelism hooks into the passes of its wrapper; passes that train nothing, or only
+        # phi, bypass the wrapper.
         self.plain_scorer: TokenScorer = accelerator.unwrap_model(self.scorer)
         if self.distiller:
             self.distiller.prepare(accelerator, ranks, self.plain_scorer, self.optimizer)
@@ -123,8 +126,8 @@ class Learner:
             self.distiller.set_schedule(schedule)
 
     def actor_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The engine's weights, by Hugging Face parameter name; every process must take part to the
-        end.
+        """Yield the actor's weights by Hugging Face parameter name; every process must consume them
+        to the end.
         """
         reshard(self.model)
         if self.distiller:
@@ -132,8 +135,8 @@ class Learner:
         return self.policy_weights()
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The dense policy's weights, with its LoRA merged if it has one; otherwise as
-        ``actor_weights``.
+        """Yield the dense policy's weights, with its LoRA merged if it has one; every process must
+        consume them to the end.
         """
         reshard(self.model)
         if self.lora:
@@ -143,8 +146,8 @@ class Learner:
         return whole(self.model.named_parameters())
 
     def restore_settings(self) -> None:
-        """Put the run's settings back in place of those that the optimiser's state has loaded from
-        a checkpoint.
+        """Restore the run's settings, which loading the optimiser's state from a checkpoint has
+        overwritten.
         """
         self.optimizer.param_groups[0]["weight_decay"] = self.config.optimizer.weight_decay
         for group in self.optimizer.param_groups[1:]:
@@ -155,12 +158,12 @@ class Learner:
         self, experience: Experience, schedule: SparsitySchedule
     ) -> tuple[Assessment, float]:
         """Compute the dense log-probs of every rollout and the actor's acceptance under
-        ``schedule``; and the mean entropy of the policy's distributions in nats.
+        ``schedule``, and return them with the mean entropy of the policy's distributions in nats.
         """
         rollouts = experience.rollouts
         logps, tops, entropies, acceptances = self._score("score", rollouts, schedule)
 
-        # the normaliser of the correction ``obrs``
+        # the normaliser Z of the correction ``obrs``
         lam = self.config.correction.obrs_lambda
         z = [
             np.minimum(np.exp(r.top_logprobs), np.exp(top) / lam).sum(-1)
@@ -181,8 +184,8 @@ class Learner:
     def acceptances(
         self, rollouts: Sequence[Rollout], schedule: SparsitySchedule
     ) -> list[TokenAcceptance]:
-        """Acceptance of each rollout's sampler under the dense policy; ``schedule`` is the one in
-        force.
+        """Compute the acceptance of each rollout's sampler under the dense policy; ``schedule`` is
+        the current schedule.
         """
         return list(self._score("ceiling", rollouts, schedule)[-1])
 
@@ -190,7 +193,7 @@ class Learner:
         self, phase: str, rollouts: Sequence[Rollout], schedule: SparsitySchedule
     ) -> tuple[Any, ...]:
         """Score each response: log-probs of its tokens, log-probs of the top tokens, summed
-        entropy, acceptance.
+        entropy, and acceptance.
         """
 
         def score(rows: list[int]) -> list[tuple[np.ndarray, np.ndarray, float, TokenAcceptance]]:
@@ -219,7 +222,9 @@ class Learner:
         return tuple(zip(*scored, strict=True))
 
     def _reference_logps(self, experience: Experience) -> list[np.ndarray]:
-        """Log-probs of each response's tokens under the policy as it was before the run."""
+        """Compute the log-probs of each response's tokens under the policy as it was before the
+        run.
+        """
         scorer = self._reference or self.plain_scorer
 
         def score(rows: list[int]) -> list[np.ndarray]:
@@ -234,8 +239,8 @@ class Learner:
         )
 
     def _learning_rate(self, step: int) -> float:
-        """The learning rate of training step ``step``; the first rate of a warm-up, which would be
-        0, is skipped.
+        """Return the learning rate of training step ``step``; the first rate of a warm-up, which
+        would be 0, is skipped.
         """
         optimizer = self.config.optimizer
         first = int(optimizer.warmup_steps > 0)
@@ -249,8 +254,8 @@ class Learner:
         return optimizer.learning_rate * scheduler.lr_lambdas[0](step + first)
 
     def update(self, experience: Experience, assessment: Assessment, step: int) -> Metrics:
-        """Compute the correction, then take the optimiser steps of training step ``step``, counted
-        from 0, and then the adapter's, if there is one.
+        """Compute the correction, take the optimiser steps of training step ``step``, counted from
+        0, and then the step of the adapter, if there is one.
 
         Raises TrainingDiverged: a loss or gradient is not finite, or a log ratio exceeds
         ``loss.max_log_ratio``; the optimiser step in question is not taken.
@@ -273,8 +278,8 @@ class Learner:
             groups = self.ranks.micro_batches(
                 rows, experience.lengths, config.optimizer.token_budget
             )
-            # Each loss is divided by what it sums: the KL has all tokens, the policy loss those of
-            # the responses that train.
+            # Each loss is divided by the number of tokens it sums: all tokens for the KL, and the
+            # tokens of responses that are trained on for the policy loss.
             policy_normalizers, all_normalizers = (
                 count_normalizers(mask_BT[rows], config.rollout.max_new_tokens)
                 for mask_BT in (trains_BT, assessment.mask_BT)
@@ -282,8 +287,8 @@ class Learner:
 
             parts = []
             for i, (indices, counts) in enumerate(groups):
-                # With FSDP, gradients are reduced after every pass: whole gradients of all layers
-                # would not fit.
+                # With FSDP, gradients are reduced after every pass, because the whole gradients of
+                # all layers would not fit in memory.
                 reduces = i == len(groups) - 1 or self.ranks.is_sharded
                 with contextlib.nullcontext() if reduces else self.accelerator.no_sync(self.scorer):
                     scores = self.scorer(
@@ -352,7 +357,9 @@ class Learner:
         return step_metrics
 
     def _correct(self, assessment: Assessment, trains_BT: Tensor, step: int) -> Correction:
-        """The correction of the tokens that train; of all, if none does, for its metrics."""
+        """Compute the correction of the tokens that are trained on, or of all tokens if there are
+        none, for the metrics.
+        """
         generator = torch.Generator().manual_seed(derived_seed(self.config.seed, step))
         uniform_BT = torch.rand(assessment.mask_BT.shape, generator=generator)
         return compute_correction(
@@ -365,8 +372,8 @@ class Learner:
         )
 
     def _minibatches(self, size: int, step: int) -> list[list[int]]:
-        """The responses of each optimiser step; a shuffle spreads every prompt's group over the
-        optimiser steps.
+        """Divide the responses among the optimiser steps; a shuffle spreads every prompt's group
+        over the steps.
         """
         count = self.config.optimizer.minibatches
         order = list(range(size))
@@ -377,11 +384,10 @@ class Learner:
 
 @contextlib.contextmanager
 def checkpointing(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which layers checkpoint their activations; in transformers they do so in
-    training mode only.
+    """Enter a context in which layers checkpoint their activations.
 
-    A layer in that mode cannot decode with a cache, and a whole model in that mode would switch its
-    dropout on.
+    In transformers, layers do so only in training mode. A layer in this mode cannot decode with a
+    cache, and a whole model in this mode would activate dropout.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     before = [layer.training for layer in layers]

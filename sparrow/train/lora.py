@@ -1,5 +1,5 @@
-"""A LoRA on a model: layers that multiply by the weights the engine gets, and a policy that trains
-only its LoRA.
+"""A LoRA on a model: layers that multiply by the same merged weights as the engine, and a policy of
+which only the LoRA is trained.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sparrow.train.config import LoraConfig, TrainConfig
 
 
 class _TimesMerged(torch.autograd.Function):
-    """``x @ weight.T + bias``, where weight is the base plus ``scale * B @ A``; only x, A and B get
-    gradients.
+    """``x @ weight.T + bias``, where weight is the base plus ``scale * B @ A``; only x, A and B
+    have gradients.
     """
 
     @staticmethod
@@ -44,12 +44,13 @@ class _TimesMerged(torch.autograd.Function):
 
 
 class MergedLinear(Linear):
-    """A linear layer with a LoRA; while the LoRA is active, it multiplies once, by the merged
-    weight the engine gets.
+    """A linear layer with a LoRA, which multiplies once by the merged weight while the LoRA is
+    active.
 
-    PEFT's own forward pass computes and adds the LoRA's part at full width, which takes a tenth of
-    an update's time. It is used where theta is in less than float32, as shards are: a delta below
-    theta's last bit would be lost there.
+    The engine receives the same merged weight. PEFT's own forward pass computes and adds the LoRA's
+    part at full width, which takes a tenth of an update's time. That pass is used only if theta has
+    less precision than float32, as shards do: a delta below theta's last bit would be lost in the
+    merged weight.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,9 +69,9 @@ class MergedLinear(Linear):
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
-        """theta + delta(phi), float32, a new tensor.
+        """Compute theta + delta(phi) as a new float32 tensor.
 
-        Merging in place and back would change bf16 weights by rounding.
+        Merging in place and undoing the merge would change bf16 weights by rounding.
         """
         A, B = self._phi()
         theta = cast(Tensor, self.base_layer.weight)
@@ -83,7 +84,7 @@ class MergedLinear(Linear):
 
 
 def check_loras(model: PreTrainedModel, config: TrainConfig) -> None:
-    """Refuse what no LoRA of ``config`` could be on ``model``, whose weights may be empty.
+    """Check that every LoRA in ``config`` fits ``model``, whose weights may be empty.
 
     Raises ConfigError: see ``check_lora``.
     """
@@ -96,12 +97,12 @@ def check_loras(model: PreTrainedModel, config: TrainConfig) -> None:
 def check_lora(
     model: PreTrainedModel, rank: int, target_modules: Sequence[str], setting: str
 ) -> None:
-    """Refuse a LoRA that does not fit the model; ``setting`` is the user's name for its rank.
+    """Check that a LoRA fits the model; ``setting`` is the command-line name of its rank.
 
-    Raises ConfigError: a name matches no linear layer, or the rank is above what the weights of the
-    largest of the layers can have.
+    Raises ConfigError: a name matches no linear layer, or the rank is above the largest possible
+    rank of the layers' weights.
     """
-    head = model.get_output_embeddings()  # may be tied to the embeddings, which have no LoRA
+    head = model.get_output_embeddings()  # may be tied to the embeddings, which cannot have a LoRA
     linear = {
         name: module
         for name, module in model.named_modules()
@@ -114,8 +115,8 @@ def check_lora(
     if missing := [target for target, most in ranks.items() if not most]:
         available = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
         raise ConfigError(
-            f"cannot put a LoRA on {', '.join(missing)}: the "
-            f"linear layers of this model are {available}"
+            f"cannot put a LoRA on {', '.join(missing)}; choose from "
+            f"the linear layers of this model: {available}"
         )
     most = max(ranks.values())
     if rank > most:
@@ -128,7 +129,8 @@ def check_lora(
 def inject(
     model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str], setting: str
 ) -> peft.LoraConfig:
-    """Put a LoRA of ``MergedLinear`` on these linear layers; it is active, and nothing else trains.
+    """Put a LoRA of ``MergedLinear`` on these linear layers; the LoRA is active, and only it is
+    trained.
 
     Raises ConfigError: see ``check_lora``.
     """
@@ -146,12 +148,12 @@ def inject(
 
 
 def layers(model: PreTrainedModel) -> list[MergedLinear]:
-    """The layers that have a LoRA."""
+    """List the layers that have a LoRA."""
     return [module for module in model.modules() if isinstance(module, MergedLinear)]
 
 
 def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """theta, by the names the model had without the LoRA."""
+    """Return theta by the parameter names of the model without the LoRA."""
     parameters = model.named_parameters()
     return {
         name.replace(".base_layer", ""): p.detach() for name, p in parameters if "lora_" not in name
@@ -159,7 +161,9 @@ def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """theta + delta(phi) in theta's dtype, one new tensor at a time; theta itself stays."""
+    """Yield theta + delta(phi) in theta's dtype, one new tensor at a time; theta itself is
+    unchanged.
+    """
     with_lora = {
         f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, MergedLinear)
     }
@@ -172,7 +176,9 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 @contextlib.contextmanager
 def switched(model: PreTrainedModel, on: bool) -> Iterator[None]:
-    """A context in which the LoRA is active (``on``) or not; outside it is the other way round."""
+    """Enter a context in which the LoRA is active or not (``on``); outside the context, it is the
+    opposite.
+    """
     for layer in layers(model):
         layer.enable_adapters(on)
     try:
@@ -183,7 +189,8 @@ def switched(model: PreTrainedModel, on: bool) -> Iterator[None]:
 
 
 class PolicyLora:
-    """A LoRA that is always active in the policy, and the only part of the policy that trains.
+    """A LoRA that is always active in the policy, and is the only part of the policy that is
+    trained.
 
     Raises ConfigError: see ``inject``.
     """
@@ -194,9 +201,9 @@ class PolicyLora:
         inject(model, config.r, config.alpha, config.target_modules, "lora.r")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights, with the LoRA merged."""
+        """Yield the policy's weights, with the LoRA merged."""
         return merged_weights(self.model)
 
     def taken_off(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model is what it was at the start of the run."""
+        """Return a context in which the model is the same as at the start of the run."""
         return switched(self.model, False)

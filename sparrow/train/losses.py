@@ -4,9 +4,9 @@ Shapes: B sequences, T response tokens (right-padded).
 
 One optimiser step may be split into micro-batches of whole sequences. The denominators of the whole
 step are counted once (`count_normalizers`) and passed to every micro-batch, so the micro-batch
-losses, their gradients and their metrics *add up* to those of the full batch. Across data-parallel
-ranks, count over all ranks; if the gradients are then averaged and not summed, multiply the loss by
-the number of ranks.
+losses, their gradients and their metrics *add up* to those of the full batch. With data
+parallelism, count over all ranks; if gradients are averaged rather than summed over ranks, multiply
+the loss by the number of ranks.
 """
 
 import math
@@ -25,7 +25,8 @@ from sparrow.train.config import LossConfig, Normalization
 class Normalizers:
     """Denominators of one optimiser step, over all its micro-batches and ranks.
 
-    They count what the numerators sum, so that a token that is left out shrinks no other's share.
+    They count the same tokens as the numerators, so leaving out a token does not reduce the share
+    of any other token.
     """
 
     sequences: int  # Sequences with at least one token.
@@ -40,8 +41,8 @@ class Normalizers:
 
 
 def count_normalizers(mask_BT: Tensor, max_length: int) -> Normalizers:
-    """Normalizers of a step whose full batch has this mask; 1 where the mask is all false, since
-    every sum over it is 0.
+    """Count the normalizers of a step whose full batch has this mask; counts are 1 if the mask is
+    all false, as every sum is then 0.
     """
     sequences = int(mask_BT.any(1).sum())
     tokens = int(mask_BT.sum())
@@ -57,28 +58,28 @@ def policy_loss(
     config: LossConfig,
     normalizers: Normalizers,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Loss (scalar, differentiable in logp_BT only) and metrics of one micro-batch.
+    """Compute the loss (scalar, differentiable in logp_BT only) and metrics of one micro-batch.
 
     Per token, with rho = pi_theta / p_old: weight * -min(rho A, clip(rho, 1 - clip_low, 1 +
     clip_high) A): Sparrow, arXiv 2606.08446, training objective; the two clip widths are DAPO's,
     arXiv 2503.14476, section 3.1. Where A < 0 and clip_ratio_c is set, the loss is at most weight *
-    clip_ratio_c * |A| (dual clip, arXiv 1912.09729, equation 5). The token losses are summed as
-    config.normalization says:
+    clip_ratio_c * |A| (dual clip, arXiv 1912.09729, equation 5). The token losses are summed
+    according to config.normalization:
       grpo     sum_b (1 / length_b) sum_t / sequences  DeepSeekMath, arXiv 2402.03300, section 4.1.1
       dapo     sum_b sum_t / tokens                    DAPO, section 3.3
       dr_grpo  sum_b sum_t / (sequences * max_length)  Dr. GRPO, arXiv 2503.20783, section 3.2
 
     logp_BT, old_logp_BT [B, T]: log-probs of the sampled tokens under the trained policy and under
     the dense policy at rollout time. advantages_B [B]. weight_BT [B, T]: Correction.weight_BT.
-    mask_BT bool [B, T]: the tokens that are counted, in normalizers too: those of all responses
-    that train, including tokens that the correction masked out (weight 0).
+    mask_BT bool [B, T]: the tokens that count, here and in normalizers: those of all responses that
+    are trained on, including tokens that the correction masked out (weight 0).
 
     Metrics. All but loss and *_max are means over normalizers.tokens; all but *_max add up over
     micro-batches (`merge_metrics`):
       loss; clip_low_fraction, clip_high_fraction: tokens at which the lower or upper clip is
       active; ratio_mean: of rho; approx_kl: KL(p_old || pi_theta) as the mean of rho - 1 - log rho;
       log_ratio_abs_max. With dual clip also clip_c_fraction: tokens at which it is active.
-    Raises ValueError if shapes disagree.
+    Raises ValueError: shapes disagree.
     """
     one_shape = logp_BT.shape == old_logp_BT.shape == mask_BT.shape == weight_BT.shape
     if not one_shape or advantages_B.shape != logp_BT.shape[:1]:
@@ -87,7 +88,7 @@ def policy_loss(
             f"logp, old logp, mask, weight, advantages: {shapes}; pass four [B, T] and one [B]."
         )
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
-    # Padding is replaced before any exp: an infinity there would turn into NaN gradients even when
+    # Padding is replaced before any exp: an infinity there would cause NaN gradients even when
     # multiplied by 0.
     log_ratio_BT = torch.where(mask_BT, logp_BT.to(dtype) - old_logp_BT.detach().to(dtype), 0.0)
     weight_BT = torch.where(mask_BT, weight_BT.detach().to(dtype), 0.0)
@@ -127,12 +128,15 @@ def reference_loss(
     config: LossConfig,
     normalizers: Normalizers,
 ) -> tuple[Tensor, dict[str, float]]:
-    """beta * KL(pi_theta || reference) of one micro-batch, estimated for each token as in
-    DeepSeekMath, arXiv 2402.03300, equation 4, and not weighted, as in TRL.
+    """Compute beta * KL(pi_theta || reference) of one micro-batch.
 
-    It is differentiable in logp_BT only, and summed as in ``policy_loss``. ref_logp_BT [B, T]:
-    log-probs under the reference policy. mask_BT bool [B, T]: the tokens that are counted, in
-    normalizers too: all response tokens. Metrics: loss, and kl, the mean over normalizers.tokens.
+    The KL is estimated for each token as in DeepSeekMath, arXiv 2402.03300, equation 4, without
+    weights, as in TRL. The loss is differentiable in logp_BT only, and is summed as in
+    ``policy_loss``.
+
+    ref_logp_BT [B, T]: log-probs under the reference policy. mask_BT bool [B, T]: the tokens that
+    count, here and in normalizers: all response tokens. Metrics: loss, and kl, the mean over
+    normalizers.tokens.
     """
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
     log_away_BT = torch.where(mask_BT, ref_logp_BT.detach().to(dtype) - logp_BT.to(dtype), 0.0)
@@ -158,13 +162,13 @@ def _total(
 
 
 def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of a step from those of its micro-batches: the largest of each `*_max`, the sum of
-    every other.
+    """Merge the metrics of a step's micro-batches: the maximum of each `*_max`, and the sum of
+    every other metric.
     """
     merged: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
-            if name.endswith("_max"):  # a NaN counts as the largest: Python's max would lose it
+            if name.endswith("_max"):  # NaN counts as the largest; Python's max might drop it
                 merged[name] = max(merged.get(name, value), value, key=lambda x: (math.isnan(x), x))
             else:
                 merged[name] = merged.get(name, 0.0) + value
@@ -172,21 +176,22 @@ def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def check_finite(metrics: Mapping[str, float], max_log_ratio: float) -> None:
-    """Raises TrainingDiverged if a metric is not finite or log_ratio_abs_max exceeds max_log_ratio.
+    """Check the metrics of `policy_loss`, together with the gradient norm.
 
-    Call it on the metrics of `policy_loss`, with the gradient norm added, before the optimiser
-    steps: the weights are then still those of the last good step.
+    Call this before the optimiser step, while the weights are still those of the last good step.
+
+    Raises TrainingDiverged: a metric is not finite, or log_ratio_abs_max exceeds max_log_ratio.
     """
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise TrainingDiverged(
                 f"{name} is {value}, but must be finite; go back to the last checkpoint and lower "
-                "the learning rate or use a denser schedule."
+                "the learning rate, or use a denser schedule."
             )
     log_ratio = metrics.get("log_ratio_abs_max", 0.0)
     if log_ratio > max_log_ratio:
         raise TrainingDiverged(
             f"the largest |log pi_theta - log p_old| is {log_ratio:.4g}, above the bound of "
             f"{max_log_ratio:g}; lower the learning rate, make fewer updates per rollout, or "
-            "check that both sides are scored at one temperature."
+            "check that both sides are scored at the same temperature."
         )

@@ -1,5 +1,5 @@
-"""Writes a trained model as a Hugging Face folder like the one that it was loaded from: in the same
-dtype, and with names that older versions of transformers know too.
+"""Saving of a trained model as a Hugging Face folder like the one that it was loaded from, in the
+same dtype and with names that older versions of transformers can read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-# Names that transformers 5 has changed; what a checkpoint said under them is said again.
+# Names that transformers 5 has changed; a checkpoint's values under these names are also saved
+# under them.
 FORMER_NAMES = ("torch_dtype", "rope_theta", "rope_scaling")
 ANY_TOKENIZER = "PreTrainedTokenizerFast"  # loads a tokenizer.json in every version
 
@@ -22,8 +23,8 @@ ANY_TOKENIZER = "PreTrainedTokenizerFast"  # loads a tokenizer.json in every ver
 def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
     """Write ``weights``, by name, with the model's config.
 
-    They get the dtype of the checkpoint that the model was loaded from, whatever it trained in; of
-    a model that comes from no checkpoint, they keep theirs.
+    The weights are saved in the dtype of the checkpoint that the model was loaded from, whatever
+    its dtype in training. If there was no checkpoint, they keep their dtype.
     """
     source = _read_json(model.name_or_path, "config.json")
     dtype = _dtype_of(source)
@@ -38,9 +39,10 @@ def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Pa
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the tokenizer under the class that its checkpoint names.
+    """Write the tokenizer with the class name from its checkpoint.
 
-    transformers 5 would write its own class and lists, which earlier versions cannot load.
+    By itself, transformers 5 would write its own class name and lists, which earlier versions
+    cannot load.
     """
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
@@ -55,14 +57,16 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype that a checkpoint's ``config.json`` names; None if it names none of floats."""
+    """Return the dtype in a checkpoint's ``config.json``; None if there is no floating-point
+    dtype.
+    """
     name = config.get("dtype") or config.get("torch_dtype")
     dtype = getattr(torch, str(name), None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
 
 
 def _cast(model: PreTrainedModel, name: str, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``weight`` in ``dtype``; those that the architecture keeps in float32 stay as they are."""
+    """Cast ``weight`` to ``dtype``, unless the architecture keeps this weight in float32."""
     kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     if dtype is None or not weight.is_floating_point() or any(part in name for part in kept):
         return weight

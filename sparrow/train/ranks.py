@@ -1,9 +1,9 @@
-"""The processes of a run. Forward passes, backward passes and sampling are divided among them;
-results are shared.
+"""The processes of a run. Forward passes, backward passes and sampling are divided among the
+processes, and results are shared.
 
-Rollouts, rewards and log-probs are gathered in one order, so every process has those of the whole
-step and computes statistics, corrections and decisions from the same numbers as a single process
-would.
+Rollouts, rewards and log-probs are gathered in the same order everywhere. Every process has those
+of the whole step, and computes statistics, corrections and decisions from the same numbers as a
+single process would.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from sparrow.model.scoring import micro_batches
 
 T = TypeVar("T")
 
-PATIENCE_S = 1800  # longest wait for the slowest process in a phase
+PATIENCE_S = 1800  # maximum wait for the slowest process in a phase
 
 
 class Ranks:
-    """This process's place among those that ``accelerate launch`` started; a run of one process has
-    one rank.
+    """This process's rank among the processes that ``accelerate launch`` started; a run of one
+    process has one rank.
 
-    Raises ConfigError: FSDP was asked for, but this run cannot use it.
+    Raises ConfigError: FSDP was requested, but this run cannot use it.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -45,23 +45,24 @@ class Ranks:
         self.is_sharded = accelerator.is_fsdp2
         if asked_to_shard() and not self.is_sharded:
             raise ConfigError(
-                "FSDP shards over several GPUs, but this run has none; launch it without --use_fsdp"
+                "FSDP shards over several GPUs, which this run does not have; "
+                "launch it without --use_fsdp"
             )
         self.seconds: dict[str, list[float]] = {}
-        """Seconds that each process has spent in each phase, not counting its wait for the others
-        at the end.
+        """Seconds that each process has spent in each phase, not counting the wait for other
+        processes at the end.
         """
-        # Objects are exchanged through host memory, regardless of the tensors' backend.
+        # Objects are exchanged through host memory, whatever backend the tensors use.
         self._group = None
         if self.count > 1:
             patience = timedelta(seconds=PATIENCE_S)
             self._group = dist.new_group(backend="gloo", timeout=patience)
 
     def check_equal(self, model: nn.Module) -> None:
-        """Make sure that all processes start from the same weights, even where each then keeps only
-        a shard.
+        """Check that all processes start from the same weights, even if each one later keeps only a
+        shard.
 
-        Raises ConfigError: their weights differ.
+        Raises ConfigError: the weights differ.
         """
         sums = [p.detach().double().sum().item() for p in model.parameters()]
         if any(other != sums for other in self.gather("start", lambda: sums)):
@@ -71,14 +72,16 @@ class Ranks:
             )
 
     def gather(self, phase: str, work: Callable[[], T]) -> list[T]:
-        """Call ``work()`` in each process, and return all results, by rank. An error of one process
-        is raised in all of them.
+        """Call ``work()`` in each process, and return all results by rank.
+
+        An error in one process is raised in all processes.
 
         Args:
             phase: names the work in errors and in ``seconds``.
 
-        Raises SparrowError, OSError: the first, by rank, that ``work`` raised in any process.
-        ProcessLost: a process died, or had not finished ``PATIENCE_S`` seconds after this one.
+        Raises SparrowError, OSError: ``work`` raised one in some process; the first by rank is
+        raised. ProcessLost: a process died, or had not finished ``PATIENCE_S`` seconds after this
+        one.
         """
         began = time.perf_counter()
         if self._group is None:
@@ -109,10 +112,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def connected(self, phase: str) -> Iterator[None]:
-        """A context for what the processes do together.
+        """Enter a context for work that the processes do together.
 
-        Raises ProcessLost: the connection to another process broke, or that process kept the others
-        waiting too long.
+        Raises ProcessLost: the connection to another process broke, or that process was too late.
         """
         try:
             yield
@@ -126,21 +128,19 @@ class Ranks:
                 raise
             raise ProcessLost(
                 f"a process of this run died, or was {PATIENCE_S} s behind, in the phase {phase!r} "
-                f"({text.splitlines()[0][:200]}); --resume goes on from the last checkpoint"
+                f"({text.splitlines()[0][:200]}); --resume continues from the last checkpoint"
             ) from error
 
     def on_main(self, phase: str, work: Callable[[], T]) -> T:
-        """Call ``work()`` in the main process only, and return its result in all; errors as in
-        ``gather``.
+        """Call ``work()`` only in the main process, and return its result in all processes. Raises
+        the errors of ``gather``.
         """
         results = self.gather(phase, lambda: work() if self.is_main else None)
         return results[0]  # type: ignore[return-value]
 
     def spread(self, phase: str, count: int, work: Callable[[range], list[T]]) -> list[T]:
-        """Results of ``work(indices)`` for all of ``range(count)``, in order; neighbours go to
-        different processes.
-
-        Errors as in ``gather``.
+        """Call ``work(indices)`` for all of ``range(count)``, with neighbouring indices in
+        different processes, and return the results in order. Raises the errors of ``gather``.
         """
         parts = self.gather(phase, lambda: work(range(self.rank, count, self.count)))
         return [parts[i % self.count][i // self.count] for i in range(count)]
@@ -152,10 +152,8 @@ class Ranks:
         budget: int,
         work: Callable[[list[int]], Sequence[T]],
     ) -> list[T]:
-        """Results of ``work(rows)``, one per row, for all rows of ``lengths``, in order; see
-        ``micro_batches``.
-
-        Errors as in ``gather``.
+        """Call ``work(rows)`` for all rows of ``lengths`` in micro-batches, and return one result
+        per row, in order; see ``micro_batches``. Raises the errors of ``gather``.
         """
 
         def own_results() -> dict[int, T]:
@@ -172,8 +170,8 @@ class Ranks:
         return [by_row[i] for i in range(len(lengths))]
 
     def imbalance(self, phase: str) -> float:
-        """The seconds of the slowest process in a phase since the last call, divided by the mean
-        over processes.
+        """Return the time of the slowest process in a phase since the last call, divided by the
+        mean over processes.
         """
         seconds = self.seconds.pop(phase)
         return max(seconds) * len(seconds) / sum(seconds)
@@ -185,20 +183,20 @@ class Ranks:
     def micro_batches(
         self, rows: Sequence[int], lengths: Sequence[int], budget: int
     ) -> list[tuple[list[int], bool]]:
-        """This process's part of ``rows`` in groups, each within a budget of padded tokens, and
-        whether a group counts.
+        """Divide this process's part of ``rows`` into groups within a budget of padded tokens, and
+        return each group with whether it counts.
 
-        All processes get the same number of groups, because every forward and backward pass may
-        need all processes. A process with fewer groups adds ones that hold the shortest of ``rows``
-        and do not count.
+        All processes have the same number of groups, because every forward and backward pass may
+        need all processes. A process with fewer groups adds groups of the shortest of ``rows``,
+        which do not count.
 
         Args:
             rows: indices into ``lengths``, the same in all processes.
-            lengths: tokens of each row.
+            lengths: number of tokens in each row.
         """
 
         def grouped(part: list[int]) -> list[list[int]]:
-            """A process's rows in groups within the budget."""
+            """Divide a process's rows into groups within the budget."""
             of_part = [rows[i] for i in part]
             groups = micro_batches([lengths[row] for row in of_part], budget)
             return [[of_part[i] for i in group] for group in groups]
@@ -211,8 +209,8 @@ class Ranks:
 
 
 def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Indices in ``count`` parts of about equal tokens: longest first, each goes to the part with
-    the fewest so far.
+    """Divide indices into ``count`` parts with about equally many tokens: each index, longest
+    first, goes to the part with the fewest tokens so far.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
@@ -224,29 +222,29 @@ def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def mixed_precision(precision: str) -> str:
-    """``optimizer.precision`` in accelerate's words.
+    """Convert ``optimizer.precision`` to accelerate's name for it.
 
-    Raises ConfigError: this process has trained in another precision, and accelerate would keep
-    that one.
+    Raises ConfigError: this process has trained in a different precision before, which accelerate
+    would keep.
     """
     wanted = "bf16" if precision == "bf16" else "no"
     kept = AcceleratorState().mixed_precision if is_initialized() else wanted
     if kept != wanted:
         before = "fp32" if kept == "no" else kept
         raise ConfigError(
-            f"optimizer.precision is {precision!r}, but this process has trained in {before!r} "
-            "before, and accelerate has one precision for all runs of a process; start this run "
-            "in a process of its own"
+            f"optimizer.precision is {precision!r}, but this process has already trained in "
+            f"{before!r}, and accelerate uses one precision for all runs of a process; start this "
+            "run in a new process"
         )
     return wanted
 
 
 def sharding(model: nn.Module, bf16: bool) -> FullyShardedDataParallelPlugin | None:
-    """Settings of FSDP2 that shard ``model`` layer by layer, if ``accelerate launch --use_fsdp``
-    asked for it.
+    """Build FSDP2 settings that shard ``model`` layer by layer; None without ``accelerate launch
+    --use_fsdp``.
 
-    Weights and optimiser stay float32; layers are gathered in bf16 where the run computes in bf16,
-    and gradients are reduced in float32.
+    Weights and optimiser state stay float32; layers are gathered in bf16 if the run computes in
+    bf16, and gradients are reduced in float32.
     """
     if not asked_to_shard():
         return None
@@ -265,13 +263,13 @@ def sharding(model: nn.Module, bf16: bool) -> FullyShardedDataParallelPlugin | N
 
 
 def asked_to_shard() -> bool:
-    """True if ``accelerate launch`` asked for FSDP."""
+    """Return whether ``accelerate launch`` was called with FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def reshard(model: nn.Module) -> None:
-    """Make the parameters of ``model`` the trained shards again, instead of what its last forward
-    pass gathered.
+    """Turn the parameters of ``model`` back into the trained shards, in place of those that its
+    last forward pass gathered.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -279,6 +277,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def whole(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Sharded weights, put together one at a time; every process must take part to the end."""
+    """Yield whole weights, gathered from their shards one at a time; every process must consume
+    them to the end.
+    """
     for name, weight in weights:
         yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight

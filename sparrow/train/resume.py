@@ -1,5 +1,5 @@
-"""Checks of ``--resume``: settings and data are compared with those that the run recorded, and the
-differences are named.
+"""Checks for ``--resume``, which compare settings and data with the run's record and name the
+differences.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from sparrow.schedule import PAGE_LAYOUT, SparsitySchedule
 from sparrow.settings import flat
 from sparrow.train.config import TrainConfig
 
-Changes = dict[str, tuple[Any, Any]]  # setting, by its name on the command line -> before, now
+# a setting's name on the command line -> its values before and now
+Changes = dict[str, tuple[Any, Any]]
 
-# Checkpoints hold these, or count in their units: another value would be ignored, or would mix two
-# runs.
+# These cannot change on resumption: checkpoints contain them or depend on them, so a different
+# value would be ignored, or would mix two runs.
 FIXED = (
     "model",
     "task",
@@ -42,23 +43,22 @@ FIXED = (
     "eval.top_k",
     "eval.max_new_tokens",
 )
-FREE = ("run_dir", "resume")  # not settings of the run: its directory may have moved
+FREE = ("run_dir", "resume")  # not settings of the run, whose directory may have been moved
 REMOVED = {"distill.step_down": [], "distill.positions": 1.0}
-"""Settings of 0.1.0 that no longer exist, with the values that had no effect."""
+"""Settings of version 0.1.0 that no longer exist, with the values at which they had no effect."""
 LAYOUT = (*PAGE_LAYOUT, "bin_tokens", "dense_layers", "head_budgets")
 
 
 def resumed(
     recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule, step: int
 ) -> Changes:
-    """Compare a run's settings and start schedule with those it recorded, and return the
-    differences; it has finished ``step`` steps.
+    """Compare the settings and start schedule of a run with its record, and return the differences.
 
-    A setting that an older Sparrow did not have, and so did not record, counts as having had its
-    default value.
+    The run has finished ``step`` steps. A setting that an older Sparrow did not have, and thus did
+    not record, counts as having had its default value.
 
-    Raises ConfigError: a changed setting that is fixed, one that is gone, ``steps`` below ``step``,
-    or any change to a run that is finished and stays so.
+    Raises ConfigError: a fixed setting has changed, a recorded setting no longer exists, ``steps``
+    is below ``step``, or settings have changed in a finished run that is not extended.
     """
     recorded_settings = flat(recorded.train, ".")
     gone = [
@@ -67,8 +67,8 @@ def resumed(
     if gone:
         raise ConfigError(
             f"the run in {config.run_dir} was started with {gone[0]} "
-            f"{json.dumps(recorded_settings[gone[0]])}, which this version no longer has; go on "
-            "with the version that began it, or start another run"
+            f"{json.dumps(recorded_settings[gone[0]])}, a setting that no longer exists; continue "
+            "with the version that started the run, or start another run"
         )
 
     now = flat(json.loads(json.dumps(asdict(config))), ".")
@@ -93,30 +93,31 @@ def resumed(
     fixed = [name for name in changes if name in unchangeable]
     if fixed:
         raise ConfigError(
-            f"the run in {config.run_dir} cannot go on with another "
-            f"{' or '.join(fixed)}; it was started with other settings: "
+            f"the run in {config.run_dir} cannot continue with a different "
+            f"{' or '.join(fixed)}; these settings differ from the recorded ones: "
             f"{description}; leave them out, or choose another run_dir"
         )
     if config.steps < step:
         raise ConfigError(
-            f"the run in {config.run_dir} has done {step} "
-            f"steps already, but steps is {config.steps}"
+            f"steps is {config.steps}, but the run in {config.run_dir} has already finished {step} "
+            "steps; raise steps"
         )
     if changes and step >= before["steps"] >= config.steps:
         raise ConfigError(
-            f"the run in {config.run_dir} has finished its {step} steps, so "
-            "its settings stay as they are, but these differ: "
-            f"{description}; raise steps to go on, or choose another run_dir"
+            f"the run in {config.run_dir} has finished its {step} steps, so its settings cannot "
+            f"change, but these differ: {description}; "
+            "raise steps to continue, or choose another run_dir"
         )
     return changes
 
 
 def check_data(recorded: RunConfig, given: RunConfig, run_dir: str) -> None:
-    """Refuse to go on with problems other than those that the run began with: their order depends
-    on all of them.
+    """Check that the problems are the same as at the start of the run, as their order depends on
+    all of them.
 
-    Raises ConfigError: the data set or a benchmark has changed. A run of an older version recorded
-    neither, and goes on unchecked.
+    Runs of older versions did not record their problems, and are not checked.
+
+    Raises ConfigError: the data set or a benchmark has changed.
     """
     if recorded.data is None or given.data is None:
         return
@@ -127,14 +128,14 @@ def check_data(recorded: RunConfig, given: RunConfig, run_dir: str) -> None:
     if changed := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
         name = changed[0]
         raise ConfigError(
-            f"the run in {run_dir} cannot go on with other problems: {name} was "
-            f"{json.dumps(before.get(name))} and is {json.dumps(now.get(name))}; give the data "
-            "that it began with, or choose another run_dir"
+            f"the run in {run_dir} cannot continue with different problems: {name} was "
+            f"{json.dumps(before.get(name))} and is now {json.dumps(now.get(name))}; give the data "
+            "that the run started with, or choose another run_dir"
         )
 
 
 def describe(changes: Changes) -> str:
-    """All changes on one line."""
+    """Write all changes on one line."""
     return ", ".join(
         f"{name} {json.dumps(before)} -> {json.dumps(now)}"
         for name, (before, now) in changes.items()

@@ -13,7 +13,8 @@ from sparrow.train.config import RewardConfig
 
 
 def overlong_penalty(tokens: int, limit: int, window: int) -> float:
-    """0 up to ``limit - window`` tokens, then falling linearly to -1 at ``limit``.
+    """Return 0 up to ``limit - window`` tokens, and fall linearly from there to -1 at
+    ``limit``.
 
     DAPO, arXiv 2503.14476, equation 13, where ``window`` is called L_cache.
     """
@@ -23,11 +24,11 @@ def overlong_penalty(tokens: int, limit: int, window: int) -> float:
 def reward_parts(
     correct: float, stated: bool, tokens: int, limit: int, config: RewardConfig
 ) -> dict[str, float]:
-    """The parts of one response's reward, by name; the reward is their sum.
+    """Compute the parts of one response's reward by name; the reward is their sum.
 
-    They are the verifier's verdict (``correct``) and, where ``config`` asks for it, a bonus for
-    stating an answer, right or wrong, and a penalty for its length in tokens; ``limit`` is the
-    longest allowed.
+    The parts are the verifier's verdict (``correct``) and, depending on ``config``, a bonus for
+    stating an answer, right or wrong, and a penalty for the response's length in tokens. ``limit``
+    is the maximum length.
     """
     parts = {"correct": correct}
     if config.format:
@@ -40,10 +41,10 @@ def reward_parts(
 
 
 def reward_metrics(rewards: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, Any]:
-    """Means over responses, each given by its source and the parts of its reward.
+    """Compute metrics over responses, each given by its source and the parts of its reward.
 
-    ``mean`` and ``std`` of the reward; if there are several parts, ``parts`` by name; if there are
-    several sources, ``sources`` by name.
+    The metrics are the ``mean`` and ``std`` of the reward; if there are several parts, the mean of
+    each in ``parts``; and if there are several sources, the mean reward of each in ``sources``.
     """
     sources, parts = zip(*rewards, strict=True)
     totals = np.array([sum(p.values()) for p in parts])

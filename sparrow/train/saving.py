@@ -1,4 +1,4 @@
-"""Files that a run leaves: checkpoints to resume from, and models in Hugging Face's format."""
+"""Files that a run writes: checkpoints to resume from, and models in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from sparrow.train.ranks import Ranks, whole
 
 
 def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep: int) -> None:
-    """Write the checkpoint of ``state.step``, and delete all but the newest ``keep``.
+    """Write the checkpoint of ``state.step``, and delete all checkpoints except the newest
+    ``keep``.
 
-    Raises CheckpointError: it could not be written; earlier ones are untouched.
+    Raises CheckpointError: the checkpoint could not be written; earlier ones are untouched.
     """
     ranks = learner.ranks
     phase = "checkpoint"
@@ -33,7 +34,7 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
     def write() -> None:
         try:
             learner.accelerator.save_state(str(folder))
-        except (RuntimeError, CheckpointException) as error:  # how torch reports a full disk
+        except (RuntimeError, CheckpointException) as error:  # torch reports a full disk with these
             raise OSError(_cut_short(error, folder)) from error
         if ranks.is_main:
             state.save(folder)
@@ -49,8 +50,8 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
 
 
 def _cut_short(error: BaseException, folder: Path) -> str:
-    """The reason why torch could not write a file; of a full disk, torch only names a line of its
-    code.
+    """Return the reason why torch could not write a file; for a full disk, torch itself only names
+    a line of its code.
     """
     reason, *_ = str(error).splitlines()
     if "inline_container" not in reason and "PytorchStreamWriter" not in reason:
@@ -62,7 +63,7 @@ def _cut_short(error: BaseException, folder: Path) -> str:
 def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
     """Restore weights, optimiser and random states from ``folder``, and return the trainer's state.
 
-    Raises CheckpointError: the files are damaged, or are those of a model of another size.
+    Raises CheckpointError: the files are damaged, or belong to a model of a different size.
     """
     try:
         with (
@@ -76,9 +77,9 @@ def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
         first = lines[0] if lines else ""
         reason = next((line for line in lines if "size mismatch" in line), first)
         raise CheckpointError(
-            f"cannot go on from {folder} ({type(error).__name__}: {reason}); if sizes differ, "
-            "give the model that the run began with; if the files are damaged, remove this folder "
-            "to go on from the checkpoint before"
+            f"cannot continue from {folder} ({type(error).__name__}: {reason}); if sizes differ, "
+            "give the model that the run started with; if files are damaged, remove this folder "
+            "to continue from the previous checkpoint"
         ) from error
     learner.restore_settings()
     return state
@@ -88,11 +89,11 @@ def export(
     learner: Learner, tokenizer: PreTrainedTokenizerBase, model: Path, adapter: Path
 ) -> None:
     """Write the trained policy, in its checkpoint's dtype, and the tokenizer to ``model``, and the
-    actor's adapter, if there is one.
+    actor's adapter, if there is one, to ``adapter``.
     """
     distiller = learner.distiller
     ranks = learner.ranks
-    # these are left out: the weights that they are tied to are written
+    # left out, because the weights that they are tied to are written
     tied = learner.model.all_tied_weights_keys
     parameters = dict(learner.model.named_parameters(remove_duplicate=False))
     buffers = [item for item in learner.model.state_dict().items() if item[0] not in parameters]
@@ -112,10 +113,11 @@ def export(
 
 
 class Exports:
-    """Saves the policy periodically, and at its best evaluation, in ``exports/`` of the run.
+    """Exports of the policy to ``exports/`` in the run directory, periodically and at its best
+    evaluation.
 
-    Of the periodic exports, the newest ``keep`` are kept. Of the others, the best one is kept, and
-    the best one up to the last checkpoint, since a run may resume from there.
+    Of the periodic exports, the newest ``keep`` are kept. Two other exports are kept: the best one
+    so far, and the best one up to the last checkpoint, from which a run may resume.
     """
 
     def __init__(self, config: ExportConfig, run_dir: RunDir, ranks: Ranks) -> None:
@@ -130,10 +132,10 @@ class Exports:
         step: int,
         evaluations: Sequence[Row],
     ) -> None:
-        """Export the policy of ``step`` if that is due and not yet done, and delete the exports no
-        longer kept.
+        """Export the policy of ``step`` if an export is due and not yet done, and delete exports
+        that are no longer kept.
 
-        Raises CheckpointError: it could not be written; earlier exports are untouched.
+        Raises CheckpointError: the export could not be written; earlier exports are untouched.
         """
         if not (self.config.every or self.config.best):
             return
@@ -163,8 +165,8 @@ class Exports:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back until the block has ended: half an update is worse than a
-    moment's wait.
+    """Delay Ctrl-C and SIGTERM until the block has ended: an incomplete update is worse than a
+    short wait.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

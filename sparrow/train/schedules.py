@@ -1,15 +1,16 @@
-"""Movers of the schedule between steps: the closed loop and the guard.
+"""Movers, which change the schedule between steps: the closed loop and the guard.
 
-They share one interface: each proposes the schedule of the next rollouts, given the one in force,
-the measurements under it, and the proposal of the mover before it. docs/method.md ("Closed loop and
-guard") says what they do, and why.
+They have the same interface: each proposes a schedule for the next rollouts, given the current
+schedule, the measurements under it, and the proposal of the previous mover. docs/method.md ("Closed
+loop and guard") describes what they do and why.
 
-The closed loop raises budgets in proportion to the rejected share 1 - p5 and lowers them with its
-cube root. That share falls with the pages read, as a power of them between -0.7 (the median of the
-published tables for p5 0.75 to 0.92) and -4 (the bundled reasoner near p5 0.97): a raise must
-suffice where the share falls slowly, and a cut must not go too far where it is steep.
+The closed loop raises budgets in proportion to the rejected share 1 - p5, and lowers them in
+proportion to the cube root of this share. The rejected share is a power of the number of pages
+read, with an exponent between -0.7 (the median of the published tables for p5 0.75 to 0.92) and -4
+(the bundled reasoner near p5 0.97). A raise must be sufficient where the share falls slowly, and a
+cut must not be too large where it falls steeply.
 
-A relative tau is held by the relative p5 (``mismatch.tau``), in which the rejected share is due to
+A relative tau is compared with the relative p5 (``mismatch.tau``), whose rejected share is due to
 sparsity alone.
 """
 
@@ -26,18 +27,19 @@ from sparrow.mismatch.tokens import left_open
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.train.config import TrainConfig
 
-STEP_UP = 2.0  # in one step, the pages read in a bin at most double,
-STEP_DOWN = 0.75  # or fall by at most a quarter
-# A bin has room while the rejected share is at most this part of what tau allows; the rest is the
-# hysteresis.
+STEP_UP = 2.0  # largest factor by which the pages read in a bin change in one step
+STEP_DOWN = 0.75  # smallest factor by which they change in one step
+# A bin has room while its rejected share is at most this fraction of the share that tau allows; the
+# remainder is the hysteresis.
 ROOM = 0.9
-PATIENCE = 2  # consecutive steps in which a bin must have room before it is lowered
+PATIENCE = 2  # consecutive steps with room after which a bin is lowered
 MIN_SEQUENCES = 8
-"""A bin that fewer responses reach is never lowered, and is raised only if its whole interval is
-below tau.
+"""The number of responses that must reach a bin before it can be lowered. A bin with fewer
+responses is raised only if its whole interval is below tau.
 """
 
-# the guard's second sign: p1 of all tokens is below this fraction of its highest value so far
+# the guard's second warning sign: p1 of all tokens is below this fraction of its highest value so
+# far
 FALLEN = 0.5
 
 
@@ -45,31 +47,31 @@ class Control(NamedTuple):
     """The last decision of the closed loop."""
 
     schedule: SparsitySchedule  # for the next rollouts
-    room_steps: tuple[int, ...] = ()  # per length bin, the consecutive steps in which it had room
-    floor: tuple[int, ...] = ()  # per length bin, the top-k below which it is no longer lowered
+    room_steps: tuple[int, ...] = ()  # per length bin, the number of consecutive steps with room
+    floor: tuple[int, ...] = ()  # per length bin, the top-k below which the bin is not lowered
 
 
 def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> Control:
-    """One turn of the closed loop.
+    """Take one step of the closed loop.
 
     A bin that rejects too much is raised at once, in proportion to the excess. A bin with room is
-    lowered a third of the way, after ``PATIENCE`` steps, but not to a budget that has failed, nor
-    below one that left no room. Bins that hold nothing but prompts follow the first bin that can be
-    judged; lengths not seen yet keep their pages. A raised bin also raises the longer ones that
-    would otherwise read less than it does.
+    lowered a third of the way after ``PATIENCE`` steps, but not to a budget that has failed, nor
+    below a budget that left no room. Bins with only prompts follow the first bin that can be
+    judged; lengths that have not been reached yet keep their pages. If a bin is raised, longer bins
+    that would read less are raised to the same budget.
 
     Args:
-        control: the schedule that the rollouts were sampled under, and the loop's memory.
-        bins: the rollouts' tail in the schedule's own bins, over all processes, on the scale of
-            ``tau``.
-        tau: what the bins have to hold, in (0, 1).
+        control: the schedule that the rollouts were sampled under, and the state of the loop.
+        bins: the tail of the rollouts in the schedule's own bins, over all processes, on the scale
+            of ``tau``.
+        tau: the target for every bin, in (0, 1).
 
     Returns:
         The next schedule, in the same layout, with at least as many bins.
     """
     schedule = control.schedule
     always = control.schedule.sink_pages + control.schedule.recent_pages
-    # The last entry of the table is for all longer lengths; only those before it are moved.
+    # The last entry of the table applies to all longer lengths; only the entries before it change.
     count = max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins))
     room_steps = [*control.room_steps, *[0] * count][:count]
     floor = [*control.floor, *[0] * count][:count]
@@ -116,37 +118,38 @@ def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> Spars
 
 
 def below(bins: Sequence[BinMismatch], threshold: float) -> list[BinMismatch]:
-    """The bins that enough responses reach and whose p5 is known to be below ``threshold``.
+    """Select the bins that enough responses reach and whose p5 is certainly below ``threshold``.
 
-    Only the upper bound on acceptance can show that: with short lists of tokens, the lower bound is
+    Only the upper bound on acceptance can show this: with short lists of tokens, the lower bound is
     low wherever the distribution is flat, however close the actor is.
     """
     return [b for b in bins if b.n_sequences >= MIN_SEQUENCES and b.upper_bound < threshold]
 
 
 class Mover(Protocol):
-    """Something that moves the schedule."""
+    """Interface of objects that change the schedule."""
 
     def propose(
         self, now: SparsitySchedule, proposed: SparsitySchedule, report: MismatchReport
     ) -> SparsitySchedule:
-        """The schedule of the next rollouts; ``proposed`` itself if this mover changes nothing.
+        """Return the schedule for the next rollouts; ``proposed`` itself if this mover changes
+        nothing.
 
         Args:
-            now: the schedule in force.
-            proposed: what the movers before this one propose; ``now`` if none moved it.
+            now: the current schedule.
+            proposed: the proposal of the previous movers; ``now`` if none of them changed it.
             report: the measurements of this step under ``now``, in its bins, over all processes.
         """
 
     def state(self) -> dict[str, Any]:
-        """The memory, which ``load`` takes back after it has been through JSON."""
+        """Return the state for ``load``, in a form that JSON can store."""
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state`` returned."""
 
 
 class ClosedLoop:
-    """Holds tau in every bin, see ``next_schedule``."""
+    """The mover that keeps p5 at tau in every bin; see ``next_schedule``."""
 
     def __init__(self, tau: Tau) -> None:
         self._tau = tau
@@ -165,18 +168,18 @@ class ClosedLoop:
         return {"room_steps": self._room_steps, "floor": self._floor}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        # as checkpoints of 0.1.0 have it
+        # checkpoints of version 0.1.0 have the key "calm"
         room_steps = state["room_steps"] if "room_steps" in state else state["calm"]
         self._room_steps = tuple(room_steps)
         self._floor = tuple(state["floor"])
 
 
 class Guard:
-    """Watches for a p5 that is too low in a length bin, and for a fall in p1 of all tokens; see
-    ``GuardConfig``.
+    """The guard against a p5 that is too low in a length bin, and a fall in the p1 of all tokens;
+    see ``GuardConfig``.
 
-    It judges by the upper bound on acceptance, which is certain, and says what the actor's lists of
-    tokens leave open.
+    The guard uses the upper bound on acceptance, so its warnings are certain, and reports what the
+    actor's lists of tokens cannot decide.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -190,7 +193,7 @@ class Guard:
         self._reads_all = False
         self._left_open: str | None = None
         self._steps_open = 0
-        self.steps_below = 0  # consecutive steps with one of the two signs
+        self.steps_below = 0  # consecutive steps with at least one of the two warning signs
 
     def propose(
         self, now: SparsitySchedule, proposed: SparsitySchedule, report: MismatchReport
@@ -200,7 +203,7 @@ class Guard:
         fallen = report.p1_upper < FALLEN * self._best_p1
         self._best_p1 = max(self._best_p1, report.p1)
         self.steps_below = self.steps_below + 1 if failing or fallen else 0
-        # Where samples come from all that is cached, nothing is held to tau.
+        # Bins that read the whole cache are not compared with tau.
         judged = [
             b
             for b in bins
@@ -220,18 +223,18 @@ class Guard:
 
     @property
     def alarm(self) -> bool:
-        """True once the signs have been there for long enough to act."""
+        """True once warning signs have lasted long enough to act."""
         return self.steps_below >= self._config.patience
 
     @property
     def stops(self) -> bool:
-        """True if the run is to stop."""
+        """True if the run should stop."""
         return self.alarm and self._config.action == "stop"
 
     @property
     def warning(self) -> str | None:
-        """The warning to give after this step; once each time a sign has been there for
-        ``patience`` steps in a row.
+        """The warning to log after this step: once each time a warning sign has lasted ``patience``
+        consecutive steps.
         """
         if self.steps_below == self._config.patience:
             return self.reason
@@ -245,12 +248,12 @@ class Guard:
         symptom = (
             f"{self._threshold.statistic} of acceptance has been below {self._threshold.value:g}"
         )
-        prefix = f"{symptom}, or p1 below half of its best, for "
+        prefix = f"{symptom}, or p1 below half of its best value, for "
         if self._reads_all:
             return (
-                f"{prefix}{self.steps_below} steps, though samples come from all that is cached: "
-                "not sparsity is the cause, but weights that did not reach the engine, or its "
-                "precision, temperature or another difference to the policy's model"
+                f"{prefix}{self.steps_below} steps, although samples read the whole cache: the cause "
+                "is not sparsity, but weights that did not reach the engine, or a difference "
+                "between engine and policy in precision, temperature or the model"
             )
         return (
             f"{prefix}{self.steps_below} steps, so training "
@@ -259,10 +262,10 @@ class Guard:
 
     @property
     def remedy(self) -> str:
-        """The options that resume a run from the checkpoint at which the guard has stopped it."""
+        """The options that resume a run from the checkpoint at which the guard stopped it."""
         if self._reads_all:
-            return "--resume goes on from it once the cause is mended"
-        return "--resume --guard.action raise goes on from it with more pages"
+            return "--resume continues from there once the cause is fixed"
+        return "--resume --guard.action raise continues from there with more pages"
 
     def state(self) -> dict[str, Any]:
         return {"best_p1": self._best_p1, "steps_below": self.steps_below}
@@ -273,10 +276,10 @@ class Guard:
 
 
 class Movers:
-    """All that moves a run's schedule, in the order in which they propose.
+    """All movers of a run's schedule, in the order of their proposals.
 
     Args:
-        config: the run's.
+        config: the configuration of the run.
         closed_loop: whether the schedule follows the measured p5.
     """
 
@@ -291,15 +294,17 @@ class Movers:
         self._movers["guard"] = self.guard
 
     def next(self, now: SparsitySchedule, report: MismatchReport) -> SparsitySchedule:
-        """The schedule of the next rollouts after ``now``, under which the report was measured."""
+        """Return the schedule for the next rollouts; ``now`` is the one under which the report was
+        measured.
+        """
         proposed = now
         for mover in self._movers.values():
             proposed = mover.propose(now, proposed, report)
         return proposed
 
     def complaint(self, report: MismatchReport) -> str | None:
-        """A message, given once, if tau has to be held but even dense rollouts do not, or cannot be
-        shown to.
+        """Return a message, only once, if tau is a target that even dense rollouts do not reach, or
+        cannot be shown to reach.
         """
         if not self._asks or self._said:
             return None
@@ -308,11 +313,13 @@ class Movers:
         return message
 
     def state(self) -> dict[str, Any]:
-        """The memory of all movers, by name."""
+        """Return the state of all movers by name."""
         return {name: mover.state() for name, mover in self._movers.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state`` returned; a mover that was off at the time starts anew."""
+        """Restore what ``state`` returned; a mover that was off at the time starts from its initial
+        state.
+        """
         for name, mover in self._movers.items():
             if name in state:
                 mover.load(state[name])
@@ -323,19 +330,19 @@ def _raised(pages: int, rejected: float) -> int:
 
 
 def _whole(schedule: SparsitySchedule, i: int) -> int:
-    """The top-k with which bin ``i`` is dense."""
+    """Return the top-k with which bin ``i`` is dense."""
     pages = math.ceil((i + 1) * schedule.bin_tokens / schedule.page_size)
     return max(0, pages - schedule.sink_pages - schedule.recent_pages)
 
 
 def _pages(schedule: SparsitySchedule, b: BinMismatch) -> int:
-    """The top-k of a length bin."""
+    """Return the top-k of a length bin."""
     return int(schedule.pages(b.end - schedule.page_size))
 
 
 def _densest(a: SparsitySchedule, b: SparsitySchedule) -> SparsitySchedule:
-    """A schedule that reads as much as the denser of the two at every length; ``a`` if they differ
-    beyond top-k.
+    """Return the schedule that reads as much as the denser of two at every length; ``a`` if they
+    differ in more than top-k.
     """
     if a.replace(top_k=b.top_k) != b:
         return a
@@ -344,7 +351,7 @@ def _densest(a: SparsitySchedule, b: SparsitySchedule) -> SparsitySchedule:
 
 
 def _extended(schedule: SparsitySchedule, count: int) -> list[int]:
-    """The first ``count`` entries of the table, whose last entry is repeated as needed."""
+    """Return the first ``count`` entries of the table, whose last entry is repeated as needed."""
     return [schedule.top_k[min(i, len(schedule.top_k) - 1)] for i in range(count)]
 
 

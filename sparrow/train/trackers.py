@@ -16,22 +16,22 @@ from sparrow.settings import flat
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that the packages of all trackers are installed; accelerate would leave out a missing
-    one silently.
+    """Check that the packages of all trackers are installed; accelerate would silently skip a
+    missing one.
 
-    Raises ConfigError: one is not installed.
+    Raises ConfigError: a package is not installed.
     """
     installed = {str(tracker) for tracker in get_available_trackers()}
     if missing := [name for name in names if name not in installed]:
         raise ConfigError(
-            f"trackers is {' '.join(names)}, but the package {missing[0]!r} is not installed; pip "
-            f"install {missing[0]} or leave it out"
+            f"trackers is {' '.join(names)}, but the package {missing[0]!r} is not installed; run "
+            f"pip install {missing[0]}, or leave it out"
         )
 
 
 def tracked(metrics: Mapping[str, Any], report: MismatchReport) -> dict[str, Any]:
-    """The scalars of a step's metrics under slash-joined names, and of its mismatch those of
-    ``mismatch_metrics``.
+    """Collect the scalars of a step's metrics under slash-joined names, with ``mismatch_metrics``
+    for the mismatch.
     """
     up_to = metrics["dense_up_to"]
     others = {name: value for name, value in metrics.items() if name != "mismatch"}
@@ -39,7 +39,7 @@ def tracked(metrics: Mapping[str, Any], report: MismatchReport) -> dict[str, Any
 
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Scalars of a nested mapping under slash-joined names, as trackers take them."""
+    """Collect the scalars of a nested mapping under slash-joined names, for trackers."""
     return {
         name: value
         for name, value in flat(nested, "/").items()

@@ -1,6 +1,6 @@
 """The training loop: rollout -> verify -> dense log-probs -> acceptance -> correction -> update.
 
-The trainer knows its engine only by ``engines.base.Engine``. Source: Sparrow, arXiv 2606.08446,
+The trainer uses its engine only through ``engines.base.Engine``. Source: Sparrow, arXiv 2606.08446,
 sections 3 and 6.
 
 Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top
@@ -50,22 +50,24 @@ from sparrow.train.trackers import check_trackers, flatten, tracked
 log = logging.getLogger(__name__)
 
 Listener = Callable[[str, Metrics], None]
-"""Called with ``("rollout" | "score" | "update", {})`` as a phase begins and ``("step", metrics)``
-when a step ends, ``("eval", {})`` and ``("evaluated", scores)`` around an evaluation."""
+"""Called with ``("rollout" | "score" | "update", {})`` when a phase begins, with ``("step",
+metrics)`` when a step ends, and with ``("eval", {})`` and ``("evaluated", scores)`` before and
+after an evaluation.
+"""
 
 
 class Trainer:
-    """Trains ``model`` with rollouts from ``engine``.
+    """Trainer of ``model`` with rollouts from ``engine``.
 
-    ``model`` is the dense policy with float32 weights, ``engine`` the sparse actor, and
-    ``schedule`` the one that the actor decodes under; with ``closed_loop`` the schedule follows the
-    measured p5, so that p5 holds the config's tau. With a ``dial``, for an engine in ``mode=auto``,
-    responses are verified up to the length that the dial sets. ``benchmarks`` are evaluated as
-    ``config.eval`` says.
+    ``model`` is the dense policy with float32 weights, ``engine`` is the sparse actor, and
+    ``schedule`` is the schedule that the actor decodes under. With ``closed_loop``, the schedule
+    follows the measured p5 to keep it at the config's tau. With a ``dial``, for an engine in
+    ``mode=auto``, responses are verified up to the length that the dial sets. ``benchmarks`` are
+    evaluated according to ``config.eval``.
 
-    Raises ConfigError: a run directory in use, a tracker that is not installed, another precision
-    than this process has trained in before, more processes than responses, processes that start
-    from different weights, or an engine that no dial can turn.
+    Raises ConfigError: the run directory is in use, a tracker is not installed, this process has
+    trained in a different precision before, there are more processes than responses, processes
+    start from different weights, or the engine does not support a dial.
     """
 
     def __init__(
@@ -93,12 +95,12 @@ class Trainer:
         self.dial = dial
         if dial and not isinstance(engine, PartVerifier):
             raise ConfigError(
-                f"{type(engine).__name__} verifies all of a response or nothing, so that mode "
-                "auto cannot run on it; use mode lossless or lossy"
+                f"{type(engine).__name__} verifies either all of a response or none of it, so mode "
+                "auto cannot use it; use mode lossless or lossy"
             )
         self.ceiling = Ceiling()
-        # Of steps that a stopped run had logged after its last checkpoint; a resumed run drafts as
-        # much there.
+        # By step, the draft choices that a stopped run had logged after its last checkpoint; the
+        # resumed run repeats them.
         self._logged_choices: dict[int, list[tuple[int, float, int]]] = {}
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
@@ -121,12 +123,12 @@ class Trainer:
     def _start(
         self, model: PreTrainedModel, task: Task, schedule: SparsitySchedule, benchmarks: Benchmarks
     ) -> None:
-        """Prepare model and optimiser, and read the checkpoint if the run is resumed."""
+        """Prepare the model and optimiser, and read the checkpoint if the run is resumed."""
         config = self.config
         responses = config.rollout.prompts * config.rollout.samples
         if responses < self.ranks.count:
             raise ConfigError(
-                f"{self.ranks.count} processes cannot share {responses} responses; start fewer"
+                f"{self.ranks.count} processes cannot share {responses} responses; start fewer processes"
             )
         set_seed(config.seed)
         self.model = model
@@ -150,10 +152,10 @@ class Trainer:
         self.accelerator.init_trackers("sparrow", config=flatten(asdict(config)))
 
     def train(self) -> None:
-        """Run to the last step, then save the model to ``run_dir/model``.
+        """Train to the last step, then save the model to ``run_dir/model``.
 
-        A KeyboardInterrupt is raised again; a run of one process first saves a checkpoint of the
-        last finished step.
+        A KeyboardInterrupt is raised again; before that, a run of one process saves a checkpoint of
+        the last finished step.
 
         Raises SparrowError: a verifier, loss or checkpoint failed; the run can be resumed from its
         last checkpoint.
@@ -173,7 +175,7 @@ class Trainer:
             ):
                 self._measure_ceiling()
             self.sync()
-            self._evaluate()  # of the policy at the start, or at the step where the run was stopped
+            self._evaluate()  # the policy at the start, or at the step where the run was stopped
             while self.step < self.config.steps:
                 self._train_step()
                 self._evaluate()
@@ -187,8 +189,8 @@ class Trainer:
                         f"{self.step} is saved, and {guard.remedy}"
                     )
         except (KeyboardInterrupt, RewardError, TaskError, EngineError) as error:
-            # Sampling and scoring change no state, and updates are not interrupted: the state is
-            # that of self.step. An interrupt may catch processes at different places, where they
+            # Sampling and scoring change no state, and updates are not interrupted, so the state is
+            # that of self.step. An interrupt may reach processes at different places, where they
             # cannot save anything together.
             if self.step > saved_step and (
                 self.ranks.count == 1 or not isinstance(error, KeyboardInterrupt)
@@ -248,7 +250,8 @@ class Trainer:
     def dense_up_to(self) -> float:
         """The length in tokens up to which samples are the dense policy's own; infinity if all are.
 
-        Up to there, bounds on acceptance show how long the lists of tokens are, and no mismatch.
+        Up to this length, bounds on acceptance reflect the length of the token lists rather than a
+        mismatch.
         """
         if self.config.rollout.mode == "lossless":
             return float("inf")
@@ -264,7 +267,7 @@ class Trainer:
 
     def _measure_ceiling(self) -> None:
         """Sample densely from the policy's own weights, to measure the highest p5 that any schedule
-        could have.
+        could reach.
         """
         self.listener("ceiling", {})
         self._push(self.schedule.replace(top_k=(ALL_PAGES,)), self.learner.policy_weights)
@@ -275,14 +278,16 @@ class Trainer:
         self.ceiling.measure(pool(acceptances, self.config.bin_tokens or self.schedule.bin_tokens))
 
     def _evaluate(self) -> None:
-        """Score the policy on the benchmarks, and export it, each if it is due and not yet done."""
+        """Evaluate the policy on the benchmarks and export it, each if it is due and not yet
+        done.
+        """
         if not (self.config.eval.every or self.config.export.every):
             return
         rows = self.ranks.on_main("eval", self.run_dir.evaluations)
         if self._evaluator.due(self.step) and self.step not in (row["step"] for row in rows):
             self.listener("eval", {})
             begun = time.perf_counter()
-            # a lossless engine gives samples of the policy anyway
+            # a lossless engine returns samples of the policy anyway
             lossless = self.config.rollout.mode == "lossless"
             schedule = self.schedule if lossless else self.schedule.replace(top_k=(ALL_PAGES,))
             self._push(schedule, self.learner.policy_weights)
@@ -300,7 +305,7 @@ class Trainer:
         self._exports.update(self.learner, self.tokenizer, self.step, rows)
 
     def sync(self) -> None:
-        """Wake the engine and give it the actor's weights and schedule."""
+        """Wake the engine and send it the actor's weights and schedule."""
         self._push(self.schedule, self.learner.actor_weights)
 
     def _push(
@@ -316,7 +321,7 @@ class Trainer:
                     self.engine.verify_up_to(self.dial.verified_up_to)
                 self.engine.update_weights(weights)
             finally:
-                # The other processes wait for this one to take part in gathering the rest.
+                # The other processes wait until this one has also gathered the remaining weights.
                 deque(weights, maxlen=0)
 
         self.ranks.gather("sync", push)
@@ -324,7 +329,7 @@ class Trainer:
     def _describe(
         self, experience: Experience, assessment: Assessment, entropy: float
     ) -> tuple[MismatchReport, Metrics]:
-        """Pool the acceptances of the step into a report, and collect all metrics that are known
+        """Pool the step's acceptances into a report, and collect all metrics that are available
         before the update.
         """
         bin_tokens = self.config.bin_tokens or self.schedule.bin_tokens
@@ -361,7 +366,9 @@ class Trainer:
     def _move_schedule(
         self, experience: Experience, assessment: Assessment, report: MismatchReport
     ) -> Metrics:
-        """Set the schedule of the next rollouts; returns the metrics of the guard and the dial."""
+        """Set the schedule for the next rollouts, and return the metrics of the guard and the
+        dial.
+        """
         if report.bin_tokens != self.schedule.bin_tokens:
             report = self.ceiling.on(
                 pool(assessment.acceptances, self.schedule.bin_tokens, seed=self.step)
@@ -385,7 +392,7 @@ class Trainer:
         return {"guard": {"steps_below": guard.steps_below, "alarm": guard.alarm}, **dial_metrics}
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Use another schedule from now on; the engine gets it with the next weights."""
+        """Use another schedule from now on; the engine receives it with the next weights."""
         self.schedule = schedule
         self.learner.set_schedule(schedule)
 
@@ -401,8 +408,8 @@ class Trainer:
         sparse = [
             a.position >= (np.inf if up_to is None else up_to) for a in assessment.acceptances
         ]
-        # The first response to each prompt, then the second ones, so that the token view shows
-        # different problems.
+        # Responses are ordered by their number within the prompt, so the token view shows different
+        # problems.
         per_prompt = self.config.rollout.samples
         order = sorted(range(len(experience.rollouts)), key=lambda i: (i % per_prompt, i))
         responses = [
@@ -430,11 +437,11 @@ class Trainer:
         save_checkpoint(self.run_dir, self.learner, state, self.config.keep_checkpoints)
 
     def _load(self, given: RunConfig) -> RunConfig:
-        """Load the last checkpoint; returns the configuration to record for a resumption with the
-        settings ``given``.
+        """Load the last checkpoint, and return the configuration to record for a resumption with
+        the settings ``given``.
 
-        Raises ConfigError: a setting differs that may not, see ``resumed``. CheckpointError: the
-        files are damaged, or are those of a model of another size.
+        Raises ConfigError: a setting that must not change has changed; see ``resumed``.
+        CheckpointError: the files are damaged, or belong to a model of a different size.
         """
         checkpoint = self.run_dir.last_checkpoint()
         assert checkpoint is not None, "RunDir refuses to resume without a checkpoint"
@@ -453,7 +460,7 @@ class Trainer:
         self.cursor = state.cursor
         moved = "schedule.top_k" in changes
         self.set_schedule(given.schedule if moved else state.schedule)
-        # The closed loop's floors mean nothing under another tau.
+        # The floors of the closed loop do not apply to a different tau.
         other_tau = not changes.keys().isdisjoint(("tau", "relative_tau"))
         memory = {
             name: saved
@@ -479,7 +486,9 @@ class Trainer:
 
 
 def _logged(bound_T: np.ndarray, sparse_T: np.ndarray) -> list[float | None]:
-    """A bound on each token's acceptance rate; None where the token is the dense policy's own."""
+    """Convert bounds on acceptance rates to a list, with None for tokens that the dense policy
+    sampled.
+    """
     return [
         value if sparse else None
         for value, sparse in zip(np.round(bound_T, 4).tolist(), sparse_T.tolist(), strict=True)

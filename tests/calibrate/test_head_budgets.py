@@ -125,6 +125,6 @@ def test_the_command_finds_budgets_with_transformers_only(checkpoint, tmp_path, 
         )
     said = " ".join(capsys.readouterr().err.split())
     assert (
-        "head budgets are found with engine hf, got 'vllm', which cannot change them while it runs"
+        "head_budgets needs engine hf, got 'vllm', which cannot change budgets while it runs"
         in said
     )

@@ -74,7 +74,7 @@ def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
     ]
     main(["measure", "--schedule", "dense", *arguments, "--out", str(out)])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "share of the KV cache read 100.0%" in printed
+    assert "share of the KV cache read: 100.0%" in printed
     assert "samples of the dense policy, 6 responses" in printed
     assert re.search(r"log-probs of the sampled tokens are \d(e-\d+)? off the policy's", printed)
     # Lists leave open how far dense samples are from the policy, which they are not at all.
@@ -320,7 +320,7 @@ def test_settings_of_a_chat_are_refused_where_prompts_are_sent_as_they_are(
     else:
         length = ["--max-new-tokens", "8"]
     reason = fails(capsys, *arguments, *where.get(command, []), *schedule, *length)
-    assert "the settings of chat go with" in reason and "trace:lines=2" in reason
+    assert "the chat settings apply to" in reason and "trace:lines=2" in reason
 
 
 def test_a_prompt_that_a_tokenizer_cannot_read_stops_every_command(sent_by, tmp_path, capsys):
@@ -400,8 +400,8 @@ def test_bad_input_is_one_sentence(checkpoint, tmp_path, capsys):
     )
     assert "cannot load model '/nowhere'" in fails(capsys, "train", "--model", "/nowhere", *task)
     assert "no task 'juggle'" in fails(capsys, "train", *base, "--task", "juggle")
-    assert "does not take the options" in fails(capsys, "train", *base, "--task", "trace:rows=3")
-    assert "either --task NAME or --dataset NAME or FILE" in fails(capsys, "train", *base)
+    assert "does not accept the options" in fails(capsys, "train", *base, "--task", "trace:rows=3")
+    assert "give --task NAME, or --dataset NAME or FILE" in fails(capsys, "train", *base)
     assert "does not fit the model's context of 1024" in fails(
         capsys, "train", *base, "--task", "trace:lines=200"
     )
@@ -484,7 +484,7 @@ def test_too_few_responses_are_refused_before_they_are_sampled(capsys, tmp_path)
         "--out",
         str(tmp_path / "out.json"),
     ]
-    assert "count is 19, but must be at least 20: fewer responses give no interval" in fails(
+    assert "count is 19, but must be at least 20, as p5 has no interval" in fails(
         capsys, "calibrate", *options, code=2
     )
     assert not list(tmp_path.rglob("rollouts-*"))
@@ -504,7 +504,8 @@ def test_help_is_quick_and_light():
 @pytest.mark.parametrize("command", ["train", "measure", "calibrate", "eval"])
 def test_a_command_that_needs_a_model_says_so_in_a_sentence(command, capsys):
     assert fails(capsys, command, "--seed", "1") == (
-        f"sparrow: sparrow {command} needs --model NAME or PATH; --model reasoner is the small one that comes along"
+        f"sparrow: sparrow {command} needs --model NAME or PATH; "
+        "--model reasoner is the small model that comes with Sparrow"
     )
 
 

@@ -344,7 +344,7 @@ def test_a_damaged_line_is_refused(tmp_path):
     for damage, message in (
         ("{oops\n", "line 1 of .*metrics.jsonl is not valid JSON"),
         ("[1]\n", "holds a list"),
-        ('{"loss": 1}\n', "line 1 of .* names no step"),
+        ('{"loss": 1}\n', "line 1 of .* has no step"),
         ('{"step": 1}\n', "step 1 of .*metrics.jsonl lacks 'correction'"),
     ):
         (path / "metrics.jsonl").write_text(damage + text)
@@ -430,7 +430,7 @@ def test_a_schedule_is_drawn_alone(tmp_path, capsys):
     for more in (["x"], ["--steps", "3"]):
         with pytest.raises(SystemExit):
             main(["report", str(tmp_path / "schedule.json"), *more])
-        assert "is drawn alone and has no steps; give it alone" in " ".join(
+        assert "so it cannot be compared and has no steps; give it without" in " ".join(
             capsys.readouterr().err.split()
         )
 

@@ -59,7 +59,9 @@ def test_a_run_keeps_its_budgets():
         json.loads(json.dumps(asdict(config))), SCHEDULE.replace(head_budgets=budgets)
     )
     assert resumed(recorded, config, recorded.schedule, 1) == {}
-    with pytest.raises(ConfigError, match=r"cannot go on with another schedule\.head_budgets"):
+    with pytest.raises(
+        ConfigError, match=r"cannot continue with a different schedule\.head_budgets"
+    ):
         resumed(recorded, config, SCHEDULE, 1)
 
 
@@ -71,7 +73,7 @@ def test_a_run_with_a_setting_that_is_gone_is_not_resumed_without_it(name, value
     assert resumed(RunConfig(plain | {"distill": unused}, SCHEDULE), config, SCHEDULE, 1) == {}
     with pytest.raises(
         ConfigError,
-        match=rf"started with distill\.{name} .*, which this version no longer has; go on",
+        match=rf"started with distill\.{name} .*, a setting that no longer exists; continue",
     ):
         resumed(
             RunConfig(plain | {"distill": unused | {name: value}}, SCHEDULE), config, SCHEDULE, 1
@@ -110,7 +112,7 @@ def test_two_runs_in_one_directory_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=message):
         make_trainer(tmp_path, steps=1)
     made.train()
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         make_trainer(tmp_path, steps=1)
 
 
@@ -155,7 +157,7 @@ def test_a_lock_ends_with_its_process_and_keeps_others_out_until_then(tmp_path):
 def test_a_run_that_ended_while_this_one_waited_to_start_is_not_overwritten(tmp_path):
     here = RunDir(tmp_path, resume=False)
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         here.lock()
 
 
@@ -187,18 +189,18 @@ def stopped(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"seed": 6}, "seed; it was started with other settings: seed 5 -> 6;"),
+        ({"seed": 6}, "seed; these settings differ from the recorded ones: seed 5 -> 6;"),
         (
             {"bin_tokens": 64},
-            "bin_tokens; it was started with other settings: bin_tokens null -> 64;",
+            "bin_tokens; these settings differ from the recorded ones: bin_tokens null -> 64;",
         ),
         (
             {"lora": LoraConfig(alpha=64)},
-            "lora.alpha; it was started with other settings: lora.alpha 32 -> 64;",
+            "lora.alpha; these settings differ from the recorded ones: lora.alpha 32 -> 64;",
         ),
         (
             {"lora": LoraConfig(r=4)},
-            "lora.r; it was started with other settings: lora.r null -> 4;",
+            "lora.r; these settings differ from the recorded ones: lora.r null -> 4;",
         ),
         (
             {"distill": DistillConfig(enabled=True)},
@@ -208,7 +210,9 @@ def stopped(tmp_path):
 )
 def test_what_cannot_change_on_resume_is_refused(stopped, changes, named):
     before = (stopped / "config.json").read_bytes()
-    with pytest.raises(ConfigError, match=f"cannot go on with another {named} leave them out"):
+    with pytest.raises(
+        ConfigError, match=f"cannot continue with a different {named} leave them out"
+    ):
         make_trainer(stopped, resume=True, **changes)
     assert (stopped / "config.json").read_bytes() == before and len(metrics_of(stopped)) == 3
 
@@ -263,7 +267,7 @@ def test_a_finished_run_is_not_reconfigured(tmp_path):
         match=r"has finished its 2 steps, .* these differ: tau 0.86 -> 0.5; raise steps",
     ):
         make_trainer(tmp_path, steps=2, resume=True, tau=0.5)
-    with pytest.raises(ConfigError, match="has done 2 steps already, but steps is 1"):
+    with pytest.raises(ConfigError, match=r"steps is 1, but .* has already finished 2 steps"):
         make_trainer(tmp_path, steps=1, resume=True)
     assert (tmp_path / "config.json").read_bytes() == before
     make_trainer(tmp_path, steps=2, resume=True).train()  # nothing is left to do
@@ -354,11 +358,11 @@ def test_train_resume_and_the_run_directory_suffice(tmp_path, capsys):
         )
     refused = " ".join(capsys.readouterr().err.split())
     assert (
-        'cannot go on with another task; it was started with other settings: steps 3 -> 4, task "trace:lines=4"'
-        in refused
+        "cannot continue with a different task; these settings differ from the recorded ones: "
+        'steps 3 -> 4, task "trace:lines=4"' in refused
     )
     with pytest.raises(SystemExit):
         main(["train", "--resume", "--run-dir", str(tmp_path / "none")])
-    assert "none is not a run directory: it has no config.json" in " ".join(
+    assert "none is not a run directory, as it has no config.json" in " ".join(
         capsys.readouterr().err.split()
     )

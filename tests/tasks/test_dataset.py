@@ -148,7 +148,8 @@ def test_duplicates_and_long_prompts_are_dropped_and_counted(caplog):
     longest = max(len(p.prompt) for p in kept)
     assert len(task(rows, max_length=longest)) == 10
     with pytest.raises(
-        ConfigError, match=r"no problem of 12 rows \(11 too long, 1 duplicate\); raise max_length"
+        ConfigError,
+        match=r"none of the 12 rows of .* can be used \(11 too long, 1 duplicate\); raise max_length",
     ):
         task(rows, max_length=longest - 1)
 
@@ -220,9 +221,9 @@ def test_a_gsm8k_row_without_its_mark(tmp_path):
     ("name", "content", "message"),
     [
         ("rows.jsonl", '{"question": "1?", "answer": "1"}\n{"question": ', "line 2 is not JSON"),
-        ("rows.json", '{"question": "1?"}', "does not hold objects; expected"),
-        ("rows.jsonl", "[1]\n", "does not hold objects"),
-        ("rows.csv", "question,answer", "files named '.csv' are not read"),
+        ("rows.json", '{"question": "1?"}', "does not contain objects; expected"),
+        ("rows.jsonl", "[1]\n", "does not contain objects"),
+        ("rows.csv", "question,answer", "files with the suffix '.csv' are not supported"),
         ("rows.parquet", "not parquet", "cannot read .*rows.parquet"),
     ],
 )
@@ -272,7 +273,8 @@ def test_the_hub_s_rows_are_asked_for_by_name_config_and_split(monkeypatch):
 
 def test_names_and_verifiers_that_are_not_there():
     with pytest.raises(
-        ConfigError, match=r"no file or dataset 'gsm9k'; known datasets: .*gsm8k.*; with options"
+        ConfigError,
+        match=r"no file or dataset 'gsm9k'; known datasets: .*gsm8k.*; give a file with options",
     ):
         load_dataset_task("gsm9k", VERIFIERS)
     with pytest.raises(ConfigError, match="'qa' is read from a local file; give its path"):
@@ -511,7 +513,7 @@ def test_livecodebench_s_pickles_run_nothing(tmp_path):
     row = json.loads((DATA / "livecodebench.jsonl").read_text().splitlines()[0])
     packed = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
     for private, message in (
-        (packed, "name the Python object"),
+        (packed, "contain the Python object"),
         ("AAAA", "cannot be unpacked"),
         ("é", "cannot be used"),
     ):

@@ -89,13 +89,22 @@ async def asynchronous(completions, **kwargs):
 @pytest.mark.parametrize(
     "function, message",
     [
-        (lambda: 1.0, "takes no response"),
-        (lambda *, answer: 1.0, "takes no response"),
-        (lambda response: 1.0, "does not take the answer"),
-        (lambda response, truth: 1.0, "does not take the answer"),
-        (lambda response, answer, grade: 1.0, "takes 'grade', but row 1 of rows.jsonl has no such"),
-        (lambda completions, trainer_state: [1.0], "takes 'trainer_state', but row 1"),
-        (lambda solution_str, ground_truth, tokenizer: 1.0, "takes 'tokenizer', but row 1"),
+        (lambda: 1.0, "has no parameter for the response"),
+        (lambda *, answer: 1.0, "has no parameter for the response"),
+        (lambda response: 1.0, "has no parameter for the answer"),
+        (lambda response, truth: 1.0, "has no parameter for the answer"),
+        (
+            lambda response, answer, grade: 1.0,
+            "needs 'grade', but the columns of row 1 of rows.jsonl are",
+        ),
+        (
+            lambda completions, trainer_state: [1.0],
+            "needs 'trainer_state', but the columns of row 1",
+        ),
+        (
+            lambda solution_str, ground_truth, tokenizer: 1.0,
+            "needs 'tokenizer', but the columns of row 1",
+        ),
         (asynchronous, "is asynchronous; make it a plain function"),
         (3, "is a int; a reward is f"),
     ],
@@ -107,7 +116,7 @@ def test_a_signature_that_cannot_work_is_refused_when_the_data_is_read(function,
 
 def test_a_column_that_only_some_rows_have_is_missed_at_once():
     rows = [ROWS[0], {"question": "3+3?", "answer": "6"}]
-    with pytest.raises(ConfigError, match="takes 'level', but row 2 of rows"):
+    with pytest.raises(ConfigError, match="needs 'level', but the columns of row 2 of rows"):
         task(ours_with_columns, rows)
 
 

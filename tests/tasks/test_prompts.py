@@ -82,7 +82,7 @@ def test_arguments_that_cannot_be_are_refused_at_once(arguments, reason):
 @pytest.mark.parametrize(
     ("template", "config", "reason"),
     [
-        (CHAT, ChatConfig(arguments=("enable_thinkin=false",)), "template does not read"),
+        (CHAT, ChatConfig(arguments=("enable_thinkin=false",)), "template does not use"),
         ("{{ messages[0].content }}", ChatConfig(system="walk"), "leaves out the user's message"),
         ("{{ messages[-1].content }}", ChatConfig(system="walk"), "leaves out the system prompt"),
         ("no question", NO_CHAT, "leaves out the user's message"),
@@ -92,8 +92,12 @@ def test_arguments_that_cannot_be_are_refused_at_once(arguments, reason):
             "cannot render.*no system",
         ),
         ("{% if %}", NO_CHAT, "cannot render a question"),
-        (None, ChatConfig(system="walk"), "has no chat template for the settings of chat"),
-        (None, ChatConfig(arguments=("a=1",)), "has no chat template for the settings of chat"),
+        (None, ChatConfig(system="walk"), "has no chat template, which the chat settings need"),
+        (
+            None,
+            ChatConfig(arguments=("a=1",)),
+            "has no chat template, which the chat settings need",
+        ),
         (None, ChatConfig(template="missing.jinja"), "cannot read the chat template missing.jinja"),
         ({"tool_use": CHAT}, NO_CHAT, "no default chat template"),
     ],

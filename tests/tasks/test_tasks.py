@@ -180,7 +180,7 @@ def test_names_are_words_of_their_own() -> None:
 
 def test_tasks_load_by_name() -> None:
     assert load_task("trace", lines=7, slip=0.1) == Trace(7, slip=0.1)
-    with pytest.raises(ConfigError, match="no task 'maze'; known ones: trace;"):
+    with pytest.raises(ConfigError, match="no task 'maze'; choose one of trace,"):
         load_task("maze")
     with pytest.raises(ConfigError, match="'steps'"):
         load_task("trace", steps=3)

@@ -51,7 +51,7 @@ def test_the_one_that_hangs_is_named_unless_another_failed():
         time.sleep(30 * SLOW_S * (text == "1"))
         return float(text)
 
-    with pytest.raises(RewardError, match=r"of problem '1' has not returned in 0\.3 s; fix it"):
+    with pytest.raises(RewardError, match=r"of problem '1' has not returned within 0\.3 s; fix it"):
         judged(verify, 3, time_limit=SLOW_S)
 
     def verify_or_fail(text):

@@ -39,7 +39,9 @@ def test_a_resumed_run_notices_every_change_of_its_data(tmp_path):
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())["data"]
     assert recorded["train"]["problems"] == 5
     for what, rows in CHANGED.items():
-        with pytest.raises(ConfigError, match="cannot go on with other problems: the data set"):
+        with pytest.raises(
+            ConfigError, match="cannot continue with different problems: the data set"
+        ):
             make_trainer(tmp_path / "run", steps=2, task=task_of(tmp_path, rows), resume=True)
         assert fingerprint(task_of(tmp_path, rows)) != fingerprint(task_of(tmp_path, ROWS)), what
     # Rows that are dropped change nothing.

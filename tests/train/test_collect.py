@@ -99,7 +99,7 @@ def test_a_mixture_gives_each_task_its_share_in_its_own_order(weights, turns, se
 
 @pytest.mark.parametrize("weights", [(1,), (1, 0), (1, 0.5), ()])
 def test_weights_are_whole_numbers_one_for_each_task(weights):
-    with pytest.raises(ConfigError, match="whole number of at least 1 for each of its 2 tasks"):
+    with pytest.raises(ConfigError, match="needs a weight for each of its 2 tasks, a whole number"):
         Mixture([Named("a"), Named("b")], weights)
 
 

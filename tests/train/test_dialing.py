@@ -125,7 +125,7 @@ def test_an_engine_that_verifies_all_or_nothing_is_refused_by_name(tmp_path):
     made = TrainConfig(run_dir=str(tmp_path))
     with pytest.raises(
         ConfigError,
-        match=r"Server verifies all of a response or nothing.*use mode lossless or lossy",
+        match=r"Server verifies either all of a response or none.*use mode lossless or lossy",
     ):
         Trainer(
             made, tiny_model(), build_tokenizer(), EarlyWords(), Server(), SCHEDULE, dial=cheap()

@@ -153,8 +153,11 @@ def test_a_run_that_was_stopped_has_every_evaluation_and_export_once(tmp_path, m
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(eval=lambda: EvalConfig(every=2)), "benchmark is .*given with every"),
-        (dict(eval=lambda: EvalConfig(benchmark=("aime24",))), "benchmark is .*left out without"),
+        (dict(eval=lambda: EvalConfig(every=2)), "benchmark is .*given if and only if"),
+        (
+            dict(eval=lambda: EvalConfig(benchmark=("aime24",))),
+            "benchmark is .*given if and only if",
+        ),
         (
             dict(export=lambda: ExportConfig(best=True)),
             "export.best is True, but must be off without eval.every",

@@ -137,7 +137,8 @@ def test_a_lora_is_all_that_trains_and_the_engine_gets_it_merged(tmp_path):
 
 def test_a_lora_needs_layers_to_be_on_and_no_adapter_beside_it(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"cannot put a LoRA on lm_head: the linear layers of this model are"
+        ConfigError,
+        match=r"cannot put a LoRA on lm_head; choose from the linear layers of this model:",
     ):
         trainer_of(tmp_path, lora=LoraConfig(r=4, target_modules=("lm_head",)))
     with pytest.raises(ConfigError, match=r"distill.enabled is True, but must be off with lora.r"):

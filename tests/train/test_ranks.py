@@ -138,7 +138,9 @@ def test_a_sharded_run_that_lost_a_process_goes_on_as_if_it_had_not(tmp_path):
     (code, error), (killed, _) = launch("lose", tmp_path)
     assert (code, killed) == (0, -9), error[-3000:]
     (told,) = json.loads((tmp_path / "told-0.json").read_text())
-    assert told.startswith("ProcessLost: a process of this run died") and "--resume goes on" in told
+    assert (
+        told.startswith("ProcessLost: a process of this run died") and "--resume continues" in told
+    )
     ended = launch("resume", tmp_path)
     assert [code for code, _ in ended] == [0, 0], ended[0][1][-3000:] + ended[1][1][-3000:]
     trainer(DISTILLED, tmp_path / "whole").train()
@@ -161,7 +163,9 @@ def test_failures_are_one_sentence_and_leave_a_checkpoint(tmp_path):
     assert reward.startswith("RewardError: the verifier of problem 'words-6' raised KeyError")
     assert disk.startswith("CheckpointError: could not write the checkpoint of step 2")
     assert "No space left" in disk and "resumed from step 1" in disk
-    assert lost.startswith("ProcessLost: a process of this run died") and "--resume goes on" in lost
+    assert (
+        lost.startswith("ProcessLost: a process of this run died") and "--resume continues" in lost
+    )
     for run, step in (("reward", 2), ("disk", 1), ("killed", 2)):
         assert (
             max(p.name for p in (tmp_path / run / "checkpoints").glob("step-*")) == f"step-{step}"

@@ -111,7 +111,9 @@ def test_exactly_one_tau_is_given():
         None,
         0.9,
     )
-    with pytest.raises(ConfigError, match=r"relative_tau is 0\.9, but must be left out beside tau"):
+    with pytest.raises(
+        ConfigError, match=r"relative_tau is 0\.9, but must be left out if tau is given"
+    ):
         TrainConfig(tau=0.8, relative_tau=0.9)
 
 
@@ -291,12 +293,12 @@ def test_a_dense_actor_is_not_advised_to_read_more():
         and "more pages" not in watching.remedy
     )
     assert (
-        "though samples come from all that is cached: not sparsity is the cause, but weights"
+        "although samples read the whole cache: the cause is not sparsity, but weights"
         in watching.reason
     )
     short = SparsitySchedule((122, 130))  # dense up to 2,000 tokens: 122 + 3 pages of 16
     watching.propose(short, short, report(seen(0, 0.5)))
-    assert "though samples come from all that is cached" in watching.reason
+    assert "although samples read the whole cache" in watching.reason
     after = watching.propose(short, short, report(seen(0, 0.5), seen(1, 0.5)))
     assert after.top_k == (122, 197, 197) and "a denser schedule prevents it" in watching.reason
 
@@ -307,7 +309,7 @@ def test_lossless_samples_are_not_mended_by_more_pages():
         SparsitySchedule.fixed(61),
     )
     assert watching.propose(drafts, drafts, report(seen(0, 0.5))) is drafts
-    assert watching.stops and "though samples come from all that is cached" in watching.reason
+    assert watching.stops and "although samples read the whole cache" in watching.reason
     assert "denser" not in watching.reason and "more pages" not in watching.remedy
 
 
@@ -556,8 +558,8 @@ def test_guard_warns_once_and_logs_every_step(tmp_path, caplog):
             tmp_path, rollout=EXACT, guard=GuardConfig(threshold=0.999, patience=2)
         ).train()
     assert [r.message for r in caplog.records if "p5" in r.message] == [
-        "p5 of acceptance has been below 0.999, or p1 below half of its best, for 2 steps, so training may collapse; "
-        "a denser schedule prevents it"
+        "p5 of acceptance has been below 0.999, or p1 below half of its best value, for 2 steps, "
+        "so training may collapse; a denser schedule prevents it"
     ]
     found = [row["guard"] for row in metrics_of(tmp_path)]
     assert found == [{"steps_below": i, "alarm": i >= 2} for i in (1, 2, 3, 4)]

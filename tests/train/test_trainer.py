@@ -354,7 +354,7 @@ def test_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
 
 def test_run_directory_is_not_overwritten(tmp_path):
     make_trainer(tmp_path, steps=1).train()
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         make_trainer(tmp_path, steps=1)
     with pytest.raises(ConfigError, match="no checkpoint to resume from"):
         make_trainer(tmp_path / "new", resume=True)
@@ -364,7 +364,7 @@ def test_another_precision_in_one_process_is_refused_before_anything_is_written(
     make_trainer(
         tmp_path / "first"
     ).run_dir.release()  # as the tests of this process before it, in float32
-    message = "precision is 'bf16', but this process has trained in 'fp32' before, .*; start this run in a process of"
+    message = "precision is 'bf16', but this process has already trained in 'fp32', .*; start this run in a new"
     with pytest.raises(ConfigError, match=message):
         make_trainer(tmp_path / "second", optimizer=OptimizerConfig(precision="bf16"))
     assert not (tmp_path / "second").exists()
@@ -436,7 +436,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
     tmp_path, name, monkeypatch
 ):
     monkeypatch.setattr("sparrow.train.trackers.get_available_trackers", lambda: ["tensorboard"])
-    message = f"trackers is tensorboard {name}, but the package '{name}' is not installed; pip install {name}"
+    message = f"trackers is tensorboard {name}, but the package '{name}' is not installed; run pip install {name}"
     with pytest.raises(ConfigError, match=message):
         make_trainer(tmp_path / "run", trackers=("tensorboard", name))
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Arguments read from files: a configuration in TOML, and the settings that a run recorded."""
+"""Arguments read from files: a TOML configuration, and the settings that a run recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparrow.settings import flat
 def from_toml(path: Path) -> list[str]:
     """Convert a TOML file's options to command-line form.
 
-    Raises ConfigError: a file that cannot be read, or is not TOML.
+    Raises ConfigError: the file cannot be read, or is not TOML.
     """
     try:
         return list(_options(tomllib.loads(path.read_text(encoding="utf-8"))))
@@ -29,7 +29,7 @@ def from_toml(path: Path) -> list[str]:
 def recorded(run_dir: Path, settings: type) -> list[str]:
     """Convert a run's recorded ``settings`` to command-line form.
 
-    Raises ConfigError: no run, or a damaged record.
+    Raises ConfigError: ``run_dir`` is not a run directory, or its record is damaged.
     """
     from sparrow.run import RunConfig
 
@@ -50,7 +50,7 @@ def _options(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _known(record: Mapping[str, Any], settings: type) -> dict[str, Any]:
-    """Select the recorded settings that were set and still exist, as an older Sparrow may have
+    """Select the recorded settings that were set and still exist; an older Sparrow may have
     recorded others.
     """
     known = {}

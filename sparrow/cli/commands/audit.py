@@ -26,35 +26,39 @@ STATUS = {"exact": 0, "biased": 1, "cannot tell": 2}
 @dataclass(frozen=True, kw_only=True)
 class Audit(DecodingOptions, FromPrompts):
     """Test whether an engine's samples are exactly those of the dense model. Exit status 0: no
-    bias, and a bias would have been seen; 1: biased; 2: cannot tell, or could not run.
+    bias, and a bias would have been detected; 1: biased; 2: cannot tell, or could not run.
     """
 
     failure = 2
 
-    # What is audited, as above; or vLLM without Sparrow: stock:options of vllm.LLM
-    # (stock:speculative_config={"method":"ngram",...}) or stock:http://host:port.
+    # The engine to audit: hf, vllm, vllm with options, or http://host:port; or vLLM without
+    # Sparrow: stock: with options of vllm.LLM (stock:speculative_config={"method":"ngram",...}), or
+    # stock:http://host:port.
     engine: str = "hf"
-    # The same engine's dense decoding, to tell rounding from bias; unset: that of engine, unless it
-    # is a server. none leaves it out, and rounding then counts as bias.
+    # An engine that decodes densely, to distinguish rounding from bias; unset: the same engine in
+    # dense mode, unless it is a server. With none there is no dense arm, and rounding counts as
+    # bias.
     dense_engine: str | None = None
     # What ranks the tokens. hf: transformers, with whole distributions. prefill: the dense engine's
-    # own prefill, with top lists, which needs stock:.
+    # own prefill, with lists of the top tokens; it needs a stock: engine.
     scorer: Literal["hf", "prefill"] = "hf"
-    # Prefill: length of these lists; a server allows 20 unless it was started with more.
+    # With the scorer prefill: length of the lists; a server allows 20 unless it was started with
+    # more.
     lists: Count = 20
-    schedule: str | None = None  # Audit the sparse actor under this schedule, which should fail.
-    # Sample from the fewest of the likeliest tokens that hold this share of the mass.
+    # Audit the sparse actor under this schedule; the audit should fail.
+    schedule: str | None = None
+    # Sample from the smallest set of likeliest tokens with this share of the mass.
     top_p: Share = 1.0
-    top_k: Count | None = None  # Sample from so many of the likeliest tokens; unset: from all.
+    top_k: Count | None = None  # Sample from this many of the likeliest tokens; unset: from all.
     count: Many = 512  # Responses of each arm; prompts are repeated as needed.
     max_new_tokens: Count = 64  # Responses are cut at this many tokens.
-    # Log-probs that the engine reports: after temperature and truncation (processed, as Sparrow's
-    # engines), raw (as vLLM by default), or not to be compared.
+    # Log-probs that the engine reports. processed: after temperature and truncation, as in
+    # Sparrow's engines. raw: before them, as in vLLM by default. none: do not compare log-probs.
     logprobs: Literal["processed", "raw", "none"] = "processed"
-    level: Probability = 0.01  # The chance of calling an exact engine biased.
-    # The share of tokens that, moved to likelier places, must not have gone unseen.
+    level: Probability = 0.01  # The probability of calling an exact engine biased.
+    # A bias that moves this share of tokens to likelier places must be detectable.
     resolution: Probability = 0.05
-    out: Name | None = None  # Write the whole report to this JSON file.
+    out: Name | None = None  # Write the full report to this JSON file.
 
     def run(self) -> None:
         from sparrow.audit.run import run_audit
@@ -66,7 +70,7 @@ class Audit(DecodingOptions, FromPrompts):
         if self.scorer == "prefill" and not (dense and parse_engine(dense).kind.is_stock):
             raise ConfigError(
                 "the scorer prefill needs a dense engine that is stock vLLM, got "
-                f"{dense or 'none'}; give --dense-engine stock:... or use the scorer hf"
+                f"{dense or 'none'}; give --dense-engine stock:..., or use --scorer hf"
             )
         if self.out:
             files.check_file(self.out)
@@ -129,8 +133,8 @@ class Audit(DecodingOptions, FromPrompts):
         engine = parse_engine(self.engine)
         if engine.kind.takes == "address":
             raise ConfigError(
-                f"{self.engine} decodes in one way only; give --dense-engine with a server of the "
-                "same model that does not draft, or --dense-engine none to count rounding as bias"
+                f"{self.engine} is a server, which decodes in one way only; give as --dense-engine "
+                "a server of the same model that does not draft, or none to count rounding as bias"
             )
         if engine.kind.is_stock:
             return "stock:" + without_option(engine.rest, "speculative_config")

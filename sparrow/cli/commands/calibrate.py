@@ -17,18 +17,18 @@ from sparrow.settings import CountOrZero, Name, Probability, choose, require
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate(WithLists):
-    """Find the cheapest schedule whose p5 holds a target with confidence, in every length bin."""
+    """Find the cheapest schedule whose p5 reaches a target with confidence in every length bin."""
 
-    # The schedule, a JSON file; OUT.work/ beside it keeps what was measured, so that a second call
-    # goes on from it.
+    # The JSON file for the schedule. Measurements are kept in OUT.work/ beside it, so a second call
+    # continues from them.
     out: Name
-    # What the lower end of p5's 95 % interval must reach; unset: 0.86, if relative-target is unset
-    # too.
+    # The value that the lower end of p5's 95 % interval must reach; unset: 0.86, if relative-target
+    # is also unset.
     target: Probability | None = None
-    # Instead of target: what p5 must reach so relative to its ceiling, that of dense rollouts
-    # (docs/calibration.md).
+    # Instead of target: the value that p5 must reach in the same way relative to its ceiling, the
+    # p5 of dense rollouts (docs/calibration.md).
     relative_target: Probability | None = None
-    # Top-k pages to try first, at every length; no bin gets fewer than the smallest.
+    # Top-k pages to try first, at every length; no bin gets fewer than the smallest of these.
     budgets: Annotated[tuple[CountOrZero, ...], Field(min_length=1)] = (
         5,
         13,
@@ -38,17 +38,17 @@ class Calibrate(WithLists):
         253,
         509,
     )
-    # Passes after those, at most: each tries the next budget of every length bin that is not
+    # Maximum number of further passes; each tries the next budget in every length bin that is not
     # settled.
     refine: CountOrZero = 3
-    # Rounds that sample under the schedule found so far and search again; only the last takes all
-    # prompts.
+    # Rounds that sample under the schedule found so far and search again; only the last round uses
+    # all prompts.
     on_policy: CountOrZero = 2
-    # A schedule to take page size, bin width, dense layers and head budgets from; if it is
-    # sparse, the first responses' too.
+    # A schedule whose page size, bin width, dense layers and head budgets are used; if it is
+    # sparse, the first responses are also sampled under it.
     layout: str = "dense"
-    # Find relative budgets of layers or kv heads first, with engine hf (docs/calibration.md);
-    # unset: leave those of the layout.
+    # First find relative budgets for layers or kv heads, with engine hf (docs/calibration.md);
+    # unset: use those of the layout.
     head_budgets: Literal["layers", "heads"] | None = None
 
     def __post_init__(self) -> None:
@@ -60,13 +60,12 @@ class Calibrate(WithLists):
             self,
             "count",
             self.count >= MIN_SEQUENCES,
-            f"at least {MIN_SEQUENCES}: fewer responses give no interval of p5",
+            f"at least {MIN_SEQUENCES}, as p5 has no interval with fewer responses",
         )
         if self.head_budgets and not parse_engine(self.engine).kind.shares_model:
             raise ConfigError(
-                f"head budgets are found with engine hf, got {self.engine!r}, which cannot "
-                "change them while it runs; find a schedule with engine hf first, "
-                "and give it as --layout"
+                f"head_budgets needs engine hf, got {self.engine!r}, which cannot change budgets "
+                "while it runs; calibrate with engine hf first, and give the result as --layout"
             )
 
     def run(self) -> None:
@@ -137,4 +136,4 @@ class Calibrate(WithLists):
         files.write_text(out, calibration.schedule.to_json())
 
     def interrupted(self) -> str:
-        return "interrupted; the same command goes on from what is done"
+        return "interrupted; run the same command again to continue"

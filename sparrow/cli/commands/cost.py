@@ -17,37 +17,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cost(Command):
-    """Predict what each mode buys on a named GPU: rollout and step time, dense, lossy under a
-    schedule, lossless.
+    """Predict rollout and step times on a given GPU for each mode: dense, lossy under a schedule,
+    and lossless.
     """
 
-    # qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, reasoner, smollm2; or a model by hub name, or its
-    # config.json.
+    # qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, reasoner or smollm2; a model's name on the hub; or
+    # its config.json.
     model: str
     schedule: str  # fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file.
-    gpu: Literal["a100", "h100", "h200", "b200"] = "h200"  # The machine.
-    # How many of them; more than one are planned as a whole: memory, and a step split into its
-    # phases.
+    gpu: Literal["a100", "h100", "h200", "b200"] = "h200"  # The kind of GPU.
+    # Number of GPUs. For more than one, the prediction covers memory and each phase of a step.
     gpus: Count = 1
-    tensor_parallel: Count = 1  # GPUs of one engine.
-    responses: Many = 240  # Responses of a rollout, over all GPUs.
-    samples: Count = 8  # Responses to one prompt.
-    examples: Count | None = None  # Prompts of the whole run, to tell its hours on several GPUs.
+    tensor_parallel: Count = 1  # GPUs per engine.
+    responses: Many = 240  # Responses per rollout, over all GPUs.
+    samples: Count = 8  # Responses per prompt.
+    examples: Count | None = None  # Prompts in the whole run, to predict its hours on several GPUs.
     median: Positive = 14000  # Median response length in tokens; lengths are log-normal.
     cutoff: Count = 32768  # Longest response in tokens.
     prompt: Count = 256  # Prompt length in tokens.
-    max_batch: Count = 256  # Sequences decoded together at most.
-    # Lossless: mean acceptance of drafts that read 1,024 tokens, as sparrow measure --mode lossless
-    # finds it; for other budgets the rejected share is taken to fall as their power -0.7.
+    max_batch: Count = 256  # Maximum number of sequences decoded together.
+    # Lossless: mean acceptance of drafts that read 1,024 tokens, as measured by sparrow measure
+    # --mode lossless. For other budgets, the rejected share is assumed to be proportional to the
+    # budget to the power of -0.7.
     acceptance: Probability = 0.94
-    # How landmarks are stored, in every mode; unset: as the schedule says, which of the published
-    # ones is auto.
+    # How landmarks are stored, in every mode; unset: as in the schedule (auto in the published
+    # ones).
     landmark_dtype: LandmarkDtype | None = None
-    # Lossless, on one GPU: what drafts multiply with; fp8 halves the bytes of weights that they
-    # read, beside a copy in memory. Their acceptance is for you to give.
+    # Lossless, on one GPU: the weights that drafts use. fp8 halves the bytes of weights that a
+    # draft reads, but needs a copy in memory; give the acceptance of such drafts yourself.
     draft_weights: DraftWeights = "auto"
-    # On one GPU: share of a dense step's time that is rollout, where it is known; unset: training
-    # is priced by its FLOPs.
+    # On one GPU: the rollout's share of a dense step's time, if you know it; unset: the time for
+    # training is predicted from its FLOPs.
     rollout_share: Share | None = None
 
     def __post_init__(self) -> None:
@@ -59,13 +59,13 @@ class Cost(Command):
             self,
             "examples",
             several or self.examples is None,
-            "left out on one GPU, as hours are of a cluster",
+            "left out on one GPU, as hours are predicted for several GPUs only",
         )
         require(
             self,
             "rollout_share",
             share is None or not several,
-            "left out beside gpus: every phase is predicted",
+            "left out on several GPUs, where every phase is predicted",
         )
 
         require(
@@ -120,23 +120,23 @@ class Cost(Command):
 
 
 def is_known(model: str) -> bool:
-    """Return whether a name, which is no path, is that of one of ``SHAPES``."""
+    """Return whether a model is named in ``SHAPES`` and is not a path."""
     from sparrow.cost import SHAPES
 
     return not Path(model).exists() and _short(model) in SHAPES
 
 
 def _short(model: str) -> str:
-    """Shorten a name to the form that ``SHAPES`` has."""
+    """Shorten a name to the form used in ``SHAPES``."""
     return model.removeprefix("Qwen/").lower()
 
 
 def find_shape(model: str) -> ModelShape:
-    """Find the shape of a model that a user names: a folder or its ``config.json``, one of
-    ``SHAPES``, ``reasoner``, ``smollm2``, or a hub name.
+    """Return the shape of a model given as a folder or its ``config.json``, a name in ``SHAPES``,
+    ``reasoner``, ``smollm2``, or a hub name.
 
-    Raises ConfigError, UnsupportedModel: see ``ModelShape.from_config`` and ``model_path``; or the
-    hub cannot be reached.
+    Raises the errors of ``ModelShape.from_config`` and ``model_path``. ConfigError: the hub cannot
+    be reached.
     """
     from sparrow.cost import SHAPES, ModelShape
 

@@ -1,4 +1,4 @@
-"""``sparrow demo``: the whole loop on the bundled reasoner, and then a comparison of the modes."""
+"""``sparrow demo``: trains the bundled reasoner, and then compares the modes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ COMPARED = 8  # problems sampled in each mode after training
 
 @dataclass(frozen=True)
 class Demo(Command):
-    """Train the bundled reasoner on a CPU in some minutes: sparse rollouts, dense policy, rising
-    reward. Then sample held-out problems dense, lossy and lossless."""
+    """Train the bundled reasoner on a CPU in a few minutes: sparse rollouts, dense policy, rising
+    reward. Then sample held-out problems in the modes dense, lossy and lossless.
+    """
 
-    run_dir: Name = "runs/demo"  # Where the run goes; must not exist yet.
+    run_dir: Name = "runs/demo"  # The run directory; it must not contain a run yet.
     seed: Seed = 0  # Seeds the problems and the samples.
     steps: Count = 7  # Training steps.
     prompts: Many = 24  # Problems per step, with 8 responses each.
-    # Of the training. lossy: under the schedule that comes with the reasoner. lossless: drafts read
-    # what that says.
+    # The mode of training. lossy: under the schedule that comes with the reasoner. lossless: with
+    # drafts under that schedule.
     mode: Literal["dense", "lossy", "lossless"] = "lossy"
 
     def run(self) -> None:
@@ -42,7 +43,7 @@ class Demo(Command):
 
         if Path(self.run_dir, METRICS).exists():
             raise ConfigError(
-                f"{self.run_dir} already holds a run, and a demo starts anew; "
+                f"{self.run_dir} already contains a run, but a demo needs a new directory; "
                 "remove it, or choose another --run-dir"
             )
         self.training().run()

@@ -1,4 +1,6 @@
-"""``sparrow train --dry-run MACHINE``: checks and predicts a run before anything is loaded."""
+"""``sparrow train --dry-run MACHINE``: checks a run, and predicts its memory and time, before the
+model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,25 @@ if TYPE_CHECKING:
     from sparrow.cost import ModelShape
     from sparrow.cost.cluster import Cluster
 
-PROMPT = 256  # assumed tokens per prompt; a dry run tokenizes none
-TYPICAL = 0.43  # default of the median response over the cut-off: 14,000 of 32,768
+PROMPT = 256  # assumed tokens per prompt; a dry run does not tokenize prompts
+TYPICAL = 0.43  # default ratio of the median response length to the cut-off: 14,000 to 32,768
 Rows = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Target(Settings):
-    """The machine that a dry run is for, and values that it has to assume."""
+    """The machine that a dry run predicts for, and values that it has to assume."""
 
     gpu: Literal["a100", "h100", "h200", "b200"]
     gpus: Count = 1
-    median: Positive | None = None  # tokens of a response
+    median: Positive | None = None  # response length in tokens
     acceptance: Probability = 0.94  # of lossless drafts that read 1,024 tokens
 
 
 def dry_run(command: TrainOptions) -> None:
     """Check a run and print predictions; only data is loaded, and nothing is written.
 
-    Raises ConfigError: every problem that the run would meet, one sentence each.
+    Raises ConfigError: the run would fail; the message has one sentence for each problem.
     """
     from sparrow.cli.commands.cost import find_shape, is_known
     from sparrow.cli.loading import (
@@ -56,9 +58,11 @@ def dry_run(command: TrainOptions) -> None:
         target = Target(name, **options)  # type: ignore[arg-type]
     except TypeError as error:
         raise ConfigError(
-            f"dry_run is {command.dry_run!r}; expected such as h200:gpus=8,median=9000"
+            f"dry_run is {command.dry_run!r}, expected a GPU with options, "
+            "such as h200:gpus=8,median=9000"
         ) from error
-    parse_engine(command.engine)  # refuses an unknown engine here, as every later check would
+    # raises for an unknown engine, which every later check would repeat
+    parse_engine(command.engine)
     problems: list[str] = []
     rows: Rows = []
 
@@ -95,7 +99,7 @@ def dry_run(command: TrainOptions) -> None:
                 f"{room:,} left for the prompt",
             )
         )
-    if is_known(command.model):  # by its shape alone, which names no layers
+    if is_known(command.model):  # only its shape is known, without names of layers
         if command.lora.r is not None or command.distill.enabled:
             rows.append(("LoRA", "its rank and layers are checked when the run starts"))
     else:
@@ -151,17 +155,17 @@ def _check_launch(command: TrainOptions, cluster: Cluster) -> None:
     """
     if cluster.gpus > cluster.host:
         raise ConfigError(
-            f"{cluster.gpus} GPUs are several machines, and this trainer runs on the "
-            f"{cluster.host} of one; use verl with Sparrow in its rollouts"
+            f"{cluster.gpus} GPUs need several machines, but this trainer runs on one machine with "
+            f"at most {cluster.host}; use verl with Sparrow in its rollouts"
         )
     if not parse_engine(command.engine).kind.predicted:
         raise ConfigError(
-            f"engine is {command.engine!r}, which is slower than any prediction here; "
+            f"engine is {command.engine!r}, which a dry run cannot predict; "
             "use vllm, as in engine='vllm:gpu_memory_utilization=0.8'"
         )
     if command.optimizer.precision == "fp32":
         raise ConfigError(
-            "optimizer.precision is 'fp32', for which nothing is predicted; use bf16 on a GPU"
+            "optimizer.precision is 'fp32', for which there are no predictions; use bf16 on a GPU"
         )
 
 

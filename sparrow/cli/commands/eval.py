@@ -17,26 +17,26 @@ from sparrow.train.config import DecodingOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(DecodingOptions, Sampled):
-    """Evaluate a model: mean@k, pass@k and majority@k with intervals, dense and sparse side by
-    side, or in one mode.
+    """Evaluate a model by mean@k, pass@k and majority@k with intervals, dense and sparse side by
+    side or in one mode.
     """
 
     # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
     benchmark: Annotated[tuple[str, ...], Field(min_length=1)]
-    out: Name  # Folder for the samples; a second call goes on from those it finds there.
-    # A function of your own that judges in place of the datasets' verifiers, module:function.
+    out: Name  # Folder for the samples; a second call continues from the samples there.
+    # Your own reward function, as module:function, in place of the datasets' verifiers.
     reward: str | None = None
-    # Evaluate the sparse actor under this schedule too, beside the dense model; with --mode lossy,
-    # that alone.
+    # Evaluate the sparse actor under this schedule as well as the dense model; with --mode lossy,
+    # only the sparse actor.
     schedule: str | None = None
     temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
-    # Sample from the fewest of the likeliest tokens that hold this share of the mass; drafts and
-    # policy alike.
+    # Sample from the smallest set of likeliest tokens with this share of the mass, both for drafts
+    # and for the policy.
     top_p: Share = 1.0
-    top_k: Count | None = None  # Sample from so many of the likeliest tokens; unset: from all.
+    top_k: Count | None = None  # Sample from this many of the likeliest tokens; unset: from all.
     k: Many = 16  # Responses per problem.
-    # Problems per benchmark, the first ones; unset: all of a dataset. A task has no end and needs a
-    # limit.
+    # Evaluate only this many problems of each benchmark, from the first on; unset: all of a
+    # dataset. A task is endless and needs a limit.
     limit: Many | None = None
 
     def run(self) -> None:
@@ -54,13 +54,13 @@ class Eval(DecodingOptions, Sampled):
 
         if self.reward is not None and all(map(is_task, self.benchmark)):
             raise ConfigError(
-                f"--reward {self.reward} goes with datasets; "
-                f"the task {self.benchmark[0]} brings its own verifier"
+                f"--reward {self.reward} applies to datasets only; "
+                f"leave it out, as the task {self.benchmark[0]} has its own verifier"
             )
         if self.chat.is_set and all(map(is_task, self.benchmark)):
             raise ConfigError(
-                "the settings of chat go with datasets; the prompts of the task "
-                f"{self.benchmark[0]} are sent as they are"
+                "the chat settings apply to datasets only; leave them out, as the prompts of the "
+                f"task {self.benchmark[0]} are sent as they are"
             )
         decoding = self.decoding(self.schedule)
         schedules = {self.schedule or decoding.mode: decoding.schedule}
@@ -120,4 +120,4 @@ class Eval(DecodingOptions, Sampled):
         print(table, end="")
 
     def interrupted(self) -> str:
-        return "interrupted; the same command goes on from what is done"
+        return "interrupted; run the same command again to continue"

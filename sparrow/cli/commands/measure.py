@@ -17,19 +17,20 @@ from sparrow.train.config import DecodingOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Measure(DecodingOptions, WithLists):
-    """Measure how far a model's sparse actor is from its dense policy, with error bars; or how
-    lossless drafts fare.
+    """Measure how far a model's sparse actor is from its dense policy, with error bars, or the
+    acceptance of lossless drafts.
     """
 
-    # dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file; none with --mode
-    # lossless.
+    # dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file; leave it out with
+    # --mode lossless.
     schedule: str | None = None
-    # The 5th percentile (p5) to compare with; unset: 0.86, if relative-tau is unset too.
+    # Target for the 5th percentile of acceptance (p5); unset: 0.86, if relative-tau is also unset.
     tau: Probability | None = None
-    # Instead of tau: what to compare p5 with relative to its ceiling, that of dense rollouts
+    # Instead of tau: target for p5 relative to its ceiling, the p5 of dense rollouts
     # (docs/calibration.md).
     relative_tau: Probability | None = None
-    # Write the whole report to this JSON file: after the first samples, and again with the ceiling.
+    # Write the full report to this JSON file, first after sampling and again once the ceiling is
+    # known.
     out: Name | None = None
 
     def __post_init__(self) -> None:
@@ -51,7 +52,7 @@ class Measure(DecodingOptions, WithLists):
 
         if self.schedule is None and self.mode in (None, "lossy"):
             raise ConfigError(
-                "say what to measure: give --schedule, or --mode lossless (how drafts fare), "
+                "nothing to measure; give --schedule, --mode lossless (for the acceptance of drafts) "
                 "or --mode dense"
             )
         decoding = self.decoding(self.schedule)
@@ -93,7 +94,7 @@ class Measure(DecodingOptions, WithLists):
                 print_mismatch(mismatch, tau, sampling.top_n, dense_up_to)
             else:
                 print_own_samples(mismatch, found.off_policy)
-            print(f"share of the KV cache read {counters.read_fraction:.1%}")
+            print(f"share of the KV cache read: {counters.read_fraction:.1%}")
             if drafts:
                 print_drafts(drafts)
             self._write(mismatch.to_dict() | extra)

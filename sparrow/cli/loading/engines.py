@@ -1,4 +1,4 @@
-"""Starts engines and scorers."""
+"""Starting of engines and scorers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def load_engine(
     precision: Precision,
     audits: bool = False,
 ) -> Engine:
-    """Start the engine that ``spec`` names (``engines.registry``), for a model that has been loaded
+    """Start the engine that ``spec`` names (``engines.registry``) for a model that has been loaded
     from ``name``.
 
-    An audit (``audits``) allows engines without Sparrow too, and lets none of them sleep.
+    With ``audits``, engines without Sparrow are also allowed, and engines cannot sleep.
 
-    Raises ConfigError: no such engine, or options or a model that it does not accept.
+    Raises ConfigError: there is no such engine, or it does not accept the options or the model.
     """
     parsed = parse_engine(spec)
     if parsed.kind.is_stock and not audits:
@@ -40,8 +40,8 @@ def load_scorer(
     decoding: Decoding,
     precision: Precision,
 ) -> hf.HFEngine:
-    """Start the transformers engine on ``model``; it scores under any schedule, and samples as
-    ``decoding`` says.
+    """Start the transformers engine on ``model``; it scores under any schedule, and samples with
+    ``decoding``.
     """
     asked = Asked(parse_engine("hf"), "", model, tokenizer, decoding, precision)
     return hf.start(asked)

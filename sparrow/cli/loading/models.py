@@ -1,4 +1,4 @@
-"""Loads models and their tokenizers."""
+"""Loading of models and their tokenizers."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ Precision = Literal["fp32", "bf16"]
 REASONER = "reasoner"
 SMOLLM2 = "smollm2"
 OWN_NAMES = (REASONER, SMOLLM2)
-"""Names of models that Sparrow finds by itself: one is bundled, the other a package."""
+"""Names of models that Sparrow finds by itself: the first is bundled, the second is in another
+package.
+"""
 
 
 def load_model(
     name: str, precision: Precision = "fp32"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model by name or path, or one of ``OWN_NAMES``, on this process's device.
+    """Load a model, given by name, by path or as one of ``OWN_NAMES``, onto this process's
+    device.
 
     Raises the errors of ``model_path`` and ``hf.load_model``.
     """
-    disable_progress_bar()  # Sparrow shows its own
-    # Silences a warning about tied weights, which are saved once, as intended.
+    disable_progress_bar()  # Sparrow shows its own progress
+    # This silences a warning about tied weights, which are intentionally saved only once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     place = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     return hf.load_model(model_path(name), precision, place.device)
 
 
 def model_path(name: str) -> str:
-    """Return a model's name or path; for ``OWN_NAMES``, the path.
+    """Return the path of one of ``OWN_NAMES``; return any other name or path unchanged.
 
     Raises ConfigError: see ``smollm2.checkpoint``.
     """
@@ -48,5 +51,7 @@ def model_path(name: str) -> str:
 
 
 def context_of(model: PreTrainedModel) -> int | None:
-    """Return the most tokens in a sequence; None if the model's config does not say."""
+    """Return the model's maximum sequence length in tokens; None if its config does not specify
+    one.
+    """
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)

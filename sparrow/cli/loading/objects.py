@@ -1,4 +1,4 @@
-"""Loads a user's objects, written ``module:name``."""
+"""Loading of a user's objects, given as ``module:name``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from sparrow.errors import ConfigError, place
 
 
 def load_object(spec: str, what: str) -> Any:
-    """Load the object that ``module:name`` names; modules are also searched for in the working
-    directory.
+    """Load the object ``module:name``; modules are also searched for in the working directory.
 
-    Raises ConfigError: no such module or name, or a module that raises.
+    Raises ConfigError: there is no such module or name, or importing the module raises.
     """
     module, _, name = spec.partition(":")
     if not re.fullmatch(r"[\w.]+:\w+", spec) or module.endswith(".py"):
@@ -33,7 +32,8 @@ def load_object(spec: str, what: str) -> Any:
                 f"{what} {spec!r}: {module} raised {place(error)}; install what it needs"
             ) from error
         raise ConfigError(
-            f"{what} {spec!r}: no module {error.name!r} here or on PYTHONPATH; check the name"
+            f"{what} {spec!r}: no module {error.name!r} in this directory or on PYTHONPATH; "
+            "check the name"
         ) from error
     except AttributeError as error:
         raise ConfigError(f"{what} {spec!r}: {place(error)}; check the name") from error
@@ -44,10 +44,12 @@ def load_object(spec: str, what: str) -> Any:
 
 
 def _by_path(spec: str) -> str:
-    """Explain, as the end of a sentence, the spelling of a module given as a path; else empty."""
+    """Return the end of a sentence that says how to write a module that was given as a path; empty
+    if it was not.
+    """
     path, _, name = spec.partition(":")
     file = Path(path)
     if file.suffix != ".py" and "/" not in path:
         return ""
     written = f"{file.stem}:{name or 'judge'}"
-    return f"; for the file {path} write {written} in its folder, or with that folder on PYTHONPATH"
+    return f"; for the file {path}, give {written} in its folder, or with that folder on PYTHONPATH"

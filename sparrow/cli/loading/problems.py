@@ -1,4 +1,4 @@
-"""Loads training problems: a task, or a mixture of datasets."""
+"""Loading of training problems: a task, or a mixture of datasets."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ _OWN = re.compile(r"([\w.]+:\w+)(?::(.*))?", re.DOTALL)  # module:Class, optiona
 class DatasetOptions(Settings):
     """Options of a dataset."""
 
-    path: str | None = None  # a local file in place of the hub
-    split: str | None = None  # of the dataset on the hub
+    path: str | None = None  # a local file to read instead of the hub
+    split: str | None = None  # the split of the dataset on the hub
     template: str | None = None  # the prompt, with {question} where the question goes
-    max_length: Count | None = None  # rows whose prompt has more characters are dropped
-    isolation: Isolation = "auto"  # of programs that are run against tests
-    output_bytes: Count = Limits().output_bytes  # the most bytes that such a program may write
+    max_length: Count | None = None  # rows with more characters in the prompt are dropped
+    isolation: Isolation = "auto"  # how programs that are run against tests are isolated
+    # the maximum number of bytes that such a program may write
+    output_bytes: Count = Limits().output_bytes
     weight: Count = 1  # how often it is drawn from, relative to the other datasets
 
 
@@ -48,30 +49,33 @@ def load_problems(
 ) -> Task:
     """Load a task by name or as ``module:Class``, or a mixture of datasets, whichever is given.
 
-    Questions of a dataset are put into the tokenizer's chat template, if it has one, as ``chat``
-    says. Rows whose prompt has no tokens, or more than ``room``, are dropped and counted. Without a
-    tokenizer, no row is dropped for its tokens, and no template is tried. The function ``reward``
-    (``module:function``, a ``tasks.judges.Judge``), if given, judges instead of the datasets'
-    verifiers.
+    Questions of a dataset are rendered with the tokenizer's chat template, if it has one, and the
+    settings ``chat``. Rows whose prompt has no tokens, or more than ``room``, are dropped and
+    counted. Without a tokenizer, no template is used and no row is dropped because of its tokens.
+    The function ``reward`` (``module:function``, a ``tasks.judges.Judge``), if given, is used
+    instead of the datasets' verifiers.
 
-    Raises ConfigError: both or neither of task and datasets are given, a name or option is unknown,
-    or rows cannot be used.
+    Raises ConfigError: task and datasets are both given or both missing, a name or option is
+    unknown, or rows cannot be used.
     """
     if task is not None and datasets:
         raise ConfigError(
             f"--task {task} and --dataset {' '.join(datasets)} exclude each other; give one of them"
         )
     if task is None and not datasets:
-        raise ConfigError("say what to train on: either --task NAME or --dataset NAME or FILE")
+        raise ConfigError(
+            "there is nothing to train on; give --task NAME, or --dataset NAME or FILE"
+        )
     if task is not None:
         if reward is not None:
             raise ConfigError(
-                f"--reward {reward} goes with --dataset; the task {task} brings its own verifier"
+                f"--reward {reward} applies to --dataset only; leave it out, as the task {task} has "
+                "its own verifier"
             )
         if chat.is_set:
             raise ConfigError(
-                f"the settings of chat go with --dataset; the prompts of the task {task} are sent "
-                "as they are"
+                f"the chat settings apply to --dataset only; leave them out, as the prompts of the "
+                f"task {task} are sent as they are"
             )
         return load_task_spec(task)
     judge = None if reward is None else Judge.of(load_object(reward, "reward"), reward)
@@ -82,7 +86,7 @@ def load_problems(
 
 
 def is_task(spec: str) -> bool:
-    """Return whether a benchmark is a task, not a dataset."""
+    """Return whether a benchmark is a task rather than a dataset."""
     name = spec.partition(":")[0]
     return name in TASKS or bool(
         name not in FORMATS and _OWN.fullmatch(spec) and not os.path.isfile(spec)
@@ -93,8 +97,8 @@ def load_task_spec(spec: str) -> Task:
     """Load a task as a user writes it: ``trace:lines=24``, or the user's own class as
     ``module:Class``, with or without options.
 
-    Raises ConfigError: no such task, or options that it does not take. TaskError: the task itself
-    raised an error.
+    Raises ConfigError: there is no such task, or it does not accept the options. TaskError: the
+    task itself raised an error.
     """
     own = _OWN.fullmatch(spec)
     if own is None or spec.partition(":")[0] in TASKS:
@@ -110,7 +114,7 @@ def _load_dataset(
     judge: Judge | None,
     chat: ChatConfig,
 ) -> tuple[Task, int]:
-    """Load a dataset as a user writes it; returns it with its weight in a mixture."""
+    """Load a dataset as a user writes it, and return it with its weight in a mixture."""
     dressing: dict[str, Any] = {}
     if tokenizer is not None:
         render = chat_template(tokenizer, chat)
@@ -123,7 +127,8 @@ def _load_dataset(
     taken = {field.name for field in fields(DatasetOptions)}
     if unknown := sorted(set(options) - taken):
         raise ConfigError(
-            f"dataset {spec!r} has the option {unknown[0]!r}; it takes {', '.join(sorted(taken))}"
+            f"dataset {spec!r} has the unknown option {unknown[0]!r}, expected one of "
+            f"{', '.join(sorted(taken))}"
         )
     try:
         chosen = DatasetOptions(**options)

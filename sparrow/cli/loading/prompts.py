@@ -1,4 +1,4 @@
-"""Loads prompts, and turns them into token ids that leave room for a response."""
+"""Loading of prompts, and their encoding as token ids that leave room for a response."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
-    """Return the most tokens that a prompt may have, so that a response still fits in the model's
+    """Return the maximum number of tokens in a prompt that leave room for a response in the model's
     context, or in the engine's if that is smaller.
 
-    Raises ConfigError: there is no room left, or no such engine.
+    Raises ConfigError: there is no room for a prompt, or there is no such engine.
     """
     context = context or sys.maxsize
     spec = parse_engine(engine)
@@ -33,13 +33,13 @@ def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
     if max_new_tokens >= context:
         raise ConfigError(
             f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the context of "
-            f"{context}"
+            f"{context} tokens; lower max_new_tokens"
         )
     return context - max_new_tokens
 
 
 def draw_prompts(task: Task, count: int, seed: int) -> list[Prompt]:
-    """Draw from the task the first ``count`` prompts that training with this seed would draw.
+    """Draw the first ``count`` prompts that training on the task with this seed would draw.
 
     Raises TaskError: the task raised an error.
     """
@@ -61,8 +61,8 @@ def encode_prompts(
         name, ids = next((name, ids) for name, ids in encoded if not 0 < len(ids) <= room)
         left_out = (
             f"{len(encoded) - len(kept)} of {len(encoded)} prompts have no tokens, or more than "
-            f"the {room} that the model's context has beside a response; "
-            f"the first is {name} with {len(ids)}"
+            f"the {room} for which the model's context has room besides a response; "
+            f"the first is {name} with {len(ids)} tokens"
         )
         if not kept:
             raise ConfigError(f"{left_out}; shorten them, or lower max_new_tokens")
@@ -74,7 +74,7 @@ def encode_prompts(
 def read_prompts(path: Path) -> list[Prompt]:
     """Read the prompts in a file, unchanged.
 
-    Raises ConfigError: a file that cannot be read, or that holds no prompts.
+    Raises ConfigError: the file cannot be read, or contains no prompts.
     """
     if path.suffix in (".jsonl", ".json", ".parquet"):
         named = []
@@ -96,16 +96,16 @@ def read_prompts(path: Path) -> list[Prompt]:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            expected = "expected text with one prompt a line, or a .jsonl, .json or .parquet file"
+            expected = "expected text with one prompt per line, or a .jsonl, .json or .parquet file"
             raise ConfigError(f"cannot read the prompts {path}: {reason}; {expected}") from error
         if any("\0" in line for line in lines):
             raise ConfigError(
-                f"{path} is not text: it holds zero bytes; "
-                "give prompts one a line, or a .jsonl file"
+                f"{path} is not text, as it contains zero bytes; "
+                "give a text file with one prompt per line, or a .jsonl file"
             )
         named = [
             Prompt(f"line {i} of {path}", line) for i, line in enumerate(lines, 1) if line.strip()
         ]
     if not named:
-        raise ConfigError(f"{path} holds no prompts")
+        raise ConfigError(f"{path} contains no prompts; add some, or give another file")
     return named

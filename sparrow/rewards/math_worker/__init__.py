@@ -1,5 +1,5 @@
-"""The process that compares mathematical answers, which runs apart from the trainer's.
+"""The process that compares mathematical answers, separate from the trainer's process.
 
-It is imported from its folder, without the rest of this package, so that a worker pays for
-math-verify's imports alone.
+This package is imported from its folder, without the rest of Sparrow, so a worker only has to
+import math-verify.
 """

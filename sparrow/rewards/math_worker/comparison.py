@@ -1,10 +1,9 @@
 r"""Comparison of two mathematical answers with math-verify.
 
-There are three steps: ``typography.plain`` rewrites an answer as LaTeX that the parser knows,
-``wording.misread`` rejects an answer that math-verify would read as something other than what is
-written, and ``same`` is math-verify's comparison. What math-verify and its parser should do
-themselves is listed with its cases in ``docs/math-verify/``; once they do it, the rule here is
-removed.
+There are three steps: ``typography.plain`` rewrites an answer as LaTeX that the parser can read,
+``wording.misread`` rejects an answer that math-verify would misread, and ``same`` is math-verify's
+comparison. Changes that should be made in math-verify and its parser are listed with their cases in
+``docs/math-verify/``; once they are made there, the corresponding rule here is removed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,9 @@ _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq)(?![a-z])")
 
 
 def same_choice(answer: str, reference: str) -> bool | None:
-    """Compare two choices by their letters and texts; None if they do not have letters."""
+    """Compare two choices by their letters and texts; None if the answers are not choices with
+    letters.
+    """
     given, text = choice(answer)
     expected, wanted = choice(reference)
     if given and re.fullmatch("[A-J]", words(reference)):
@@ -46,7 +47,7 @@ def chain(answer: str) -> str | None:
     """Shorten ``x = 40 + 2 = 42`` to ``x = 42``, and turn ``5 = x`` into ``x = 5``; None if the
     last number differs from the first.
 
-    A slip between these two numbers is forgiven, as in math-verify's own tests.
+    A slip between these two numbers is ignored, as in math-verify's own tests.
     """
     if match := _FLIPPED.fullmatch(answer):
         return f"{match[2]} = {match[1]}"
@@ -58,8 +59,8 @@ def chain(answer: str) -> str | None:
     last = parts[-1]
     if approximations and not _is_number(last):
         return rf"{answer} \approx {approximations[0]}"  # x is about 3
-    # Only of a single number: after an equation, an approximation is a remark, and math-verify's
-    # labels forgive a slip there.
+    # This applies only to a single number: after an equation, an approximation is a remark, and
+    # math-verify's labels ignore a slip there.
     if last == answer and any(
         _is_number(part) and not _approximate(answer, part) for part in approximations
     ):
@@ -83,13 +84,15 @@ def _is_number(text: str) -> bool:
 
 
 def _rounded(exact: str, decimal: str) -> bool:
-    """True if ``decimal`` is ``exact`` rounded to as many places as ``decimal`` has."""
+    """Return whether ``decimal`` is ``exact`` rounded to the number of places of ``decimal``."""
     match = re.fullmatch(r"-?\d*\.(\d+)", decimal)
     return match is not None and _near(exact, decimal, 10.0 ** -len(match[1]))
 
 
 def _approximate(exact: str, rounded: str) -> bool:
-    """True if ``rounded`` is ``exact`` rounded to the places that it shows, or equal to it."""
+    """Return whether ``rounded`` equals ``exact``, or is ``exact`` rounded to the places of
+    ``rounded``.
+    """
     match = re.fullmatch(r"-?(\d*)(?:\.(\d+))?", rounded)
     if match is None:
         return same(rounded, exact)
@@ -98,14 +101,16 @@ def _approximate(exact: str, rounded: str) -> bool:
 
 
 def _near(exact: str, decimal: str, place: float) -> bool:
-    """True if ``decimal`` is within half a ``place`` of ``exact``, with a margin for rounding."""
+    """Return whether ``decimal`` is within half a ``place`` of ``exact``, with a margin for
+    rounding.
+    """
     return bool(abs(parse(exact)[0].evalf() - float(decimal)) <= 0.51 * place)
 
 
 @lru_cache(maxsize=256)
 def parse(answer: str) -> list[Any]:
-    """The readings of an answer: an expression if there is one, and the text. They are cached, as
-    all responses to a problem share its reference.
+    """Parse an answer into its readings: an expression, if there is one, and the text. Readings are
+    cached, as all responses to a problem have the same reference.
     """
     if found := region(answer):
         return [found[1], answer]
@@ -167,10 +172,10 @@ _ALSO = re.compile(rf",|{TEXT}\{{\s*and\s*\}}|\\land(?![a-z])|\\wedge(?![a-z])|\
 
 @lru_cache(maxsize=256)
 def region(answer: str) -> tuple[str, Any] | None:
-    """The variable and the real numbers for which several inequalities hold, joined by *or*, *and*
-    or commas; None for other answers.
+    """Return the variable and the set of real numbers that satisfy several inequalities joined by
+    *or*, *and* or commas; None for other answers.
 
-    Inequalities with commas between hold together, unless no number satisfies all of them.
+    Inequalities separated by commas must all be satisfied, unless no number satisfies all of them.
     """
     from sympy import Intersection, Union
 
@@ -199,7 +204,7 @@ def region(answer: str) -> tuple[str, Any] | None:
 
 
 def reading(part: str) -> Any:
-    """A relation with a free symbol; None if ``part`` is something else."""
+    """Parse a relation with a free symbol; None if ``part`` is something else."""
     from math_verify.grader import is_relation
 
     relation = _parsed(part)[0]
@@ -213,7 +218,7 @@ def same(answer: str, reference: str) -> bool:
     our_region = region(answer)
     their_region = region(reference)
     if our_region and their_region and our_region[0] != their_region[0]:
-        return False  # inequalities of different variables
+        return False  # inequalities in different variables
 
     expected = parse(reference)
     given = parse(answer)
@@ -240,7 +245,8 @@ def same(answer: str, reference: str) -> bool:
         given = [exact(reading) for reading in given]
         value = given[0].rhs if getattr(given[0], "is_Equality", False) else given[0]
         if getattr(value, "is_rational", False) and expected[0].is_number:
-            return False  # before sympy looks for a power of ten that is a power of two
+            # returned early, as sympy would search for a power of ten that is a power of two
+            return False
     return _verify(expected, given)
 
 
@@ -261,9 +267,11 @@ def _verify(reference: Any, answer: Any) -> bool:
 
 
 def smallest(*readings: Any) -> int:
-    """Decimal places before the first digit of the smallest number in expressions, 0 from 1 on.
+    """Count the decimal places before the first digit of the smallest number in expressions; 0 for
+    numbers of at least 1.
 
-    math-verify compares to a number of places; with so many more it compares to that many digits.
+    math-verify compares to a number of places; with this many more places, it compares to the same
+    number of digits.
     """
     from sympy import Basic, preorder_traversal
 
@@ -287,13 +295,13 @@ def is_matrix(expression: Any) -> bool:
 
 
 def components(expression: Any) -> list[Any]:
-    """The components of a row, a column or a tuple; empty for other expressions."""
+    """Return the components of a row, a column or a tuple; empty for other expressions."""
     return list(expression) if is_matrix(expression) else coordinates(expression)
 
 
 def coordinates(expression: Any) -> list[Any]:
-    """The values of a tuple, which may have been read as an open interval if they are two; empty
-    for other expressions.
+    """Return the values of a tuple, which may have been read as an open interval if there are two;
+    empty for other expressions.
     """
     from sympy import Interval, Tuple
 
@@ -303,7 +311,9 @@ def coordinates(expression: Any) -> list[Any]:
 
 
 def assignments(expression: Any) -> dict[str, Any]:
-    """Values by name of an expression ``x = 1, y = 2`` or ``(x, y) = (1, 2)``; empty for others."""
+    """Return values by name of ``x = 1, y = 2`` or ``(x, y) = (1, 2)``; empty for other
+    expressions.
+    """
     from sympy import Eq, FiniteSet, Symbol
 
     parts = expression.args if isinstance(expression, FiniteSet) else [expression]
@@ -324,7 +334,7 @@ def assignments(expression: Any) -> dict[str, Any]:
 
 
 def irrational(expression: Any) -> bool:
-    """True for an expression without decimals that contains a number such as a root or pi."""
+    """Return whether an expression has no decimals and contains an irrational number such as pi."""
     from sympy import Basic, Float, preorder_traversal, simplify
 
     if not isinstance(expression, Basic) or expression.has(Float):
@@ -335,7 +345,7 @@ def irrational(expression: Any) -> bool:
 
 
 def exact(expression: Any) -> Any:
-    """Replace each decimal of an expression by the fraction that equals it."""
+    """Replace each decimal in an expression with the fraction that equals it."""
     from sympy import Basic, Float, Rational
 
     if not isinstance(expression, Basic):
@@ -345,9 +355,9 @@ def exact(expression: Any) -> Any:
 
 
 def equal(answer: str, reference: str) -> bool:
-    """True if two answers are the same mathematical object, or the same words.
+    """Return whether two answers are the same mathematical object, or the same words.
 
-    A reference in words is compared as words: read as algebra, *Evelyn* is a product of letters in
+    A reference in words is compared as words: as algebra, *Evelyn* would be a product of letters in
     any order.
     """
     answer = plain(answer)

@@ -1,7 +1,7 @@
-"""The process that compares answers; started by ``sparrow.rewards.math``.
+"""The process that compares answers, started by ``sparrow.rewards.math``.
 
-It answers one line of JSON with another. It forks the process that compares, so that one which is
-ended at its limit is replaced without importing the libraries again.
+It replies to each line of JSON with another line. It forks the process that compares; when that
+process is ended at its limit, a new fork replaces it without importing the libraries again.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import sys
 
 from .comparison import equal
 
-# address space of a worker: sympy can be led to write out numbers of any size
+# address space of a worker: sympy can be tricked into writing out numbers of any size
 MEMORY_BYTES = 4 << 30
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+PR_SET_PDEATHSIG = 1  # a constant of Linux's prctl
 
 
 def main() -> int:
-    """Fork the process that answers requests, and another whenever one was ended at its limit.
+    """Fork the process that answers requests, and fork it again whenever it was ended at its limit.
 
-    Forked, it has the libraries and their caches without importing them. Returns the exit status.
+    A forked process has the libraries and their caches without importing them. Returns the exit
+    status.
     """
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -52,19 +53,19 @@ def main() -> int:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process with the one that forked it, however that ends.
+    """Have the kernel end this process when its parent ends for any reason.
 
-    It would hold the pipe open, and whoever called would wait for it until the limit.
+    Otherwise, this process would keep the pipe open, and the caller would wait until the limit.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def serve(replies: int, busy: mmap.mmap) -> None:
-    """Answer requests, each an answer, a reference and limits, until standard input ends.
+    """Answer requests, each with an answer, a reference and limits, until standard input ends.
 
-    The kernel ends this process where a comparison has used its processor seconds or its seconds by
-    the clock: neither timer has a handler.
+    The kernel ends this process when a comparison has used its processor seconds or its wall-clock
+    seconds, because neither timer has a handler.
     """
     for line in sys.stdin:
         request = json.loads(line)

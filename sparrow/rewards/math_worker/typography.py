@@ -1,5 +1,5 @@
-# ruff: noqa: RUF001  (the signs that answers are written with)
-"""Rewrites answers typed in other notations as LaTeX that math-verify's parser knows."""
+# ruff: noqa: RUF001  (characters that occur in answers)
+"""Rewriting of answers in other notations as LaTeX that math-verify's parser can read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _INVISIBLE = re.compile(
     r"(?![a-zA-Z])"
 )
 _BRACES = re.compile(r"\{([^{}]*)\}")
-# Markdown's emphasis stands around words, Python's power between two operands.
+# Markdown's emphasis is around words, whereas Python's power is between two operands.
 _EMPHASIS = re.compile(r"(?<![\w)}\]*\\])(\*{1,3})(?=[^\s*])(.+?)(?<=[^\s*])\1(?![\w({\\*])")
 _LAST_POWER = re.compile(
     r"\s*\*\*\s*([-+]?(?:\d+(?:\.\d+)?|\\?[a-zA-Z]+)(?:\^\{.*?\}+)?|(?=\(|\\))(?!.*\*\*)", re.DOTALL
@@ -149,12 +149,12 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"\\varnothing"), r"\\emptyset "),
     (re.compile(r"\\(?:mathrm|text)\s*\{\s*([ei])\s*\}"), r"\1"),
     (re.compile(r"\\[ij]math(?![a-z])"), "i"),
-    (re.compile(r"(?<=\d)j(?![a-zA-Z])"), "i"),  # an engineer's and Python's i
-    # The mantissa is exact, so that 6.02 \times 10^{23} is compared as a whole number.
+    (re.compile(r"(?<=\d)j(?![a-zA-Z])"), "i"),  # the imaginary unit of engineers and Python
+    # The mantissa is exact, so 6.02 \times 10^{23} is compared as a whole number.
     (re.compile(r"(?<![\d.])(\d+\.\d+)\s*\\(?:times|cdot)\s*(?=10\s*\^)"), _mantissa),
     (re.compile(r"\{\s*(\w+)\s*\\choose\s*(\w+)\s*\}"), r"\\binom{\1}{\2}"),
     (re.compile(r"\\degree(?![a-z])"), r"^\\circ "),
-    (re.compile(r"\\!\s*"), ""),  # a space taken back, as in 1,\!000
+    (re.compile(r"\\!\s*"), ""),  # a negative space, as in 1,\!000
     (re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-z])|~"), " "),
     (re.compile(r"\\\{\s*\\\}"), r"\\emptyset "),
     (re.compile(r"\\sqrt\s*(\[3\])?\s*\(([^()]*)\)"), r"\\sqrt\1{\2}"),
@@ -168,8 +168,8 @@ _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?: \d{3})+(?!\d| \d)")
 
 
 def plain(answer: str) -> str:
-    """Rewrite an answer in LaTeX without typography: colours, Unicode's signs, spaces, ``3 1/2``,
-    ``1e-3``, ``5 million``.
+    """Rewrite an answer as plain LaTeX, without colours, Unicode symbols, spacing, ``3 1/2``,
+    ``1e-3`` or ``5 million``.
     """
     text = _ascii(answer)
     text = _INVISIBLE.sub("", text)
@@ -197,7 +197,7 @@ def plain(answer: str) -> str:
 
 
 def _ascii(text: str) -> str:
-    """Write Unicode's powers, indices, fractions and signs in LaTeX."""
+    """Write Unicode's superscripts, subscripts, fractions and symbols in LaTeX."""
 
     def plain_digits(sign: re.Match[str]) -> str:
         return unicodedata.normalize("NFKC", sign[0])
@@ -214,13 +214,15 @@ def _ascii(text: str) -> str:
 
 
 def _numbers_of_text(command: re.Match[str]) -> str:
-    """The content of a text command if it is a number or says percent; other commands stay."""
+    """Return the content of a text command if it is a number or a percent sign in words; leave
+    other commands unchanged.
+    """
     is_number = re.search(r"(?<![a-zA-Z])\d|^\s*(?:percent|pct)", command[1])
     return command[1] if is_number else command[0]
 
 
 def _keyed(text: str) -> str:
-    """Rewrite an answer as typed on a keyboard in LaTeX: ``x**2``, ``sqrt(2)``, ``pi/4``."""
+    """Rewrite keyboard notation such as ``x**2``, ``sqrt(2)`` or ``pi/4`` in LaTeX."""
     text = _EMPHASIS.sub(r"\2", text)
     while match := _LAST_POWER.search(text):  # from the right: 2**3**2 is 2**9
         exponent = f"^{{{match[1]}}}" if match[1] else "^"
@@ -228,7 +230,7 @@ def _keyed(text: str) -> str:
     text = _NAMED.sub(r"\\\1 ", text)
 
     parts = _PROSE.split(text)
-    for place in range(0, len(parts), 2):  # the parts between them are commands with words
+    for place in range(0, len(parts), 2):  # the odd parts are commands with words
         part = _INVERSE.sub(r"\\arc\1", parts[place])
         part = _CALLED.sub(r"\\\1 ", part)
         parts[place] = _SIGN.sub(lambda m: _SIGNS[m[1]], part)
@@ -239,7 +241,7 @@ def _keyed(text: str) -> str:
 
 
 def _bracketed(text: str, opening: re.Pattern[str], before: str, after: str) -> str:
-    """Replace ``opening``, which ends in a parenthesis, and the parenthesis that closes it."""
+    """Replace ``opening``, which ends with a parenthesis, and the matching closing parenthesis."""
     while match := opening.search(text):
         rest = text[match.end() :]
         end = _closing(rest, "(", ")")
@@ -262,7 +264,9 @@ def _numeral(subscript: re.Match[str]) -> str:
 
 
 def _ongoing(decimal: re.Match[str]) -> str:
-    """Write a decimal that goes on as a fraction if its last digits repeat: 0.1666... is 1/6."""
+    """Write a decimal with an ellipsis as a fraction if its last digits repeat: 0.1666... is
+    1/6.
+    """
     whole, digits = decimal.groups()
     for length in range(1, len(digits) // 2 + 1):
         repeated = digits[-length:]
@@ -275,7 +279,7 @@ def _ongoing(decimal: re.Match[str]) -> str:
 
 
 def _without_brace(text: str) -> str:
-    """Remove the brace that closes one which was opened before ``text``."""
+    """Remove the closing brace whose opening brace is before ``text``."""
     place = _closing(text, "{", "}")
     if place is None:
         return text
@@ -283,7 +287,7 @@ def _without_brace(text: str) -> str:
 
 
 def _closing(text: str, opening: str, closing: str) -> int | None:
-    """The place of the bracket that closes one which was opened before ``text``."""
+    """Return the index of the closing bracket whose opening bracket is before ``text``."""
     depth = 1
     for place, sign in enumerate(text):
         depth += (sign == opening) - (sign == closing)

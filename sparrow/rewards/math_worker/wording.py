@@ -1,5 +1,5 @@
-"""Answers that are judged by their words: texts, letters of choices, times of day, numerals with
-their base; and answers whose words a comparison of their numbers would miss.
+"""Answers that are judged by their words: texts, letters of choices, times of day and numerals with
+a base; and answers with words that a comparison of numbers would miss.
 """
 
 from __future__ import annotations
@@ -75,20 +75,22 @@ _SECOND = re.compile(r"\d[^=]*\\text\s*\{(?!\s*(?:or|and|,)\s*\})[^{}]*\}(?!\s*\
 
 
 def words(answer: str) -> str:
-    """An answer that is text, without LaTeX commands and parentheses around it; empty for other
-    answers.
+    """Return an answer that is text, without the LaTeX commands and parentheses around it; empty
+    for other answers.
     """
     text = " ".join(COMMAND.sub(r" \1 ", answer).strip(" $.").split())
     return text.strip("()") if _WORD.fullmatch(text) else ""
 
 
 def is_prose(text: str) -> bool:
-    """True for whole words, which read as algebra would be products of their letters."""
+    """Return whether text consists of whole words, which algebra would read as products of
+    letters.
+    """
     return _WORDS.fullmatch(text.casefold()) is not None
 
 
 def same_words(answer: str, reference: str) -> bool:
-    """True if two texts are the same; the case of letters counts in symbols such as ``AB``, not in
+    """Return whether two texts are the same; case matters in symbols such as ``AB``, but not in
     whole words.
     """
     given = re.split("[ -]", answer)
@@ -107,7 +109,7 @@ def _same_word(a: str, b: str) -> bool:
 
 
 def misread(answer: str, reference: str) -> bool:
-    """True if the answer says something that the comparison would not see."""
+    """Return whether the answer says something that the comparison would miss."""
     said = _said(answer)
     expected = _said(reference)
     if (said - expected) & _HEDGES:
@@ -123,7 +125,7 @@ def misread(answer: str, reference: str) -> bool:
 
 
 def _said(answer: str) -> set[str]:
-    """The words in an answer, in lower case."""
+    """Collect the words in an answer, in lower case."""
     return set(_LETTERS.findall(COMMAND.sub(r" \1 ", answer).lower()))
 
 
@@ -138,8 +140,8 @@ _NUMERALS = re.compile(r"(?<![\w\\}])\d[0-9A-F]*_\{?(\d+)\}?")
 
 
 def choice(answer: str) -> tuple[str, str]:
-    """The letter and the text of a choice such as ``C: text``; an empty letter for other answers,
-    and where the text names another choice too.
+    """Return the letter and the text of a choice such as ``C: text``. The letter is empty for other
+    answers, and if the text also names another choice.
     """
     text = COMMAND.sub(r" \1 ", answer.replace("\\ ", " ").replace("$", " ")).strip()
     match = _CHOICE.fullmatch(text)
@@ -153,9 +155,9 @@ def choice(answer: str) -> tuple[str, str]:
 
 
 def same_time(answer: str, reference: str) -> bool | None:
-    """Compare two times of day; None if an answer is not a time, or neither says a.m. or p.m.
+    """Compare two times of day; None if an answer is not a time, or if neither has a.m. or p.m.
 
-    A time that does not say it may be either, or is on a clock of 24 hours.
+    A time without a.m. or p.m. may be either, or on the 24-hour clock.
     """
     times = []
     for side in (answer, reference):
@@ -172,14 +174,14 @@ def same_time(answer: str, reference: str) -> bool | None:
 
 
 def _minutes_of_day(minutes: int, half: str) -> set[int]:
-    """The minutes after midnight that a time may mean; ``half`` is ``a``, ``p`` or empty."""
+    """Return the minutes after midnight that a time may mean; ``half`` is ``a``, ``p`` or empty."""
     if half:
         return {minutes % 720 + 720 * (half == "p")}
     return {minutes, (minutes + 720) % 1440}
 
 
 def same_bases(answer: str, reference: str) -> tuple[str, str] | None:
-    """Remove the base of a numeral where the other answer has none; None if bases differ."""
+    """Remove the base of a numeral if the other answer has no base; None if the bases differ."""
     given = _NUMERAL.fullmatch(answer)
     wanted = _NUMERAL.fullmatch(reference)
     if _NUMERALS.search(answer) and _NUMERALS.search(reference):

@@ -1,5 +1,5 @@
-"""A control group (version 2) for each sandbox, if this process may make groups: the group bounds
-the total of what a program uses, including the kernel's memory for it.
+"""Control groups (version 2) for sandboxes, if this process may create groups. A group limits the
+total resources of a program, including the kernel's memory for it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 @cache
 def parent() -> Path | None:
-    """The group in which groups that bound memory and tasks can be made: this process's own or the
-    one above it.
+    """Find a group in which groups that limit memory and tasks can be created: this process's own
+    group or its parent; None if there is none.
     """
     groups = (line for line in _lines("/proc/self/cgroup") if line.startswith("0::"))
     own = next((line[3:].strip() for line in groups), None)
@@ -41,7 +41,7 @@ def parent() -> Path | None:
 
 
 def _works(group: Path) -> bool:
-    """Try to make a group in this one and to start a process in it."""
+    """Return whether a subgroup can be created, and a process started in it."""
     try:
         subgroup = make(group, Limits())
     except OSError:
@@ -60,7 +60,9 @@ def _lines(path: str | Path) -> list[str]:
 
 
 def make(group: Path, limits: Limits) -> Path:
-    """A new group in ``group``, held to ``limits``. Raises OSError: it cannot be made."""
+    """Create a subgroup of ``group`` with these limits. Raises OSError: the subgroup cannot be
+    created.
+    """
     subgroup = Path(tempfile.mkdtemp(prefix="sparrow-", dir=group))
     most = limits.memory_bytes + limits.files_bytes + 3 * limits.output_bytes + _HARNESS_BYTES
     try:
@@ -75,14 +77,12 @@ def make(group: Path, limits: Limits) -> Path:
 
 
 def enter(group: Path, command: list[str]) -> list[str]:
-    """Wrap ``command`` so that it runs in the group from its start, with all processes that it
-    starts.
-    """
+    """Wrap ``command`` so that it and all its processes run in the group from the start."""
     return ["/bin/sh", "-c", 'echo 0 > "$0/cgroup.procs" && exec "$@"', str(group), *command]
 
 
 def remove(group: Path) -> None:
-    """End the processes left in the group and remove it; warn if it cannot be removed."""
+    """Kill the remaining processes in the group and remove it; warn if it cannot be removed."""
     deadline = time.monotonic() + _REMOVAL_S
     while True:
         try:

@@ -1,5 +1,5 @@
-"""A process that receives objects and answers with objects, one line of JSON each; every wait for
-it has a limit.
+"""A process that receives objects and replies with objects, one line of JSON each. Every wait for
+the process has a limit.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from sparrow.rewards.sandbox import processes
 from sparrow.rewards.sandbox.inside.clock import OwnTime
 from sparrow.rewards.sandbox.inside.wire import parse
 
-MOST_BYTES = 64 << 20  # longest answer, unless a caller takes less
-_LOOK_S = 0.25  # seconds between two looks at a process that does not answer
+MOST_BYTES = 64 << 20  # maximum size of a reply, unless the caller sets a smaller one
+_LOOK_S = 0.25  # seconds between two checks of a process that does not reply
 _ENDING_S = 1.0  # seconds that a process may take to end after it has closed its pipes
 
 
@@ -25,7 +25,9 @@ T = TypeVar("T")
 
 
 def _queued_here() -> float:
-    """Seconds that this thread has waited for a processor; 0 if the kernel does not say."""
+    """Return the seconds that this thread has waited for a processor; 0 if the kernel does not
+    report them.
+    """
     try:
         with open("/proc/thread-self/schedstat", "rb") as file:
             return int(file.read().split()[1]) / 1e9
@@ -34,19 +36,19 @@ def _queued_here() -> float:
 
 
 class ChildTimeoutError(Exception):
-    """No answer in time."""
+    """An error for a reply that did not come in time."""
 
 
 class ChildEndedError(Exception):
-    """The process ended, or sent something that is not an answer."""
+    """An error for a process that ended, or sent something other than a reply."""
 
 
 class Child:
-    """A process and its pipes, in its own session: an interrupt typed at the trainer does not reach
-    it.
+    """A process and its pipes. The process has its own session, so it does not receive an interrupt
+    from the trainer's terminal.
 
     Args:
-        command, options: of ``subprocess.Popen``.
+        command, options: arguments of ``subprocess.Popen``.
     """
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
@@ -69,18 +71,18 @@ class Child:
         os.set_blocking(self._input, False)
         self._unread = bytearray()
         self._unsent = memoryview(b"")
-        # What the last look at its processes found: the processor time that they had used, and how
-        # long each thread had waited for a processor; then the time since that look.
+        # Results of the last check of the child's processes: the processor time that they had used,
+        # and how long each thread had waited for a processor; and the time since that check.
         self._seen: float | None = None
         self._queued: dict[int, float] = {}
         self._queued_here_s = 0.0
         self._uncounted_s = 0.0
 
     def send(self, message: Mapping[str, Any], deadline: float) -> None:
-        """Hand an object over.
+        """Send an object.
 
-        Raises ChildTimeoutError: not taken by the deadline (of ``time.monotonic``).
-        ChildEndedError: nobody takes it any more.
+        Raises ChildTimeoutError: the process did not read it by the deadline (of
+        ``time.monotonic``). ChildEndedError: the process no longer reads.
         """
         self._unsent = memoryview(json.dumps(message).encode() + b"\n")
         self._send_rest(deadline)
@@ -94,19 +96,22 @@ class Child:
                 raise self._ended() from error
 
     def send_within(self, message: Mapping[str, Any], time_limit: OwnTime) -> None:
-        """Hand an object to a program, whose own time is counted until it has taken all of it.
+        """Send an object to a program, and count the program's own time until all of the object is
+        read.
 
-        Raises ChildTimeoutError, ChildEndedError: as ``receive_within``.
+        Raises the errors of ``receive_within``.
         """
         self._unsent = memoryview(json.dumps(message).encode() + b"\n")
         self._within(time_limit, self._send_rest)
 
     def receive(self, deadline: float, most: int = MOST_BYTES) -> dict[str, Any]:
-        """Read the next answer. It may come from a hostile program: only its form is checked, and
-        that it is cheap to read.
+        """Read the next reply.
 
-        Raises ChildTimeoutError: none by the deadline. ChildEndedError: the process ended, or sent
-        something else.
+        The reply may come from a hostile program; the only checks are that it has the right form
+        and is cheap to read.
+
+        Raises ChildTimeoutError: there was no reply by the deadline. ChildEndedError: the process
+        ended, or sent something else.
         """
         searched = 0
         while (end := self._unread.find(b"\n", searched)) < 0 and len(self._unread) <= most:
@@ -122,16 +127,16 @@ class Child:
             raise ChildEndedError(f"the reply cannot be read: {error}") from error
 
     def receive_within(self, time_limit: OwnTime, most: int = MOST_BYTES) -> dict[str, Any]:
-        """Read the next answer of a program, whose own time is counted against ``time_limit`` while
-        it is awaited.
+        """Read the next reply of a program, and count the program's own time against ``time_limit``
+        during the wait.
 
-        Raises ChildTimeoutError: it has none left. ChildEndedError: as ``receive``.
+        Raises ChildTimeoutError: the program has no time left. ChildEndedError: see ``receive``.
         """
         return self._within(time_limit, lambda deadline: self.receive(deadline, most))
 
     def _within(self, time_limit: OwnTime, attempt: Callable[[float], T]) -> T:
-        """Call ``attempt`` with a deadline, again and again as long as the program has time left,
-        and return its result.
+        """Call ``attempt`` with a deadline, repeatedly while the program has time left, and return
+        the result.
         """
         if self._seen is None and not self._uncounted_s:
             self._queued_here_s = _queued_here()
@@ -153,8 +158,9 @@ class Child:
     def _count(self, began: float, time_limit: OwnTime, late: bool) -> None:
         """Count the time since ``began``.
 
-        All of it is the program's at first. Once it adds up, in one wait or in many short ones, a
-        look at the processes tells how much of it they were kept from the processor.
+        At first, all of this time is attributed to the program. Once enough time has accumulated,
+        in one wait or in many short ones, a check of the processes shows for how much of it they
+        had to wait for a processor.
         """
         waited_s = time.monotonic() - began
         time_limit.spent_s += waited_s
@@ -174,11 +180,11 @@ class Child:
         self._uncounted_s = 0.0
 
     def _queued_since(self, family: Sequence[processes.Process]) -> float | None:
-        """Seconds since the last look in which the processes were kept from the processor, or this
-        thread from seeing their answers; None if the kernel does not say.
+        """Return the seconds since the last check in which the processes, or this thread as their
+        reader, had to wait for a processor; None if the kernel does not report them.
 
-        Of all threads, the one that waited longest counts: with the sum, a program could gain time
-        by starting many.
+        Only the thread that waited longest counts: if the sum counted, a program could gain time by
+        starting many threads.
         """
         now: dict[int, float] = {}
         for process in family:
@@ -193,7 +199,7 @@ class Child:
         return max(0.0, longest) + max(0.0, here_s - before_s)
 
     def receive_bytes(self, count: int, deadline: float) -> bytes:
-        """The next ``count`` bytes. Raises as ``receive`` does."""
+        """Read the next ``count`` bytes. Raises the errors of ``receive``."""
         while len(self._unread) < count:
             self._read(deadline)
         data = bytes(memoryview(self._unread)[:count])
@@ -201,7 +207,7 @@ class Child:
         return data
 
     def skip(self, count: int, deadline: float) -> None:
-        """Discard the next ``count`` bytes. Raises as ``receive`` does."""
+        """Discard the next ``count`` bytes. Raises the errors of ``receive``."""
         while (left := count - len(self._unread)) > 0:
             self._unread.clear()
             self._read(deadline)
@@ -210,7 +216,7 @@ class Child:
 
     def _read(self, deadline: float) -> None:
         self._await(self._output, select.POLLIN, deadline)
-        data = os.read(self._output, 1 << 16)  # what a pipe holds
+        data = os.read(self._output, 1 << 16)  # the capacity of a pipe
         if not data:
             raise self._ended()
         self._unread += data
@@ -222,7 +228,7 @@ class Child:
             raise ChildTimeoutError("no reply in time")
 
     def _ended(self) -> ChildEndedError:
-        by_itself = self._ends_by_itself()  # perhaps it only closed its pipes
+        by_itself = self._ends_by_itself()  # the process may only have closed its pipes
         self.kill()
         self.status = self.process.returncode if by_itself else None
         os.set_blocking(self._errors, False)
@@ -235,7 +241,8 @@ class Child:
     def _ends_by_itself(self) -> bool:
         """Wait a moment for the process to end, and return whether it did.
 
-        It is not reaped: no other process may get its number before its group is killed.
+        The process is not reaped, so no other process can have the same number before its group is
+        killed.
         """
         deadline = time.monotonic() + _ENDING_S
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
@@ -245,16 +252,16 @@ class Child:
                     return False
                 time.sleep(0.002)
         except ChildProcessError:
-            pass  # this process lets the kernel reap its children, or it was reaped before
+            pass  # the kernel reaps this process's children, or the child was already reaped
         return True
 
     def kill(self) -> None:
-        """End the process, and wait for it."""
+        """Kill the process, and wait for it."""
         self.process.kill()
         self.process.wait()
 
     def close(self) -> None:
-        """End the process and leave nothing behind."""
+        """Kill the process and close its pipes."""
         with self.process:  # closes its pipes
             self.kill()
 

@@ -1,4 +1,4 @@
-"""Removes the files that a program has left, of any kind."""
+"""Removal of the files, of any kind, that a program has left."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _log = logging.getLogger(__name__)
 
 
 def remove(folder: str) -> None:
-    """Remove a folder in which no process works any more; a warning names what cannot be removed.
+    """Remove a folder that no process uses any more; a warning names what cannot be removed.
 
-    A program may have nested folders deeper than any path can name or recursion can follow, so
-    before a folder is removed, the folders in it are moved to the top.
+    A program may have nested folders too deeply for any path or recursion. Before a folder is
+    removed, the folders in it are therefore moved to the top.
     """
     number = 0
     mark = secrets.token_hex(8)
@@ -30,7 +30,7 @@ def remove(folder: str) -> None:
                         inner = [entry.path for entry in entries]
                     for below in inner:
                         if not _unlinked(below):
-                            os.chmod(below, 0o700)  # moving a folder writes to it
+                            os.chmod(below, 0o700)  # moving a folder needs write permission for it
                             os.rename(below, f"{folder}/{mark}-{number}")
                             number += 1
                     os.rmdir(path)
@@ -44,7 +44,7 @@ def remove(folder: str) -> None:
 
 
 def _unlinked(path: str) -> bool:
-    """Unlink ``path`` unless it is a folder; return whether that was done."""
+    """Unlink ``path`` unless it is a folder, and return whether it was unlinked."""
     try:
         os.unlink(path)
     except IsADirectoryError:

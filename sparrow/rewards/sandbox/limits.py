@@ -1,4 +1,4 @@
-"""Limits of what one program may use."""
+"""Limits on the resources of one program."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of what one program may use."""
+    """Limits on the resources of one program."""
 
     cpu_s: float = 6.0  # processor seconds per test, rounded up to whole seconds
-    # seconds per test, sleeping included; a busy machine needs more of these than of ``cpu_s``
+    # seconds per test, including sleep; on a busy machine, a test needs more of these than of
+    # ``cpu_s``
     wall_s: float = 12.0
-    # seconds for all tests of a program; for a program that is called, also its processor seconds,
+    # seconds for all tests of a program; if the tests call the program, also its processor seconds,
     # rounded up
     program_s: float = 60.0
     memory_bytes: int = 1 << 30  # address space
-    # output, and any file it writes; results for assertions have an eighth of it
+    # size of the output, and of any file; results for assertions may have an eighth of this size
     output_bytes: int = 8 << 20
-    files_bytes: int = 64 << 20  # all its files
-    files: int = 1000  # files, folders and links that it has at a time
-    tasks: int = 128  # threads that it has at a time
+    files_bytes: int = 64 << 20  # total size of all files
+    files: int = 1000  # number of files, folders and links at a time
+    tasks: int = 128  # number of threads at a time
 
     def __post_init__(self) -> None:
         wrong = [f"{name}={value}" for name, value in asdict(self).items() if value <= 0]

@@ -1,4 +1,6 @@
-"""Processes as the kernel describes them: state, processor time, and waiting for a processor."""
+"""Processes as the kernel describes them: state, processor time, and time spent waiting for a
+processor.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,18 @@ from typing import NamedTuple
 
 
 class Process(NamedTuple):
-    """A process as it is now."""
+    """The current state of a process."""
 
-    state: str  # as in ps: R if it runs or waits for a processor
+    state: str  # as in ps: R if the process runs or waits for a processor
     parent: int
-    processor_s: float  # seconds it has used, and those of its children that it has waited for
-    # seconds that each of its threads was ready to run and waited for a processor; None if the
-    # kernel does not say
+    processor_s: float  # seconds used by the process, and by its children that it has waited for
+    # seconds that each thread was ready to run and waited for a processor; None if the kernel does
+    # not report them
     queued_s: Mapping[int, float] | None = None
 
 
 def look(pid: int) -> Process:
-    """One process. Raises OSError: no process has this number."""
+    """Read the state of one process. Raises OSError: no process has this number."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     ticks = sum(map(int, fields[11:15]))
@@ -32,8 +34,8 @@ def look(pid: int) -> Process:
 
 
 def queued(pid: int | str) -> dict[int, float] | None:
-    """The seconds that each thread of a process has waited for a processor; None if the kernel does
-    not say. A thread that ends meanwhile is left out.
+    """Read the seconds that each thread of a process has waited for a processor; None if the kernel
+    does not report them. A thread that ends in the meantime is left out.
     """
     waits: dict[int, float] = {}
     try:
@@ -51,7 +53,9 @@ def queued(pid: int | str) -> dict[int, float] | None:
 
 
 def family(root: int) -> list[Process]:
-    """A process and all its descendants, and what they have waited; empty if it is gone."""
+    """Read the states of a process and all its descendants, with their waits; empty if the process
+    no longer exists.
+    """
     processes: dict[int, Process] = {}
     for name in os.listdir("/proc"):
         with suppress(OSError):

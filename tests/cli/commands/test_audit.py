@@ -27,7 +27,10 @@ def test_an_exact_engine_ends_with_0_and_says_what_would_have_been_seen(tmp_path
     out = tmp_path / "audit.json"
     code, printed = status(capsys, *SMALL, "--mode", "lossless", "--out", str(out))
     assert code == 0
-    assert "exact, at a level of 0.01" in printed and "would have been seen" in printed
+    assert (
+        "exact, at a significance level of 0.01" in printed
+        and "would have been detected" in printed
+    )
     written = json.loads(out.read_text())
     assert written["status"] == "exact" and written["decoding"]["mode"] == "lossless"
     assert written["dense_engine"] == "hf" and written["counters"]["drafts"]["cycles"] > 0
@@ -38,7 +41,7 @@ def test_a_sparse_actor_ends_with_1_and_says_by_how_much(capsys):
     blind = '{"top_k": [0], "page_size": 4, "sink_pages": 0, "recent_pages": 1, "dense_layers": []}'
     code, printed = status(capsys, *SMALL, "--mode", "lossy", "--schedule", blind)
     assert code == 1
-    assert "biased, at a level of 0.01" in printed and "corrected p =" in printed
+    assert "biased, at a significance level of 0.01" in printed and "corrected p =" in printed
 
 
 def test_too_few_tokens_end_with_2(capsys):
@@ -51,8 +54,11 @@ def test_too_few_tokens_end_with_2(capsys):
     ("options", "reason"),
     [
         (["--engine", "nonsense"], "unknown engine 'nonsense'"),
-        (["--prompts", "no.txt"], "say where prompts come from"),
-        (["--engine", "stock:http://localhost:1"], "decodes in one way only; give --dense-engine"),
+        (["--prompts", "no.txt"], "prompts must come from exactly one of"),
+        (
+            ["--engine", "stock:http://localhost:1"],
+            "which decodes in one way only; give as --dense-engine",
+        ),
         (["--scorer", "prefill"], "needs a dense engine that is stock vLLM, got hf"),
         (["--scorer", "prefill", "--dense-engine", "none"], "stock vLLM, got none"),
         (["--engine", "stock:dtype=float16"], "leave dtype out, and set precision"),
@@ -90,7 +96,7 @@ def test_the_dense_arm_is_the_same_engine_without_drafts(options, dense):
 
 
 def test_a_server_has_no_dense_arm_unless_one_is_named():
-    with pytest.raises(ConfigError, match="--dense-engine none to count rounding as bias"):
+    with pytest.raises(ConfigError, match="or none to count rounding as bias"):
         parse([*SMALL, "--engine", "http://a:1"])._dense_engine()
 
 
@@ -122,4 +128,7 @@ def test_what_is_biased_at_a_place_is_shown_and_the_rest_counted(capsys):
     print_audit(verdict, 100)
     printed = capsys.readouterr().out
     assert "u3, bonus token" in printed and "u3, draft 1" not in printed
-    assert "1 more tests found nothing" in printed and "not tested: a note" in printed
+    assert (
+        "1 more tests, by place in the draft cycle, found nothing" in printed
+        and "not tested: a note" in printed
+    )

@@ -34,7 +34,7 @@ TRAIN = ["train", *PROMPTS]
         (
             TRAIN,
             "--rollout.samples 1",
-            "rollout.samples is 1, but must be at least 2: the responses",
+            "rollout.samples is 1, but must be at least 2, as the responses",
         ),
         (TRAIN, "--bin-tokens 0", "bin_tokens is 0, but must be greater than or equal to 1"),
         (TRAIN, "--seed -1", "seed is -1, but must be greater than or equal to 0"),
@@ -76,7 +76,7 @@ TRAIN = ["train", *PROMPTS]
         (
             COST,
             "--gpus 8 --rollout-share 0.5",
-            "rollout_share is 0.5, but must be left out beside gpus",
+            "rollout_share is 0.5, but must be left out on several GPUs",
         ),
         (COST, "--median -5", "median is -5.0, but must be greater than 0"),
         (COST, "--median nan", "median is nan, but must be a finite number"),
@@ -149,7 +149,7 @@ def test_a_file_as_run_directory_or_a_folder_as_file_is_refused(
 def test_a_run_directory_that_holds_a_run_is_refused_before_the_work(capsys, tmp_path, no_work):
     (tmp_path / "metrics.jsonl").touch()
     there = ["--run-dir", str(tmp_path)]
-    assert "already holds a run; resume it (--resume) or" in fails(capsys, *TRAIN, *there)
+    assert "already contains a run; resume it (--resume) or" in fails(capsys, *TRAIN, *there)
     RunConfig({}, SparsitySchedule.dense()).save(tmp_path)
     assert "has no checkpoint to resume from; start it" in fails(capsys, *TRAIN, *there, "--resume")
 
@@ -307,8 +307,8 @@ def test_a_broken_config_for_cost(config, message, tmp_path, capsys):
             'row 1 of {path}: every row needs a "prompt" that is text, got none',
         ),
         ("latin.txt", b"caf\xe9\n", "cannot read the prompts {path}: 'utf-8' codec can't decode"),
-        ("zeros.bin", b"\0\0\0\0", "{path} is not text: it holds zero bytes"),
-        ("empty.txt", b"\n \n", "{path} holds no prompts"),
+        ("zeros.bin", b"\0\0\0\0", "{path} is not text, as it contains zero bytes"),
+        ("empty.txt", b"\n \n", "{path} contains no prompts"),
     ],
 )
 def test_prompts_that_cannot_be_read(name, content, message, tmp_path, capsys, no_work):
@@ -388,10 +388,10 @@ def test_max_new_tokens_beyond_the_context(checkpoint, capsys):
         ("isolation=vm", "isolation is 'vm', but must be 'auto', 'bwrap', 'session' or 'none'"),
         (
             "wieght=2",
-            "has the option 'wieght'; it takes isolation, max_length, output_bytes, path, split, ",
+            "has the unknown option 'wieght', expected one of isolation, max_length, output_bytes, path, ",
         ),
-        ("path=twice.jsonl", "the option 'path' stands twice"),
-        ("template=hello", "the prompt template has no {question}: 'hello'"),
+        ("path=twice.jsonl", "the option 'path' occurs twice"),
+        ("template=hello", "the prompt template has no {question}, got 'hello'"),
     ],
 )
 def test_an_option_of_a_dataset_that_it_cannot_have(option, message, checkpoint, tmp_path, capsys):
@@ -475,7 +475,7 @@ def test_a_reward_of_ones_own_by_module_and_function(own, checkpoint, tmp_path, 
     assert step["reward"]["mean"] == 0.25  # half of the problems have the answer 1
     refused = fails(capsys, *EVAL, "--limit", "1", "--reward", f"{own}:judge")
     assert (
-        f"--reward {own}:judge goes with datasets; the task trace:lines=4 brings its own verifier"
+        f"--reward {own}:judge applies to datasets only; leave it out, as the task trace:lines=4 has its own"
         in refused
     )
 
@@ -483,19 +483,22 @@ def test_a_reward_of_ones_own_by_module_and_function(own, checkpoint, tmp_path, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--task OWN:Reverse:size=3", "task 'OWN:Reverse' does not take the options {'size': 3}"),
+        ("--task OWN:Reverse:size=3", "task 'OWN:Reverse' does not accept the options {'size': 3}"),
         ("--task OWN:Missing", "has no attribute 'Missing'"),
         ("--task OWN:NoTask", "is a NoTask without a method problem(index, seed)"),
         (
             "--task OWN:Raises",
-            "problem 0 of the task Raises could not be made, it raised KeyError: 'missing' ( ... "
+            "problem 0 of the task Raises could not be created: the task raised KeyError: 'missing' ( ... "
             "OWN.py, line 13, in problem)",
         ),
         (
             "--task OWN:Nothing",
             "problem 0 of the task Nothing is a NoneType, expected a sparrow.tasks.Problem",
         ),
-        ("--task no_such_module:Task", "no module 'no_such_module' here or on PYTHONPATH"),
+        (
+            "--task no_such_module:Task",
+            "no module 'no_such_module' in this directory or on PYTHONPATH",
+        ),
         ("--dataset rows.jsonl --reward OWN", "reward 'OWN' should read module:name"),
         ("--dataset rows.jsonl --reward OWN:OWN", "has no attribute"),
         ("--dataset ROWS --reward OWN:wrong", "returned None, expected a finite number"),
@@ -505,7 +508,7 @@ def test_a_reward_of_ones_own_by_module_and_function(own, checkpoint, tmp_path, 
         ),
         (
             "--task trace:lines=4 --reward OWN:judge",
-            "goes with --dataset; the task trace:lines=4 brings its own",
+            "applies to --dataset only; leave it out, as the task trace:lines=4 has its own",
         ),
         ("--task trace:lines", "the option 'lines' in 'trace:lines' should read name=value"),
     ],
@@ -523,7 +526,7 @@ def test_a_verifier_that_hangs_has_a_time_limit(own, checkpoint, tmp_path, capsy
     arguments = train(checkpoint, tmp_path, "--task", f"{own}:Hangs", "--reward.time-limit", "0.5")
     refused = fails(capsys, *arguments)
     assert (
-        "the verifier of problem 'hangs-0' has not returned in 0.5 s; fix it, or raise the limit"
+        "the verifier of problem 'hangs-0' has not returned within 0.5 s; fix it, or raise the limit"
         in refused
     )
 
@@ -539,7 +542,7 @@ def test_an_interrupted_command_says_how_to_go_on(checkpoint, tmp_path, capsys, 
         run = str(tmp_path / "demo")
         refused = fails(capsys, "demo", "--run-dir", run, code=130)
         assert refused.endswith(
-            "sparrow: interrupted before the first step; the same command starts again"
+            "sparrow: interrupted before the first step; run the same command again to start over"
         )
         assert (
             fails(capsys, *MEASURE, "--max-new-tokens", "8", "--model", checkpoint, code=130)
@@ -548,11 +551,10 @@ def test_an_interrupted_command_says_how_to_go_on(checkpoint, tmp_path, capsys, 
     demo = parse(["demo", "--run-dir", run])
     (tmp_path / "demo" / "metrics.jsonl").touch()
     assert (
-        demo.interrupted()
-        == f"interrupted before the first checkpoint; remove {run} to start again"
+        demo.interrupted() == f"interrupted before the first checkpoint; remove {run} to start over"
     )
     (tmp_path / "demo" / "checkpoints" / "step-3").mkdir()
-    assert f"sparrow train --resume --run-dir {run}' goes on" in demo.interrupted()
+    assert f"sparrow train --resume --run-dir {run}' continues" in demo.interrupted()
 
 
 # --- going on with a run ---
@@ -565,8 +567,10 @@ def test_sizes_that_differ_on_resume(checkpoint, tmp_path, capsys):
     name = min(name for name in tensors if name.endswith("norm.weight"))
     save_file({**tensors, name: tensors[name][:8].clone()}, weights, {"format": "pt"})
     refused = fails(capsys, "train", "--resume", "--run-dir", str(tmp_path / "run"), "--steps", "2")
-    assert f"cannot go on from {weights.parent} (RuntimeError: size mismatch for {name}" in refused
-    assert "give the model that the run began with" in refused
+    assert (
+        f"cannot continue from {weights.parent} (RuntimeError: size mismatch for {name}" in refused
+    )
+    assert "give the model that the run started with" in refused
 
 
 def test_a_log_that_is_no_text_does_not_stop_a_resumed_run(checkpoint, tmp_path, capsys):

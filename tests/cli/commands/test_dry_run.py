@@ -107,12 +107,15 @@ def test_every_problem_is_a_sentence_of_its_own(tmp_path, capsys):
             ["--engine", "vllm"],
             "gpu_memory_utilization is 0.9 of 140 GiB, but training keeps 21 GiB on the same GPU; lower",
         ),
-        (["--engine", "hf"], "engine is 'hf', which is slower"),
+        (["--engine", "hf"], "engine is 'hf', which a dry run cannot predict"),
         (
             ["--dry-run", "h200:gpus=32"],
-            "32 GPUs are several machines, and this trainer runs on the 8 of one; use verl",
+            "32 GPUs need several machines, but this trainer runs on one machine with at most 8; use verl",
         ),
-        (["--dry-run", "h200:gpus=8,length=3"], "expected such as h200:gpus=8,median=9000"),
+        (
+            ["--dry-run", "h200:gpus=8,length=3"],
+            "expected a GPU with options, such as h200:gpus=8,median=9000",
+        ),
         (["--dry-run", "h300"], "gpu is 'h300'"),
         (
             ["--rollout.samples", "2", "--rollout.prompts", "2"],

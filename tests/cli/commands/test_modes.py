@@ -66,26 +66,30 @@ def test_mode_and_schedule_say_together_how_to_decode(options, schedule, expecte
         (
             {"mode": "lossless"},
             "auto",
-            r"schedule is 'auto', but auto moves pages.*leave schedule out",
+            r"schedule is 'auto', but auto adjusts pages.*leave schedule out",
         ),
         (
             {"mode": "lossless"},
             "qwen3-4b-0.86",
             r"lossless samples are the dense policy's.*give it as draft_schedule",
         ),
-        ({}, "auto", r"schedule is 'auto', but only sparrow train moves a schedule; give the one"),
+        (
+            {},
+            "auto",
+            r"schedule is 'auto', but only sparrow train adjusts a schedule; give a schedule",
+        ),
         (
             {"mode": "lossy"},
             "auto:fixed:9",
-            r"schedule is 'auto:fixed:9', but only sparrow train moves",
+            r"schedule is 'auto:fixed:9', but only sparrow train adjusts",
         ),
-        ({"mode": "dense"}, "fixed:9", r"'fixed:9', but mode is 'dense'.*leave one out"),
+        ({"mode": "dense"}, "fixed:9", r"'fixed:9', but mode is 'dense'.*leave out one of them"),
         ({"mode": "lossy"}, None, r"mode is 'lossy', which needs a schedule.*or use mode lossless"),
         ({"mode": "lossy"}, "dense", r"mode is 'lossy', which needs a schedule"),
         (
             {"mode": "auto"},
             "fixed:9",
-            r"mode is 'auto', but must be one of dense, lossless and lossy: only sparrow train",
+            r"mode is 'auto', but must be one of dense, lossless and lossy, as only sparrow train",
         ),
         (
             {"meter_schedule": "fixed:1"},
@@ -139,11 +143,11 @@ def test_auto_drafts_and_decodes_under_one_schedule():
     )
     for schedule in ("dense", None, "auto", "auto:fixed:9"):
         with pytest.raises(
-            ConfigError, match="mode auto needs one that drafts and unverified steps read"
+            ConfigError, match="mode auto needs a schedule for drafts and unverified steps"
         ):
             RolloutConfig(mode="auto").decoding(schedule)
     with pytest.raises(
-        ConfigError, match="draft_schedule is 'fixed:1', but must be left out with auto"
+        ConfigError, match="draft_schedule is 'fixed:1', but must be left out with mode auto"
     ):
         RolloutConfig(mode="auto", draft_schedule="fixed:1").decoding("fixed:9")
 
@@ -173,7 +177,7 @@ def test_auto_is_refused_where_verification_cannot_end_on_the_way(
     )
     assert (
         f"engine is '{engine}', but mode 'auto' needs" in message
-        and "vLLM verifies all of a response" in message
+        and "vLLM verifies either all of a response" in message
     )
     with pytest.raises(ConfigError, match="mode 'auto' needs sparrow train with its engine hf"):
         Decoding.load(Decoding("auto", SparsitySchedule.fixed(1)))
@@ -254,7 +258,7 @@ def test_a_lossless_run_trains_on_the_policys_own_samples(checkpoint, tmp_path, 
         "--run-dir",
         str(tmp_path / "no"),
     )
-    assert "auto moves pages to hold the actor's p5" in message and not (tmp_path / "no").exists()
+    assert "auto adjusts pages to the actor's p5" in message and not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize(
@@ -304,7 +308,7 @@ def test_measuring_lossless_tells_how_drafts_fare(checkpoint, tmp_path, capsys):
     found = json.loads(out.read_text())
     assert found["bins"][0]["upper_bound"] > 1 - 1e-5, "samples are the dense policy's"
     assert found["drafts"]["bins"][0]["mean"] < 0.999
-    assert "say what to measure: give --schedule" in fails(capsys, "measure", *sampled)
+    assert "nothing to measure; give --schedule" in fails(capsys, "measure", *sampled)
 
 
 def test_evaluating_losslessly_samples_what_dense_does(checkpoint, tmp_path, monkeypatch):

@@ -48,7 +48,7 @@ TASK = ["--task", "trace:lines=4"]
         ),
         (
             ["calibrate", *MODEL, *TASK, "--out", "s.json", "--count", "19"],
-            "count is 19, but must be at least 20: fewer responses give no interval of p5",
+            "count is 19, but must be at least 20, as p5 has no interval with fewer responses",
         ),
         (["audit", *MODEL, *TASK, "--out", ""], "out is '', but must have at least 1"),
         (
@@ -67,8 +67,8 @@ TASK = ["--task", "trace:lines=4"]
             ["train", *MODEL, *TASK, "--eval.k", "1000000000000"],
             "eval.k is 1000000000000, but must be less",
         ),
-        (["report", "missing.json"], "there is no missing.json; give a run directory"),
-        (["report", ".", "missing"], "there is no missing; give a run directory"),
+        (["report", "missing.json"], "missing.json does not exist; give a run directory"),
+        (["report", ".", "missing"], "missing does not exist; give a run directory"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_before_anything_is_loaded(
@@ -83,7 +83,10 @@ def test_a_setting_that_cannot_work_is_refused_before_anything_is_loaded(
 def test_a_second_demo_says_what_a_demo_can_do(capsys, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     refused = fails(capsys, "demo", "--run-dir", str(tmp_path))
-    assert "already holds a run, and a demo starts anew" in refused and "--resume" not in refused
+    assert (
+        "already contains a run, but a demo needs a new directory" in refused
+        and "--resume" not in refused
+    )
 
 
 def test_two_sources_of_problems_are_named():
@@ -118,10 +121,10 @@ def test_half_a_character_is_named_with_its_row(tmp_path):
         + "\n"
         + '{"question": "\\ud800", "answer": "1"}'
     )
-    with pytest.raises(ConfigError, match=r"row 2 of .*its text holds \\ud800, which is half"):
+    with pytest.raises(ConfigError, match=r"row 2 of .*its text contains \\ud800, which is half"):
         load_problems(None, (str(file),), None)
     file.write_text('{"prompt": "\\udc00"}')
-    with pytest.raises(ConfigError, match=r"row 1 of .*its text holds \\udc00"):
+    with pytest.raises(ConfigError, match=r"row 1 of .*its text contains \\udc00"):
         read_prompts(file)
 
 

@@ -1,8 +1,8 @@
-"""A program's own time, which limits count: running and asleep, but not waiting for a busy machine.
+"""A program's own time, to which limits apply: time running or asleep, but not waiting for a
+processor.
 
-Linux says how long a thread has waited for a processor. Where it does not say, or cannot be asked,
-a program that gets less than a twentieth of a processor counts as asleep unless it is known to be
-runnable.
+Linux reports how long a thread has waited for a processor. Where this is not available, a program
+that gets less than a twentieth of a processor counts as asleep, unless it is known to be runnable.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import time
 
 STARVED = 10
 """A program that gets no processor is given up after this many times its limit."""
-_AWAKE = 1 / 20  # of the time between two looks; a program that ran for less than this was asleep
+# fraction of the time between two checks; a program that ran for less than this was asleep
+_AWAKE = 1 / 20
 
 
 class OwnTime:
-    """The time that a program has spent since now, waiting for the machine aside, and its limit.
+    """A program's own time from now on, without waits for a processor, and its limit.
 
     Args:
-        limit_s: seconds that it may spend.
+        limit_s: seconds that the program may spend.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -33,10 +34,10 @@ class OwnTime:
         runnable: bool = False,
         queued_s: float | None = None,
     ) -> None:
-        """Count the time between two looks: ``waited_s`` by the clock, of which ``ran_s`` on the
-        processor and ``queued_s`` ready for it without getting it, if that is known.
+        """Count the time between two checks: ``waited_s`` of wall-clock time, of which the program
+        ran for ``ran_s`` and waited for a processor for ``queued_s``, if known.
 
-        A program that is ``runnable`` asks for the processor, so it is not asleep even if it gets
+        A program that is ``runnable`` is ready for a processor, so it is not asleep even if it gets
         none.
         """
         ran_s = min(ran_s, waited_s)
@@ -48,12 +49,12 @@ class OwnTime:
 
     @property
     def left_s(self) -> float:
-        """Seconds that it has left, never below zero."""
+        """The seconds that the program has left, never below zero."""
         return max(0.0, self._limit_s - self.spent_s)
 
     @property
     def over(self) -> bool:
-        """True if no time is left, or the program gets so little of the processor that it is given
+        """True if no time is left, or if the program gets so little processor time that it is given
         up.
         """
         return not self.left_s or time.monotonic() - self._start > STARVED * self._limit_s

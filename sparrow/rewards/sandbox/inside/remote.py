@@ -1,9 +1,10 @@
-"""Stand-ins for objects of the other side: what is done to one is done there, and the answer comes
-back as a value.
+"""Stand-ins for objects on the other side: an operation on a stand-in is carried out there, and the
+result is returned as a value.
 
-On the tests' side (``strict``) a program must not decide what an assertion decides. No comparison
-is left to an object of the program's, no operand of the tests' reaches its arithmetic, it swallows
-no exception, and it is read in one way only. What cannot be had without that is refused.
+On the tests' side (``strict``), the program must not influence the outcome of an assertion. Objects
+of the program never decide a comparison, never receive operands from the tests in arithmetic,
+cannot suppress exceptions, and are read in one way only. Operations that would break these rules
+are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from .exchange import Exchange
 
-MOST_AHEAD = 256  # items of an iterator that are asked for at a time
+MOST_AHEAD = 256  # maximum number of items of an iterator to request at a time
 
 _REVERSIBLE = {
     "add": operator.add,
@@ -85,24 +86,24 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "enter": _enter,
     "exit": _exit,
 }
-"""Operations on an object of the other side, by the name that a request uses."""
+"""Operations on objects of the other side, by their names in requests."""
 
 
 class CannotCrossError(BaseException):
-    """The tests ask for something that a program in another process cannot give them.
+    """An error for tests that need something that a program in another process cannot provide.
 
-    It is no ``Exception``, so that no test takes it for the exception that it expects.
+    It is not an ``Exception``, so a test cannot mistake it for an exception that it expects.
     """
 
 
 class Remote:
-    """A function or object of the other side.
+    """A stand-in for a function or object of the other side.
 
     Args:
         exchange: the connection to the other side.
-        key: its number or its name there.
-        compares: whether its class says itself what it is equal to.
-        identity: its number, if ``key`` is a name.
+        key: the number or name of the object on the other side.
+        compares: whether the object's class defines equality.
+        identity: the number of the object, if ``key`` is a name.
     """
 
     def __init__(
@@ -117,9 +118,9 @@ class Remote:
             "_key": key,
             "_compares": compares,
             "_identity": key if identity is None else identity,
-            "_owner": None,  # the stand-in that this is a method of, if that one is a ``Like``
-            "_way": None,  # how it was read: by index or by iteration
-            "_read_at": -1,  # what follows is what it said after this many changes
+            "_owner": None,  # the stand-in that this is a method of, if it is a ``Like``
+            "_way": None,  # how the object was read: by index or by iteration
+            "_read_at": -1,  # the number of changes after which the following values were read
             "_items": [],
             "_parts": {},
             "_source": None,
@@ -145,12 +146,12 @@ class Remote:
     def _do(self, name: str, *operands: Any) -> Any:
         return self._exchange.operate(name, *operands)
 
-    # Reading it as a container.
+    # Reading the object as a container.
 
     def _renew(self, way: str | None = None) -> None:
-        """Forget what it said if something was done on the other side since.
+        """Discard the values that were read if something has changed on the other side since.
 
-        Raises CannotCrossError: it was read in another way before.
+        Raises CannotCrossError: the object was read in another way before.
         """
         if self._exchange.strict and way is not None:
             if self._way not in (None, way):
@@ -208,7 +209,7 @@ class Remote:
                 )
             self.__dict__["_length"] = position
 
-    # Comparing it.
+    # Comparing the object.
 
     def _compare(self, name: str, other: Any) -> bool:
         if not self._exchange.strict:
@@ -267,7 +268,7 @@ class Remote:
     def __subclasscheck__(self, other: Any) -> bool:
         return stand_in(other) is not None and self._do("issubclass", other, self) is True
 
-    # Using it in a ``with`` statement.
+    # Using the object in a ``with`` statement.
 
     def __enter__(self) -> Any:
         return self._do("enter", self)
@@ -312,10 +313,10 @@ for _name in _REVERSIBLE:
 
 
 class RemoteIterator(Remote):
-    """An iterator of the other side: one that never ends can be looked into.
+    """A stand-in for an iterator of the other side, which may be endless.
 
-    ``next`` asks for one item. In a loop more and more are asked for at a time, at most as many as
-    were taken before.
+    ``next`` requests one item. A loop requests more and more items at a time, but at most as many
+    as it has already used.
     """
 
     def __init__(self, exchange: Exchange, key: int) -> None:
@@ -331,7 +332,7 @@ class RemoteIterator(Remote):
             if self._done:
                 raise StopIteration
             items, done = self._exchange.ask({"next": [self._key, max(1, self._ahead)]})
-            # An empty answer counts as the end, or this would ask forever.
+            # An empty reply counts as the end; otherwise, requests would never stop.
             self.__dict__.update(
                 _buffer=list(reversed(items)),
                 _done=bool(done) or not items,
@@ -343,14 +344,14 @@ class RemoteIterator(Remote):
 
 
 class Like:
-    """A value of a subclass of tuple, list, dict or a set: a copy of what the built-in class holds,
-    whose other attributes are the original's.
+    """A stand-in for a value of a subclass of tuple, list, dict, set or frozenset: a copy of the
+    contents in the built-in class, with the original's other attributes.
 
-    Comparisons, lengths and items are the copy's, whatever the subclass would say.
+    Comparisons, lengths and items are those of the copy, whatever the subclass defines.
     """
 
     _remote: Remote
-    _known: Any  # the packed content when the two sides last agreed
+    _known: Any  # the packed contents when the two sides last agreed
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -392,8 +393,8 @@ MUTABLE_LIKE = (LikeList, LikeDict, LikeSet)
 
 
 def stand_in(value: Any) -> Remote | None:
-    """The stand-in that ``value`` is or has, None if it is a value of this side."""
-    kind = type(value)  # not ``isinstance``, which would ask the value for its class
+    """Return the stand-in that ``value`` is or has; None if it is a value of this side."""
+    kind = type(value)  # ``isinstance`` would ask the value for its class
     if issubclass(kind, Remote):
         return value
     return value._remote if issubclass(kind, Like) else None
@@ -419,8 +420,8 @@ _DECIDING = (
 
 
 def plain_base(value: Any, own: tuple[str, ...]) -> type[Any] | None:
-    """The built-in class whose value can stand for ``value``; None if its class changes what that
-    one does, or is of another kind.
+    """Return the built-in class that can represent ``value``; None if the value's class changes the
+    behaviour of the built-in one, or has no such base.
 
     ``own`` are the modules of this side's classes.
     """
@@ -430,7 +431,7 @@ def plain_base(value: Any, own: tuple[str, ...]) -> type[Any] | None:
             continue
         above = kind.__mro__[: kind.__mro__.index(base)]
         if base is not tuple and not any(one.__module__ in own for one in above):
-            return None  # one of the standard library's, which ``wire`` knows
+            return None  # a class of the standard library, which ``wire`` supports
         changed = {
             name
             for one in above

@@ -1,5 +1,5 @@
-"""A watch that counts, from outside the program and several times per second, what no resource
-limit counts: its files and its tasks.
+"""A watch that counts, from outside the program and several times per second, the files and tasks
+that resource limits do not count.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ if TYPE_CHECKING:
     from typing import Any
 
 EVERY_S = 0.02
-_SHARE = 5  # a slow look is followed by a pause this many times as long
+_SHARE = 5  # a slow check is followed by a pause this many times as long
 
 
 class Watch:
     """A watch over one program, from another process.
 
     Args:
-        request: the harness's request. Its ``folder`` is where the program may write, which is a
-            separate file system if ``own_files``; ``own_tasks`` says that the kernel bounds the
-            program's tasks.
+        request: the harness's request. The program may write to its ``folder``, which is a separate
+            file system if ``own_files``; if ``own_tasks``, the kernel limits the program's tasks.
     """
 
     def __init__(self, request: Mapping[str, Any]) -> None:
@@ -33,7 +32,7 @@ class Watch:
         self._next = 0.0
 
     def over(self, pid: int) -> str | None:
-        """Name what the program has used too much of; None if nothing."""
+        """Describe the limit that the program has exceeded; None if there is none."""
         now = time.monotonic()
         if now < self._next:
             return None
@@ -64,10 +63,11 @@ class Watch:
                             folders.append(entry.path)
                         else:
                             size += entry.stat(follow_symlinks=False).st_blocks * 512
-            except FileNotFoundError:  # the program has just removed it
+            except FileNotFoundError:  # the program has just removed the folder
                 continue
             except OSError as error:
-                # a path too long for any call, or a folder that even its maker may not list
+                # a path that is too long for any call, or a folder that even its creator may not
+                # list
                 return f"made a folder that cannot be looked into: {error.strerror}"
         most = self._limits["files_bytes"]
         return f"wrote more than {most} bytes of files" if size > most else None
@@ -76,7 +76,7 @@ class Watch:
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
                 tasks = int(file.read().rpartition(b")")[2].split()[17])
-        except OSError:  # it has ended, or there is no /proc here
+        except OSError:  # the process has ended, or there is no /proc
             return None
         most = self._limits["tasks"]
         return f"made more than {most} tasks" if tasks > most else None

@@ -1,5 +1,5 @@
-"""The format of messages across the wall: plain values as JSON that keeps their type, one per
-line.
+"""The format of messages between the sandbox and the outside: plain values as JSON that keeps their
+type, one per line.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ import re
 import sys
 from collections.abc import Hashable, Iterator, Mapping
 
-# typing.TYPE_CHECKING without typing: every program pays for the imports made here
+# typing.TYPE_CHECKING without importing typing, as every import here delays every program
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-# The most that a program's message may hold, so that reading it is cheap; its bytes are bounded
-# elsewhere.
+# Maximum contents of a program's message, so reading the message is cheap; its size in bytes is
+# limited elsewhere.
 MOST_VALUES = 1 << 20
 MOST_CONTAINERS = 1 << 18
 MOST_STRINGS = 1 << 18
 MOST_DEPTH = 200
 MOST_DIGITS = 4300
-MOST_ALIKE = 32  # keys with the same hash, each of which is compared with all others
+MOST_ALIKE = 32  # maximum number of keys with the same hash, which are all compared with each other
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 _NO_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
 
 
 _PLAIN = (list, dict, tuple, set, frozenset, bytes, bytearray, complex)
-# These get the plain value of a subclass, whose own conversions and comparisons could claim
-# anything.
+# These functions return the plain value of a subclass, whose own conversions and comparisons could
+# return anything.
 _SCALARS: tuple[tuple[type, Any], ...] = (
     (int, int.__int__),
     (float, float.__float__),
@@ -41,10 +41,9 @@ _SCALARS: tuple[tuple[type, Any], ...] = (
 def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     """Write a built-in value as JSON that keeps its type; the wire format of arguments and results.
 
-    ``other`` returns what a value of no plain type is written as, or None if it does not know that
-    type either.
+    ``other`` converts a value of any other type, or returns None if it does not support the type.
 
-    Raises TypeError: a value of another kind.
+    Raises TypeError: the type of a value is not supported.
     """
     if value is None or value is True or value is False:
         return value
@@ -63,9 +62,9 @@ def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": bytes(value).decode("latin-1")}
     if isinstance(value, complex):
-        plain = complex(value)  # not a subclass, whose parts could be anything
+        plain = complex(value)  # not a subclass, whose parts could return anything
         return {"complex": [plain.real, plain.imag]}
-    if hasattr(value, "tolist"):  # arrays and their scalars
+    if hasattr(value, "tolist"):  # arrays and array scalars
         return pack(value.tolist(), other)
     if isinstance(value, Iterator) or type(value).__name__ in (
         "range",
@@ -79,7 +78,7 @@ def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
 
 
 def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
-    """Read the value that ``pack`` wrote. Raises ValueError: not written by ``pack``."""
+    """Read the value that ``pack`` wrote. Raises ValueError: ``pack`` did not write this value."""
     if isinstance(value, list):
         return [unpack(item, other) for item in value]
     if not isinstance(value, dict):
@@ -104,8 +103,8 @@ def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
 
 
 def _spread(keys: list[Hashable]) -> list[Hashable]:
-    """Return the keys unchanged. Raises ValueError: so many have the same hash that a set of them
-    would take forever.
+    """Check the hashes of keys, and return the keys unchanged. Raises ValueError: so many keys have
+    the same hash that building a set would take forever.
     """
     alike: dict[int, int] = {}
     for key in keys:
@@ -117,11 +116,10 @@ def _spread(keys: list[Hashable]) -> list[Hashable]:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Read an object from a line of JSON that may be hostile: the cost of reading is bounded before
-    it is read.
+    """Read an object from a line of JSON that may be hostile; the cost of reading is checked first.
 
-    Raises ValueError: no JSON, no object, too many values, containers, strings or digits, or nested
-    too deep.
+    Raises ValueError: the line is not JSON or not an object, has too many values, containers,
+    strings or digits, or is nested too deeply.
     """
     if (strings := (line.count(b'"') - line.count(b'\\"')) // 2) > MOST_STRINGS:
         raise ValueError(f"{strings} strings are over the limit of {MOST_STRINGS}")
@@ -138,7 +136,7 @@ def parse(line: bytes) -> dict[str, Any]:
         if deepest > MOST_DEPTH:
             raise ValueError(f"nested {deepest} deep, over the limit of {MOST_DEPTH}")
 
-    # The interpreter's own limit is cheaper.
+    # The interpreter's own limit on digits is cheaper.
     unlimited = not 0 < sys.get_int_max_str_digits() <= MOST_DIGITS
     try:
         message = json.loads(line, parse_int=_short_int if unlimited else None)
@@ -164,7 +162,9 @@ def _short_int(digits: str) -> int:
 
 
 class Channel:
-    """Objects in lines of JSON over two file descriptors, and a third for a last word."""
+    """A channel for objects as lines of JSON over two file descriptors, with a third one for a
+    final message.
+    """
 
     hostile = False  # whether messages come from a program and must be read by ``parse``
 
@@ -174,18 +174,18 @@ class Channel:
         self._error_fd = error_fd
 
     def receive(self) -> dict[str, Any]:
-        """The next object; ends this process when there is none."""
+        """Receive the next object; end this process if there is none."""
         line = self._requests.readline()
         if not line:
             os._exit(0)
         return parse(line) if self.hostile else json.loads(line)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """Send one object, and then ``body``, whose length the object states."""
+        """Send one object, followed by ``body``, whose length is in the object."""
         write_whole(self._write_fd, json.dumps(message).encode() + b"\n" + body)
 
     def complain(self, text: str) -> None:
-        """Leave a message that explains why this process ends."""
+        """Write a message that explains why this process ends."""
         write_whole(self._error_fd, text.encode(errors="replace"))
 
     def close(self, but_errors: bool = False) -> None:
