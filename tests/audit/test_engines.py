@@ -54,7 +54,7 @@ def dense(model, seed, **sampling):
 
 
 @pytest.mark.parametrize("sampling", [{}, dict(temperature=0.7, top_k=9, top_p=0.8)])
-def test_ranks_are_those_of_the_distributions_one_token_after_another(model, sampling):
+def test_ranks_match_distributions_computed_one_token_at_a_time(model, sampling):
     engine = HFEngine(model, SparsitySchedule.dense(), eos_ids=[], token_budget=64)
     wanted = Sampling(6, top_n=0, **sampling)
     rollouts = engine.generate(asked(3), wanted)
@@ -73,7 +73,7 @@ def test_ranks_are_those_of_the_distributions_one_token_after_another(model, sam
             assert found.raw_logprobs[t] == pytest.approx(raw, abs=1e-4)
 
 
-def test_a_token_that_truncation_excludes_stands_after_all_others(model):
+def test_a_token_excluded_by_truncation_ranks_after_all_others(model):
     engine = HFEngine(model, SparsitySchedule.dense(), eos_ids=[])
     rollouts = engine.generate(asked(20), Sampling(10, top_n=0))
     for found in engine.rank(rollouts, Sampling(10, top_n=0, top_k=3), COMMON):
@@ -83,7 +83,7 @@ def test_a_token_that_truncation_excludes_stands_after_all_others(model):
     assert (p == 0).any() and (p > 0).any()
 
 
-def test_places_are_those_of_the_cycles(model):
+def test_recorded_places_match_the_cycles(model):
     engine = HFEngine(model, DRAFTS, eos_ids=[])
     rollouts = engine.generate(asked(20), Sampling(LENGTH, top_n=0))
     counters = engine.counters()
@@ -105,7 +105,7 @@ def test_places_are_those_of_the_cycles(model):
 
 
 @pytest.mark.slow
-def test_dense_and_lossless_decoding_pass_with_ten_seeds_of_ten(model):
+def test_dense_and_lossless_decoding_pass_with_all_ten_seeds(model):
     sampled = [{}, dict(temperature=0.8), dict(top_p=0.9), dict(top_k=8, temperature=1.2)]
     shares = []
     for seed in range(10):
@@ -241,7 +241,7 @@ def log_probs_of_the_draft(monkeypatch):
         (log_probs_of_the_draft, {}, "reported log-probs"),
     ],
 )
-def test_a_defect_is_found(model, monkeypatch, defect, sampling, found):
+def test_each_defect_is_found(model, monkeypatch, defect, sampling, found):
     beside = dense(model, 12, **sampling)
     defect(monkeypatch)
     tokens, counters = arm(model, DRAFTS, 11, **sampling)
@@ -251,7 +251,7 @@ def test_a_defect_is_found(model, monkeypatch, defect, sampling, found):
 
 
 @pytest.mark.slow
-def test_shared_noise_is_found_where_contexts_repeat(model, monkeypatch):
+def test_shared_noise_is_found_when_contexts_repeat(model, monkeypatch):
     """It moves tokens across all ranks, which no order of them shows: few prompts do, often."""
     often = dict(sequences=8192, length=5, prompts=8)
     beside, _ = arm(model, SparsitySchedule.dense(), 12, **often)

@@ -26,7 +26,7 @@ def fit():
         yield importlib.import_module("fit_lossless")
 
 
-def test_the_fit_recovers_what_it_was_given(fit):
+def test_the_fit_recovers_known_constants(fit):
     truth = Cycle(20e-6, 0.5, 5e-6, 0.8)
     cycles = [
         {
@@ -56,7 +56,7 @@ def test_the_fit_recovers_what_it_was_given(fit):
         assert fit.fit_cycles(fast, H200) == Cycle(0.0, np.inf), "no constant is below zero"
 
 
-def test_the_shipped_constants_predict_every_cycle_that_was_measured(fit):
+def test_the_shipped_constants_predict_every_measured_cycle(fit):
     cycles = fit.measured()
     assert len(cycles) == 81 and {"qwen3-1.7b", "qwen3-8b"} <= {cycle["shape"] for cycle in cycles}
     assert max(map(abs, fit.errors(cycles))) < 0.05, (
@@ -100,7 +100,7 @@ def test_the_measured_speedups_over_stock_are_predicted(fit, name):
     assert len(found) >= 6
 
 
-def test_speedups_are_missed_only_where_stock_is_slower_than_predicted(fit):
+def test_mispredicted_speedups_are_only_those_where_stock_is_slower_than_predicted(fit):
     found = [*speedups(fit, "qwen3-4b"), *speedups(fit, "qwen3-8b")]
     off = {(state, round(predicted / measured - 1, 3)) for state, predicted, measured in found}
     assert {state for state, error in off if abs(error) > 0.08} == MISSED

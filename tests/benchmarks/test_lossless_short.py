@@ -97,7 +97,7 @@ def engines(short, monkeypatch):
     return pools
 
 
-def test_the_ratio_leaves_out_what_pauses_cost(short, engines, monkeypatch):
+def test_the_ratio_excludes_the_cost_of_pauses(short, engines, monkeypatch):
     monkeypatch.setattr(short, "TURN_S", 0.1)
     monkeypatch.setattr(short, "GROWTH", 512)
     result = short.side_by_side(engines, ROWS, 1024, None)
@@ -125,7 +125,7 @@ def test_the_ratio_leaves_out_what_pauses_cost(short, engines, monkeypatch):
     )
 
 
-def test_turns_end_after_some_seconds_if_growing_takes_longer(short, engines, monkeypatch):
+def test_turns_end_after_a_time_limit_if_growth_takes_longer(short, engines, monkeypatch):
     monkeypatch.setattr(short, "SECONDS", 2.0)
     result = short.side_by_side(engines, ROWS, 1024, None)
     assert max(result["grown"].values()) < short.GROWTH / 2
@@ -133,7 +133,7 @@ def test_turns_end_after_some_seconds_if_growing_takes_longer(short, engines, mo
     assert 2.0 <= took < 2.0 + 3 * 2 * short.TURN_S  # a round that has begun goes on to its end
 
 
-def test_sequences_grow_by_no_more_than_the_smallest_cache_and_the_context_hold(short, engines):
+def test_sequences_grow_no_further_than_the_smallest_cache_and_the_context_allow(short, engines):
     result = short.side_by_side(engines, ROWS, short.CONTEXT - 280, None)
     assert max(result["grown"].values()) == 280 - short.BLOCK - short.SPARE
     engines["lossless"].engine.bench.kv_tokens = 1400 * ROWS
@@ -142,7 +142,7 @@ def test_sequences_grow_by_no_more_than_the_smallest_cache_and_the_context_hold(
 
 
 @pytest.mark.parametrize(("rate", "numbers"), [(None, (0,)), (0.9, (0, 4))])
-def test_each_state_begins_with_nothing_known(short, engines, monkeypatch, rate, numbers):
+def test_each_state_begins_with_a_fresh_chooser(short, engines, monkeypatch, rate, numbers):
     monkeypatch.setattr(short, "GROWTH", 64)
     short.side_by_side(
         engines, ROWS, 1024, None
@@ -156,14 +156,14 @@ def test_each_state_begins_with_nothing_known(short, engines, monkeypatch, rate,
     assert not hasattr(engines["stock"].engine.bench, "rate")
 
 
-def test_times_from_before_a_pause_are_forgotten(short, engines):
+def test_times_measured_before_a_pause_are_discarded(short, engines):
     ours = engines["lossless"].engine
     ours.turn(10**9)
     # Before a step: what was noted is gone until the first results after the pause are out.
     assert ours.bench.cleared[: short.UNDER_WAY + 2] == [True] * (short.UNDER_WAY + 1) + [False]
 
 
-def test_parts_of_a_step_are_timed(short, monkeypatch):
+def test_each_part_of_a_step_is_timed(short, monkeypatch):
     now = SimpleNamespace(s=0.0)
 
     def part(seconds):

@@ -71,7 +71,7 @@ def helps():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_explains_itself(helps, name):
+def test_every_script_has_a_help_text(helps, name):
     if absent := missing(name):
         pytest.skip(f"no {absent}")
     code, output = helps[name]
@@ -80,7 +80,7 @@ def test_a_script_explains_itself(helps, name):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_measured_shape_has_the_parameters_that_are_priced(name, monkeypatch):
+def test_measured_shapes_have_the_parameter_counts_of_the_cost_model(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from common import qwen3
 

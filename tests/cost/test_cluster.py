@@ -117,7 +117,7 @@ def test_training_on_several_gpus_is_predicted(name, monkeypatch):
         assert getattr(step, phase) == pytest.approx(seconds[phase], rel=0.12)
 
 
-def test_what_does_not_fit_is_named():
+def test_a_model_that_does_not_fit_is_refused_by_name():
     with pytest.raises(
         ConfigError,
         match=r"training Qwen3-14B on 2 H200 needs 1\d\d GiB on each, .* use more GPUs",
@@ -180,7 +180,7 @@ def test_the_command_plans_a_cluster(capsys):
     )
 
 
-def test_sparse_rollouts_gain_what_they_leave_of_the_step():
+def test_the_gain_from_sparse_rollouts_is_limited_by_their_share_of_the_step():
     responses = response_lengths(14_000, 32_768, 512)
     found = plan(
         SHAPES["qwen3-4b"], Cluster(H200, 8), responses, SparsitySchedule.preset("qwen3-4b")

@@ -32,7 +32,7 @@ def pages(entry):
     return [page for each in entries for page in pages(each)]
 
 
-def test_the_navigation_has_every_page_once():
+def test_the_navigation_lists_every_page_once():
     config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
     written = [*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]
     assert sorted(pages(config["nav"])) == sorted(str(page.relative_to(DOCS)) for page in written)
@@ -47,7 +47,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("name", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_outside_the_docs_lead_to_files_and_headings_that_exist(name):
+def test_links_out_of_the_docs_point_to_existing_files_and_headings(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)\s:#]+)(?:#([^)\s]+))?\)", text)
     missing = [
@@ -58,14 +58,14 @@ def test_links_outside_the_docs_lead_to_files_and_headings_that_exist(name):
     assert links and missing == []
 
 
-def test_a_link_from_the_root_leads_to_the_page(rewrite):
+def test_a_link_from_the_root_points_to_the_page(rewrite):
     text = "[glossary](docs/glossary.md#words) and [design](DESIGN.md)"
     assert rewrite(text, ROOT, DOCS, "", "README.md") == (
         "[glossary](glossary.md#words) and [design](design.md)"
     )
 
 
-def test_a_link_out_of_the_docs_leads_to_the_repository_if_its_address_is_known(rewrite):
+def test_a_link_out_of_the_docs_points_to_the_repository_if_its_url_is_known(rewrite):
     text = "[settings](../pyproject.toml)"
     address = "https://example.org/sparrow"
     assert rewrite(text, DOCS, DOCS, address, "vllm.md") == (

@@ -34,7 +34,7 @@ def url(tmp_path_factory):
         yield address
 
 
-def test_drafts_are_logged_as_sparrow_and_as_vllm_count_them(url, monkeypatch):
+def test_drafts_are_logged_with_counts_from_sparrow_and_vllm(url, monkeypatch):
     assert (
         probe._rpc(f"{url}/nowhere", "sparrow_describe") is None
     )  # as of a server that was not started to be asked
@@ -68,7 +68,7 @@ def test_drafts_are_logged_as_sparrow_and_as_vllm_count_them(url, monkeypatch):
     )
 
 
-def test_a_lossless_servers_tail_is_its_own_ceiling(url):
+def test_the_acceptance_tail_of_a_lossless_server_is_logged_as_its_ceiling(url):
     watched = probe.Probe([url])
     found = watched.measured(ASKED, max_new_tokens=40, top_n=VOCAB)
     assert "sparrow/p5" not in found and found["sparrow/sequences"] == 3

@@ -36,11 +36,11 @@ ROOT = Path(__file__).parents[2]
 # --- the seams ---
 
 
-def test_trl_is_the_version_this_was_written_for():
+def test_trl_has_the_supported_version():
     assert trl.__version__.startswith("1.16.")
 
 
-def test_the_seams_are_where_they_were():
+def test_the_patched_parts_of_trl_are_unchanged():
     from trl.generation.vllm_client import VLLMClient
     from trl.generation.vllm_generation import VLLMGeneration
 
@@ -101,7 +101,7 @@ def sparse_only():
     return nullcontext(False)
 
 
-def test_before_the_first_batch_its_prompts_are_sampled_densely_too():
+def test_prompts_of_the_first_batch_are_also_sampled_densely():
     """Outside the context the schedule is what it was, and TRL gets the responses of its own
     rollout.
     """
@@ -123,7 +123,7 @@ def test_before_the_first_batch_its_prompts_are_sampled_densely_too():
     assert told[4:] == ["dense", "sparse", "generate"] and len(generation.dense) == 2
 
 
-def test_trl_gets_the_sampled_tokens_log_probs_and_the_lists_are_kept():
+def test_trl_receives_log_probs_of_sampled_tokens_and_the_lists_are_kept():
     inner = Generation()
     generation = adapter.Recording(inner, 2, 2, lambda: True, sparse_only)
     prompts = [[1], [2, 2], [3]]
@@ -144,20 +144,20 @@ def test_trl_gets_the_sampled_tokens_log_probs_and_the_lists_are_kept():
     assert generation.recorded[1].logprobs.tolist() == pytest.approx([-7.0, -0.4])
 
 
-def test_nothing_is_asked_for_between_measurements():
+def test_no_lists_are_requested_between_measurements():
     inner = Generation()
     generation = adapter.Recording(inner, 2, 2, lambda: False, sparse_only)
     assert generation.generate([[1], [2], [3]], None, 1)[2] == [[[-1.0], [-1.0]]] * 3
     assert inner.asked == 0 and generation.recorded == [] and generation.max_completion_length == 2
 
 
-def test_images_are_refused_rather_than_measured_without():
+def test_images_are_refused_rather_than_ignored():
     generation = adapter.Recording(Generation(), 2, 2, lambda: True, sparse_only)
     with pytest.raises(ConfigError, match="measured on text only"):
         generation.generate([[1]], [["an image"]], 1)
 
 
-def test_the_policys_log_probs_are_those_of_a_dense_engine(monkeypatch):
+def test_log_probs_of_the_policy_match_those_of_a_dense_engine(monkeypatch):
     monkeypatch.setattr(adapter, "CHUNK_TOKENS", 5)
     model = tiny_model()
     engine = HFEngine(model, SparsitySchedule.dense(dense_layers=(0,)), eos_ids=[])
@@ -174,7 +174,7 @@ def test_the_policys_log_probs_are_those_of_a_dense_engine(monkeypatch):
 # --- what is logged ---
 
 
-def test_what_workers_counted_is_logged_as_shares():
+def test_counts_of_the_workers_are_logged_as_shares():
     assert counter_metrics(Counters(0, 0)) == {}
     assert counter_metrics(Counters(1, 4) + Counters(3, 4)) == {"sparrow/tokens_read": 0.5}
     of_drafts = DraftAcceptance.of([0.5, 0.5, 1.0], [0, 1, 7], bin_tokens=4)
@@ -221,7 +221,7 @@ def test_a_server_in_another_mode_is_refused(monkeypatch, runs, wanted):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_environment_asks_for_the_mode_only_while_vllm_starts(monkeypatch, fails):
+def test_the_environment_sets_the_mode_only_while_vllm_starts(monkeypatch, fails):
     monkeypatch.delenv("SPARROW_MODE", raising=False)
     monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:3")  # the user's own
     asked = []
@@ -268,7 +268,7 @@ def test_samplers_that_bias_the_ratios_are_refused_before_anything_is_loaded(
         adapter.SparseGRPOTrainer("model", print, made, schedule="lossless")
 
 
-def test_samplers_that_leave_the_softmax_whole_are_taken(tmp_path):
+def test_samplers_that_keep_the_whole_softmax_are_accepted(tmp_path):
     made = trl.GRPOConfig(
         output_dir=str(tmp_path),
         use_cpu=True,

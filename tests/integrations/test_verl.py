@@ -37,11 +37,11 @@ def configuration(**rollout):
 # --- the seams ---
 
 
-def test_verl_is_the_version_this_was_written_for():
+def test_verl_has_the_supported_version():
     assert verl.__version__ == "0.9.1"
 
 
-def test_the_seams_are_where_they_were():
+def test_the_patched_parts_of_verl_are_unchanged():
     from verl.trainer.ppo.v1 import get_trainer_cls
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
     from verl.workers.rollout.llm_server import LLMServerManager
@@ -79,7 +79,7 @@ def composed():
         )
 
 
-def test_to_the_rest_of_verl_this_is_the_synchronous_trainer(composed):
+def test_verl_treats_the_adapter_as_its_synchronous_trainer(composed):
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
     from verl.utils.config import validate_config
@@ -93,7 +93,7 @@ def test_to_the_rest_of_verl_this_is_the_synchronous_trainer(composed):
 # --- what is asked for ---
 
 
-def test_the_schedule_is_vllms(monkeypatch):
+def test_the_schedule_is_taken_from_vllms_settings(monkeypatch):
     monkeypatch.delenv("SPARROW_SCHEDULE", raising=False)
     given = {"vllm": {"additional_config": {"sparrow": SCHEDULE.to_dict()}}}
     assert adapter.requested(configuration(engine_kwargs=given)).schedule == SCHEDULE
@@ -102,7 +102,7 @@ def test_the_schedule_is_vllms(monkeypatch):
     assert adapter.requested(configuration(engine_kwargs=given)).schedule == SCHEDULE
 
 
-def test_what_could_not_be_compared_is_refused(monkeypatch):
+def test_settings_that_prevent_a_comparison_are_refused(monkeypatch):
     monkeypatch.delenv("SPARROW_SCHEDULE", raising=False)
     with pytest.raises(ConfigError, match=r"no schedule; set .*additional_config"):
         adapter.requested(configuration())
@@ -125,7 +125,7 @@ def test_samplers_that_bias_the_ratios_are_refused(setting):
 # --- what is measured ---
 
 
-def test_tokens_that_were_not_sampled_count_as_length_but_not_as_tokens():
+def test_unsampled_tokens_count_toward_length_but_not_toward_acceptance():
     mask = torch.tensor([1, 1, 0, 0, 1])
     q = torch.log(torch.tensor([0.5, 0.5, 1.0, 1.0, 0.8]))
     p = torch.log(torch.tensor([0.5, 0.25, 0.1, 0.1, 0.4]))
@@ -144,7 +144,7 @@ def test_tokens_that_were_not_sampled_count_as_length_but_not_as_tokens():
     )
 
 
-def test_the_probe_asks_the_servers_when_its_turn_comes(composed, monkeypatch):
+def test_the_probe_queries_the_servers_at_its_interval(composed, monkeypatch):
     """After the step's weights are there, with prompts of the step; logged beside the step's own
     metrics.
     """
@@ -225,7 +225,7 @@ def replica():
     return SimpleNamespace(servers=[ray.remote(Server).remote()])
 
 
-def test_every_replica_is_told_and_forgets_its_prefixes(cluster):
+def test_every_replica_receives_the_schedule_and_clears_its_prefix_cache(cluster):
     replicas = [replica(), replica()]
     adapter.push_schedule(replicas, SCHEDULE)
     for told in replicas:
@@ -235,7 +235,7 @@ def test_every_replica_is_told_and_forgets_its_prefixes(cluster):
         adapter.push_schedule(replicas, SparsitySchedule.fixed(13))
 
 
-def test_verls_own_step_is_measured_through_its_transfer_queue(cluster, composed):
+def test_a_real_step_of_verl_is_measured_through_its_transfer_queue(cluster, composed):
     """The real ``PPOTrainerSync._compute_old_log_prob``, with the policy's worker alone replaced."""
     import transfer_queue as tq
     from omegaconf import OmegaConf

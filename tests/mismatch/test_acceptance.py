@@ -41,21 +41,21 @@ def distribution_pairs(draw):
     return pair
 
 
-def test_exact_value_by_hand():
+def test_exact_acceptance_by_hand():
     assert acceptance(P, Q) == pytest.approx(0.2 + 0.1 + 0.15 + 0.05)
     assert acceptance([[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]).tolist() == [0.0, 1.0]
 
 
 @settings(deadline=None)
 @given(distribution_pairs())
-def test_exact_value_is_one_minus_total_variation(pair):
+def test_exact_acceptance_is_one_minus_total_variation(pair):
     p, q = pair
     total_variation = 0.5 * np.abs(p - q).sum(axis=-1)
     np.testing.assert_allclose(acceptance(p, q), 1 - total_variation, atol=1e-12)
     np.testing.assert_array_equal(acceptance(p, q), acceptance(q, p))
 
 
-def test_exact_value_keeps_leading_shape_and_single_precision_in_range():
+def test_exact_acceptance_keeps_leading_dimensions_and_stays_in_range_in_float32():
     p = np.random.default_rng(0).dirichlet(np.ones(7), (2, 3)).astype(np.float32)
     alpha = acceptance(p, p)
     assert alpha.shape == (2, 3) and alpha.dtype == np.float64
@@ -72,7 +72,7 @@ def test_exact_value_keeps_leading_shape_and_single_precision_in_range():
         ([-0.7, -0.7], [-0.7, -0.7], "exponentiate log-probs"),
     ],
 )
-def test_exact_value_refuses_what_is_no_distribution(p, q, message):
+def test_exact_acceptance_refuses_invalid_distributions(p, q, message):
     with pytest.raises(ValueError, match=message):
         acceptance(p, q)
 
@@ -98,7 +98,7 @@ def test_two_list_bounds_by_hand():
 
 @settings(max_examples=200, deadline=None)
 @given(distribution_pairs(), st.integers(1, 12))
-def test_gathered_bounds_hold_the_exact_value(pair, n):
+def test_gathered_bounds_contain_the_exact_value(pair, n):
     p, q = pair
     ids, actor_logprobs = top(q, n)
     lower, upper = acceptance_bounds(ids, actor_logprobs, np.take_along_axis(log(p), ids, axis=-1))
@@ -111,7 +111,7 @@ def test_gathered_bounds_hold_the_exact_value(pair, n):
 
 @settings(max_examples=300, deadline=None)
 @given(distribution_pairs(), st.integers(1, 12), st.integers(1, 12))
-def test_two_list_bounds_hold_the_exact_value(pair, n, m):
+def test_two_list_bounds_contain_the_exact_value(pair, n, m):
     p, q = pair
     actor_ids, actor_logprobs = top(q, n)
     policy_ids, policy_logprobs = top(p, m)
@@ -145,7 +145,7 @@ def test_padded_entries_are_ignored():
         np.testing.assert_allclose(found, expected)
 
 
-def test_bounds_take_any_leading_shape_and_stay_in_range_in_single_precision():
+def test_bounds_accept_any_leading_dimensions_and_stay_in_range_in_float32():
     rng = np.random.default_rng(1)
     p, q = rng.dirichlet(np.full(40, 0.3), (2, 4, 5)).astype(np.float32)
     ids = np.argsort(-q, axis=-1)

@@ -47,7 +47,7 @@ def repeated(values, sequence, weights_RB):
     distinct=st.sampled_from([2, 7, 10**9]),
     percentile=st.one_of(st.sampled_from([0, 1, 5, 50, 100]), st.floats(0, 100)),
 )
-def test_weighted_percentile_is_that_of_the_repeated_tokens(
+def test_the_weighted_percentile_equals_the_percentile_of_repeated_tokens(
     seed, n_sequences, n_tokens, distinct, percentile
 ):
     rng = np.random.default_rng(seed)
@@ -84,7 +84,7 @@ def test_bootstrap_by_hand():
     assert math.isnan(alone.lower) and math.isnan(alone.upper)
 
 
-def test_bootstrap_takes_any_statistic():
+def test_the_bootstrap_accepts_any_statistic():
     """A statistic that builds every resample gives the very same interval as the fast one."""
     rng = np.random.default_rng(2)
     values, sequence = clustered(rng, 30, 17, 0.5)
@@ -103,7 +103,7 @@ def test_bootstrap_takes_any_statistic():
     assert fast.lower < fast.estimate < fast.upper
 
 
-def test_mean_interval_has_the_width_of_theory():
+def test_the_interval_of_the_mean_has_its_theoretical_width():
     # Equal-sized sequences: the mean's standard error is that of the sequence means, s / sqrt(B).
     values, sequence = clustered(np.random.default_rng(3), 200, 20, 0.5)
     interval = sequence_bootstrap(values, sequence, weighted_mean, resamples=4000)
@@ -112,7 +112,7 @@ def test_mean_interval_has_the_width_of_theory():
 
 
 @pytest.mark.slow
-def test_coverage_on_clustered_tokens():
+def test_the_interval_covers_clustered_tokens_at_its_level():
     """The 95 % interval of the 5th percentile, whose true value is 0.05, over 300 data sets of 60
     sequences.
 
@@ -133,7 +133,7 @@ def test_coverage_on_clustered_tokens():
     assert by_token / 300 < 0.6
 
 
-def test_percentile_by_bin_interval():
+def test_percentile_intervals_by_bin_match_a_direct_computation():
     rng = np.random.default_rng(1)
     alpha, sequence = clustered(rng, 40, 50, 0.4)
     position = np.tile(np.arange(50), 40)
@@ -159,7 +159,7 @@ def test_percentile_by_bin_interval():
     assert percentile_by_bin_interval([], [], []) == []
 
 
-def test_seed_decides():
+def test_the_seed_determines_the_interval():
     alpha, sequence = clustered(np.random.default_rng(4), 20, 10, 0.5)
     position = np.tile(np.arange(10), 20)
 
@@ -183,14 +183,14 @@ def test_seed_decides():
         ({"bin_tokens": 0}, "bin_tokens is 0"),
     ],
 )
-def test_percentile_by_bin_interval_refuses(change, message):
+def test_percentile_by_bin_interval_refuses_bad_input(change, message):
     arguments = {"alpha": [0.5, 0.6], "position": [0, 1], "sequence": [0, 1]} | change
     with pytest.raises(ValueError, match=message):
         percentile_by_bin_interval(**arguments)
 
 
 @pytest.mark.parametrize(("values", "sequence"), [([], []), ([0.5], [0, 1]), ([[0.5]], [[0]])])
-def test_bootstrap_refuses(values, sequence):
+def test_the_bootstrap_refuses_bad_input(values, sequence):
     with pytest.raises(ValueError, match="two arrays"):
         sequence_bootstrap(values, sequence, weighted_mean)
 
@@ -204,7 +204,7 @@ def report_example():
     return lower, upper, position, sequence
 
 
-def test_report_bundles_what_the_parts_say():
+def test_a_report_combines_the_results_of_its_parts():
     lower, upper, position, sequence = report_example()
     report = mismatch_report(lower, upper, position, sequence, bin_tokens=20, percentile=5, seed=8)
     assert (report.n_tokens, report.n_sequences, report.bin_tokens, report.percentile) == (
@@ -239,7 +239,7 @@ def test_report_bundles_what_the_parts_say():
         report.mean = 0.0
 
 
-def test_report_histogram():
+def test_report_histogram_by_hand():
     # Shortfalls 0, 1e-7, 2e-6, 0.05, 0.5 and 1, one token each.
     lower = 1 - np.array([0.0, 1e-7, 2e-6, 0.05, 0.5, 1.0])
     report = mismatch_report(lower, np.ones(6), np.arange(6), [0, 0, 0, 1, 1, 1])
@@ -253,7 +253,7 @@ def test_report_histogram():
     }
 
 
-def test_report_is_strict_json():
+def test_a_report_is_strict_json():
     lower, upper, position, sequence = report_example()
     report = mismatch_report(lower, upper, position, sequence, bin_tokens=20)
     data = report.to_dict()
@@ -272,6 +272,6 @@ def test_report_is_strict_json():
         ([0.5], [0.6, 0.7], "upper has shape"),
     ],
 )
-def test_report_refuses(lower, upper, message):
+def test_a_report_refuses_bad_input(lower, upper, message):
     with pytest.raises(ValueError, match=message):
         mismatch_report(lower, upper, np.zeros(len(lower), int), np.zeros(len(lower), int))

@@ -24,7 +24,7 @@ def ceilings(ceiling: Ceiling, *indices: int) -> list[float]:
     return [b.ceiling for b in ceiling.on(dense(*((i, 0.5, 20) for i in indices))).bins]
 
 
-def test_every_length_has_the_nearest_measured_ceiling():
+def test_every_length_uses_the_nearest_measured_ceiling():
     ceiling = Ceiling()
     assert isnan(*ceilings(ceiling, 0)) and not ceiling
     ceiling.measure(dense((0, 0.95, 64), (2, 0.93, 20), (3, 0.5, 7)))
@@ -40,14 +40,14 @@ def test_every_length_has_the_nearest_measured_ceiling():
     assert ceilings(ceiling, 0, 2) == [0.95, 0.91]
 
 
-def test_other_bin_widths_find_the_lengths_that_are_theirs():
+def test_bins_of_a_different_width_are_matched_by_length():
     ceiling = Ceiling()
     ceiling.measure(dense((0, 0.95, 64), (1, 0.93, 20), (2, 0.90, 20)))
     found = ceiling.on(dense((0, 0.5, 20), (4, 0.5, 20), width=50)).bins
     assert [b.ceiling for b in found] == [0.95, 0.90]
 
 
-def test_only_lengths_that_were_read_whole_count():
+def test_only_lengths_that_were_read_in_full_count():
     ceiling = Ceiling()
     ceiling.measure(dense((0, 0.95, 64), (1, 0.60, 64)), up_to=100)
     assert ceilings(ceiling, 0, 1) == [0.95, 0.95]
@@ -62,7 +62,7 @@ def test_the_state_survives_json_with_a_bin_of_one_response():
     assert str(again.state()) == str(ceiling.state()) and ceilings(again, 0) == [0.95]
 
 
-def test_a_samplers_noise_by_hand():
+def test_the_noise_of_a_sampler_by_hand():
     """Two listed tokens, and all others as one."""
     noise = engine_noise(np.log([[0.4, 0.4]]), np.log([[0.5, 0.3]]))
     np.testing.assert_allclose(noise, [[log(0.8), log(4 / 3), 0.0]], atol=1e-12)
@@ -73,7 +73,7 @@ def test_a_samplers_noise_by_hand():
     )
 
 
-def test_noise_of_lists_that_leave_nothing_over_or_are_padded():
+def test_noise_is_defined_for_complete_and_padded_lists():
     whole = np.array([[log(0.75), log(0.25), -inf]])
     noise = engine_noise(whole, whole)
     assert not noise.any()

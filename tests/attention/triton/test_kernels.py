@@ -334,12 +334,12 @@ def kept_pages(workspace: DecodeWorkspace, item: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("top_k", [0, 1, 4, 1000, ALL_PAGES])
-def test_every_length(config, top_k):
+def test_every_length_matches_the_reference(config, top_k):
     check(make_case(LENGTHS, [top_k] * len(LENGTHS), K=1), config)
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_rows_of_a_batch_have_their_own_length_and_budget(config):
+def test_each_row_of_a_batch_has_its_own_length_and_budget(config):
     check(
         make_case([517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], pages_per_block=2),
         config,
@@ -351,7 +351,7 @@ def test_rows_of_a_batch_have_their_own_length_and_budget(config):
 @pytest.mark.parametrize(
     "budgets", [(0.0, 4.0, 0.125, 1.0), (1.5, 0.5, 1.0, 1.0), (64.0, 0.0, 1 / 256, 3.9)]
 )
-def test_heads_have_budgets_of_their_own(config, split, budgets):
+def test_each_head_has_its_own_budget(config, split, budgets):
     """Rows where some heads keep every page and others do not, in one part or in many, and some
     none by score.
     """
@@ -370,7 +370,7 @@ def test_heads_have_budgets_of_their_own(config, split, budgets):
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_one_plan_serves_layers_of_other_budgets(config):
+def test_one_plan_serves_layers_with_different_budgets(config):
     fine = small_parts(config)
     case = make_case([700, 517, 333], [12, 3, 9], budgets=(1.75, 0.25))
     other = replace(case, budgets=case.budgets.flip(0))
@@ -384,14 +384,14 @@ def test_one_plan_serves_layers_of_other_budgets(config):
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_equal_budgets_are_no_budgets_to_the_bit(config):
+def test_equal_head_budgets_match_no_head_budgets_bit_for_bit(config):
     case = make_case([700, 333, 200, 48], [7, 5, ALL_PAGES, 2], budgets=(1.0, 1.0))
     assert torch.equal(run(case, config), run(replace(case, budgets=None), config))
 
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("relative", [1, 127, 128, 383, 64 * 256])
-def test_a_budget_is_rounded_as_the_reference_rounds_it(config, relative):
+def test_budgets_are_rounded_as_in_the_reference(config, relative):
     budgets = torch.tensor([relative], dtype=torch.int32)
     for top_k in (1, 3, 2560, ALL_PAGES - 1, ALL_PAGES):
         check_selection([float(n % 29) for n in range(40)], top_k, config, budgets=budgets)
@@ -426,7 +426,7 @@ SHAPES = [
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
 @CACHES
 @pytest.mark.parametrize("G, D, P, per_block, dtype, kind, config", SHAPES)
-def test_shapes_dtypes_and_cache_layouts(
+def test_any_shape_dtype_and_cache_layout_matches_the_reference(
     G, D, P, per_block, dtype, kind, config, cache_dtype, landmark_dtype
 ):
     layout = PageLayout(P, landmark_dtype=landmark_dtype)
@@ -452,7 +452,7 @@ def test_shapes_dtypes_and_cache_layouts(
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_cache_in_8_bits(config, dtype):
+def test_an_fp8_cache_matches_the_reference(config, dtype):
     case = make_case(
         [517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], dtype=dtype, cache_dtype=E4M3
     )
@@ -476,7 +476,7 @@ def test_a_cache_in_8_bits(config, dtype):
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("spread", [8, 21])
-def test_a_cache_in_int8(config, dtype, spread):
+def test_an_int8_cache_matches_the_reference(config, dtype, spread):
     """Values whose scales differ by 2^20, among them some that are all zero; keys and values tiny
     and huge.
     """
@@ -503,7 +503,7 @@ def test_a_cache_in_int8(config, dtype, spread):
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("token", [0, 100, 332])
-def test_what_is_not_finite_is_nan_in_int8(config, which, token):
+def test_values_that_are_not_finite_become_nan_in_int8(config, which, token):
     case = make_case([333, 333, 40], [ALL_PAGES, 4, 1], cache_dtype=INT8)
     expected = run(case, config).clone()
     block, head, place = case.table[0, token // 16].long(), 1, token % 16
@@ -515,7 +515,7 @@ def test_what_is_not_finite_is_nan_in_int8(config, which, token):
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_a_row_of_zeros_in_int8_is_zero(config):
+def test_a_row_of_zeros_stays_zero_in_int8(config):
     case = make_case([333, 40], [4, 1], cache_dtype=INT8)
     for cache, scales in ((case.k_cache, case.scales.k), (case.v_cache, case.scales.v)):
         cache.zero_()
@@ -525,7 +525,7 @@ def test_a_row_of_zeros_in_int8_is_zero(config):
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("cache_dtype", [E4M3, INT8], ids=["fp8", "int8"])
-def test_every_key_and_value_in_8_bits_is_read_exactly(config, cache_dtype):
+def test_every_8_bit_key_and_value_is_read_exactly(config, cache_dtype):
     every = torch.arange(256, dtype=torch.uint8).view(cache_dtype).float()
     every = every[~every.isnan() & (every > -128 if cache_dtype == INT8 else True)].to(DEVICE)
     case = make_case(
@@ -574,7 +574,7 @@ def test_every_key_and_value_in_8_bits_is_read_exactly(config, cache_dtype):
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_ranking_by_landmarks_in_8_bits(config, dtype):
+def test_pages_are_ranked_by_8_bit_landmarks(config, dtype):
     case = make_case(
         [517, 0, 333, 333, 48, 200],
         [3, 5, ALL_PAGES, 0, 1, 9],
@@ -593,7 +593,7 @@ def test_ranking_by_landmarks_in_8_bits(config, dtype):
 
 @pytest.mark.parametrize("layout", [PageLayout(16, 0, 1), PageLayout(16, 3, 4)])
 @pytest.mark.parametrize("config", PATHS)
-def test_other_numbers_of_sink_and_recent_pages(config, layout):
+def test_any_number_of_sink_and_recent_pages_matches_the_reference(config, layout):
     check(make_case([1, 90, 400], [1, 2, 4], layout=layout), config)
 
 
@@ -660,7 +660,7 @@ def check_selection(
 
 
 @pytest.mark.parametrize("config", TRITON)
-def test_equal_scores_keep_the_earlier_pages(config):
+def test_the_earlier_of_two_pages_with_equal_scores_is_kept(config):
     case = scored_case([2.0] * 40, 5, torch.float16)
     workspace = make_workspace(case)
     run(case, config, workspace)
@@ -687,7 +687,7 @@ def test_selection_is_exact_for_extreme_scores(config, scores):
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_landmark_in_8_bits_is_read_exactly(config, dtype):
+def test_every_8_bit_landmark_is_read_exactly(config, dtype):
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     order = torch.randperm(254, generator=torch.Generator().manual_seed(0))
     scores = every[~every.isnan()][order].tolist()
@@ -713,7 +713,7 @@ def test_selection_is_exact(scores, top_k, config):
     check_selection(scores, top_k, config)
 
 
-def test_a_full_budget_is_the_dense_result_bit_for_bit():
+def test_a_full_budget_matches_dense_attention_bit_for_bit():
     case = make_case([333, 517], [ALL_PAGES, ALL_PAGES])
     dense = run(case, ONE)
     case.top_k[:] = torch.tensor([-(-333 // 16) - 3, -(-517 // 16) - 3])
@@ -733,7 +733,7 @@ def small_parts(config: Config) -> Config:
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("top_k", [2, ALL_PAGES])
-def test_long_rows_are_shared_out(config, top_k):
+def test_long_rows_are_split_across_programs(config, top_k):
     """Rows far longer than the mean, dense and ranked, and more work than the programs of a launch."""
     case = make_case(
         [700, 17, 64, 333, 40], [ALL_PAGES, 1, ALL_PAGES, top_k, 3], G=3, pages_per_block=2
@@ -768,7 +768,7 @@ def test_extra_programs_without_a_plan_are_refused():
         [130, 100, 90, 80, 70],
     ],
 )
-def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target, P):
+def test_parts_cover_every_row_and_are_nearly_as_small_as_possible(lengths, target, P):
     tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     everything = torch.full_like(tokens, ALL_PAGES)
     plan = torch.full((len(lengths) + target, 8), -1, dtype=torch.int32, device=DEVICE)
@@ -851,7 +851,7 @@ def test_decoding_completes_landmarks(config, dtype, layout, cache_dtype):
 
 @pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_8_bit_landmarks_equal_the_references(kind, dtype):
+def test_8_bit_landmarks_match_the_reference(kind, dtype):
     P, K, D, layout = 8, 2, 80, PageLayout(8, landmark_dtype="fp8_e4m3")
     k, _, marks = make_caches(kind, 6, K, 2 * P, D, layout, dtype)
     # Multiples of 2^-10, whose sums are exact; means from below e4m3's smallest value to beyond its
@@ -896,7 +896,7 @@ def test_landmarks_are_recomputed_when_a_page_is_completed(kind, dtype):
 
 @pytest.mark.parametrize("layout", [PageLayout(), FP8], ids=["auto", "fp8"])
 @pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["16-bit cache", "int8 cache"])
-def test_landmarks_of_a_long_prefill_equal_the_references_in_all_layers(layout, cache_dtype):
+def test_landmarks_of_a_long_prefill_match_the_reference_in_all_layers(layout, cache_dtype):
     keys, _, marks = make_caches("HN2D", 3 * 70, 1, 16, 64, layout, torch.float16, cache_dtype)
     scales = [make_scales(keys).k] if cache_dtype else []
     for scale in scales:
@@ -931,7 +931,7 @@ def test_tokens_are_stored_in_their_slots(kind):
 
 
 @pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
-def test_tokens_are_stored_in_8_bits_as_the_reference_stores_them(kind):
+def test_tokens_are_stored_in_fp8_as_in_the_reference(kind):
     K, D, slots = 3, 80, torch.tensor([37, -1, 64, 3, 5], device=DEVICE)
     qkv = torch.randn(5, 9, D).to(DEVICE, torch.bfloat16) * 2.0 ** torch.randint(
         -12, 6, (5, 9, D)
@@ -954,7 +954,7 @@ def test_tokens_are_stored_in_8_bits_as_the_reference_stores_them(kind):
 
 @pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_tokens_are_stored_in_int8_as_the_reference_stores_them(kind, dtype):
+def test_tokens_are_stored_in_int8_as_in_the_reference(kind, dtype):
     K, D, slots = 3, 80, torch.tensor([37, -1, 64, 3, 5], device=DEVICE)
     low = 8 if dtype == torch.float16 else 40
     magnitude = 2.0 ** torch.randint(-low, low, (5, 9, 1)).to(DEVICE)
@@ -991,7 +991,7 @@ def test_tokens_are_stored_in_int8_as_the_reference_stores_them(kind, dtype):
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["16-bit cache", "int8 cache"])
-def test_decoding_reads_what_was_stored_just_before(config, cache_dtype):
+def test_decoding_reads_tokens_stored_just_before(config, cache_dtype):
     case = make_case([700, 333, 48, 160, 97], [5, 4, 1, 2, 0], cache_dtype=cache_dtype)
     expected, workspace, out = run(case, config), make_workspace(case), torch.empty_like(case.q)
     last = case.length.long() - 1
@@ -1017,7 +1017,7 @@ def test_decoding_reads_what_was_stored_just_before(config, cache_dtype):
         assert torch.equal(out, expected)
 
 
-def test_the_public_operation_takes_exactly_the_implementation_asked_for():
+def test_the_public_operation_uses_exactly_the_requested_implementation():
     case = make_case([100], [2])
     workspace = make_workspace(case)
     out = torch.empty_like(case.q)
@@ -1058,7 +1058,7 @@ def check_shipped_cuda(one_row: Case) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the kernel itself is tested")
-def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
+def test_the_cuda_kernel_receives_all_arguments_of_a_step(monkeypatch):
     """All of a launch but the kernel, which no CPU runs: the division, the macros, and every field
     of its argument.
     """
@@ -1199,7 +1199,7 @@ def refuse(match: str, case: Case, workspace: DecodeWorkspace | None = None, **c
         )
 
 
-def test_what_the_kernels_cannot_serve_is_refused_by_name():
+def test_unsupported_inputs_are_refused_by_name():
     case = make_case([100], [2])
     workspace = make_workspace(case)
     refuse("pages of 12 tokens in blocks of 16", case, workspace, layout=PageLayout(12))
@@ -1254,7 +1254,7 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
 @pytest.mark.parametrize("layout", [PageLayout(), FP8], ids=["auto", "fp8"])
 @pytest.mark.parametrize("config", [*PATHS, pytest.param(None, id="shipped")])
 @pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["16-bit cache", "int8 cache"])
-def test_long_sequences(config, layout, cache_dtype):
+def test_long_sequences_match_the_reference(config, layout, cache_dtype):
     shape = dict(D=128, dtype=torch.bfloat16, layout=layout, cache_dtype=cache_dtype)
     check(make_case([3001, 40000, 7919, 1], [61, 1000, 221, 7], **shape), config)
     check(make_case([131072, 5001, 100000], [253, 61, ALL_PAGES], K=1, **shape), config)
@@ -1297,7 +1297,7 @@ def test_a_captured_graph_follows_lengths_budgets_and_queries():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["16-bit cache", "int8 cache"])
-def test_addresses_beyond_two_gigaelements(cache_dtype):
+def test_caches_larger_than_two_billion_elements_are_addressed_correctly(cache_dtype):
     case = make_case([333, 90], [3, 2], K=2, D=128, dtype=torch.bfloat16, cache_dtype=cache_dtype)
     blocks, itemsize = case.k_cache.shape[0], case.k_cache.itemsize
     gap = (2**31 // (blocks - 1) // 16 * 16 + case.k_cache.stride(0)) * itemsize

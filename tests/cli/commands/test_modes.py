@@ -56,7 +56,7 @@ from tests.conftest import fails
         ),
     ],
 )
-def test_mode_and_schedule_say_together_how_to_decode(options, schedule, expected):
+def test_mode_and_schedule_together_determine_decoding(options, schedule, expected):
     assert DecodingOptions(**options).decoding(schedule) == expected
 
 
@@ -114,14 +114,14 @@ def test_contradictions_are_refused_with_the_remedy(options, schedule, message):
         DecodingOptions(**options).decoding(schedule)
 
 
-def test_drafts_of_mode_auto_have_the_models_weights():
+def test_draft_weights_are_refused_in_auto_mode():
     with pytest.raises(
         ConfigError, match="draft_weights is 'fp8', but must be left out unless mode is lossless"
     ):
         RolloutConfig(mode="auto", draft_weights="fp8").decoding("fixed:9")
 
 
-def test_a_schedule_that_training_moves_begins_where_it_says():
+def test_an_auto_schedule_begins_with_the_schedule_it_names():
     assert RolloutConfig().decoding("auto") == Decoding.load("dense")
     assert RolloutConfig(mode="lossy").decoding("auto:fixed:9") == Decoding.load("fixed:9")
 
@@ -131,7 +131,7 @@ def test_every_setting_of_lossless_mode_is_an_option():
     assert options == list(LOSSLESS_SETTINGS)
 
 
-def test_auto_drafts_and_decodes_under_one_schedule():
+def test_auto_mode_drafts_and_decodes_under_one_schedule():
     found = RolloutConfig(mode="auto", draft_tokens=4).decoding("fixed:9")
     assert found == Decoding("auto", SparsitySchedule.fixed(9), draft_tokens=4)
     assert found.with_schedule(SparsitySchedule.fixed(2)) == Decoding(
@@ -149,7 +149,7 @@ def test_auto_drafts_and_decodes_under_one_schedule():
 
 
 @pytest.mark.parametrize("engine", ["vllm", "vllm:max_num_seqs=4", "http://localhost:8000"])
-def test_auto_is_refused_where_verification_cannot_end_on_the_way(
+def test_auto_mode_is_refused_if_verification_cannot_stop_mid_response(
     engine, checkpoint, tmp_path, capsys
 ):
     message = fails(
@@ -179,7 +179,7 @@ def test_auto_is_refused_where_verification_cannot_end_on_the_way(
         Decoding.load(Decoding("auto", SparsitySchedule.fixed(1)))
 
 
-def test_settings_that_lossless_rollouts_cannot_have_are_refused():
+def test_settings_incompatible_with_lossless_rollouts_are_refused():
     with pytest.raises(
         ConfigError, match=r"tau is None, but must be given with rollout\.mode auto"
     ):
@@ -260,7 +260,7 @@ def test_a_lossless_run_trains_on_the_policys_own_samples(checkpoint, tmp_path, 
 @pytest.mark.parametrize(
     ("asked", "adapts"), [((), False), (("--adapt-draft-budget", "True"), True)]
 )
-def test_measuring_is_about_one_draft_schedule(asked, adapts, monkeypatch, capsys):
+def test_a_measurement_uses_a_fixed_draft_schedule(asked, adapts, monkeypatch, capsys):
     """An engine that changes what drafts read would tell the acceptance of a mixture."""
     given = []
 
@@ -275,7 +275,7 @@ def test_measuring_is_about_one_draft_schedule(asked, adapts, monkeypatch, capsy
     assert (len(given[0].draft_budgets) > 1) is adapts
 
 
-def test_measuring_lossless_tells_how_drafts_fare(checkpoint, tmp_path, capsys):
+def test_measuring_lossless_mode_reports_the_acceptance_of_drafts(checkpoint, tmp_path, capsys):
     out = tmp_path / "report.json"
     sampled = [
         "--model",
@@ -307,7 +307,9 @@ def test_measuring_lossless_tells_how_drafts_fare(checkpoint, tmp_path, capsys):
     assert "say what to measure: give --schedule" in fails(capsys, "measure", *sampled)
 
 
-def test_evaluating_losslessly_samples_what_dense_does(checkpoint, tmp_path, monkeypatch):
+def test_evaluating_losslessly_samples_the_same_tokens_as_dense_decoding(
+    checkpoint, tmp_path, monkeypatch
+):
     sampled = {}
     generate = HFEngine.generate
 
@@ -364,7 +366,7 @@ def test_the_demo_runs_in_every_mode(mode, monkeypatch):
     assert decoding.draft_tokens == (4 if mode == "lossless" else DRAFT_TOKENS)
 
 
-def test_vllm_is_told_how_to_decode(monkeypatch, checkpoint):
+def test_vllm_engines_receive_the_decoding_settings(monkeypatch, checkpoint):
     from sparrow.engines.vllm import engine, server
 
     told = []
@@ -381,7 +383,7 @@ def test_vllm_is_told_how_to_decode(monkeypatch, checkpoint):
         )
 
 
-def test_an_auto_run_says_what_it_left_unverified_and_why(checkpoint, tmp_path):
+def test_an_auto_run_reports_what_it_left_unverified_and_why(checkpoint, tmp_path):
     run = tmp_path / "run"
     schedule = SparsitySchedule((0,), bin_tokens=64, page_size=8, dense_layers=(0,)).to_json()
     main(

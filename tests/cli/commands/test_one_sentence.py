@@ -80,7 +80,7 @@ def test_a_setting_that_cannot_work_is_refused_before_anything_is_loaded(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_demo_says_what_a_demo_can_do(capsys, tmp_path):
+def test_a_second_demo_in_one_directory_is_not_told_to_resume(capsys, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     refused = fails(capsys, "demo", "--run-dir", str(tmp_path))
     assert "already holds a run, and a demo starts anew" in refused and "--resume" not in refused
@@ -91,7 +91,7 @@ def test_two_sources_of_problems_are_named():
         load_problems("trace", ("gsm8k", "taco"), None)
 
 
-def test_a_limit_is_named_as_the_command_names_it():
+def test_an_error_uses_the_commands_name_for_a_limit():
     with pytest.raises(ConfigError, match="as in --limit 64"):
         load_benchmark("trace:lines=4", None, None)
     with pytest.raises(ConfigError, match=r"as in --eval\.limit 64"):
@@ -99,7 +99,7 @@ def test_a_limit_is_named_as_the_command_names_it():
 
 
 @pytest.mark.parametrize("path", ["my/judges.py:right", "judges.py:right"])
-def test_a_reward_given_as_a_path_is_told_its_module(path):
+def test_a_reward_given_as_a_path_is_refused_with_its_module_name(path):
     with pytest.raises(ConfigError, match="write judges:right in its folder"):
         load_object(path, "reward")
 
@@ -111,7 +111,7 @@ def test_a_module_that_ends_the_program_when_imported_is_named(tmp_path, monkeyp
         load_object("ends_at_once:judge", "reward")
 
 
-def test_half_a_character_is_named_with_its_row(tmp_path):
+def test_a_lone_surrogate_is_reported_with_its_row(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(
         json.dumps({"question": "a", "answer": "1"})
@@ -134,7 +134,7 @@ def test_half_a_character_is_named_with_its_row(tmp_path):
         (Problem("p", "text", 1.0), "has a verify that is a float"),
     ],
 )
-def test_a_problem_of_the_wrong_kind_is_named_when_it_is_drawn(problem, message):
+def test_a_problem_of_the_wrong_type_is_reported_when_drawn(problem, message):
     class Task:
         def problem(self, index, seed=0):
             return problem
@@ -143,7 +143,7 @@ def test_a_problem_of_the_wrong_kind_is_named_when_it_is_drawn(problem, message)
         draw(Task(), 0, 0)
 
 
-def test_schedules_from_python_are_refused_in_a_sentence():
+def test_invalid_schedules_from_python_are_refused_in_a_sentence():
     with pytest.raises(ConfigError, match="got unknown"):
         SparsitySchedule.load({1: 2, "a": 3})
     for model, target in ((None, 0.86), ("qwen3-4b", None), ("qwen3-4b", "0.86"), (4, 0.86)):
@@ -151,7 +151,7 @@ def test_schedules_from_python_are_refused_in_a_sentence():
             SparsitySchedule.preset(model, target)
 
 
-def test_models_and_lengths_that_are_none_are_refused_in_a_sentence():
+def test_missing_models_and_lengths_are_refused_in_a_sentence():
     schedule = SparsitySchedule.fixed(2, dense_layers=(0,))
     with pytest.raises(ConfigError, match="the model is None, not a model of transformers"):
         set_schedule(None, schedule)
@@ -167,11 +167,11 @@ def test_models_and_lengths_that_are_none_are_refused_in_a_sentence():
             pass
 
 
-def test_a_vocabulary_under_eight_is_scored():
+def test_a_vocabulary_of_fewer_than_eight_tokens_is_scored():
     TokenScorer(tiny_model(vocab_size=5))
 
 
-def test_teacher_forcing_without_triton_names_it(monkeypatch):
+def test_teacher_forcing_without_triton_names_the_missing_package(monkeypatch):
     import sys
 
     from sparrow import attention
@@ -187,7 +187,7 @@ def test_teacher_forcing_without_triton_names_it(monkeypatch):
         model(torch.arange(40)[None], use_cache=False)
 
 
-def test_a_full_disk_is_called_so_and_not_by_a_place_in_torch(tmp_path):
+def test_a_full_disk_is_reported_as_such_rather_than_as_a_torch_error(tmp_path):
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0\nmore")
     reason = _cut_short(error, tmp_path)
     assert reason.startswith("a file was cut short, with ") and "MB left on the disk" in reason
@@ -218,7 +218,7 @@ def test_a_lora_larger_than_the_model_is_refused_before_the_model_is_loaded(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_rank_of_a_lora_may_be_as_large_as_the_model():
+def test_the_rank_of_a_lora_may_equal_the_model_size():
     from sparrow.engines.hf import load_shape
     from sparrow.train.config import LoraConfig
     from sparrow.train.lora import check_lora

@@ -112,7 +112,7 @@ def served(tmp_path_factory):
         yield server
 
 
-def test_a_server_is_an_engine_too(served):
+def test_a_server_behaves_like_any_other_engine(served):
     url, _ = served
     model = tiny_model()
     scorer = HFEngine(model, SMALL, eos_ids=[])
@@ -149,7 +149,7 @@ def test_a_server_is_an_engine_too(served):
         server.set_schedule(SMALL.replace(page_size=8))
 
 
-def test_a_probe_over_plain_http_sees_the_acceptance_that_an_engine_computes(served):
+def test_a_probe_over_plain_http_measures_the_same_acceptance_as_an_engine(served):
     """The actor's lists from decoding, the policy's from a dense prefill that must not read what
     the actor cached.
     """
@@ -174,7 +174,7 @@ def test_a_probe_over_plain_http_sees_the_acceptance_that_an_engine_computes(ser
         probe(["http://localhost:1"], asked, SMALL, 1)
 
 
-def test_a_probe_logs_the_tail_beside_what_dense_rollouts_score(served):
+def test_a_probe_logs_the_acceptance_tail_beside_that_of_dense_rollouts(served):
     from sparrow.integrations.probe import Probe
 
     url, _ = served
@@ -204,7 +204,7 @@ def test_a_probe_logs_the_tail_beside_what_dense_rollouts_score(served):
     assert short["sparrow/p5/200-300/ceiling"] == found["sparrow/p5/200-300/ceiling"]
 
 
-def test_a_server_that_is_killed_is_one_sentence(served):
+def test_a_killed_server_is_reported_in_one_sentence(served):
     url, process = served
     server = VLLMServer(url, SMALL)
     threading.Timer(2, process.kill).start()

@@ -81,7 +81,7 @@ def test_completions_become_rollouts(served):
     assert engine.counters() == Counters(0, 0)
 
 
-def test_lists_are_those_of_the_response(served):
+def test_top_lists_cover_the_response_only(served):
     rollouts = [
         Rollout([9, 9], np.array([2, 5]), None, None, None, "length"),
         Rollout([9], np.array([30]), None, None, None, "length"),
@@ -95,20 +95,20 @@ def test_lists_are_those_of_the_response(served):
     assert prompts == [[9, 9, 2, 5], [9, 30]]
 
 
-def test_lists_shorter_than_asked_for_are_refused(served):
+def test_lists_shorter_than_requested_are_refused(served):
     served.longest = 5
     rollout = Rollout([9], np.array([2]), None, None, None, "length")
     with pytest.raises(EngineError, match=r"a list of 5 likely tokens where 8 .*--max-logprobs"):
         connected(served).top_lists([rollout], 8)
 
 
-def test_a_server_that_gives_no_token_ids_is_refused(served):
+def test_a_server_that_returns_no_token_ids_is_refused(served):
     served.knows_ids = False
     with pytest.raises(EngineError, match="without token ids"):
         connected(served).generate([[1]], Sampling(3, top_n=0))
 
 
-def test_what_does_not_fit_and_schedules_are_refused(served):
+def test_long_prompts_and_schedules_are_refused(served):
     engine = connected(served)
     with pytest.raises(PromptError, match="does not fit the model's context of 100"):
         engine.generate([[1] * 98], Sampling(3, top_n=0))
@@ -116,6 +116,6 @@ def test_what_does_not_fit_and_schedules_are_refused(served):
         engine.set_schedule(SparsitySchedule.dense())
 
 
-def test_no_server_is_told():
+def test_an_unreachable_server_is_reported():
     with pytest.raises(EngineError, match="no vLLM server answers at http://localhost:1"):
         StockServer("http://localhost:1")
