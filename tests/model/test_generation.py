@@ -67,7 +67,7 @@ def forced(model, ids, answers, prompt, schedule=None):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("chunk", [1, 3, 7, 11])
-def test_a_prompt_read_in_chunks_is_dense_to_its_last_token(model, chunk, cache):
+def test_a_prompt_read_in_chunks_is_dense_up_to_its_last_token(model, chunk, cache):
     ids = tokens(2, 43)  # 43 = 6 x 7 + 1 = 14 x 3 + 1
     whole_tokens, whole = generate(model, ids)
     calls = sparse_calls(model)
@@ -78,14 +78,14 @@ def test_a_prompt_read_in_chunks_is_dense_to_its_last_token(model, chunk, cache)
     torch.testing.assert_close(found, forced(model, ids, found_tokens, [43, 43]), rtol=0, atol=1e-4)
 
 
-def test_a_turn_of_one_token_after_a_cache_is_prompt(model):
+def test_a_single_new_token_after_a_cache_counts_as_prompt(model):
     ids = tokens(1, 43)
     cache = model(input_ids=ids[:, :42], use_cache=True).past_key_values
     answers, found = generate(model, ids, past_key_values=cache)
     torch.testing.assert_close(found, forced(model, ids, answers, [43]), rtol=0, atol=1e-4)
 
 
-def test_a_loop_of_ones_own_says_what_is_prefill(model):
+def test_a_custom_decoding_loop_marks_its_prefill(model):
     ids = tokens(1, 43)
     with torch.no_grad():
         dense = model(input_ids=ids).logits[:, -1]
@@ -129,7 +129,9 @@ def test_generation_that_fails_leaves_decoding_sparse(model):
         ),
     ],
 )
-def test_generation_that_would_be_partly_dense_is_refused_or_wholly_dense(model, options, named):
+def test_generation_options_that_would_mix_dense_and_sparse_steps_are_refused(
+    model, options, named
+):
     options = {
         k: tiny_model(seed=1, num_hidden_layers=LAYERS) if v == "model" else v
         for k, v in options.items()
@@ -182,7 +184,7 @@ def test_a_pass_over_several_tokens_after_the_prompt_is_refused(model, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
-def test_a_compiled_model_is_teacher_forced_and_dense_again_after(model, how):
+def test_a_compiled_model_is_sparse_under_teacher_forcing_and_dense_afterwards(model, how):
     ids, answers = tokens(1, 30), tokens(1, STEPS, seed=4)
     expected = forced(model, ids, answers, [30])
     whole = torch.cat([ids, answers], 1)
@@ -212,7 +214,7 @@ def test_a_model_compiled_for_dynamic_shapes_keeps_its_dense_layers_dense(model)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-def test_a_pass_that_was_not_teacher_forced_is_noticed_at_the_end(model):
+def test_a_missing_teacher_forced_pass_is_noticed_at_the_end(model):
     twin = copy.deepcopy(model)
     with (
         pytest.raises(ConfigError, match=r"no pass through layers \[0, 1\] was teacher-forced"),

@@ -142,7 +142,7 @@ def side_by_side(weight, heads):
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_1"])
-def test_the_checkpoint_has_the_logits_of_the_model_that_was_written(
+def test_the_converted_checkpoint_has_the_logits_of_the_original_model(
     tmp_path, model, tokenizer, kind
 ):
     quantised = None if kind == "F32" else gguf.GGMLQuantizationType[kind]
@@ -157,7 +157,7 @@ def test_the_checkpoint_has_the_logits_of_the_model_that_was_written(
         torch.testing.assert_close(loaded(ids).logits, written(ids).logits, rtol=0, atol=0)
 
 
-def test_text_has_the_ids_that_the_tokenizer_gave_it(tmp_path, model, tokenizer):
+def test_the_converted_tokenizer_produces_the_original_ids(tmp_path, model, tokenizer):
     write(tmp_path / "model.gguf", model, tokenizer)
     convert(tmp_path / "model.gguf", tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
@@ -187,13 +187,13 @@ def test_text_has_the_ids_that_the_tokenizer_gave_it(tmp_path, model, tokenizer)
         ({"left_out": "blk.1.attn_v.weight"}, "lacks the tensor blk.1.attn_v.weight"),
     ],
 )
-def test_what_would_become_another_model_is_refused(tmp_path, model, tokenizer, changed, reason):
+def test_unsupported_gguf_files_are_refused(tmp_path, model, tokenizer, changed, reason):
     write(tmp_path / "model.gguf", model, tokenizer, **changed)
     with pytest.raises(ConfigError, match=reason):
         convert(tmp_path / "model.gguf", tmp_path / "out")
 
 
-def test_a_file_that_is_cut_off_is_refused(tmp_path, model, tokenizer):
+def test_a_truncated_file_is_refused(tmp_path, model, tokenizer):
     write(tmp_path / "model.gguf", model, tokenizer)
     whole = (tmp_path / "model.gguf").read_bytes()
     for length in (3, len(whole) // 2, len(whole) - 100):

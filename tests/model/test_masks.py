@@ -112,7 +112,7 @@ def arrangements():
 @pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", ["left padding", "right padding", "chat turns", "holes"])
-def test_padding_anywhere_decodes_as_each_row_alone(model, name, static):
+def test_rows_padded_anywhere_decode_as_if_alone(model, name, static):
     rows, ids, mask = arrangements()[name]
     answers = tokens(len(rows), STEPS, seed=5)
     expected = alone(model, rows, answers)
@@ -125,7 +125,7 @@ def test_padding_anywhere_decodes_as_each_row_alone(model, name, static):
 
 
 @pytest.mark.parametrize("name", ["left padding", "right padding", "chat turns", "holes"])
-def test_padding_anywhere_is_teacher_forced_as_each_row_alone_with_its_gradient(model, name):
+def test_rows_padded_anywhere_are_teacher_forced_as_if_alone_gradients_included(model, name):
     rows, ids, mask = arrangements()[name]
     prompt = [11, 20, 30]
     expected = []
@@ -146,7 +146,7 @@ def test_padding_anywhere_is_teacher_forced_as_each_row_alone_with_its_gradient(
     assert (gradients[0] - gradients[1]).norm() < 1e-4 * gradients[0].norm()
 
 
-def test_a_row_of_padding_only_disturbs_no_other(model):
+def test_a_row_of_only_padding_does_not_affect_other_rows(model):
     rows, ids, mask = arrangements()["holes"]
     answers = tokens(4, STEPS, seed=5)
     expected = alone(model, rows, answers)
@@ -154,7 +154,7 @@ def test_a_row_of_padding_only_disturbs_no_other(model):
     torch.testing.assert_close(decode(model, ids, mask, answers)[:3], expected, rtol=0, atol=1e-4)
 
 
-def test_virtual_tokens_before_padding_decode_as_each_row_alone(model):
+def test_rows_with_virtual_tokens_before_padding_decode_as_if_alone(model):
     """Virtual tokens stand before the padding, so every padded row has a hole; peft's positions
     count it.
     """
@@ -224,7 +224,7 @@ def additive(mask, low):
 
 
 @pytest.mark.parametrize("low", [float("-inf"), torch.finfo(torch.float32).min])
-def test_a_float_mask_of_four_dimensions_counts_as_the_padding_it_is(model, low):
+def test_teacher_forcing_treats_a_four_dimensional_float_mask_as_padding(model, low):
     _, ids, mask = arrangements()["holes"]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     seen = causal(mask)
@@ -236,7 +236,7 @@ def test_a_float_mask_of_four_dimensions_counts_as_the_padding_it_is(model, low)
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)
 
 
-def test_a_float_mask_of_four_dimensions_decodes_as_the_padding_it_is(model):
+def test_decoding_treats_a_four_dimensional_float_mask_as_padding(model):
     _, ids, mask = arrangements()["left padding"]
     with torch.no_grad():
         found = []
@@ -257,7 +257,7 @@ def test_a_float_mask_of_four_dimensions_decodes_as_the_padding_it_is(model):
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
 
 
-def test_a_mask_that_adds_to_scores_is_refused(model):
+def test_a_mask_that_biases_scores_is_refused(model):
     ids = tokens(2, 20)
     bias = additive(causal(torch.ones_like(ids)), float("-inf")) + torch.linspace(-1, 0, 20)
     message = r"the attention mask adds to the scores of tokens \(a bias\)"

@@ -218,7 +218,7 @@ def check(model, kind):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_type_of_model_is_computed_right_or_refused_by_name(caplog):
+def test_every_model_type_is_computed_correctly_or_refused_by_name(caplog):
     taken, refused, wrong, shows = [], [], [], []
     caplog.set_level("CRITICAL")
     for kind in sorted(TYPES):

@@ -12,7 +12,7 @@ from tests.conftest import VOCAB, tiny_model
 
 
 @pytest.mark.parametrize("layout", [PageLayout(4), PageLayout(8, sink_pages=2, recent_pages=1)])
-def test_mass_is_what_a_selection_leaves_unread(layout, monkeypatch):
+def test_unread_mass_is_the_attention_outside_the_selection(layout, monkeypatch):
     monkeypatch.setattr(unread, "ROWS", 3)
     generator = torch.Generator().manual_seed(0)
     T, P, pages = 93, layout.page_size, (0, 1, 5, 100)
@@ -42,7 +42,7 @@ def test_mass_is_what_a_selection_leaves_unread(layout, monkeypatch):
     )
 
 
-def test_a_models_layers_are_watched_in_a_dense_pass():
+def test_unread_mass_is_measured_for_each_layer_in_a_dense_pass():
     model = tiny_model()
     set_schedule(model, SparsitySchedule((1,)))
     ids = torch.randint(VOCAB, (60,), generator=torch.Generator().manual_seed(1))

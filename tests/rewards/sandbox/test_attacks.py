@@ -15,7 +15,7 @@ def rig(request):
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=str)
-def test_an_attack_is_held(attack, rig):
+def test_every_attack_is_contained(attack, rig):
     assert rig.run(attack) is None
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 
 
-def test_honest_programs_get_their_verdicts_beside_attacks_and_nothing_is_left(tmp_path, bwrap):
+def test_honest_programs_get_correct_verdicts_beside_attacks_and_nothing_remains(tmp_path, bwrap):
     command = [
         sys.executable,
         ROOT / "benchmarks" / "sandbox.py",
@@ -56,7 +56,7 @@ def test_honest_programs_get_their_verdicts_beside_attacks_and_nothing_is_left(t
 
 
 @pytest.mark.parametrize(("leak_bytes", "flat"), [(0, True), (100_000, False)])
-def test_a_soak_tells_a_leak(leak_bytes, flat, monkeypatch):
+def test_a_soak_detects_a_leak(leak_bytes, flat, monkeypatch):
     """A tenth of a megabyte left by each of 400 programs is told from none."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / "sandbox.py"))
