@@ -161,7 +161,7 @@ def base(command: str) -> list[str]:
     return [command, *model, *SMALL[command].split()]
 
 
-def test_settings(place):
+def test_random_settings_never_cause_a_traceback(place):
     def cases() -> Iterator[tuple[str, list[str]]]:
         rng = random.Random(f"{SEED}/settings")
         commands = {kind.__name__.lower(): [*options(kind)] for kind in get_args(entry.COMMANDS)}
@@ -181,7 +181,7 @@ def test_settings(place):
     judge(cases(), COUNTS["settings"])
 
 
-def test_schedules(place):
+def test_random_schedules_never_cause_a_traceback(place):
     def cases() -> Iterator[tuple[str, list[str]]]:
         rng = random.Random(f"{SEED}/schedules")
         whole = {
@@ -220,7 +220,7 @@ def damage(rng: random.Random, data: bytes) -> bytes:
     }[kind]
 
 
-def test_files(place, finished):
+def test_damaged_files_never_cause_a_traceback(place, finished):
     def cases() -> Iterator[tuple[str, list[str]]]:
         rng = random.Random(f"{SEED}/files")
         rows = [{"prompt": f" ba = {i}\n", "question": f"ku {i}", "answer": "1"} for i in range(6)]
@@ -274,7 +274,7 @@ def test_files(place, finished):
     judge(cases(), COUNTS["files"] + 3)
 
 
-def test_writes(place, monkeypatch):
+def test_failing_writes_never_cause_a_traceback(place, monkeypatch):
     """The disk is full from the n-th file that is flushed to it, or the n-th that gets its name."""
 
     def cases() -> Iterator[tuple[str, list[str]]]:

@@ -9,7 +9,7 @@ from tests.conftest import ROOT
 NOTEBOOK = ROOT / "docs" / "tutorial.ipynb"
 
 
-def test_the_tutorial_is_kept_without_output():
+def test_the_tutorial_is_stored_without_output():
     nbformat = pytest.importorskip("nbformat")
     cells = nbformat.read(NOTEBOOK, as_version=4).cells
     code = [cell for cell in cells if cell.cell_type == "code"]

@@ -63,7 +63,7 @@ def pages(study, model, ids, calibration, **options):
 
 
 @pytest.mark.parametrize("budget", [128, 192, 320])
-def test_every_way_to_share_them_has_the_same_tokens_in_all(study, calibration, budget):
+def test_every_allocation_has_the_same_total_of_tokens(study, calibration, budget):
     ways = study.uneven_bytes.Spread.__args__
     shared = {spread: calibration.tokens(spread, budget) for spread in ways}
     for tokens in shared.values():
@@ -85,7 +85,7 @@ def test_every_way_to_share_them_has_the_same_tokens_in_all(study, calibration, 
     assert shared["layers"][:, 0].argmax() == 3
 
 
-def test_shares_by_hand(study):
+def test_allocations_by_hand(study):
     assert study.uneven_budgets.by_shares([1, 1, 1, 3], 192).tolist() == [
         64 + 96,
         64 + 80,
@@ -119,7 +119,7 @@ def test_bytes_by_hand(study):
 # --- selections ---
 
 
-def test_the_even_schedule_is_that_of_all_other_studies(study, sharp, calibration):
+def test_the_even_schedule_matches_that_of_other_studies(study, sharp, calibration):
     model, ids = sharp
     even = study.uneven_bytes.Variant("", "", 128)
     kept = study.acceptance.schedule(128)
@@ -130,7 +130,7 @@ def test_the_even_schedule_is_that_of_all_other_studies(study, sharp, calibratio
     assert torch.equal(found, known) and found.mean() < 0.9
 
 
-def test_heads_read_as_many_pages_as_they_were_given(study, sharp, calibration):
+def test_each_head_reads_its_allocated_number_of_pages(study, sharp, calibration):
     tokens = calibration.tokens("weighted heads", 192)
     for size in (16, 4):
         for step in pages(study, *sharp, calibration, spread="weighted heads", page_size=size):
@@ -156,7 +156,7 @@ def test_page_scores_by_hand(study):
     )
 
 
-def test_two_levels_that_rank_every_group_are_one_and_fewer_are_not(study, sharp, calibration):
+def test_two_level_selection_of_every_group_equals_one_level(study, sharp, calibration):
     one = pages(study, *sharp, calibration, budget=96)
     every = pages(study, *sharp, calibration, budget=96, candidates=100)
     some = pages(study, *sharp, calibration, budget=96, candidates=2)
@@ -168,7 +168,7 @@ def test_two_levels_that_rank_every_group_are_one_and_fewer_are_not(study, sharp
     )
 
 
-def test_a_page_in_a_poor_group_is_not_seen_and_the_newest_group_always_is(study, calibration):
+def test_pages_of_low_scoring_groups_are_skipped_except_in_the_newest_group(study, calibration):
     uneven = study.uneven_bytes
     variant = uneven.Variant("", "", 80, candidates=2)
     marks = torch.zeros(
@@ -198,7 +198,7 @@ def test_a_page_in_a_poor_group_is_not_seen_and_the_newest_group_always_is(study
     assert 4 in kept(6)  # three groups and the newest are all there are
 
 
-def test_a_layer_that_follows_reads_what_the_one_before_selected(study, sharp, calibration):
+def test_a_follower_layer_reads_pages_selected_by_the_layer_before_it(study, sharp, calibration):
     alone = pages(study, *sharp, calibration)
     for step in pages(study, *sharp, calibration, first_follower=1):
         assert torch.equal(step[1], step[0]) and torch.equal(step[3], step[2])
@@ -213,7 +213,7 @@ def test_a_layer_that_follows_reads_what_the_one_before_selected(study, sharp, c
 # --- calibration ---
 
 
-def test_missed_mass_is_what_a_selection_leaves_unread(study, sharp):
+def test_missed_mass_is_the_attention_outside_the_selection(study, sharp):
     """In the first layer, whose queries do not depend on what was read."""
     model, ids = sharp
     dense = study.uneven_bytes.SparsitySchedule.dense(dense_layers=())
@@ -257,9 +257,7 @@ def test_missed_mass_is_what_a_selection_leaves_unread(study, sharp):
     torch.testing.assert_close(found, direct, atol=1e-6, rtol=0)  # it drafts densely
 
 
-def test_a_calibration_is_an_average_over_drafts_and_gives_most_to_the_layer_that_loses_most(
-    study, sharp
-):
+def test_a_calibration_averages_drafts_and_favours_the_layer_that_loses_most(study, sharp):
     model, ids = sharp
     found = study.uneven_budgets.calibrate(model, ids, START, 128)
     assert found.missed_LKU.shape == (4, 2, CONTEXT // 64) and found.missed_LKU.max() < 1
@@ -273,7 +271,7 @@ def test_a_calibration_is_an_average_over_drafts_and_gives_most_to_the_layer_tha
 # --- comparison ---
 
 
-def test_curves_are_compared_at_the_same_bytes(study):
+def test_curves_are_compared_at_equal_bytes(study):
     uneven = study.uneven_bytes
     low, high, mine = (np.full((3, 2, 2), x) for x in (0.4, 0.8, 0.7))
     curve = [(100.0, low), (400.0, high)]
@@ -294,7 +292,7 @@ def test_curves_are_compared_at_the_same_bytes(study):
 
 
 @pytest.mark.slow
-def test_the_whole_command_writes_what_the_tables_read(study, tmp_path, monkeypatch):
+def test_the_command_writes_the_file_that_the_tables_read(study, tmp_path, monkeypatch):
     path = tmp_path / "text_uneven.json"
     tiny_model(max_position_embeddings=CONTEXT).save_pretrained(tmp_path)
     (tmp_path / "card.json").write_text(json.dumps({"context": CONTEXT}))

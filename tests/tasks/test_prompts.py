@@ -34,7 +34,7 @@ def words(*known: str, bos: bool = True, eos: bool = False, **settings) -> PreTr
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{**special, **settings})
 
 
-def test_a_text_has_one_bos_whoever_writes_it():
+def test_a_text_has_exactly_one_bos():
     tokenizer = words("a", "b")
     assert encode(tokenizer, "a b") == tokenizer("a b").input_ids == [1, 3, 4]
     assert encode(tokenizer, "<s>a b") == [1, 3, 4]
@@ -55,7 +55,7 @@ def test_a_tokenizer_that_ends_prompts_is_refused():
     assert encode(words("a"), "a </s>") == [1, 3, 2], "this one is the prompt's own"
 
 
-def test_a_template_s_arguments_are_json_where_they_can_be():
+def test_template_arguments_are_parsed_as_json_if_possible():
     given = ("enable_thinking=false", "effort=high", "depth=3", "note=a=b")
     assert ChatConfig(arguments=given).values() == {
         "enable_thinking": False,
@@ -74,7 +74,7 @@ def test_a_template_s_arguments_are_json_where_they_can_be():
         (("messages=[]",), "sets 'messages', which Sparrow sets itself"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused_at_once(arguments, reason):
+def test_invalid_template_arguments_are_refused_at_once(arguments, reason):
     with pytest.raises(ConfigError, match=reason):
         ChatConfig(arguments=arguments)
 
@@ -98,14 +98,14 @@ def test_arguments_that_cannot_be_are_refused_at_once(arguments, reason):
         ({"tool_use": CHAT}, NO_CHAT, "no default chat template"),
     ],
 )
-def test_a_chat_that_would_not_say_what_was_asked_is_refused(template, config, reason):
+def test_a_chat_template_that_drops_the_prompt_is_refused(template, config, reason):
     tokenizer = words("a")
     tokenizer.chat_template = template
     with pytest.raises(ConfigError, match=reason):
         chat_template(tokenizer, config)
 
 
-def test_a_template_file_makes_a_chat_of_a_base_model_s_prompts(tmp_path):
+def test_a_template_file_turns_prompts_of_a_base_model_into_chats(tmp_path):
     path = tmp_path / "chat.jinja"
     path.write_text(CHAT)
     assert chat_template(words("a"), NO_CHAT) is None
@@ -116,11 +116,11 @@ def test_a_template_file_makes_a_chat_of_a_base_model_s_prompts(tmp_path):
 @pytest.mark.parametrize(
     ("text", "share"), [("a b", 0), ("", 0), ("a xyz", 0.75), ("xyz", 1), ("<s> a", 0)]
 )
-def test_what_a_tokenizer_maps_to_its_unknown_token_is_unread(text, share):
+def test_text_mapped_to_the_unknown_token_counts_as_unread(text, share):
     assert unread(words("a", "b"), text) == share
 
 
-def test_what_a_tokenizer_drops_is_unread_too():
+def test_text_dropped_by_a_tokenizer_counts_as_unread():
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     dropping = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     assert unread(dropping, "ab \u4f60\u597d") == 0.5
@@ -135,7 +135,7 @@ def test_a_byte_level_tokenizer_reads_everything():
     assert unread(loaded, "a \u4f60\u597d \U0001f600 <end>") == 0
 
 
-def test_prompts_are_refused_if_half_is_unread_and_warned_of_below(caplog):
+def test_prompts_are_refused_if_half_is_unread_and_otherwise_warned_about(caplog):
     tokenizer = words("aaaa", "b")
     read, half = Prompt("line 1", "aaaa aaaa"), Prompt("line 2", "aaaa xxxx")
     lost = Prompt("line 3", "xxxx xxxx")
@@ -173,7 +173,7 @@ def sentence_piece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def test_a_character_of_several_tokens_stands_at_the_first():
+def test_a_character_of_several_tokens_is_shown_at_the_first():
     tokenizer = byte_level()
     ids = tokenizer("a\u4f60 \U0001f600!").input_ids
     texts = ["a", "\u4f60", "", "", " ", "\U0001f600", "", "", "", "!"]

@@ -47,7 +47,7 @@ EVALUATED = dict(
 
 
 @pytest.mark.slow
-def test_evaluations_leave_training_as_it_is_to_the_bit(tmp_path):
+def test_evaluations_do_not_change_training_by_a_single_bit(tmp_path):
     plain = make_trainer(tmp_path / "plain", steps=3)
     plain.train()
     made = make_trainer(
@@ -73,7 +73,7 @@ def test_evaluations_leave_training_as_it_is_to_the_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_evaluation_is_what_sparrow_eval_finds_of_the_export(tmp_path):
+def test_an_evaluation_matches_sparrow_eval_on_the_export(tmp_path):
     made = make_trainer(tmp_path, steps=2, benchmarks={"words": words("a", 4)}, **EVALUATED)
     made.train()
     for row in evaluations_of(tmp_path)[1:]:
@@ -96,7 +96,7 @@ def test_an_evaluation_is_what_sparrow_eval_finds_of_the_export(tmp_path):
 
 
 @pytest.mark.slow
-def test_exports_are_few_load_by_themselves_and_know_the_best(tmp_path):
+def test_exports_are_few_and_loadable_and_the_best_is_linked(tmp_path):
     made = make_trainer(tmp_path, steps=6, benchmarks={"words": words("a", 4)}, **EVALUATED)
     made.train()
     means = {row["step"]: row["eval"]["words"]["mean"]["value"] for row in evaluations_of(tmp_path)}
@@ -168,12 +168,12 @@ def test_a_run_that_was_stopped_has_every_evaluation_and_export_once(tmp_path, m
         ),
     ],
 )
-def test_evaluations_that_cannot_be_are_refused(settings, message):
+def test_impossible_evaluations_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         TrainConfig(**{name: make() for name, make in settings.items()})
 
 
-def test_the_best_is_the_first_with_the_highest_mean_over_benchmarks():
+def test_the_best_step_is_the_first_with_the_highest_mean_over_benchmarks():
     def row(step, *means):
         return {
             "step": step,

@@ -109,7 +109,7 @@ CORRECTIONS = {
         ("dr_grpo", "token_tis", "mask", 0.0),
     ],
 )
-def test_the_gradient_is_that_of_the_responses_that_train(
+def test_the_gradient_comes_only_from_responses_that_train(
     normalization, kind, overlong, beta, tmp_path, monkeypatch
 ):
     made, experience, grad = step_of(
@@ -152,7 +152,7 @@ def test_a_step_in_which_nothing_trains_has_no_gradient(tmp_path, monkeypatch):
     assert all(not g.any() for g in grad.values())
 
 
-def test_the_correction_does_not_see_what_is_left_out(tmp_path, monkeypatch):
+def test_the_correction_ignores_excluded_responses(tmp_path, monkeypatch):
     masks = []
     whole = learner.compute_correction
 
@@ -169,7 +169,7 @@ def test_the_correction_does_not_see_what_is_left_out(tmp_path, monkeypatch):
     assert masks[0].sum(1).tolist() == expected
 
 
-def test_the_adapter_s_policy_loss_is_divided_by_what_trains(monkeypatch, tmp_path):
+def test_the_policy_loss_of_the_adapter_is_divided_by_the_tokens_that_train(monkeypatch, tmp_path):
     from sparrow.train import distill
     from sparrow.train.config import DistillConfig
     from tests.train.test_learner import trainer_of

@@ -26,7 +26,7 @@ LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=30)
 
 
 @given(LENGTHS, st.integers(1, 9))
-def test_parts_are_balanced(lengths, count):
+def test_shares_of_processes_are_balanced(lengths, count):
     parts = divide(lengths, count)
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
     tokens = [sum(lengths[i] for i in part) for part in parts]
@@ -34,7 +34,9 @@ def test_parts_are_balanced(lengths, count):
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 500))
-def test_every_process_has_as_many_passes_and_every_row_counts_once(lengths, count, budget):
+def test_every_process_runs_the_same_number_of_passes_and_each_row_counts_once(
+    lengths, count, budget
+):
     rows = [3 * i for i in range(len(lengths))]
     sparse = [0] * (3 * len(lengths))
     for row, length in zip(rows, lengths, strict=True):
@@ -124,7 +126,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert gaps.quantile(0.99) < 2e-5 and weights[0].keys() == weights[1].keys()
 
 
-def test_two_processes_train_what_one_does(tmp_path):
+def test_two_processes_train_like_one(tmp_path):
     ended = launch("agree", tmp_path)
     assert [code for code, _ in ended] == [0, 0], ended[0][1][-3000:] + ended[1][1][-3000:]
     trainer(PLAIN, tmp_path / "alone").train()
@@ -133,7 +135,7 @@ def test_two_processes_train_what_one_does(tmp_path):
     assert 1 <= imbalance["rollout"] <= 2 and 1 <= imbalance["score"] <= 2
 
 
-def test_a_sharded_run_that_lost_a_process_goes_on_as_if_it_had_not(tmp_path):
+def test_a_sharded_run_resumes_exactly_after_losing_a_process(tmp_path):
     """FSDP2, distilling, with gradient checkpointing; against one process."""
     (code, error), (killed, _) = launch("lose", tmp_path)
     assert (code, killed) == (0, -9), error[-3000:]
@@ -151,7 +153,7 @@ def test_a_sharded_run_that_lost_a_process_goes_on_as_if_it_had_not(tmp_path):
     assert np.mean([(phi[0][k] - phi[1][k]).abs().mean().item() for k in phi[0]]) < 1e-5
 
 
-def test_failures_are_one_sentence_and_leave_a_checkpoint(tmp_path):
+def test_failures_are_reported_in_one_sentence_and_leave_a_checkpoint(tmp_path):
     (code, error), (killed, _) = launch("fail", tmp_path)
     assert (code, killed) == (0, -9), error[-3000:]
     told = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in (0, 1)]

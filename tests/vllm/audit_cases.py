@@ -75,7 +75,7 @@ def test_lossless_mode_passes(made, ranker, stock, seed):
     assert verdict.status == "exact", verdict.reasons
 
 
-def test_rejected_drafts_that_stay_are_found(made, ranker, stock, monkeypatch):
+def test_rejected_drafts_that_are_kept_are_found(made, ranker, stock, monkeypatch):
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
     verify = rejection_sampler.rejection_sample
@@ -94,7 +94,7 @@ def test_rejected_drafts_that_stay_are_found(made, ranker, stock, monkeypatch):
     assert verdict.status == "biased"
 
 
-def test_its_own_prefill_ranks_tokens_as_transformers_does(stock, ranker):
+def test_prefill_ranks_tokens_as_transformers_does(stock, ranker):
     rollouts, listed = stock
     exact = ranker.rank(rollouts, Sampling(LENGTH), COMMON)
     seen = 0

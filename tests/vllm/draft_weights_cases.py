@@ -36,7 +36,7 @@ def cycles(monkeypatch):
     return recorded_cycles(monkeypatch)
 
 
-def test_greedy_tokens_are_stock_vllms(old_and_new):
+def test_greedy_tokens_match_stock_vllm(old_and_new):
     folder, model, *_ = old_and_new
     with engine(folder) as llm:
         expected = tokens_of(generate(llm, ASKED, 24))
@@ -110,9 +110,7 @@ def answered(llm, found, seed=3):
     return [[*p, *ids] for p, ids in zip(ASKED, tokens_of(completions), strict=True)]
 
 
-def test_drafts_are_those_of_rounded_weights_and_the_meter_tells_their_acceptance(
-    old_and_new, cycles
-):
+def test_drafts_use_rounded_weights_and_the_meter_measures_their_acceptance(old_and_new, cycles):
     folder, model, *_ = old_and_new
     with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
         llm.collective_rpc("sparrow_acceptance")
@@ -140,7 +138,7 @@ def test_drafts_are_those_of_rounded_weights_and_the_meter_tells_their_acceptanc
     assert gap(model, model, cycles, written, rounds=False) < 1e-4 and metered.mean > 0.9999
 
 
-def test_another_schedule_is_measured_with_the_weights_proper(old_and_new):
+def test_a_meter_schedule_is_measured_with_the_original_weights(old_and_new):
     decoding = lossless(K, pages=EVERYTHING, draft_weights="fp8")
     with engine(
         old_and_new[0], replace(decoding, meter_schedule=decoding.schedule, meter_every=1)
@@ -153,7 +151,7 @@ def test_another_schedule_is_measured_with_the_weights_proper(old_and_new):
     assert metered.drafts > 20 and metered.mean > 0.9999 and drafts.mean < 0.98
 
 
-def test_a_compiled_model_drafts_with_the_copy_too(old_and_new, monkeypatch):
+def test_a_compiled_model_also_drafts_with_the_copy(old_and_new, monkeypatch):
     """Which weights are read is not fixed while torch.compile traces, which happens in a dense
     step.
     """
@@ -180,7 +178,7 @@ def test_a_compiled_model_drafts_with_the_copy_too(old_and_new, monkeypatch):
 # --- what is said and refused ---
 
 
-def test_what_it_takes_is_said(tmp_path, monkeypatch):
+def test_the_size_of_the_copy_is_logged(tmp_path, monkeypatch):
     said, init = [], logger.init_logger
     ours = SimpleNamespace(info=said.append)
     monkeypatch.setattr(
@@ -214,7 +212,7 @@ def test_a_model_without_a_layer_to_copy_is_refused(tmp_path):
         pass
 
 
-def test_an_engine_whose_drafts_have_no_copy_says_so(old_and_new):
+def test_renewing_draft_weights_without_a_copy_is_refused(old_and_new):
     with engine(old_and_new[0], lossless(2)) as llm:
         assert "draft_weight_bytes" not in llm.collective_rpc("sparrow_describe")[0]
         with pytest.raises(
@@ -250,7 +248,7 @@ def negated(model):
     return other
 
 
-def test_the_copy_follows_the_weights_however_they_are_loaded(old_and_new, cycles):
+def test_the_copy_is_updated_however_weights_are_loaded(old_and_new, cycles):
     folder, old, new, weights = old_and_new
     with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
         model, written = old, answered(llm, cycles)

@@ -150,7 +150,7 @@ def reference_overlap(target, draft, temperature):
 
 
 @pytest.mark.parametrize("temper", [True, False])
-def test_overlap_is_the_reference_in_double_precision(temper):
+def test_overlap_matches_the_double_precision_reference(temper):
     generator = torch.Generator().manual_seed(1)
     target, draft = (torch.randn(*n, 5000, generator=generator) * 3 for n in ((7,), (4, 3)))
     target[0, :4000] = draft[1, 1, 3:2500] = -float("inf")
@@ -168,7 +168,7 @@ def test_overlap_is_the_reference_in_double_precision(temper):
     ) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_kernels_give_by_numpy_what_tritons_interpreter_gives(monkeypatch):
+def test_kernels_run_by_numpy_match_the_triton_interpreter(monkeypatch):
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(12, 97, generator=generator)
     rows, heat = torch.arange(12, dtype=torch.int32), torch.tensor([0.0, 1.0, 0.5] * 4)
@@ -231,11 +231,11 @@ def assert_as_stock(folder, model, sizes, tokens, combinations, budgets=()):
         assert 0 < counts["accepted"] < counts["drafted"]
 
 
-def test_greedy_tokens_are_stock_vllms(folder, model):
+def test_greedy_tokens_match_stock_vllm(folder, model):
     assert_as_stock(folder, model, FEW, 24, [(k, pages) for k in (1, 4, 8) for pages in (1, 4, 12)])
 
 
-def test_greedy_tokens_are_stock_vllms_where_heads_of_drafts_have_budgets(folder, model):
+def test_greedy_tokens_match_stock_vllm_with_head_budgets_for_drafts(folder, model):
     assert_as_stock(folder, model, FEW, 24, [(4, 2), (8, 4)], budgets=((0, 2), (1.5, 0.5)))
 
 
@@ -252,7 +252,7 @@ def stock(tmp_path_factory):
 
 
 @pytest.mark.parametrize("pages", [1, 4, 12])
-def test_greedy_tokens_of_64_ragged_prompts_are_stock_vllms(stock, monkeypatch, pages):
+def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(stock, monkeypatch, pages):
     """With 1, 4 and 8 drafts at a time, in one engine."""
     folder, asked, expected = stock
     monkeypatch.setattr(setup, "draft_choices", lambda decoding: (1, 4, 8))
@@ -312,7 +312,7 @@ class Landmarks:
 
 
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
-def test_landmarks_are_fresh_after_every_cycle(folder, monkeypatch, landmark_dtype):
+def test_landmarks_are_current_after_every_cycle(folder, monkeypatch, landmark_dtype):
     found = Landmarks(monkeypatch)
     with engine(folder, lossless(8, landmark_dtype=landmark_dtype)) as llm:
         generate(llm, prompts(*FEW, seed=2), 40)
@@ -322,7 +322,7 @@ def test_landmarks_are_fresh_after_every_cycle(folder, monkeypatch, landmark_dty
     assert found.worst < 1e-5
 
 
-def test_landmarks_of_rejected_tokens_that_are_left_would_be_found(folder, monkeypatch):
+def test_stale_landmarks_of_rejected_tokens_would_be_detected(folder, monkeypatch):
     from sparrow import attention
 
     stock = attention.update_landmarks
@@ -340,7 +340,7 @@ def test_landmarks_of_rejected_tokens_that_are_left_would_be_found(folder, monke
     assert found.worst > 1e-2
 
 
-def test_only_draft_steps_store_for_kernels_that_decode_next(folder, monkeypatch):
+def test_only_draft_steps_store_tokens_for_the_next_decode_kernel(folder, monkeypatch):
     stores, update = Counter(), CpuImpl.do_kv_cache_update
 
     def watched(self, layer, key, value, kv_cache, slot_mapping):
@@ -365,7 +365,7 @@ def test_only_draft_steps_store_for_kernels_that_decode_next(folder, monkeypatch
 @pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 cache needs AVX-512 on a CPU"
 )
-def test_an_fp8_cache_is_stock_vllms_which_drafts_read_as_well(folder, monkeypatch):
+def test_drafts_and_stock_vllm_share_an_fp8_cache(folder, monkeypatch):
     """vLLM stores keys and values with scales of its own in prefill and verification, drafts with
     the same.
     """
@@ -407,7 +407,7 @@ def test_an_fp8_cache_is_stock_vllms_which_drafts_read_as_well(folder, monkeypat
     assert found.worst < 1e-5 and found.pages > 500
 
 
-def test_steps_without_drafts_pass_the_speculator_by_and_are_counted_as_if_not(
+def test_steps_without_drafts_bypass_the_speculator_with_unchanged_counts(
     folder, model, monkeypatch
 ):
     found, asked, told, calls = Landmarks(monkeypatch), prompts(*FEW, seed=2), [], [0]
@@ -446,7 +446,7 @@ def test_a_step_is_idle_if_it_neither_verifies_drafts_nor_makes_any(drafts, to_v
     assert drafting.plan == DraftPlan(drafts, budget=1)
 
 
-def test_the_speculator_has_any_drafter_propose_what_is_planned():
+def test_the_speculator_passes_its_plan_to_any_drafter():
     asked = []
     drafting = SimpleNamespace(
         drafter=SimpleNamespace(propose=lambda *what: asked.append(what) or "drafts"),
@@ -483,7 +483,9 @@ def test_the_speculator_has_any_drafter_propose_what_is_planned():
 # --- what vLLM does around a cycle ---
 
 
-def test_rows_are_chunked_preempted_and_cut_at_the_end_of_the_context(folder, model, monkeypatch):
+def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(
+    folder, model, monkeypatch
+):
     preempted = []
     stock = Scheduler._preempt_request
     monkeypatch.setattr(
@@ -503,7 +505,7 @@ def test_rows_are_chunked_preempted_and_cut_at_the_end_of_the_context(folder, mo
     assert_greedy_and_dense(model, asked, got)
 
 
-def test_drafts_see_as_many_blocks_as_kernels_have_a_workspace_for(folder, model):
+def test_drafts_see_no_more_blocks_than_the_workspace_covers(folder, model):
     asked = prompts(90, 17, seed=3)
     with engine(
         folder, lossless(4), max_model_len=130
@@ -521,7 +523,7 @@ def test_drafts_see_as_many_blocks_as_kernels_have_a_workspace_for(folder, model
     assert_greedy_and_dense(model, asked, got)
 
 
-def test_a_second_turn_finds_a_dense_cache(folder, model):
+def test_a_second_turn_reuses_a_dense_cache(folder, model):
     asked = prompts(150, 33, 70, seed=4)
     with engine(folder, lossless(4)) as llm:
         first = generate(llm, asked, 40)
@@ -550,7 +552,7 @@ def test_responses_end_inside_accepted_drafts(folder, model):
     assert counts["accepted"] > 0.5 * counts["drafted"]
 
 
-def test_cancelled_requests_leave_the_others_alone(folder, model):
+def test_cancelled_requests_do_not_affect_the_others(folder, model):
     asked = prompts(*FEW, *FEW, seed=6)
     done = {}
     with engine(folder, lossless(4), max_num_seqs=4) as llm:
@@ -581,7 +583,7 @@ PROCESSORS = [
 ]
 
 
-def test_greedy_tokens_under_logits_processors_are_stock_vllms(folder):
+def test_greedy_tokens_with_logits_processors_match_stock_vllm(folder):
     asked = prompts(64, 33, seed=7)
     answers = []
     for decoding in (None, lossless(4)):
@@ -601,7 +603,7 @@ def test_greedy_tokens_under_logits_processors_are_stock_vllms(folder):
         assert ours == stock, each
 
 
-def test_bad_words_are_never_said(folder):
+def test_bad_words_are_never_generated(folder):
     asked = prompts(64, 33, seed=7)
     with engine(folder, lossless(4)) as llm:
         first = tokens_of(generate(llm, asked, 16))
@@ -615,7 +617,7 @@ def test_bad_words_are_never_said(folder):
     assert first[0][0] not in ours[0]
 
 
-def test_a_seed_repeats_to_the_bit_and_logprobs_are_dense(folder, model):
+def test_a_seed_reproduces_samples_bit_for_bit_with_dense_log_probs(folder, model):
     asked = prompts(64, 33, seed=8)
     with engine(folder, lossless(4)) as llm:
         answers = []
@@ -655,7 +657,7 @@ def seeded(llm, asked, tokens=24):
     return answers
 
 
-def test_a_seeds_tokens_are_stock_vllms_whatever_drafts(tmp_path, monkeypatch):
+def test_tokens_of_a_seed_match_stock_vllm_whatever_is_drafted(tmp_path, monkeypatch):
     """With ``drafter_invariant``: any number of drafts, pages and batches, and a number of drafts
     that changes.
     """
@@ -680,7 +682,7 @@ def test_a_seeds_tokens_are_stock_vllms_whatever_drafts(tmp_path, monkeypatch):
         assert seeded(llm, asked[:2])[0] != expected[0][:2]  # drafts with noise of their own
 
 
-def test_drafts_drawn_with_the_tokens_own_noise_are_mostly_kept(folder, monkeypatch):
+def test_drafts_drawn_with_the_noise_of_the_tokens_are_mostly_kept(folder, monkeypatch):
     """At least a / (2 - a) of them and at most a, where a is their acceptance; with other noise far
     fewer.
     """
@@ -741,7 +743,7 @@ EXACT = ("exact", "any number of drafts", "worst drafts")
 
 
 @pytest.mark.parametrize("variant", SAMPLES)
-def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
+def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, variant):
     """The dense policy's, whatever is drafted; and two defects that it would show."""
     # Of 108 models tried, the one whose drafts, three in ten of them rejected, would show shared
     # noise best.
@@ -812,7 +814,7 @@ def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
 # --- what changes while an engine runs ---
 
 
-def test_the_draft_schedule_changes_between_calls(folder, model):
+def test_the_draft_schedule_may_change_between_calls(folder, model):
     asked = prompts(*FEW, seed=9)
     shares = {}
     with engine(folder, lossless(4)) as llm:
@@ -829,7 +831,7 @@ def test_the_draft_schedule_changes_between_calls(folder, model):
     assert shares[1] < 0.4 and shares[40] > 0.7
 
 
-def test_what_drafts_read_changes_with_every_cycle(folder, model, monkeypatch):
+def test_the_draft_budget_may_change_with_every_cycle(folder, model, monkeypatch):
     """Each budget's drafts are verified, and counted, as its own; tokens and counters are those of
     the budgets held.
     """
@@ -869,7 +871,7 @@ def test_what_drafts_read_changes_with_every_cycle(folder, model, monkeypatch):
     assert 1.2 * few < mixed < many / 1.2
 
 
-def test_each_draft_step_reads_what_the_schedule_says_at_its_length(folder, monkeypatch):
+def test_each_draft_step_reads_the_pages_of_the_schedule_at_its_length(folder, monkeypatch):
     from sparrow import attention
 
     schedule = DRAFTS.replace(
@@ -898,7 +900,7 @@ def test_each_draft_step_reads_what_the_schedule_says_at_its_length(folder, monk
     )
 
 
-def test_weights_change_between_rollouts(folder, model, tmp_path):
+def test_weights_may_change_between_rollouts(folder, model, tmp_path):
     asked = prompts(64, 33, 150, seed=10)
     new = tiny.tiny_model(num_hidden_layers=2, seed=1)
     with engine(folder, lossless(4)) as llm:
@@ -924,7 +926,7 @@ def test_scheduling_does_not_change_greedy_tokens(folder, model, options):
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_steps_leave_nothing_to_the_garbage_collector(folder, monkeypatch, drafts):
+def test_steps_leave_no_tensors_to_the_garbage_collector(folder, monkeypatch, drafts):
     def tensors():
         return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
 

@@ -45,7 +45,7 @@ def lose(worker, level):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_nothing_is_read_that_sleep_has_dropped(old_and_new, monkeypatch, level):
+def test_memory_dropped_by_sleep_is_never_read(old_and_new, monkeypatch, level):
     """On a CPU vLLM itself does not sleep; here what its allocator would drop is overwritten."""
     folder, model, new, weights = old_and_new
     found = Landmarks(monkeypatch)
@@ -89,7 +89,7 @@ def initialise_again(worker):
     return before() is not None
 
 
-def test_a_cache_that_is_initialised_again_is_the_one_that_drafts_use(old_and_new):
+def test_drafts_use_the_cache_after_it_is_initialised_again(old_and_new):
     folder, model, *_ = old_and_new
     with cases.engine(folder, cases.lossless(4)) as llm:
         assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 12))
@@ -102,7 +102,7 @@ def test_a_cache_that_is_initialised_again_is_the_one_that_drafts_use(old_and_ne
 # --- drafts that are chosen by speed ---
 
 
-def test_an_engine_repeats_what_another_chose_and_so_its_samples(old_and_new, monkeypatch):
+def test_replaying_the_choices_of_another_engine_repeats_its_samples(old_and_new, monkeypatch):
     """With a seed, samples depend on how much was drafted, which depends on the clock."""
     folder, *_ = old_and_new
     asked, sampling = prompts(150, 17, 64, 33, 90, seed=32) * 2, Sampling(24, top_n=2, seed=4)
@@ -153,7 +153,7 @@ def mixed(old, new, ids, cached):
     return torch.cat([first.logits[0], rest.logits[0]]).double().log_softmax(-1).numpy()
 
 
-def test_drafts_of_old_weights_are_verified_by_new_ones(old_and_new):
+def test_drafts_of_old_weights_are_verified_by_new_weights(old_and_new):
     folder, old, new, weights = old_and_new
     done, cached = {}, None
     with cases.engine(folder, cases.lossless(4)) as llm:
@@ -186,7 +186,7 @@ def test_drafts_of_old_weights_are_verified_by_new_ones(old_and_new):
 # --- a run that is resumed ---
 
 
-def test_a_new_engine_repeats_samples_only_with_as_many_drafts(old_and_new, monkeypatch):
+def test_a_new_engine_repeats_samples_only_with_the_same_number_of_drafts(old_and_new, monkeypatch):
     folder, *_ = old_and_new
     first, second = (dict(tokens=10, temperature=1.0, seed=seed) for seed in (7, 8))
     with cases.engine(folder, cases.lossless(4)) as llm:
@@ -226,7 +226,7 @@ def metrics(llm):
     return {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
 
 
-def test_what_it_takes_is_said_at_start(old_and_new, monkeypatch):
+def test_memory_use_is_logged_at_start(old_and_new, monkeypatch):
     said, init = [], logger.init_logger
     ours = SimpleNamespace(info=said.append)
     monkeypatch.setattr(
@@ -248,7 +248,7 @@ def test_what_it_takes_is_said_at_start(old_and_new, monkeypatch):
     )
 
 
-def test_thousands_of_requests_leave_nothing_behind(old_and_new):
+def test_thousands_of_requests_leave_no_state_behind(old_and_new):
     folder, *_ = old_and_new
     rng = np.random.default_rng(33)
     tensors = []

@@ -108,7 +108,7 @@ def made(tmp_path_factory):
 @pytest.mark.parametrize(
     "changes", [dict(landmark_dtype="fp8_e4m3"), dict(head_budgets=BUDGETS), {}]
 )
-def test_distributions_and_acceptance_equal_the_references(made, monkeypatch, cycles, changes):
+def test_distributions_and_acceptance_match_the_reference(made, monkeypatch, cycles, changes):
     (folder, model), asked = made, prompts(*LENGTHS, seed=21)
     set_schedule(model, DRAFTS.replace(top_k=(PAGES,), **changes))  # the other tests' at last
     with cases.engine(folder, cases.lossless(K, pages=PAGES, **changes)) as llm:
@@ -131,7 +131,7 @@ def test_distributions_and_acceptance_equal_the_references(made, monkeypatch, cy
 
 
 @torch.no_grad()
-def test_another_schedule_is_measured_on_the_way(made, cycles):
+def test_a_meter_schedule_is_measured_without_changing_samples(made, cycles):
     """What it measures is the reference's, and tokens, log-probs and counts are as without it, to
     the bit.
     """
@@ -180,7 +180,7 @@ def test_another_schedule_is_measured_on_the_way(made, cycles):
     assert 0.3 < half.drafts / measured.drafts < 0.7
 
 
-def test_greedy_tokens_and_tokens_of_each_cycle_equal_the_references(made, cycles):
+def test_greedy_tokens_and_tokens_per_cycle_match_the_reference(made, cycles):
     (folder, model), asked = made, prompts(*LENGTHS, seed=22)
     with cases.engine(folder, cases.lossless(K, pages=PAGES)) as llm:
         completions = generate(llm, asked, 24)

@@ -43,7 +43,7 @@ def grouped(monkeypatch):
 
 @tiny.CACHE_IN_8_BITS
 @CACHES
-def test_log_probs_are_those_of_rounded_keys_and_values(
+def test_log_probs_match_those_of_rounded_keys_and_values(
     name, folder, reference, monkeypatch, grouped
 ):
     with engine(folder, SMALL, kv_cache_dtype=name) as sparrow:
@@ -88,7 +88,7 @@ def test_prefill_agrees_with_decoding(name, folder, reference):
 
 @tiny.CACHE_IN_8_BITS
 @CACHES
-def test_landmarks_in_8_bits_are_those_of_stored_keys(name, folder, reference):
+def test_eight_bit_landmarks_are_computed_from_stored_keys(name, folder, reference):
     schedule = SMALL.replace(landmark_dtype="fp8_e4m3")
     with engine(folder, schedule, kv_cache_dtype=name) as sparrow:
         rollouts = sparrow.generate(PROMPTS, SAMPLED)
@@ -114,7 +114,7 @@ def test_landmarks_in_8_bits_are_those_of_stored_keys(name, folder, reference):
     ],
     ids=["chunked-prefill", "preemption"],
 )
-def test_scheduling_does_not_matter(
+def test_scheduling_does_not_change_results(
     name, folder, reference, monkeypatch, grouped, schedule, options, copied_tokens
 ):
     monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
@@ -128,7 +128,7 @@ def test_scheduling_does_not_matter(
 
 @tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
-def test_new_weights_need_no_new_scales_in_int8(tmp_path, folder):
+def test_an_int8_cache_needs_no_new_scales_for_new_weights(tmp_path, folder):
     louder = tiny.tiny_model(seed=1)
     with torch.no_grad():
         for layer in louder.model.layers:
@@ -151,7 +151,7 @@ def test_new_weights_need_no_new_scales_in_int8(tmp_path, folder):
             sparrow.rpc("sparrow_renew_kv_scales")
 
 
-def test_on_a_gpu_int8_needs_nothing_of_vllms_attention(monkeypatch):
+def test_an_int8_cache_on_a_gpu_does_not_depend_on_vllms_attention(monkeypatch):
     pytest.importorskip("vllm.version")
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
@@ -175,7 +175,7 @@ def test_on_a_gpu_int8_needs_nothing_of_vllms_attention(monkeypatch):
     assert not FlashAttentionBackend.supports_kv_cache_dtype(INT8) and seen == ["auto", "fp8"] * 2
 
 
-def test_a_copy_is_what_is_stored_times_its_scale():
+def test_a_copy_equals_stored_codes_times_their_scale():
     codes = torch.arange(256, dtype=torch.uint8).view(FP8)
     codes = codes[codes.float().isfinite()][:252].view(3, 2, 6, 7)
     scale_K = torch.tensor([0.125, 4.0])
@@ -192,7 +192,7 @@ def test_a_copy_is_what_is_stored_times_its_scale():
     )
 
 
-def test_copied_blocks_are_every_block_of_the_rows_once_and_in_order():
+def test_every_block_of_the_rows_is_copied_once_and_in_order():
     table = torch.arange(100, 148, dtype=torch.int32).view(4, 12)[1:, :8]  # a part of vLLM's table
     lengths = np.array([17, 16, 65])
     copied = kv_cache.copied_blocks(table, lengths, 16)
@@ -220,6 +220,6 @@ def test_copied_blocks_are_every_block_of_the_rows_once_and_in_order():
         ([1, 9, 10, 2], [(0, 2), (2, 3), (3, 4)]),
     ],
 )
-def test_groups_are_as_large_as_may_be_copied_at_once(lengths, expected, monkeypatch):
+def test_groups_are_as_large_as_the_copy_limit_allows(lengths, expected, monkeypatch):
     monkeypatch.setattr(kv_cache, "COPIED_TOKENS", 10)
     assert list(kv_cache.groups(np.array(lengths))) == expected

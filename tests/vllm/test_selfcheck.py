@@ -75,14 +75,14 @@ def worker(sparrow):
 
 
 @pytest.mark.slow
-def test_an_engine_says_at_start_that_it_checked_itself(sparrow):
+def test_an_engine_logs_its_self_check_at_start(sparrow):
     [line] = [line for line in sparrow.said if "self-check" in line]
     assert f"with vLLM {vllm.__version__} and torch {torch.__version__}" in line
     assert "found exact on GPUs before: vLLM 0.26, 0.29, " in line
 
 
 @pytest.mark.slow
-def test_the_check_leaves_nothing_behind(sparrow, worker):
+def test_the_check_leaves_no_state_behind(sparrow, worker):
     check(worker)
     for layer in selfcheck.layers_of(worker.vllm_config):
         assert not selfcheck._bytes_of(layer).any()
@@ -110,7 +110,7 @@ def test_landmarks_one_block_off_are_refused(worker, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_wrong_scale_of_scores_is_refused(worker, monkeypatch):
+def test_a_wrong_score_scale_is_refused(worker, monkeypatch):
     for layer in selfcheck.layers_of(worker.vllm_config):
         impl = layer.impl
         monkeypatch.setattr(impl, "forward", rescaled(impl, impl.scale * 1.1))
@@ -133,7 +133,7 @@ def rescaled(impl, scale):
 
 
 @pytest.mark.slow
-def test_a_wrong_scale_of_the_cache_is_refused(sparrow, worker, monkeypatch):
+def test_a_wrong_cache_scale_is_refused(sparrow, worker, monkeypatch):
     from sparrow.attention import CacheScales
     from sparrow.vllm import backend
 
@@ -151,7 +151,7 @@ def test_a_wrong_scale_of_the_cache_is_refused(sparrow, worker, monkeypatch):
 
 
 @pytest.mark.slow
-def test_storing_outside_of_a_block_is_refused(worker, monkeypatch):
+def test_storing_outside_a_block_is_refused(worker, monkeypatch):
     from sparrow.vllm.cpu import CpuImpl
 
     stock = CpuImpl.do_kv_cache_update
@@ -172,7 +172,7 @@ def moved(cache):
 
 
 @pytest.mark.slow
-def test_views_of_a_cache_that_is_gone_are_refused(worker, monkeypatch):
+def test_views_of_a_replaced_cache_are_refused(worker, monkeypatch):
     check(worker)
     for layer in selfcheck.layers_of(worker.vllm_config):
         monkeypatch.setattr(layer, "kv_cache", moved(layer.kv_cache))
@@ -207,7 +207,7 @@ def test_a_renamed_parameter_is_refused_before_memory_is_taken(name, folder, mon
         pass
 
 
-def test_names_are_looked_for_in_classes_dataclasses_and_functions():
+def test_names_are_looked_up_in_classes_dataclasses_and_functions():
     selfcheck.check_name("vllm.v1.core.sched.output:SchedulerOutput", ("finished_req_ids",))
     selfcheck.check_name("vllm.v1.worker.worker_base:WorkerBase.compile_or_warm_up_model")
     with pytest.raises(ConfigError, match="SchedulerOutput has no parameter 'renamed'"):
@@ -219,7 +219,7 @@ def test_names_are_looked_for_in_classes_dataclasses_and_functions():
 # --- what is compared ---
 
 
-def test_distance_is_relative_to_the_spread_of_log_probs():
+def test_the_distance_is_relative_to_the_spread_of_log_probs():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 5000, generator=generator)
     other = logits + 0.01 * torch.randn(3, 5000, generator=generator)
@@ -234,7 +234,7 @@ def test_distance_is_relative_to_the_spread_of_log_probs():
 # --- what was run ---
 
 
-def test_versions_said_to_be_exact_are_those_that_were_found_so():
+def test_versions_listed_as_exact_match_the_results():
     found = {}
     for path in RESULTS.glob("*.json"):
         result = json.loads(path.read_text())
@@ -253,14 +253,12 @@ def test_versions_said_to_be_exact_are_those_that_were_found_so():
         ("0.32.0", False, False),
     ],
 )
-def test_what_was_found_exact_on_gpus_starts_there_without_the_check(
-    version, on_cpu, proven, monkeypatch
-):
+def test_versions_proven_exact_on_gpus_skip_the_check_there(version, on_cpu, proven, monkeypatch):
     monkeypatch.setattr(vllm, "__version__", version)
     assert versions.is_proven(on_cpu) == proven
 
 
-def test_a_version_that_was_never_run_starts_with_the_check(monkeypatch):
+def test_an_untested_version_starts_with_the_check(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.41.0")
     versions.check(on_cpu=False)
     assert not versions.is_proven(on_cpu=False)

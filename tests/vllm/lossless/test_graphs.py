@@ -78,7 +78,7 @@ def served(manager, rows, drafts):
     return manager.dispatch(rows, rows * (drafts + 1), drafts + 1, 0)
 
 
-def test_a_whole_graph_serves_every_number_of_sequences_and_drafts(stock_and_ours):
+def test_a_full_graph_serves_every_number_of_sequences_and_drafts(stock_and_ours):
     stock, ours = stock_and_ours
     steps = [(rows, drafts) for rows in range(1, ROWS + 1) for drafts in CHOICES]
     assert any(
@@ -92,7 +92,7 @@ def test_a_whole_graph_serves_every_number_of_sequences_and_drafts(stock_and_our
     assert ours._capture_descs == stock._capture_descs  # the graphs are vLLM's
 
 
-def test_a_batch_of_uneven_steps_has_the_smallest_piecewise_graph(stock_and_ours):
+def test_a_batch_of_uneven_steps_uses_the_smallest_piecewise_graph(stock_and_ours):
     _, ours = stock_and_ours
     sizes = graphs.capture_sizes(ROWS, CHOICES)
     for tokens in range(1, sizes[-1] + 1):
@@ -103,6 +103,6 @@ def test_a_batch_of_uneven_steps_has_the_smallest_piecewise_graph(stock_and_ours
 
 
 @pytest.mark.parametrize("decoding", [None, Decoding.lossy("fixed:8")])
-def test_other_modes_keep_the_candidates_of_vllm(monkeypatch, decoding):
+def test_other_modes_keep_the_graph_sizes_of_vllm(monkeypatch, decoding):
     stock, patched = stock_and_patched(monkeypatch, decoding)
     assert patched._candidates == stock._candidates

@@ -106,7 +106,7 @@ def test_every_number_of_drafts_may_be_chosen_however_few_sequences_run(make, mo
     assert chosen == set(CHOICES)
 
 
-def test_a_step_is_noted_with_what_it_accepted_and_judged(make, observed):
+def test_a_step_is_recorded_with_its_accepted_and_judged_drafts(make, observed):
     scheduler = make()
     run(scheduler, {"a": 100, "b": 300, "c": 200})
     for emitted in ([1, 1, 1], [1, 3, 5]):  # the first has no step before it
@@ -126,7 +126,7 @@ def test_a_step_is_noted_with_what_it_accepted_and_judged(make, observed):
     [(2.9, 3.9, 2.8, 0), (26.0, 27.6, 4.5, 4)],
     ids=["short", "long"],
 )
-def test_a_dense_step_does_not_seem_slow_because_the_next_one_drafts(
+def test_a_dense_step_does_not_seem_slow_because_the_next_step_drafts(
     make, dense, verified, draft, drafts
 ):
     """The host launches a step before it sees the end of the one before, and takes twice as long
@@ -156,7 +156,7 @@ def test_a_dense_step_does_not_seem_slow_because_the_next_one_drafts(
     assert chosen[-300:].count(drafts) >= 270
 
 
-def test_steps_that_the_chooser_does_not_watch_are_not_noted(make, observed):
+def test_steps_that_the_chooser_does_not_watch_are_not_recorded(make, observed):
     scheduler = make()
     run(scheduler, {"a": 100})
     for is_watching, noted in ((True, 0), (True, 1), (False, 1), (False, 1), (True, 1), (True, 2)):
@@ -180,7 +180,7 @@ def test_the_first_step_with_other_drafts_is_marked(make, observed):
     ]
 
 
-def test_a_step_is_noted_for_what_its_drafts_read(make, observed):
+def test_a_step_is_recorded_under_the_budget_of_its_drafts(make, observed):
     """They were drafted in the step before; dense steps read everything whatever drafts do."""
     scheduler = make(budgets=True)
     run(scheduler, {"a": 100, "b": 300})
@@ -195,9 +195,7 @@ def test_a_step_is_noted_for_what_its_drafts_read(make, observed):
     ]
 
 
-def test_workers_are_told_what_drafts_read_and_the_scheduler_what_those_it_verifies_read(
-    make, monkeypatch
-):
+def test_workers_receive_the_budget_of_new_drafts_and_of_those_being_verified(make, monkeypatch):
     scheduler, budgets = make(budgets=True), iter((1, 2, 2, 0))
     run(scheduler, {"a": 100})
     monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: 2)
@@ -210,7 +208,7 @@ def test_workers_are_told_what_drafts_read_and_the_scheduler_what_those_it_verif
     assert plan.drafts_after(make().schedule(), UNKNOWN) == (0, 0)
 
 
-def test_what_drafts_would_read_is_not_asked_of_dense_steps(make, monkeypatch):
+def test_no_budget_is_chosen_for_dense_steps(make, monkeypatch):
     """They keep the budget that drafts of such batches have: a dense step is timed for the batch
     with that budget.
     """
@@ -221,7 +219,7 @@ def test_what_drafts_would_read_is_not_asked_of_dense_steps(make, monkeypatch):
     assert plan.drafts_after(scheduler.schedule(), UNKNOWN) == (0, 2)
 
 
-def test_the_chooser_is_asked_as_seldom_as_it_says_and_when_sequences_come_or_go(make, monkeypatch):
+def test_the_chooser_is_consulted_when_due_and_when_the_batch_changes(make, monkeypatch):
     scheduler, asked = make(), []
     monkeypatch.setattr(scheduler.chooser.draft_length, "repeats", 3)
     monkeypatch.setattr(module.DraftChooser, "choose", lambda _, *what: asked.append(what) or 0)
@@ -262,7 +260,7 @@ def chosen(scheduler, choices, monkeypatch):
     return told
 
 
-def test_what_was_chosen_is_kept_and_can_be_repeated(make, monkeypatch):
+def test_choices_are_recorded_and_can_be_replayed(make, monkeypatch):
     first, again = make(budgets=True, keeps=True), make(budgets=True, keeps=True)
     told = chosen(first, [(4, 1), (4, 1), (2, 0), (2, 2), (2, 2)], monkeypatch)
     choices = first.take_choices()
@@ -281,7 +279,7 @@ def test_what_was_chosen_is_kept_and_can_be_repeated(make, monkeypatch):
     )
 
 
-def test_steps_between_two_choices_are_kept_too(make, monkeypatch):
+def test_steps_between_two_choices_are_recorded(make, monkeypatch):
     scheduler = make(keeps=True)
     run(scheduler, {"a": 100})
     asked = []
@@ -295,7 +293,7 @@ def test_steps_between_two_choices_are_kept_too(make, monkeypatch):
 @pytest.mark.parametrize(
     ("steps", "warning"), [(1, "have ended"), (9, "some were left"), (6, None)]
 )
-def test_a_replay_that_does_not_fit_is_told(make, monkeypatch, steps, warning):
+def test_a_replay_that_does_not_fit_is_reported(make, monkeypatch, steps, warning):
     scheduler, said = make(), []
     scheduler._logger = SimpleNamespace(info=lambda *_: None, warning=said.append)
     scheduler.replay([(2, 1.0, steps)])
@@ -304,7 +302,7 @@ def test_a_replay_that_does_not_fit_is_told(make, monkeypatch, steps, warning):
     assert len(said) == bool(warning) and all(warning in text for text in said)
 
 
-def test_drafts_that_an_engine_does_not_choose_among_are_not_repeated(make):
+def test_choices_unavailable_to_an_engine_cannot_be_replayed(make):
     for choice in ((3, 1.0, 1), (2, 0.5, 1)):
         with pytest.raises(
             ConfigError,
@@ -313,7 +311,7 @@ def test_drafts_that_an_engine_does_not_choose_among_are_not_repeated(make):
             make().replay([choice])
 
 
-def test_what_is_added_to_a_step_reaches_the_workers():
+def test_plans_attached_to_a_step_reach_the_workers():
     """vLLM sends workers of other processes its steps pickled."""
     scheduled = SchedulerOutput.make_empty()
     scheduled.num_spec_tokens_to_schedule = 4
@@ -323,7 +321,7 @@ def test_what_is_added_to_a_step_reaches_the_workers():
     assert plan.verified_by(received, UNKNOWN) == (3, 1)
 
 
-def test_a_step_without_a_plan_has_vllms_number_of_drafts_and_the_budget_before_it():
+def test_a_step_without_a_plan_uses_vllms_draft_count_and_the_previous_budget():
     """Steps of vLLM's warm-up have none, and those that are repeated without choosing."""
     scheduled = SchedulerOutput.make_empty()
     scheduled.num_spec_tokens_to_schedule = 4
@@ -331,7 +329,7 @@ def test_a_step_without_a_plan_has_vllms_number_of_drafts_and_the_budget_before_
     assert plan.verified_by(scheduled, DraftPlan(8, budget=2)) == (8, 2)
 
 
-def test_steps_that_are_not_alike_are_not_timed(make, observed):
+def test_unequal_steps_are_not_timed(make, observed):
     scheduler = make()
     run(scheduler, {"a": 100, "b": 300})
     for names, drafts in (
@@ -347,7 +345,7 @@ def test_steps_that_are_not_alike_are_not_timed(make, observed):
     assert observed == []
 
 
-def test_the_length_of_a_step_is_that_of_the_sequences_that_are_left(make, observed):
+def test_the_length_of_a_step_is_the_mean_over_remaining_sequences(make, observed):
     """The next step is under way when a response ends, so a step's sequences may have ended before
     it is noted.
     """
@@ -362,7 +360,7 @@ def test_the_length_of_a_step_is_that_of_the_sequences_that_are_left(make, obser
     assert len(observed) == 1
 
 
-def test_what_is_in_use_is_looked_at_seldom_and_said_once(make, monkeypatch):
+def test_choices_in_use_are_checked_rarely_and_logged_once(make, monkeypatch):
     scheduler, asked, said = make(), [], []
     run(scheduler, {"a": 100})
     in_use = module.DraftChooser.in_use
