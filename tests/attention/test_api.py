@@ -1,5 +1,5 @@
-"""Which implementation decodes: chosen in one place, said by name, and never another than was asked
-for.
+"""The choice of a decode implementation: made in one place, reported by name, and never overriding
+a request.
 """
 
 import pytest

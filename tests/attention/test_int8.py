@@ -1,4 +1,4 @@
-"""int8 with an exponent for every vector: the format, against its definition in float64."""
+"""The int8 format with an exponent for every vector, compared with its definition in float64."""
 
 import pytest
 import torch
@@ -26,7 +26,9 @@ def test_the_scale_is_the_smallest_power_of_two_and_codes_round_to_nearest(dtype
 
 @DTYPES
 def test_stored_values_are_exact_in_the_models_dtype(dtype):
-    """Every code under every scale that a vector can have; storing it again changes nothing."""
+    """Check every code with every scale that a vector can have; storing the result again changes
+    nothing.
+    """
     least, most = exponent_limits(dtype)
     exponent = torch.arange(least + 127, most + 128, dtype=torch.uint8)
     codes = torch.arange(-127, 128).expand(len(exponent), -1).to(torch.int8)
@@ -46,7 +48,7 @@ def test_edge_cases_of_rounding_and_scale(dtype):
             [0.0, -0.0],
             [0, 0],
             least,
-        ),  # as small as can be: zeros never outweigh another token's exponent
+        ),  # the smallest scale: zeros never outweigh another token's exponent
         ([127.0, -127.0], [127, -127], 127),
         ([127.5, 1.0], [64, 0], 128),  # 63.75 and 0.5, to even
         ([2.5, 127.0], [2, 127], 127),
@@ -58,7 +60,7 @@ def test_edge_cases_of_rounding_and_scale(dtype):
             [largest, -largest],
             [127, -127],
             most,
-        ),  # beyond the last scale, the only vectors that are clipped
+        ),  # beyond the largest scale, where values are clipped
         ([inf, 1.0], None, 255),
         ([nan, 1.0], None, 255),
     ]

@@ -1,5 +1,5 @@
-"""The reference of the paged operations, which the kernels answer to: against the contiguous one,
-and by hand.
+"""The paged reference, which is the specification of the kernels, against the contiguous one and by
+hand.
 """
 
 import pytest
@@ -23,7 +23,7 @@ from sparrow.schedule import ALL_PAGES
 def paged(
     x_BKSD: torch.Tensor, table_BM: torch.Tensor, blocks: int, block_tokens: int
 ) -> torch.Tensor:
-    """A NaN-filled cache ``[blocks, K, block_tokens, D]`` that holds ``x_BKSD`` at the blocks of
+    """Return a NaN-filled cache ``[blocks, K, block_tokens, D]`` with ``x_BKSD`` in the blocks of
     ``table_BM``.
     """
     B, K, S, D = x_BKSD.shape
@@ -59,7 +59,7 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, bu
     M = -(-S // block_tokens)
     table = torch.randperm(B * M + 2)[: B * M].view(B, M)
     k_cache, v_cache = (paged(x, table, B * M + 2, block_tokens) for x in (k, v))
-    # Each row's own NaNs: whatever lies beyond its length.
+    # Each row has its own NaNs: everything beyond its length.
     for b, n in enumerate(lengths):
         for cache in (k_cache, v_cache):
             for i in range(M):
@@ -88,9 +88,7 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, bu
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_an_int8_cache_behaves_like_its_dequantised_16_bit_cache(dtype, landmark_dtype):
-    """Tokens are stored, pages completed and rows decoded as with the cache that the codes and
-    scales stand for.
-    """
+    """Compare storing, completing pages and decoding with a 16-bit cache of the dequantised values."""
     torch.manual_seed(0)
     layout = PageLayout(4, landmark_dtype=landmark_dtype)
     B, K, G, D, N, blocks, tokens = 2, 2, 2, 8, 8, 7, 24
@@ -129,7 +127,7 @@ def test_an_int8_cache_behaves_like_its_dequantised_16_bit_cache(dtype, landmark
     )
     assert torch.equal(marks.float(), expected.float()) and marks.float().any()
     marks.view(torch.uint8)[3, 1] = (
-        0  # of the page that the first row's newest token filled: decoding writes it
+        0  # the page completed by the newest token of the first row: decoding writes its landmark
     )
     q = torch.randn(B, K * G, D, dtype=dtype)
     rest = dict(layout=layout, implementation="reference", scale=0.3)

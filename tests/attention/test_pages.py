@@ -32,8 +32,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def best_pages(scores: list[float], length: int, top_k: int, layout: PageLayout) -> set[int]:
-    """The definition for one query token and kv head: sink, recent, and the best of the rest,
-    earlier page first.
+    """Apply the definition to one query token and kv head: sink and recent pages, and the best of
+    the rest, with ties won by the earlier page.
     """
     pages = -(-length // layout.page_size)
     sink = set(range(min(layout.sink_pages, pages)))
@@ -86,10 +86,10 @@ def test_landmarks_by_hand():
 
 
 def test_the_mean_key_is_computed_in_float32_and_stored_in_the_dtype_of_the_keys():
-    # Summed in bfloat16 these would give 258 / 4: 256 swallows a 1.
+    # A sum in bfloat16 would be 258 / 4, because adding 1 to 256 has no effect.
     marks = landmarks(torch.tensor([256.0, 1.0, 1.0, 2.0]).bfloat16().view(1, 1, 1, 4, 1))
     assert marks.dtype == torch.bfloat16 and marks.item() == 65.0
-    # 16 x 8192 = 131072 overflows float16 on the way.
+    # The sum 16 x 8192 = 131072 overflows float16.
     assert landmarks(torch.full((1, 1, 1, 16, 1), 8192.0).half()).item() == 8192.0
 
 
@@ -138,7 +138,7 @@ SCORES = [9.0, 1, 5, 3, 5, 2, 9, 9]
         (30, 6, {}, set(range(8))),
         (30, ALL_PAGES, {}, set(range(8))),
         (32, 1, {}, {0, 2, 6, 7}),  # the last page full: nothing changes
-        (29, 1, {}, {0, 2, 6, 7}),  # one token in it: it still is one of the recent two
+        (29, 1, {}, {0, 2, 6, 7}),  # one token in it: it still counts as a recent page
         (28, 1, {}, {0, 2, 5, 6}),  # seven pages: page 7 does not exist, page 5 becomes recent
         (28, ALL_PAGES, {}, set(range(7))),
         # Short sequences: every page is sink or recent.
@@ -150,7 +150,7 @@ SCORES = [9.0, 1, 5, 3, 5, 2, 9, 9]
         (13, 1, {}, {0, 1, 2, 3}),
         (0, 3, {}, set()),
         # Other layouts.
-        (30, 1, dict(sink_pages=0), {0, 6, 7}),  # page 0 must earn its place, and does
+        (30, 1, dict(sink_pages=0), {0, 6, 7}),  # page 0 is selected only by its score
         (30, 2, dict(sink_pages=0), {0, 2, 6, 7}),
         (30, 0, dict(sink_pages=0, recent_pages=1), {7}),
         (30, 1, dict(sink_pages=0, recent_pages=1), {0, 7}),
@@ -192,7 +192,7 @@ def selections(draw):
     layout = PageLayout(draw(st.integers(1, 5)), draw(st.integers(0, 3)), draw(st.integers(1, 3)))
     pages = draw(st.integers(1, 10))
     rows = draw(st.integers(1, 3))
-    # Few distinct values, so that ties are the rule.
+    # Few distinct values, so that ties are common.
     score = st.sampled_from([-1e30, -1.0, 0.0, 0.5, 1.0, 3e38])
     scores = draw(
         st.lists(st.lists(score, min_size=pages, max_size=pages), min_size=rows, max_size=rows)

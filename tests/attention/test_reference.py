@@ -1,9 +1,8 @@
 """The reference attention against a loop over rows, heads and tokens, and its two forms against
 each other.
 
-Queries and keys are small multiples of 1/2 and pages and groups powers of two, so that page scores
-are exact in
-float32: no selection hangs on rounding, and equal scores are common.
+Queries and keys are small multiples of 1/2, and page and group sizes are powers of two, so page
+scores are exact in float32: no selection depends on rounding, and equal scores are common.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
 dim, P page size, N pages.
@@ -32,7 +31,9 @@ def halves(*shape: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def cache(B, H, K, S, D, seed=0):
-    """Exact q ``[B, H, S, D]`` and k ``[B, K, S, D]``, and random v ``[B, K, S, D]``, all float64."""
+    """Return exact q ``[B, H, S, D]`` and k ``[B, K, S, D]``, and random v ``[B, K, S, D]``, all in
+    float64.
+    """
     generator = torch.Generator().manual_seed(seed)
     q_BHSD, k_BKSD = (
         halves(B, H, S, D, generator=generator),
@@ -42,7 +43,7 @@ def cache(B, H, K, S, D, seed=0):
 
 
 def poison(tensors, start_B, length_B, value=POISON):
-    """Overwrite what lies outside every row's sequence."""
+    """Overwrite everything outside the sequence of each row."""
     column_S = torch.arange(tensors[0].shape[2])
     outside_BS = (column_S < start_B[:, None]) | (column_S >= (start_B + length_B)[:, None])
     return [t.masked_fill(outside_BS[:, None, :, None], value) for t in tensors]
@@ -90,7 +91,7 @@ def attend(q_HD, k_KSD, v_KSD, top_k, layout, scale):
 
 
 def attend_rows(q_BHD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale):
-    """``attend`` for every row; ``[B, H, D]``."""
+    """Apply ``attend`` to every row; return ``[B, H, D]``."""
     rows = []
     for b, (start, length) in enumerate(zip(start_B.tolist(), length_B.tolist(), strict=True)):
         own = slice(start, start + length)
@@ -158,7 +159,7 @@ BUDGETS = torch.tensor(
 
 
 def by_kv_head(x, head):
-    """The query heads of one of two kv heads."""
+    """Return the query heads of one of two kv heads."""
     return x.unflatten(1, (2, -1))[:, head]
 
 
@@ -276,7 +277,7 @@ def test_autocast_selects_the_same_pages_as_cast_inputs():
     with torch.autocast("cpu", torch.bfloat16):
         found = both(
             q, k, v.bfloat16()
-        )  # as a model has them where its positions are turned in float32
+        )  # as in a model that applies its rotary embedding in float32
     for out, expected in zip(found, both(*(x.bfloat16() for x in (q, k, v))), strict=True):
         assert torch.equal(out, expected)
 
@@ -407,10 +408,10 @@ def test_gradients_match_finite_differences():
 @pytest.mark.parametrize(
     ("q", "k", "v"),
     [
-        ((2, 4, 8), (2, 3, 20, 8), (2, 3, 20, 8)),  # heads that do not divide
+        ((2, 4, 8), (2, 3, 20, 8), (2, 3, 20, 8)),  # a number of heads that is not a multiple
         ((2, 4, 8), (2, 2, 20, 8), (2, 2, 19, 8)),  # fewer values than keys
         ((3, 4, 8), (2, 2, 20, 8), (2, 2, 20, 8)),  # more queries than sequences
-        ((2, 4, 4), (2, 2, 20, 8), (2, 2, 20, 8)),  # another head dim
+        ((2, 4, 4), (2, 2, 20, 8), (2, 2, 20, 8)),  # a different head dim
     ],
 )
 def test_inconsistent_shapes_are_refused(q, k, v):

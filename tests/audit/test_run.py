@@ -1,4 +1,4 @@
-"""The audit as a whole: what is sampled and ranked, with whole distributions and with lists."""
+"""The audit as a whole: what is sampled and ranked, with full distributions and with lists."""
 
 from contextlib import contextmanager
 
@@ -29,7 +29,7 @@ def asked(count):
 
 
 class Lists:
-    """The likeliest tokens by transformers, as a prefill lists them."""
+    """The most likely tokens by transformers, in the form of a prefill's lists."""
 
     def __init__(self, model):
         self.model = model
@@ -73,7 +73,7 @@ def test_ranks_are_taken_from_lists_where_they_are_determined(model, options):
             a, b = getattr(exact, name)[inside], getattr(found, name)[inside]
             np.testing.assert_allclose(a, b, atol=1e-5)
         np.testing.assert_allclose(exact.raw_logprobs, found.raw_logprobs, atol=1e-5)
-        # The rest of the vocabulary is one cell, so that the entropy is lower.
+        # The rest of the vocabulary forms one cell, so the entropy is lower.
         assert (found.entropy[inside] <= exact.entropy[inside] + 1e-5).all()
     assert seen > 40
 
@@ -124,7 +124,7 @@ def test_an_engine_is_closed_before_the_next_one_starts(model):
 
 
 def test_each_arm_has_its_own_seed(model):
-    """The same tokens twice would differ by nothing, whatever they are."""
+    """Sampling the same tokens twice would show no difference in any case."""
     seeds = []
 
     def made():

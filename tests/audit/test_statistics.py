@@ -1,4 +1,4 @@
-"""Statistics of the audit on numbers worked out by hand, and on samples of known distributions."""
+"""Statistics of the audit by hand, and on samples of known distributions."""
 
 import json
 
@@ -22,7 +22,9 @@ V = 30
 
 
 def drawn(seed, sequences=400, length=25, bias=None, reported_off=0.0, **kept):
-    """Tokens of random distributions; ``bias`` changes what they are really drawn from."""
+    """Draw tokens from random distributions; ``bias`` changes the distribution that is actually
+    sampled.
+    """
     rng = np.random.default_rng(seed)
     T = sequences * length
     p = rng.dirichlet(np.full(V, 0.3), T)
@@ -73,7 +75,7 @@ def test_tail_probabilities_follow_students_t(freedom, t):
 
 
 def test_standard_errors_treat_sequences_as_clusters():
-    """Two copies of every token say no more than one."""
+    """Two copies of every token carry no more information than one."""
     values = np.random.default_rng(0).normal(size=200)
     once = statistics._mean(values, np.arange(200))
     twice = statistics._mean(np.repeat(values, 2), np.repeat(np.arange(200), 2))
@@ -95,7 +97,7 @@ def test_a_tokens_place_depends_on_the_tokens_before_it():
         "bonus token": [3, 9],
         "first after a rejection": [6, 7],
     }
-    assert places(np.zeros(3, int), np.zeros(3, int)) == {}  # no drafts at all
+    assert places(np.zeros(3, int), np.zeros(3, int)) == {}  # without any drafts
 
 
 def test_later_drafts_are_tested_together():
@@ -114,7 +116,7 @@ def test_exact_tokens_pass():
 
 
 def test_exact_samples_are_called_biased_no_more_often_than_the_significance_level():
-    """At a level of 5 %, of 150 audits of exact tokens no more than chance explains."""
+    """At a level of 5 %, no more of 150 audits of exact tokens fail than chance explains."""
     called = sum(
         audit(
             drawn(2 * seed, sequences=60, length=10),
@@ -134,7 +136,7 @@ def test_a_different_temperature_is_found():
 
 
 def test_a_bias_of_detectable_size_is_detected_as_often_as_promised():
-    """Tokens moved to likelier places by just the detectable share."""
+    """Tokens are moved to more likely ones by exactly the detectable share."""
     share = audit(drawn(1, 200), drawn(2, 200)).detectable
 
     def likelier(p):
@@ -149,7 +151,7 @@ def test_a_bias_of_detectable_size_is_detected_as_often_as_promised():
         strictest = verdict.level / len(verdict.findings)
         found += next(f for f in verdict.findings if f.name == name).p_value < strictest
     low, high = stats.binom.interval(0.999, 40, statistics.POWER)
-    # The randomisation within a token blurs u, so somewhat less than all of the share shows.
+    # Randomisation within a token blurs u, so slightly less than the full share is visible.
     assert low - 8 <= found <= high
 
 
@@ -188,7 +190,7 @@ def test_too_few_sequences_leave_the_verdict_open():
 
 
 def test_dependence_is_found_even_if_each_token_is_uniform():
-    """The random number of every second token is used twice."""
+    """Every second token reuses the random number of the one before."""
     rng = np.random.default_rng(0)
     u = rng.random((400, 20))
     u[:, 1::2] = u[:, ::2]
@@ -255,7 +257,9 @@ def test_a_verdict_converts_to_plain_json():
 
 
 def in_few_contexts(seed, sequences, bias=None):
-    """Sequences of two tokens after one of three prompts; a context is a prompt and the first."""
+    """Draw sequences of two tokens after one of three prompts; the context is the prompt and, for
+    the second, the first token.
+    """
     rng = np.random.default_rng(seed)
     p = np.random.default_rng(9).dirichlet(np.full(6, 0.7), 3 + 3 * 6)
     really = p if bias is None else bias(p)
@@ -300,7 +304,7 @@ def test_the_repeated_context_statistic_is_a_sum_over_pairs():
 
 
 def test_a_bias_unrelated_to_rank_is_found_when_contexts_repeat():
-    """In each context other tokens are taken too often, without regard to their rank."""
+    """In each context some tokens are drawn too often, regardless of rank."""
 
     def anywhere(p):
         odd = np.random.default_rng(5).choice([0.7, 1.3], p.shape)
@@ -339,7 +343,7 @@ def test_truncated_list_cells_by_hand():
     np.testing.assert_allclose((before[0], p[0]), (0.625, 0.375))
     assert known.tolist() == [True, False]  # the second list does not reach 0.6
     assert entropy[0] == pytest.approx(stats.entropy([0.625, 0.375]))
-    # The likeliest token alone holds enough, so the other one is excluded.
+    # The most likely token alone has enough mass, so the other one is excluded.
     before, p, *_, known = cells_of_lists(lists[:1], np.array([1]), top_p=0.4)
     assert (before[0], p[0], known[0]) == (1, 0, True)
 

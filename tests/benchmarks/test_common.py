@@ -1,4 +1,4 @@
-"""What the scripts of the benchmarks share."""
+"""Code that the benchmark scripts share."""
 
 import json
 from pathlib import Path
@@ -86,6 +86,6 @@ def test_only_metrics_of_the_table_are_kept_from_a_trainers_log(common):
 
 
 def test_results_are_small_enough_to_read(common):
-    """Series that neither a table nor a figure shows belong in a run's folder."""
+    """Series that appear in neither a table nor a figure belong in the folder of a run."""
     files = [path for path in common.RESULTS.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 1.5e6

@@ -1,5 +1,5 @@
-"""The paper's formulas on worked numbers, beside the bytes and FLOPs of steps, and beside its ideal
-speed-ups.
+"""The paper's formulas on worked numbers, compared with bytes and FLOPs of steps and with its ideal
+speedups.
 """
 
 import importlib
@@ -22,7 +22,7 @@ def eflops():
 
 
 def paper_intensity(machine: Machine) -> float:
-    """FLOPs per byte as Kinetics counts them, from the peak "with sparsity": its 562.5 for the
+    """Return FLOPs per byte as Kinetics counts them, from the peak "with sparsity": 562.5 for the
     B200.
     """
     return 2 * machine.flops / machine.hbm_bytes_s
@@ -57,7 +57,7 @@ def test_eflops_count_the_bytes_and_flops_of_steps_if_d_covers_keys_and_values(e
     near = (
         budget * shape.kv_width * 2 * budget,
         2 * shape.kv_width * budget**2 / (4 * P),
-    )  # as if read from the start
+    )  # as if everything were read from the start
     sparse_memory = eflops.sparse_eflops(*common, 1, budget, P) - eflops.sparse_eflops(
         *common, 0, budget, P
     )
@@ -84,8 +84,8 @@ def test_the_formulas_reproduce_some_published_ideal_speedups_but_not_all(eflops
     )
     assert lenient == pytest.approx(3.5, rel=0.03)
     assert found["qwen3-8b"] == pytest.approx(4.20, abs=0.01)
-    # 4B: 5.1 is out of reach; even attention alone, with neither weights nor scoring, stays below
-    # it at every cut-off.
+    # 4B: 5.1 cannot be reached; even attention alone, without weights or scoring, stays below it at
+    # every cutoff.
     assert found["qwen3-4b"] == pytest.approx(4.11, abs=0.01)
     t = np.arange(1, 40_001)
     attention_alone = np.cumsum(t) / np.cumsum(SparsitySchedule.preset("qwen3-4b").tokens_read(t))

@@ -1,4 +1,4 @@
-"""The fit of lossless cycles, and how well the shipped constants predict what was measured."""
+"""The fit of lossless cycles, and how well the shipped constants predict the measurements."""
 
 import importlib
 import json
@@ -13,7 +13,7 @@ from sparrow.cost.lossless import CYCLE_H200, Cycle
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 H200 = MACHINES["h200"]
-ENGINE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)  # what was measured returned no lists
+ENGINE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)  # the measurements returned no lists
 MISSED = {("qwen3-4b", 24, 30_000), ("qwen3-8b", 24, 30_000)}
 """States of the last run in which a dense step of stock vLLM took 9 and 8 % longer than predicted.
 """
@@ -66,7 +66,7 @@ def test_the_shipped_constants_predict_every_measured_cycle(fit):
 
 
 def speedups(fit, name):
-    """State, then the predicted and the measured speed-up over stock, for each fixed number of
+    """Return the state and the predicted and measured speedup over stock for each fixed number of
     drafts of a run.
     """
     stock, lossless = (

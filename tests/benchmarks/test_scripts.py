@@ -1,6 +1,4 @@
-"""Every script starts, whatever machine it measures, and the shapes that are measured are those
-that are priced.
-"""
+"""Every script starts on any machine, and measured shapes match those of the cost model."""
 
 import json
 import os
@@ -50,7 +48,7 @@ imported it for all; modules of the scripts themselves are imported anew.
 
 
 def missing(name: str) -> str | None:
-    """The first optional package that a script mentions and this environment lacks."""
+    """Return the first optional package that a script mentions and this environment lacks."""
     text = (ROOT / name).read_text(encoding="utf-8")
     absent = (module for module in ("vllm", "triton") if find_spec(module) is None)
     return next((module for module in absent if module in text), None)
@@ -58,7 +56,7 @@ def missing(name: str) -> str | None:
 
 @pytest.fixture(scope="module")
 def helps():
-    """Exit status and output of every script that can start here, asked for help."""
+    """Return exit status and output of ``--help`` for every script that can start here."""
     scripts = [name for name in SCRIPTS if missing(name) is None]
     done = subprocess.run(
         [sys.executable, "-c", HELP, str(ROOT), *scripts],

@@ -1,5 +1,5 @@
-"""The comparison of two trees: each is timed by its own code, and a row that got slower is named.
-No GPU is needed.
+"""The comparison of two trees: each is timed by its own code, and slower rows are named. No GPU is
+needed.
 """
 
 import shutil

@@ -1,5 +1,5 @@
-"""docs/performance.md says what the JSON files of the benchmarks say, and the rollout traces are
-what it says.
+"""docs/performance.md matches the JSON files of the benchmarks, and the rollout traces match its
+description.
 """
 
 import importlib
@@ -55,7 +55,7 @@ def test_the_interval_of_a_speedup_by_hand(tables):
         tables.speed.speedup(run([30, 20, 10]), run([10, 10, 10]), "9", "none")
         == "2.00x [-0.25, 4.25]"
     )
-    # Where every state is as much faster, there is nothing that other states could change.
+    # If every state is faster by the same amount, other states could not change the result.
     assert (
         tables.speed.speedup(run([30, 20, 10]), run([15, 10, 5]), "9", "none")
         == "2.00x [2.00, 2.00]"

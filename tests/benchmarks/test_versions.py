@@ -1,4 +1,4 @@
-"""The script that measures a version of vLLM, and the table that its results make."""
+"""The script that measures a version of vLLM, and the table of its results."""
 
 import importlib
 import json
@@ -30,7 +30,7 @@ def scripts():
 
 
 def row(scripts, tmp_path, monkeypatch, **changed):
-    """The cells of the only row that a result makes."""
+    """Return the cells of the only row for a result."""
     tables = scripts[1]
     (tmp_path / "0.33.0_h100.json").write_text(json.dumps({**RESULT, **changed}))
     monkeypatch.setattr(tables, "FOLDER", tmp_path)

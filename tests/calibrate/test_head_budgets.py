@@ -1,5 +1,5 @@
-"""Shares of layers and kv heads: who gets the next pages, by hand, and what a command finds on a
-small model.
+"""Budgets of layers and kv heads: the order in which pages are given out, by hand, and the command
+on a small model.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""The search, against worlds whose tail is known."""
+"""The search, in simulated worlds with a known acceptance tail."""
 
 import math
 import shutil
@@ -19,8 +19,8 @@ LAYOUT = SparsitySchedule.dense(bin_tokens=160, dense_layers=(0,))
 
 
 def world(lengths, needed, calls=None, noise=0.0):
-    """Acceptance falls linearly as top_k falls short of ``needed(bin)``, equal for all tokens but
-    for noise.
+    """Simulate acceptance that falls linearly as top_k falls short of ``needed(bin)``, equal for
+    all tokens except for noise.
     """
 
     def measure(schedule: SparsitySchedule) -> Acceptance:
@@ -151,9 +151,9 @@ def test_a_search_from_a_schedule_takes_one_step_in_every_bin():
     assert found.schedule.top_k == (5, 13, 21, 29, ALL_PAGES)
     calls: list = []
     again = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), [found.schedule], 0.8999)
-    # Fewer by a quarter or more by a third; where fewer will do, fewer still.
+    # A quarter fewer or a third more; if fewer suffice, still fewer.
     assert calls == [found.schedule.top_k, (3, 9, 28, 39), (2, 13, 28, 39)]
-    assert again.schedule.top_k == (3, 13, 23, 34, ALL_PAGES)  # 33 would do, the line says one more
+    assert again.schedule.top_k == (3, 13, 23, 34, ALL_PAGES)  # 33 suffice; the line predicts 34
     # Lengths beyond the schedule were sampled densely, and are tried with what the bin before
     # wants.
     calls.clear()
@@ -163,7 +163,9 @@ def test_a_search_from_a_schedule_takes_one_step_in_every_bin():
 
 
 def early(count, tokens):
-    """Thirty responses that start at 160, and ``count`` that start up to ``tokens`` tokens before."""
+    """Return thirty responses that start at 160, and ``count`` that start up to ``tokens`` tokens
+    earlier.
+    """
 
     def measure(schedule):
         found = world([480] * 30 + [480] * count, lambda b: 20 * (b > 0))(schedule)
@@ -268,7 +270,7 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
     )
     with pytest.raises(ConfigError, match="raise refine"):
         calibrate_engine(engine, engine, prompts, sampling, tmp_path, **dict(options, refine=0))
-    # A second call finds everything on disk; other responses are not taken for those asked for.
+    # A second call finds everything on disk; responses to different requests are not reused.
     other = dict(options, budgets=(8,), refine=0, on_policy=0, target=0.5)
     calibrate_engine(
         engine, engine, prompts, Sampling(100, top_n=VOCAB, seed=3), tmp_path / "work", **other
@@ -331,7 +333,7 @@ def test_a_failed_search_reports_whether_lists_or_budgets_were_too_short(tmp_pat
     with pytest.raises(ConfigError, match=few):
         calibrated(VOCAB, 0.999)
     assert calibrated(VOCAB, 0.05).schedule.top_k[0] == 2 and not caplog.records
-    # Longer lists are taken until they tell.
+    # Longer lists are requested until they settle the question.
     assert calibrated(2, 0.9, lengthen=True).schedule.top_k == calibrated(VOCAB, 0.9).schedule.top_k
     assert (
         caplog.messages[0]
@@ -408,11 +410,11 @@ def test_a_relative_target_is_plotted_at_the_level_of_each_bin(tmp_path, monkeyp
 
 
 class TwoPrograms:
-    """A sampler whose logits are off by noise, and a scorer: of a model whose logits depend on
-    prompt and place alone.
+    """A sampler with noisy logits, or a scorer, of a model whose logits depend only on prompt and
+    position.
 
-    Fewer pages move the logits further. ``V`` tokens, all of them listed. Noise is the same under
-    every schedule, or drawn ``anew`` for each, as where other sums are rounded.
+    Fewer pages move the logits further. All ``V`` tokens are listed. The noise is the same under
+    every schedule or drawn ``anew`` for each, as if sums were rounded differently.
     """
 
     V, T = 16, 320

@@ -77,7 +77,7 @@ def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
     assert "share of the KV cache read 100.0%" in printed
     assert "samples of the dense policy, 6 responses" in printed
     assert re.search(r"log-probs of the sampled tokens are \d(e-\d+)? off the policy's", printed)
-    # Lists leave open how far dense samples are from the policy, which they are not at all.
+    # Lists leave open how far dense samples are from the policy, although the distance is zero.
     assert not any(word in printed for word in ("sparse actor", "tau", "ceiling", "undecided"))
     dense = json.loads(out.read_text())
     assert dense["n_sequences"] == 6 and dense["mean"] > 0.8
@@ -99,7 +99,7 @@ def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
 
 @pytest.fixture
 def passes(monkeypatch):
-    """The lengths of the lists of each pass that samples, and whether it was dense."""
+    """Record the list lengths of each sampling pass, and whether the pass was dense."""
     from sparrow.engines.hf import HFEngine
 
     made: list[tuple[int, bool]] = []
@@ -169,8 +169,8 @@ def test_sparse_samples_are_saved_before_the_ceiling_is_measured(
 
 @pytest.fixture
 def sent_by(checkpoint, tmp_path, monkeypatch):
-    """Calls a command with a dataset of four questions, and returns the ids that it first sends to
-    the engine.
+    """Return a function that runs a command on a dataset of four questions and returns the first
+    ids sent to the engine.
     """
     from sparrow.engines.hf import HFEngine
 
@@ -187,7 +187,7 @@ def sent_by(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(HFEngine, "generate", stop)
     small = ["--rollout.prompts", "4", "--rollout.samples", "2", "--rollout.max-new-tokens", "8"]
     sampled = ["--count", "20", "--max-new-tokens", "8"]
-    plain = "template={question}"  # else the format's instructions, which the tokenizer cannot read
+    plain = "template={question}"  # the tokenizer cannot read the default instructions
     dataset = ["--dataset", f"qa:path={data},{plain}"]
     arguments = {
         "train": [*dataset, *small, "--run-dir", str(tmp_path / "run")],
@@ -336,7 +336,7 @@ def test_longer_lists_settle_what_short_lists_leave_undecided(checkpoint, tmp_pa
     arguments = [
         "measure",
         "--schedule",
-        "fixed:9",  # at these lengths everything
+        "fixed:9",  # at these lengths, everything
         "--model",
         checkpoint,
         "--task",
@@ -353,7 +353,7 @@ def test_longer_lists_settle_what_short_lists_leave_undecided(checkpoint, tmp_pa
     )
     assert "1.000; longer ones (--top-n) tell" in said and " undecided" in said
     assert re.search(r"p5 between .* 0\.\d+ and 1\.000 ", said)
-    for lists in (["--top-n", "151"], []):  # as many as it takes, unless told how many
+    for lists in (["--top-n", "151"], []):  # as many as needed, unless a number is given
         main([*arguments, *lists])
         said = " ".join(capsys.readouterr().out.split())
         assert "not known" not in said and " holds" in said
@@ -509,7 +509,7 @@ def test_a_command_without_its_model_says_so_in_a_sentence(command, capsys):
 
 
 def test_the_reward_rises_within_the_steps_of_the_demo():
-    """As measured over longer runs of the same seeds, whose first steps are the demo's."""
+    """Longer runs of the same seeds, whose first steps are the demo's, were measured."""
     for run in json.loads((ROOT / "benchmarks/results/demo.json").read_text())["runs"]:
         reward = run["reward"][: Demo.steps]
         assert len(reward) == Demo.steps <= 8 and sum(reward[-2:]) - sum(reward[:2]) > 2 * 0.1

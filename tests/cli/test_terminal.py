@@ -1,4 +1,4 @@
-"""What is shown while a command works, and how it is started."""
+"""Terminal output while a command works, and how commands are started."""
 
 import io
 import subprocess
@@ -29,7 +29,7 @@ LINE = f"reward 0.250  {P5}length 120  1,200 tokens/s  KV read 50%  3.6 s"
 
 def test_each_step_prints_one_flushed_line(monkeypatch):
     class Pipe(io.StringIO):
-        """Counts what has been written out."""
+        """A pipe that counts what has been written to it."""
 
         flushed = ""
 
@@ -40,14 +40,14 @@ def test_each_step_prints_one_flushed_line(monkeypatch):
     monkeypatch.setattr(sys, "stderr", pipe)
     progress = Progress(12)
     progress("rollout", {})
-    assert pipe.flushed == "step 1/12  rollout  0 s\n"  # nobody knows yet how long a step takes
+    assert pipe.flushed == "step 1/12  rollout  0 s\n"  # the duration of a step is not known yet
     progress("step", STEP)
     assert pipe.flushed.splitlines()[1:] == [f"step 3/12  {LINE}"]
     progress("rollout", {})
-    assert len(pipe.flushed.splitlines()) == 2  # a short step has no lines for its phases
+    assert len(pipe.flushed.splitlines()) == 2  # a short step prints no lines for its phases
     progress("step", {**STEP, "step": 4, "seconds": {**STEP["seconds"], "rollout": 100.0}})
     progress("score", {})
-    assert pipe.flushed.splitlines()[3:] == ["step 5/12  score  0 s"]  # a long one has
+    assert pipe.flushed.splitlines()[3:] == ["step 5/12  score  0 s"]  # a long step does
 
 
 def test_a_step_prints_p5_only_if_a_sparse_actor_sampled():
@@ -63,7 +63,7 @@ def test_a_step_omits_lengths_at_which_the_dense_policy_sampled():
     later = {"end": 200, "lower_bound": 0.5, "upper_bound": 0.5, "n_sequences": 4}
     step = {**STEP, "mismatch": {"bins": [{**BIN, "lower_bound": 0.1}, later]}, "dense_up_to": 100}
     assert terminal.step_line(step) == LINE.replace(P5, "lowest p5 0.500  ")
-    drafts = {"acceptance": 0.987}  # of mode auto, which verifies up to 100 tokens here
+    drafts = {"acceptance": 0.987}  # from mode auto, which verifies up to 100 tokens here
     assert terminal.step_line({**step, "drafts": drafts}) == terminal.step_line(step)
     read_in_full = {**step, "dense_up_to": 200}
     assert terminal.step_line(read_in_full) == LINE.replace(P5, "")
@@ -103,7 +103,7 @@ def test_completions_are_printed(shell, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--tyro-print-completion", "tcsh"],  # tyro offers it, but needs another package for it
+        ["--tyro-print-completion", "tcsh"],  # offered by tyro, but needs another package
         ["--tyro-print-completion=tcsh"],
         ["--tyro_print_completion", "tcsh"],
         ["--tyro-write-completion", "tcsh", "/nowhere/sparrow.csh"],

@@ -1,4 +1,6 @@
-"""A cluster's plan: memory and seconds by hand, what does not fit, and the published 14B run."""
+"""The plan of a cluster: memory and seconds by hand, plans that do not fit, and the published 14B
+run.
+"""
 
 import importlib
 import json
@@ -54,7 +56,7 @@ def test_seconds_by_hand():
     )
     fast = replace(
         GPU, flops=1e18
-    )  # then the shards' way is what takes time: 2 and 8 bytes of 3 / 4 of the weights
+    )  # then communication between the shards dominates: 2 and 8 bytes of 3 / 4 of the weights
     gathered = train_seconds(TINY, Cluster(fast, 4), [100, 300])
     assert gathered == pytest.approx((2 * 0.75e6 / 350e9, 8 * 0.75e6 / 350e9))
     assert sync_seconds(TINY, Cluster(GPU, 4)) == pytest.approx(4 * 0.75e6 / 350e9 + 4e6 / 13e9)
@@ -64,7 +66,7 @@ def test_seconds_by_hand():
 
 
 def test_a_step_is_as_slow_as_its_slowest_engine():
-    responses = [4000, 10, 4000, 10]  # dealt in turn: one engine gets both long ones
+    responses = [4000, 10, 4000, 10]  # dealt round robin: one engine gets both long responses
     found = plan(TINY, Cluster(GPU, 2), responses, SparsitySchedule.dense(dense_layers=(0,)))
     machine = cluster.engine_machine(Cluster(GPU, 2), found.memory.state)
     times = [simulate_rollout(TINY, machine, r).seconds for r in ([4000, 4000], [10, 10])]
@@ -80,8 +82,8 @@ def test_a_step_is_as_slow_as_its_slowest_engine():
 
 
 def measured(name, monkeypatch):
-    """Seconds of a step that ``benchmarks/grpo_step.py`` measured, by phase, and what is planned
-    for it.
+    """Return the seconds per phase of a step measured by ``benchmarks/grpo_step.py``, and the
+    prediction for it.
     """
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     run = json.loads((ROOT / "benchmarks" / "results" / f"grpo_step_{name}.json").read_text())
@@ -109,8 +111,8 @@ def test_a_measured_step_is_predicted_phase_by_phase(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["ddp2", "fsdp2", "ddp4", "fsdp2_4"])
 def test_training_on_several_gpus_is_predicted(name, monkeypatch):
-    """Rollouts are not: at these lengths they wait for hosts, which other work on the machine slows
-    down.
+    """Rollouts are excluded: at these lengths they wait for the host, which other work on the
+    machine slows down.
     """
     seconds, step = measured(name, monkeypatch)
     for phase in ("score", "update"):

@@ -1,4 +1,4 @@
-"""The cost of lossless decoding: cycles by hand, in 8 bits, advice."""
+"""The cost of lossless decoding: cycles by hand, 8-bit landmarks and weights, recommendations."""
 
 from dataclasses import astuple, replace
 
@@ -28,7 +28,7 @@ from sparrow.cost.lossless import (
 from sparrow.schedule import SparsitySchedule
 
 H200 = MACHINES["h200"]
-ENGINE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)  # what was measured returned no lists
+ENGINE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)  # the measurements returned no lists
 
 
 def drafts(k, acceptance, pages=61):
@@ -36,7 +36,7 @@ def drafts(k, acceptance, pages=61):
 
 
 def cycle_seconds(shape, batch, drafting):
-    """Seconds of a whole cycle over sequences of 15,000 tokens."""
+    """Return the seconds of a full cycle over sequences of 15,000 tokens."""
     step = lossless_step(SHAPES[shape], H200, [15_000] * batch, drafting, ENGINE)
     return step.seconds * drafting.tokens_per_cycle
 

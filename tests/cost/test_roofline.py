@@ -169,7 +169,7 @@ def test_bytes_of_a_step_by_hand():
         step.landmark_bytes / 2,
         step.kv_bytes,
     )
-    budgets = ((1, 1), (0, 2), (1, 1), (1, 1))  # 3 and 5 pages in a layer, and 4 in the others
+    budgets = ((1, 1), (0, 2), (1, 1), (1, 1))  # 3 and 5 pages in one layer, and 4 in the others
     uneven = decode_step(shape, H200, [100, 40], schedule.replace(head_budgets=budgets))
     assert uneven.kv_bytes == 2 * (2 * 4 * 2) * (140 + 2 * (64 + 40) + (48 + 80) / 2 + 40)
     with pytest.raises(ConfigError, match="for 4 layers of 1 kv heads but the model has 4 of 2"):
@@ -221,7 +221,7 @@ def script(monkeypatch):
 
 
 def test_measured_steps_are_predicted_within_15_percent_dense_and_sparse(script):
-    """Those published with the kernels, and those of the engine."""
+    """Compare with measurements published with the kernels and with those of the engine."""
     rows = script.measured()
     found = [script.point(row, rows["machine"]) for row in rows["steps"]]
     assert {p.shape for p in found if p.name.endswith("sparse")} == set(SHAPES)
@@ -231,12 +231,12 @@ def test_measured_steps_are_predicted_within_15_percent_dense_and_sparse(script)
 def test_the_shipped_constants_are_the_fit_and_predict_unseen_shapes(script):
     fitted, table = script.errors(script.measured())
     assert astuple(fitted) == pytest.approx(astuple(VLLM_H200), rel=2e-3)
-    # Steps of less than 3 ms wait for the host, which no other shape shows.
+    # Steps of less than 3 ms wait for the host, unlike steps of the other shapes.
     assert max(abs(held_out) for p, _, _, held_out in table if p.seconds > 3e-3) < 0.2
 
 
 def test_the_fit_recovers_the_constants_of_simulated_steps(script):
-    truth = Overheads(50e-6, 20e-6, 4e-6, 0.0, 0.9)  # lists and the host are not in these
+    truth = Overheads(50e-6, 20e-6, 4e-6, 0.0, 0.9)  # without lists and host time
     steps = []
     for name, shape in SHAPES.items():
         for batch, length, spec in (
@@ -298,12 +298,12 @@ def test_the_kv_capacity_matches_measurements_on_an_h200():
 
 TINY = ModelShape(
     "tiny", layers=2, heads=2, kv_heads=1, head_dim=1, weights=1000
-)  # 8 bytes of KV a token
+)  # 8 bytes of KV per token
 SLOW = Machine("slow", 1e4, 1e4, 1e9, 1e6)
 
 
 def small(tokens: int) -> Machine:
-    """A machine whose memory holds ``tokens`` of TINY's KV."""
+    """Return a machine with room for ``tokens`` tokens of TINY's KV cache."""
     return replace(SLOW, memory_bytes=(tokens * 8 + 2000 + 1) / cost.MEMORY_FRACTION)
 
 
@@ -411,7 +411,7 @@ def test_published_rollouts_are_predicted_from_an_assumed_length_distribution():
 def test_the_speedup_of_a_step_follows_from_the_share_of_rollouts(share, rollout, step):
     assert 1 / (1 - share + share / rollout) == pytest.approx(
         step, abs=0.02
-    )  # the shares the published pairs imply
+    )  # the shares implied by the published pairs
     responses = cost.response_lengths(14_000, 32_768, 60)
     found = predict(
         SHAPES["qwen3-4b"],

@@ -1,4 +1,4 @@
-"""What the docs show is run: their Python blocks, and every flag of every subcommand."""
+"""Examples in the docs are run: Python blocks, and every flag of every subcommand."""
 
 import os
 import re
@@ -51,8 +51,8 @@ PREPARE = {
 
 @pytest.mark.parametrize("mark", PREPARE)
 def test_examples_with_a_model_from_the_hub_run_as_printed(mark, tmp_path):
-    """On a random model of the shape that the published schedule is for, under the name that the
-    example gives.
+    """Use a random model with the shape that the published schedule is for, under the name in the
+    example.
     """
     blocks = [
         block
@@ -108,7 +108,7 @@ def test_the_command_line_page_matches_the_help_of_the_commands():
 
 
 def test_the_example_of_every_text_form_parses(monkeypatch, tmp_path):
-    """The table of forms: each example means what the row says."""
+    """Check each example in the table of forms against its row."""
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
     lines = page.partition("## `sparrow demo`")[0].splitlines()
     rows = [

@@ -1,4 +1,4 @@
-"""The site has every page of docs in its navigation, and its links lead to what exists."""
+"""The site lists every page of the docs in its navigation, and its links point to existing targets."""
 
 import logging
 import re
@@ -18,14 +18,14 @@ def rewrite():
 
 
 class Loader(yaml.SafeLoader):
-    """Reads ``!ENV`` as the list that stands after it."""
+    """A loader that reads ``!ENV`` as the list that follows it."""
 
 
 Loader.add_constructor("!ENV", lambda loader, node: loader.construct_sequence(node))
 
 
 def pages(entry):
-    """The files that an entry of the navigation names."""
+    """Return the files named by an entry of the navigation."""
     if isinstance(entry, str):
         return [entry]
     entries = entry.values() if isinstance(entry, dict) else entry
@@ -39,7 +39,7 @@ def test_the_navigation_lists_every_page_once():
 
 
 def anchors(page):
-    """The anchors that the headings of a page have."""
+    """Return the anchors of the headings of a page."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
     words = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]

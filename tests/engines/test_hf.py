@@ -1,4 +1,4 @@
-"""The transformers engine: sparse decode, its teacher-forced equal, and what it refuses."""
+"""The transformers engine: sparse decoding, equal to teacher forcing, and refusals."""
 
 from dataclasses import replace
 
@@ -325,7 +325,7 @@ def test_closing_an_engine_restores_its_model(loaded_with):
     assert not any("sparrow" in vars(module) for module in model.modules())
     engine.close()  # a second time changes nothing
 
-    # A schedule that the user had set is there again.
+    # The schedule set by the user is restored.
     set_schedule(model, SparsitySchedule.fixed(1, dense_layers=()))
     HFEngine(model, SparsitySchedule.dense(), eos_ids=[]).close()
     assert torch.equal(greedy(model, ids, mask)[0], sparse)
@@ -397,14 +397,15 @@ def test_auto_mode_is_exact_while_it_verifies_and_sparse_afterwards(temperature)
         int(np.isfinite(r.verification.acceptance).sum()) for r in rollouts
     )
     dense = engine.score(rollouts, SparsitySchedule.dense(), temperature)
-    # A page that ends at 96 belongs to the next bin; one token more is the policy's, for the
-    # prefill gives it.
+    # A page that ends at 96 belongs to the next bin; the policy samples one token more, because the
+    # prefill yields it.
     ends = [min(len(r), max(0, 89 - len(p)) + 1) for p, r in zip(rows, rollouts, strict=True)]
     assert [r.verification.tokens for r in rollouts] == ends and ends[3] == 1
     for r, scores, end in zip(rollouts, dense, ends, strict=True):
         apart = np.abs(r.top_logprobs - scores.top_logprobs).max(1)
         assert apart[:end].max() < 2e-4
-        # What follows is what a lossy actor samples after a dense prompt of all that was verified.
+        # The tokens that follow are those of a lossy actor after a dense prompt of all verified
+        # tokens.
         if end < len(r):
             assert apart[end:].max() > 0.01
             names = ("response_ids", "logprobs", "top_ids", "top_logprobs")

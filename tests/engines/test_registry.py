@@ -1,4 +1,4 @@
-"""Engines as users name them: each has one entry, and commands ask the entry and no name."""
+"""Engines as users name them: each has one registry entry, which all commands use."""
 
 import importlib
 import sys
@@ -70,7 +70,7 @@ def test_an_audit_fits_two_vllm_engines_into_one_process(monkeypatch, options, a
 
 @pytest.fixture
 def echo(monkeypatch):
-    """An engine of somebody's own: a module, and one entry."""
+    """Register a custom engine: a module and one entry."""
     module = ModuleType("echo_engine")
     module.start = lambda asked: SimpleNamespace(**asked.spec.options)
     monkeypatch.setitem(sys.modules, "echo_engine", module)

@@ -1,5 +1,5 @@
-"""``sparrow eval``: the same table however often it is interrupted, and never that of another
-model.
+"""``sparrow eval``: the same table however often it is interrupted, and never the table of a
+different model.
 """
 
 import json
@@ -72,7 +72,7 @@ def test_an_interrupted_evaluation_ends_with_the_same_table(tmp_path, capsys, mo
 
 @pytest.fixture
 def engine_calls(monkeypatch) -> list[int]:
-    """Numbers of prompts that were sampled from, call by call."""
+    """Record the number of prompts sampled in each call."""
     from sparrow.engines.hf import HFEngine
 
     calls: list[int] = []
@@ -123,12 +123,12 @@ def test_samples_are_reused_only_if_weights_and_settings_match(tmp_path, engine_
         main([*arguments, *other])
     assert engine_calls == [6] * 7
     main([*arguments, "--schedule", str(table)])
-    assert engine_calls == [6] * 8  # the sparse actor's; the dense model's are there
-    table.write_text('{"top_k": [2], "dense_layers": [0]}')  # another schedule of the same name
+    assert engine_calls == [6] * 8  # samples of the sparse actor; those of the dense model exist
+    table.write_text('{"top_k": [2], "dense_layers": [0]}')  # a new schedule, same name
     main([*arguments, "--schedule", str(table)])
     assert engine_calls == [6] * 9
     with torch.no_grad():
-        model.model.norm.weight[3] += 0.5  # trained on, under the same name
+        model.model.norm.weight[3] += 0.5  # trained further under the same name
     model.save_pretrained(checkpoint)
     main(arguments)
     assert engine_calls == [6] * 10

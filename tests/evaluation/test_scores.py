@@ -53,7 +53,9 @@ def test_the_interval_covers_the_mean_and_narrows_with_more_problems():
 
 @pytest.mark.parametrize("count", [1, 4, 100])
 def test_an_interval_has_a_width_even_if_all_problems_score_the_same(count):
-    """0 of n: the exact (Clopper-Pearson) upper limit is 1 - 0.025^(1/n); n of n mirrors it."""
+    """Check 0 of n against the exact (Clopper-Pearson) upper limit 1 - 0.025^(1/n), and n of n as
+    its mirror image.
+    """
     limit = 1 - 0.025 ** (1 / count)
     for score in (mean_at_k, lambda r: pass_at_k(r, 1)):
         none, every = score(np.zeros((count, 1))), score(np.ones((count, 1)))

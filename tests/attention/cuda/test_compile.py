@@ -1,5 +1,5 @@
-"""What can be held about the CUDA kernel without a GPU: it compiles, and says why where it cannot
-serve.
+"""Tests of the CUDA kernel that need no GPU: it compiles, and refuses unsupported devices with a
+reason.
 """
 
 import ctypes

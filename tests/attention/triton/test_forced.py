@@ -46,8 +46,8 @@ from tests.conftest import tiny_model  # noqa: E402
 
 @dataclass
 class Case:
-    """What ``teacher_forced`` takes, on ``DEVICE``, and the gradient of its result; NaN outside the
-    sequences.
+    """The arguments of ``teacher_forced`` on ``DEVICE`` and the gradient of its result; NaN outside
+    the sequences.
     """
 
     q: torch.Tensor
@@ -64,7 +64,7 @@ class Case:
     def results(
         self, implementation: str, dtype: torch.dtype, device: str = DEVICE
     ) -> list[torch.Tensor]:
-        """Output and gradients of q, k and v, in float64 on the CPU; the reference is given 1 in
+        """Return output and gradients of q, k and v in float64 on the CPU; the reference reads 1 in
         place of NaN.
         """
         outside = 1.0 if implementation == "reference" else float("nan")
@@ -98,8 +98,8 @@ def make_case(
     dtype: torch.dtype = torch.float16,
     seed: int = 0,
 ) -> Case:
-    """``rows`` are (start, length, prompt); ``top_k`` None: another number of pages at every
-    column.
+    """Build a case from ``rows`` of (start, length, prompt); without ``top_k`` every column has a
+    different number of pages.
     """
     generator = torch.Generator().manual_seed(seed)
     T = max(start + length for start, length, _ in rows) + 3
@@ -146,7 +146,7 @@ def check(case: Case, dtype: torch.dtype) -> None:
 
 
 def kept(case: Case) -> torch.Tensor:
-    """What the kernels select: bool ``[B, K, T, N]`` by position."""
+    """Return the selection of the kernels: bool ``[B, K, T, N]`` by position."""
     call = Call(case.q, case.k, case.v, case.start, case.length, case.layout, 1.0)
     masks, lists, counts = call.select(case.prompt, case.top_k, case.budgets)
     for mask, pages, count in zip(
@@ -161,7 +161,7 @@ def kept(case: Case) -> torch.Tensor:
 
 
 def expected_pages(case: Case, b: int) -> torch.Tensor:
-    """The same for row b by the definition, bool ``[K, length, N of the row]``."""
+    """Return the selection of row b by definition: bool ``[K, length, N of the row]``."""
     start, length, P = int(case.start[b]), int(case.length[b]), case.layout.page_size
     own = slice(start, start + length)
     q, k = case.q[b : b + 1, :, own].cpu(), case.k[b : b + 1, :, own].cpu()
@@ -208,7 +208,7 @@ def test_each_head_has_its_own_budget(budgets):
 def test_it_selects_the_same_pages_as_decoding_with_8_bit_landmarks(dtype):
     layout = PageLayout(16, landmark_dtype="fp8_e4m3")
     case = make_case([(1, 250, 3)], K=1, G=2, D=16, layout=layout, dtype=dtype)
-    # Means of 16 such keys need more bits, so that other pages rank first.
+    # Means of 16 such keys need more bits, so a different set of pages ranks first.
     case.k.copy_(torch.randint(-20, 21, case.k.shape, generator=torch.Generator().manual_seed(1)))
     check_selection(case)
     assert not torch.equal(
@@ -322,7 +322,8 @@ def test_a_model_trains_through_the_kernels(autocast):
         assert forcing.implementation == implementation
         loss.backward()
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    # bfloat16 rounds every layer's result by 2**-8; a selection that differs would show more.
+    # bfloat16 rounds the result of every layer by 2**-8; a different selection would cause a larger
+    # error.
     assert (found[0] - found[1]).norm() < (0.05 if autocast else 1e-4) * found[0].norm()
 
 
@@ -351,7 +352,7 @@ def test_a_checkpointed_layer_does_not_recompute_selection_or_attention(monkeypa
         for ids in torch.arange(2, 50, device=DEVICE).view(2, 1, 24):
             with actor.teacher_forced(model, [7], implementation="triton"):
                 losses.append(model(input_ids=ids, use_cache=False).logits.float().square().mean())
-        # Two passes are under way at once, and the first is the first to go back.
+        # Two passes overlap, and the first one is the first to run backward.
         losses[0].backward()
         losses[1].backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
@@ -472,5 +473,6 @@ def test_memory_stays_bounded_at_32k_tokens():
         case.layout,
         128**-0.5,
     )
-    # Landmarks are rounded to bfloat16 here and not there: a page in a thousand may change places.
+    # Landmarks are rounded to bfloat16 here but not in the reference: one page in a thousand may
+    # rank differently.
     assert (out[0, :, t].transpose(0, 1).float() - picked).abs().mean() < 2e-3

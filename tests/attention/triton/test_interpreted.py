@@ -1,4 +1,4 @@
-"""The tests of the Triton kernels in Triton's interpreter."""
+"""Runs the tests of the Triton kernels in Triton's interpreter."""
 
 from pathlib import Path
 

@@ -74,7 +74,9 @@ LENGTHS = [0, 1, 5, 15, 16, 17, 40, 47, 48, 49, 200, 256, 333, 517]
 
 @dataclass
 class Case:
-    """Everything ``paged_decode`` takes, on ``DEVICE``; the caches hold NaN outside the sequences."""
+    """The arguments of ``paged_decode`` on ``DEVICE``; the caches contain NaN outside the
+    sequences.
+    """
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -105,7 +107,7 @@ class Case:
         )
 
     def expected(self, dtype: torch.dtype) -> torch.Tensor:
-        """The reference with queries in ``dtype``, on the CPU."""
+        """Return the result of the reference with queries in ``dtype``, on the CPU."""
         q, *rest = (x.cpu() for x in self.inputs())
         names = ("k_cache", "v_cache", "landmark_cache", "table", "length", "top_k")
         scales = self.scales and CacheScales(*(x.cpu() for x in (self.scales.k, self.scales.v)))
@@ -126,10 +128,9 @@ def make_caches(
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys, values and landmarks as views of one NaN-filled allocation; the landmarks in each
-    block's padded tail.
-
-    ``make_scales`` has the room for scales of keys and values in int8 before them.
+    """Return keys, values and landmarks as views of one NaN-filled allocation, with the landmarks
+    in the padded tail of each block and, before them, room for the scales of int8 keys and
+    values (``make_scales``).
     """
     tail, pages, mark = 64, block_tokens // layout.page_size, layout.landmark_type(dtype)
     dtype = cache_dtype or dtype
@@ -139,7 +140,7 @@ def make_caches(
     if dtype == torch.int8:
         memory = torch.full(
             (blocks * stride,), -128, dtype=dtype, device=DEVICE
-        )  # which no token has
+        )  # a value that no token has
     else:
         memory = torch.full((blocks * stride,), float("nan"), device=DEVICE).to(dtype)
     if kind == "2NHD":  # keys and values as two planes: (blocks, 2, N, H, D)
@@ -168,8 +169,8 @@ def make_caches(
 
 
 def make_scales(k: torch.Tensor) -> CacheScales:
-    """Room for the scales of a cache in int8 from ``make_caches``; 255, which reads as NaN, where
-    no token is.
+    """Return the room for the scales of an int8 cache from ``make_caches``; 255, which reads as
+    NaN, where there is no token.
     """
     blocks, K, N, D = k.shape
     memory = torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(
@@ -180,7 +181,7 @@ def make_scales(k: torch.Tensor) -> CacheScales:
 
 
 def put(to: torch.Tensor, at: tuple[torch.Tensor | slice, ...], values: torch.Tensor) -> None:
-    """``to[at] = values``, which torch has no kernel for in float8."""
+    """Assign ``to[at] = values``, for which torch has no float8 kernel."""
     if to.itemsize == 1:
         to, values = to.view(torch.uint8), values.view(torch.uint8)
     to[at] = values
@@ -203,8 +204,8 @@ def make_case(
     spread: int = 3,
     budgets: tuple[float, ...] = (),
 ) -> Case:
-    """Random keys and values; those in int8 differ by up to 2^``spread`` between tokens, a few
-    values are all zero.
+    """Build a case of random keys and values; in int8 they differ by up to 2^``spread`` between
+    tokens, and a few are all zero.
     """
     rng = torch.Generator().manual_seed(seed)
     P, B = layout.page_size, len(lengths)
@@ -275,7 +276,7 @@ def make_workspace(case: Case) -> DecodeWorkspace:
     B, H, D = case.q.shape
     K, pages = case.k_cache.shape[1], case.k_cache.shape[2] // case.layout.page_size
     workspace = DecodeWorkspace(B, K, H // K, D, case.table.shape[1] * pages, DEVICE)
-    # Room for any configuration a test asks for.
+    # Room for any configuration that a test requests.
     workspace.partial = torch.empty(3 * B * K + 500, H // K, D, device=DEVICE)
     workspace.stats = torch.empty(3 * B * K + 500, 2, H // K, device=DEVICE)
     workspace.plan = torch.empty(3 * B + 500, 8, dtype=torch.int32, device=DEVICE)
@@ -283,14 +284,14 @@ def make_workspace(case: Case) -> DecodeWorkspace:
         buffer.fill_(float("nan"))
     workspace.plan.fill_(
         -(2**20)
-    )  # no row: who reads what was not planned reads outside the tensors
+    )  # no row: a program that reads outside its plan indexes outside the tensors
     return workspace
 
 
 def decode(
     config: Config, batch: DecodeBatch, workspace: DecodeWorkspace, reuse_plan: bool = False
 ) -> torch.Tensor:
-    """By the implementation that ``config`` is for."""
+    """Decode with the implementation that ``config`` belongs to."""
     if isinstance(config, cuda.CudaConfig):
         cuda.check(batch, workspace)
         return cuda.run(batch, workspace, reuse_plan, config)
@@ -299,8 +300,8 @@ def decode(
 
 
 def run(case: Case, config: Config, workspace: DecodeWorkspace | None = None) -> torch.Tensor:
-    """The kernels' output, written into a strided, NaN-filled view; the counters must be back at
-    zero.
+    """Return the kernels' output, written into a strided, NaN-filled view; the counters must be
+    back at zero.
     """
     workspace = workspace or make_workspace(case)
     B, H, D = case.q.shape
@@ -315,7 +316,7 @@ def run(case: Case, config: Config, workspace: DecodeWorkspace | None = None) ->
 
 def check(case: Case, config: Config) -> None:
     out = run(case, config)
-    if not INTERPRETED:  # where programs run one after another, nothing could differ
+    if not INTERPRETED:  # programs that run one after another always give the same result
         assert torch.equal(out, run(case, config))
     exact, low = case.expected(torch.float64), case.expected(case.q.dtype).double()
     error = (out.cpu().double() - exact).norm(dim=-1)
@@ -352,8 +353,8 @@ def test_each_row_of_a_batch_has_its_own_length_and_budget(config):
     "budgets", [(0.0, 4.0, 0.125, 1.0), (1.5, 0.5, 1.0, 1.0), (64.0, 0.0, 1 / 256, 3.9)]
 )
 def test_each_head_has_its_own_budget(config, split, budgets):
-    """Rows where some heads keep every page and others do not, in one part or in many, and some
-    none by score.
+    """Check rows in which some heads keep every page, others some, and others none by score, in one
+    part or in many.
     """
     case = make_case(
         [700, 517, 0, 333, 333, 48, 200, 16],
@@ -477,8 +478,8 @@ def test_an_fp8_cache_matches_the_reference(config, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("spread", [8, 21])
 def test_an_int8_cache_matches_the_reference(config, dtype, spread):
-    """Values whose scales differ by 2^20, among them some that are all zero; keys and values tiny
-    and huge.
+    """Check values whose scales differ by 2^20, some of them all zero, with tiny and huge keys and
+    values.
     """
     shape = dict(
         dtype=dtype, cache_dtype=INT8, spread=min(spread, 13) if dtype == torch.float16 else spread
@@ -547,7 +548,7 @@ def test_every_8_bit_key_and_value_is_read_exactly(config, cache_dtype):
         rows[: len(every)] = x_TD
         cache[blocks, 0] = rows.view(-1, 16, 64).to(cache_dtype)
 
-    # all tokens weigh the same: each dimension holds one of them, times what is left of the mean
+    # all tokens weigh the same: each dimension contains one of them times the rest of the mean
     case.q.zero_()
     for first in range(0, len(every), 64):
         own = torch.arange(64, device=DEVICE) + first
@@ -557,7 +558,7 @@ def test_every_8_bit_key_and_value_is_read_exactly(config, cache_dtype):
         fill(case.v_cache, held)
         out = run(scaled(1.0, 256.0), config)[0, 0][inside].float() * len(every) / 256
         assert torch.allclose(out, every[own[inside]], rtol=2**-10, atol=0)
-    # The weight of a token says what its key was.
+    # The weight of a token reveals its key.
     fill(case.k_cache, every[:, None] * (torch.arange(64, device=DEVICE) == 7))
     fill(case.v_cache, torch.zeros(len(every), 64, device=DEVICE))
     case.q[..., 7] = 1.0
@@ -605,8 +606,8 @@ def test_the_shipped_table_serves_small_and_large_batches():
 def scored_case(
     scores: list[float], top_k: int, dtype: torch.dtype, layout: PageLayout = PageLayout()
 ) -> Case:
-    """One sequence whose page n is scored ``scores[n]``: the query picks dimension 0 of the
-    landmarks.
+    """Build a sequence whose page n has the score ``scores[n]``: the query selects dimension 0 of
+    the landmarks.
     """
     case = make_case(
         [16 * len(scores)], [top_k], K=1, G=1, dtype=dtype, layout=layout, extra_blocks=0
@@ -620,7 +621,7 @@ def scored_case(
     marks_ND[:, 0] = (
         scores_N  # and zeros of its sign, so that -0.0 stays -0.0 when the products are added
     )
-    # As bytes: not every torch assigns to an index in 8 bits.
+    # Assigned as bytes, because some versions of torch cannot index-assign 8-bit floats.
     cache, marks = (
         x.view(torch.uint8 if layout is FP8 else x.dtype)
         for x in (case.landmark_cache, marks_ND.to(case.landmark_cache.dtype))
@@ -640,7 +641,7 @@ def check_selection(
     budgets = budgets if budgets is None else budgets.to(DEVICE)
     case = replace(scored_case(scores, top_k, dtype, layout), budgets=budgets)
     if isinstance(config, cuda.CudaConfig):
-        return check(case, config)  # it leaves no list of all pages kept
+        return check(case, config)  # no list of kept pages is written
     workspace = make_workspace(case)
     run(case, config, workspace)
     rounded = torch.tensor(scores).to(dtype).float()
@@ -654,7 +655,7 @@ def check_selection(
     if budgets is not None:
         check(case, config)
     if keep_N.all():
-        return  # read from the block table: there is no list
+        return  # read from the block table, without a list
     pages = case.table[0, : len(scores)].cpu()[keep_N].tolist()
     assert kept_pages(workspace, 0, len(pages)) == pages
 
@@ -734,7 +735,9 @@ def small_parts(config: Config) -> Config:
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("top_k", [2, ALL_PAGES])
 def test_long_rows_are_split_across_programs(config, top_k):
-    """Rows far longer than the mean, dense and ranked, and more work than the programs of a launch."""
+    """Check rows far longer than the mean, dense and ranked, with more work than the programs of a
+    launch.
+    """
     case = make_case(
         [700, 17, 64, 333, 40], [ALL_PAGES, 1, ALL_PAGES, top_k, 3], G=3, pages_per_block=2
     )
@@ -796,7 +799,7 @@ def test_parts_cover_every_row_and_are_nearly_as_small_as_possible(lengths, targ
         assert parts == [[part, of, slot] for part in range(of)]
         slots |= set(range(slot, slot + of))
         largest = max(largest, length / of)
-    assert slots == set(range(len(entries)))  # nobody writes to another's slot
+    assert slots == set(range(len(entries)))  # no program writes to the slot of another row
     best = next(s for s in range(64, 10_000) if sum(max(n - 1, 0) // s for n in lengths) <= target)
     assert largest <= 1.1 * best
 
@@ -1041,9 +1044,7 @@ def test_the_public_operation_uses_exactly_the_requested_implementation():
 
 
 def check_shipped_cuda(one_row: Case) -> None:
-    """Asked for by name, the CUDA kernel decodes one row as it decodes forty: these bits and no
-    others.
-    """
+    """Check that the CUDA kernel, requested by name, decodes one row bit for bit like forty rows."""
     for case in (one_row, make_case([333] * 40, [4] * 40, K=4)):
         out, capacity = torch.empty_like(case.q), -(-case.table.shape[1] // 32) * 32
         config = cuda.launch.choose_config(len(case.q) * case.k_cache.shape[1], 64, capacity, H200)
@@ -1059,8 +1060,8 @@ def check_shipped_cuda(one_row: Case) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the kernel itself is tested")
 def test_the_cuda_kernel_receives_all_arguments_of_a_step(monkeypatch):
-    """All of a launch but the kernel, which no CPU runs: the division, the macros, and every field
-    of its argument.
+    """Check everything in a launch except the kernel, which needs a GPU: the division, the macros,
+    and every field of its argument.
     """
     launched = []
 

@@ -1,5 +1,5 @@
-"""Launch configurations: they fit the device, cover every batch, and depend on shapes alone.
-Nothing is launched.
+"""Launch configurations: they fit the device, cover every batch, and depend only on shapes. Nothing
+is launched.
 """
 
 import json
@@ -70,7 +70,7 @@ def test_small_batches_use_several_ranking_programs_per_item_and_extra_programs(
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 def test_the_batches_that_vllm_captures_compile_every_kernel_needed(kv_heads):
-    def compiled(rows):  # of a configuration, what a kernel is compiled for
+    def compiled(rows):  # the part of a configuration that a kernel is compiled for
         return replace(
             choose(rows * kv_heads, kv_heads, 256, H200), extra_programs=0, rank_splits=0
         )
@@ -89,12 +89,12 @@ def test_the_tile_with_the_fuller_last_wave_is_chosen(items, stages):
 
 
 def test_the_published_measurements_used_the_shipped_table():
-    """And of the CUDA kernel's, where that is shipped."""
+    """Check the table of the CUDA kernel as well, if it is shipped."""
     for case in json.loads(RESULTS.read_text())["cases"]:
         items = case["B"] * 8
         few = case["B"] <= cuda.few_rows(
             8, torch.device("cpu")
-        )  # where there is no GPU, an H200's limits
+        )  # without a GPU, the limits of an H200
         shipped = (
             choose(items, 8, 256, H200)
             if few

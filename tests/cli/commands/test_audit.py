@@ -1,4 +1,4 @@
-"""``sparrow audit``: its verdicts as exit statuses, and what it writes and prints."""
+"""``sparrow audit``: its verdicts as exit statuses, and its written and printed output."""
 
 import json
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ SMALL = [*MODEL, "--count", "60", "--max-new-tokens", "12", "--resolution", "0.2
 
 
 def status(capsys, *argv):
-    """Exit status and what was printed."""
+    """Return the exit status and the printed text."""
     with pytest.raises(SystemExit) as stopped:
         main(argv)
     return stopped.value.code, capsys.readouterr().out

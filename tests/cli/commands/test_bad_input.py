@@ -1,5 +1,5 @@
-"""What a user gets wrong ends in one sentence, before any work is done: settings out of range,
-files, faults.
+"""User errors end in one sentence before any work is done: settings out of range, bad files,
+faults.
 """
 
 import errno
@@ -93,7 +93,7 @@ def test_an_option_out_of_range_is_refused(command, option, message, capsys):
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Nothing may be loaded: what is wrong is to be found before."""
+    """Forbid loading anything: errors must be found before any work."""
     import sparrow.cli.loading
 
     def load_model(*args):
@@ -198,7 +198,7 @@ def test_a_disk_that_is_full_at_the_end_does_not_lose_the_printed_results(
 
 
 def broken(checkpoint: str, tmp_path: Path, **changes: object) -> Path:
-    """A copy of a checkpoint with some fields of its config changed."""
+    """Copy a checkpoint with some fields of its config changed."""
     folder = tmp_path / "model"
     shutil.copytree(checkpoint, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -443,7 +443,7 @@ def raises(response, answer):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A module in the working directory, and a dataset."""
+    """Create a module in the working directory, and a dataset."""
     name = f"own_{uuid.uuid4().hex}"  # modules are imported once
     (tmp_path / f"{name}.py").write_text(OWN)
     (tmp_path / "rows.jsonl").write_text(

@@ -1,4 +1,4 @@
-"""``mode`` as a user writes it: what every command makes of it, and what it refuses."""
+"""``mode`` as a user writes it: how every command interprets it, and what is refused."""
 
 import json
 from dataclasses import fields
@@ -261,7 +261,7 @@ def test_a_lossless_run_trains_on_the_policys_own_samples(checkpoint, tmp_path, 
     ("asked", "adapts"), [((), False), (("--adapt-draft-budget", "True"), True)]
 )
 def test_a_measurement_uses_a_fixed_draft_schedule(asked, adapts, monkeypatch, capsys):
-    """An engine that changes what drafts read would tell the acceptance of a mixture."""
+    """An engine that changes its draft schedule would measure the acceptance of a mixture."""
     given = []
 
     def load_sampler(self, decoding):
@@ -417,7 +417,7 @@ def test_an_auto_run_reports_what_it_left_unverified_and_why(checkpoint, tmp_pat
     )
     rows = [json.loads(line)["dial"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["verified_up_to"] is None and rows[0]["unverified_fraction"] == 0
-    # A model of a few layers gains nothing on an H200, whatever its tail is like.
+    # A model with few layers gains nothing on an H200, whatever its acceptance tail.
     assert {b["mode"] for b in rows[0]["bins"]} == {"lossless"} and all(
         b["speedup"] < 1.01 for b in rows[0]["bins"]
     )

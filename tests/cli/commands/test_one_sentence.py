@@ -1,4 +1,6 @@
-"""Bad inputs that went on, hung or ended in another program's words: each is one sentence."""
+"""Bad inputs that once were ignored, hung or ended in another program's message: each is reported
+in one sentence.
+"""
 
 import json
 
@@ -75,7 +77,7 @@ def test_a_setting_that_cannot_work_is_refused_before_anything_is_loaded(
     command, message, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    code = 1 if command[0] == "report" else 2  # 2: of the arguments, before the command runs
+    code = 1 if command[0] == "report" else 2  # 2: an argument error, before the run
     assert message in fails(capsys, *command, code=code)
     assert not list(tmp_path.iterdir())
 
@@ -226,6 +228,6 @@ def test_the_rank_of_a_lora_may_equal_the_model_size():
     model = load_shape(loading.model_path("reasoner"))
     assert all(parameter.is_meta for parameter in model.parameters())
     check_lora(model, 128, LoraConfig().target_modules, "lora.r")
-    check_lora(model, 64, ("k_proj",), "lora.r")  # a model of 2 kv heads of 64
+    check_lora(model, 64, ("k_proj",), "lora.r")  # a model with 2 kv heads of 64
     with pytest.raises(ConfigError, match=r"lora\.r is 129"):
         check_lora(model, 129, ("k_proj",), "lora.r")

@@ -1,4 +1,4 @@
-"""``sparrow train`` beside other users of torch in one process."""
+"""``sparrow train`` next to other users of torch in one process."""
 
 import torch
 

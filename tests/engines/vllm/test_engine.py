@@ -1,4 +1,4 @@
-"""Sparrow in a real vLLM on CPU, against stock vLLM, transformers and itself under every way of
+"""Sparrow in a real vLLM on CPU, against stock vLLM, transformers and itself with every kind of
 scheduling.
 """
 
@@ -50,7 +50,7 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def stock(folder):
-    """Greedy tokens and log-probs of vLLM without Sparrow."""
+    """Return greedy tokens and log-probs of vLLM without Sparrow."""
     llm = LLM(model=str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
     with pytest.raises(ConfigError, match="started without a Sparrow schedule"):
         llm.collective_rpc("sparrow_describe")
@@ -74,13 +74,13 @@ def stock(folder):
     [
         {},
         dict(max_num_batched_tokens=96, max_num_seqs=4),  # prompts in chunks, among decode rows
-        TIGHT,  # too few blocks for all of them
+        TIGHT,  # too few blocks for all sequences
     ],
     ids=["prefix-caching", "chunked-prefill", "preemption"],
 )
 def test_an_unbounded_budget_matches_stock_vllm(folder, stock, options):
     with engine(folder, UNBOUNDED, **options) as sparrow:
-        for _ in range(2):  # the second time from the prefix cache, where there is one
+        for _ in range(2):  # the second time from the prefix cache, if enabled
             rollouts = sparrow.generate(RAGGED, GREEDY)
             counters = sparrow.counters()
             assert [r.response_ids.tolist() for r in rollouts] == [tokens for tokens, _ in stock]
@@ -108,8 +108,8 @@ def test_small_budgets_follow_a_schedule_that_may_change_during_the_run(folder, 
                 logprob_gap(rollouts, reference.score(rollouts, schedule, SAMPLED.temperature))
                 < 1e-4
             )
-            # What was read follows from the lengths alone: every token but the first of a response
-            # is a decode step.
+            # The amount read follows from the lengths alone: every token of a response except the
+            # first is a decode step.
             cached = np.concatenate(
                 [
                     np.arange(len(p) + 1, len(p) + len(r))
@@ -247,7 +247,7 @@ def test_the_last_token_of_a_prompt_is_prefilled_even_when_alone(folder):
         sparrow.llm.reset_prefix_cache()
         sparrow.generate([prompt[0][:256]], Sampling(max_new_tokens=1))
         sparrow.rpc("sparrow_counters")
-        # 256 tokens are in the cache, so that the prompt's last is a batch of one query token.
+        # 256 tokens are cached, so the last token of the prompt forms a batch of one query token.
         rollouts = sparrow.generate(prompt, GREEDY)
         assert sparrow.rpc("sparrow_counters")[0]["dense_rows_prefill"] == 1
     assert same_tokens(rollouts, expected) and logprob_gap(rollouts, expected) < 1e-5
@@ -267,7 +267,7 @@ def test_updated_weights_behave_like_a_fresh_engine(tmp_path, tied):
         after = sparrow.generate(RAGGED, SAMPLED)
         assert not same_tokens(before, expected)
         assert same_tokens(after, expected) and logprob_gap(after, expected) < 1e-5
-        # Back again, the way other processes get them.
+        # Back again, through the path used by other processes.
         sparrow._in_process = False
         sparrow.update_weights(old.named_parameters())
         assert logprob_gap(sparrow.generate(RAGGED, SAMPLED), before) < 1e-5
@@ -354,7 +354,7 @@ def test_eight_bit_landmarks_select_the_same_pages_as_in_transformers(folder, mo
     assert logprob_gap(rollouts, scoring.score(rollouts, schedule, SAMPLED.temperature)) < 1e-4
     assert (
         logprob_gap(rollouts, scoring.score(rollouts, SMALL, SAMPLED.temperature)) > 1e-2
-    )  # other pages are chosen
+    )  # different pages are chosen
 
 
 def test_an_engine_can_be_configured_by_the_environment_alone(folder, monkeypatch):
@@ -367,7 +367,7 @@ def test_an_engine_can_be_configured_by_the_environment_alone(folder, monkeypatc
 
 @pytest.mark.slow
 def test_an_engine_keeps_its_mode_and_the_next_one_is_stock(folder, stock, monkeypatch):
-    """Whatever becomes of the environment that the first was asked through."""
+    """Check this although the environment that requested the first engine changes."""
     monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
     sparse = LLM(model=str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
     monkeypatch.delenv("SPARROW_SCHEDULE")
@@ -408,7 +408,7 @@ def test_an_engine_does_not_change_the_environment(folder, monkeypatch):
 
 
 def test_a_stock_engine_is_stock_and_does_not_change_the_environment(folder, stock, monkeypatch):
-    """Even where the environment asks every engine of vLLM to decode sparsely."""
+    """Check this even if the environment requests sparse decoding from every vLLM engine."""
     monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
     plain = StockEngine(str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
@@ -476,7 +476,7 @@ def test_unsupported_models_and_options_are_refused_by_name(tmp_path, folder, mo
         engine(folder, SMALL.replace(dense_layers=(4,))),
     ):
         pass
-    assert not torch.distributed.is_initialized()  # nothing that vLLM had set up stays
+    assert not torch.distributed.is_initialized()  # no state of the first vLLM remains
 
 
 def test_a_different_backend_in_the_same_slot_is_noticed(folder):

@@ -1,4 +1,4 @@
-"""Two training processes, each with a vLLM of its own on CPU, sample and train what one does."""
+"""Two training processes, each with its own vLLM on CPU, sample and train like one process."""
 
 import os
 import subprocess

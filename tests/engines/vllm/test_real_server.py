@@ -1,5 +1,5 @@
-"""Server mode against a real vLLM server on CPU, which finds Sparrow by its entry point, in
-processes of its own.
+"""Server mode with a real vLLM server on CPU, which finds Sparrow by its entry point, in separate
+processes.
 """
 
 import contextlib
@@ -46,7 +46,9 @@ SAMPLED = Sampling(max_new_tokens=32, temperature=0.8, top_n=5, seed=3)
 
 @contextlib.contextmanager
 def serving(folder, sparrow, path, *more, patience=180):
-    """Address and process of a server of the model in ``folder``, whose ``PYTHONPATH`` is ``path``."""
+    """Yield address and process of a server for the model in ``folder``, started with
+    ``PYTHONPATH`` set to ``path``.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -103,7 +105,7 @@ def serving(folder, sparrow, path, *more, patience=180):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """Address and process of a server."""
+    """Return address and process of a server."""
     folder = tmp_path_factory.mktemp("served")
     checkpoint(folder / "model")
     with serving(
@@ -142,7 +144,7 @@ def test_a_server_behaves_like_any_other_engine(served):
         )
         < 1e-4
     )
-    # Who connects with a schedule gets it.
+    # A client that connects with a schedule sets it.
     server.update_weights(model.named_parameters())
     assert same_tokens(rollouts, VLLMServer(url, SMALL).generate(RAGGED, SAMPLED))
     with pytest.raises(ConfigError, match="not their layout"):
@@ -150,8 +152,8 @@ def test_a_server_behaves_like_any_other_engine(served):
 
 
 def test_a_probe_over_plain_http_measures_the_same_acceptance_as_an_engine(served):
-    """The actor's lists from decoding, the policy's from a dense prefill that must not read what
-    the actor cached.
+    """Compare lists of the actor from decoding with lists of the policy from a dense prefill that
+    must not read the actor's cache.
     """
     from sparrow.integrations.probe import probe
 
@@ -185,7 +187,7 @@ def test_a_probe_logs_the_acceptance_tail_beside_that_of_dense_rollouts(served):
     for length in (
         "200-300",
         "300-400",
-    ):  # lists of the whole vocabulary: dense rollouts lack nothing but rounding
+    ):  # lists of the whole vocabulary: dense rollouts differ only by rounding
         assert (
             found[f"sparrow/p5/{length}"]
             < 0.97

@@ -1,4 +1,4 @@
-"""A vLLM server that dies, refuses or stalls, played by a few lines of HTTP."""
+"""A vLLM server that dies, refuses or stalls, simulated by a few lines of HTTP."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from tests.train.test_trainer import SCHEDULE, make_trainer, metrics_of
 
 
 class Pretender(BaseHTTPRequestHandler):
-    """Answers as a server that decodes one token a prompt, until it is told to misbehave."""
+    """A server that decodes one token per prompt until told to misbehave."""
 
     def do_GET(self) -> None:
         state = self.server.state
@@ -100,7 +100,7 @@ def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
         "wait": threading.Event(),
     }
     threading.Thread(target=made.serve_forever, daemon=True).start()
-    for name in ("HTTP_PROXY", "ALL_PROXY"):  # a server on this machine is not asked through one
+    for name in ("HTTP_PROXY", "ALL_PROXY"):  # a local server is not reached through a proxy
         monkeypatch.setenv(name, "http://localhost:1")
     monkeypatch.setattr(server, "CHECK_S", 0.1)
     monkeypatch.setattr(server, "STALL_S", 0.5)
@@ -127,7 +127,7 @@ def test_a_failing_server_is_reported_in_one_sentence(pretender, monkeypatch, ge
     url, state = pretender
     if (
         generate != 60.0
-    ):  # a busy machine may take longer to tell of the failure than a stalled server is given here
+    ):  # a busy machine may need longer to report the failure than a stalled server is given here
         monkeypatch.setattr(server, "STALL_S", 30.0)
     before = threading.active_count()
     client = VLLMServer(url, SCHEDULE)
@@ -151,8 +151,8 @@ def test_a_slow_server_that_makes_progress_is_waited_for(pretender):
 
 @pytest.mark.slow
 def test_a_slow_server_without_counters_is_waited_for(pretender):
-    """vLLM has no counters of tokens with ``--disable-log-stats``: no progress and no counting look
-    alike.
+    """With ``--disable-log-stats`` vLLM has no token counters, so a stalled server looks like one
+    that does not count.
     """
     url, state = pretender
     client = VLLMServer(url, SCHEDULE)
@@ -214,7 +214,7 @@ def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
         (dict(draft_weights="fp8"), "has draft_weights 'auto', not 'fp8', and cannot change it"),
         (dict(meter_schedule=SCHEDULE), "has meter_schedule None, not {'top_k'.*"),
         (dict(draft_tokens=4), None),
-        ({}, None),  # what is left out is as the server has it
+        ({}, None),  # settings that are left out keep the values of the server
     ],
 )
 def test_lossless_settings_that_differ_from_the_servers_are_refused(pretender, asked, message):
@@ -278,7 +278,7 @@ def test_an_engine_failure_loses_no_finished_step(tmp_path, failing):
         calls.append(1)
         if (
             len(calls) == 4
-        ):  # in step 3, and after step 2: before step 1 weights are sent and the ceiling is sampled
+        ):  # in step 3, after step 2: weights are sent and the ceiling is sampled before step 1
             raise EngineError("it died")
         return works(*args)
 

@@ -9,7 +9,7 @@ from sparrow.errors import ConfigError, EngineError
 
 
 class CacheConfig(BaseModel):
-    """Validates as vLLM's do."""
+    """A config that validates like those of vLLM."""
 
     gpu_memory_utilization: float = Field(default=0.9, le=1)
     max_model_len: int = 1

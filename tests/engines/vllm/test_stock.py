@@ -1,4 +1,4 @@
-"""A server without Sparrow, played by a few lines of HTTP, and lists as vLLM gives them."""
+"""A server without Sparrow, simulated by a few lines of HTTP, and lists in the format of vLLM."""
 
 import json
 import threading
@@ -15,7 +15,9 @@ from sparrow.schedule import SparsitySchedule
 
 
 class Completions(BaseHTTPRequestHandler):
-    """Answers every prompt with its last token and the next two, each at a probability of 1/2."""
+    """A server that answers every prompt with its last token and the next two, each with
+    probability 1/2.
+    """
 
     def do_GET(self):
         if self.path == "/metrics":
@@ -50,7 +52,7 @@ class Completions(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_):
-        """Say nothing."""
+        """Suppress log messages."""
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def test_top_lists_cover_the_response_only(served):
         Rollout([9], np.array([30]), None, None, None, "length"),
     ]
     first, second = connected(served).top_lists(rollouts, 3)
-    assert first.logprobs.tolist() == [-2.0, -5.0]  # the second is in no list, but it has its own
+    assert first.logprobs.tolist() == [-2.0, -5.0]  # the second is not listed but has its log-prob
     assert first.top_ids.tolist() == [[1, 2, 3], [1, 2, 3]]
     assert first.top_logprobs.tolist() == [[-1.0, -2.0, -3.0]] * 2
     assert second.logprobs.tolist() == [-30.0]
