@@ -153,7 +153,9 @@ def peaked_checkpoint(tmp_path_factory) -> str:
 
 
 def fails(capsys, *argv: str, code: int = 1) -> str:
-    """Return the reason why a command exits with ``code``: the last message on stderr, in one line."""
+    """Return the reason why a command exits with ``code``: the last message on stderr, in one
+    line.
+    """
     from sparrow.cli import main
 
     with pytest.raises(SystemExit) as stopped:

@@ -1,4 +1,4 @@
-"""Import paths of the last release: each gives the module of today and warns."""
+"""Import paths of the last release: each returns the current module with a warning."""
 
 import importlib
 import pickle
@@ -14,7 +14,7 @@ SUBMODULES = ("sparrow.commands.train", "sparrow.commands.dry_run", "sparrow.com
 
 
 def forget(name: str) -> None:
-    """As if no old name had been imported yet."""
+    """Act as if no old name had been imported yet."""
     for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
         del sys.modules[module]
 

@@ -1,4 +1,4 @@
-"""What users write to say how to decode."""
+"""The settings with which users choose how to decode."""
 
 import json
 
@@ -144,8 +144,8 @@ def test_contradictory_settings_are_refused_by_name(value, message):
         (
             {"adapt_draft_tokens": False},
             False,
-        ),  # whoever fixes one of them wants the same drafts every time
-        ({"draft_schedule": "fixed:9"}, False),  # what was given is held
+        ),  # a fixed number of drafts means the same drafts every time
+        ({"draft_schedule": "fixed:9"}, False),  # explicit values are kept
         ({"draft_schedule": "fixed:9", "adapt_draft_budget": True}, True),
     ],
 )

@@ -1,4 +1,4 @@
-"""Who may import whom: written down once, held by reading the sources and by looking into fresh
+"""Which package may import which: listed once, and enforced on the sources and in fresh
 interpreters.
 """
 
@@ -201,7 +201,9 @@ ONLY_IN = {"triton": ("attention.triton", "attention.division"), "vllm": ("vllm"
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name without the leading ``sparrow.`` (empty for the package itself) -> file."""
+    """Return dotted name without the leading ``sparrow.`` (empty for the package itself) ->
+    file.
+    """
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -210,7 +212,7 @@ def modules() -> dict[str, Path]:
 
 
 def part_of(module: str) -> str:
-    """The longest name of the table that ``module`` is or lies under."""
+    """Return the longest name in the table that contains ``module``."""
     fits = [name for name in ALLOWED if f"{module}.".startswith(f"{name}.")]
     assert fits, f"sparrow.{module} has no place in the architecture; give it one in ALLOWED"
     return max(fits, key=len)
@@ -236,8 +238,8 @@ def imports(source: str, module: str, is_package: bool, running: bool = False) -
 def edges(
     source: str, module: str, is_package: bool, known: dict[str, Path], running: bool = False
 ) -> Iterator[str]:
-    """Sparrow modules that ``source`` imports, as in ``modules`` and ``imports``; a name inside a
-    module counts as that module.
+    """Return the Sparrow modules that ``source`` imports, as in ``modules`` and ``imports``; a name
+    inside a module counts as that module.
     """
     for name in imports(source, module, is_package, running):
         first, _, inner = name.partition(".")
@@ -246,7 +248,7 @@ def edges(
 
 
 def fresh(code: str) -> dict[str, list[str]]:
-    """What ``code`` prints as JSON in an interpreter of its own."""
+    """Return what ``code`` prints as JSON in a fresh interpreter."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -346,11 +348,11 @@ def test_a_module_belongs_to_the_longest_matching_name():
         part_of("mismatches")
 
 
-# --- circles ---
+# --- cycles ---
 
 
 def without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of ``tree`` that run: all but the bodies of ``if TYPE_CHECKING:``."""
+    """Yield the nodes of ``tree`` that run: all except the bodies of ``if TYPE_CHECKING:``."""
     yield tree
     for child in ast.iter_child_nodes(tree):
         only_for_types = isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING"
@@ -359,7 +361,9 @@ def without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def circle(arrows: dict[str, set[str]]) -> list[str] | None:
-    """The names along one circle of the graph, the first one again at its end; None without one."""
+    """Return the names along one cycle of the graph with the first one repeated at the end, or None
+    without a cycle.
+    """
     done: set[str] = set()
 
     def search(path: list[str]) -> list[str] | None:

@@ -1,5 +1,5 @@
-"""What is built from the sources suffices: a wheel installed in a fresh environment runs away from
-the clone. What the extras ask for goes together.
+"""The built package is complete: a wheel installed in a fresh environment runs outside the
+repository. The requirements of the extras are compatible.
 """
 
 import os
@@ -62,7 +62,7 @@ def test_the_installed_wheel_runs_outside_the_repository(tmp_path):
     sources, built, env, away = (tmp_path / name for name in ("sources", "built", "env", "away"))
     built.mkdir()
     away.mkdir()
-    # A copy, which a build may write into.
+    # A copy that a build may write into.
     shutil.copytree(
         ROOT / "sparrow", sources / "sparrow", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -107,7 +107,7 @@ def test_the_installed_wheel_runs_outside_the_repository(tmp_path):
 
 
 def run(*command: object, cwd: Path) -> str:
-    """What a command prints, away from this checkout; it must end well."""
+    """Return the output of a command run outside this checkout; the command must succeed."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [*map(str, command)], cwd=cwd, env=clean, capture_output=True, text=True, check=False

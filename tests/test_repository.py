@@ -1,5 +1,5 @@
-"""What outsiders rely on: one version, CI that runs README's own command, tests that are found by
-their path.
+"""What users rely on: one version, CI that runs the command in the README, and tests that are found
+by their path.
 """
 
 import re
@@ -72,8 +72,8 @@ def read(name: str) -> str:
 
 
 def untested(package: Path, tests: Path, elsewhere: dict[str, str]) -> list[str]:
-    """Modules over ``LARGE`` lines without a test of their path, where neither they nor a folder is
-    listed.
+    """Return modules of over ``LARGE`` lines without a test at their path, unless they or their
+    folder are listed.
     """
     missing = []
     for path in sorted(package.rglob("*.py")):

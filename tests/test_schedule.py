@@ -1,5 +1,5 @@
-"""Sparsity schedules: published tables and their edges, JSON, refusals, and the table an engine
-looks pages up in.
+"""Sparsity schedules: published tables and their edges, JSON, refusals, and the table in which an
+engine looks up pages.
 """
 
 import json
@@ -64,7 +64,7 @@ QWEN3_14B_086 = [
     893,
 ]
 
-# Every published table by its first, tenth and last entry and the sum of its twenty.
+# Every published table, checked by its first, tenth and last entry and the sum of all twenty.
 PUBLISHED = {
     "qwen3-1.7b-0.75": (29, 93, 93, 1540),
     "qwen3-1.7b-0.80": (29, 157, 157, 2500),
@@ -522,7 +522,7 @@ def test_head_budgets_on_the_device_match_the_schedule(top_k, relative, length):
     assert schedule.tokens_read(length) == np.minimum(length, (kept.numpy() + 2) * 16).mean()
 
 
-# --- the table an engine looks pages up in ---
+# --- the table in which an engine looks up pages ---
 
 
 @settings(deadline=None, max_examples=50)
@@ -560,7 +560,9 @@ def test_the_length_up_to_which_everything_is_read_by_hand():
 
 
 def test_page_layouts_agree_between_schedule_and_attention():
-    """``PageLayout`` cannot share a definition with a schedule: that imports no torch."""
+    """``PageLayout`` cannot share a definition with a schedule, because the schedule does not
+    import torch.
+    """
     assert tuple(field.name for field in fields(pages.PageLayout)) == schedule.PAGE_LAYOUT
     assert get_args(schedule.LandmarkDtype) == get_args(pages.LandmarkDtype)
     assert (schedule.ALL_PAGES, schedule.BUDGET_UNIT) == (pages.ALL_PAGES, pages.BUDGET_UNIT)

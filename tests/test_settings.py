@@ -1,4 +1,4 @@
-"""Settings: types and ranges are checked, however a module spells its annotations."""
+"""Settings: types and ranges are checked for every style of annotations."""
 
 import math
 import sys

@@ -88,7 +88,9 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, bu
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_an_int8_cache_behaves_like_its_dequantised_16_bit_cache(dtype, landmark_dtype):
-    """Compare storing, completing pages and decoding with a 16-bit cache of the dequantised values."""
+    """Compare storing, completing pages and decoding with a 16-bit cache of the dequantised
+    values.
+    """
     torch.manual_seed(0)
     layout = PageLayout(4, landmark_dtype=landmark_dtype)
     B, K, G, D, N, blocks, tokens = 2, 2, 2, 8, 8, 7, 24

@@ -1,4 +1,6 @@
-"""The site lists every page of the docs in its navigation, and its links point to existing targets."""
+"""The site lists every page of the docs in its navigation, and its links point to existing
+targets.
+"""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""p5 in a loop of one's own on a transformers model."""
+"""Measuring p5 in a custom training loop with a transformers model."""
 
 from types import SimpleNamespace
 

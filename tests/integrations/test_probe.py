@@ -1,5 +1,5 @@
-"""The probe at a real server that decodes losslessly; ``test_real_server.py`` has it at one that
-decodes lossily.
+"""The probe with a real server in lossless mode; ``test_real_server.py`` tests it with a lossy
+server.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def url(tmp_path_factory):
 def test_drafts_are_logged_with_counts_from_sparrow_and_vllm(url, monkeypatch):
     assert (
         probe._rpc(f"{url}/nowhere", "sparrow_describe") is None
-    )  # as of a server that was not started to be asked
+    )  # as for a server that does not accept such calls
     ours = probe.Probe([url])
     assert ours.mode == "lossless" and ours.schedule == DRAFTS and ours.counted() == {}
     with monkeypatch.context() as closed:
@@ -57,8 +57,7 @@ def test_drafts_are_logged_with_counts_from_sparrow_and_vllm(url, monkeypatch):
         0 < by_us["sparrow/drafts/accepted"] < 1
         and 1 < by_us["sparrow/drafts/tokens_per_cycle"] < 5
     )
-    # vLLM leaves out what was drafted after a response's last token, one cycle of some fifteen
-    # here.
+    # vLLM does not count drafts after the last token of a response, about one cycle in fifteen
     assert by_us["sparrow/drafts/accepted"] < by_vllm["sparrow/drafts/accepted"]
     for name, value in by_vllm.items():
         assert value == pytest.approx(by_us[name], rel=0.2), name

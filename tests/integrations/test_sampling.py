@@ -1,4 +1,4 @@
-"""Which samplers the adapters refuse, whatever the trainer."""
+"""Samplers that the adapters refuse with any trainer."""
 
 import pytest
 

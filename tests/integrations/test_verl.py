@@ -34,7 +34,7 @@ def configuration(**rollout):
     }
 
 
-# --- the seams ---
+# --- the patched parts ---
 
 
 def test_verl_has_the_supported_version():
@@ -63,7 +63,7 @@ def test_the_patched_parts_of_verl_are_unchanged():
 
 @pytest.fixture(scope="module")
 def composed():
-    """verl's own configuration with the recipe's settings."""
+    """Compose verl's own configuration with the settings of the recipe."""
     from hydra import compose, initialize_config_dir
 
     path = Path(__file__).parents[2] / "recipes" / "verl_grpo.py"
@@ -90,7 +90,7 @@ def test_verl_treats_the_adapter_as_its_synchronous_trainer(composed):
     assert trainer.trainer_mode == "sync" and type(trainer.replay_buffer) is ReplayBuffer
 
 
-# --- what is asked for ---
+# --- requested settings ---
 
 
 def test_the_schedule_is_taken_from_vllms_settings(monkeypatch):
@@ -122,7 +122,7 @@ def test_samplers_that_bias_the_ratios_are_refused(setting):
         adapter.requested(configuration(**setting))
 
 
-# --- what is measured ---
+# --- measurements ---
 
 
 def test_unsampled_tokens_count_toward_length_but_not_toward_acceptance():
@@ -145,8 +145,8 @@ def test_unsampled_tokens_count_toward_length_but_not_toward_acceptance():
 
 
 def test_the_probe_queries_the_servers_at_its_interval(composed, monkeypatch):
-    """After the step's weights are there, with prompts of the step; logged beside the step's own
-    metrics.
+    """Probing follows the weight update of a step, with prompts of the step, and is logged beside
+    its metrics.
     """
     asked, logged = [], {}
 
@@ -169,7 +169,7 @@ def test_the_probe_queries_the_servers_at_its_interval(composed, monkeypatch):
     for trainer.global_steps in (4, 5):
         trainer.on_step_end()
     asks = (["http://10.0.0.1:8000"], [[1, 2], [3]], SCHEDULE, 96)
-    # Once densely, for the ceiling, then as the run decodes.
+    # Once densely, for the ceiling, and then as the run decodes.
     assert asked == [
         4,
         5,
@@ -189,7 +189,7 @@ def test_the_probe_queries_the_servers_at_its_interval(composed, monkeypatch):
     )
     assert trainer.report.n_sequences == 2
 
-    # Samples of lossless rollouts are the dense policy's: there is nothing to measure beside them.
+    # Samples of lossless rollouts come from the dense policy: there is no mismatch to measure.
     asked.clear()
     trainer._is_lossless, trainer._ceiling, trainer.global_steps = True, Ceiling(), 15
     trainer.on_step_end()
@@ -205,7 +205,9 @@ def cluster():
 
 
 def replica():
-    """Stands in for ``vLLMReplica``; its server, like verl's, hands on errors but no results."""
+    """Create a stand-in for ``vLLMReplica``; like verl's, its server passes on errors but no
+    results.
+    """
 
     class Server:
         def __init__(self):
@@ -236,7 +238,9 @@ def test_every_replica_receives_the_schedule_and_clears_its_prefix_cache(cluster
 
 
 def test_a_real_step_of_verl_is_measured_through_its_transfer_queue(cluster, composed):
-    """The real ``PPOTrainerSync._compute_old_log_prob``, with the policy's worker alone replaced."""
+    """Run the real ``PPOTrainerSync._compute_old_log_prob`` with only the worker of the policy
+    replaced.
+    """
     import transfer_queue as tq
     from omegaconf import OmegaConf
     from tensordict import TensorDict

@@ -1,5 +1,5 @@
-"""Bootstrap by sequence: the fast percentile equals the repeated sample's, intervals cover, and the
-report's numbers.
+"""Bootstrap by sequence: the fast percentile equals that of the repeated sample, intervals cover
+the true value, and the numbers of the report.
 
 Shapes: T tokens, B sequences, R resamples.
 """
@@ -25,8 +25,8 @@ from sparrow.mismatch import (
 
 
 def clustered(rng, n_sequences, n_tokens, similarity):
-    """Tokens uniform on [0, 1], the normal scores of one sequence correlated by `similarity`; and
-    their sequences.
+    """Return tokens uniform on [0, 1], whose normal scores within a sequence are correlated by
+    `similarity`, and their sequences.
     """
     shared = rng.standard_normal((n_sequences, 1))
     own = rng.standard_normal((n_sequences, n_tokens))
@@ -35,7 +35,7 @@ def clustered(rng, n_sequences, n_tokens, similarity):
 
 
 def repeated(values, sequence, weights_RB):
-    """The resamples themselves, each token as often as its sequence was drawn."""
+    """Return the resamples themselves, with each token as often as its sequence was drawn."""
     return [np.repeat(values, weights[sequence].astype(int)) for weights in weights_RB]
 
 
@@ -85,7 +85,9 @@ def test_bootstrap_by_hand():
 
 
 def test_the_bootstrap_accepts_any_statistic():
-    """A statistic that builds every resample gives the very same interval as the fast one."""
+    """Compare with a statistic that builds every resample: the interval must be exactly the
+    same.
+    """
     rng = np.random.default_rng(2)
     values, sequence = clustered(rng, 30, 17, 0.5)
 
@@ -104,7 +106,8 @@ def test_the_bootstrap_accepts_any_statistic():
 
 
 def test_the_interval_of_the_mean_has_its_theoretical_width():
-    # Equal-sized sequences: the mean's standard error is that of the sequence means, s / sqrt(B).
+    # Equal-sized sequences: the standard error of the mean is that of the sequence means, s /
+    # sqrt(B).
     values, sequence = clustered(np.random.default_rng(3), 200, 20, 0.5)
     interval = sequence_bootstrap(values, sequence, weighted_mean, resamples=4000)
     error = values.reshape(200, 20).mean(axis=1).std() / math.sqrt(200)
@@ -137,7 +140,7 @@ def test_percentile_intervals_by_bin_match_a_direct_computation():
     rng = np.random.default_rng(1)
     alpha, sequence = clustered(rng, 40, 50, 0.4)
     position = np.tile(np.arange(50), 40)
-    # Sequence 7 alone goes on past a gap: bins 2 and 3 are empty, bin 4 is its own.
+    # Only sequence 7 continues after a gap: bins 2 and 3 are empty, and it alone is in bin 4.
     alpha, sequence = np.append(alpha, [0.3, 0.5]), np.append(sequence, [7, 7])
     position = np.append(position, [100, 101])
     shuffle = rng.permutation(alpha.size)

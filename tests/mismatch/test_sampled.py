@@ -1,6 +1,4 @@
-"""What sampled tokens tell about acceptance, on numbers worked out by hand and against exact
-distributions.
-"""
+"""Acceptance estimated from sampled tokens, by hand and against exact distributions."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Bins of position, worked out by hand."""
+"""Bins of positions by hand."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Tau on both scales: the law by hand and on sampled distributions, intervals, verdicts, and what
-is out of reach.
+"""Tau on both scales: the law by hand and on sampled distributions, intervals, verdicts, and
+unreachable values.
 """
 
 from dataclasses import replace
@@ -33,7 +33,9 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("noise", [0.1, 0.25])
 def test_independent_logit_errors_add_in_squares_in_the_tail(noise):
-    """Distributions of every sharpness; sparsity's error is rare and large, noise is everywhere."""
+    """Distributions of every sharpness are sampled; the error from sparsity is rare and large,
+    noise is everywhere.
+    """
     rng = np.random.default_rng(0)
     T, V = 40_000, 12
     logits = rng.standard_normal((T, V)) * rng.exponential(4, (T, 1))
@@ -49,7 +51,7 @@ def test_independent_logit_errors_add_in_squares_in_the_tail(noise):
             p5(strength * sparse + noise * rng.standard_normal((T, V))),
         )
         assert abs(relative_p5(both, ceiling) - alone) < 0.02
-        if alone > 0.7:  # the other laws are off by more where the first is off by less
+        if alone > 0.7:  # the other laws err more than twice as much
             assert min(both / ceiling, 1 - (ceiling - both)) - alone > 2 * abs(
                 relative_p5(both, ceiling) - alone
             )
@@ -64,7 +66,7 @@ def test_the_relative_interval_combines_both_intervals():
     assert relative_span((0.9, 0.89, 0.91), (1.0, 1.0, 1.0)) == pytest.approx((0.9, 0.89, 0.91))
     exact, unknown, _ = relative_span((0.9, nan, nan), (0.95, 0.94, 0.96))
     assert not isnan(exact) and isnan(unknown)
-    # At the ceiling little can be told: 1, but for all that is known 0.957 as well.
+    # At the ceiling little can be decided: the estimate is 1, but 0.957 is also possible.
     assert relative_span((0.95, 0.94, 0.96), (0.95, 0.94, 0.96)) == pytest.approx(
         (1.0, 0.9623, 1.0), abs=1e-3
     )
@@ -72,7 +74,7 @@ def test_the_relative_interval_combines_both_intervals():
 
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
 def test_at_least_nine_intervals_in_ten_contain_the_true_value(noise):
-    """Both p5s are drawn around known values, as independent rollouts would have them."""
+    """Both p5 values are drawn around known values, as in independent rollouts."""
     rng = np.random.default_rng(1)
     truth, spread = 0.9, 0.004
     p5 = 1 - np.hypot(1 - truth, noise) + spread * rng.standard_normal(2000)
@@ -91,7 +93,7 @@ def test_verdicts_use_the_requested_scale():
     noisy = measured(0.87, ceiling=(0.95, 0.945, 0.955))
     assert Tau(0.86).verdict(noisy) == Tau(0.86, relative=True).verdict(noisy) == "holds"
     assert Tau(0.9).verdict(noisy) == "below" and Tau(0.9, relative=True).verdict(noisy) == "below"
-    # 0.87 is the most that a measured p5 can be here, and still nearly the ceiling of another pair.
+    # Relative tau is met if 0.87 is close to the ceiling, although absolute tau is not.
     close = measured(0.87, ceiling=(0.88, 0.875, 0.885))
     assert Tau(0.9).verdict(close) == "below" and Tau(0.9, relative=True).verdict(close) == "holds"
     assert Tau(0.5, relative=True).verdict(measured(0.87)) == "undecided", "no ceiling was measured"
@@ -119,7 +121,7 @@ def test_a_tau_that_dense_rollouts_miss_is_reported_in_a_sentence():
     )
     assert "can be shown to hold 0.98; lower tau, or bring engine and trainer closer" in said
     assert Tau(0.955).out_of_reach(bins) is None
-    # Relative to it 0.9 is far enough away, and 0.99 is not told apart from the ceiling.
+    # Relative to the ceiling, 0.9 is far enough away, but 0.99 cannot be distinguished from it.
     assert Tau(0.9, relative=True).out_of_reach(bins) is None
     said = Tau(0.99, relative=True).out_of_reach(bins)
     assert (

@@ -1,5 +1,5 @@
-"""Generation by transformers and compiled models: what is prefill, what is a decode step, and what
-is refused.
+"""Generation by transformers and compiled models: what counts as prefill or as a decode step, and
+what is refused.
 """
 
 import copy
@@ -15,7 +15,7 @@ from tests.conftest import VOCAB, tiny_model
 
 SPARSE = SparsitySchedule(top_k=(0, 1), bin_tokens=48, page_size=4, dense_layers=(0,))
 STEPS = 12
-LAYERS = 2  # compilers take their time
+LAYERS = 2  # compilers are slow
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def generate(model, ids, **options):
 
 
 def forced(model, ids, answers, prompt, schedule=None):
-    """Log-probs ``[B, STEPS, V]`` by one teacher-forced pass."""
+    """Return log-probs ``[B, STEPS, V]`` from one teacher-forced pass."""
     with torch.no_grad(), teacher_forced(model, prompt, schedule):
         out = model(input_ids=torch.cat([ids, answers], 1), use_cache=False).logits
     return out[:, ids.shape[1] - 1 : -1].log_softmax(-1)
@@ -153,7 +153,7 @@ def test_generation_options_that_would_mix_dense_and_sparse_steps_are_refused(
 
 
 def test_a_pass_over_several_tokens_after_the_prompt_is_refused(model, monkeypatch):
-    """Whoever makes ``generate`` do so: its steps would be dense without a word."""
+    """Such steps would silently be dense, whoever makes ``generate`` run them."""
     prepare = model.prepare_inputs_for_generation
 
     def last_token_twice(*args, **kwargs):
@@ -225,7 +225,7 @@ def test_a_missing_teacher_forced_pass_is_noticed_at_the_end(model):
 
 @pytest.mark.slow
 def test_generation_with_a_static_cache_compiles_once_and_counts_its_steps(model):
-    """Compiling is asked for on a CPU too; its backend only counts."""
+    """Compilation is requested on a CPU as well; its backend only counts."""
     graphs, seen = [], []
 
     def count(graph, example_inputs):

@@ -1,5 +1,5 @@
-"""Hybrid models: sparse in the layers of full attention, linear layers as they are, anything else
-refused by name.
+"""Hybrid models: sparse in full-attention layers, unchanged in linear layers, and refused by name
+for anything else.
 """
 
 import pytest
@@ -75,7 +75,7 @@ def test_rollouts_of_a_hybrid_match_its_teacher_forced_scores():
     )
     assert (
         counters.tokens_held == held and counters.read_fraction < 0.9
-    )  # of the one layer with a cache
+    )  # of the only layer with a KV cache
     for schedule, same in ((SPARSE, True), (SparsitySchedule.dense(), False)):
         scores = engine.score(rollouts, schedule, 1.0)
         apart = max(

@@ -1,4 +1,4 @@
-"""Logits that are not finite end in one sentence, wherever a token is to be drawn from them."""
+"""Non-finite logits are reported in one sentence wherever a token would be drawn from them."""
 
 import pytest
 import torch

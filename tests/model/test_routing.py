@@ -1,4 +1,4 @@
-"""Which models may be routed, and that a refused one is left as it was."""
+"""Which models may be routed, and that a refused model is left unchanged."""
 
 import copy
 import pickle
@@ -72,7 +72,7 @@ def decoded(model):
         )
 
 
-# --- refusals leave nothing behind ---
+# --- refusals leave the model unchanged ---
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_copy_of_a_model_has_its_own_schedule(copied):
     assert not out.logits[0].any(), "generate must run the copy"
 
 
-# --- one pass beside the model's own attention ---
+# --- a check pass beside the model's own attention ---
 
 
 def test_attention_sinks_are_refused_by_name():
@@ -251,8 +251,8 @@ def test_a_model_that_masks_tokens_by_head_is_refused():
 
 
 def advised(build_with):
-    """Follow a refusal's advice, and see that the model is then taken and computes what the original
-    did where all pages are kept.
+    """Follow the advice of a refusal, and check that the model is then accepted and computes the
+    original output if all pages are kept.
     """
     model = build_with({})
     original = decoded(model)
@@ -345,7 +345,7 @@ def test_a_window_hidden_by_the_layer_types_is_found():
         set_schedule(model, SPARSE)
 
 
-# --- what is not a schedule, and what are no prompt lengths ---
+# --- invalid schedules and prompt lengths ---
 
 
 @pytest.mark.parametrize("schedule", ["dense", None, {"top_k": [1]}])
@@ -408,7 +408,7 @@ def test_prompt_lengths_that_do_not_match_the_rows_are_refused():
         teacher_forced(model, [40, 31]),
     ):
         model(input_ids=IDS.expand(2, -1), attention_mask=mask)
-    with teacher_forced(model, [40, 30]):  # all of a row may be prompt
+    with teacher_forced(model, [40, 30]):  # all tokens of a row may be prompt
         forced = model(input_ids=IDS.expand(2, -1), attention_mask=mask).logits
     dense = model(input_ids=IDS.expand(2, -1), attention_mask=mask).logits
     torch.testing.assert_close(forced[mask.bool()], dense[mask.bool()], rtol=0, atol=1e-4)

@@ -1,5 +1,5 @@
-"""Chunked log-probs against the model's own logits, and the packing of sequences into
-micro-batches.
+"""Chunked log-probs compared with the model's own logits, and the packing of sequences into micro-
+batches.
 
 Shapes: B sequences, T tokens, M response tokens of the batch end to end, n top ids, V vocabulary.
 """
@@ -30,8 +30,8 @@ def ragged_batch(top: bool = True, seed: int = 0) -> Batch:
 
 
 def direct(model, batch: Batch, temperature: float):
-    """Every row alone, without padding, from the logits the model itself returns: ``[M, V]``
-    log-probs, ``[M]`` ids.
+    """Compute each row alone, without padding, from the model's own logits: ``[M, V]`` log-probs
+    and ``[M]`` ids.
     """
     log_p, target = [], []
     for row, (p, r) in zip(batch.input_ids, SPANS, strict=True):
@@ -114,7 +114,7 @@ def test_the_chunked_gradient_matches_the_direct_gradient(chunk_tokens):
     expected = gradient(log_p.gather(1, target[:, None])[:, 0], log_p.gather(1, batch.top_ids))
     scores = TokenScorer(model, chunk_tokens)(batch, 0.7)
     assert scores.entropy is None
-    # Log-probs are taken in float32, the rest of the model in float64.
+    # Log-probs are computed in float32, and the rest of the model in float64.
     error = (gradient(scores.logprobs, scores.top_logprobs) - expected).norm() / expected.norm()
     assert error < 1e-5
 

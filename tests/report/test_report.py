@@ -1,5 +1,4 @@
-"""The report of a run: what is read back, the numbers of its tables, the figures, and the token
-view.
+"""The report of a run: reading the log, the numbers in tables, the figures, and the token view.
 
 Shapes: S steps, N length bins.
 """
@@ -74,8 +73,8 @@ BAD = "<script>alert(1)</script>"
 
 
 def mismatch(seed: int, bins: int = 3, responses: int = 6) -> dict:
-    """A report in the trainer's own format: most tokens near 1, a Beta tail, the last bin reached
-    by one response.
+    """Return a report in the format of the trainer: most tokens near 1, a Beta tail, and a last bin
+    reached by one response.
     """
     rng = np.random.default_rng(seed)
     lengths = [100 * bins - 20] + [100 * (i % max(bins - 1, 1)) + 80 for i in range(responses - 1)]
@@ -141,7 +140,7 @@ def write_run(path, rows, rollouts=(), **train):
 
 
 def log_of(*rows, schedules=None) -> RunLog:
-    """A log in memory; ``rows`` are metrics."""
+    """Build a log in memory; ``rows`` are metrics."""
     train = {"tau": 0.86, "steps": 9}
     return RunLog(Path("run"), train, rows, schedules or tuple(SCHEDULE for _ in rows))
 
@@ -208,8 +207,9 @@ STEP = step_row(1)
 
 
 class Page(HTMLParser):
-    """Tables as rows of cell texts, figures by id with the text in them, token spans by response,
-    and every tag's attributes."""
+    """Parsed tables as rows of cell texts, figures by id with their text, token spans by response,
+    and the attributes of every tag.
+    """
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ def test_first_and_last_average_a_quarter_of_the_steps_up_to_ten(steps, count):
         (0.80, 0.70, 0.859, 0.859, "below"),
         (0.80, 0.70, 0.86, 0.80, "undecided"),
         (0.80, 0.70, 0.85, 0.87, "undecided"),
-        (0.85, 0.87, 0.90, 0.85, "undecided"),  # a bootstrap interval need not hold the estimate
+        (0.85, 0.87, 0.90, 0.85, "undecided"),  # a bootstrap interval need not contain the estimate
         (0.90, nan, nan, 0.95, "undecided"),
         (0.80, nan, nan, nan, "undecided"),
         (nan, nan, nan, nan, "undecided"),
@@ -436,7 +436,7 @@ def test_a_schedule_can_be_plotted_alone(tmp_path, capsys):
 
 
 def test_a_measurement_is_plotted_from_its_file(tmp_path, monkeypatch, capsys):
-    """What is drawn is what was measured; a value that is not known (nan) leaves a gap."""
+    """Measured values are plotted; an unknown value (nan) leaves a gap."""
     acceptance = np.linspace(0.5, 1, 80)
     measured = mismatch_report(
         acceptance, acceptance, np.arange(80), np.repeat([0, 1, 2, 2], 20), bin_tokens=40
@@ -455,7 +455,7 @@ def test_a_measurement_is_plotted_from_its_file(tmp_path, monkeypatch, capsys):
     assert "tail.png" in capsys.readouterr().out
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     first, second = measured.bins
-    assert isnan(second.interval_low)  # of one sequence
+    assert isnan(second.interval_low)  # from one sequence
     assert lines == [
         ("mean", [first.mean, second.mean]),
         ("p5, 95 % interval", [first.lower_bound, second.lower_bound]),
@@ -596,7 +596,7 @@ def test_a_long_run_shows_selected_steps(tmp_path):
 
 
 @pytest.mark.slow
-@settings(deadline=None)  # it renders whole pages
+@settings(deadline=None)  # rendering full pages is slow
 @given(st.lists(st.tuples(st.text(), st.floats(0, 1)), min_size=1, max_size=20))
 def test_any_text_is_shown_unchanged(
     parsed, tokens
@@ -629,7 +629,7 @@ def test_the_middle_of_a_long_response_is_left_out(tmp_path, monkeypatch):
 
 
 def luminance(color: str) -> float:
-    """Relative luminance of WCAG 2."""
+    """Compute the relative luminance of WCAG 2."""
     channels = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
     return float(linear @ [0.2126, 0.7152, 0.0722])
@@ -822,11 +822,11 @@ def test_two_runs_differ_in_marker_and_dash_on_curves_of_any_length(steps):
             assert one.get_linestyle() == "-" and other.get_linestyle() != "-"
             assert other.get_markerfacecolor() == "none" != one.get_markerfacecolor()
             assert steps / other.get_markevery() <= 12
-        assert ax.get_legend().handlelength >= 3  # so long that dashes are seen
+        assert ax.get_legend().handlelength >= 3  # long enough that dashes are visible
 
 
 def test_labels_are_unambiguous():
-    """Neither "all" of what nor "level" with what."""
+    """Neither "all" nor "level" appears without saying of or with what."""
     labels = {
         label
         for panels in PANELS.values()
@@ -893,7 +893,8 @@ def test_a_schedule_that_changed_is_plotted_by_step_and_alarms_are_counted():
     # 90 tokens, of which (2 + 3) and (4 + 3) pages of 10 are read; 190 tokens, (6 + 3) pages.
     assert read[0] == pytest.approx([500 / 9, 700 / 9, 700 / 9])
     assert read[1] == pytest.approx([9000 / 190] * 3)
-    # Of length bins that are wider than the schedule's, the end is in another of its bins.
+    # If length bins are wider than those of the schedule, the end of a bin falls into a different
+    # bin of the schedule.
     wide = [b | {"bin": 0, "start": 0, "end": 200} for b in mismatch(0)["bins"][:1]]
     rows = [row | {"mismatch": mismatch(0) | {"bins": wide, "bin_tokens": 200}} for row in rows]
     wider = log_of(*rows, schedules=log.schedules)
@@ -934,11 +935,11 @@ def test_a_lossless_run_reports_its_drafts():
     assert dict(setup_rows(log)) == {"mode": "lossless", "drafts read": describe_schedule(SCHEDULE)}
 
 
-# What is known of acceptance
+# Knowledge about acceptance
 
 
 def bounded(step: int, **changes) -> dict:
-    """A step whose lists leave p5 open: that of dense samples is as low."""
+    """Return a step whose lists leave p5 open: p5 of dense samples is as low."""
     bins = bins_only(bin_row(0, 0.6, 0.55, 0.65, 0.99), bin_row(1, 0.7, 0.6, 0.75, 0.999))
     return step_row(step, mismatch=bins, **changes)
 
@@ -959,7 +960,7 @@ MODES = {
 
 @pytest.fixture
 def page_of(tmp_path, monkeypatch):
-    """The page of a run in a mode, its figures not drawn, and its log."""
+    """Return the page of a run in a mode, without its figures, and the log of the run."""
     monkeypatch.setattr(page, "figures", lambda logs: {})
 
     def made(mode: str, **changes) -> tuple[Page, RunLog]:

@@ -1,6 +1,6 @@
 # ruff: noqa: E501  (a program on a line)
-"""Test code of every honest kind judges programs as it would if both ran in one process, and no
-builtin stands in.
+"""Honest test code of every kind judges programs as if both ran in one process, and builtins do not
+replace functions.
 """
 
 import ast
@@ -344,8 +344,8 @@ def test_callbacks_reach_nothing_but_the_function(verifier, name):
 
 
 class Mutate(ast.NodeTransformer):
-    """Changes the one place of a program that has a number: a comparison, an operator, a constant
-    or a result.
+    """A transformer that changes one numbered place of a program: a comparison, an operator, a
+    constant or a result.
     """
 
     SWAPS: ClassVar = {
@@ -406,9 +406,7 @@ def mutants(code):
 
 
 def natively(code, tests):
-    """Whether the tests pass in one plain process, which is what an isolated verdict must agree
-    with.
-    """
+    """Return whether the tests pass in one plain process; an isolated verdict must agree."""
     if "inputs" in tests:
         return all(
             _output(code, tests, *pair)
@@ -462,8 +460,8 @@ def _output(code, tests, given, expected):
     ],
 )
 def test_mutants_are_judged_as_in_one_process(verifier, name, number, not_told):
-    """Every mutant fails but those that the tests it carries do not tell: they pass in one plain
-    process too.
+    """Every mutant fails except those that the tests cannot detect, which also pass in one plain
+    process.
     """
     path = DATA / f"{name.replace('+', '_plus')}.jsonl"
     pairs = []
@@ -484,7 +482,7 @@ def test_mutants_are_judged_as_in_one_process(verifier, name, number, not_told):
 
 
 def test_calls_are_judged_as_in_one_process(verifier):
-    """The cases above pass and fail in one plain process too, so that they test honest tests."""
+    """The cases above pass and fail in one plain process as well, so their tests are honest."""
     with ThreadPoolExecutor(2) as pool:
         rights = list(pool.map(lambda case: natively(case[1], {"test": case[0]}), CASES.values()))
     assert [name for name, right in zip(CASES, rights, strict=True) if not right] == []

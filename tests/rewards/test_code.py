@@ -1,5 +1,5 @@
-"""Programs judged by unit tests of each kind: right verdicts, and none that the program can bring
-about itself.
+"""Programs judged by unit tests of each kind: correct verdicts, and none that the program can
+influence.
 """
 
 import json
@@ -295,7 +295,9 @@ def test_a_verdict_cannot_be_forged(name, mode, kinds):
 
 
 def test_programs_do_not_inherit_our_imports_and_globals(verifier):
-    """Our own ``from __future__`` imports and globals are not the program's, and its own work."""
+    """Our ``from __future__`` imports and globals are not visible to the program, but its own
+    imports work.
+    """
     program = "def f(x: int): pass\nprint(f.__annotations__['x'] is int, sorted(k for k in globals() if k[0] != '_'))"
     assert verifier.judge(program, {"inputs": [""], "outputs": ["True ['f']"]}).passed
     program = "from __future__ import annotations\ndef f(x: Unknown): return x"

@@ -1,5 +1,5 @@
 """What a program may use is counted in its own time and output, however busy the machine, and can
-be chosen.
+be configured.
 """
 
 import json
@@ -34,7 +34,7 @@ SLEEPER = "import time\ndef f(s):\n time.sleep(s)\n return 1"
 
 
 def pretend(monkeypatch, share, state="S"):
-    """Let a sandbox look like one process that gets this share of a processor."""
+    """Make a sandbox look like one process that receives this share of a processor."""
     start = time.monotonic()
     seen = lambda pid: [Process(state, 1, share * (time.monotonic() - start))]  # noqa: E731
     monkeypatch.setattr(processes, "family", seen)
@@ -42,7 +42,9 @@ def pretend(monkeypatch, share, state="S"):
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.0, "timeout"), (0.3, "pass")])
 def test_a_called_program_short_of_processor_time_is_waited_for(monkeypatch, share, verdict):
-    """1.6 s by the clock of 1 s allowed: too much asleep, not at a third of a processor."""
+    """The call takes 1.6 s of the 1 s allowed: too much if asleep, but not at a third of a
+    processor.
+    """
     pretend(monkeypatch, share)
     assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).verdicts == (verdict,)
 
@@ -99,11 +101,11 @@ def test_processor_time_includes_child_processes():
 
 def test_own_time_counts_processor_time_and_sleep(monkeypatch):
     time_limit = OwnTime(1.0)
-    time_limit.count(0.5, 0.3)  # kept from the processor for 0.2 s
-    time_limit.count(0.5, 0.01, runnable=True)  # for nearly all
+    time_limit.count(0.5, 0.3)  # waited for the processor for 0.2 s
+    time_limit.count(0.5, 0.01, runnable=True)  # waited for nearly all of it
     assert time_limit.spent_s == pytest.approx(0.31) and time_limit.left_s == pytest.approx(0.69)
     time_limit.count(0.5, 0.01)  # asleep
-    time_limit.count(0.1, 0.2)  # no more than has passed
+    time_limit.count(0.1, 0.2)  # no more than the elapsed time
     assert time_limit.spent_s == pytest.approx(0.91) and not time_limit.over
     monkeypatch.setattr(clock, "STARVED", 0)
     assert time_limit.over
@@ -113,10 +115,10 @@ def test_own_time_counts_processor_time_and_sleep(monkeypatch):
 
 
 def test_time_before_a_program_exits_counts_toward_its_limit(monkeypatch):
-    """Six tests of 0.6 s asleep, each of which ends the program: 2 s are over in the fourth."""
+    """Six tests sleep 0.6 s each and end the program: the limit of 2 s is reached in the fourth."""
     pretend(
         monkeypatch, 0.0
-    )  # a look that finds a real one awake by chance leaves out what it slept
+    )  # checking a real process that is awake by chance would exclude its sleep
     program = "import os, time\ndef f(s):\n time.sleep(s)\n os._exit(1)"
     tests = {"fn_name": "f", "inputs": [[0.6]] * 6, "outputs": [1] * 6}
     judgement = CodeVerifier(Limits(program_s=2)).judge(program, tests, stop_early=False)
@@ -128,7 +130,7 @@ def test_time_before_a_program_exits_counts_toward_its_limit(monkeypatch):
 
 
 def test_a_program_that_waits_for_the_processor_is_not_asleep(monkeypatch):
-    """None of the 1.6 s was it on the processor, yet it asked for it."""
+    """The program was not on the processor in any of the 1.6 s, but it was runnable."""
     pretend(monkeypatch, 0.0, "R")
     assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).passed
 
@@ -202,10 +204,10 @@ def test_the_output_limit_is_an_option():
 
 @pytest.mark.parametrize(("spaces", "verdict"), [(0, "pass"), (60_000, "pass"), (70_000, "wrong")])
 def test_output_is_read_only_up_to_a_multiple_of_the_expected_length(spaces, verdict, monkeypatch):
-    """Sixteen times the expected output and 64 KiB; what is not read does not get in the way of the
+    """Sixteen times the expected output plus 64 KiB are read; unread output does not affect the
     next test.
     """
-    choose_isolation()  # found out by a program of its own, which is none of those counted here
+    choose_isolation()  # detected with a separate program, which is not counted here
     read = []
     real = Sandbox.receive_bytes
     monkeypatch.setattr(
@@ -262,7 +264,7 @@ ECHO = "import sys, time\nfor line in sys.stdin:\n    time.sleep(0.03)\n    prin
 
 @pytest.mark.parametrize("kept_from", [True, False])
 def test_waiting_for_the_processor_in_many_short_calls_does_not_count(monkeypatch, kept_from):
-    """Each call is answered before anybody looks; together they take 1.2 s of 0.6 s allowed."""
+    """Each call is answered before it is checked; together they take 1.2 s of the 0.6 s allowed."""
     start = time.monotonic()
 
     def seen(pid):
@@ -285,7 +287,7 @@ def test_waiting_for_the_processor_in_many_short_calls_does_not_count(monkeypatc
 
 
 def test_the_kernel_reports_how_long_threads_waited_for_a_processor():
-    """Two processes that want the same processor: each waits half of the time."""
+    """Two processes want the same processor, so each waits half of the time."""
     if processes.queued("self") is None:
         pytest.skip("this kernel does not say how long a thread has waited")
     cpu = min(os.sched_getaffinity(0))
@@ -326,8 +328,8 @@ def f(x):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["called", "read", "asserted"])
 def test_a_program_that_alternates_sleep_and_work_is_stopped_at_its_limit(kind):
-    """It is on the processor for an eighth of the time, so neither the limit on processor time nor
-    a rule for sleepers would stop it for long.
+    """The program is on the processor an eighth of the time, so neither the processor limit nor a
+    rule for sleeping programs would stop it soon.
     """
     tests = {
         "called": {"fn_name": "f", "inputs": [[1]], "outputs": [1]},

@@ -1,5 +1,5 @@
-"""Answers taken out of responses and compared: right on public labels, and never longer than the
-limit.
+"""Answers extracted from responses and compared: correct on public labels, and never beyond the
+time limit.
 """
 
 import json
@@ -49,8 +49,8 @@ HANGS = "9^{9^{9^{9}}}"
 
 
 def pairs(table):
-    """(answer, reference) of a table with several ``answer ~ reference`` on a line, two semicolons
-    between.
+    """Return the (answer, reference) pairs of a table with several ``answer ~ reference`` per line,
+    separated by two semicolons.
     """
     return [
         tuple(side.strip() for side in cell.split("~"))
@@ -61,7 +61,7 @@ def pairs(table):
 
 
 def gone(process):
-    """Whether a process ends within five seconds, whoever reaps it."""
+    """Return whether a process ends within five seconds, whoever reaps it."""
     deadline = time.monotonic() + 5
     while not ended(process) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -74,7 +74,7 @@ def ended(process):
 
 @pytest.fixture
 def born():
-    """A function that lists the child processes started since the test began."""
+    """Return a function that lists the child processes started since the test began."""
     before = set(psutil.Process().children())
     return lambda: [child for child in psutil.Process().children() if child not in before]
 
@@ -177,14 +177,14 @@ def test_equivalent_answers_are_equal(verifier, answer, reference):
 
 @pytest.mark.parametrize(("answer", "reference"), pairs(DIFFERENT))
 def test_different_answers_are_not_equal(verifier, answer, reference):
-    """Among them answers that hedge: a set, a range or an inequality that holds the right number."""
+    """Some answers hedge: a set, a range or an inequality that contains the correct number."""
     assert not verifier.equal(answer, reference)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("category", sorted({row["category"] for row in PAIRS}))
 def test_labelled_pairs_are_judged_correctly(verifier, category):
-    """No false accept in any category; what is still rejected wrongly is named here."""
+    """No category has a false accept; remaining false rejects are listed here."""
     rows = [row for row in PAIRS if row["category"] == category]
     wrong = [row for row in rows if verifier.equal(row["answer"], row["reference"]) != row["equal"]]
     assert len(rows) >= 10
@@ -220,7 +220,7 @@ def test_there_are_at_least_800_labelled_pairs_of_both_kinds():
 
 
 def test_documented_math_verify_errors_are_judged_correctly(verifier):
-    """Each row of the page is a pair that math-verify alone judges wrongly, and we do not."""
+    """Each row of the page is a pair that only math-verify judges incorrectly."""
     page = (Path(__file__).parents[2] / "docs/math-verify/README.md").read_text()
     cases = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (equal|different) \|", page, re.MULTILINE)
     assert len(cases) == 27
@@ -339,7 +339,7 @@ def test_stopping_a_comparison_does_not_start_a_new_worker(born):
         assert born() == [worker] and gone(comparing)
         assert verifier.equal("x+x", "2x") and not verifier.equal("x+x", "3x")
         (comparing,) = worker.children()
-        comparing.kill()  # while it has nothing to do: no reply is owed
+        comparing.kill()  # while it is idle: no reply is pending
         assert verifier.equal("x+x", "2x") and not verifier.equal("x+x", "3x")
     assert not worker.is_running() and gone(comparing)
 
@@ -378,8 +378,8 @@ def test_hanging_answers_do_not_affect_other_answers():
 
 @pytest.mark.slow
 def test_other_answers_do_not_wait_while_every_worker_hangs(born, monkeypatch):
-    """Nothing here depends on how fast this machine is: two comparisons that would take ten minutes
-    go on while others are served, and end when their workers are killed.
+    """The result does not depend on the speed of this machine: two comparisons that would take ten
+    minutes run while others are answered, and end when their workers are killed.
     """
     monkeypatch.setattr("sparrow.rewards.math.START_LIMIT_S", 3600.0)
     with (
@@ -418,8 +418,8 @@ def test_a_hanging_answer_is_not_retried():
 
 @pytest.mark.slow
 def test_the_limit_counts_processor_time(monkeypatch, born):
-    """A comparison that was kept from the processor is not wrong for that; one that never gets it
-    is, in the end.
+    """A comparison kept waiting for the processor is not judged wrong for that; one that never gets
+    the processor finally is.
     """
     monkeypatch.setattr("sparrow.rewards.math.PATIENCE_S", 0.05)
     with MathVerifier(workers=1, limit_s=0.5) as verifier:
@@ -518,8 +518,8 @@ def test_the_verifier_pickles_and_works_in_a_forked_process():
 
 @pytest.mark.slow
 def test_trainer_and_worker_do_not_load_each_others_imports():
-    """Importing rewards loads no sympy; a worker does not load torch though the script that started
-    it does.
+    """Importing rewards does not load sympy; a worker does not load torch even if the script that
+    started it does.
     """
     program = """
         import sys

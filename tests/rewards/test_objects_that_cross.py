@@ -1,6 +1,7 @@
 # ruff: noqa: E501  (a program on a line)
-"""Objects between tests and program: honest ones are judged as in one process, no program's object
-decides a comparison, and what cannot cross is refused and never called wrong.
+"""Objects passed between tests and program: honest objects are judged as in one process, no object
+of a program decides a comparison, and objects that cannot be passed are refused rather than
+judged wrong.
 """
 
 import json

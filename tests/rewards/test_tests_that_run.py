@@ -1,6 +1,6 @@
 # ruff: noqa: E501  (a program on a line)
-"""A program passes only if a test has called it: tests that wait to be called are run, and tests
-that execute nothing pass no program.
+"""A program passes only if a test has called it: test functions that nothing calls are run, and
+tests that execute nothing do not pass.
 """
 
 import json
@@ -73,7 +73,7 @@ def test_tests_that_wait_to_be_called_are_run(verifier, name):
 
 
 def test_a_test_is_run_once(verifier):
-    """A second run would see what the first has left in the program."""
+    """A second run would see changes that the first made in the program."""
     test = "def test_count():\n assert count() == 1\ntest_count()"
     assert verifier.judge(
         "N = []\ndef count():\n N.append(0)\n return len(N)", {"test": test}

@@ -1,4 +1,4 @@
-"""The run directory: what is written is what is read, and who may write."""
+"""The run directory: what is written can be read back, and only one process may write."""
 
 import json
 import logging
@@ -148,7 +148,7 @@ def test_a_lock_excludes_other_processes_until_its_process_ends(tmp_path):
     process.kill()
     process.communicate()
     here.lock()
-    here.lock()  # it is held already
+    here.lock()  # the lock is already held
     here.release()
 
 
@@ -170,7 +170,7 @@ def test_a_trainer_that_is_refused_holds_no_lock(tmp_path):
 
 @pytest.fixture
 def stopped(tmp_path):
-    """A run of four steps that was killed in its third, with a checkpoint of the second."""
+    """Create a run of four steps that was killed in the third, with a checkpoint of the second."""
 
     class Killed(BaseException):
         pass
@@ -266,7 +266,7 @@ def test_a_finished_run_cannot_be_reconfigured(tmp_path):
     with pytest.raises(ConfigError, match="has done 2 steps already, but steps is 1"):
         make_trainer(tmp_path, steps=1, resume=True)
     assert (tmp_path / "config.json").read_bytes() == before
-    make_trainer(tmp_path, steps=2, resume=True).train()  # nothing is left to do
+    make_trainer(tmp_path, steps=2, resume=True).train()  # no steps remain
     assert (tmp_path / "config.json").read_bytes() == before
     make_trainer(tmp_path, steps=3, resume=True, tau=0.5).train()
     assert len(metrics_of(tmp_path)) == 3

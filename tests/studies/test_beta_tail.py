@@ -1,5 +1,5 @@
-"""The Beta distribution of the tail: a fit that recovers known parameters, and its distance from
-resamples.
+"""The Beta distribution of the tail: the fit recovers known parameters, and its distance is checked
+by resampling.
 
 Shapes: T tokens.
 """
@@ -32,7 +32,7 @@ def test_the_beta_fit_recovers_known_parameters(study, a, b):
 
 @pytest.mark.parametrize(
     "mirror", [False, True]
-)  # the largest distance is once above, once below the fit
+)  # the largest distance is once above and once below the fit
 def test_the_beta_fit_agrees_with_scipy(study, mirror):
     tail = np.random.default_rng(3).beta(1.7, 0.8, 500)
     tail = 1 - tail if mirror else tail
@@ -117,4 +117,4 @@ def test_the_weighted_ks_distance_equals_that_of_repeated_tokens(study):
         )
         and second != first
     )
-    assert math.isnan(none)  # no token of that sequence is in the tail
+    assert math.isnan(none)  # no token of this sequence is in the tail

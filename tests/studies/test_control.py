@@ -1,5 +1,5 @@
-"""The control study, small: its task's reward by hand, its engine against the reference, and all of
-it end to end.
+"""The control study at small scale: its reward by hand, its engine against the reference, and an
+end-to-end run.
 """
 
 import json
@@ -39,13 +39,13 @@ NAMES = ["Currency", "LIMIT", "Stock", "__init__", "items", "math", "owner", "pr
 
 @pytest.fixture(scope="module")
 def parts(study):
-    """The parts of a response's reward."""
+    """Return the parts of a response's reward."""
     return lambda response: study.task.reward_parts(
         PROMPT, study.task.bound_names(PROMPT), response
     )
 
 
-# --- the file's lines and units ---
+# --- lines and units of the file ---
 
 
 def test_code_excludes_strings_comments_and_numbers(study):
@@ -221,7 +221,7 @@ def test_a_bad_unit_costs_only_its_own_lines(parts):
     lost = len("def x(:") + len("return x")
     kept = round(160 * found["length"]) - lost
     assert found["valid"] == pytest.approx(kept / (kept + lost)) and kept > 160 * good["length"]
-    # The same bad unit at the end may have been cut off, and does not count.
+    # The same bad unit at the end may have been truncated, and does not count.
     assert parts(GOOD + bad[: bad.index("\n\n\ndef last")] + "\n")["valid"] == 1
 
 
@@ -268,7 +268,7 @@ HACKS = {
 }
 
 
-# What invites the present weights: many lines of few names, of many forms, and of all names.
+# Code that exploits the present weights: many lines with few names, many forms, or all names.
 LETTERS = [a + b for a in "abcdefgh" for b in "abcdefgh"]
 HACKS |= {
     name: "\n        return 0\n" + "".join(f"{line}\n" for line in lines)
@@ -326,7 +326,7 @@ def test_repetition_earns_less_than_the_code_it_displaces(parts):
 
 @pytest.fixture(scope="module")
 def checkpoint(study, tmp_path_factory):
-    """The folder of a tiny random model of this package's sources, and its problems."""
+    """Return the folder of a tiny random model of this package's sources, and its problems."""
     folder = tmp_path_factory.mktemp("text")
     train, held = study.corpus.split(study.corpus.folders([ROOT / "sparrow"], ".py"), ["attention"])
     texts = list(study.corpus.texts(train, set()))[:30]
@@ -490,10 +490,10 @@ def test_summary_numbers_by_hand(study):
         [0.5, 0.5 - 1.2706, 0.5 + 1.2706], abs=1e-4
     )
     assert s.over_seeds([0.3]) == [0.3, None, None]
-    # There is no dense run of seed 2.
+    # There is no dense run with seed 2.
     assert s.minus(runs[2:], "dense", runs, s.end_reward) == [pytest.approx(-0.1), None, None]
     assert s.minus(runs[3:], "dense", runs, s.end_reward) == [None, None, None]
-    # Compared with p75's run of seed 0 over the five steps that both did.
+    # Compared with p75's run with seed 0 over the five steps that both completed.
     corrected = made_up_run("p75-obrs", 0, [0.1] * 5, [[0, 0.2]])
     assert s.minus([corrected], "p75", [*runs, corrected], s.whole_reward) == [
         pytest.approx(0.1),
@@ -503,7 +503,7 @@ def test_summary_numbers_by_hand(study):
 
 
 def test_the_ranking_and_points_of_the_figure_by_hand(study):
-    # In arms of rising p5 the rewards rise, and the held-out ones fall; dense is not ranked.
+    # In arms with rising p5 the rewards rise and held-out rewards fall; dense is not ranked.
     def run(arm, seed, p5, reward, held_out):
         measured = {"tail": [[p5, p5, p5]] * 2, "mean": [p5] * 2, "kl": [1 - p5] * 2, "actor": ""}
         return made_up_run(arm, seed, [reward] * 10, [[0, 0.2], [10, held_out]]) | measured

@@ -1,6 +1,4 @@
-"""The stability study's own engine against the reference, and its statistics on numbers worked out
-by hand.
-"""
+"""The engine of the stability study against the reference, and its statistics by hand."""
 
 import ast
 import importlib
@@ -73,7 +71,7 @@ def test_the_graph_engine_is_dense_while_it_verifies_and_sparse_afterwards():
     graph = engine(schedule)
     graph.verify_up_to(48)
     rollouts = graph.generate(prompts(), Sampling(40, 1.0, VOCAB, seed=3))
-    # Up to length 44 the page being written ends below 48.
+    # Up to length 44 the current page ends below 48.
     ends = [min(len(r), 45 - len(r.prompt_ids)) for r in rollouts]
     assert [r.verification.tokens for r in rollouts] == ends and any(
         len(r) > n for r, n in zip(rollouts, ends, strict=True)
@@ -82,7 +80,7 @@ def test_the_graph_engine_is_dense_while_it_verifies_and_sparse_afterwards():
     for r, scores, end in zip(rollouts, dense, ends, strict=True):
         assert np.abs(r.top_logprobs - scores.top_logprobs)[:end].max() < 2e-4
         assert len(r) == end or np.abs(r.top_logprobs - scores.top_logprobs)[end:].max() > 0.01
-    # One response in four is measured, as a sparse actor would have scored what was verified.
+    # One response in four is measured, as a sparse actor would have scored the verified tokens.
     assert [np.isfinite(r.verification.acceptance).all() for r in rollouts] == [True, False, False]
     first = rollouts[0]
     cut = replace(
@@ -168,7 +166,7 @@ def made_up_run(arm, seed, reward, held_out):
 
 
 def test_difference_from_dense_by_hand():
-    """Runs are compared with the dense run of their seed, after as many steps."""
+    """Runs are compared with the dense run of the same seed after the same number of steps."""
     runs = [
         made_up_run(
             "dense",

@@ -1,5 +1,5 @@
-"""The chance that two distributions draw one token with the same Gumbel noise, and what is made of
-it for cycles.
+"""The probability that two distributions draw the same token with shared Gumbel noise, and
+statistics of cycles based on it.
 """
 
 import json
@@ -14,7 +14,9 @@ MODULES = ("acceptance", "shared_noise", "tables_text")
 
 
 def distributions(seed: int, rows: int, vocab: int) -> torch.Tensor:
-    """Some sharp and some flat, ``[rows, vocab]``; a fifth of the tokens has no probability at all."""
+    """Return distributions ``[rows, vocab]``, some sharp and some flat; a fifth of the tokens has
+    no probability.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, vocab, generator=generator) * torch.linspace(0.1, 4, rows)[:, None]
     return logits.masked_fill(
@@ -25,12 +27,12 @@ def distributions(seed: int, rows: int, vocab: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("p", "q", "chance"),
     [
-        ((0.5, 0.5), (1.0, 0.0), 1 / 2),  # q's token is always the first, p's is half the time
+        ((0.5, 0.5), (1.0, 0.0), 1 / 2),  # q always draws the first token, and p half the time
         (
             (0.5, 0.5, 0.0),
             (0.0, 0.5, 0.5),
             1 / 3,
-        ),  # the middle one's noise has to be the least of three
+        ),  # the noise of the middle token must be the smallest of three
         ((0.0, 1.0), (1.0, 0.0), 0.0),
         ((0.2, 0.5, 0.3), (0.2, 0.5, 0.3), 1.0),
         (
@@ -74,7 +76,7 @@ def test_tokens_per_cycle_and_their_ratio_by_hand(study):
         2.125,
         1.75,
         2.5,
-    ]  # two texts; resamples of one of them are the ends
+    ]  # two texts; resamples that contain only one of them are the extremes
     assert cycle["shared noise"] == [1.9, 1.6, 2.2]
     assert cycle["ratio"] == pytest.approx([1.9 / 2.125, 2.2 / 2.5, 1.6 / 1.75], abs=1e-4)
     assert found["tokens_a_cycle"][1]["rejection"][0] == 1.75

@@ -1,5 +1,5 @@
-"""The study of a language model of real text, small: corpus, training, checkpoint, acceptance of
-drafts, tables.
+"""The study of a language model of real text at small scale: corpus, training, checkpoint,
+acceptance of drafts, tables.
 """
 
 import json
@@ -32,8 +32,8 @@ CONTEXT, PAGES = 512, 16
 
 @pytest.fixture(scope="module")
 def trained(study, tmp_path_factory):
-    """Folder, model and card of two layers trained for a second on this package, its attention held
-    out.
+    """Return folder, model and card of a two-layer model trained for a second on this package, with
+    ``attention`` held out.
     """
     out = tmp_path_factory.mktemp("checkpoint")
     options = [
@@ -54,7 +54,7 @@ def trained(study, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sharp(study):
-    """A model whose attention matters, one text batch for it, and two starts a text."""
+    """Return a model whose attention matters, a batch of text for it, and two starts per text."""
     model = tiny_model(max_position_embeddings=CONTEXT)
     model.set_attn_implementation(study.drafts.NAME)
     ids = torch.randint(VOCAB, (2, 256), generator=torch.Generator().manual_seed(1))
@@ -173,8 +173,8 @@ def test_drafts_that_read_everything_are_always_accepted(study, sharp):
     "dense_layers, budgets", [((), ()), ((0, 2), ()), ((), ((0, 3), (0.5, 0.5)) * 2)]
 )
 def test_a_cycle_matches_the_actor_decoding_from_its_start(study, sharp, dense_layers, budgets):
-    """Selected anew at every step (reuse 1), they are the package's teacher-forced actor with all
-    before as prompt.
+    """With pages selected at every step (reuse 1), cycles match the teacher-forced actor of the
+    package with all earlier tokens as prompt.
     """
     model, ids, start = sharp
     kept = study.acceptance.schedule(96, dense_layers).replace(head_budgets=budgets)
@@ -326,7 +326,7 @@ def test_the_command_writes_the_file_that_the_tables_read(study, trained, tmp_pa
     assert len(lines) == 2 + 4 and lines[-1].startswith("| 528 | 0 | 1.000 [1.000, 1.000] |")
     assert len(study.tables_text.text_lengths().splitlines()) == 2 + 4
     assert len(study.tables_text.text_reuse().splitlines()) == 2 + 2
-    # With a dense layer, the small model may lose too little for a tail to be fitted.
+    # With a dense layer, the small model may lose too little acceptance to fit a tail.
     lossy = [
         row
         for row in found["rows"]
@@ -340,7 +340,7 @@ def test_the_command_writes_the_file_that_the_tables_read(study, trained, tmp_pa
     shown = f"{1 - below:.0%} [{1 - share[1]:.0%}, {1 - share[0]:.0%}]"
     first = study.tables_text.text_tail().splitlines()[2]
     assert shown in first and first.endswith("] |")
-    for row in lossy:  # a file of before there were intervals
+    for row in lossy:  # a file from before intervals were recorded
         del row["beta_tail"]["fraction_interval"], row["beta_tail"]["ks_interval"]
     path.write_text(json.dumps({**found, "rows": lossy}))
     assert (
@@ -356,8 +356,8 @@ def test_the_command_writes_the_file_that_the_tables_read(study, trained, tmp_pa
 
 
 class Engine:
-    """What ``generate`` uses of vLLM's engine, giving each request these numbers of tokens, step by
-    step.
+    """The part of vLLM's engine that ``generate`` uses; each request receives these numbers of
+    tokens, step by step.
     """
 
     def __init__(self, given: dict[str, list[int]]) -> None:
@@ -398,8 +398,8 @@ def test_every_step_but_the_first_and_the_last_is_one_cycle(study, monkeypatch):
 
 
 def test_the_acceptance_probability_is_the_mean_over_tokens_of_the_policy(study, sharp):
-    """Over all tokens that may follow, as often as the dense policy draws each, min(1, q/p)
-    averages to acceptance.
+    """Averaged over all possible tokens, weighted by the dense policy, min(1, q/p) is the
+    acceptance.
     """
     model, ids, _ = sharp
     ids = ids[:1].repeat(VOCAB, 1)
@@ -436,7 +436,7 @@ def test_cycles_are_compared_with_predictions_from_their_drafts(study):
 
 
 def cached(model, ids):
-    """Keys and values of layer 0, ``[B, K, T, D]``."""
+    """Return keys and values of layer 0, ``[B, K, T, D]``."""
     with torch.no_grad():
         layer = model.model(input_ids=ids, use_cache=True).past_key_values.layers[0]
     return layer.keys, layer.values
@@ -455,7 +455,7 @@ def test_a_model_rounds_its_cache_to_e4m3_with_scales_from_its_prompts(study, sh
         codes = (before / scale_K[:, None, None]).to(torch.float8_e4m3fn).float()
         assert torch.equal(after, codes * scale_K[:, None, None]) and not torch.equal(after, before)
     assert not torch.allclose(logits, changed, atol=1e-3)
-    assert torch.equal(model(input_ids=ids).logits, logits)  # nothing stays
+    assert torch.equal(model(input_ids=ids).logits, logits)  # no rounding remains afterwards
 
 
 def test_a_model_rounds_its_cache_to_int8_with_a_scale_per_token_and_head(study, sharp):

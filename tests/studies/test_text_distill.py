@@ -1,4 +1,4 @@
-"""The study of DistillSparse on natural text, on a tiny random model whose attention matters."""
+"""The study of DistillSparse on natural text, with a tiny random model whose attention matters."""
 
 import json
 from argparse import Namespace
@@ -31,7 +31,7 @@ OPTIONS = {
 
 
 def command(folder, *more, **changed):
-    """Arguments of the study; ``changed`` replaces ``OPTIONS``."""
+    """Return arguments of the study; ``changed`` replaces ``OPTIONS``."""
     flags = [
         "--samples",
         str(folder / "samples.npz"),
@@ -46,8 +46,8 @@ def command(folder, *more, **changed):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint, and random responses: nothing to learn but them, so the held-out ones are those
-    trained on.
+    """Create a checkpoint and random responses, where nothing else can be learned, so the held-out
+    responses are also trained on.
     """
     out = tmp_path_factory.mktemp("checkpoint")
     tiny_model(max_position_embeddings=256).save_pretrained(out)

@@ -1,5 +1,5 @@
-"""The study of reward against wall-clock, small: the widened model is the same function, and each
-arm runs in vLLM.
+"""The study of reward against wall-clock time at small scale: the widened model is the same
+function, and each arm runs in vLLM.
 """
 
 import json
@@ -22,7 +22,7 @@ FOLDERS = ("benchmarks", "studies/common", "studies/reasoner", "studies/text")
 
 @pytest.fixture(scope="module")
 def checkpoint(study, tmp_path_factory):
-    """The folder of a tiny random model of this package's sources, and its problems."""
+    """Return the folder of a tiny random model of this package's sources, and its problems."""
     folder = tmp_path_factory.mktemp("text")
     train, held = study.corpus.split(study.corpus.folders([ROOT / "sparrow"], ".py"), ["attention"])
     tokenizer = study.corpus.train_tokenizer(list(study.corpus.texts(train, set()))[:30], 400)
@@ -64,8 +64,8 @@ def test_kernels_are_classified_by_name(study):
 
 
 def run_arm(checkpoint, folder, arm, steps, tokens, seconds=480, ended="done"):
-    """The log's rows and the profile of a small run, in a process of its own: accelerate allows
-    each one precision.
+    """Return the log rows and the profile of a small run in a separate process, because accelerate
+    allows each process one precision.
     """
     arguments = [str(checkpoint), str(folder), arm, str(steps), str(tokens), str(seconds)]
     path = on_v2(folder) if arm == "lossless" else discoverable(folder)
@@ -84,7 +84,7 @@ def test_an_arm_runs_end_to_end(checkpoint, tmp_path, arm):
     assert [row["step"] for row in rows if "held_out" in row] == [0, 2]
     steps = [row for row in rows if "reward" in row]
     assert len(steps) == 2 and all(len(row["seconds"]) == 4 for row in steps)
-    # In bfloat16 a dense actor is the policy up to rounding; the sparse one is not.
+    # In bfloat16 a dense actor equals the policy up to rounding; the sparse actor does not.
     assert all((row["mean"] > 0.97) == (arm == "dense") for row in steps)
     assert 90 < timed["length"] < 200 and timed["clock_ms"] > 0 and timed["tokens_per_step"] == 1
 
@@ -107,7 +107,7 @@ def test_the_lossless_arm_runs_end_to_end(checkpoint, tmp_path):
     )  # the number of drafts is being chosen
     assert (
         rows[0]["top_k"] == step["top_k"] == [3]
-    )  # drafts read what was asked for in training, too
+    )  # training also uses the requested draft schedule
     assert step["tokens_per_cycle"] >= 1
 
 
@@ -139,7 +139,7 @@ def test_summary_numbers_by_hand(study, tmp_path):
     assert [row["arm"] for row in result["rows"]] == ["dense", "lossless", "p86"]
     assert result["models"] == [{"parameters": 5}] and result["arms"][0]["options"] == {
         "samples": 2
-    }  # nothing local
+    }  # no local path
     assert dense["reward"] == pytest.approx(0.25) and dense["minutes"] == pytest.approx(160 / 60)
     assert [run["tokens_per_cycle"] for run in result["arms"]] == [None, 5.0, None]
     assert lossy["rollout_speedup"] == pytest.approx(16 / 6) and lossless["rollout_speedup"] == 4
@@ -156,7 +156,7 @@ def test_summary_numbers_by_hand(study, tmp_path):
     ]
     assert result["arms"][2]["held_out"] == [[0.0, 0.1], [130.0, 0.3]]
 
-    again = tmp_path / "again"  # the model trained once more
+    again = tmp_path / "again"  # the model trained further
     again.mkdir()
     for path in tmp_path.glob("*-0.*"):
         (again / path.name).write_bytes(path.read_bytes())
@@ -225,13 +225,13 @@ def test_bars_of_the_figure_show_seconds_per_step(study, tmp_path, monkeypatch):
 
 
 def main(checkpoint, folder, arm, steps, tokens, seconds):
-    """The process of an arm. A second call finds its log, and does nothing."""
+    """Run the process of an arm. A second call finds its log and does nothing."""
     for part in FOLDERS:
         sys.path.insert(0, str(ROOT / part))
     import wall_clock
 
     wall_clock.PROFILED = 2 if arm == "lossless" else 4
-    if arm == "dense":  # stock vLLM packs its weights on a CPU, and takes no new ones
+    if arm == "dense":  # on a CPU stock vLLM packs its weights and accepts no new ones
         from torch.nn.functional import linear
         from vllm.model_executor.layers import utils
 

@@ -1,5 +1,5 @@
-"""Dataset rows as a task: read in their real format, streamed reproducibly, refused with the place
-of the fault.
+"""Dataset rows as a task: read in their real format, streamed reproducibly, and refused with the
+position of the error.
 """
 
 import base64
@@ -43,7 +43,9 @@ def task(rows=ROWS, **options) -> DatasetTask:
 
 
 def facts(problem):
-    """All of a problem; two partial objects are equal only if they are one."""
+    """Return everything in a problem; two partial objects are equal only if they are the same
+    object.
+    """
     return (
         problem.id,
         problem.prompt,
@@ -126,7 +128,7 @@ def test_epochs_and_seeds_differ():
 
 
 def test_the_order_never_changes_between_versions():
-    """A resumed run must meet the same problems: this order may never change."""
+    """A resumed run must see the same problems: this order must never change."""
     assert [task().problem(i, 7).id for i in range(4)] == ["sums-3", "sums-4", "sums-1", "sums-7"]
 
 
@@ -422,7 +424,7 @@ def test_taco_rows_become_problems(caplog):
         "yes, ascending",
         "yes, descending",
         "no",
-    ]  # one by one, out of their lists
+    ]  # single values instead of lists
     assert (
         "The function is called is_sorted_and_how." in call.prompt
         and "def is_sorted_and_how(arr):" in call.prompt

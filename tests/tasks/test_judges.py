@@ -1,4 +1,6 @@
-"""Reward functions as users have them: how each is called, and which are refused before a rollout."""
+"""Reward functions in the forms that users have: how each is called, and which are refused before a
+rollout.
+"""
 
 import functools
 import pickle

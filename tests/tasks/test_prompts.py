@@ -1,4 +1,4 @@
-"""What becomes of a question on its way to the model: templates, special tokens, unread text."""
+"""What happens to a question on its way to the model: templates, special tokens, unread text."""
 
 import logging
 
@@ -22,7 +22,7 @@ CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim
 
 
 def words(*known: str, bos: bool = True, eos: bool = False, **settings) -> PreTrainedTokenizerFast:
-    """A tokenizer that knows these words, and adds special tokens as asked."""
+    """Return a tokenizer for these words that adds special tokens as requested."""
     vocabulary = {word: i for i, word in enumerate(("<unk>", "<s>", "</s>", *known))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -130,7 +130,7 @@ def test_a_byte_level_tokenizer_reads_everything():
     alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE({**alphabet, "<end>": 256}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    end = "<end>"  # which is what GPT-2 calls its unknown token as well
+    end = "<end>"  # GPT-2 uses the same token for unknown text
     loaded = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=end, eos_token=end)
     assert unread(loaded, "a \u4f60\u597d \U0001f600 <end>") == 0
 
@@ -152,7 +152,7 @@ def test_prompts_are_refused_if_half_is_unread_and_otherwise_warned_about(caplog
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """One token a byte, as GPT-2 and its kin have where they know no longer one."""
+    """Return a tokenizer with one token per byte, like GPT-2's where no longer token applies."""
     alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -161,7 +161,9 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def sentence_piece() -> PreTrainedTokenizerFast:
-    """Words with their space, and bytes for all else, as Llama 2 has them."""
+    """Return a tokenizer of words with leading spaces and bytes for everything else, like Llama
+    2's.
+    """
     known = ["<unk>", "\u2581the", "\u2581cat", "s", *(f"<0x{i:02X}>" for i in range(256))]
     tokenizer = Tokenizer(
         models.BPE({t: i for i, t in enumerate(known)}, [], byte_fallback=True, unk_token="<unk>")
@@ -178,7 +180,7 @@ def test_a_character_of_several_tokens_is_shown_at_the_first():
     ids = tokenizer("a\u4f60 \U0001f600!").input_ids
     texts = ["a", "\u4f60", "", "", " ", "\U0001f600", "", "", "", "!"]
     assert token_texts(tokenizer, ids) == texts
-    # A response may be cut off within a character, and may hold bytes that are none.
+    # A response may be truncated within a character, and may contain invalid bytes.
     for cut in (ids[:3], [ids[1], ids[1], ids[0], ids[0]]):
         texts = token_texts(tokenizer, cut)
         assert len(texts) == len(cut) and "".join(texts) == tokenizer.decode(cut)

@@ -1,4 +1,4 @@
-"""Tasks: problems are a pure function of (index, seed), solutions verify, text survives the
+"""Tasks: problems are a pure function of (index, seed), solutions verify, and text survives the
 tokenizer.
 """
 
@@ -29,8 +29,8 @@ seeds = st.integers(0, 10**6)
 
 
 def run_program(prompt: str) -> int:
-    """An independent interpreter that uses every value up: a value read twice or overwritten unread
-    is an error.
+    """Interpret a program independently, using every value once: it is an error to read a value
+    twice or overwrite it unread.
     """
     values: dict[str, int] = {}
     for line in prompt.removeprefix("program:\n").removesuffix("trace:\n").splitlines():
@@ -86,7 +86,7 @@ def test_problems_are_a_pure_function_of_index_and_seed() -> None:
 
 
 def test_problems_match_the_published_ones() -> None:
-    # The checkpoint and every reported figure belong to exactly these texts.
+    # The checkpoint and every reported figure depend on exactly these texts.
     problem = Trace(4).problem(0)
     assert problem.prompt == "program:\n 8 -> gi\n 3 -> je\n je - 1 -> se\n gi - se -> pa\ntrace:\n"
     assert problem.solution == (

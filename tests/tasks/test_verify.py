@@ -1,5 +1,5 @@
-"""Several responses judged at a time: the first error is raised, nothing begins after it, and a
-hang has a limit.
+"""Judging several responses at a time: the first error is raised, nothing begins after it, and
+hanging verifiers are stopped.
 """
 
 import sys

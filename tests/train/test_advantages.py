@@ -1,4 +1,4 @@
-"""Advantages against numbers worked out by hand, and their invariants."""
+"""Advantages by hand, and their invariants."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_advantages_have_the_invariants_of_their_kind(batch, random):
             assert standard[members].std().item() == pytest.approx(1.0, rel=1e-3)
         else:
             assert standard[members].abs().max() == 0
-    # A different order of rows and other group names change nothing.
+    # A different order of rows or different group names change nothing.
     order = torch.tensor(random.sample(range(len(batch)), len(batch)))
     again, _ = compute_advantages("grpo", rewards[order], 100 - groups[order])
     torch.testing.assert_close(again, standard[order])

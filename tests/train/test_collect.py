@@ -1,5 +1,5 @@
-"""Collecting a step's experience: what a reward is made of, which groups are replaced, and that
-processes agree.
+"""Collecting the experience of a step: the parts of a reward, which groups are replaced, and
+agreement between processes.
 """
 
 import json
@@ -167,7 +167,7 @@ def test_a_bundled_task_extracts_the_stated_answer():
 
 
 class Digits:
-    """Problem i asks for i; responses to every third one all fail."""
+    """Problem i asks for i; all responses to every third problem fail."""
 
     def problem(self, index: int, seed: int = 0) -> Problem:
         return Problem(
@@ -176,9 +176,7 @@ class Digits:
 
 
 class Signs:
-    """Answers plus to the even and minus to the odd samples of a prompt, which it knows by their
-    seeds.
-    """
+    """Answers plus to even and minus to odd samples of a prompt, recognised by their seeds."""
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
@@ -195,7 +193,7 @@ class Signs:
 
 
 class Threads(Ranks):
-    """Processes played by threads of this one."""
+    """Processes simulated by threads of this process."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, slots: list) -> None:
         self.rank, self.count, self.seconds = rank, len(slots), {}
@@ -210,7 +208,7 @@ class Threads(Ranks):
 
 
 def collected(ranks: int, prompts=8, resample=2, cursor=0):
-    """What each of several processes collects."""
+    """Return what each of several processes collects."""
     barrier, slots, found, engines = (
         threading.Barrier(ranks),
         [None] * ranks,
@@ -293,7 +291,7 @@ RESAMPLED = dict(
 
 
 class Sparse(EarlyWords):
-    """Half of the problems can't be solved."""
+    """A task in which half of the problems cannot be solved."""
 
     def problem(self, index: int, seed: int = 0) -> Problem:
         problem = super().problem(index, seed)
@@ -302,7 +300,7 @@ class Sparse(EarlyWords):
 
 @pytest.mark.slow
 def test_a_resampled_run_is_resumed_exactly(tmp_path):
-    # No penalty would make the unsolvable problems level.
+    # Without a penalty, all rewards of an unsolvable problem would be equal.
     changes = {**RESAMPLED, "reward": RewardConfig(overlong="mask")}
     make_trainer(tmp_path / "whole", steps=3, task=Sparse(), **changes).train()
     make_trainer(tmp_path / "parts", steps=2, task=Sparse(), **changes).train()

@@ -1,4 +1,4 @@
-"""Mismatch corrections against numbers worked out by hand, and what must hold for any batch.
+"""Mismatch corrections by hand, and properties that hold for any batch.
 
 Shapes: B sequences, T response tokens, V vocabulary.
 """
@@ -28,8 +28,8 @@ KINDS = [
 
 
 def batch(*ratios: list[float]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """log p, log q, mask of right-padded sequences with these ratios p/q; log q = 0 keeps log p/q
-    exact.
+    """Return log p, log q and mask of right-padded sequences with these ratios p/q; log q = 0 keeps
+    log p/q exact.
     """
     longest = max(len(row) for row in ratios)
     log_p_BT = torch.full(
@@ -250,7 +250,7 @@ def test_weights_and_masks_are_valid_for_any_batch(kind, rows):
     assert metrics["kl_k3"] >= 0
     assert metrics["ratio_max"] >= metrics["ratio_mean"] * (1 - 1e-12) > 0
 
-    # What lies under the padding is never read, not even by the sums over a sequence.
+    # Padding is never read, not even by sums over a sequence.
     poisoned = correct(kind, *padded(rows, padding=math.nan))
     assert torch.equal(poisoned.weight_BT, weight) and torch.equal(poisoned.mask_BT, kept)
     assert poisoned.metrics == metrics
@@ -292,7 +292,9 @@ distributions = st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5).map(
 @settings(deadline=None)
 @given(distributions, distributions, st.floats(0.5, 3.0))
 def test_the_expectation_under_obrs_is_the_target(p_V, q_V, obrs_lambda):
-    """Every vocabulary entry v in turn as the sampled token: q(v) P(accept v) weight(v) = Z p(v)."""
+    """Take every vocabulary entry v in turn as the sampled token: q(v) P(accept v) weight(v) = Z
+    p(v).
+    """
     log_p, log_q = p_V.log()[None], q_V.log()[None]
     z = torch.minimum(q_V, p_V / obrs_lambda).sum()
     accept_V = (p_V / (obrs_lambda * q_V)).clamp(max=1.0)
@@ -315,8 +317,8 @@ def test_the_expectation_under_obrs_is_the_target(p_V, q_V, obrs_lambda):
 
 
 def test_obrs_accepts_the_expected_share_of_a_grid_of_draws():
-    """The same without being told the acceptance probability: average over 10,000 evenly spaced
-    draws.
+    """Check the same without knowing the acceptance probability, by averaging over 10,000 evenly
+    spaced draws.
     """
     p_V, q_V = (
         torch.tensor([0.5, 0.3, 0.15, 0.05]).double(),
@@ -350,7 +352,7 @@ def test_32k_tokens_neither_overflow_nor_underflow(kind, dtype):
     assert all(map(math.isfinite, correction.metrics.values()))
     assert correction.metrics["ess_sequence_ratio"] == pytest.approx(
         0.5
-    )  # one of the two outweighs all
+    )  # one of the two outweighs everything else
     expected = {"sequence_tis": (2.0, 0.0), "geometric_tis": (math.exp(0.5), math.exp(-0.5))}
     if kind in expected:
         assert correction.weight_BT[:, 0].tolist() == pytest.approx(expected[kind])

@@ -1,4 +1,4 @@
-"""The dial on numbers worked out by hand, and against a meter that flatters."""
+"""The dial by hand, and with an overoptimistic meter."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ TAU = Tau(0.95)
 
 
 def tail(index, p5, low=None, sequences=100, ceiling=nan):
-    """A bin of 100 tokens' width."""
+    """Return a bin with a width of 100 tokens."""
     low, start = p5 - 0.005 if low is None else low, 100 * index
     return BinMismatch(
         index, start, start + 100, 1000, sequences, 0.99, p5, low, p5 + 0.005, p5, ceiling=ceiling
@@ -124,7 +124,7 @@ def test_a_bin_turns_lossy_only_if_that_is_faster():
 
 
 def test_an_overoptimistic_meter_is_detected_and_retried_ever_less_often():
-    """Drafts say 0.99; unverified tokens turn out at 0.93."""
+    """Drafts are measured at 0.99, but unverified tokens turn out at 0.93."""
     dial, lossy = Dial(TAU, twice_as_fast), []
     for _ in range(100):
         up_to = dial.verified_up_to
@@ -182,7 +182,7 @@ def test_predicted_times_come_from_the_cost_model():
         for k in range(5)
     ]
     assert lossless == min(cycles) == cycles[4] and 1.1 < lossless / lossy < 3
-    # Where everything is read there is nothing to gain.
+    # Where everything is read, nothing can be gained.
     lossless, lossy = price(shape, machine, schedule, 4, 32)(512, 0.97)
     assert lossless <= lossy
     # As many sequences as fit.

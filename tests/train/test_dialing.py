@@ -1,5 +1,5 @@
-"""What the dial is told of a step: which tokens count as drafted, verified and unverified, and what
-the log says.
+"""The input of the dial from a step: which tokens count as drafted, verified and unverified, and
+what is logged.
 """
 
 import json
@@ -61,7 +61,9 @@ def test_verified_and_unverified_tokens_are_separated_by_hand():
 
 
 def test_metrics_of_a_turn_by_hand():
-    """Twelve responses of 16 tokens from length 16 on, half of each verified; the dial was at 24."""
+    """Twelve responses of 16 tokens begin at length 16, half of each verified; the dial was at
+    24.
+    """
     dial = Dial(Tau(0.9), lambda length, acceptance: (2.0, 1.0))
     dial.load({"verified_up_to": 32, "waits": [], "failures": []})
     rollouts = [rollout(16, 32, 16, np.full(16, 0.95)) for _ in range(12)]

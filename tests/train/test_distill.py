@@ -1,4 +1,4 @@
-"""DistillSparse: phi learns, theta never notices, and the actor wears the sum."""
+"""DistillSparse: phi learns, theta is unaffected, and the actor uses the sum of both."""
 
 import json
 from dataclasses import replace
@@ -71,7 +71,7 @@ def test_theta_is_bit_identical_with_and_without_the_phi_pass(tmp_path):
     saved = tmp_path / "b" / "model"
     from transformers import AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(saved)  # plain weights, no trace of the adapter
+    loaded = AutoModelForCausalLM.from_pretrained(saved)  # without any trace of the adapter
     assert all(torch.equal(p, theta(with_phi)[name]) for name, p in loaded.named_parameters())
 
 
@@ -329,7 +329,7 @@ def test_an_adapter_is_accepted_for_its_trained_base_but_not_for_another_model(t
     )
     Adapter(
         tiny_model(vocab_size=len(build_tokenizer()), seed=1), config, SCHEDULE
-    )  # not said what it was trained on
+    )  # without a record of what it was trained on
 
 
 def test_the_teacher_forced_pass_uses_the_current_schedule():

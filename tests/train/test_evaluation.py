@@ -1,6 +1,4 @@
-"""Evaluations and exports while a run goes on: none is lost or repeated, and training is as it
-would be without.
-"""
+"""Evaluations and exports during a run: none is lost or repeated, and training is unaffected."""
 
 import json
 from dataclasses import replace
@@ -24,7 +22,7 @@ from tests.train.test_trainer import EarlyWords, make_trainer, metrics_of
 
 
 def words(tag: str, count: int) -> list[Problem]:
-    """A benchmark like the task, with prompts that it has not."""
+    """Return a benchmark like the task, but with different prompts."""
     return [
         replace(EarlyWords().problem(i), id=f"{tag}-{i}", prompt=f" {i % 10} +" * (12 + i))
         for i in range(count)
@@ -66,7 +64,7 @@ def test_evaluations_do_not_change_training_by_a_single_bit(tmp_path):
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "plain")
     assert not (tmp_path / "plain" / "evaluations.jsonl").exists()
     found = evaluations_of(tmp_path / "run")
-    assert [row["step"] for row in found] == [0, 2, 3]  # the last step's too
+    assert [row["step"] for row in found] == [0, 2, 3]  # including the last step
     assert found[0]["eval"].keys() == {"words", "more"} and found[0]["eval"] != found[2]["eval"]
     assert found[0]["eval"]["words"]["problems"] == 3 and found[0]["eval"]["words"]["k"] == 2
     assert set(found[0]["eval"]["words"]["mean"]) == {"value", "low", "high"}

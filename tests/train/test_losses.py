@@ -1,5 +1,4 @@
-"""The policy loss against numbers worked out by hand, and its exactness under gradient
-accumulation.
+"""The policy loss by hand, and its exactness under gradient accumulation.
 
 Shapes: B sequences, T response tokens.
 """
@@ -56,7 +55,7 @@ def test_losses_by_hand(normalization, expected):
     assert metrics == pytest.approx(
         {
             "loss": expected,
-            "clip_low_fraction": 2 / 5,  # the one whose weight is 0 included
+            "clip_low_fraction": 2 / 5,  # including the token with weight 0
             "clip_high_fraction": 1 / 5,
             "ratio_mean": 4.5 / 5,
             "approx_kl": 4.5 / 5 - 1 - math.log(1.5**2 * 0.5**3) / 5,
@@ -120,7 +119,7 @@ def test_dual_clip_by_hand():
     )
     loss.backward()
     assert logp.grad[1, 0] == 0 and logp.grad[0, 1] != 0
-    # An advantage that is not negative has no such bound, however small.
+    # A nonnegative advantage has no such bound, however small it is.
     small = [
         policy_loss(logp, OLD, ADVANTAGES.abs() / 10, MASK, WEIGHT, c, NORMALIZERS)[0]
         for c in (config, LossConfig())
@@ -237,7 +236,7 @@ def test_an_exploding_ratio_is_detected():
     logp = OLD.clone()
     _, metrics = policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(), NORMALIZERS)
     check_finite(metrics, 20.0)
-    logp[1, 2] += 21.0  # finite loss, weight 0: still a policy that has run away
+    logp[1, 2] += 21.0  # finite loss, weight 0: the policy has still diverged
     _, metrics = policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(), NORMALIZERS)
     check_finite(metrics, 21.5)
     with pytest.raises(

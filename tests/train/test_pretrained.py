@@ -1,4 +1,4 @@
-"""What is written for the programs of others: a folder like the one that was loaded."""
+"""Models saved for other programs: a folder like the loaded one."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ def dtypes(folder) -> set[torch.dtype]:
 
 @pytest.fixture
 def source(tmp_path, checkpoint):
-    """A checkpoint in bfloat16, as transformers 4 wrote them."""
+    """Create a checkpoint in bfloat16 in the format of transformers 4."""
     folder = tmp_path / "source"
     shutil.copytree(checkpoint, folder)
     model = AutoModelForCausalLM.from_pretrained(checkpoint).to(torch.bfloat16)
@@ -91,7 +91,7 @@ def test_a_tokenizer_is_saved_with_a_class_available_in_every_version(tmp_path, 
     save_tokenizer(loaded, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
-    # A list under the name that transformers 5 gives it stops earlier versions.
+    # A list under the name used by transformers 5 stops earlier versions.
     assert written["additional_special_tokens"] == ["<think>"]
     assert "extra_special_tokens" not in written
     again = AutoTokenizer.from_pretrained(tmp_path / "out")

@@ -1,5 +1,5 @@
-"""Several processes: they train what one would, say the same when something fails, and notice a
-dead one.
+"""Several processes: they train like one, report the same error when something fails, and notice a
+dead process.
 """
 
 import json
@@ -57,7 +57,7 @@ def test_every_process_runs_the_same_number_of_passes_and_each_row_counts_once(
 
 
 def environments(count: int) -> list[dict[str, str]]:
-    """What a launcher would set for each of ``count`` processes."""
+    """Return what a launcher would set for each of ``count`` processes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -75,7 +75,7 @@ def environments(count: int) -> list[dict[str, str]]:
 
 
 def launch(scenario: str, folder: Path, count: int = 2) -> list[tuple[int, str]]:
-    """Exit code and standard error of each of ``count`` processes."""
+    """Return exit code and standard error of each of ``count`` processes."""
     command = [sys.executable, "-m", "tests.train.ranks_worker", scenario, str(folder)]
     processes = [
         subprocess.Popen(
@@ -102,7 +102,7 @@ def numbers(row: dict, prefix: str = "") -> dict[str, float]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """The same samples, and the same numbers but for the order of float32 sums."""
+    """Check for the same samples, and the same numbers up to the order of float32 sums."""
     samples = [
         [json.loads(line) for line in Path(run, "rollouts.jsonl").read_text().splitlines()]
         for run in (one, other)
@@ -121,7 +121,7 @@ def assert_same_run(one: Path, other: Path) -> None:
         )
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
     weights = [load_file(run / "model" / "model.safetensors") for run in (one, other)]
-    # Where a gradient is nothing but rounding, Adam makes a whole step of it.
+    # Where a gradient is only rounding, Adam still takes a full step.
     gaps = torch.cat([(weights[0][name] - weights[1][name]).abs().flatten() for name in weights[0]])
     assert gaps.quantile(0.99) < 2e-5 and weights[0].keys() == weights[1].keys()
 
@@ -136,7 +136,7 @@ def test_two_processes_train_like_one(tmp_path):
 
 
 def test_a_sharded_run_resumes_exactly_after_losing_a_process(tmp_path):
-    """FSDP2, distilling, with gradient checkpointing; against one process."""
+    """FSDP2 with distillation and gradient checkpointing is compared with one process."""
     (code, error), (killed, _) = launch("lose", tmp_path)
     assert (code, killed) == (0, -9), error[-3000:]
     (told,) = json.loads((tmp_path / "told-0.json").read_text())

@@ -1,4 +1,4 @@
-"""What moves the schedule: the closed loop on made-up plants, each mover by hand, and all in the
+"""Movers of the schedule: the closed loop on simulated plants, each mover by hand, and all in the
 trainer.
 """
 
@@ -65,7 +65,7 @@ def test_a_tau_that_dense_rollouts_cannot_reach_is_reported_once():
 
 
 def noisy(bin: int, relative: float, half=0.002, ceiling=0.95) -> BinMismatch:
-    """A bin of engines with noise, whose p5 is so much relative to their ceiling."""
+    """Return a bin of engines with noise, with this p5 relative to their ceiling."""
     p5 = Tau(relative, relative=True).level(ceiling)
     known = dict(ceiling=ceiling, ceiling_low=ceiling - half, ceiling_high=ceiling + half)
     return replace(seen(bin, p5, p5 - half, p5 + half), **known)
@@ -84,7 +84,7 @@ def test_a_relative_tau_adjusts_schedules_by_the_loss_due_to_sparsity():
     raised = ClosedLoop(relative).propose(start, start, report(noisy(0, 0.88)))
     rejected = 1 - relative.scale([noisy(0, 0.88)])[0].interval_low
     assert raised.top_k[0] == int(np.ceil(100 * rejected / 0.1)) - 3 and 117 < raised.top_k[0] < 125
-    # The guard: 0.02 below, on the same scale; nothing is judged where no ceiling is known.
+    # The guard: 0.02 below on the same scale; nothing is judged without a known ceiling.
     for bin, below_it in ((noisy(0, 0.89), 0), (noisy(0, 0.87), 1), (seen(0, 0.5), 0)):
         watching = Guard(TrainConfig(relative_tau=0.9, guard=GuardConfig(patience=1)))
         watching.propose(start, start, report(bin))
@@ -126,8 +126,8 @@ def test_a_low_bin_is_raised_at_once_in_proportion_and_at_most_doubled():
         37,
         37,
         99,
-    )  # doubled, and the longer bin with it
-    assert turn([0, 27, 40], seen(0, 0.8999), seen(1, 0.905))[0] == (1, 27, 40)  # one page at least
+    )  # doubled, together with the longer bin
+    assert turn([0, 27, 40], seen(0, 0.8999), seen(1, 0.905))[0] == (1, 27, 40)  # at least one page
 
 
 def test_the_lower_limit_decides():
@@ -135,7 +135,7 @@ def test_the_lower_limit_decides():
     assert turn([17, 40], seen(0, 0.95, low=0.905), room_steps=[1]) == (
         (17, 40),
         (0,),
-    )  # holds, without room
+    )  # meets tau, without room
 
 
 def test_spare_acceptance_lowers_a_bin_after_two_steps_by_at_most_a_quarter():
@@ -154,7 +154,7 @@ def test_a_budget_that_failed_or_left_no_room_becomes_the_floor():
         ).floor
 
     assert floors(0.95) == (0,) and floors(0.905) == (17,) and floors(0.881) == (18,)
-    assert floors(0.905, (20,)) == (20,)  # it never sinks
+    assert floors(0.905, (20,)) == (20,)  # the floor never sinks
     assert turn([97, 200], seen(0, 0.9999), room_steps=[1], floor=[90])[0] == (90, 200)
     # A schedule lowered by hand is not raised where it has room, and goes back to what is known
     # where it fails.
@@ -229,7 +229,7 @@ def report(*bins: BinMismatch, p1=1.0, p1_upper=None) -> MismatchReport:
 
 
 def loose(bin: int, low: float, high: float) -> BinMismatch:
-    """A bin whose lists leave p5 open between two values."""
+    """Return a bin whose lists leave p5 open between two values."""
     return replace(seen(bin, low), upper_bound=high)
 
 
@@ -330,7 +330,7 @@ def test_both_movers_can_be_enabled_and_restore_their_state():
     assert again.state() == movers.state() and again.state()["closed_loop"]["room_steps"] == (1,)
     again.load(
         {"closed_loop": {"calm": [1], "floor": [9]}, "step_down": {"rung": 1}}
-    )  # a checkpoint of 0.1.0
+    )  # a checkpoint of version 0.1.0
     assert again.state() == {**movers.state(), "closed_loop": {"room_steps": (1,), "floor": (9,)}}
 
 
@@ -345,10 +345,10 @@ def test_both_movers_can_be_enabled_and_restore_their_state():
 def test_the_closed_loop_reaches_tau_from_any_start_and_recovers_in_two_steps(
     exponent, needed, start, noise, seed
 ):
-    """Plants whose rejected share falls as a power of the pages read, needing more of them at
+    """Plants have a rejected share that falls as a power of the pages read and need more pages at
     greater length.
 
-    At last the actor gets worse from one step to the next, as when its adapter is lost, and needs
+    Finally the actor gets worse from one step to the next, as if its adapter were lost, and needs
     twice the pages.
     """
     needed = np.maximum.accumulate(needed)
@@ -387,11 +387,11 @@ def test_the_closed_loop_reaches_tau_from_any_start_and_recovers_in_two_steps(
 
 @pytest.mark.parametrize("surer", [0.0, 0.5])
 def test_the_closed_loop_settles_on_the_measured_plant_without_oscillating(surer):
-    """Four bins as the bundled reasoner's, rejecting 5 % at so many pages and less with their power
-    -4 to -2.5.
+    """Four bins simulate the bundled reasoner: each rejects 5 % at its needed number of pages, and
+    less with a power of -4 to -2.5.
 
-    p5 is as noisy as 192 responses made it. ``surer``: by what share the rejected part falls over
-    60 steps.
+    p5 is as noisy as with 192 responses. ``surer`` is the share by which the rejected part falls
+    over 60 steps.
     """
     tau, needed, exponent = 0.97, np.array([15, 20, 33, 38]), np.array([4.0, 3.4, 2.8, 2.5])
     rng = np.random.default_rng(0)
@@ -523,7 +523,7 @@ def test_the_closed_loop_and_the_guard_can_be_combined(tmp_path):
     )
     made.train()
     assert {row["mismatch"]["bin_tokens"] for row in metrics_of(tmp_path / "c")} == {7}
-    # The loop was told of the schedule's own bins of 32 tokens, not of the report's.
+    # The loop received the schedule's own bins of 32 tokens rather than those of the report.
     assert len(made.movers.state()["closed_loop"]["floor"]) == 2
 
 

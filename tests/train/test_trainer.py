@@ -1,5 +1,5 @@
-"""The training loop: it learns, it resumes to the same numbers, and what goes wrong costs no
-finished step.
+"""The training loop: it learns, it resumes to the same numbers, and errors lose no finished
+step.
 """
 
 import json
@@ -31,7 +31,7 @@ SCHEDULE = SparsitySchedule(top_k=(0, 1), bin_tokens=32, page_size=8, dense_laye
 
 @dataclass
 class EarlyWords:
-    """Rewards words from the front of the alphabet; misbehaves on request."""
+    """A task that rewards words from the front of the alphabet and misbehaves on request."""
 
     fail_from: int = 10**9
     fail_with: float | None = None
@@ -122,7 +122,8 @@ def test_acceptance_is_logged_for_samples_of_a_sparse_actor(tmp_path, schedule, 
 
 
 def test_tied_embeddings_are_saved_once_even_if_the_weights_are_copies(tmp_path, monkeypatch):
-    # Copies, as of shards or from a GPU, no longer share memory with what they are tied to.
+    # Copies, as from shards or from a GPU, no longer share memory with the tensors they are tied
+    # to.
     monkeypatch.setattr(
         saving, "whole", lambda weights: ((name, weight.clone()) for name, weight in weights)
     )
@@ -232,7 +233,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path):
     count: dict[str, int] = {}
     with pytest.raises(Killed):
         make_trainer(tmp_path / "killed", steps=5, listener=kill_in_step_four).train()
-    torch.manual_seed(99)  # a new process would not have this run's random state
+    torch.manual_seed(99)  # a new process would not have the random state of this run
     make_trainer(tmp_path / "killed", steps=5, resume=True).train()
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
     rollouts = [Path(tmp_path, run, "rollouts.jsonl").read_text() for run in ("killed", "whole")]
@@ -240,7 +241,9 @@ def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path):
 
 
 class Choosing(HFEngine):
-    """Chooses other drafts in every process, as by its clock, and repeats what it is told to."""
+    """An engine that chooses different drafts in every process, as if by its clock, and repeats
+    given choices.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -257,7 +260,7 @@ class Choosing(HFEngine):
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_resumed_run_repeats_the_draft_lengths_it_logged(tmp_path, monkeypatch, changed):
-    """Two steps were logged after the checkpoint. With other rollouts the run is another one
+    """Two steps were logged after the checkpoint. With different rollouts the run differs
     anyway.
     """
     monkeypatch.setattr("tests.train.test_trainer.HFEngine", Choosing)
@@ -282,7 +285,9 @@ def test_a_resumed_run_repeats_the_draft_lengths_it_logged(tmp_path, monkeypatch
 
 @pytest.fixture
 def ctrl_c_interrupts():
-    """Python's own handler; it does not install it where a shell started it in the background."""
+    """Install Python's own handler, which is missing if a shell started Python in the
+    background.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -363,7 +368,7 @@ def test_a_run_directory_is_not_overwritten(tmp_path):
 def test_a_second_precision_in_one_process_is_refused_before_any_writing(tmp_path):
     make_trainer(
         tmp_path / "first"
-    ).run_dir.release()  # as the tests of this process before it, in float32
+    ).run_dir.release()  # like the earlier tests of this process, in float32
     message = "precision is 'bf16', but this process has trained in 'fp32' before, .*; start this run in a process of"
     with pytest.raises(ConfigError, match=message):
         make_trainer(tmp_path / "second", optimizer=OptimizerConfig(precision="bf16"))
@@ -372,8 +377,8 @@ def test_a_second_precision_in_one_process_is_refused_before_any_writing(tmp_pat
 
 
 def start_process(run_dir, steps: int, resume: bool = False) -> subprocess.Popen:
-    """The run in a process of its own, with one thread: float32 sums depend on how many share the
-    work.
+    """Start the run in a separate process with one thread: float32 sums depend on the number of
+    threads.
     """
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
@@ -387,7 +392,7 @@ def start_process(run_dir, steps: int, resume: bool = False) -> subprocess.Popen
 
 @pytest.mark.slow
 def test_a_killed_process_can_be_resumed(tmp_path):
-    """The same with a real SIGKILL at a moment of the machine's choosing."""
+    """Check the same with a real SIGKILL at an arbitrary moment."""
     process = start_process(tmp_path / "killed", steps=50)
     metrics = tmp_path / "killed" / "metrics.jsonl"
     for _ in range(1200):
@@ -444,9 +449,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
 
 @dataclass
 class Noisy:
-    """An engine whose log-probs are those of other numerics: what it lists is a little off, dense
-    or not.
-    """
+    """An engine with different numerics: its listed log-probs are slightly off, dense or not."""
 
     engine: HFEngine
 
@@ -491,4 +494,4 @@ def test_a_ceiling_is_measured_once_and_kept_on_resume(tmp_path, monkeypatch):
         [b["ceiling"] for b in row["mismatch"]["bins"]] for row in metrics_of(tmp_path)
     )
     assert measured == [0] and first == second
-    assert all(0.999 < c <= 1 for c in first)  # the engine is the trainer's own model
+    assert all(0.999 < c <= 1 for c in first)  # the engine uses the trainer's own model

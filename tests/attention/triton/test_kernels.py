@@ -1044,7 +1044,9 @@ def test_the_public_operation_uses_exactly_the_requested_implementation():
 
 
 def check_shipped_cuda(one_row: Case) -> None:
-    """Check that the CUDA kernel, requested by name, decodes one row bit for bit like forty rows."""
+    """Check that the CUDA kernel, requested by name, decodes one row bit for bit like forty
+    rows.
+    """
     for case in (one_row, make_case([333] * 40, [4] * 40, K=4)):
         out, capacity = torch.empty_like(case.q), -(-case.table.shape[1] // 32) * 32
         config = cuda.launch.choose_config(len(case.q) * case.k_cache.shape[1], 64, capacity, H200)

@@ -1,4 +1,6 @@
-"""Every attack is held, in bubblewrap and in a session: see ``attacks.py`` for what that means."""
+"""Every attack is contained, in bubblewrap and in a session; ``attacks.py`` defines what that
+means.
+"""
 
 import pytest
 from attacks import ATTACKS

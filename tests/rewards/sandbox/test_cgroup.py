@@ -1,9 +1,9 @@
-"""Control groups: found where they can be had, bounded, entered from the start, and removed with
-what is in them.
+"""Control groups: found where available, limited, entered from the start, and removed with their
+contents.
 
-Where limits are written is tested on a copy of the kernel's layout; entering, killing and removing
-on the kernel itself where this process may make groups of any kind, and what the limits do where
-they may bound memory and tasks.
+Where limits are written is tested on a copy of the kernel's file layout. Entering, killing and
+removing are tested on the kernel itself if this process may create groups of any kind, and the
+effect of limits if groups may limit memory and tasks.
 """
 
 import errno
@@ -22,7 +22,7 @@ ONE = {"inputs": ["1"], "outputs": ["1"]}
 
 
 def layout(tmp_path, monkeypatch, controllers, own="/trainer"):
-    """A group ``trainer`` below a root with these controllers for its groups."""
+    """Create a group ``trainer`` below a root with these controllers enabled for its groups."""
     root = tmp_path / "root"
     (root / "trainer").mkdir(parents=True)
     (root / "cgroup.subtree_control").write_text(controllers)
@@ -144,7 +144,7 @@ def test_real_kernel_groups_are_entered_and_emptied(mount):
 
 @pytest.fixture
 def kernel_s() -> Path:
-    """Where the kernel lets this process make groups that bound memory and tasks."""
+    """Return where the kernel lets this process create groups that limit memory and tasks."""
     if (group := cgroup.parent()) is None:
         pytest.skip(
             "the kernel gives this process no control groups of version 2 with memory and pids"
@@ -182,8 +182,8 @@ def test_the_kernel_limits_the_memory_of_a_group(kernel_s, monkeypatch):
 def test_exceeding_the_memory_of_a_group_is_a_verdict_and_the_next_program_runs(
     kernel_s, monkeypatch, mode
 ):
-    """The group is made narrower than the limit of address space, which would refuse the memory
-    before.
+    """The group is narrower than the limit on address space, which would otherwise refuse the
+    memory first.
     """
     monkeypatch.setattr(cgroup, "_HARNESS_BYTES", -(1 << 30) + (64 << 20))
     before = sorted(path.name for path in kernel_s.iterdir() if path.is_dir())

@@ -1,4 +1,4 @@
-"""What outputs and values count as those expected; ``tests/rewards/test_code.py`` judges whole
+"""Which outputs and values count as the expected ones; ``tests/rewards/test_code.py`` judges whole
 programs.
 """
 

@@ -1,5 +1,5 @@
-"""Replies are hostile: whatever comes, reading it is a verdict, cheap, and never an exception that
-stops a run.
+"""Replies may be hostile: reading any of them leads to a verdict, cheaply, and never to an
+exception that stops a run.
 """
 
 import json
@@ -16,11 +16,11 @@ from sparrow.rewards import CodeVerifier, Limits
 from sparrow.rewards.sandbox import Child, ChildEndedError, judge, pack, unpack
 from sparrow.rewards.sandbox.inside.wire import parse
 
-PRIME = 2**61 - 1  # integers that differ by it have the same hash
+PRIME = 2**61 - 1  # integers that differ by this number have the same hash
 
 
 class Said(Child):
-    """A child that has said something, without its process."""
+    """A child process that has replied, without a real process."""
 
     def __init__(self, said: bytes) -> None:
         self._unread = bytearray(said)
@@ -38,7 +38,7 @@ class Said(Child):
 
 
 def verdict(said: bytes, expected: object = 42) -> tuple[str, str]:
-    """The verdict on a called function whose process says this."""
+    """Return the verdict on a called function whose process sends this reply."""
     run = judge._Run("", "", Limits(), "bwrap")
     try:
         return run._call(Said(said), "f", [1], judge._Readings({"outputs": [expected]}))
@@ -96,7 +96,7 @@ def test_every_json_object_leads_to_a_verdict(reply, expected):
         and isinstance(detail, str)
         and len(detail) < 1000
     )
-    if found == "pass":  # only a reply that says so
+    if found == "pass":  # only a reply that reports a pass
         value = unpack(reply["value"])
         assert judge.same_value(value, expected) and detail == ""
 
@@ -115,7 +115,9 @@ def test_every_line_of_bytes_leads_to_a_verdict(line):
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60), st.integers(1, 7), st.integers(1, 30))
 def test_a_reply_may_arrive_in_pieces_of_any_size(body, size, most):
-    """Read piece by piece, a reply is what it is read as at once, and never longer than its limit."""
+    """Check that a reply read piece by piece equals the same reply read at once, and never exceeds
+    its limit.
+    """
 
     class Pieces(Said):
         def _read(self, deadline):
@@ -236,7 +238,7 @@ def test_eight_megabytes_of_hostile_input_cost_little(name):
     assert seconds < 10 and peak < 96 << 20, (
         seconds,
         peak >> 20,
-    )  # tracing makes it several times as slow
+    )  # tracing makes reading several times as slow
 
 
 def test_words_are_compared_without_storing_them_all():

@@ -50,7 +50,7 @@ DOUBLE = {"inputs": ["21\n", "4\n"], "outputs": ["42\n", "8\n"]}
 GOOD = "print(int(input()) * 2)"
 SECRET = "the parent's secret"
 
-# name: program, verdicts that are right for it. PARENT is filled in.
+# name: program, acceptable verdicts. PARENT is filled in.
 HOSTILE = {
     "fork bomb": ("import os\nwhile True: os.fork()", {"error"}),
     "fork bomb in assembly's place": (
@@ -156,8 +156,8 @@ HOSTILE = {
 
 @pytest.fixture
 def marked(monkeypatch):
-    """A function that waits until no sandboxed process of this test is left, and fails if one
-    stays.
+    """Return a function that waits until no sandboxed process of this test remains, and fails if
+    one stays.
     """
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     monkeypatch.setitem(walls.ENVIRONMENT, "MARK", mark)
@@ -198,7 +198,9 @@ def test_a_hostile_program_is_stopped_and_the_next_one_runs(name, mode, marked):
 
 
 def test_a_program_sees_only_its_private_environment(bwrap):
-    """Its own environment, an empty private folder it can write, no processes and no network."""
+    """A program sees its own environment and an empty, writable private folder, but no processes
+    and no network.
+    """
     os.environ["SECRET"] = SECRET
     program = """
         import os, socket
@@ -227,7 +229,9 @@ def test_programs_do_not_see_each_others_files(mode):
 
 @pytest.mark.parametrize("parent", ["/tmp", "/dev/shm"])
 def test_an_environment_below_a_private_folder_is_hidden_there(bwrap, parent):
-    """Such as that of a clone below /tmp; its packages are found, and nothing of it can be written."""
+    """An environment in a clone below /tmp, for example, is readable for its packages and not
+    writable.
+    """
     if not os.access(parent, os.W_OK):
         pytest.skip(f"{parent} cannot be written here")
     program = """
@@ -240,7 +244,7 @@ def test_an_environment_below_a_private_folder_is_hidden_there(bwrap, parent):
         os.chmod(folder, 0o755)
         venv.create(folder / "venv", symlinks=True)
         packages = next((folder / "venv" / "lib").glob("python*/site-packages"))
-        (packages / "numpy.py").write_text("")  # a package that only this environment has so
+        (packages / "numpy.py").write_text("")  # a package only in this environment
         (folder / "secret").write_text(SECRET)
         code = f"""
 from sparrow.rewards import CodeVerifier
@@ -306,8 +310,8 @@ def test_honest_programs_of_many_kinds_pass(mode):
 
 
 def test_python_starts_as_usual_except_for_pth_files(mode):
-    """The files that installed packages leave to be run at every start of Python, 25 ms of them
-    here, are not.
+    """Installed packages add files that run at every start of Python (25 ms here); sandboxed
+    programs skip these files.
     """
     program = "import sys\nprint(any(p.endswith('-packages') for p in sys.path), quit, help)\n"
     program += (
@@ -347,7 +351,7 @@ def test_a_sandbox_closed_during_a_run_is_gone(program, mode, marked):
         choose_isolation(mode),
     ) as held:
         held.send({"stdin": ""}, time.monotonic() + 60)
-        runs_on = "close" not in program  # the other may have ended by the time that this looks
+        runs_on = "close" not in program  # the other may already have ended
         with (
             pytest.raises(ChildTimeoutError) if runs_on else contextlib.suppress(ChildTimeoutError)
         ):
@@ -378,7 +382,7 @@ def test_a_time_limit_may_expire_just_as_the_program_ends(monkeypatch, tmp_path)
 
     def slowly(*arguments):
         found = reap(*arguments)
-        time.sleep(0.3)  # the alarm rings meanwhile
+        time.sleep(0.3)  # the alarm fires meanwhile
         return found
 
     monkeypatch.setattr(programs.os, "wait4", slowly)
@@ -414,7 +418,7 @@ def test_files_and_processes_do_not_accumulate(mode, marked):
 
 @pytest.fixture
 def forgetful():
-    """Lets a test find out anew what works here, and those after it."""
+    """Let this test, and later ones, detect again which isolation works here."""
     caches = box._fault, box._wall, box._announce
     for cache in caches:
         cache.cache_clear()
@@ -533,8 +537,8 @@ def test_unknown_isolation_is_refused():
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_filter_is_a_valid_program_for_both_processors(machine, monkeypatch):
-    """Jumps stay inside and the last instruction returns, as the kernel demands; verdicts by
-    interpretation.
+    """Jumps stay inside and the last instruction returns, as the kernel requires; verdicts are
+    checked by interpretation.
     """
     monkeypatch.setattr(platform, "machine", lambda: machine)
     code = program_filter()

@@ -1,4 +1,4 @@
-"""The sandbox stands alone: the standard library and the errors of this package are all it imports."""
+"""The sandbox stands alone: it imports only the standard library and the errors of this package."""
 
 import ast
 import subprocess

@@ -1,5 +1,5 @@
-"""What is counted beside a program, what the kernel counts, what is removed after it, and starting
-again.
+"""What is counted while a program runs, what the kernel counts, what is removed afterwards, and
+retries of a failed start.
 """
 
 import logging
@@ -32,7 +32,7 @@ def request(folder, **limits):
         "files_bytes": 1 << 20,
         "tasks": 10**6,
         **limits,
-    }  # the process that tests has threads
+    }  # the process that runs the tests has threads
     return {"limits": whole, "folder": str(folder), "own_files": False, "own_tasks": False}
 
 
@@ -171,7 +171,7 @@ def test_files_that_cannot_be_removed_are_reported_without_stopping_anything(
 
 
 def test_a_failed_start_is_retried(monkeypatch, caplog):
-    require("session")  # whether it works is found out, by a start of its own, before starts fail
+    require("session")  # detected by a separate start, before starts fail
     real, failures = box.Child.__init__, [BlockingIOError(11, "no process"), MemoryError]
 
     def start(self, *args, **kwargs):
