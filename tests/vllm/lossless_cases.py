@@ -1,4 +1,4 @@
-"""Lossless mode in a real vLLM, by the model runner of GPUs; ``test_lossless.py`` runs this in its
+"""Lossless mode in a real vLLM on the V2 model runner; ``test_lossless.py`` runs this file in its
 own processes.
 """
 
@@ -42,7 +42,7 @@ from sparrow.vllm.lossless.plan import DraftPlan
 from tests.vllm.tiny_vllm import prompts
 
 topk_topp_sampler.HAS_TRITON = (
-    False  # the interpreter cannot run that kernel; vLLM has the same in torch
+    False  # the interpreter cannot run that kernel; vLLM has a torch version
 )
 DRAFTS = SparsitySchedule(top_k=(1,), bin_tokens=100, recent_pages=1, dense_layers=())
 RAGGED = [300, 17, 150, 511, 64, 33, 400, 90, 16, 15, 31, 222, 275, 128, 47, 350]
@@ -57,10 +57,10 @@ def lossless(k=4, adapt=False, pages=1, **options):
 
 @contextlib.contextmanager
 def engine(folder, decoding=None, checks_itself=False, **options):
-    """An engine that is gone afterwards: vLLM keeps its process groups in one place for all engines
-    of a process.
+    """Yield an engine and shut it down afterwards, because all vLLM engines of a process share
+    their process groups.
 
-    It starts without its self-check, whose steps would be seen by tests that record steps.
+    The engine starts without its self-check, whose steps would appear in tests that record steps.
     """
     given = {} if decoding is None else {"additional_config": {"sparrow": decoding.to_dict()}}
     run = selfcheck.run if checks_itself else lambda worker, runtime: None
@@ -108,14 +108,16 @@ def counters(llm):
 
 @torch.no_grad()
 def dense(model, prompt, response):
-    """Log-probs ``[T, V]`` of the dense policy before each token of a response, by transformers."""
+    """Return log-probs ``[T, V]`` of the dense policy before each token of a response, by
+    transformers.
+    """
     logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
     return logits.double().log_softmax(-1).numpy()
 
 
 def assert_greedy_and_dense(model, asked, completions):
-    """Each token is the dense policy's best, rounding ties aside, and its log-prob is the dense
-    one.
+    """Check that each token is the best of the dense policy, up to rounding, and that its log-prob
+    is the dense one.
     """
     for prompt, completion in zip(asked, completions, strict=True):
         ids = list(completion.token_ids)
@@ -176,7 +178,7 @@ def test_kernels_run_by_numpy_match_the_triton_interpreter(monkeypatch):
     drafts = torch.randn(4, 2, 97, generator=generator)
 
     tokens = torch.randint(0, 97, (12, 3), generator=generator)
-    tokens[3::4] = tokens[3::4, :1]  # their counts are read after they were written, twice
+    tokens[3::4] = tokens[3::4, :1]  # their counts are read after being written, twice
     numbers = torch.tensor([0, 1, 2, 3] * 3, dtype=torch.int32)
     starts = torch.arange(0, 39, 3, dtype=torch.int32)
 
@@ -241,11 +243,11 @@ def test_greedy_tokens_match_stock_vllm_with_head_budgets_for_drafts(folder, mod
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
-    """A folder with a model, 64 ragged prompts, and what stock vLLM answers to them."""
+    """Return a folder with a model, 64 ragged prompts, and the answers of stock vLLM."""
     folder = tmp_path_factory.mktemp("stock")
     tiny.checkpoint(
         folder, num_hidden_layers=2, initializer_range=0.1
-    )  # few pages are enough for some drafts
+    )  # few pages suffice for some drafts
     asked = prompts(*RAGGED * 4, seed=1)
     with engine(folder) as llm:
         return folder, asked, tokens_of(generate(llm, asked, 256, logprobs=None))
@@ -253,7 +255,7 @@ def stock(tmp_path_factory):
 
 @pytest.mark.parametrize("pages", [1, 4, 12])
 def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(stock, monkeypatch, pages):
-    """With 1, 4 and 8 drafts at a time, in one engine."""
+    """Check with 1, 4 and 8 drafts at a time, in one engine."""
     folder, asked, expected = stock
     monkeypatch.setattr(setup, "draft_choices", lambda decoding: (1, 4, 8))
     with engine(folder, lossless(8, adapt=True, pages=pages)) as llm:
@@ -262,7 +264,7 @@ def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(stock, monkeypatch,
             monkeypatch.setattr(DraftChooser, "choose", lambda *_, k=k: k)
             scheduler._plan = scheduler._plan._replace(
                 tokens=k
-            )  # of the first step, before which nothing runs
+            )  # for the first step, before which nothing runs
             llm.reset_prefix_cache()
             counters(llm)
             assert tokens_of(generate(llm, asked, 256, logprobs=None)) == expected, k
@@ -274,8 +276,8 @@ def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(stock, monkeypatch,
 
 
 class Landmarks:
-    """Compares, whenever drafting begins, the landmarks of all full pages with the means of the
-    cached keys.
+    """A check, whenever drafting begins, of the landmarks of all full pages against the means of
+    the cached keys.
     """
 
     def __init__(self, monkeypatch):
@@ -366,13 +368,13 @@ def test_only_draft_steps_store_tokens_for_the_next_decode_kernel(folder, monkey
     not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 cache needs AVX-512 on a CPU"
 )
 def test_drafts_and_stock_vllm_share_an_fp8_cache(folder, monkeypatch):
-    """vLLM stores keys and values with scales of its own in prefill and verification, drafts with
-    the same.
+    """vLLM stores keys and values with its own scales in prefill and verification; drafts use the
+    same scales.
     """
     asked, found, accepted = prompts(*FEW, seed=2), Landmarks(monkeypatch), []
     stock_scales = attention.set_default_quant_scales
 
-    def scaled(layer, *args, **kwargs):  # as a checkpoint may have it
+    def scaled(layer, *args, **kwargs):  # as a checkpoint may specify
         stock_scales(layer, *args, **kwargs)
         layer._k_scale_float, layer._v_scale_float = 0.25, 0.5
         layer._k_scale.fill_(0.25)
@@ -480,7 +482,7 @@ def test_the_speculator_passes_its_plan_to_any_drafter():
     assert not asked  # vLLM measures its memory with such runs
 
 
-# --- what vLLM does around a cycle ---
+# --- vLLM's handling of requests around a cycle ---
 
 
 def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(
@@ -648,7 +650,7 @@ SEEDED = [
 
 
 def seeded(llm, asked, tokens=24):
-    """The tokens of every response under each of ``SEEDED``."""
+    """Return the tokens of every response with each of ``SEEDED``."""
     answers = []
     for each in SEEDED:
         wanted = [parameters(tokens, seed=100 + i, **each) for i in range(len(asked))]
@@ -658,8 +660,8 @@ def seeded(llm, asked, tokens=24):
 
 
 def test_tokens_of_a_seed_match_stock_vllm_whatever_is_drafted(tmp_path, monkeypatch):
-    """With ``drafter_invariant``: any number of drafts, pages and batches, and a number of drafts
-    that changes.
+    """With ``drafter_invariant`` any number of drafts, pages and batches is allowed, even if the
+    number of drafts changes.
     """
     tiny.checkpoint(tmp_path, num_hidden_layers=2, initializer_range=0.15)
     asked = prompts(*FEW, seed=13)
@@ -679,12 +681,12 @@ def test_tokens_of_a_seed_match_stock_vllm_whatever_is_drafted(tmp_path, monkeyp
         assert 0 < counts["accepted"] < counts["drafted"]
         assert len(cycles) == 4 if decoding.adapt_draft_tokens else len(cycles) == 1
     with engine(tmp_path, lossless(4)) as llm:
-        assert seeded(llm, asked[:2])[0] != expected[0][:2]  # drafts with noise of their own
+        assert seeded(llm, asked[:2])[0] != expected[0][:2]  # drafts with their own noise
 
 
 def test_drafts_drawn_with_the_noise_of_the_tokens_are_mostly_kept(folder, monkeypatch):
-    """At least a / (2 - a) of them and at most a, where a is their acceptance; with other noise far
-    fewer.
+    """At least a / (2 - a) and at most a of the drafts are kept, where a is their acceptance; with
+    separate noise far fewer.
     """
     asked = prompts(*FEW, *FEW, seed=14)
     stock, shares = sparse_drafter.gumbel_sample, []
@@ -708,7 +710,7 @@ def test_drafts_drawn_with_the_noise_of_the_tokens_are_mostly_kept(folder, monke
 
 
 def enumerated(model, prompt, tokens, temperature):
-    """Probabilities ``[V ** tokens]`` of all continuations, by transformers."""
+    """Return probabilities ``[V ** tokens]`` of all continuations, by transformers."""
     V = model.config.vocab_size
     p, written = np.ones(1), np.zeros((1, 0), int)
     for _ in range(tokens):
@@ -724,7 +726,9 @@ def enumerated(model, prompt, tokens, temperature):
 
 
 def likelihood(counts, p):
-    """P-value of these counts under the probabilities p: chi-square, rare outcomes taken together."""
+    """Return the p-value of these counts given probabilities p: chi-square, with rare outcomes
+    merged.
+    """
     expected = p * counts.sum()
     rare = expected < 5
     seen, expected = (np.append(x[~rare], x[rare].sum()) for x in (counts, expected))
@@ -744,13 +748,15 @@ EXACT = ("exact", "any number of drafts", "worst drafts")
 
 @pytest.mark.parametrize("variant", SAMPLES)
 def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, variant):
-    """The dense policy's, whatever is drafted; and two defects that it would show."""
+    """Continuations follow the dense policy, whatever is drafted, and the test detects
+    two defects.
+    """
     # Of 108 models tried, the one whose drafts, three in ten of them rejected, would show shared
     # noise best.
     adapts = (
         variant == "any number of drafts"
     )  # which changes with every step, at a temperature below 1
-    V, T = 12, 3 if variant in EXACT[:2] else 2  # in fewer outcomes a bias is found sooner
+    V, T = 12, 3 if variant in EXACT[:2] else 2  # with fewer outcomes a bias is found sooner
     model = tiny.checkpoint(
         tmp_path, vocab_size=V, num_hidden_layers=2, initializer_range=0.35, seed=7
     )
@@ -759,7 +765,7 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
     if adapts:
         turns = iter(range(10**6))
         monkeypatch.setattr(DraftChooser, "choose", lambda *_: (2, 0, 1)[next(turns) % 3])
-    elif variant == "worst drafts":  # rejected as often as can be
+    elif variant == "worst drafts":  # rejected as often as possible
         monkeypatch.setattr(
             sparse_drafter,
             "gumbel_sample",
@@ -767,13 +773,13 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         )
     elif (
         variant == "shared noise"
-    ):  # real drafts, drawn from the noise that replaces them when they are rejected
+    ):  # real drafts, drawn from the noise that replaces them if rejected
         monkeypatch.setattr(
             sparse_drafter,
             "gumbel_sample",
             lambda *args, **named: stock(*args, **{**named, "is_drafting": False}),
         )
-    elif variant == "no resampling":  # a rejected draft stays
+    elif variant == "no resampling":  # a rejected draft is kept
         from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
         verify = rejection_sampler.rejection_sample
@@ -782,9 +788,7 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         def keep_rejected(*args, **named):
             tokens, count = verify(*args, **named)
             draft_sampled, first = args[2], args[3]
-            at = (
-                first[:-1] + count
-            )  # the draft that was judged last is the token after those that were accepted
+            at = first[:-1] + count  # the last verified draft is the token after the accepted ones
             rows = torch.arange(len(count))
             rejected = at < first[1:]
             tokens[rows[rejected], count[rejected].long() - 1] = draft_sampled[
@@ -807,7 +811,7 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
     p_value = likelihood(
         np.bincount(code, minlength=V**T), enumerated(model, prompt, T, temperature)
     )
-    print(variant, p_value)  # shown where the test fails
+    print(variant, p_value)  # shown if the test fails
     assert p_value > 1e-3 if variant in EXACT else p_value < 1e-4
 
 
@@ -827,13 +831,13 @@ def test_the_draft_schedule_may_change_between_calls(folder, model):
             assert_greedy_and_dense(model, asked, generate(llm, asked, 15))
             counts = counters(llm)
             shares[pages] = counts["accepted"] / counts["drafted"]
-    # The context's and the response's end cut off some that would have been accepted.
+    # The end of the context and of the response cut off some drafts that would have been accepted.
     assert shares[1] < 0.4 and shares[40] > 0.7
 
 
 def test_the_draft_budget_may_change_with_every_cycle(folder, model, monkeypatch):
-    """Each budget's drafts are verified, and counted, as its own; tokens and counters are those of
-    the budgets held.
+    """Drafts of each budget are verified and counted under that budget; tokens and counters equal
+    those of constant budgets.
     """
     asked = prompts(*FEW, seed=9)
     found = Landmarks(monkeypatch)
@@ -876,7 +880,7 @@ def test_each_draft_step_reads_the_pages_of_the_schedule_at_its_length(folder, m
 
     schedule = DRAFTS.replace(
         top_k=tuple(range(1, 21)), bin_tokens=16
-    )  # some cycles end in another bin
+    )  # some cycles end in a different bin
     decode, steps = attention.paged_decode, []
 
     @wraps(decode)

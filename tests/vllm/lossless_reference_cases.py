@@ -20,12 +20,12 @@ from tests.vllm.tiny_vllm import checkpoint, prompts
 
 K, PAGES = 4, 2
 LENGTHS = (300, 17, 150, 64)
-BUDGETS = ((0, 2), (1.5, 0.5))  # means of 1, whichever layers are dense
+BUDGETS = ((0, 2), (1.5, 0.5))  # with mean 1, whichever layers are dense
 
 
 def recorded_cycles(monkeypatch):
-    """Every verification of a sequence by vLLM: its place, tokens before it, drafts, logits of
-    both, what came out.
+    """Record every verification by vLLM: the position in the sequence, tokens before it, drafts,
+    logits of both, and the result.
     """
     found = []
     stock = rejection_sampler.rejection_sample
@@ -57,7 +57,9 @@ def cycles(monkeypatch):
 
 
 def by_sequence(cycles, written):
-    """The cycles of each sequence, in order; which it is, the tokens say."""
+    """Return the cycles of each sequence in order; a cycle is assigned to its sequence by the
+    tokens.
+    """
     found = {}
     for place in {c["place"] for c in cycles}:
         own = [c for c in cycles if c["place"] == place]
@@ -71,7 +73,7 @@ def by_sequence(cycles, written):
 
 
 def reference_cycle(model, monkeypatch, ids, cycle, temperature):
-    """The reference's distributions p, q and acceptance for the drafts that vLLM made here."""
+    """Compute the distributions p, q and the acceptance of vLLM's drafts by the reference."""
     seen = []
     stock = speculative.verify
     given = [torch.tensor([token]) for token in cycle["ids"][1:]]
@@ -132,8 +134,8 @@ def test_distributions_and_acceptance_match_the_reference(made, monkeypatch, cyc
 
 @torch.no_grad()
 def test_a_meter_schedule_is_measured_without_changing_samples(made, cycles):
-    """What it measures is the reference's, and tokens, log-probs and counts are as without it, to
-    the bit.
+    """The measured acceptance equals the reference's, and tokens, log-probs and counts are
+    unchanged bit for bit.
     """
     (folder, model), asked = made, prompts(*LENGTHS, seed=23)
     drafts = DRAFTS.replace(top_k=(PAGES,), head_budgets=BUDGETS)

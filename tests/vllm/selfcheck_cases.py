@@ -1,4 +1,6 @@
-"""The self-check of an engine in lossless mode; ``test_lossless.py`` runs this in its own process."""
+"""The self-check of an engine in lossless mode; ``test_lossless.py`` runs this file in its own
+process.
+"""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -57,7 +59,7 @@ def test_drafts_that_differ_from_verification_are_refused(worker, monkeypatch):
 
 
 def test_a_capture_records_its_cache_and_a_new_cache_clears_the_record(worker, monkeypatch):
-    """There are no CUDA graphs here, so the capture is of no sizes."""
+    """There are no CUDA graphs here, so no sizes are captured."""
     speculator = worker.model_runner.speculator
     drafter = speculator.drafter
     assert drafter.captured_over == {}
@@ -71,7 +73,9 @@ def test_a_capture_records_its_cache_and_a_new_cache_clears_the_record(worker, m
 
 
 def test_a_graph_over_a_replaced_cache_is_refused(worker, monkeypatch):
-    """A captured step cannot say what it reads: what it was captured over is noted."""
+    """A captured step cannot report its cache, so the cache is recorded when the step
+    is captured.
+    """
     drafter = worker.model_runner.speculator.drafter
     monkeypatch.setattr(drafter, "captured_over", drafter.addresses())
     selfcheck.check_addresses(drafter)

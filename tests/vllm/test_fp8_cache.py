@@ -41,7 +41,7 @@ def test_new_weights_lead_to_new_scales(tmp_path, folder):
     with fp8_engine(folder) as sparrow:
         first, old = sparrow.generate(PROMPTS, SAMPLED), flat(scales_of(sparrow))
         assert (new > old).all()
-        for in_process in (True, False):  # False: the way other processes get weights
+        for in_process in (True, False):  # False: the path used by other processes
             sparrow._in_process = in_process
             sparrow.update_weights(louder.named_parameters())
             assert sparrow.describe()["kv_scales"] is None
@@ -85,13 +85,13 @@ def test_values_beyond_the_range_are_clamped_and_counted(folder, reference, monk
     with fp8_engine(folder, UNBOUNDED) as sparrow:
         rollouts = sparrow.generate(prompt, SAMPLED)
         counted, scales = kv_clipped(sparrow), scales_of(sparrow)
-        assert kv_clipped(sparrow) == 0  # the last call has reset it
+        assert kv_clipped(sparrow) == 0  # reset by the last call
     with rounded(scales) as seen:
         assert agree(rollouts, reference.score(rollouts, UNBOUNDED, 1.0))
     beyond = torch.zeros(2, len(scales), cached, dtype=torch.bool)  # keys, values
     for i, (layer, its_scales) in enumerate(zip(seen, scales, strict=True)):
         for which, ([x_KTD], scale_K) in enumerate(zip(layer, its_scales, strict=True)):
-            largest_K = x_KTD[:, : len(prompt[0])].abs().amax((1, 2))  # the prompt alone sets them
+            largest_K = x_KTD[:, : len(prompt[0])].abs().amax((1, 2))  # only the prompt sets them
             assert torch.equal(scale_K, (0.75 * largest_K / 448).log2().ceil().exp2())
             beyond[which, i] = (x_KTD.abs().amax(2) > 448 * scale_K[:, None]).any(0)[:cached]
     assert counted == beyond.any(0).sum()
@@ -179,4 +179,4 @@ def test_weights_that_are_quantised_together_must_be_sent_together(names, messag
     refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
     with refused:
         assert list(control._whole(weights, model)) == weights
-    assert list(control._whole(weights, object())) == weights  # a model that packs nothing
+    assert list(control._whole(weights, object())) == weights  # a model without packed modules

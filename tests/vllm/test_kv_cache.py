@@ -1,5 +1,5 @@
 """An 8-bit KV cache: real vLLM engines on CPU, against transformers with every key and value
-rounded likewise.
+rounded in the same way.
 """
 
 import numpy as np
@@ -19,20 +19,20 @@ from tests.vllm.tiny_vllm import SMALL, UNBOUNDED, engine, logprob_gap, same_tok
 SAMPLED = Sampling(max_new_tokens=24, temperature=1.0, top_n=0, seed=3)
 GREEDY = Sampling(
     max_new_tokens=24, temperature=0.0, top_n=0
-)  # log-probs are those at a temperature of 1
-TOLD = {"fp8": None, INT8: 0}  # of scales, before the first prompts
+)  # log-probs are computed at temperature 1
+TOLD = {"fp8": None, INT8: 0}  # number of scales, before the first prompts
 CACHES = pytest.mark.parametrize("name", ["fp8", INT8])
 
 
 def is_far_from(rollouts, exact, name):
-    """Whether log-probs are further from those without rounding than ``agree`` takes for the same."""
+    """Return whether log-probs differ more from unrounded ones than ``agree`` allows."""
     median, most = {"fp8": (1e-2, 0.3), INT8: (3e-3, 0.03)}[name]
     return np.quantile(gaps(rollouts, exact), 0.5) > median and logprob_gap(rollouts, exact) > most
 
 
 @pytest.fixture
 def grouped(monkeypatch):
-    """The groups of rows that each prefill was divided into."""
+    """Record the groups of rows that each prefill is divided into."""
     seen, groups = [], kv_cache.groups
     monkeypatch.setattr(
         "sparrow.vllm.backend.groups",
@@ -83,7 +83,7 @@ def test_prefill_agrees_with_decoding(name, folder, reference):
         longer = [[*r.prompt_ids, *r.response_ids.tolist()] for r in rollouts]
         assert as_rounded(sparrow.generate(longer, SAMPLED), reference, UNBOUNDED, sparrow)
         [cached] = sparrow.llm.generate([{"prompt_token_ids": longer[3]}], use_tqdm=False)
-        assert cached.num_cached_tokens == 320  # so it was: whole blocks of 324 tokens
+        assert cached.num_cached_tokens == 320  # it was: whole blocks of 324 tokens
 
 
 @tiny.CACHE_IN_8_BITS
@@ -119,7 +119,7 @@ def test_scheduling_does_not_change_results(
 ):
     monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
     with engine(folder, schedule, kv_cache_dtype=name, **options) as sparrow:
-        for _ in range(2):  # the second time from the prefix cache, where there is one
+        for _ in range(2):  # the second time from the prefix cache, if enabled
             rollouts = sparrow.generate(PROMPTS, GREEDY)
             assert as_rounded(rollouts, reference, schedule, sparrow)
             assert (sparrow.counters().preemptions > 0) == ("num_gpu_blocks_override" in options)
@@ -216,7 +216,7 @@ def test_every_block_of_the_rows_is_copied_once_and_in_order():
         ([5], [(0, 1)]),
         ([5, 5, 1], [(0, 2), (2, 3)]),
         ([5, 5], [(0, 2)]),
-        ([40, 3, 40, 40], [(0, 1), (1, 2), (2, 3), (3, 4)]),  # a sequence that is longer is alone
+        ([40, 3, 40, 40], [(0, 1), (1, 2), (2, 3), (3, 4)]),  # the longer sequence is on its own
         ([1, 9, 10, 2], [(0, 2), (2, 3), (3, 4)]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Lists kept as arrays say what vLLM's own would, in a tenth of the memory."""
+"""Lists stored as arrays have the contents of vLLM's own lists, in a tenth of the memory."""
 
 import tracemalloc
 from dataclasses import fields
@@ -14,7 +14,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from sparrow.vllm import patches
 
-STEPS = (1, 3, 2)  # tokens that come at once, as speculation brings them
+STEPS = (1, 3, 2)  # tokens that arrive at once, as with speculation
 
 
 def processor(num_logprobs: int) -> LogprobsProcessor:
@@ -31,7 +31,7 @@ def steps(width: int, counts=STEPS):
 
 @pytest.fixture
 def update(monkeypatch):
-    """vLLM's own method and what takes its place."""
+    """Return vLLM's own method and its replacement."""
     (patch,) = patches.LISTS
     owner, name, stock = patch.find()
     monkeypatch.setattr(owner, name, getattr(stock, "__wrapped__", stock))

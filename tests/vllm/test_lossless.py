@@ -1,4 +1,4 @@
-"""The cases of lossless mode, on vLLM's V2 model runner and in Triton's interpreter."""
+"""Runs the cases of lossless mode on vLLM's V2 model runner with Triton's interpreter."""
 
 from pathlib import Path
 

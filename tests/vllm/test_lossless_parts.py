@@ -1,4 +1,6 @@
-"""What lossless mode tells vLLM before a model is loaded, and what it refuses by name."""
+"""The configuration of vLLM in lossless mode before a model is loaded, and what is
+refused by name.
+"""
 
 import contextlib
 from types import SimpleNamespace
@@ -138,7 +140,9 @@ def test_synthetic_acceptance_excludes_comparing_drafts():
 
 
 def test_compiled_models_are_cached_separately_for_different_settings(monkeypatch):
-    """Also where a variable asks for them: vLLM tells them apart by its configuration."""
+    """This also holds if a variable requests them, because vLLM distinguishes models by its
+    configuration.
+    """
     monkeypatch.setenv("SPARROW_MODE", '{"mode": "lossless", "draft_weights": "fp8"}')
     decoding = config.requested(arguments())
     made = arguments(additional_config={"theirs": 1})
@@ -302,7 +306,7 @@ def test_requests_unsupported_by_drafts_are_refused_by_name(name):
         ValueError, match=f"^mode 'lossless' does not serve {name}, got .*; leave it out, or start"
     ):
         asked._validate_spec_decode(ours)
-    with contextlib.suppress(VLLMValidationError):  # vLLM's own word, where it has one
+    with contextlib.suppress(VLLMValidationError):  # vLLM's own message, if it has one
         asked._validate_spec_decode(other)
 
 

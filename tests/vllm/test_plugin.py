@@ -1,4 +1,4 @@
-"""The plugin's parts on their own; only what is marked so needs vLLM itself."""
+"""The parts of the plugin on their own; only tests marked accordingly need vLLM itself."""
 
 import contextlib
 import importlib
@@ -176,7 +176,7 @@ def test_page_counts_of_a_step_by_hand():
     assert step(made, lengths(96, 97, 400)).tolist() == [7, 8, 9]
     made.set_schedule(
         SparsitySchedule.dense(dense_layers=(5,), page_size=8)
-    )  # reads everything, so no layout matters
+    )  # reads everything, so the layout does not matter
     assert step(made, lengths(1)).tolist() == [ALL_PAGES]
     with pytest.raises(ConfigError, match=r"'page_size': 16.*'page_size': 8"):
         made.set_schedule(SCHEDULE.replace(page_size=8))
@@ -240,7 +240,7 @@ def test_counters_use_the_budget_of_the_drafts():
     counts = made.counters()
     assert (counts["pages_read"], counts["drafted"]) == (8 + 4 + 4 + 16, 4)
     made.set_schedule(SparsitySchedule.fixed(9, dense_layers=()))
-    assert step(made, lengths(400)).tolist() == [21]  # of the new schedule twice as much, too
+    assert step(made, lengths(400)).tolist() == [21]  # the new schedule is doubled as well
     assert made.counters()["pages_read"] == 24
     assert not any(made.counters().values())
 
@@ -272,7 +272,7 @@ def test_counters_use_the_mean_over_heads():
     counts = made.counters()
     assert counts["tokens_read"] == 440 + 3 * (16 * 7 + 40) and counts["pages_read"] == 3 * (7 + 3)
     assert counts["dense_rows_short"] == 1
-    step(made, lengths(100))  # of 7 pages, some heads keep 3 and some all
+    step(made, lengths(100))  # some heads keep 3 of 7 pages and some all
     kept = [3, 7, 7, 7, 5, 5, 5, 5, 3, 7, 7, 7]
     counts = made.counters()
     assert counts["tokens_read"] == int(100 + 3 * np.mean([min(100, 16 * n) for n in kept]))
@@ -311,7 +311,7 @@ def test_a_worker_uses_the_budgets_of_its_own_heads():
         [512],
         [768],
     ]
-    copies = [made.head_budgets(3, 1, rank, 8) for rank in range(8)]  # a head on two ranks each
+    copies = [made.head_budgets(3, 1, rank, 8) for rank in range(8)]  # each head on two ranks
     assert [int(x) for x in copies] == [0, 0, 256, 256, 256, 256, 512, 512] and copies[
         0
     ].dtype == torch.int32
@@ -342,7 +342,7 @@ def test_counters_add_up_over_any_sequence_of_steps(steps, bin_pages):
         ("FULL_DECODE_ONLY", 60, "Steps of 57 to 60 sequences .* set max_num_seqs to 56 or 64"),
         ("FULL_AND_PIECEWISE", 3, "Steps of 3 to 3 sequences .* set max_num_seqs to 2 or 4"),
         ("FULL_DECODE_ONLY", 64, ""),
-        ("FULL_DECODE_ONLY", 1000, ""),  # above all sizes that vLLM captures, as its default is
+        ("FULL_DECODE_ONLY", 1000, ""),  # larger than any captured size, as its default is
         ("FULL", 60, ""),
         ("NONE", 60, ""),
     ],
@@ -601,7 +601,7 @@ def test_an_fp8_cache_uses_vllms_scales_in_lossless_mode(monkeypatch):
     made = Runtime(decoding, 4, 100, torch.device("cpu"))
     made.cache.in_8_bits = torch.float8_e4m3fn
     made.drafting.meter = SimpleNamespace(metered=None)
-    monkeypatch.setattr(made, "acceptance", dict)  # the meter has nothing to tell
+    monkeypatch.setattr(made, "acceptance", dict)  # the meter has no data
     cache = made.cache.fp8 = fp8.Fp8Cache(torch.device("cpu"), sets_scales=False)
     for of_layer, expected in (
         (torch.tensor(0.25), [0.25, 0.25]),
@@ -642,7 +642,7 @@ def test_an_fp8_cache_uses_vllms_scales_in_lossless_mode(monkeypatch):
 
 
 def test_a_meter_schedule_is_logged_at_start(monkeypatch):
-    pytest.importorskip("vllm.triton_utils")  # it logs, too, when it is imported
+    pytest.importorskip("vllm.triton_utils")  # importing it logs as well
     other = SCHEDULE.replace(top_k=(3, 5))
     decoding = Decoding.lossless(SCHEDULE, meter_schedule=other, meter_every=7)
     made = Runtime(decoding, 4, 100, torch.device("cpu"))
@@ -744,7 +744,7 @@ def test_lists_from_a_server_are_truncated_and_sorted(as_text):
             else {"token_id": token, "logprob": logprob}
         )
 
-    def position(sampled, *best):  # the sampled token in front, three entries in all
+    def position(sampled, *best):  # the sampled token first, three entries in all
         return {**entry(*sampled), "top_logprobs": [entry(*e) for e in (sampled, *best)][:3]}
 
     content = [
@@ -800,7 +800,7 @@ def engine_arguments(**given):
     ],
 )
 def test_the_environment_configures_an_engine_like_its_config_does(given, backend):
-    """Also where a plain engine came first, so that FlashAttention is not Sparrow's."""
+    """This also holds if a plain engine started first, so that FlashAttention is not Sparrow's."""
     made = engine_arguments(**given, additional_config={"theirs": 1})
     config.settle(made, Decoding.lossy(SCHEDULE), on_cpu=False)
     assert made.attention_backend == backend and made.additional_config["theirs"] == 1
@@ -882,7 +882,7 @@ def test_patching_a_missing_name_fails_with_that_name(monkeypatch):
 
     patches.apply(patch(versions="<0.1"))
     assert vllm.sparrow_test is stock
-    for _ in range(2):  # the second time changes nothing
+    for _ in range(2):  # the second call changes nothing
         patches.apply(patch())
         assert vllm.sparrow_test(1) == 2
     monkeypatch.setattr(vllm, "sparrow_test", stock)
@@ -894,8 +894,8 @@ def test_patching_a_missing_name_fails_with_that_name(monkeypatch):
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_preemptions_are_counted_whichever_executor_calls_the_runner(drafts, monkeypatch):
-    """Ray's executor calls the model runner itself; warm-up steps preempt nothing and are no
-    user's. Once they are over, the engine is checked.
+    """Ray's executor calls the model runner itself. Warm-up steps preempt nothing and do not belong
+    to a user; the engine is checked once they are over.
     """
     from sparrow.vllm import patches, selfcheck
 

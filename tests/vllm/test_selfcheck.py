@@ -1,5 +1,5 @@
-"""The self-check of an engine at start, in real vLLM engines on CPU: each thing that it checks is
-broken once. Lossless mode: ``selfcheck_cases.py``.
+"""The self-check of an engine at start, in real vLLM engines on CPU: everything that it checks is
+broken once. Lossless mode is covered by ``selfcheck_cases.py``.
 """
 
 import json
@@ -29,7 +29,7 @@ def check(worker):
 
 
 def double_queries(monkeypatch):
-    """Have decode steps attend with twice their queries, which only a whole step can show."""
+    """Make decode steps attend with doubled queries, which only a full step can reveal."""
     from sparrow.vllm import backend
 
     monkeypatch.setattr(selfcheck, "check_layers", lambda *_: None)
@@ -42,7 +42,7 @@ def double_queries(monkeypatch):
 
 
 def log_of(monkeypatch):
-    """What Sparrow says in vLLM's log from now on."""
+    """Record Sparrow's messages in vLLM's log from now on."""
     from vllm import logger
 
     said, init = [], logger.init_logger
@@ -71,7 +71,7 @@ def worker(sparrow):
     return worker_of(sparrow)
 
 
-# --- engines that are as they should be ---
+# --- engines without defects ---
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_the_check_leaves_no_state_behind(sparrow, worker):
     assert "compute_logits" not in vars(worker.model_runner.model)
 
 
-# --- engines that are not ---
+# --- engines with defects ---
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_a_wrong_score_scale_is_refused(worker, monkeypatch):
 
 
 def rescaled(impl, scale):
-    """``impl.forward`` with another scale."""
+    """Return ``impl.forward`` with a different scale."""
     stock, right = impl.forward, impl.scale
 
     def forward(*arguments):
@@ -166,7 +166,7 @@ def test_storing_outside_a_block_is_refused(worker, monkeypatch):
 
 
 def moved(cache):
-    """A cache like this one, elsewhere in memory."""
+    """Return a copy of this cache elsewhere in memory."""
     storage = cache.untyped_storage().clone()
     return cache.new_empty(0).set_(storage, cache.storage_offset(), cache.shape, cache.stride())
 
@@ -231,7 +231,7 @@ def test_the_distance_is_relative_to_the_spread_of_log_probs():
     assert not selfcheck.distance(torch.full_like(other, torch.nan), other) <= 1
 
 
-# --- what was run ---
+# --- tested versions ---
 
 
 def test_versions_listed_as_exact_match_the_results():

@@ -1,4 +1,4 @@
-"""How many tokens to draft, on simulated times; needs no vLLM."""
+"""The choice of how many tokens to draft, with simulated times; needs no vLLM."""
 
 from collections import Counter
 
@@ -30,7 +30,7 @@ def best(acceptance, machine):
 def simulate(
     chooser, cycles, acceptance, machine, rows=64, length=15_000, seed=0, hiccup=lambda i: 1.0
 ):
-    """Drafts of each cycle, and tokens per second of all of them together."""
+    """Return the drafts of each cycle, and tokens per second over all cycles."""
     rng = np.random.default_rng(seed)
     chosen, seconds, tokens = [], 0.0, 0
     for i in range(cycles):
@@ -79,9 +79,11 @@ def test_one_hiccup_does_not_change_the_choice():
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "growth", [0, 5]
-)  # tokens per cycle, at which the batch soon counts as another one
+)  # tokens per cycle, so the batch soon falls into a new length class
 def test_dense_steps_that_seem_slow_at_first_can_still_win(seed, growth):
-    """One sequence, every step waiting for the host: four drafts are a fifth slower than none."""
+    """Simulate one sequence whose every step waits for the host: four drafts are a fifth slower
+    than none.
+    """
     machine, chooser, chosen = dict(dense=2.1, draft=2.0, verified=0.0), DraftChooser(CHOICES), []
     for i in range(120):
         machine["dense"] = 3.4 if i < 3 else 2.1
@@ -104,8 +106,8 @@ def test_dense_steps_are_timed_again_even_if_drafting_started_late():
 
 
 def test_one_slow_dense_step_does_not_override_earlier_measurements():
-    """Four drafts win by a third. At the next length the only dense step so far seems to take as
-    long as a pause.
+    """Four drafts win by a third, but at the next length the only dense step so far seems to take
+    as long as a pause.
     """
     machine, chooser = dict(dense=7.0, draft=3.8, verified=0.15), DraftChooser(CHOICES)
     assert simulate(chooser, 100, 0.95, machine, length=1000)[0][-1] == 4
@@ -122,7 +124,7 @@ def test_rejected_choices_are_retried_when_acceptance_changes():
 
 
 def test_rejected_choices_are_retried_less_and_less_often():
-    """Sequences grow to lengths that are told apart meanwhile; the count of cycles goes on."""
+    """Meanwhile sequences grow into new length classes; the count of cycles continues."""
     chooser, first, most = (
         DraftChooser(CHOICES),
         draft_length.TRY_AGAIN,
@@ -145,8 +147,8 @@ def test_rejected_choices_are_retried_less_and_less_often():
 
 
 def test_drafting_continues_when_sequences_outgrow_known_lengths():
-    """A batch grows past lengths at which drafting nothing lost, and nothing else was timed at the
-    new ones yet.
+    """A batch grows past lengths at which drafting nothing lost, and nothing else has been timed at
+    the new lengths yet.
     """
     chooser = DraftChooser(CHOICES)
     for length in range(4_000, 30_000, 8):
@@ -158,7 +160,7 @@ def test_drafting_continues_when_sequences_outgrow_known_lengths():
 
 @pytest.mark.parametrize("acceptance", [0.95, 0.5])
 def test_growing_sequences_reuse_times_from_shorter_lengths(acceptance):
-    """A step waits for what was chosen two steps before it, as under async scheduling."""
+    """A step waits for the choice made two steps before it, as with async scheduling."""
     chooser, rng, share = DraftChooser(CHOICES), np.random.default_rng(0), []
     for _rollout in range(2):
         under_way, last, length, seconds, ideal = [], None, 320.0, 0.0, 0.0
@@ -190,8 +192,8 @@ def test_growing_sequences_reuse_times_from_shorter_lengths(acceptance):
     [(64, 320, 3.9, 3.75), (64, 1024, 4.9, 3.95), (8, 1024, 2.5, 2.3)],
 )
 def test_noisy_times_do_not_cause_drafting_that_hardly_pays(rows, length, dense, draft, acceptance):
-    """Short contexts on an H200: drafts gain or lose a few percent, less than the times of dense
-    steps scatter by.
+    """In short contexts on an H200, drafts gain or lose a few percent, less than the scatter of
+    dense step times.
     """
     machine, floor = dict(dense=dense, draft=draft, verified=0.0), []
     for seed in range(8):
@@ -221,8 +223,8 @@ def test_few_steps_are_timed_while_nothing_is_drafted(acceptance, drafts, watche
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.95])
 def test_a_repeated_choice_equals_the_choice_that_would_be_made(acceptance):
-    """Two choosers see the same times. One is asked at every step, the other only where it has to
-    be.
+    """Two choosers see the same times. One is consulted at every step, the other only when
+    required.
     """
     always, seldom = DraftChooser(CHOICES), DraftChooser(CHOICES)
     rng, repeated, asked, drafts, before = np.random.default_rng(0), 0, 0, 0, 0
@@ -254,8 +256,8 @@ def test_far_too_slow_choices_are_timed_only_twice():
 
 
 def late(chooser, steps, machine, acceptance, rows=8, length=1024, under_way=2):
-    """Drafts of each cycle, where the times of a cycle are known ``under_way`` cycles later, as in
-    vLLM.
+    """Return the drafts of each cycle if the time of a cycle is known ``under_way`` cycles later,
+    as in vLLM.
     """
     rng, chosen = np.random.default_rng(0), [0]
     for _ in range(steps):
@@ -289,7 +291,7 @@ def test_a_winning_choice_is_used_even_if_its_first_times_come_late():
 
 
 def test_the_first_time_after_a_change_counts_only_against_a_choice():
-    """The cycle after some with other drafts may seem short."""
+    """The cycle after a change of the number of drafts may seem short."""
     machine = dict(dense=4.1, draft=3.8, verified=0.15)
     chooser = DraftChooser((0, 4))
     for _ in range(measured.DENSE_PROBES):
@@ -360,8 +362,8 @@ def test_the_typical_time_is_the_mean_of_the_middle_half():
     ],
 )
 def test_pauses_of_the_host_do_not_mislead_the_chooser(rows, length, machine, acceptance):
-    """Every 0.4 seconds the host pauses while two cycles end, and so believes that the second took
-    no time.
+    """Every 0.4 seconds the host pauses while two cycles end, so the second seems to
+    take no time.
     """
     floor = []
     for seed in range(6):
@@ -386,8 +388,8 @@ def test_pauses_of_the_host_do_not_mislead_the_chooser(rows, length, machine, ac
 
 
 def test_times_for_a_new_batch_size_scale_with_its_first_timed_choice():
-    """Milliseconds of 4B: 48 sequences, then 21 longer ones, which begin with four drafts; eight
-    are 7 % faster.
+    """Times are in milliseconds of the 4B model: 48 sequences, then 21 longer ones that begin with
+    four drafts, where eight are 7 % faster.
     """
     chooser = DraftChooser(CHOICES)
     many, few = (
@@ -402,8 +404,8 @@ def test_times_for_a_new_batch_size_scale_with_its_first_timed_choice():
 
 
 def test_a_smaller_batch_tries_dense_steps_even_if_only_drafts_were_timed():
-    """Eight drafts win by little. In a smaller batch a cycle of theirs gains more time than a dense
-    step takes.
+    """Eight drafts win narrowly. In a smaller batch, one of their cycles saves more time than a
+    dense step takes.
     """
     chooser = DraftChooser((0, 8))
     many, few = dict(dense=7.0, draft=6.0, verified=0.1), dict(dense=4.5, draft=5.3, verified=0.1)
@@ -415,8 +417,9 @@ def test_a_smaller_batch_tries_dense_steps_even_if_only_drafts_were_timed():
 
 
 def test_times_at_new_lengths_scale_with_those_of_dense_steps():
-    """Four drafts lose by a seventh at 320 tokens. At longer sequences dense steps are timed first,
-    and tell that four drafts lose there as well."""
+    """Four drafts lose by a seventh at 320 tokens. For longer sequences dense steps are timed
+    first, and imply that four drafts lose there as well.
+    """
     chooser, drafted = DraftChooser(CHOICES), []
     for length in range(320, 1344):
         machine = dict(dense=9.5 + 0.0003 * length, draft=8.6, verified=0.5)
@@ -425,7 +428,7 @@ def test_times_at_new_lengths_scale_with_those_of_dense_steps():
     assert drafted[:40].count(4) >= measured.TRIED and drafted[40:].count(4) <= 2 * measured.PROBES
 
 
-# --- what drafts read ---
+# --- the draft budget ---
 
 BASE = DRAFT_BUDGETS.index(1.0)
 # As above, but of a draft's time so much is for what it reads.
@@ -437,9 +440,11 @@ MIDDLE = dict(dense=26.0, draft=2.5, read=2.0, verified=0.4)  # 64 x 15,000
 def with_budgets(
     cycles, acceptance, dense, draft, read, verified, rows=64, length=15_000, seed=0, scatter=0.01
 ):
-    """The chooser, its budgets by cycle, and tokens per second over those with the best drafts; as
-    under async scheduling, a cycle is known three cycles after it was chosen. ``acceptance`` is by
-    budget."""
+    """Return the chooser, its budgets by cycle, and tokens per second relative to the best drafts.
+
+    A cycle is known three cycles after its choice, as with async scheduling. ``acceptance`` is by
+    budget.
+    """
     chooser, rng = DraftChooser((0, 4, 8, 12), DRAFT_BUDGETS), np.random.default_rng(seed)
 
     def took(drafts, budget):
@@ -502,7 +507,9 @@ def test_budgets_that_are_only_marginally_faster_are_not_chosen():
 
 
 def test_a_budget_whose_drafts_are_rejected_is_abandoned():
-    """Half as much would be faster if the rejected share grew as usual; here it grows more."""
+    """Half the budget would be faster if the rejected share grew as usual, but here it
+    grows more.
+    """
     assert set(with_budgets(600, as_expected(0.97), **AT_4K)[1][-100:]) == {0}
     _, budgets, share = with_budgets(1500, [0.9, 0.97, 0.975], **AT_4K)
     assert budgets.count(0) <= 6 * draft_budget.BUDGET_PROBES and budgets[-1] == BASE
@@ -532,8 +539,8 @@ def test_an_explicit_draft_schedule_is_never_changed():
 
 
 def test_the_budget_of_a_small_batch_does_not_fluctuate():
-    """Of one sequence five cycles say little about acceptance, and here drafts take as long
-    whatever they read.
+    """Five cycles of one sequence say little about acceptance, and drafts take equally long with
+    any budget here.
     """
     machine, shares = dict(FEW, read=0.02), []
     for seed in range(6):

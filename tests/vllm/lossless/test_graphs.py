@@ -1,5 +1,5 @@
-"""For which batches lossless mode has CUDA graphs, and that each batch is served by one; captures
-none.
+"""The batches for which lossless mode has CUDA graphs, and the graph that serves each batch;
+captures none.
 """
 
 import inspect
@@ -28,8 +28,8 @@ def test_graphs_are_captured_for_every_batch_with_and_without_drafts():
 
 
 def manager(init_candidates):
-    """vLLM's chooser of graphs for ``ROWS`` sequences, with what it would have after capturing
-    them.
+    """Return vLLM's graph dispatcher for ``ROWS`` sequences, in its state after capturing the
+    graphs.
     """
     made = CudaGraphManager.__new__(CudaGraphManager)
     sizes = graphs.capture_sizes(ROWS, CHOICES)
@@ -83,13 +83,13 @@ def test_a_full_graph_serves_every_number_of_sequences_and_drafts(stock_and_ours
     steps = [(rows, drafts) for rows in range(1, ROWS + 1) for drafts in CHOICES]
     assert any(
         served(stock, *step).cg_mode != CUDAGraphMode.FULL for step in steps
-    )  # else the patch may go
+    )  # otherwise the patch can be removed
     for rows, drafts in steps:
         graph = served(ours, rows, drafts)
         assert graph.cg_mode == CUDAGraphMode.FULL and graph.uniform_token_count == drafts + 1
         larger = {n for n in graphs.capture_sizes(ROWS, (0,)) if n >= rows}
         assert rows <= graph.num_reqs <= min(larger)
-    assert ours._capture_descs == stock._capture_descs  # the graphs are vLLM's
+    assert ours._capture_descs == stock._capture_descs  # the graphs are those of vLLM
 
 
 def test_a_batch_of_uneven_steps_uses_the_smallest_piecewise_graph(stock_and_ours):
