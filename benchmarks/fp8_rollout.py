@@ -62,7 +62,9 @@ def trace(bench: Bench, slots: int, count: int) -> dict[str, Any]:
 
 
 def most_slots(kv_tokens: int, block: int, limit: int) -> int:
-    """The largest multiple of 8, up to ``limit``, for which the fullest moment of the trace fits."""
+    """Return the largest multiple of 8, up to ``limit``, for which the fullest moment of the trace
+    fits.
+    """
     tokens = responses(REQUESTS)
 
     def fits(slots: int) -> bool:
@@ -73,7 +75,7 @@ def most_slots(kv_tokens: int, block: int, limit: int) -> int:
 
 
 def measure(shape: str, variant: str, count: int) -> dict[str, Any]:
-    """One variant, in this process, by ``count`` steps of each trace."""
+    """Measure one variant in this process, by ``count`` steps of each trace."""
     kind, options = VARIANTS[variant]
     limit = int(MOST * SLOTS[shape]) // 8 * 8
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +83,7 @@ def measure(shape: str, variant: str, count: int) -> dict[str, Any]:
         for prefilled in (
             1,
             8,
-        ):  # compiles what is left to compile, and sets the scales of an fp8 cache
+        ):  # compiles what remains to be compiled, and sets the scales of an fp8 cache
             bench.start([PROMPT] * prefilled, [4] * prefilled, 20)
             bench.finish()
         if kind == "sparse":

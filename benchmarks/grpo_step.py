@@ -44,9 +44,7 @@ from rollout_trace import CUTOFF, most_cached, responses, simulate
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-    "0"  # weights are handed to stock vLLM on the device, too
-)
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights reach stock vLLM on the device as well
 from vllm import LLM, SamplingParams
 
 from sparrow import SparsitySchedule
@@ -78,8 +76,8 @@ class Coin:
 
 
 class Given:
-    """Stands in for an engine: random tokens, as many as ``lengths`` has for each response of each
-    call.
+    """A stand-in for an engine: random tokens, as many as ``lengths`` specifies for each response
+    of each call.
     """
 
     def __init__(self, lengths: Iterator[Sequence[int]]) -> None:
@@ -87,8 +85,8 @@ class Given:
         self.measured: dict[str, Any] = {}
 
     def _next(self, count: int) -> Sequence[int]:
-        """The lengths of so many responses; the call that measures the ceiling of p5 asks for fewer
-        than there are.
+        """Return the lengths for this many responses; the call that measures the ceiling of p5
+        requests fewer.
         """
         return next(self._lengths)[:count]
 
@@ -106,7 +104,7 @@ class Given:
             weight.bfloat16()
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Do nothing: the schedule stays the one that vLLM was started with."""
+        """Do nothing: the schedule stays the one vLLM was started with."""
 
     def counters(self) -> Counters:
         return Counters(tokens_read=0, tokens_held=0)
@@ -117,7 +115,9 @@ class Given:
 
 
 class Engine(Given):
-    """vLLM, stock or with Sparrow, in the form that the trainer needs, with given response lengths."""
+    """vLLM, stock or with Sparrow, in the form that the trainer needs, with given
+    response lengths.
+    """
 
     def __init__(self, llm: LLM, lengths: Iterator[Sequence[int]]) -> None:
         super().__init__(lengths)
@@ -184,7 +184,7 @@ def scaled(schedule: SparsitySchedule, scale: int) -> SparsitySchedule:
 
 
 def chosen(part: int, scale: int) -> list[int]:
-    """Tokens of every ``part``-th response by length, in the order of the trace."""
+    """Return the tokens of every ``part``-th response by length, in trace order."""
     lengths = np.array(responses(RESPONSES))
     return [
         max(1, int(n) // scale)
@@ -195,7 +195,7 @@ def chosen(part: int, scale: int) -> list[int]:
 def start(
     variant: str, folder: str, schedule: SparsitySchedule, lengths: Sequence[int], longest: int
 ) -> LLM:
-    """vLLM for the model in ``folder``, with room for all responses at once."""
+    """Start vLLM for the model in ``folder``, with room for all responses at once."""
     spans, token_bytes = (
         simulate([PROMPT] * len(lengths), lengths, len(lengths)),
         2 * SHAPES[SHAPE].kv_width,
@@ -219,7 +219,7 @@ def start(
     if variant == "lossless":
         rates = [
             ACCEPTANCE ** (i + 1) for i in range(DRAFT_TOKENS)
-        ]  # that this draft and all before it are accepted
+        ]  # probability that this draft and all earlier ones are accepted
         synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
         return VLLMEngine(
             folder, Decoding.lossless(schedule), speculative_config=synthetic, **options

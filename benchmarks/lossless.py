@@ -68,11 +68,12 @@ def runtime(bench: Bench) -> Runtime:
 
 
 def accept(bench: Bench, rate: float) -> None:
-    """Have vLLM accept each draft with this probability, and drafts of other budgets with the one
-    that it makes expected (``acceptance_at``)."""
+    """Make vLLM accept each draft with this probability, and drafts of other budgets with the
+    expected one (``acceptance_at``).
+    """
     shared, rates = runtime(bench), runner(bench).rejection_sampler.synthetic_conditional_rates
 
-    def use_budget(budget: int) -> None:  # after a verification, and before the drafts of the next
+    def use_budget(budget: int) -> None:  # after a verification, and before the next drafts
         Runtime.use_budget(shared, budget)
         rates.fill_(acceptance_at(rate, shared.budgets[budget]))
 
@@ -80,12 +81,12 @@ def accept(bench: Bench, rate: float) -> None:
 
 
 def generated(bench: Bench) -> int:
-    """Output tokens that the running requests have, as far as the host knows."""
+    """Return the number of output tokens of the running requests, as far as the host knows."""
     return sum(request.num_output_tokens for request in scheduler(bench).running)
 
 
 def abandon(bench: Bench, batch: int) -> None:
-    """Give up the last ``batch`` requests."""
+    """Abort the last ``batch`` requests."""
     engine = bench.llm.llm_engine
     engine.abort_request([str(i) for i in range(bench.served - batch + 1, bench.served + 1)])
     while engine.has_unfinished_requests():
@@ -93,8 +94,8 @@ def abandon(bench: Bench, batch: int) -> None:
 
 
 def timed(bench: Bench, lengths: Sequence[int], steps: int, seconds: float) -> dict[str, float]:
-    """Cycles of running requests, at least ``steps`` and ``seconds``: tokens per second, and ms of
-    a cycle.
+    """Run cycles for at least ``steps`` and ``seconds``; return tokens per second and
+    ms per cycle.
     """
     engine, times, before = bench.llm.llm_engine, list[float](), generated(bench)
     began = last = time.perf_counter()
@@ -117,8 +118,8 @@ def timed(bench: Bench, lengths: Sequence[int], steps: int, seconds: float) -> d
 
 
 def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> None:
-    """Start requests of ``lengths`` cached tokens, and run some steps: the first returns before its
-    work is done.
+    """Start requests with ``lengths`` cached tokens and run some steps, because the first returns
+    before its work is done.
     """
     bench.start(lengths, [MARGIN] * len(lengths), logprobs)
     for _ in range(SETTLE):
@@ -126,7 +127,7 @@ def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> 
 
 
 def hold(bench: Bench, drafts: int) -> None:
-    """Have every cycle draft so many tokens."""
+    """Make every cycle draft this many tokens."""
     before = scheduler(bench).chooser
     chooser: Any = DraftChooser(before.choices, before.budgets)
     chooser.choose = lambda *_: drafts
@@ -136,8 +137,8 @@ def hold(bench: Bench, drafts: int) -> None:
 def point(
     bench: Bench, batch: int, length: int, seconds: float, tokens_per_s: float = 0.0
 ) -> dict[str, Any]:
-    """Time ``batch`` sequences that have ``length`` tokens on average meanwhile, if this is about
-    their speed.
+    """Time ``batch`` sequences with a mean length of ``length`` tokens, given an estimate of their
+    speed.
     """
     lengths = [
         length - 32 - int(tokens_per_s * seconds / batch / 2)
@@ -149,8 +150,8 @@ def point(
 
 
 def settle(bench: Bench, lengths: np.ndarray) -> int:
-    """The number of drafts that is in use once this state has lasted for ``SETTLED_CYCLES`` with
-    one.
+    """Return the number of drafts in use once this state has kept one number for
+    ``SETTLED_CYCLES``.
     """
     behind = np.maximum(PROMPT + 1, lengths - SETTLED)
     chooser = scheduler(bench).chooser
@@ -191,7 +192,7 @@ def state(bench: Bench, lengths: np.ndarray, rate: float | None) -> dict[str, fl
 
 
 def whole(bench: Bench, requests: int) -> dict[str, Any]:
-    """Run a trace from the first prompt to the last token, every prompt prefilled."""
+    """Run a trace from the first prompt to the last token, with every prompt prefilled."""
     tokens, engine, rows = responses(requests), bench.llm.llm_engine, list[list[float]]()
     bench.start([PROMPT] * requests, tokens, LOGPROBS["sampled"], only_final=True)
     began, steps = time.perf_counter(), 0
@@ -214,8 +215,8 @@ def whole(bench: Bench, requests: int) -> dict[str, Any]:
 
 
 def in_cuda(bench: Bench, steps: int) -> str:
-    """What kernels take of the GPU in a step of running requests, and the calls of torch and CUDA
-    of the host.
+    """Profile a step of running requests: GPU time by kernel, and calls of torch and CUDA on the
+    host.
     """
     calls, kernels = recorded(bench, steps)
     lines = [f"{sum(call.self_device_time_total for call in kernels) / steps:9.1f} us of kernels"]

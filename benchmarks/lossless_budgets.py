@@ -41,8 +41,8 @@ TIMED_S = 2.0
 
 
 class Counted(DraftChooser):
-    """Counts cycles by their drafts and what these read, ``held`` times the draft schedule if it is
-    given.
+    """A step counter by number and budget of drafts; ``held`` fixes the budget as a multiple of the
+    draft schedule.
     """
 
     def __init__(self, choices: tuple[int, ...], held: float | None) -> None:
@@ -70,8 +70,8 @@ class Counted(DraftChooser):
 def speed(
     bench: Bench, chooser: Counted, batch: int, length: int, rate: float, seconds: float
 ) -> dict[str, Any]:
-    """Tokens per second in so many seconds of such requests, as drawn and as expected of their
-    cycles.
+    """Return tokens per second of these requests over a fixed time, as sampled and as expected from
+    their cycles.
     """
     begin(bench, [length] * batch)
     chooser.cycles.clear()

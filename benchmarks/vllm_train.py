@@ -112,8 +112,8 @@ def start(name: str, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """Main metrics of every step: those of ``QUANTITIES``, what was drafted, and the seconds of the
-    rollout.
+    """Return the main metrics of every step: ``QUANTITIES``, counts of drafts, and the seconds of
+    the rollout.
     """
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -141,8 +141,8 @@ QUANTITIES = ("reward", "entropy", "acceptance", "p5_mean", "kl", "read_fraction
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Means of the first and last sixth of the steps; the change of a fitted line over the run, and
-    its error.
+    """Return means of the first and last sixth of the steps, and the change of a fitted line over
+    the run with its error.
     """
     n, metrics = len(rows) // 6 or 1, {}
     for name in QUANTITIES:
@@ -166,7 +166,7 @@ def main() -> None:
         running = {}
         for run in arguments.runs:
             running[run] = start(run, folder)
-            time.sleep(3)  # vLLM measures the free memory as it starts
+            time.sleep(3)  # vLLM measures free memory when it starts
         while True:
             alive = any(process.poll() is None for process in running.values())
             results = {

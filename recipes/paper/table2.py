@@ -25,11 +25,11 @@ from sparrow.rollout import Sampling
 from sparrow.tasks.prompts import encode
 
 PROBLEMS = 30
-SHORT = 64  # tokens of the responses that warm an engine up
+SHORT = 64  # number of tokens of the responses that warm up an engine
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Tokens, seconds and mean length of every mode."""
+    """Measure tokens, seconds and mean length for every mode."""
     model, tokenizer = load_model(arguments.model, arguments.precision)
     room = prompt_room(context_of(model), arguments.engine, arguments.max_new_tokens)
     problems = load_benchmark(arguments.benchmark, PROBLEMS, tokenizer, room)
@@ -60,7 +60,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The results in the paper's layout, with two more columns for lossless."""
+    """Return the results in the paper's layout, with two more columns for lossless."""
     lines = [
         "| Model | Dense t. (tokens/s) | Sparse t. (tokens/s) | Rollout Speedup | Lossless t. (tokens/s) | Speedup |",
         "| :--- | :---: | :---: | :---: | :---: | :---: |",

@@ -33,7 +33,7 @@ SOLUTIONS = 8  # of a row, at most, tried until one passes
 
 
 def unfit(row: dict[str, Any], verify: Callable[..., float]) -> str | None:
-    """Why a row is left out; None if it stays."""
+    """Return why a row is left out, or None if it is kept."""
     question = taco(row)
     if question is None:
         return "without tests"
