@@ -8,10 +8,10 @@
 the end in batches of 32 that never drain, which favours sampling; a partly filled batch counts as a
 full one. Prefill and the statistics are left out on both sides.
 
-Weights are random, so the search is told what to find. ``calibrate_engine`` runs unchanged, and
-every pass that it asks for is run and timed on some of the sequences, but the answers that it gets
-are made up: p5 depends on the budget as in the published tables, with a little noise, and the
-actor's own responses need 15 % more pages.
+Weights are random, so the result of the search is prescribed. ``calibrate_engine`` runs unchanged,
+and every pass that it requests is run and timed on some of the sequences, but the answers are
+simulated: p5 depends on the budget as in the published tables, with a little noise, and the actor's
+own responses need 15 % more pages.
 
 Shapes: T tokens.
 """

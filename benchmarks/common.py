@@ -35,7 +35,7 @@ Column = str | Callable[[Row], Any]
 
 
 def parser(about: str, out: str | None = None) -> argparse.ArgumentParser:
-    """A command line that explains itself by its script's docstring.
+    """Return a command line whose help is the docstring of its script.
 
     Args: out: adds the option ``--out`` for the file to write, ``benchmarks/results/OUT.json`` if
         it is not given.
@@ -53,15 +53,18 @@ def parser(about: str, out: str | None = None) -> argparse.ArgumentParser:
 def parse_states(
     options: argparse.ArgumentParser, name: str, states: Mapping[str, Sequence[tuple[int, int]]]
 ) -> tuple[str, list[tuple[int, int]], Path]:
-    """Read the command line of a script that measures states, sequences and tokens of each, of a
+    """Read the command line of a script that measures states (sequences, and tokens of each) of a
     shape.
 
-    Returns: The shape, those of its states that were asked for, and the file to write,
+    Returns: The shape, its requested states, and the file to write,
         ``NAME_SHAPE.json`` by default.
     """
     options.add_argument("--shape", choices=states, default="qwen3-1.7b")
     options.add_argument(
-        "--sequences", type=int, nargs="+", help="only states of so many; all by default"
+        "--sequences",
+        type=int,
+        nargs="+",
+        help="only states with these numbers of sequences; all by default",
     )
     options.add_argument(
         "--out", type=Path, help=f"the JSON file to write, results/{name}_SHAPE.json by default"
@@ -194,7 +197,9 @@ def compact(x: Any, indent: str = "") -> str:
 
 
 def speed_ratio(turns: ArrayLike) -> list[float]:
-    """The speed of one engine over another's, with a 95 % interval from resampling pairs of turns.
+    """Return the speed of one engine over that of another.
+
+    The 95 % interval comes from resampling pairs of turns.
 
     Args:
         turns: tokens and seconds of a turn, of the other engine first, ``[turns, 2, 2]``.

@@ -458,19 +458,19 @@ def main() -> None:
     options.add_argument(
         "--landmarks",
         action="store_true",
-        help="draft steps by the dtype of landmarks, nothing else",
+        help="only draft steps, by the dtype of landmarks",
     )
     options.add_argument(
         "--caches",
         nargs="*",
         choices=CACHES,
-        help="keys and values in 16 and in 8 bits, or only so; nothing else",
+        help="only 16-bit and 8-bit keys and values, or the given formats",
     )
     options.add_argument(
         "--head-budgets",
         type=float,
         metavar="SPREAD",
-        help="kv heads with budgets of their own alone",
+        help="only kv heads with their own budgets",
     )
     options.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to")
     args = options.parse_args()

@@ -1,16 +1,17 @@
-"""Fit the overheads of ``sparrow.cost`` to measured decode steps, and say how well they predict
+"""Fit the overheads of ``sparrow.cost`` to measured decode steps, and report how well they predict
 them.
 
     python benchmarks/fit_roofline.py                       # refits the H200's constants
 
 ``roofline_h200.json`` names a ``machine`` of ``sparrow.cost.MACHINES`` and lists ``steps``, whole
 decode steps with ``shape``, ``batch``, ``length`` and ``ms``, sparse ones also with ``schedule``
-(as ``SparsitySchedule.load`` takes it), those that return top-20 lists with ``lists``. It is joined
-by the steps, dense and sparse, that ``rollout.py`` measured. The fit is least squares of relative
-errors, with no constant below zero. The last column is the error of a fit from which the point's
-whole model shape was left out. No fit sees the steps of the rollout traces, whose sequences differ
-in length; their errors come after the table. The host's seconds per sequence are fitted to the
-rollouts of ``grpo_step.py``, whose first steps are so large that the host cannot keep up.
+(in a form that ``SparsitySchedule.load`` accepts), and those that return top-20 lists with
+``lists``. The steps, dense and sparse, measured by ``rollout.py`` are added. The fit is least
+squares of relative errors, with no constant below zero. The last column is the error of a fit from
+which the point's whole model shape was left out. No fit sees the steps of the rollout traces, whose
+sequences differ in length; their errors come after the table. The host's seconds per sequence are
+fitted to the rollouts of ``grpo_step.py``, whose first steps are so large that the host cannot keep
+up.
 """
 
 from __future__ import annotations

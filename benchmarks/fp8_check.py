@@ -14,7 +14,7 @@ decoding engine returned with those that the same engine gives for prompt and re
 prompt.
 
 ``--cache int8`` does all of this with keys and values in int8, with a scale for each token and
-head; stock vLLM serves that with its Triton backend, and its scales are no powers of 2.
+head; stock vLLM serves that with its Triton backend, and its scales are not powers of 2.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@ Sparrow.
 
     python benchmarks/fp8_rollout.py --shape qwen3-14b    # writes benchmarks/results/fp8_qwen3-14b.json
 
-Every variant is an engine of its own, one after another on the same GPU: stock vLLM in bfloat16;
-stock vLLM with both in fp8, the fair rival; Sparrow under the published table, in bfloat16, with a
-cache in fp8 or in int8, and with fp8 weights besides. Weights are quantised by vLLM
-(``quantization="fp8_per_channel"``) in both. ``--variants`` names those to measure; others that
-were measured before are kept. The trace is that of ``rollout.py`` and timed as there, with top-20
-log-probs, once with as many requests at a time as the bfloat16 cache holds, and once with as many
-as the variant's own cache holds. Tokens per second include the prefill of joining requests.
+Every variant runs in its own engine, one after another on the same GPU: stock vLLM in bfloat16;
+stock vLLM with cache and weights in fp8, for a fair comparison; and Sparrow with the published
+table in bfloat16, with an fp8 or int8 cache, and with fp8 weights in addition. Weights are
+quantised by vLLM (``quantization="fp8_per_channel"``) in both. ``--variants`` selects the variants
+to measure; earlier results of other variants are kept. The trace is that of ``rollout.py`` and
+timed as there, with top-20 log-probs, once with as many requests at a time as the bfloat16 cache
+holds, and once with as many as the variant's own cache holds. Tokens per second include the prefill
+of joining requests.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ several.
     .../grpo_steps_lossless.json accelerate launch --num_processes 4 [--use_fsdp --fsdp_version 2]
     benchmarks/grpo_step.py --variant sparse --out ...
 
-Sparrow's own trainer does everything it always does: rollouts in vLLM with top-20 log-probs, dense
-log-probs of the policy, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast,
-gradient checkpointing), and the new weights into vLLM. Weights are random, rewards are coin tosses,
-and each response ends at a length drawn beforehand. A step with a sixteenth of the lengths comes
-first and is left out: it compiles, and gives AdamW its moments. The drafts of ``lossless`` are
-accepted with a given probability, as in ``benchmarks/lossless.py``.
+Sparrow's own trainer runs unchanged: rollouts in vLLM with top-20 log-probs, dense log-probs of the
+policy, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast, gradient
+checkpointing), and the new weights into vLLM. Weights are random, rewards are coin tosses, and each
+response ends at a length drawn beforehand. The first step has a sixteenth of the lengths and is not
+counted: it compiles, and initialises AdamW's moments. The drafts of ``lossless`` are accepted with
+a given probability, as in ``benchmarks/lossless.py``.
 
 A real step, 240 responses of 14,268 tokens on average, would take most of an hour. There are two
 ways to shorten it:
@@ -233,10 +233,8 @@ def main() -> None:
         "--variant", choices=["stock", "sparse", "lossless", "given"], required=True
     )
     options.add_argument("--out", type=Path, required=True)
-    options.add_argument(
-        "--scale", type=int, default=8, help="what lengths and schedule are divided by"
-    )
-    options.add_argument("--part", type=int, default=1, help="of so many responses one")
+    options.add_argument("--scale", type=int, default=8, help="divisor of lengths and schedule")
+    options.add_argument("--part", type=int, default=1, help="use one in this many responses")
     options.add_argument(
         "--steps", type=int, default=1, help="steps to measure, all of the same lengths"
     )

@@ -12,10 +12,10 @@ included. Parts:
 
 - ``points``: plain states, in stock vLLM and with each number of drafts for ``FIXED_S``, then with
   Sparrow choosing it for ``SECONDS``, the probing at the start included, and for ``SETTLED_S``
-  more. Sequences begin shorter by half of what they will grow, as fast as the row before, so that
-  their mean length is the state's.
+  more. Sequences begin shorter by half of their expected growth (at the speed of the previous row),
+  so their mean length is that of the state.
 - ``trace``: the trace of ``benchmarks/rollout.py`` with the sampled tokens' log-probs, estimated
-  from states as there. The time of a token is a cycle's, divided by its tokens; the number of
+  from states as there. The time per token is that of a cycle divided by its tokens; the number of
   drafts is settled beforehand.
 - ``whole``: a smaller trace, generated from its first token to its last.
 """
@@ -358,9 +358,9 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=POINTS, required=True)
     parser.add_argument("--variant", choices=["stock", "lossless"], required=True)
-    parser.add_argument("--parts", default="points", help="of points, trace, whole")
+    parser.add_argument("--parts", default="points", help="any of points, trace, whole")
     parser.add_argument(
-        "--requests", type=int, default=96, help="of the trace that is generated whole"
+        "--requests", type=int, default=96, help="requests of the trace that is generated in full"
     )
     parser.add_argument(
         "--points", nargs="*", default=[], help="sequences x tokens, such as 64x15000"
@@ -369,7 +369,7 @@ def main() -> None:
         "--draft-tokens",
         type=int,
         default=12,
-        help="the most; 0, a third and two thirds are chosen too",
+        help="the maximum; 0, a third and two thirds of it are also choices",
     )
     parser.add_argument(
         "--cases",
@@ -379,26 +379,29 @@ def main() -> None:
         help="top-k pages of drafts and synthetic acceptance; the first also with each number of drafts",
     )
     parser.add_argument(
-        "--dense-layers", type=int, nargs="*", default=[], help="layers that drafts read whole"
+        "--dense-layers", type=int, nargs="*", default=[], help="layers that drafts read in full"
     )
     parser.add_argument(
         "--landmarks",
         choices=get_args(LandmarkDtype),
         default="auto",
-        help="dtype they are stored in",
+        help="dtype of stored landmarks",
     )
     parser.add_argument(
         "--draft-weights",
         choices=get_args(DraftWeights),
         default="auto",
-        help="what drafts multiply with",
+        help="weights that drafts multiply with",
     )
     parser.add_argument(
-        "--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache, of both"
+        "--cache",
+        choices=["auto", "fp8"],
+        default="auto",
+        help="dtype of the KV cache, in stock vLLM as well",
     )
     parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
     parser.add_argument(
-        "--profile", action="store_true", help="of lossless mode, the kernels at 64 x 15000"
+        "--profile", action="store_true", help="profile the kernels of lossless mode at 64 x 15000"
     )
     parser.add_argument("--out", required=True)
     measure(parser.parse_args())

@@ -1,4 +1,4 @@
-"""Lossless mode in vLLM on a GPU: what comes out is the dense model's.
+"""Lossless mode in vLLM on a GPU: samples follow the dense model.
 
     python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1]
     [--draft-weights fp8]
@@ -9,12 +9,12 @@
 ``equal``: log-probs against transformers in float32, with the yardstick of ``vllm_check.py``;
 greedy tokens against stock vLLM's, and where they first differ, how far apart the float32 model's
 log-probs of the two tokens are. With ``--cache fp8`` stock vLLM has such a cache too; how far its
-own log-probs are from float32 is the yardstick.
-``samples``: counts of one prompt's continuations at temperature 1 from a small vocabulary, against
-their probabilities, which transformers enumerates in float32 (chi-square). ``invariant``: with
-``drafter_invariant``, the tokens of a seed against stock vLLM's, up to the first that differs; the
-yardstick is stock vLLM with fewer sequences at a time, whose rounding differs too, and lossless
-decoding without the option parts at once. Models are random; drafts are drawn for real.
+own log-probs are from float32 is the yardstick. ``samples``: counts of one prompt's continuations
+at temperature 1 from a small vocabulary, against their probabilities, which transformers enumerates
+in float32 (chi-square). ``invariant``: with ``drafter_invariant``, the tokens of a seed against
+stock vLLM's, up to the first that differs; the yardstick is stock vLLM with fewer sequences at a
+time, whose rounding also differs. Without the option, lossless decoding differs at once. Models are
+random; drafts are drawn for real.
 """
 
 from __future__ import annotations
@@ -353,17 +353,17 @@ def main() -> None:
         "--draft-weights",
         choices=get_args(DraftWeights),
         default="auto",
-        help="what drafts multiply with in equal",
+        help="weights that drafts multiply with, for equal",
     )
     parser.add_argument(
-        "--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache in equal"
+        "--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache, for equal"
     )
     parser.add_argument("--count", type=int, default=1_000_000)
     parser.add_argument(
         "--processes",
         type=int,
         default=8,
-        help="that draw samples, each with an engine on the same GPU",
+        help="processes that draw samples, each with its engine on the same GPU",
     )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

@@ -6,27 +6,27 @@ than stock vLLM there?
     python benchmarks/lossless_short.py --sequences 1 8 --out benchmarks/results/lossless_short_qwen3-1.7b_3.json
 
 A short step is bound by the host or nearly so, and the host's speed changes from minute to minute
-by more than what is asked about. So the engines share one GPU and take turns of ``TURN_S``: stock
-vLLM, lossless mode, and stock vLLM once more, because even two stock engines differ (``control`` is
-the ratio of the second one's speed to the first one's). A ratio is that of lossless mode to both
-stock engines together. Each engine has a process of its own, as it has in use: beside engines of
-another kind in one process, its scheduler would take longer. The threads that step run on one core,
-the last that the script may use, whose speed at a time is then the same for all. Hosts differ, and
-so do two processes of one engine: several runs tell more than a long one, and
+by more than the difference in question. So the engines share one GPU and take turns of ``TURN_S``:
+stock vLLM, lossless mode, and stock vLLM once more, because even two stock engines differ
+(``control`` is the ratio of the second one's speed to the first one's). A ratio is that of lossless
+mode to both stock engines together. Each engine has its own process, as in real use: its scheduler
+would take longer in one process with engines of another kind. The stepping threads run on one core,
+the last that the script may use, so its speed at any time is the same for all. Hosts differ, and so
+do two processes of one engine: several runs are more informative than one long run, and
 ``benchmarks/tables.py`` takes their mean. Sequences begin with their tokens in the cache
 (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens, or for ``SECONDS``; acceptance is
 synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what they
 read are chosen without earlier measurements. Ratios are those of tokens per second over all turns;
 intervals resample rounds of turns.
 
-Taking turns costs time that nobody else would spend: at its end a turn waits for what the GPU still
-does, and at its start the GPU waits for the host. So a turn's time is from the result of one step
+Taking turns costs time that does not occur in real use: at its end a turn waits for the GPU to
+finish, and at its start the GPU waits for the host. So a turn's time is from the result of one step
 to that of a later one, without the first ``UNDER_WAY`` and without the wait at the end
 (``with_pauses`` is the ratio with both). What an engine holds when a state begins is left out of
 Python's garbage collection, which it would otherwise go through in some turn.
 
 ``host_us``, printed only, has the microseconds that ``PARTS`` of a step take the host, for each
-engine; ``benchmarks/lossless.py --profile`` tells what the GPU does.
+engine; ``benchmarks/lossless.py --profile`` reports the work of the GPU.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ read sparsely?
 OpenRLHF is installed without its dependencies (``pip install --no-deps openrlhf==0.11.2
 pylatexenc``), beside Ray and the CPU build of vLLM 0.32, which is not the version that OpenRLHF
 pins. The class runs in this process, not in a Ray actor; the bundled reasoner is the model, and
-``SPARROW_SCHEDULE`` says what it reads.
+``SPARROW_SCHEDULE`` specifies what it reads.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def in_a_process_of_its_own(folder: Path) -> dict[str, Any]:
 def main() -> int:
     options = parser(__doc__, "openrlhf_rollouts")
     options.add_argument(
-        "--inside", type=Path, help="for itself: where to write what was found in this process"
+        "--inside", type=Path, help="internal: where this process writes its findings"
     )
     arguments = options.parse_args()
     if arguments.inside:

@@ -16,12 +16,12 @@ the variant nor on how long a step takes, and can be worked out beforehand. Runn
 take hours. Instead the steps are cut into equal strata, and the step in the middle of each is set
 up for real (its requests at their lengths, in vLLM, with its own scheduler, CUDA graphs and
 sampler) and timed. The trace's time is the mean of these, multiplied by the number of steps, plus
-the measured cost to the others of prefilling the joining requests. ``validate`` runs a shorter
-trace from beginning to end, made of the 1/64 of each response that ends at its middle, and compares
-its time with the estimate for that trace.
+the measured delay from prefilling the joining requests. ``validate`` runs a shorter trace from
+beginning to end, made of the 1/64 of each response that ends at its middle, and compares its time
+with the estimate for that trace.
 
-A step's state is reached without prefill: a KV connector, vLLM's own for decode benchmarks, says
-that a request's cache is there already. The cache holds random normal data, page means included,
+A step's state is reached without prefill: a KV connector, vLLM's own for decode benchmarks, reports
+that the cache of a request already exists. The cache holds random normal data, page means included,
 written once to all of the memory, so the pages that the actor selects are scattered. Both variants
 run with this connector, with ``torch.compile`` as vLLM does by default, and with full CUDA graphs
 for decode.
@@ -454,15 +454,17 @@ def main() -> None:
     options.add_argument("--shape", choices=SHAPES, required=True)
     options.add_argument("--variant", choices=["stock", "sparse"], required=True)
     options.add_argument(
-        "--parts", default="points,trace,validate", help="of points, trace, validate, profile"
+        "--parts", default="points,trace,validate", help="any of points, trace, validate, profile"
     )
     options.add_argument("--states", type=int, default=16, help="strata of the trace")
     options.add_argument(
-        "--requests", type=int, nargs="+", default=[240, 1024], help="traces of so many requests"
+        "--requests",
+        type=int,
+        nargs="+",
+        default=[240, 1024],
+        help="numbers of requests of the traces",
     )
-    options.add_argument(
-        "--out", required=True, help="JSON; parts not measured now are kept as they are there"
-    )
+    options.add_argument("--out", required=True, help="JSON; parts not measured now are kept")
     measure(options.parse_args())
 
 

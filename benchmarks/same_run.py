@@ -5,8 +5,8 @@
 Runs of ``sparrow train --engine vllm`` on the bundled reasoner, as in ``vllm_train.py``, all side
 by side: on two GPUs, but on four for *ddp4* and *fsdp2_4*. The distance of DDP and FSDP2 from one
 GPU is shown beside the distance between two runs on one GPU: in *again*, vLLM takes fewer responses
-at a time, so bfloat16 is rounded differently; *seed* has other problems and samples. Where there
-are fewer GPUs, ``--runs`` says which runs to do.
+at a time, so bfloat16 is rounded differently; *seed* has other problems and samples. With fewer
+GPUs, ``--runs`` selects the runs.
 
 *killed* is a DDP run whose second process is killed after three steps; one GPU goes on from its
 checkpoint. *killed_fsdp2* is the same with FSDP2, and also goes on with FSDP2. *server* samples in
@@ -187,7 +187,7 @@ def main() -> None:
     options = parser(__doc__, "same_run")
     runs = [*RUNS, "killed", "killed_fsdp2", "server"]
     options.add_argument(
-        "--runs", nargs="+", choices=runs, default=runs, help="what the file has of others is kept"
+        "--runs", nargs="+", choices=runs, default=runs, help="other runs in the file are kept"
     )
     arguments = options.parse_args()
     results: dict[str, Any] = (

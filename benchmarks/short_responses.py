@@ -4,12 +4,12 @@ for the host.
     git archive a553f48 | tar -x -C old/ && python benchmarks/short_responses.py --before old/
 
 256 prompts of 64 tokens, 1,024 tokens each, top-20 lists, on random weights: stock vLLM and
-Sparrow's engine with the same lists, each in processes of its own, by turns; a variant's time is
-its best. ``--before`` adds the engine of an earlier source tree, here one whose lists were Python
-objects. Sparrow decodes sparsely under the published 0.86 schedule, which keeps nearly everything
-at this length. *host* is the time per token of vLLM's scheduler, its output processor and the
-reading of the lists, from a separate rollout whose clock is read at every step. On a CPU the model
-and responses are smaller; there only *host* says something about a GPU.
+Sparrow's engine with the same lists, each in separate processes, by turns; the best time of each
+variant counts. ``--before`` adds the engine of an earlier source tree, here one whose lists were
+Python objects. Sparrow decodes sparsely under the published 0.86 schedule, which keeps nearly
+everything at this length. *host* is the time per token of vLLM's scheduler, its output processor
+and the reading of the lists, from a separate rollout whose clock is read at every step. On a CPU
+the model and responses are smaller; there only *host* says something about a GPU.
 """
 
 from __future__ import annotations

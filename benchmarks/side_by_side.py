@@ -88,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("old", type=Path, help="an unpacked source tree to compare this one with")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each tree")
-    parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
+    parser.add_argument("--out", type=Path, help="a JSON file for the measurements")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:

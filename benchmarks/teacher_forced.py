@@ -5,10 +5,10 @@ GPU.
 
 One sequence, 8 kv heads, D 128, bfloat16, pages of 16. What the sparse kernel costs depends on how
 much the pages kept by neighbouring positions differ, because a tile of positions reads every page
-that any of them keeps. Random data does not tell how real queries differ, so three kinds are timed,
-and ``read`` says how many pages a tile reads per page that a position keeps: "same" (one query for
-all positions: the best case), "drifting" (queries of which a share changes slowly along the
-sequence) and "independent" (every query and key drawn anew: the worst case).
+that any of them keeps. Random data does not show how real queries differ, so three kinds of data
+are timed, and ``read`` is the number of pages a tile reads per page kept by a position: "same" (one
+query for all positions: the best case), "drifting" (queries of which a share changes slowly along
+the sequence) and "independent" (every query and key drawn anew: the worst case).
 
 Dense: torch's scaled_dot_product_attention with its flash and its cuDNN kernel. Medians of CUDA
 event times.

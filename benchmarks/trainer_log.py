@@ -1,4 +1,4 @@
-"""What other trainers logged, cut to what the table of docs/integrations.md is made of.
+"""Keep the parts of other trainers' logs that the table in docs/integrations.md uses.
 
 python recipes/trl_grpo.py --out run.json
 python benchmarks/trainer_log.py run.json --out benchmarks/results/trl_grpo.json

@@ -7,8 +7,8 @@ Models are random, written to a temporary folder: nothing is downloaded.
 How far a correct run may be from the truth is measured, not assumed. The truth is transformers in
 float32, dense or with the same pages selected position by position. In 16 bits every kernel rounds,
 so even transformers in the same 16 bits misses the truth: the mean and the 99th percentile of its
-errors in log-probs are the yardstick, and Sparrow in vLLM, whose kernels round at other places, may
-miss the truth by at most twice as much.
+errors in log-probs are the yardstick, and Sparrow in vLLM, whose kernels round in different places,
+may miss the truth by at most twice as much.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def main() -> None:
     command.add_argument("--dtype", default="bfloat16")
     command.add_argument("--tensor-parallel", type=int, default=1)
     command.add_argument(
-        "--against", type=Path, help="compare with the .npz that another run left beside its --out"
+        "--against", type=Path, help="compare with the .npz that another run wrote beside its --out"
     )
     arguments = command.parse_args()
     note = notes(arguments.out, dtype=arguments.dtype)

@@ -5,10 +5,10 @@ and dense.
     benchmarks/vllm_train.py --runs dense-0 dense-1 dense-2 lossless-0 lossless-1 lossless-2 \\
         --out benchmarks/results/vllm_train_lossless.json
 
-Runs of ``sparrow train --engine vllm``, side by side on one GPU. The sparse one must learn while p5
-holds. At an unbounded budget actor and policy are the same model, and all that keeps p5 from 1 is
-that vLLM and transformers round bfloat16 at different places: if p5 were to fall over the steps,
-weights would be going astray on their way to vLLM. The KL divergence of actor and policy, which no
+Runs of ``sparrow train --engine vllm``, side by side on one GPU. The sparse run must learn while p5
+stays at its level. With an unbounded budget actor and policy are the same model, and p5 is below 1
+only because vLLM and transformers round bfloat16 in different places: if p5 fell over the steps,
+the transfer of weights to vLLM would be faulty. The KL divergence of actor and policy, which no
 change of entropy hides, is recorded too. With DistillSparse the weights sent are the policy's with
 the actor's LoRA merged in. Lossless runs draft under a schedule that reads a third of a long
 sequence; they are compared with runs of stock dense vLLM with the same seeds.

@@ -2,9 +2,9 @@
 
     python benchmarks/vllm_versions.py --out benchmarks/results/vllm_versions/0.33.0.json
 
-Run it once with each vLLM that is to stand in the table of docs/vllm.md. Nothing is downloaded:
-models are random. Each part runs in its own process. A part that fails is recorded with the last
-error that it printed.
+Run it once with each vLLM version in the table of docs/vllm.md. Nothing is downloaded: models are
+random. Each part runs in its own process. A part that fails is recorded with the last error that it
+printed.
 
 - ``lossy`` and ``lossless`` condense what ``vllm_check.py`` and ``lossless_check.py equal`` find:
   log-probs against transformers in float32, beside the error of transformers in the same 16 bits,
@@ -219,8 +219,8 @@ def measure(arguments: argparse.Namespace) -> None:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    options.add_argument("--batch", type=int, default=64, help="sequences of the speed")
-    options.add_argument("--variant", choices=VARIANTS, help="time this one, in this process")
+    options.add_argument("--batch", type=int, default=64, help="number of sequences for speed")
+    options.add_argument("--variant", choices=VARIANTS, help="time this variant, in this process")
     options.add_argument("--out", type=Path, required=True, help="JSON; other parts in it are kept")
     arguments = options.parse_args()
 

@@ -4,10 +4,10 @@ lossless.
     python recipes/paper/table2.py --model Qwen/Qwen3-4B --schedule qwen3-4b-0.86 --out
     table2-4b.json python recipes/paper/table2.py --table table2-*.json
 
-Each mode has an engine of its own, on one GPU unless ``--engine`` says otherwise (the paper's
-figures are of four), with the same 240 prompts, the same seeds, and a short rollout beforehand that
-warms it up. The model decides the
-lengths: lossy responses differ from dense ones, so tokens per second are compared and not seconds.
+Each mode has its own engine, on one GPU unless ``--engine`` specifies otherwise (the paper used
+four), with the same 240 prompts, the same seeds, and a short rollout beforehand that warms it up.
+The model decides the lengths: lossy responses differ from dense ones, so tokens per second are
+compared rather than seconds.
 """
 
 from __future__ import annotations

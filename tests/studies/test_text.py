@@ -151,7 +151,7 @@ def test_transformers_loads_the_tokenizer(trained):
 def test_windows_do_not_overlap(study):
     found = study.train.windows(np.arange(10, dtype=np.uint16), 3, 3)
     assert found.tolist() == [[0, 1, 2], [3, 4, 5], [7, 8, 9]]
-    with pytest.raises(ValueError, match="10 tokens hold no 4 windows of 3"):
+    with pytest.raises(ValueError, match="10 tokens are too few for 4 windows of 3"):
         study.train.windows(np.arange(10, dtype=np.uint16), 4, 3)
 
 
