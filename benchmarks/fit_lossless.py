@@ -112,7 +112,7 @@ def fitted() -> str:
         [
             "shape",
             "cycles",
-            "mean size of the error",
+            "mean absolute error",
             "largest",
             "largest, shape left out of the fit",
         ],

@@ -61,7 +61,7 @@ def limits(requests: str = "240") -> str:
         speedup = trace_seconds(stock, requests, "none") / trace_seconds(sparse, requests, "none")
         rows.append([SHAPES[shape], f"{speedup:.2f}x", *cells])
     head = ["shape", "measured", "rows in balance", "sparse layers at the cost of their bytes"]
-    return table([*head, "nothing costs but bytes"], rows)
+    return table([*head, "only bytes cost time"], rows)
 
 
 def roofline() -> str:
@@ -88,7 +88,7 @@ def roofline() -> str:
         for p, s, error, out in sorted(points, key=lambda row: -abs(row[2]))[:5]
     ]
     summary = table(
-        ["", "steps", "mean size of the error", "largest", "largest, shape left out of the fit"],
+        ["", "steps", "mean absolute error", "largest", "largest, shape left out of the fit"],
         rows,
     )
     head = [
@@ -103,14 +103,14 @@ def roofline() -> str:
 
 def overheads() -> str:
     names = [
-        "a layer",
-        "a sparse layer, further",
-        "a sequence",
-        "its top-20 lists, further",
+        "per layer",
+        "per sparse layer, additional",
+        "per sequence",
+        "per sequence with top-20 lists, additional",
         "share of the read limit",
     ]
     cells = (f"{1e6 * x:.2f}" if x < 0.1 else f"{x:.3f}" for x in astuple(VLLM_H200))
-    return table([*names, "a sequence, on the host"], [list(cells)])
+    return table([*names, "per sequence, on the host"], [list(cells)])
 
 
 def ragged() -> str:
@@ -285,7 +285,7 @@ def paper_runs() -> str:
         "run",
         "H200s",
         "training, GiB per GPU",
-        "full responses an engine holds",
+        "full responses that fit per engine",
         "dense",
         "lossy",
         "lossless",

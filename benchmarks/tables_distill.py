@@ -12,7 +12,7 @@ from common import Row, load, table
 ARMS = {
     "none": "no adapter",
     "full": "PPO and KL",
-    "kl": "KL alone",
+    "kl": "KL only",
     "half": "half of the responses",
     "expensive": "PPO and KL, more expensive schedule",
 }
@@ -85,7 +85,7 @@ def distill_runs() -> str:
         )
     head = [
         "lowest p5, held out",
-        "by the adapter, mean of bins",
+        "gain from the adapter, mean of bins",
         "lowest p5, last 10 steps",
         "holds 0.86 from step",
     ]
@@ -126,7 +126,7 @@ def distill_overhead() -> str:
     names = {
         "dense_update": "the policy's own update",
         "everything": "PPO and KL on everything",
-        "kl_alone": "KL alone",
+        "kl_alone": "KL only",
         "half_of_the_responses": "PPO and KL on half of the responses",
         "a_quarter_of_the_responses": "PPO and KL on a quarter of the responses",
     }
@@ -148,7 +148,7 @@ def distill_overhead() -> str:
         "added",
         f"seconds, {reads[1]}",
         "added",
-        "GiB at most",
+        "peak GiB",
     ]
     return table(head, rows)
 

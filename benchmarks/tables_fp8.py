@@ -164,7 +164,9 @@ def acceptance_bf16() -> str:
         ]
         for row in load("text_bits_bf16")["rows"]
     )
-    return table(["tokens read", "rounded, besides bfloat16", "mean", "p5", "change of p5"], rows)
+    return table(
+        ["tokens read", "rounded in addition to bfloat16", "mean", "p5", "change in p5"], rows
+    )
 
 
 TABLES = {

@@ -339,9 +339,7 @@ def lossless_invariant() -> str:
                 f"{row['common'] / row['tokens']:.0%}",
             ]
             rows.append([name, f"{row['same']} of {row['responses']}", *common])
-    return table(
-        ["", "responses that are the same", "tokens before the first that is not", ""], rows
-    )
+    return table(["", "identical responses", "tokens before the first difference", ""], rows)
 
 
 def lossless_training() -> str:

@@ -89,8 +89,8 @@ def training() -> str:
 def same_run() -> str:
     names = {
         "one": "one GPU",
-        "again": "one GPU, other batches",
-        "seed": "one GPU, other seed",
+        "again": "one GPU, different batches",
+        "seed": "one GPU, different seed",
         "ddp": "two GPUs, DDP",
         "fsdp2": "two GPUs, FSDP2",
         "ddp4": "four GPUs, DDP",
@@ -132,8 +132,8 @@ def failures() -> str:
     ]
     head = [
         "killed",
-        "after so many steps",
-        "the run ended within, s",
+        "steps before the failure",
+        "seconds until the run ended",
         "exit code",
         "steps after `--resume`",
     ]
@@ -173,7 +173,7 @@ def trainers() -> str:
         "p5, first and last (times measured)",
         "mean acceptance",
     ]
-    return table([*head, "p5's floor, mean", "s per step, median"], rows)
+    return table([*head, "floor of p5, mean", "s per step, median"], rows)
 
 
 TABLES = {

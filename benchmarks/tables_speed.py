@@ -197,7 +197,7 @@ def uneven_attention() -> str:
     cells: dict[str, Column] = {
         "shape": lambda batch: SHAPES[batch["shape"]],
         "sequences": "{B}",
-        "tokens in all": "{tokens:,}",
+        "total tokens": "{tokens:,}",
         "read limit, us": "{limit_us:.0f}",
         "sparse, us": "{us:.0f}",
         "of limit": lambda batch: f"{batch['limit_us'] / batch['us']:.0%}",
@@ -213,7 +213,7 @@ def head_budgets() -> str:
         "pages kept": "{k}",
         "kernel": "{kernel}",
         "alike, us": "{even[us]:.0f}",
-        "budgets of their own, us": "{uneven[us]:.0f}",
+        "own budgets, us": "{uneven[us]:.0f}",
         "time": lambda case: f"{case['uneven']['us'] / case['even']['us']:.2f}",
     }
     cases = load("head_budgets")["cases"]
@@ -266,7 +266,7 @@ def profile() -> str:
                 us["other"] += run["kernels_us"] - sum(us.values())
                 what = f"{SHAPES[shape]} {run['batch']} x {run['length']:,}, {name}"
                 rows.append([what, *(f"{x / 1e3:.2f}" for x in us.values())])
-    return table(["ms of a step, top-20 log-probs", *KERNELS, "other"], rows)
+    return table(["ms per step, top-20 log-probs", *KERNELS, "other"], rows)
 
 
 PHASES = {
