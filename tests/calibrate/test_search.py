@@ -219,7 +219,7 @@ def test_unreached_lengths_do_not_shift_the_table():
 
 
 @pytest.mark.slow
-def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_path):
+def test_calibration_meets_its_target_on_fresh_rollouts_and_can_be_resumed(tmp_path):
     import torch
 
     from sparrow.engines.hf import HFEngine

@@ -207,7 +207,7 @@ def test_a_server_without_sparrow_is_refused():
 
 
 @pytest.mark.parametrize("runs, wanted", [("lossy", "lossless"), ("lossless", "fixed:9")])
-def test_a_server_in_another_mode_is_refused(monkeypatch, runs, wanted):
+def test_a_server_in_a_different_mode_is_refused(monkeypatch, runs, wanted):
     def init(self, *args, **kwargs):
         self.use_vllm, self.vllm_generation = True, None
 

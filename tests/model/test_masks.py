@@ -125,7 +125,7 @@ def test_rows_padded_anywhere_decode_as_if_alone(model, name, static):
 
 
 @pytest.mark.parametrize("name", ["left padding", "right padding", "chat turns", "holes"])
-def test_rows_padded_anywhere_are_teacher_forced_as_if_alone_gradients_included(model, name):
+def test_rows_padded_anywhere_are_teacher_forced_as_if_alone_with_equal_gradients(model, name):
     rows, ids, mask = arrangements()[name]
     prompt = [11, 20, 30]
     expected = []

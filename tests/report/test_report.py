@@ -292,7 +292,7 @@ def parsed(report) -> Page:
 # Reading a run
 
 
-def test_series_bins_and_tail_are_read_as_written(run):
+def test_series_bins_and_tail_are_read_back_as_written(run):
     log = RunLog.load(run)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert log.steps.tolist() == list(range(1, 9))
@@ -509,7 +509,7 @@ def test_the_page_needs_no_other_file_and_runs_no_script(parsed, report):
     assert len(ids) == len(set(ids))
 
 
-def test_tables_hold_the_recorded_numbers(parsed, run):
+def test_tables_contain_the_recorded_numbers(parsed, run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     table = dict(parsed.tables["run"])
     assert table["model"] == BAD and table["dataset"] == "gsm8k, math" and "engine" not in table

@@ -159,7 +159,7 @@ def test_a_run_that_finished_while_another_waited_is_not_overwritten(tmp_path):
         here.lock()
 
 
-def test_a_trainer_that_is_refused_holds_no_lock(tmp_path):
+def test_a_refused_trainer_holds_no_lock(tmp_path):
     with pytest.raises(ConfigError, match="cannot put a LoRA on nowhere"):
         make_trainer(tmp_path, distill=DistillConfig(enabled=True, target_modules=("nowhere",)))
     make_trainer(tmp_path, steps=1).train()

@@ -135,7 +135,7 @@ def test_an_engine_that_verifies_all_or_nothing_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_never_reaches_tau_stays_lossless(tmp_path):
+def test_a_run_that_never_meets_tau_stays_lossless(tmp_path):
     trainer(tmp_path, cheap(0.9999), steps=2).train()
     rows = metrics_of(tmp_path)
     assert all(row["dial"]["unverified_fraction"] == 0 and row["drafts"]["drafted"] for row in rows)

@@ -132,7 +132,7 @@ def test_a_full_disk_is_noticed_before_the_work(
 
 
 @pytest.mark.parametrize(("command", "kind"), WRITERS)
-def test_a_file_as_run_directory_or_a_folder_as_file_is_refused(
+def test_a_file_in_place_of_a_folder_or_a_folder_in_place_of_a_file_is_refused(
     command, kind, capsys, tmp_path, no_work
 ):
     file = tmp_path / "there"
@@ -146,7 +146,7 @@ def test_a_file_as_run_directory_or_a_folder_as_file_is_refused(
     assert "Not a directory" in below or f"{file} is a file, expected a folder" in below
 
 
-def test_a_run_directory_that_holds_a_run_is_refused_before_the_work(capsys, tmp_path, no_work):
+def test_a_run_directory_that_contains_a_run_is_refused_before_the_work(capsys, tmp_path, no_work):
     (tmp_path / "metrics.jsonl").touch()
     there = ["--run-dir", str(tmp_path)]
     assert "already holds a run; resume it (--resume) or" in fails(capsys, *TRAIN, *there)

@@ -192,7 +192,7 @@ def test_generation_works_inside_a_running_event_loop(pretender):
     assert [r.response_ids.tolist() for r in asyncio.run(cell())] == [[3], [3]]
 
 
-def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
+def test_a_server_in_a_different_mode_is_refused_with_the_remedy(pretender):
     url, _ = pretender
     with pytest.raises(
         ConfigError,

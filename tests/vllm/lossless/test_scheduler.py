@@ -171,7 +171,7 @@ def test_steps_that_the_chooser_does_not_watch_are_not_recorded(make, observed):
     assert observed[1][3] == pytest.approx(0.01)
 
 
-def test_the_first_step_with_other_drafts_is_marked(make, observed):
+def test_the_first_step_with_a_different_draft_count_is_marked(make, observed):
     scheduler = make()
     run(scheduler, {"a": 100, "b": 300})
     for drafts in (0, 0, 2, 2, 4, 0, 0):
