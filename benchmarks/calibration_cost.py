@@ -8,10 +8,10 @@
 the end in batches of 32 that never drain, which favours sampling; a partly filled batch counts as a
 full one. Prefill and the statistics are left out on both sides.
 
-Weights are random, so the search is told what to find. ``calibrate_engine`` runs unchanged, and
-every pass that it asks for is run and timed on some of the sequences, but the answers that it gets
-are made up: p5 depends on the budget as in the published tables, with a little noise, and the
-actor's own responses need 15 % more pages.
+Weights are random, so the result of the search is prescribed. ``calibrate_engine`` runs unchanged,
+and every pass that it requests is run and timed on some of the sequences, but the answers are
+simulated: p5 depends on the budget as in the published tables, with a little noise, and the actor's
+own responses need 15 % more pages.
 
 Shapes: T tokens.
 """
@@ -34,9 +34,9 @@ from sparrow.rollout import Rollout, Sampling, Scores
 from sparrow.schedule import ALL_PAGES
 
 SEQUENCES, BATCH, LENGTH, PROMPT = 256, 32, 32_768, 256
-SCORED = 2  # sequences that a pass scores, one by one
-LENGTHS = (512, 4096, 16_384, 32_000)  # at which steps are timed
-PAGES = (29, 125, 253, 509, 1021, ALL_PAGES)  # top-k of the steps timed
+SCORED = 2  # number of sequences that a pass scores, one by one
+LENGTHS = (512, 4096, 16_384, 32_000)  # lengths at which steps are timed
+PAGES = (29, 125, 253, 509, 1021, ALL_PAGES)  # top-k of the timed steps
 BUDGETS = (
     np.geomspace(512, 16_384, 18).round(-1).astype(int)
 )  # tokens; 18 budgets over the published range
@@ -47,8 +47,8 @@ DRIFT, NOISE = 1.15, 0.004
 
 
 def steps() -> None:
-    """Time decode steps of a whole batch, with the top-20 lists that calibration needs; dense
-    layers as published.
+    """Time decode steps of a full batch with the top-20 lists that calibration needs; dense layers
+    as published.
     """
     from rollout import Bench
 
@@ -66,7 +66,7 @@ def steps() -> None:
 
 
 class Told(Engine, Scorer):
-    """An engine whose passes are real, on some of the sequences, and whose answers are made up."""
+    """An engine whose passes run on some of the sequences, but whose answers are simulated."""
 
     def __init__(self, scorer: Any, rollouts: Sequence[Rollout]) -> None:
         self.scorer, self.rollouts = scorer, rollouts
@@ -108,8 +108,8 @@ class Told(Engine, Scorer):
         return [Scores(a[:, 0], a, np.zeros(len(a), np.float32)) for a in answers]
 
     def answer(self, schedule: SparsitySchedule, sequence: int) -> np.ndarray:
-        """The actor's log-prob of the only token that is ever listed, float32 ``[T, 1]``; the
-        policy's is 0.
+        """Return the actor's log-prob of the only listed token, float32 ``[T, 1]``; the policy's is
+        0.
         """
         drift = DRIFT if len(self.rounds) > 1 else 1.0
         length_T = schedule.page_end(np.arange(PROMPT, LENGTH))
@@ -127,7 +127,7 @@ class Told(Engine, Scorer):
 
 
 def search() -> None:
-    """What ``sparrow calibrate`` does once it has sampled; a pass scores a list of 20 tokens at
+    """Run the part of ``sparrow calibrate`` after sampling; a pass scores a list of 20 tokens at
     every position.
     """
     import torch
@@ -181,7 +181,9 @@ def search() -> None:
 
 
 def rollout_seconds(schedule: SparsitySchedule, sequences: int = SEQUENCES) -> float:
-    """Seconds to decode sequences; step times are interpolated linearly in length and in pages."""
+    """Return the seconds to decode sequences; step times are interpolated linearly in length and in
+    pages.
+    """
     length_T = np.arange(PROMPT, LENGTH)
     ms = {(row["top_k"], row["length"]): row["ms"] for row in load("calibration_steps")["steps"]}
     steps_T = {k: np.interp(length_T, LENGTHS, [ms[k, n] / 1e3 for n in LENGTHS]) for k in PAGES}
@@ -197,7 +199,7 @@ def rollout_seconds(schedule: SparsitySchedule, sequences: int = SEQUENCES) -> f
 
 
 def calibration_cost() -> str:
-    """Seconds of sampling anew at every budget, and of calibrating in two ways."""
+    """Return the seconds of sampling at every budget, and of calibrating in two ways."""
     rounds = load("calibration_search")["rounds"]
     counts = [max(PILOT, SEQUENCES // 10)] * ROUNDS + [SEQUENCES]
     dense = (
@@ -228,7 +230,7 @@ def calibration_cost() -> str:
     for (
         label,
         passes,
-    ) in ways.items():  # of every round, the seconds that each of its passes takes for a sequence
+    ) in ways.items():  # for every round, the seconds per sequence of each of its passes
         scoring = sum(sum(row) * n for row, n in zip(passes, counts, strict=True))
         scored = sum(len(row) * n for row, n in zip(passes, counts, strict=True))
         cells = [
@@ -242,7 +244,7 @@ def calibration_cost() -> str:
 
 def scoring_passes() -> str:
     def span(top_k: list[Any]) -> str:
-        """The pages of a schedule, except for lengths that were not measured."""
+        """Return the range of pages of a schedule, except at lengths that were not measured."""
         pages = [k for k in top_k if k != "all"] or top_k
         return f"{pages[0]}" if len(pages) == 1 else f"{pages[0]} to {pages[-1]}"
 

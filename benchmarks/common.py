@@ -1,5 +1,5 @@
-"""What benchmarks and studies share: where results are, how they are written, and tables made from
-them.
+"""Code shared by benchmarks and studies: where results are stored, how they are written, and tables
+made from them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Column = str | Callable[[Row], Any]
 
 
 def parser(about: str, out: str | None = None) -> argparse.ArgumentParser:
-    """A command line that explains itself by its script's docstring.
+    """Return a command line whose help is the docstring of its script.
 
     Args: out: adds the option ``--out`` for the file to write, ``benchmarks/results/OUT.json`` if
         it is not given.
@@ -53,15 +53,18 @@ def parser(about: str, out: str | None = None) -> argparse.ArgumentParser:
 def parse_states(
     options: argparse.ArgumentParser, name: str, states: Mapping[str, Sequence[tuple[int, int]]]
 ) -> tuple[str, list[tuple[int, int]], Path]:
-    """Read the command line of a script that measures states, sequences and tokens of each, of a
+    """Read the command line of a script that measures states (sequences, and tokens of each) of a
     shape.
 
-    Returns: The shape, those of its states that were asked for, and the file to write,
+    Returns: The shape, its requested states, and the file to write,
         ``NAME_SHAPE.json`` by default.
     """
     options.add_argument("--shape", choices=states, default="qwen3-1.7b")
     options.add_argument(
-        "--sequences", type=int, nargs="+", help="only states of so many; all by default"
+        "--sequences",
+        type=int,
+        nargs="+",
+        help="only states with these numbers of sequences; all by default",
     )
     options.add_argument(
         "--out", type=Path, help=f"the JSON file to write, results/{name}_SHAPE.json by default"
@@ -76,7 +79,7 @@ def parse_states(
 
 
 def qwen3(shape: str, **changed: Any) -> Any:
-    """The configuration of a Qwen3 in which no token ends a response."""
+    """Return the configuration of a Qwen3 in which no token ends a response."""
     from transformers import Qwen3Config
 
     width, mlp, layers, heads, tied = SIZES[shape]
@@ -101,8 +104,8 @@ def qwen3(shape: str, **changed: Any) -> Any:
 def tracing(
     path: str | Path, lines: int, count: int, seed: int, device: Any
 ) -> tuple[Any, list[int], list[list[int]]]:
-    """A model of the task ``trace`` in float32, the tokens that end its responses, and token ids of
-    prompts.
+    """Return a model for the task ``trace`` in float32, its end tokens, and token ids
+    of prompts.
     """
     from sparrow.engines.hf import eos_ids, load_model
     from sparrow.tasks import Trace
@@ -114,7 +117,7 @@ def tracing(
 
 
 def machine() -> str:
-    """The GPU that this runs on, or else the processor."""
+    """Return the GPU that this runs on, or the processor without one."""
     import torch
 
     return (
@@ -123,14 +126,14 @@ def machine() -> str:
 
 
 def device() -> Any:
-    """The GPU that torch would use, or else the processor."""
+    """Return the GPU that torch would use, or the CPU without one."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def clock() -> float:
-    """Seconds, once the device has done what it was given."""
+    """Return the time in seconds after the device has finished its work."""
     import torch
 
     if torch.cuda.is_available():
@@ -139,12 +142,12 @@ def clock() -> float:
 
 
 def load(name: str) -> Any:
-    """Read a result by the name of its file."""
+    """Read a result by its file name."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def save(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result, with the machine, the versions and the day unless it already has them."""
+    """Write a result; add the machine, the versions and the date unless present."""
     import torch
 
     record = {"machine": machine(), "torch": torch.__version__, "python": platform.python_version()}
@@ -153,14 +156,14 @@ def save(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def write(path: Path, result: Any) -> None:
-    """Write a result as it is, with numbers to eight digits and a line for each row."""
+    """Write a result unchanged, with eight-digit numbers and one line per row."""
     path.parent.mkdir(parents=True, exist_ok=True)
     plain = json.loads(json.dumps(result))  # keys as JSON has them, tuples as lists
     path.write_text(compact(rounded(plain)) + "\n", encoding="utf-8")
 
 
 def rounded(x: Any) -> Any:
-    """Numbers to eight digits, at any depth; whole ones as they are."""
+    """Round numbers to eight digits at any depth; integers stay unchanged."""
     if isinstance(x, dict):
         return {key: rounded(value) for key, value in x.items()}
     if isinstance(x, list):
@@ -171,7 +174,9 @@ def rounded(x: Any) -> Any:
 
 
 def compact(x: Any, indent: str = "") -> str:
-    """JSON in few lines: what fits in one, or holds neither lists nor objects, is not broken."""
+    """Return JSON in few lines: anything that fits on one line, or contains neither lists nor
+    objects, is not broken.
+    """
     whole = json.dumps(x)
     inner: list[Any] = []
     if isinstance(x, dict):
@@ -192,7 +197,9 @@ def compact(x: Any, indent: str = "") -> str:
 
 
 def speed_ratio(turns: ArrayLike) -> list[float]:
-    """The speed of one engine over another's, with a 95 % interval from resampling pairs of turns.
+    """Return the speed of one engine over that of another.
+
+    The 95 % interval comes from resampling pairs of turns.
 
     Args:
         turns: tokens and seconds of a turn, of the other engine first, ``[turns, 2, 2]``.
@@ -201,26 +208,26 @@ def speed_ratio(turns: ArrayLike) -> list[float]:
     draws = np.random.default_rng(0).integers(0, len(each), (2000, len(each)))
     sums = np.concatenate(
         [each.sum(0)[None], each[draws].sum(1)]
-    )  # of all turns, then of those drawn
+    )  # for all turns first, and then for each resample
     speeds = sums[..., 0] / sums[..., 1]
     ratio, *resampled = (speeds[:, 1] / speeds[:, 0]).tolist()
     return [ratio, *np.percentile(resampled, [2.5, 97.5]).tolist()]
 
 
 def interval(values: list[float], digits: int, unit: str = "f") -> str:
-    """An estimate and, where there is one, its interval."""
+    """Format an estimate with its interval, if available."""
     estimate, *ends = (f"{x:.{digits}{unit}}" for x in values)
     return f"{estimate} [{', '.join(ends)}]" if ends else estimate
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table in Markdown."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
 
 
 def declared(rows: Iterable[Row], cells: Mapping[str, Column]) -> str:
-    """A table with a line for each row; a column is a format of the row's fields, or a function of
+    """Return a table with a line per row; a column is a format of the row's fields or a function of
     the row.
     """
     lines = (
@@ -231,7 +238,9 @@ def declared(rows: Iterable[Row], cells: Mapping[str, Column]) -> str:
 
 
 def render(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
-    """The page with the text between each ``<!-- table: NAME -->`` and ``<!-- end -->`` made anew."""
+    """Return the page with the text between each ``<!-- table: NAME -->`` and ``<!-- end -->``
+    regenerated.
+    """
 
     def fill(match: re.Match[str]) -> str:
         return f"<!-- table: {match[1]} -->\n{tables[match[1]]()}<!-- end -->"

@@ -63,7 +63,7 @@ CASES = [
     (24, 30_000, 2, 253),
     (96, 10_000, 2, 151),
 ]
-# Draft steps, in the form of CASES.
+# Draft steps in the format of CASES.
 DRAFTS = [
     (64, 15_000, 2, 61),
     (32, 30_000, 2, 61),
@@ -71,7 +71,7 @@ DRAFTS = [
     (64, 4_096, 2, 61),
     (64, 15_000, 4, 61),
 ]
-# Batches that keep every page, compared with FlashAttention.
+# Batches in which every page is kept, for comparison with FlashAttention.
 DENSE = [
     (64, 15_000),
     (32, 30_000),
@@ -97,7 +97,7 @@ SHAPES = [
 ]
 
 
-# How keys and values are stored, and the landmarks of each.
+# Storage formats of keys and values, with the dtype of the landmarks.
 CACHES: dict[str, tuple[LandmarkDtype, ...]] = {
     "auto": ("auto",),
     "fp8": ("auto", "fp8_e4m3"),
@@ -107,7 +107,9 @@ INT8_EXPONENT = 122  # byte of the scale 2^-5, under which a code of 127 is four
 
 
 class Pool:
-    """Caches of all layers, ``[blocks, K, P, 2 D]`` and a tail of landmarks in one allocation each."""
+    """Caches of all layers: for each, ``[blocks, K, P, 2 D]`` and a tail of landmarks in one
+    allocation.
+    """
 
     def __init__(
         self,
@@ -159,10 +161,10 @@ class Pool:
 
 
 class Case:
-    """One batch over the pool's blocks, the same in every layer."""
+    """One batch over the blocks of the pool, the same in every layer."""
 
-    budgets: Sequence[torch.Tensor] = ()  # by layer, of kv heads that do not all keep ``top_k``
-    triton = False  # whether Triton's kernels run whatever the number of rows
+    budgets: Sequence[torch.Tensor] = ()  # per layer, if not all kv heads keep ``top_k``
+    triton = False  # whether to run Triton's kernels whatever the number of rows
 
     def __init__(self, pool: Pool, B: int, L: int, G: int, k: int) -> None:
         self.pool, self.k, P, D = pool, k, pool.layout.page_size, pool.D
@@ -192,12 +194,12 @@ class Case:
         )
 
     def bytes(self, top_k: torch.Tensor) -> float:
-        """Bytes that a layer reads: landmarks of the heads that leave pages out, keys and values of
-        the pages kept.
+        """Return the bytes that a layer reads: landmarks of heads that leave out pages, and keys
+        and values of the kept pages.
         """
         P, D = self.pool.layout.page_size, self.pool.D
         every = list(self.budgets) or [torch.full((K,), BUDGET_UNIT, device="cuda")]
-        budgets = torch.cat(every)  # of all layers' heads
+        budgets = torch.cat(every)  # summed over the heads of all layers
         ranked = ((self.length + P - 1) // P - 3).clamp(min=0)[:, None]
         budget = torch.minimum(ranked, head_top_k(top_k[:, None], budgets)[..., 0])
         scored = torch.where((budget > 0) & (budget < ranked), ranked, 0)
@@ -209,7 +211,9 @@ class Case:
         return (int(scored.sum()) * marks + int(tokens.sum()) * kv) * K / len(budgets)
 
     def step(self, config: Config, layer: int, top_k: torch.Tensor | None = None) -> Launches:
-        """The launches of a decode step, as shipped unless a configuration is given."""
+        """Return the launches of a decode step, in the shipped configuration unless another one is
+        given.
+        """
         pool = self.pool
         batch = DecodeBatch(
             self.q,
@@ -234,19 +238,19 @@ class Case:
         else:
             by_triton.check(batch, self.workspace)
             step = by_triton.Launches(batch, self.workspace, config)
-        step.plan()  # once per step of a model, not per layer
+        step.plan()  # once per model step rather than per layer
         return step
 
     def time(
         self, config: Config, what: str, top_k: torch.Tensor | None = None
     ) -> dict[str, float]:
-        """Time per layer of ``what``: ``rank``, ``attend`` or the whole ``step``."""
+        """Return the time per layer of ``what``: ``rank``, ``attend`` or the whole ``step``."""
         steps = [self.step(config, layer, top_k) for layer in range(len(self.pool.k))]
         return timed([launches(step, what) for step in steps])
 
     def flash(self) -> dict[str, float] | None:
-        """Time per layer of vLLM's FlashAttention over the whole cache, as a captured decode step
-        calls it.
+        """Return the time per layer of vLLM's FlashAttention over the whole cache, called as in a
+        captured decode step.
         """
         try:
             from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
@@ -304,8 +308,8 @@ def launches(step: Launches, what: str) -> Callable[[], None]:
 
 
 def measured(case: Case, limit: float, **about: Any) -> Row:
-    """A row with the times of a sparse step and of one that keeps every page, and what their bytes
-    allow.
+    """Return a row with the times of a sparse step and of one with every page kept, and their read
+    limits.
     """
     everything = torch.full_like(case.top_k, ALL_PAGES)
     row = about | dict(
@@ -319,7 +323,7 @@ def measured(case: Case, limit: float, **about: Any) -> Row:
 
 
 def sparse_only(case: Case, limit: float, **about: Any) -> Row:
-    """A row with the time of a sparse step, and what its bytes allow."""
+    """Return a row with the time of a sparse step and its read limit."""
     row = about | case.time(None, "step") | {"limit_us": case.bytes(case.top_k) / limit * 1e6}
     show(about, row, row["limit_us"])
     return row
@@ -351,7 +355,7 @@ def ragged(pool: Pool, limit: float) -> list[Row]:
 
 
 def landmarks(limit: float) -> Row:
-    """Draft steps with landmarks stored in the cache's dtype and in 8 bits."""
+    """Measure draft steps with landmarks in the dtype of the cache and in 8 bits."""
     rows = []
     for dtype in get_args(LandmarkDtype):
         pool = Pool(TOKENS, LAYERS, landmark_dtype=dtype)
@@ -363,8 +367,8 @@ def landmarks(limit: float) -> Row:
 
 
 def caches(limit: float, names: Sequence[str]) -> Row:
-    """Sparse and dense steps with keys and values in 16 and in 8 bits; 16-bit landmarks and,
-    with fp8, in 8 too.
+    """Measure sparse and dense steps with 16-bit and 8-bit keys and values; landmarks are 16-bit
+    and, with fp8, also 8-bit.
     """
     rows = []
     for cache, landmark_dtype in [(name, dtype) for name in names for dtype in CACHES[name]]:
@@ -378,8 +382,8 @@ def caches(limit: float, names: Sequence[str]) -> Row:
 
 
 def head_budgets(limit: float, spread: float) -> Row:
-    """Steps whose kv heads keep as many pages, and as many on average with budgets whose logs
-    deviate by ``spread``.
+    """Measure steps whose kv heads keep equally many pages, and as many on average with budgets
+    whose logs deviate by ``spread``.
     """
     pool, rows = Pool(TOKENS, LAYERS), []
     drawn = (spread * torch.randn(LAYERS, K, generator=torch.Generator().manual_seed(0))).exp()
@@ -437,7 +441,7 @@ def attending(tokens: int, warps: int, stages: int, resident: int) -> LaunchConf
 
 
 def dense_configs() -> list[LaunchConfig]:
-    """The configurations tried to find the fastest dense kernel."""
+    """Return the configurations among which the fastest dense kernel is searched."""
     tried = [
         attending(*tile) for tile in ((64, 4, 1, 4), (64, 4, 2, 3), (128, 4, 1, 3), (128, 4, 2, 1))
     ]
@@ -454,19 +458,19 @@ def main() -> None:
     options.add_argument(
         "--landmarks",
         action="store_true",
-        help="draft steps by the dtype of landmarks, nothing else",
+        help="only draft steps, by the dtype of landmarks",
     )
     options.add_argument(
         "--caches",
         nargs="*",
         choices=CACHES,
-        help="keys and values in 16 and in 8 bits, or only so; nothing else",
+        help="only 16-bit and 8-bit keys and values, or the given formats",
     )
     options.add_argument(
         "--head-budgets",
         type=float,
         metavar="SPREAD",
-        help="kv heads with budgets of their own alone",
+        help="only kv heads with their own budgets",
     )
     options.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to")
     args = options.parse_args()

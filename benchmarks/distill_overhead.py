@@ -53,8 +53,8 @@ TEXTS = {"random": 1, "runs": 12}
 
 
 def experience(run: int) -> Experience:
-    """Responses of random tokens, ``run`` equal ones in a row, with the lists of an actor that was
-    certain of them.
+    """Return responses of random tokens in runs of ``run`` equal tokens, with the lists of an actor
+    that was certain of them.
     """
     rng = np.random.default_rng(0)
     T = TOKENS - PROMPT
@@ -93,7 +93,7 @@ def make_trainer(folder: str) -> Trainer:
 
 
 def seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
-    """The seconds that ``work`` takes, and the peak of its allocated memory in GiB."""
+    """Return the seconds of ``work`` and its peak of allocated memory in GiB."""
     torch.cuda.reset_peak_memory_stats()
     begin = clock()
     work(*arguments)
@@ -102,8 +102,8 @@ def seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
 
 @torch.no_grad()
 def read(distiller: Distiller, step: Experience) -> float:
-    """Pages that a tile reads for each page that one of its positions keeps: one response, mean
-    over sparse layers.
+    """Return the pages that a tile reads per page kept by one of its positions: the mean over
+    sparse layers for one response.
     """
     ratios = []
     select = Call.select
@@ -123,8 +123,8 @@ def read(distiller: Distiller, step: Experience) -> float:
 
 
 def measure(trainer: Trainer, out: Path) -> None:
-    """Rounds of the dense update and every variant, on every text; the results so far are saved
-    after each round.
+    """Run rounds of the dense update and every variant on every text, saving the results after each
+    round.
     """
     learner = trainer.learner
     distiller, learner.distiller = learner.distiller, None
@@ -149,8 +149,8 @@ def measure(trainer: Trainer, out: Path) -> None:
 
 
 def summary(rounds: list[dict[str, tuple[float, float]]], name: str) -> dict[str, Any]:
-    """One update's seconds in each round, its peak memory, and what it adds to the dense update of
-    the same round.
+    """Return the seconds of one update in each round, its peak memory, and its overhead over the
+    dense update of the same round.
     """
     added = [times[name][0] / times["dense_update"][0] for times in rounds]
     return {

@@ -1,5 +1,5 @@
-"""The paper's eFLOPs (Sparrow, arXiv 2606.08446, section 5; after Kinetics, arXiv 2506.05333), in
-its letters.
+"""The eFLOPs of the paper (Sparrow, arXiv 2606.08446, section 5; after Kinetics, arXiv 2506.05333),
+with its symbols.
 """
 # ruff: noqa: E741
 
@@ -37,8 +37,8 @@ def sparse_eflops(
     b: float,
     P: float,
 ) -> float:
-    """Sparse rollout, b tokens kept in pages of P, as published: prompt-score terms lack 1/P, one
-    lacks r.
+    """Return eFLOPs of a sparse rollout with b tokens kept in pages of P, as published: prompt-
+    score terms lack 1/P, and one lacks r.
     """
     attend = 2 * P_w * N * L_out + 2 * r * N * D * b * L_out + 2 * I * N * D * b * L_out
     score = 2 * N * L_in * D * L_out + r * N * D * L_out**2 / (2 * P)
@@ -53,8 +53,8 @@ def ideal_speedup(
     prompt: int = 0,
     samples: int = 1,
 ) -> float:
-    """Dense over sparse eFLOPs for responses of ``response`` tokens each; b is the schedule's mean
-    budget over them.
+    """Return dense over sparse eFLOPs for responses of ``response`` tokens; b is the mean budget of
+    the schedule over them.
     """
     b = float(schedule.tokens_read(prompt + np.arange(1, response + 1)).mean())
     common = (
@@ -73,7 +73,7 @@ PUBLISHED = (5.2, 5.1, 3.5, 3.5, 2.7)
 
 
 def ideal() -> str:
-    """The published speed-ups at p5 0.86 on an H200, and what the formulas give with the released
+    """Compare the published speedups at p5 0.86 on an H200 with the formulas for the released
     schedules.
     """
     schedules = [(shape, name, SparsitySchedule.preset(shape)) for shape, name in SHAPES.items()]

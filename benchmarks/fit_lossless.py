@@ -25,8 +25,8 @@ H200 = MACHINES["h200"]
 
 
 def measured() -> list[dict[str, Any]]:
-    """Cycles on an H200 with a fixed number of drafts and a 16-bit cache; how many are accepted
-    changes no time.
+    """Return measured cycles on an H200 with a fixed number of drafts and a 16-bit cache;
+    acceptance does not affect their time.
     """
     points = []
     for path in sorted(RESULTS.glob("lossless_*.json")):
@@ -69,7 +69,7 @@ def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> Cycle:
 
 
 def cycle_seconds(cycle: Mapping[str, Any], machine: Machine, constants: Cycle) -> float:
-    """Predicted seconds of a measured cycle, which is given as in ``fit_cycles``."""
+    """Predict the seconds of a measured cycle in the format of ``fit_cycles``."""
     stored = cycle.get("landmark_dtype", "auto")
     schedule = SparsitySchedule.fixed(cycle["pages"], dense_layers=(), landmark_dtype=stored)
     drafting = Drafting(cycle["drafts"], schedule, 1.0, cycle.get("draft_weights", "auto"))
@@ -79,12 +79,14 @@ def cycle_seconds(cycle: Mapping[str, Any], machine: Machine, constants: Cycle) 
 
 
 def errors(cycles: list[dict[str, Any]]) -> list[float]:
-    """Relative errors of the shipped constants."""
+    """Return the relative errors of the shipped constants."""
     return [cycle_seconds(cycle, H200, CYCLE_H200) / (cycle["ms"] / 1e3) - 1 for cycle in cycles]
 
 
 def fitted() -> str:
-    """Errors of the shipped constants by shape, then those of a fit without that shape."""
+    """Return the errors of the shipped constants by shape, followed by those of a fit without that
+    shape.
+    """
     rows = []
     everything = measured()
     cycles = [cycle for cycle in everything if cycle["draft_weights"] == "auto"]
@@ -102,7 +104,7 @@ def fitted() -> str:
         rows.append([shape, len(own), *cells])
     for shape in sorted(
         {cycle["shape"] for cycle in in_fp8}
-    ):  # two, and two constants: none can be left out
+    ):  # two shapes and two constants: neither shape can be left out
         off = errors([cycle for cycle in in_fp8 if cycle["shape"] == shape])
         name = f"{shape}, drafts with weights in fp8"
         rows.append([name, len(off), f"{np.abs(off).mean():.1%}", f"{max(off, key=abs):+.1%}", ""])
@@ -110,7 +112,7 @@ def fitted() -> str:
         [
             "shape",
             "cycles",
-            "mean size of the error",
+            "mean absolute error",
             "largest",
             "largest, shape left out of the fit",
         ],

@@ -1,16 +1,17 @@
-"""Fit the overheads of ``sparrow.cost`` to measured decode steps, and say how well they predict
+"""Fit the overheads of ``sparrow.cost`` to measured decode steps, and report how well they predict
 them.
 
     python benchmarks/fit_roofline.py                       # refits the H200's constants
 
 ``roofline_h200.json`` names a ``machine`` of ``sparrow.cost.MACHINES`` and lists ``steps``, whole
 decode steps with ``shape``, ``batch``, ``length`` and ``ms``, sparse ones also with ``schedule``
-(as ``SparsitySchedule.load`` takes it), those that return top-20 lists with ``lists``. It is joined
-by the steps, dense and sparse, that ``rollout.py`` measured. The fit is least squares of relative
-errors, with no constant below zero. The last column is the error of a fit from which the point's
-whole model shape was left out. No fit sees the steps of the rollout traces, whose sequences differ
-in length; their errors come after the table. The host's seconds per sequence are fitted to the
-rollouts of ``grpo_step.py``, whose first steps are so large that the host cannot keep up.
+(in a form that ``SparsitySchedule.load`` accepts), and those that return top-20 lists with
+``lists``. The steps, dense and sparse, measured by ``rollout.py`` are added. The fit is least
+squares of relative errors, with no constant below zero. The last column is the error of a fit from
+which the point's whole model shape was left out. No fit sees the steps of the rollout traces, whose
+sequences differ in length; their errors come after the table. The host's seconds per sequence are
+fitted to the rollouts of ``grpo_step.py``, whose first steps are so large that the host cannot keep
+up.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ keeps up or does not.
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: its name, the factor of each constant (of read_fraction's inverse), and its
-    seconds.
+    """One measurement: its name, the factor of each constant (of the inverse for read_fraction),
+    and its seconds.
     """
 
     name: str
@@ -47,8 +48,8 @@ class Point:
 
 
 def measured() -> dict[str, Any]:
-    """The H200's file, with the decode steps and, as ``ragged``, the steps of traces that
-    ``rollout.py`` measured.
+    """Return the H200's file with decode steps and, as ``ragged``, the trace steps measured by
+    ``rollout.py``.
     """
     rows = load("roofline_h200") | {
         "ragged": [],
@@ -84,7 +85,7 @@ def measured() -> dict[str, Any]:
 
 
 def point(row: Mapping[str, Any], machine: str) -> Point:
-    """One measured step, with the factors that the constants are multiplied by to predict it."""
+    """Return a measured step with the factors of the constants in its prediction."""
     shape, spec = SHAPES[row["shape"]], row.get("schedule")
     schedule = None if spec is None else SparsitySchedule.load(spec)
     lengths = row["lengths"] if "lengths" in row else [row["length"]] * row["batch"]
@@ -103,14 +104,14 @@ def point(row: Mapping[str, Any], machine: str) -> Point:
 
 
 def fit(points: list[Point]) -> Overheads:
-    """The constants with the smallest sum of squared relative errors."""
+    """Return the constants with the smallest sum of squared relative errors."""
     features, seconds = arrays(points)
     *constants, slowness = nnls(features / seconds[:, None], np.ones(len(points)))[0].tolist()
     return Overheads(*constants, 1 / slowness)
 
 
 def scaled(run: Mapping[str, Any]) -> tuple[NDArray[np.int64], SparsitySchedule]:
-    """Response lengths of a step of ``grpo_step.py``, and its schedule."""
+    """Return the response lengths of a step of ``grpo_step.py``, and its schedule."""
     preset = SparsitySchedule.preset(run["shape"])
     pages = tuple(run["schedule"] or preset.top_k)
     schedule = preset.replace(top_k=pages, bin_tokens=preset.bin_tokens // run["scale"])
@@ -118,8 +119,8 @@ def scaled(run: Mapping[str, Any]) -> tuple[NDArray[np.int64], SparsitySchedule]
 
 
 def fit_host(overheads: Overheads, runs: list[dict[str, Any]]) -> Overheads:
-    """``overheads`` with the host's seconds per sequence that make relative errors over parts of
-    rollouts smallest.
+    """Return ``overheads`` with the host seconds per sequence that minimise relative errors over
+    parts of rollouts.
     """
     rows, device, seconds = [], [], []
     for run in runs:
@@ -146,7 +147,7 @@ def fit_host(overheads: Overheads, runs: list[dict[str, Any]]) -> Overheads:
 
 
 def predicted(points: list[Point], overheads: Overheads) -> NDArray[np.float64]:
-    """Seconds of each point."""
+    """Predict the seconds of each point."""
     *constants, read_fraction, _ = astuple(overheads)
     return arrays(points)[0] @ np.array([*constants, 1 / read_fraction])
 
@@ -158,8 +159,8 @@ def arrays(points: list[Point]) -> tuple[NDArray[np.float64], NDArray[np.float64
 
 
 def errors(rows: Mapping[str, Any]) -> tuple[Overheads, list[tuple[Point, float, float, float]]]:
-    """The constants; and each point with its predicted seconds, relative error, and that of a fit
-    without its shape.
+    """Return the constants, and each point with its predicted seconds, relative error, and error in
+    a fit without its shape.
     """
     points = [point(row, rows["machine"]) for row in rows["steps"]]
     overheads = fit_host(fit(points), rows["rollouts"])
@@ -174,7 +175,7 @@ def errors(rows: Mapping[str, Any]) -> tuple[Overheads, list[tuple[Point, float,
 
 
 def ragged_errors(rows: Mapping[str, Any], overheads: Overheads) -> dict[str, list[float]]:
-    """Relative errors at the steps of traces, by shape and kind."""
+    """Return relative errors at the steps of traces, by shape and kind."""
     by_kind: dict[str, list[float]] = {}
     for row in rows["ragged"]:
         p = point(row, rows["machine"])
@@ -186,7 +187,7 @@ def ragged_errors(rows: Mapping[str, Any], overheads: Overheads) -> dict[str, li
 
 
 def report(rows: Mapping[str, Any]) -> list[str]:
-    """The constants and all errors as lines of text, errors in percent."""
+    """Format the constants and all errors as lines of text, with errors in percent."""
     overheads, table = errors(rows)
     lines = [f"{'point':42} {'measured ms':>12} {'predicted':>10} {'error':>8} {'left out':>9}"]
     for p, seconds, error, held_out in table:

@@ -14,7 +14,7 @@ decoding engine returned with those that the same engine gives for prompt and re
 prompt.
 
 ``--cache int8`` does all of this with keys and values in int8, with a scale for each token and
-head; stock vLLM serves that with its Triton backend, and its scales are no powers of 2.
+head; stock vLLM serves that with its Triton backend, and its scales are not powers of 2.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STORED = {"fp8": "fp8", "int8": "int8_per_token_head"}
 
 
 def sampled(llm: LLM) -> list[Rollout]:
-    """Samples of any vLLM with the settings of ``vllm_check.SAMPLED``, as rollouts."""
+    """Return samples of any vLLM with the settings in ``vllm_check.SAMPLED``, as rollouts."""
     parameters = [
         SamplingParams(
             max_tokens=192,
@@ -68,7 +68,9 @@ def sampled(llm: LLM) -> list[Rollout]:
 
 
 def prefilled(llm: LLM, rollouts: Sequence[Any]) -> dict[str, float]:
-    """Differences of the rollouts' log-probs from those of the same tokens as parts of a prompt."""
+    """Return the differences between log-probs of the rollouts and those of the same tokens as
+    parts of a prompt.
+    """
     parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
     requests = [{"prompt_token_ids": [*r.prompt_ids, *r.response_ids.tolist()]} for r in rollouts]
     differences = []
@@ -108,7 +110,7 @@ def main() -> None:
         def from_truth(rollouts: Sequence[Any], schedule: Any) -> dict[str, float]:
             return base.miss(rollouts, scores(truth, rollouts, schedule))
 
-        kept = []  # to the end: their graphs hold vLLM's pool of graph memory
+        kept = []  # kept to the end: their graphs use vLLM's graph memory pool
         for label, more in {"stock": {}, f"stock {name}": {"kv_cache_dtype": stored}}.items():
             llm = LLM(
                 str(folder),
@@ -155,7 +157,9 @@ def main() -> None:
         def weights_go_and_come(
             engine: VLLMEngine, first: Sequence[Rollout], kind: str, what: str
         ) -> list[Rollout]:
-            """Note whether samples are what they were; return those under the new weights."""
+            """Record whether samples are unchanged after weights were replaced and restored; return
+            those with the new weights.
+            """
             engine.update_weights(new_weights.named_parameters())
             updated = generated(engine)
             engine.update_weights(model.named_parameters())

@@ -3,13 +3,14 @@ Sparrow.
 
     python benchmarks/fp8_rollout.py --shape qwen3-14b    # writes benchmarks/results/fp8_qwen3-14b.json
 
-Every variant is an engine of its own, one after another on the same GPU: stock vLLM in bfloat16;
-stock vLLM with both in fp8, the fair rival; Sparrow under the published table, in bfloat16, with a
-cache in fp8 or in int8, and with fp8 weights besides. Weights are quantised by vLLM
-(``quantization="fp8_per_channel"``) in both. ``--variants`` names those to measure; others that
-were measured before are kept. The trace is that of ``rollout.py`` and timed as there, with top-20
-log-probs, once with as many requests at a time as the bfloat16 cache holds, and once with as many
-as the variant's own cache holds. Tokens per second include the prefill of joining requests.
+Every variant runs in its own engine, one after another on the same GPU: stock vLLM in bfloat16;
+stock vLLM with cache and weights in fp8, for a fair comparison; and Sparrow with the published
+table in bfloat16, with an fp8 or int8 cache, and with fp8 weights in addition. Weights are
+quantised by vLLM (``quantization="fp8_per_channel"``) in both. ``--variants`` selects the variants
+to measure; earlier results of other variants are kept. The trace is that of ``rollout.py`` and
+timed as there, with top-20 log-probs, once with as many requests at a time as the bfloat16 cache
+holds, and once with as many as the variant's own cache holds. Tokens per second include the prefill
+of joining requests.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def trace(bench: Bench, slots: int, count: int) -> dict[str, Any]:
 
 
 def most_slots(kv_tokens: int, block: int, limit: int) -> int:
-    """The largest multiple of 8, up to ``limit``, for which the fullest moment of the trace fits."""
+    """Return the largest multiple of 8, up to ``limit``, for which the fullest moment of the trace
+    fits.
+    """
     tokens = responses(REQUESTS)
 
     def fits(slots: int) -> bool:
@@ -73,7 +76,7 @@ def most_slots(kv_tokens: int, block: int, limit: int) -> int:
 
 
 def measure(shape: str, variant: str, count: int) -> dict[str, Any]:
-    """One variant, in this process, by ``count`` steps of each trace."""
+    """Measure one variant in this process, by ``count`` steps of each trace."""
     kind, options = VARIANTS[variant]
     limit = int(MOST * SLOTS[shape]) // 8 * 8
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +84,7 @@ def measure(shape: str, variant: str, count: int) -> dict[str, Any]:
         for prefilled in (
             1,
             8,
-        ):  # compiles what is left to compile, and sets the scales of an fp8 cache
+        ):  # compiles what remains to be compiled, and sets the scales of an fp8 cache
             bench.start([PROMPT] * prefilled, [4] * prefilled, 20)
             bench.finish()
         if kind == "sparse":

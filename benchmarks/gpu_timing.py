@@ -1,5 +1,5 @@
-"""Times of work on a GPU: replayed in CUDA graphs or launched by the host, and the limit that
-memory sets.
+"""Timing of GPU work, replayed in CUDA graphs or launched by the host, and the limit set by memory
+bandwidth.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 
 def milliseconds(work: Callable[[], Any], repeats: int = 5) -> float:
-    """Median time of ``work`` on the GPU, launched by the host each time."""
+    """Return the median time of ``work`` on the GPU when the host launches it each time."""
     work()
     torch.cuda.synchronize()
     times = []
@@ -38,8 +38,8 @@ def read_kernel(x, out, count, BLOCK: tl.constexpr):
 def timed(
     launches: Sequence[Callable[[], Any]], replays: int = 15, rounds: int = 2
 ) -> dict[str, float]:
-    """Microseconds per launch: median and spread over replays of a graph with all of ``launches``
-    in it.
+    """Return microseconds per launch: median and spread over replays of a graph with all of
+    ``launches``.
     """
     for launch in launches:
         launch()
@@ -65,7 +65,7 @@ def timed(
 
 
 def read_limit() -> float:
-    """Bytes per second of a kernel that reads 8 GB once and writes almost nothing."""
+    """Return the bytes per second of a kernel that reads 8 GB once and writes almost nothing."""
     x = torch.randint(0, 9, (2**31,), dtype=torch.int32, device="cuda")
     out = torch.empty(2**31 // 4096, dtype=torch.int32, device="cuda")
     best = 0.0

@@ -7,12 +7,12 @@ several.
     .../grpo_steps_lossless.json accelerate launch --num_processes 4 [--use_fsdp --fsdp_version 2]
     benchmarks/grpo_step.py --variant sparse --out ...
 
-Sparrow's own trainer does everything it always does: rollouts in vLLM with top-20 log-probs, dense
-log-probs of the policy, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast,
-gradient checkpointing), and the new weights into vLLM. Weights are random, rewards are coin tosses,
-and each response ends at a length drawn beforehand. A step with a sixteenth of the lengths comes
-first and is left out: it compiles, and gives AdamW its moments. The drafts of ``lossless`` are
-accepted with a given probability, as in ``benchmarks/lossless.py``.
+Sparrow's own trainer runs unchanged: rollouts in vLLM with top-20 log-probs, dense log-probs of the
+policy, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast, gradient
+checkpointing), and the new weights into vLLM. Weights are random, rewards are coin tosses, and each
+response ends at a length drawn beforehand. The first step has a sixteenth of the lengths and is not
+counted: it compiles, and initialises AdamW's moments. The drafts of ``lossless`` are accepted with
+a given probability, as in ``benchmarks/lossless.py``.
 
 A real step, 240 responses of 14,268 tokens on average, would take most of an hour. There are two
 ways to shorten it:
@@ -44,9 +44,7 @@ from rollout_trace import CUTOFF, most_cached, responses, simulate
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-    "0"  # weights are handed to stock vLLM on the device, too
-)
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights reach stock vLLM on the device as well
 from vllm import LLM, SamplingParams
 
 from sparrow import SparsitySchedule
@@ -78,8 +76,8 @@ class Coin:
 
 
 class Given:
-    """Stands in for an engine: random tokens, as many as ``lengths`` has for each response of each
-    call.
+    """A stand-in for an engine: random tokens, as many as ``lengths`` specifies for each response
+    of each call.
     """
 
     def __init__(self, lengths: Iterator[Sequence[int]]) -> None:
@@ -87,8 +85,8 @@ class Given:
         self.measured: dict[str, Any] = {}
 
     def _next(self, count: int) -> Sequence[int]:
-        """The lengths of so many responses; the call that measures the ceiling of p5 asks for fewer
-        than there are.
+        """Return the lengths for this many responses; the call that measures the ceiling of p5
+        requests fewer.
         """
         return next(self._lengths)[:count]
 
@@ -106,7 +104,7 @@ class Given:
             weight.bfloat16()
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Do nothing: the schedule stays the one that vLLM was started with."""
+        """Do nothing: the schedule stays the one vLLM was started with."""
 
     def counters(self) -> Counters:
         return Counters(tokens_read=0, tokens_held=0)
@@ -117,7 +115,9 @@ class Given:
 
 
 class Engine(Given):
-    """vLLM, stock or with Sparrow, in the form that the trainer needs, with given response lengths."""
+    """vLLM, stock or with Sparrow, in the form that the trainer needs, with given
+    response lengths.
+    """
 
     def __init__(self, llm: LLM, lengths: Iterator[Sequence[int]]) -> None:
         super().__init__(lengths)
@@ -184,7 +184,7 @@ def scaled(schedule: SparsitySchedule, scale: int) -> SparsitySchedule:
 
 
 def chosen(part: int, scale: int) -> list[int]:
-    """Tokens of every ``part``-th response by length, in the order of the trace."""
+    """Return the tokens of every ``part``-th response by length, in trace order."""
     lengths = np.array(responses(RESPONSES))
     return [
         max(1, int(n) // scale)
@@ -195,7 +195,7 @@ def chosen(part: int, scale: int) -> list[int]:
 def start(
     variant: str, folder: str, schedule: SparsitySchedule, lengths: Sequence[int], longest: int
 ) -> LLM:
-    """vLLM for the model in ``folder``, with room for all responses at once."""
+    """Start vLLM for the model in ``folder``, with room for all responses at once."""
     spans, token_bytes = (
         simulate([PROMPT] * len(lengths), lengths, len(lengths)),
         2 * SHAPES[SHAPE].kv_width,
@@ -219,7 +219,7 @@ def start(
     if variant == "lossless":
         rates = [
             ACCEPTANCE ** (i + 1) for i in range(DRAFT_TOKENS)
-        ]  # that this draft and all before it are accepted
+        ]  # probability that this draft and all earlier ones are accepted
         synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
         return VLLMEngine(
             folder, Decoding.lossless(schedule), speculative_config=synthetic, **options
@@ -233,10 +233,8 @@ def main() -> None:
         "--variant", choices=["stock", "sparse", "lossless", "given"], required=True
     )
     options.add_argument("--out", type=Path, required=True)
-    options.add_argument(
-        "--scale", type=int, default=8, help="what lengths and schedule are divided by"
-    )
-    options.add_argument("--part", type=int, default=1, help="of so many responses one")
+    options.add_argument("--scale", type=int, default=8, help="divisor of lengths and schedule")
+    options.add_argument("--part", type=int, default=1, help="use one in this many responses")
     options.add_argument(
         "--steps", type=int, default=1, help="steps to measure, all of the same lengths"
     )

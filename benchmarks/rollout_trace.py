@@ -2,7 +2,7 @@
 length in every step.
 
 A request joins as soon as there is room, first come, first served, and no request is ever
-preempted, so all of this follows from the lengths, however long a step takes.
+preempted. All of this therefore follows from the lengths, however long a step takes.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ join in it.
 
 
 def responses(requests: int) -> list[int]:
-    """The length in tokens of every response of a trace."""
+    """Return the length in tokens of every response of a trace."""
     return response_lengths(MEDIAN, CUTOFF, requests).tolist()
 
 
 def middle(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Prompt and response lengths of a trace short enough to run: the 1/64 of each response that
-    ends at its middle.
+    """Return prompt and response lengths of a trace short enough to run: the 1/64 of each response
+    that ends at its middle.
     """
     last = [max(1, n // 64) for n in tokens]
     return [PROMPT + n // 2 - m for n, m in zip(tokens, last, strict=True)], last
 
 
 def simulate(prompts: Sequence[int], responses: Sequence[int], slots: int) -> list[Span]:
-    """The trace, cut where a request ends. A request gets its first token in the step that it joins
-    in.
+    """Simulate the trace in segments between requests that end. A request receives its first token
+    in the step in which it joins.
     """
     waiting = list(range(len(responses)))[::-1]
     running: list[tuple[int, int]] = []  # last step, request
@@ -63,12 +63,12 @@ def simulate(prompts: Sequence[int], responses: Sequence[int], slots: int) -> li
 
 
 def most_cached(spans: Sequence[Span]) -> int:
-    """Cached tokens at the fullest moment of the trace."""
+    """Return the largest number of cached tokens during the trace."""
     return max(int(lengths.sum()) + steps * len(lengths) for steps, lengths, _ in spans)
 
 
 def states(spans: Sequence[Span], count: int) -> list[tuple[int, np.ndarray]]:
-    """The steps in the middle of ``count`` strata of the trace, with the cached tokens of every
+    """Return the middle steps of ``count`` strata of the trace, with the cached tokens of every
     request in them.
     """
     ends = np.cumsum([steps for steps, _, _ in spans])

@@ -1,4 +1,4 @@
-"""A Qwen3 of transformers with keys, values or matrices in 8 bits, e4m3 or int8, rounded as in vLLM
+"""A Qwen3 in transformers with 8-bit keys, values or matrices, e4m3 or int8, rounded as in vLLM
 with Sparrow.
 """
 
@@ -21,19 +21,22 @@ Scales = Sequence[tuple[Tensor, Tensor]]
 
 
 def through_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """``x`` as a cache or matrix with this scale holds it, in its own dtype."""
+    """Round ``x`` as in a cache or matrix with this scale, in its own dtype."""
     return (to_fp8(x.float() / scale).float() * scale).to(x.dtype)
 
 
 def through_int8(x: Tensor) -> Tensor:
-    """``x`` as a cache in int8 holds it, with a scale for each last dimension, in its own dtype."""
+    """Round ``x`` as in an int8 cache, with one scale per vector along the last dimension, in its
+    own dtype.
+    """
     return from_int8(*to_int8(x), x.dtype)
 
 
 @contextmanager
 def _watched(model: Any, change_keys: Any, change_values: Any) -> Iterator[None]:
-    """Inside, keys after the rotary embedding ``[B, K, T, D]`` and values ``[B, T, K, D]`` are what
-    two functions of the layer's number and them return."""
+    """Replace, in a context, keys after the rotary embedding ``[B, K, T, D]`` and values ``[B, T,
+    K, D]`` by the results of two functions of the layer number and the tensor.
+    """
     layer_now, stock = [0], modeling_qwen3.apply_rotary_pos_emb
 
     def rotary(q: Tensor, k: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
@@ -60,7 +63,7 @@ def _watched(model: Any, change_keys: Any, change_values: Any) -> Iterator[None]
 
 
 def rounded_cache(model: Any, scales: Scales) -> Any:
-    """A context in which the model rounds the keys and values of layer i to e4m3 with
+    """Return a context in which the model rounds keys and values of layer i to e4m3 with
     ``scales[i]``.
     """
     return _watched(
@@ -71,15 +74,15 @@ def rounded_cache(model: Any, scales: Scales) -> Any:
 
 
 def int8_cache(model: Any) -> Any:
-    """A context in which the model rounds keys and values to int8, with a power of 2 for each token
-    and head.
+    """Return a context in which the model rounds keys and values to int8, with a power of 2 per
+    token and head.
     """
     return _watched(model, lambda _, k: through_int8(k), lambda _, v: through_int8(v))
 
 
 @torch.no_grad()
 def scales_of(model: Any, prompt_BT: Tensor) -> Scales:
-    """The scales that Sparrow sets from a first prefill with these prompts."""
+    """Return the scales that Sparrow sets from a first prefill with these prompts."""
     largest: list[dict[int, Tensor]] = [{}, {}]
 
     def note(which: int, heads: tuple[int, ...]) -> Any:
@@ -97,8 +100,9 @@ def scales_of(model: Any, prompt_BT: Tensor) -> Scales:
 
 @contextmanager
 def rounded_matrices(model: Any) -> Iterator[None]:
-    """Inside, the layers' matrices are e4m3 with a scale per output, and their inputs with a scale
-    per token, as with vLLM's ``quantization="fp8_per_channel"``; products are exact."""
+    """Round, in a context, the matrices of layers to e4m3 with a scale per output and their inputs
+    with a scale per token, as in vLLM's ``quantization="fp8_per_channel"``; products are exact.
+    """
 
     def per_row(x: Tensor) -> Tensor:
         return through_fp8(x, x.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_MAX)

@@ -5,8 +5,8 @@
 Runs of ``sparrow train --engine vllm`` on the bundled reasoner, as in ``vllm_train.py``, all side
 by side: on two GPUs, but on four for *ddp4* and *fsdp2_4*. The distance of DDP and FSDP2 from one
 GPU is shown beside the distance between two runs on one GPU: in *again*, vLLM takes fewer responses
-at a time, so bfloat16 is rounded differently; *seed* has other problems and samples. Where there
-are fewer GPUs, ``--runs`` says which runs to do.
+at a time, so bfloat16 is rounded differently; *seed* has other problems and samples. With fewer
+GPUs, ``--runs`` selects the runs.
 
 *killed* is a DDP run whose second process is killed after three steps; one GPU goes on from its
 checkpoint. *killed_fsdp2* is the same with FSDP2, and also goes on with FSDP2. *server* samples in
@@ -53,7 +53,7 @@ PATIENCE_S = 300.0
 
 
 class Bench:
-    """Starts processes whose output goes to files of a folder."""
+    """Starts processes whose output goes to files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -93,7 +93,7 @@ class Bench:
         return self.start(name, gpus, command)
 
     def ended(self, name: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-        """Exit status, last messages and steps of a run that ends by itself."""
+        """Return exit status, last messages and steps of a run that ends by itself."""
         code = process.wait(2 * PATIENCE_S)
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
         messages = list(dict.fromkeys(line.strip() for line in lines if TOLD.search(line)))
@@ -187,7 +187,7 @@ def main() -> None:
     options = parser(__doc__, "same_run")
     runs = [*RUNS, "killed", "killed_fsdp2", "server"]
     options.add_argument(
-        "--runs", nargs="+", choices=runs, default=runs, help="what the file has of others is kept"
+        "--runs", nargs="+", choices=runs, default=runs, help="other runs in the file are kept"
     )
     arguments = options.parse_args()
     results: dict[str, Any] = (
@@ -199,7 +199,7 @@ def main() -> None:
         for run in arguments.runs:
             work = getattr(bench, run) if run not in RUNS else lambda run=run: bench.plain(run)
             futures[pool.submit(work)] = run
-            time.sleep(3)  # vLLM measures the free memory as it starts
+            time.sleep(3)  # vLLM measures free memory when it starts
         for future in as_completed(futures):
             error = future.exception()
             results[futures[future]] = {"error": repr(error)} if error else future.result()

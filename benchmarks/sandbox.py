@@ -98,7 +98,7 @@ HOSTILE: list[tuple[str, dict[str, Any], str]] = [
 
 
 def mixture(count: int, seed: int = 0) -> list[tuple[str, dict[str, Any], str]]:
-    """Programs in random order, an eighth of them hostile, with their tests and verdicts."""
+    """Generate programs in random order, one in eight hostile, with their tests and verdicts."""
     rng = random.Random(seed)
     missing = {
         "OUTSIDE": "/nonexistent",
@@ -119,7 +119,7 @@ def mixture(count: int, seed: int = 0) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def left_behind() -> dict[str, Any]:
-    """What this process holds, and the sandboxed processes that exist anywhere."""
+    """Return the resources of this process, and the sandboxed processes that exist anywhere."""
     me = psutil.Process()
     marked = 0
     for process in psutil.process_iter():
@@ -179,7 +179,7 @@ def soak(
 
 
 def machine() -> dict[str, Any]:
-    """The machine that this ran on."""
+    """Describe the machine that this ran on."""
     bwrap = shutil.which("bwrap")
     version = (
         subprocess.run([bwrap, "--version"], capture_output=True, text=True).stdout.strip()

@@ -4,12 +4,12 @@ for the host.
     git archive a553f48 | tar -x -C old/ && python benchmarks/short_responses.py --before old/
 
 256 prompts of 64 tokens, 1,024 tokens each, top-20 lists, on random weights: stock vLLM and
-Sparrow's engine with the same lists, each in processes of its own, by turns; a variant's time is
-its best. ``--before`` adds the engine of an earlier source tree, here one whose lists were Python
-objects. Sparrow decodes sparsely under the published 0.86 schedule, which keeps nearly everything
-at this length. *host* is the time per token of vLLM's scheduler, its output processor and the
-reading of the lists, from a separate rollout whose clock is read at every step. On a CPU the model
-and responses are smaller; there only *host* says something about a GPU.
+Sparrow's engine with the same lists, each in separate processes, by turns; the best time of each
+variant counts. ``--before`` adds the engine of an earlier source tree, here one whose lists were
+Python objects. Sparrow decodes sparsely under the published 0.86 schedule, which keeps nearly
+everything at this length. *host* is the time per token of vLLM's scheduler, its output processor
+and the reading of the lists, from a separate rollout whose clock is read at every step. On a CPU
+the model and responses are smaller; there only *host* says something about a GPU.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SCHEDULER, OUTPUT, READING = "scheduler", "output processor", "reading lists"
 
 
 def measure(variant: str, tree: Path) -> dict[str, float]:
-    """Tokens per second, and host microseconds per token, of one variant in this process, with a
-    tree's package.
+    """Measure one variant in this process with the package of a tree; return tokens per second and
+    host microseconds per token.
     """
     sys.path.insert(0, str(tree))
-    # Sparrow's engine registers the plugin itself; stock vLLM is to load none.
+    # Sparrow's engine registers the plugin itself; stock vLLM must not load any.
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         HF_HUB_OFFLINE="1",
@@ -96,7 +96,7 @@ def measure(variant: str, tree: Path) -> dict[str, float]:
 
 
 def stock(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens: int) -> Any:
-    """Stock vLLM, with its lists turned into arrays as a trainer would do."""
+    """Run stock vLLM, with its lists converted to arrays as in a trainer."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(folder, **options)
@@ -120,11 +120,11 @@ def stock(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens
 
 
 class Lists:
-    """What a trainer makes of stock vLLM's lists; a class, so that ``watch_host`` can watch it."""
+    """A trainer's conversion of stock vLLM's lists; a class, so that ``watch_host`` can time it."""
 
     @staticmethod
     def read(lists: Any) -> Any:
-        """Ids and log-probs of a response's lists."""
+        """Return ids and log-probs of the lists of a response."""
         import numpy as np
 
         return np.asarray(lists.token_ids, dtype=np.int32), np.asarray(
@@ -133,12 +133,12 @@ class Lists:
 
 
 def ours(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens: int) -> Any:
-    """Sparrow's engine."""
+    """Run Sparrow's engine."""
     from sparrow import SparsitySchedule
     from sparrow.engines.vllm.engine import (
         Sampling,
         VLLMEngine,
-    )  # earlier trees have both here, too
+    )  # earlier trees have both here as well
 
     engine = VLLMEngine(
         folder,
@@ -150,7 +150,7 @@ def ours(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens:
 
 
 def watch_host() -> dict[str, float]:
-    """Seconds that each part of the host's work takes from now on."""
+    """Record from now on the seconds of each part of the host's work."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.output_processor import OutputProcessor

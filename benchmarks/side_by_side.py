@@ -30,7 +30,9 @@ BATCHES = 4
 
 
 def measure() -> dict[str, float]:
-    """Microseconds per layer of every row, by the tree that is first on the path."""
+    """Return microseconds per layer of every row, measured by the tree that is first on
+    the path.
+    """
     import torch
 
     # Older trees call it ``kernels``, which is also the name of a package that transformers looks
@@ -73,7 +75,7 @@ def measure() -> dict[str, float]:
 
 
 def slower(old: dict[str, float], new: dict[str, float]) -> list[str]:
-    """The rows of both trees that take longer than allowed."""
+    """Return the rows of both trees that take longer than allowed."""
     both = [row for row in old if row in new]
     return [
         row
@@ -86,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("old", type=Path, help="an unpacked source tree to compare this one with")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each tree")
-    parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
+    parser.add_argument("--out", type=Path, help="a JSON file for the measurements")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:

@@ -1,6 +1,6 @@
 """Write the tables in the pages of docs from the JSON files in benchmarks/results.
 
-    python benchmarks/tables.py            # rewrites what stands between <!-- table: NAME --> and <!-- end -->
+    python benchmarks/tables.py            # rewrites everything between <!-- table: NAME --> and <!-- end -->
 
 ``tests/benchmarks/test_tables.py`` fails if a page differs from the files.
 """

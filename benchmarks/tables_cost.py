@@ -1,4 +1,4 @@
-"""Tables of what the cost model says: about the roofline's errors, traces and clusters."""
+"""Tables of the cost model: errors of the roofline, traces, and clusters."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ ACCEPTANCE = 0.94  # of drafts that read 1,024 tokens
 
 
 def limits(requests: str = "240") -> str:
-    """The speed-up that bytes allow: the cost model over the whole trace, with its overheads
-    removed by stages.
+    """Tabulate the speedup that bytes allow: the cost model over the whole trace, with its
+    overheads removed in stages.
     """
     overheads = replace(fit_roofline.errors(fit_roofline.measured())[0], lists_s=0.0, host_s=0.0)
     rows = []
@@ -61,11 +61,11 @@ def limits(requests: str = "240") -> str:
         speedup = trace_seconds(stock, requests, "none") / trace_seconds(sparse, requests, "none")
         rows.append([SHAPES[shape], f"{speedup:.2f}x", *cells])
     head = ["shape", "measured", "rows in balance", "sparse layers at the cost of their bytes"]
-    return table([*head, "nothing costs but bytes"], rows)
+    return table([*head, "only bytes cost time"], rows)
 
 
 def roofline() -> str:
-    """Errors of all steps by shape, then the steps with the largest."""
+    """Tabulate errors of all steps by shape, and the steps with the largest errors."""
     _, points = fit_roofline.errors(fit_roofline.measured())
     rows = []
     for shape, kind in itertools.product(SHAPES, ("dense", "sparse")):
@@ -88,7 +88,7 @@ def roofline() -> str:
         for p, s, error, out in sorted(points, key=lambda row: -abs(row[2]))[:5]
     ]
     summary = table(
-        ["", "steps", "mean size of the error", "largest", "largest, shape left out of the fit"],
+        ["", "steps", "mean absolute error", "largest", "largest, shape left out of the fit"],
         rows,
     )
     head = [
@@ -103,14 +103,14 @@ def roofline() -> str:
 
 def overheads() -> str:
     names = [
-        "a layer",
-        "a sparse layer, further",
-        "a sequence",
-        "its top-20 lists, further",
+        "per layer",
+        "per sparse layer, additional",
+        "per sequence",
+        "per sequence with top-20 lists, additional",
         "share of the read limit",
     ]
     cells = (f"{1e6 * x:.2f}" if x < 0.1 else f"{x:.3f}" for x in astuple(VLLM_H200))
-    return table([*names, "a sequence, on the host"], [list(cells)])
+    return table([*names, "per sequence, on the host"], [list(cells)])
 
 
 def ragged() -> str:
@@ -125,7 +125,7 @@ def ragged() -> str:
 
 
 def planned() -> str:
-    """What ``sparrow.cost.cluster`` predicts for the measured steps."""
+    """Tabulate predictions of ``sparrow.cost.cluster`` for the measured steps."""
     names = {
         "stock": "dense, stock vLLM",
         "sparse": "sparse",
@@ -153,12 +153,12 @@ def planned() -> str:
 
 
 def cost_example() -> str:
-    """What the first block of docs/cost.md finds."""
+    """Report the result of the first code block in docs/cost.md."""
     return table(["", ""], cost_rows(*priced("qwen3-4b", 14_000, 240)))
 
 
 def priced(shape: str, median: int, count: int) -> tuple[Prediction, LosslessPrediction]:
-    """Rollouts on an H200: dense and lossy, then lossless with drafts accepted with probability
+    """Predict rollouts on an H200: dense, lossy, and lossless with acceptance probability
     ``ACCEPTANCE``.
     """
     known, machine, lengths = (
@@ -175,7 +175,7 @@ STEPS = {"qwen3-1.7b": 1.97, "qwen3-4b": 2.11, "qwen3-8b": 1.81, "qwen3-14b": 1.
 
 
 def predicted() -> str:
-    """The published setting as the cost model predicts it."""
+    """Tabulate the published setting as predicted by the cost model."""
     predictions = {
         shape: predict(
             SHAPES_OF[shape], MACHINES["h200"], response_lengths(14_000, 32_768, 240), schedule
@@ -219,7 +219,7 @@ STATES = (
 
 
 def draft_budgets() -> str:
-    """What drafts should read, with as many drafts as pay, and what that gains over
+    """Tabulate the best draft budget for the best number of drafts, and the gain over
     ``REFERENCE_TOKENS``.
     """
     plain = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
@@ -241,7 +241,7 @@ def draft_budgets() -> str:
 
 
 def published_run() -> str:
-    """Hours of 53,000 examples, 14B, 32 H200s."""
+    """Tabulate the hours of 53,000 examples, 14B, on 32 H200s."""
     schedule, rows = SparsitySchedule.preset("qwen3-14b"), []
     for median in (8_000, 14_000):
         cells = []
@@ -261,7 +261,9 @@ def published_run() -> str:
 
 
 def paper_runs() -> str:
-    """Memory and hours of the paper's runs, as ``recipes/paper/predicted.py`` found them."""
+    """Tabulate memory and hours of the paper's runs, as predicted by
+    ``recipes/paper/predicted.py``.
+    """
     rows = []
     for run in load("paper_runs"):
         seconds, hours = run["step_s"], run["hours"]
@@ -283,7 +285,7 @@ def paper_runs() -> str:
         "run",
         "H200s",
         "training, GiB per GPU",
-        "full responses an engine holds",
+        "full responses that fit per engine",
         "dense",
         "lossy",
         "lossless",

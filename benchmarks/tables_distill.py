@@ -12,15 +12,15 @@ from common import Row, load, table
 ARMS = {
     "none": "no adapter",
     "full": "PPO and KL",
-    "kl": "KL alone",
+    "kl": "KL only",
     "half": "half of the responses",
     "expensive": "PPO and KL, more expensive schedule",
 }
 
 
 def distilled() -> tuple[dict[str, list[Row]], list[int]]:
-    """Runs of the study by how they trained, and the first positions of the bins that most
-    responses reach.
+    """Return the runs of the study by kind of training, and the first positions of the bins that
+    most responses reach.
     """
     runs = load("distill")["runs"].items()
     arms = {
@@ -36,17 +36,17 @@ def distilled() -> tuple[dict[str, list[Row]], list[int]]:
 
 
 def with_adapter(run: Row) -> Row:
-    """The actor's measurements, with its adapter if it has one."""
+    """Return measurements of the actor, with its adapter if it has one."""
     return run.get("with", run["without"])
 
 
 def by_bin(measured: Row, reached: list[int]) -> Any:
-    """p5 and the ends of its interval, ``[bins, 3]``."""
+    """Return p5 and the ends of its interval, ``[bins, 3]``."""
     return np.array([b[2:5] for b in measured["bins"] if b[0] in reached])
 
 
 def distill_tail() -> str:
-    """p5 of the actor by length on held-out problems, before and after."""
+    """Tabulate p5 of the actor by length on held-out problems, before and after."""
     arms, reached = distilled()
     rows = []
     for name, runs in arms.items():
@@ -59,8 +59,8 @@ def distill_tail() -> str:
 
 
 def distill_runs() -> str:
-    """The lowest p5 of every run, what the adapter did for it, and from which step on it held 0.86
-    in training.
+    """Tabulate the lowest p5 of every run, the gain from the adapter, and the step from which
+    training held 0.86.
     """
     arms, reached = distilled()
     rows = []
@@ -85,7 +85,7 @@ def distill_runs() -> str:
         )
     head = [
         "lowest p5, held out",
-        "by the adapter, mean of bins",
+        "gain from the adapter, mean of bins",
         "lowest p5, last 10 steps",
         "holds 0.86 from step",
     ]
@@ -93,7 +93,7 @@ def distill_runs() -> str:
 
 
 def distill_rewards() -> str:
-    """Mean rewards of every run."""
+    """Tabulate mean rewards of every run."""
     rows = []
     for name, runs in distilled()[0].items():
         last = [np.mean(run["reward"][-10:]) for run in runs if "steps" in run]
@@ -106,7 +106,7 @@ def distill_rewards() -> str:
 
 
 def each(values: Sequence[float], sign: str = "") -> str:
-    """The mean and the value of each run; empty if there are no runs."""
+    """Format the mean and the value of each run; empty without runs."""
     return (
         f"{np.mean(values):{sign}.3f} ({', '.join(f'{x:{sign}.3f}' for x in values)})"
         if values
@@ -115,7 +115,9 @@ def each(values: Sequence[float], sign: str = "") -> str:
 
 
 def first_holding(low: Sequence[float]) -> int | None:
-    """The first of three steps in a row in which the lowest bin's interval begins at 0.86 or above."""
+    """Return the first of three consecutive steps in which the interval of the lowest bin begins at
+    0.86 or above.
+    """
     return next((i + 1 for i in range(len(low) - 2) if min(low[i : i + 3]) >= 0.86), None)
 
 
@@ -124,7 +126,7 @@ def distill_overhead() -> str:
     names = {
         "dense_update": "the policy's own update",
         "everything": "PPO and KL on everything",
-        "kl_alone": "KL alone",
+        "kl_alone": "KL only",
         "half_of_the_responses": "PPO and KL on half of the responses",
         "a_quarter_of_the_responses": "PPO and KL on a quarter of the responses",
     }
@@ -146,7 +148,7 @@ def distill_overhead() -> str:
         "added",
         f"seconds, {reads[1]}",
         "added",
-        "GiB at most",
+        "peak GiB",
     ]
     return table(head, rows)
 

@@ -19,7 +19,9 @@ NAMES = {
 
 
 def rollouts() -> str:
-    """Every variant at the rows that the bfloat16 cache holds, and at those that its own holds."""
+    """Tabulate every variant with the rows that fit into the bfloat16 cache, and with those that
+    fit into its own.
+    """
     rows = []
     for shape in SLOTS:
         traces = {
@@ -50,7 +52,9 @@ def rollouts() -> str:
 
 
 def attention() -> str:
-    """The decode kernels alone, with keys and values in 16 and in 8 bits and landmarks in 16."""
+    """Tabulate the decode kernels alone, with 16-bit and 8-bit keys and values and 16-bit
+    landmarks.
+    """
     cases = [row for row in load("fp8_cache")["cases"] if row["landmark_dtype"] == "auto"]
     wide, narrow, int8 = (
         [row for row in cases if row["cache"] == name] for name in ("auto", "fp8", "int8")
@@ -77,7 +81,7 @@ def attention() -> str:
 
 
 def equalities() -> str:
-    """How far log-probs are from the float32 truth, and prefill from decoding."""
+    """Tabulate the distance of log-probs from the float32 truth, and of prefill from decoding."""
     rows: dict[str, tuple[Any, Any, Any]] = {}
     for stored in ("fp8", "int8"):
         result = load(f"{stored}_equal")
@@ -139,18 +143,18 @@ ROUNDED = {
 
 
 def _rounded(row: Row) -> list[str]:
-    """The first columns of a row of ``studies/text/fewer_bits.py``."""
+    """Return the first columns of a row of ``studies/text/fewer_bits.py``."""
     budget = "all" if row["budget"] is None else f"{row['budget']:,}"
     return [budget, ROUNDED[row["rounded"]], *(interval(row[name], 3) for name in ("mean", "p5"))]
 
 
 def acceptance() -> str:
-    """What each rounding costs in acceptance, alone and with sparse attention."""
+    """Tabulate the acceptance lost by each rounding, alone and with sparse attention."""
     return table(["tokens read", "rounded", "mean", "p5"], map(_rounded, load("text_bits")["rows"]))
 
 
 def acceptance_bf16() -> str:
-    """The same where actors run in bfloat16, with what rounding changes in p5 under the same
+    """Tabulate the same for actors in bfloat16, with the change in p5 due to rounding at the same
     budget.
     """
     rows = (
@@ -160,7 +164,9 @@ def acceptance_bf16() -> str:
         ]
         for row in load("text_bits_bf16")["rows"]
     )
-    return table(["tokens read", "rounded, besides bfloat16", "mean", "p5", "change of p5"], rows)
+    return table(
+        ["tokens read", "rounded in addition to bfloat16", "mean", "p5", "change in p5"], rows
+    )
 
 
 TABLES = {

@@ -1,5 +1,5 @@
-"""Tables of lossless decoding in vLLM, from what ``benchmarks/lossless*.py`` and ``vllm_train.py``
-measured.
+"""Tables of lossless decoding in vLLM, measured by ``benchmarks/lossless*.py`` and
+``vllm_train.py``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def landmarks(result: Row) -> str:
 
 
 def text_model() -> dict[int, float]:
-    """The acceptance that the text model measured, by the pages that drafts read; states were timed
-    at it.
+    """Return the acceptance measured with the text model, by pages that drafts read; states were
+    timed at this acceptance.
     """
     rows = load("text_acceptance")["rows"]
     drafts = next(
@@ -37,8 +37,8 @@ def text_model() -> dict[int, float]:
 
 
 def lossless_speed() -> str:
-    """Speeds by what drafts read. The number of drafts is chosen without earlier measurements; at
-    acceptance 0.95 there are also speeds for a fixed number.
+    """Tabulate speeds by draft budget. The number of drafts is chosen without earlier measurements;
+    at acceptance 0.95, speeds for a fixed number are added.
     """
     rows, measured = [], text_model()
     pairs = {f"lossless_{shape}": f"lossless_{shape}_stock" for shape in SHAPES}
@@ -89,7 +89,9 @@ def lossless_speed() -> str:
 
 
 def lossless_fp8_cache() -> str:
-    """Speed with a KV cache in fp8 against stock vLLM with the same cache, then log-probs of both."""
+    """Tabulate speed with an fp8 KV cache against stock vLLM with the same cache, and log-probs of
+    both.
+    """
     [stock], ours = (load(f"lossless_qwen3-1.7b_fp8{end}")["points"] for end in ("_stock", ""))
     wide = {
         at(row): row["tokens_per_s"] for row in load("lossless_qwen3-1.7b_again_stock")["points"]
@@ -108,7 +110,7 @@ def lossless_fp8_cache() -> str:
 
 
 def beside_stock(result: Row) -> str:
-    """What ``lossless_check.py equal`` found of greedy tokens and of a seed."""
+    """Format the results of ``lossless_check.py equal`` for greedy tokens and for a seed."""
     gaps = [row["gap"] for row in result["partings from stock"]]
     agreed, repeated = (
         result[name]
@@ -125,7 +127,7 @@ def beside_stock(result: Row) -> str:
 
 
 def lossless_draft_weights() -> str:
-    """Drafts that multiply with weights in fp8, against stock vLLM in bfloat16 on the same machine."""
+    """Tabulate drafts with fp8 weights against stock vLLM in bfloat16 on the same machine."""
     rows = []
     for name, stock_name in (
         ("lossless_qwen3-14b_draft_fp8", "lossless_qwen3-14b_draft_fp8_stock"),
@@ -163,7 +165,7 @@ def lossless_draft_weights() -> str:
 
 
 def lossless_exact_draft_weights() -> str:
-    """One line: log-probs of tokens that were drafted with weights in fp8."""
+    """Return one line on log-probs of tokens that were drafted with fp8 weights."""
     result = load("lossless_equal_draft_fp8")
     sampled = [row for name, row in result.items() if name.startswith("sampled")]
     missed, yardstick = ([row[of]["mean"] for row in sampled] for of in ("missed", "yardstick"))
@@ -176,7 +178,7 @@ def lossless_exact_draft_weights() -> str:
 
 
 def rollout_seconds(name: str) -> tuple[Row, float]:
-    """A description of the trace, and its seconds."""
+    """Return a description of the trace, and its seconds."""
     result = load(name)
     return result["rollout"], result["rollout"]["steps"] * mean(
         row["ms_per_token"] for row in result["trace"]
@@ -214,7 +216,7 @@ def lossless_whole() -> str:
 
 
 def short_contexts() -> str:
-    """Ratios of speeds by acceptance, and of stock vLLM to itself, means of runs of
+    """Tabulate ratios of speeds by acceptance, and of stock vLLM to itself, as means of runs of
     ``lossless_short.py``.
     """
     rows, columns = [], {"no drafts": None, "0.95": 0.95, "0.9": 0.9, "0.5": 0.5}
@@ -244,8 +246,8 @@ def short_contexts() -> str:
 
 
 def _mean_of_runs(runs: Sequence[Row]) -> str:
-    """The mean ratio and a 95 % interval: from Student's t over the runs, or of one run from
-    resampling its turns.
+    """Return the mean ratio and a 95 % interval: from Student's t over the runs, or for one run
+    from resampling its turns.
     """
     ratios = [run["ratio"][0] for run in runs]
     if len(runs) == 1:
@@ -254,14 +256,16 @@ def _mean_of_runs(runs: Sequence[Row]) -> str:
 
 
 def _rows(name: str) -> Iterator[Row]:
-    """The rows of all files whose names begin so, first those of the file that has no number."""
+    """Return the rows of all files whose names begin like this, those of the file without a number
+    first.
+    """
     for path in sorted(RESULTS.glob(f"{name}*.json")):
         yield from load(path.stem)["rows"]
 
 
 def lossless_budgets() -> str:
-    """The speed of each budget, held or chosen, over that of 1,024 tokens held, and the budget
-    chosen.
+    """Tabulate the speed of each budget, fixed or chosen, over that of a fixed budget of 1,024
+    tokens, and the chosen budget.
     """
     rows, usual = [], 1024
     for shape in ("qwen3-1.7b", "qwen3-8b"):
@@ -326,7 +330,7 @@ def lossless_exact() -> str:
 
 
 def lossless_invariant() -> str:
-    """Tokens of a seed against stock vLLM's, by what else decoded them."""
+    """Tabulate tokens of a seed against those of stock vLLM, by what else decoded them."""
     rows = []
     for name, row in load("lossless_invariant").items():
         if isinstance(row, dict) and "common" in row:
@@ -335,9 +339,7 @@ def lossless_invariant() -> str:
                 f"{row['common'] / row['tokens']:.0%}",
             ]
             rows.append([name, f"{row['same']} of {row['responses']}", *common])
-    return table(
-        ["", "responses that are the same", "tokens before the first that is not", ""], rows
-    )
+    return table(["", "identical responses", "tokens before the first difference", ""], rows)
 
 
 def lossless_training() -> str:

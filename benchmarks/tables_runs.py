@@ -8,8 +8,8 @@ from tables_speed import PHASES
 
 
 def equalities() -> str:
-    """How far vLLM's log-probs are from the float32 truth, and how far transformers is in the same
-    16 bits.
+    """Tabulate the distance of vLLM's log-probs from the float32 truth, and that of transformers in
+    the same 16-bit dtype.
     """
     files = {
         "bfloat16": "vllm_equal_bf16",
@@ -37,8 +37,8 @@ def equalities() -> str:
 
 
 def scaling() -> str:
-    """The scaled sparse step on one GPU, on two and on four, and the step that each is compared
-    with.
+    """Tabulate the scaled sparse step on one, two and four GPUs, with the step that each is
+    compared with.
     """
     names = {
         "one": ("earlier, one GPU", "one"),
@@ -89,8 +89,8 @@ def training() -> str:
 def same_run() -> str:
     names = {
         "one": "one GPU",
-        "again": "one GPU, other batches",
-        "seed": "one GPU, other seed",
+        "again": "one GPU, different batches",
+        "seed": "one GPU, different seed",
         "ddp": "two GPUs, DDP",
         "fsdp2": "two GPUs, FSDP2",
         "ddp4": "four GPUs, DDP",
@@ -118,7 +118,7 @@ def same_run() -> str:
 
 
 def failures() -> str:
-    """Runs that lost a process or their server."""
+    """Tabulate runs that lost a process or their server."""
     results = load("same_run")
     lost = {"a process under DDP": "killed", "a process under FSDP2": "killed_fsdp2"}
     runs = [
@@ -132,8 +132,8 @@ def failures() -> str:
     ]
     head = [
         "killed",
-        "after so many steps",
-        "the run ended within, s",
+        "steps before the failure",
+        "seconds until the run ended",
         "exit code",
         "steps after `--resume`",
     ]
@@ -141,7 +141,7 @@ def failures() -> str:
 
 
 def trainers() -> str:
-    """What TRL and verl logged."""
+    """Tabulate what TRL and verl logged."""
     logs = {
         "TRL, vLLM colocated": load("trl_grpo")["log"],
         "TRL, vLLM server": load("trl_grpo_server")["log"],
@@ -173,7 +173,7 @@ def trainers() -> str:
         "p5, first and last (times measured)",
         "mean acceptance",
     ]
-    return table([*head, "p5's floor, mean", "s per step, median"], rows)
+    return table([*head, "floor of p5, mean", "s per step, median"], rows)
 
 
 TABLES = {

@@ -28,20 +28,20 @@ one H200).
 
 
 def measured() -> dict[str, tuple[Row, Row]]:
-    """The measurements of stock vLLM and of Sparrow, by shape."""
+    """Return the measurements of stock vLLM and of Sparrow, by shape."""
     return {
         shape: (load(f"rollout_{shape}_stock"), load(f"rollout_{shape}_sparse")) for shape in SHAPES
     }
 
 
 def point(run: Row, batch: int, length: int, schedule: str, logprobs: str) -> float | None:
-    """ms of a decode step, None if it was not measured."""
+    """Return ms of a decode step, or None if it was not measured."""
     wanted = dict(batch=batch, length=length, schedule=schedule, logprobs=logprobs)
     return next((row["ms"] for row in run["points"] if wanted.items() <= row.items()), None)
 
 
 def points() -> Iterator[tuple[str, int, int, Row, Row]]:
-    """Every shape's name, batch, length, and the two runs."""
+    """Return every shape's name, batch, length, and the two runs."""
     for shape, (stock, sparse) in measured().items():
         for batch, length in dict.fromkeys(
             (row["batch"], row["length"]) for row in stock["points"]
@@ -50,8 +50,8 @@ def points() -> Iterator[tuple[str, int, int, Row, Row]]:
 
 
 def trace_seconds(run: Row, requests: str, logprobs: str) -> float:
-    """Seconds of a whole trace: steps at the mean of the strata, and what prefilling the requests
-    cost the others.
+    """Return the seconds of a whole trace: steps at the mean of the strata, plus the delay caused
+    by prefilling requests.
     """
     trace = run["traces"][requests]
     step = statistics.mean(state[logprobs]["ms"] for state in trace["states"])
@@ -77,7 +77,7 @@ def speedup(stock: Row, ours: Row, requests: str, logprobs: str, more: float = 0
     error = np.sqrt((apart**2).mean() / 2 / n) * steps / 1e3 / ours_s
     half = (
         t.ppf(0.975, 2 * (n - 1) ** 2 / (3 * n - 4)) * error
-    )  # the degrees of freedom of such a variance
+    )  # the degrees of freedom of this variance
     return f"{ratio:.2f}x [{ratio - half:.2f}, {ratio + half:.2f}]"
 
 
@@ -131,7 +131,7 @@ def logprob_cost() -> str:
 
 
 def landmarks() -> str:
-    """The decode kernels alone: draft steps by the dtype of landmarks."""
+    """Tabulate the decode kernels alone: draft steps by dtype of landmarks."""
     stored = {
         x: [row for row in load("landmarks")["landmarks"] if row["landmark_dtype"] == x]
         for x in LANDMARKS
@@ -178,7 +178,7 @@ def validation() -> str:
 
 
 def attention() -> str:
-    """The decode kernels alone: a layer of uniform batches."""
+    """Tabulate the decode kernels alone: a layer with uniform batches."""
     cells: dict[str, Column] = {
         "sequences x tokens": "{B} x {L:,}",
         "heads per kv head": "{G}",
@@ -193,11 +193,11 @@ def attention() -> str:
 
 
 def uneven_attention() -> str:
-    """The decode kernels alone: a layer of the rollout trace's batches."""
+    """Tabulate the decode kernels alone: a layer with batches of the rollout trace."""
     cells: dict[str, Column] = {
         "shape": lambda batch: SHAPES[batch["shape"]],
         "sequences": "{B}",
-        "tokens in all": "{tokens:,}",
+        "total tokens": "{tokens:,}",
         "read limit, us": "{limit_us:.0f}",
         "sparse, us": "{us:.0f}",
         "of limit": lambda batch: f"{batch['limit_us'] / batch['us']:.0%}",
@@ -206,14 +206,14 @@ def uneven_attention() -> str:
 
 
 def head_budgets() -> str:
-    """The decode kernels alone: kv heads with budgets of their own, beside as many pages for all."""
+    """Tabulate the decode kernels alone: kv heads with their own budgets, beside equal budgets."""
     cells: dict[str, Column] = {
         "sequences x tokens": "{B} x {L:,}",
         "heads per kv head": "{G}",
         "pages kept": "{k}",
         "kernel": "{kernel}",
         "alike, us": "{even[us]:.0f}",
-        "budgets of their own, us": "{uneven[us]:.0f}",
+        "own budgets, us": "{uneven[us]:.0f}",
         "time": lambda case: f"{case['uneven']['us'] / case['even']['us']:.2f}",
     }
     cases = load("head_budgets")["cases"]
@@ -223,7 +223,7 @@ def head_budgets() -> str:
 
 
 def shapes() -> str:
-    """The decode kernels alone: other head dims, dtypes and page sizes."""
+    """Tabulate the decode kernels alone: other head dims, dtypes and page sizes."""
     cells: dict[str, Column] = {
         "head dim": "{D}",
         "tokens per page": "{P}",
@@ -266,7 +266,7 @@ def profile() -> str:
                 us["other"] += run["kernels_us"] - sum(us.values())
                 what = f"{SHAPES[shape]} {run['batch']} x {run['length']:,}, {name}"
                 rows.append([what, *(f"{x / 1e3:.2f}" for x in us.values())])
-    return table(["ms of a step, top-20 log-probs", *KERNELS, "other"], rows)
+    return table(["ms per step, top-20 log-probs", *KERNELS, "other"], rows)
 
 
 PHASES = {
@@ -278,8 +278,8 @@ PHASES = {
 
 
 def grpo_step() -> str:
-    """The scaled steps as measured, and one at full length: the trace's rollout, training by its
-    FLOPs.
+    """Tabulate the scaled steps as measured, and one at full length: the rollout of the trace, and
+    training by its FLOPs.
     """
     stock, ours = load("grpo_step_stock"), load("grpo_step_sparse")
     shape, run, full = (
@@ -316,8 +316,8 @@ def grpo_step() -> str:
 
 
 def grpo_steps() -> str:
-    """Whole steps at a quarter of the lengths, each measured several times; 95 % t-intervals are
-    over these steps.
+    """Tabulate whole steps at a quarter of the lengths, measured several times; 95 % t-intervals
+    are over these steps.
     """
     runs = {name: load(f"grpo_steps_{name}") for name in ("stock", "sparse", "lossless")}
     steps = {name: [sum(step.values()) for step in run["steps"]] for name, run in runs.items()}
@@ -352,14 +352,14 @@ def grpo_steps() -> str:
 
 
 def with_limits(values: list[float], found: Any, form: str) -> str:
-    """The mean, with the confidence interval of scipy's test."""
+    """Return the mean with the confidence interval of scipy's test."""
     low, high = found.confidence_interval()
     return f"{statistics.mean(values):{form}} [{low:{form}}, {high:{form}}]"
 
 
 def host_time() -> str:
-    """Many short responses with lists: tokens per second, and host microseconds per sequence and
-    step, by part.
+    """Tabulate many short responses with lists: tokens per second, and host microseconds per
+    sequence and step, by part.
     """
     parts = ("scheduler", "output processor", "reading lists")
     rows, variants = [], load("short_responses")["variants"]
@@ -380,7 +380,7 @@ def host_time() -> str:
 
 
 def teacher_forced() -> str:
-    """The teacher-forced kernels against dense attention, of docs/method.md."""
+    """Tabulate the teacher-forced kernels against dense attention, for docs/method.md."""
     rows = []
     for case in load("teacher_forced")["cases"]:
         for way in ("forward", "backward"):

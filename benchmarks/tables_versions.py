@@ -33,12 +33,14 @@ def gpu(result: Row) -> str:
 
 
 def error(way: dict[str, Any] | None, of: str) -> str:
-    """Mean / 99th percentile of the error of log-probs, or that the engine failed."""
+    """Format mean / 99th percentile of the error of log-probs, or report that the engine failed."""
     return "failed" if way is None else f"{way[of]['mean']:.3f} / {way[of]['p99']:.2f}"
 
 
 def log_probs(found: dict[str, Any] | None) -> list[str]:
-    """Errors each way an engine runs, the yardstick's, and whether all are within twice that."""
+    """Format errors for each way of running an engine, those of the yardstick, and whether all are
+    within twice that.
+    """
     if found is None:
         return ["", "", "", "", ""]
     ways = [found[way] for way in WAYS]
@@ -51,7 +53,7 @@ def log_probs(found: dict[str, Any] | None) -> list[str]:
 
 
 def verdict(audit: dict[str, Any] | None) -> str:
-    """The verdict of an audit, its smallest p-value, and the bias that it would have seen."""
+    """Format the verdict of an audit, its smallest p-value, and the detectable bias."""
     if audit is None:
         return ""
     if "failed" in audit:
@@ -61,7 +63,7 @@ def verdict(audit: dict[str, Any] | None) -> str:
 
 
 def speed(result: Row, mode: str) -> list[str]:
-    """Sequences that were timed, and tokens per second over stock's."""
+    """Format the number of timed sequences, and tokens per second relative to stock."""
     ours = result.get(SPEED[mode])
     if ours is None:
         return ["", ""]
@@ -72,7 +74,7 @@ def speed(result: Row, mode: str) -> list[str]:
 
 
 def versions() -> str:
-    """One row per version, machine and mode."""
+    """Tabulate one row per version, machine and mode."""
     rows = [
         [
             result["vllm"],

@@ -5,10 +5,10 @@ GPU.
 
 One sequence, 8 kv heads, D 128, bfloat16, pages of 16. What the sparse kernel costs depends on how
 much the pages kept by neighbouring positions differ, because a tile of positions reads every page
-that any of them keeps. Random data does not tell how real queries differ, so three kinds are timed,
-and ``read`` says how many pages a tile reads per page that a position keeps: "same" (one query for
-all positions: the best case), "drifting" (queries of which a share changes slowly along the
-sequence) and "independent" (every query and key drawn anew: the worst case).
+that any of them keeps. Random data does not show how real queries differ, so three kinds of data
+are timed, and ``read`` is the number of pages a tile reads per page kept by a position: "same" (one
+query for all positions: the best case), "drifting" (queries of which a share changes slowly along
+the sequence) and "independent" (every query and key drawn anew: the worst case).
 
 Dense: torch's scaled_dot_product_attention with its flash and its cuDNN kernel. Medians of CUDA
 event times.
@@ -40,7 +40,7 @@ DENSE = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTIO
 
 
 def drift(T: int, heads: int, scale: float = 512.0) -> Tensor:
-    """Gaussian vectors that decorrelate over ``scale`` positions, ``[1, heads, T, D]``."""
+    """Return Gaussian vectors that decorrelate over ``scale`` positions, ``[1, heads, T, D]``."""
     knots = torch.randn(1, heads, D, int(T / scale) + 2, device="cuda")
     line = F.interpolate(knots.flatten(0, 1), size=T, mode="linear", align_corners=True)
     line = line / line.std(dim=1, keepdim=True)
@@ -48,7 +48,7 @@ def drift(T: int, heads: int, scale: float = 512.0) -> Tensor:
 
 
 def inputs(kind: str, T: int, G: int) -> list[Tensor]:
-    """q, k, v and the gradient of the output, bfloat16."""
+    """Return q, k, v and the gradient of the output in bfloat16."""
     torch.manual_seed(0)
     q, k, v, d_out = (torch.randn(1, heads, T, D, device="cuda") for heads in (K * G, K, K, K * G))
     if kind == "same":
@@ -86,7 +86,7 @@ def sparse(T: int, k: int, tensors: list[Tensor]) -> dict[str, Any]:
     selection = call.select(prompt, top_k)
     kept = sum(
         int(((selection.masks >> bit) & 1).sum()) for bit in range(32)
-    )  # over positions and kv heads
+    )  # mean over positions and kv heads
     out, lse = call.attend(selection)
     parts = {
         "select_ms": milliseconds(lambda: call.select(prompt, top_k)),

@@ -1,4 +1,4 @@
-"""What other trainers logged, cut to what the table of docs/integrations.md is made of.
+"""Keep the parts of other trainers' logs that the table in docs/integrations.md uses.
 
 python recipes/trl_grpo.py --out run.json
 python benchmarks/trainer_log.py run.json --out benchmarks/results/trl_grpo.json
@@ -25,8 +25,8 @@ METRICS = (
 
 
 def cut(run: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's result with these metrics alone."""
-    logged = [row.get("data", row) for row in run["log"]]  # verl has them one level down
+    """Keep only these metrics of a recipe's result."""
+    logged = [row.get("data", row) for row in run["log"]]  # verl nests them one level deeper
     kept = [{name: row[name] for name in METRICS if name in row} for row in logged]
     return run | {"log": kept}
 

@@ -7,8 +7,8 @@ Models are random, written to a temporary folder: nothing is downloaded.
 How far a correct run may be from the truth is measured, not assumed. The truth is transformers in
 float32, dense or with the same pages selected position by position. In 16 bits every kernel rounds,
 so even transformers in the same 16 bits misses the truth: the mean and the 99th percentile of its
-errors in log-probs are the yardstick, and Sparrow in vLLM, whose kernels round at other places, may
-miss the truth by at most twice as much.
+errors in log-probs are the yardstick, and Sparrow in vLLM, whose kernels round in different places,
+may miss the truth by at most twice as much.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def notes(out: Path, **results: Any) -> Callable[[str, Any], None]:
-    """A function that adds one result, prints it and writes all results so far."""
+    """Return a function that adds one result, prints it and writes all results so far."""
     started = time.monotonic()
 
     def note(name: str, value: Any) -> None:
@@ -68,7 +68,7 @@ def notes(out: Path, **results: Any) -> Callable[[str, Any], None]:
 
 
 def options(dtype: str, **more: Any) -> dict[str, Any]:
-    """What every engine of the checks is started with."""
+    """Return the options with which every engine of the checks is started."""
     return {
         "dtype": dtype,
         "max_model_len": 4096,
@@ -82,7 +82,9 @@ def options(dtype: str, **more: Any) -> dict[str, Any]:
 
 
 def random_model(folder: Path, dtype: str, seed: int = 0) -> Qwen3ForCausalLM:
-    """Six layers of Qwen3's shape, with attention sharp enough that leaving pages out shows."""
+    """Build six layers of Qwen3's shape, with attention sharp enough that leaving out pages is
+    visible.
+    """
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -130,8 +132,8 @@ def summary(differences: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 def gap(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
-    """Differences of two runs' log-probs up to the first token that differs, and the share of
-    tokens before it.
+    """Return differences between the log-probs of two runs up to the first different token, and the
+    share of tokens before it.
     """
     same = [
         np.cumprod(x.response_ids == y.response_ids).astype(bool) for x, y in zip(a, b, strict=True)
@@ -141,21 +143,23 @@ def gap(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
 
 
 def miss(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
-    """Differences of log-probs of the same tokens."""
+    """Return differences between log-probs of the same tokens."""
     return summary([np.abs(x.logprobs - y.logprobs) for x, y in zip(a, b, strict=True)])
 
 
 def judged(
     rollouts: Sequence[Any], true: Sequence[Any], yardstick: Sequence[Any]
 ) -> dict[str, Any]:
-    """How far log-probs are from the truth, beside what misses it in the same 16 bits."""
+    """Compare the distance of log-probs from the truth with that of the yardstick in the same
+    16-bit dtype.
+    """
     missed, allowed = miss(rollouts, true), miss(true, yardstick)
     within = all(missed[k] <= 2 * allowed[k] for k in ("mean", "p99"))
     return {"missed": missed, "yardstick": allowed, "within twice the yardstick": within}
 
 
 def gib_asleep(engine: VLLMEngine) -> float:
-    """GiB of the GPU in use while the engine sleeps; it is awake again afterwards."""
+    """Return GiB of GPU memory in use while the engine sleeps; it is awake again afterwards."""
     engine.sleep()
     free, total = torch.cuda.mem_get_info()
     engine.wake()
@@ -167,7 +171,7 @@ def main() -> None:
     command.add_argument("--dtype", default="bfloat16")
     command.add_argument("--tensor-parallel", type=int, default=1)
     command.add_argument(
-        "--against", type=Path, help="compare with the .npz that another run left beside its --out"
+        "--against", type=Path, help="compare with the .npz that another run wrote beside its --out"
     )
     arguments = command.parse_args()
     note = notes(arguments.out, dtype=arguments.dtype)
@@ -188,7 +192,7 @@ def main() -> None:
 
         llm = LLM(
             str(folder), skip_tokenizer_init=True, **shared
-        )  # kept to the end: its graphs hold their pool
+        )  # kept to the end: its graphs use the memory pool
         parameters = SamplingParams(
             temperature=0.0, max_tokens=192, logprobs=0, detokenize=False, flat_logprobs=True
         )

@@ -5,10 +5,10 @@ and dense.
     benchmarks/vllm_train.py --runs dense-0 dense-1 dense-2 lossless-0 lossless-1 lossless-2 \\
         --out benchmarks/results/vllm_train_lossless.json
 
-Runs of ``sparrow train --engine vllm``, side by side on one GPU. The sparse one must learn while p5
-holds. At an unbounded budget actor and policy are the same model, and all that keeps p5 from 1 is
-that vLLM and transformers round bfloat16 at different places: if p5 were to fall over the steps,
-weights would be going astray on their way to vLLM. The KL divergence of actor and policy, which no
+Runs of ``sparrow train --engine vllm``, side by side on one GPU. The sparse run must learn while p5
+stays at its level. With an unbounded budget actor and policy are the same model, and p5 is below 1
+only because vLLM and transformers round bfloat16 in different places: if p5 fell over the steps,
+the transfer of weights to vLLM would be faulty. The KL divergence of actor and policy, which no
 change of entropy hides, is recorded too. With DistillSparse the weights sent are the policy's with
 the actor's LoRA merged in. Lossless runs draft under a schedule that reads a third of a long
 sequence; they are compared with runs of stock dense vLLM with the same seeds.
@@ -112,8 +112,8 @@ def start(name: str, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """Main metrics of every step: those of ``QUANTITIES``, what was drafted, and the seconds of the
-    rollout.
+    """Return the main metrics of every step: ``QUANTITIES``, counts of drafts, and the seconds of
+    the rollout.
     """
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -141,8 +141,8 @@ QUANTITIES = ("reward", "entropy", "acceptance", "p5_mean", "kl", "read_fraction
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Means of the first and last sixth of the steps; the change of a fitted line over the run, and
-    its error.
+    """Return means of the first and last sixth of the steps, and the change of a fitted line over
+    the run with its error.
     """
     n, metrics = len(rows) // 6 or 1, {}
     for name in QUANTITIES:
@@ -166,7 +166,7 @@ def main() -> None:
         running = {}
         for run in arguments.runs:
             running[run] = start(run, folder)
-            time.sleep(3)  # vLLM measures the free memory as it starts
+            time.sleep(3)  # vLLM measures free memory when it starts
         while True:
             alive = any(process.poll() is None for process in running.values())
             results = {

@@ -2,9 +2,9 @@
 
     python benchmarks/vllm_versions.py --out benchmarks/results/vllm_versions/0.33.0.json
 
-Run it once with each vLLM that is to stand in the table of docs/vllm.md. Nothing is downloaded:
-models are random. Each part runs in its own process. A part that fails is recorded with the last
-error that it printed.
+Run it once with each vLLM version in the table of docs/vllm.md. Nothing is downloaded: models are
+random. Each part runs in its own process. A part that fails is recorded with the last error that it
+printed.
 
 - ``lossy`` and ``lossless`` condense what ``vllm_check.py`` and ``lossless_check.py equal`` find:
   log-probs against transformers in float32, beside the error of transformers in the same 16 bits,
@@ -64,7 +64,7 @@ LOSSLESS_PARTS = {
 
 
 def speed(variant: str, batch: int) -> dict[str, Any]:
-    """Time decode steps in this process: tokens per second, and what ran."""
+    """Time decode steps in this process; return tokens per second and what was run."""
     import torch
     import vllm
     from lossless import accept, hold, point, scheduler
@@ -81,7 +81,7 @@ def speed(variant: str, batch: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(SHAPE, variant, folder, lossless=decoding)
-        for prefilled in (1, 8):  # compiles what is left to compile
+        for prefilled in (1, 8):  # compiles what remains to be compiled
             bench.start([PROMPT] * prefilled, [4] * prefilled, None)
             bench.finish()
 
@@ -126,7 +126,7 @@ def lossless_findings(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def audit_findings(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The verdict of ``sparrow audit``, its smallest p-value, and what it would have seen."""
+    """Return the verdict of ``sparrow audit``, its smallest p-value, and the detectable bias."""
     findings = result.get("findings", [])
     return {
         "status": result.get("status"),
@@ -139,7 +139,7 @@ def audit_findings(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def audits(schedule: str) -> dict[str, list[str]]:
-    """The arguments of each audit."""
+    """Return the arguments of each audit."""
     ours = ["--engine", f"vllm:{AUDITED}"]
     return {
         "audit lossless": [*AUDIT, *ours, "--mode", "lossless", "--draft-schedule", schedule],
@@ -149,7 +149,7 @@ def audits(schedule: str) -> dict[str, list[str]]:
 
 
 def child(arguments: list[str], log: Path, allowed: Sequence[int]) -> str | None:
-    """Run a process, and return why it failed, None if its exit status is allowed."""
+    """Run a process; return the reason if it failed, or None if its exit status is allowed."""
     with log.open("w") as output:
         try:
             code = subprocess.run(
@@ -219,8 +219,8 @@ def measure(arguments: argparse.Namespace) -> None:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    options.add_argument("--batch", type=int, default=64, help="sequences of the speed")
-    options.add_argument("--variant", choices=VARIANTS, help="time this one, in this process")
+    options.add_argument("--batch", type=int, default=64, help="number of sequences for speed")
+    options.add_argument("--variant", choices=VARIANTS, help="time this variant, in this process")
     options.add_argument("--out", type=Path, required=True, help="JSON; other parts in it are kept")
     arguments = options.parse_args()
 

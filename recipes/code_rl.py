@@ -69,8 +69,8 @@ class Options:
 
 
 def question(rng: random.Random, options: Options) -> tuple[str, str, list[str]]:
-    """A question, a demonstration in which some operations are wrong, and the right output for each
-    input.
+    """Return a question, a demonstration in which some operations are wrong, and the correct output
+    for each input.
     """
     asked, program, values = "take a number", HEAD, list(INPUTS)
     for _ in range(rng.randint(*options.lengths)):
@@ -88,7 +88,9 @@ def question(rng: random.Random, options: Options) -> tuple[str, str, list[str]]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each piece of a question or a program; any other text is one unknown token."""
+    """Build a tokenizer with one token per piece of a question or a program; any other text is one
+    unknown token.
+    """
     tokenizer = Tokenizer(
         models.WordLevel({piece: i for i, piece in enumerate((*SPECIAL, *PIECES))}, unk_token=UNK)
     )
@@ -109,8 +111,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def pretrain(
     tokenizer: PreTrainedTokenizerFast, prompts: dict[str, str], options: Options
 ) -> Qwen3ForCausalLM:
-    """A model that has seen ``pretraining`` batches of demonstrations, each of a rendered prompt
-    and its response.
+    """Train a model on ``pretraining`` batches of demonstrations, each of a rendered prompt and its
+    response.
     """
     torch.manual_seed(options.seed)
     model = Qwen3ForCausalLM(
@@ -156,7 +158,7 @@ def pretrain(
 
 
 def write_rows(path: Path, seed: int, count: int, options: Options) -> list[str]:
-    """Problems in TACO's layout; returns their demonstrations."""
+    """Write problems in TACO's format; return their demonstrations."""
     rng = random.Random(f"{path.stem}/{seed}")
     problems = {asked: rest for asked, *rest in (question(rng, options) for _ in range(count))}
     rows = [

@@ -42,12 +42,12 @@ SCHEDULE: dict[str, Any] = {
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """verl's reward function."""
+    """Serve as verl's reward function."""
     return check_answer(solution_str, int(ground_truth))
 
 
 def overrides(folder: Path, steps: int, lines: int, prompts: int) -> list[str]:
-    """Settings of ``verl.trainer.main_ppo``; the first block is what Sparrow needs."""
+    """Return settings of ``verl.trainer.main_ppo``; Sparrow needs the first block."""
     schedule = json.dumps(SCHEDULE).replace('"', "")
     return [
         "trainer.v1.trainer_mode=sparrow",
@@ -56,7 +56,7 @@ def overrides(folder: Path, steps: int, lines: int, prompts: int) -> list[str]:
         "+trainer.v1.sparrow={probe_every: 5, sequences: 32}",
         "algorithm.rollout_correction.rollout_is=token",
         "algorithm.rollout_correction.rollout_is_threshold=2.0",
-        # Nothing to compile; whole-model graphs for decode steps.
+        # Skip compilation; use full CUDA graphs for decode steps.
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config={mode: 0, cudagraph_mode: FULL_DECODE_ONLY}",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=2147483648",
         "actor_rollout_ref.rollout.cudagraph_capture_sizes=[8, 16, 32, 64, 128]",

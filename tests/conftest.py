@@ -1,4 +1,4 @@
-"""Tiny random models that the whole suite shares, and ``--all``, which runs the slow tests too."""
+"""Tiny random models for the whole test suite, and ``--all``, which also runs the slow tests."""
 
 import os
 from pathlib import Path
@@ -62,7 +62,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out the slow tests, unless all are asked for or tests are named one by one."""
+    """Leave out the slow tests unless ``--all`` is given or tests are named one by one."""
     if config.getoption("all") or any("::" in argument for argument in config.args):
         return
 
@@ -73,10 +73,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Fail a test that ought to be marked slow.
+    """Fail a test that should be marked slow.
 
-    Processor time, of child processes too, does not depend on how busy the machine is, unless
-    threads wait for each other: they count while they do.
+    Processor time, which includes child processes, does not depend on how busy the machine is,
+    unless threads busy-wait for each other.
     """
     before = sum(os.times()[:4])
     result = yield
@@ -89,7 +89,7 @@ def pytest_runtest_call(item):
 
 
 def tiny_model(name: str = "qwen3-gqa", seed: int = 0, **changes) -> PreTrainedModel:
-    """A random float32 model whose attention is sharp enough that leaving pages out changes its
+    """Return a random float32 model with attention sharp enough that leaving out pages changes its
     output.
     """
     model_class, config_class, own = ARCHITECTURES[name]
@@ -104,7 +104,7 @@ def architecture(request) -> str:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> str:
-    """The folder of a tiny random model that reads and writes the bundled tasks."""
+    """Return the folder of a tiny random model that reads and writes the bundled tasks."""
     from sparrow.tasks import build_tokenizer
 
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -115,7 +115,7 @@ def checkpoint(tmp_path_factory) -> str:
 
 
 def save_bytewise(folder: Path, initializer_range: float) -> str:
-    """Save a tiny random model whose tokenizer reads any text, one token for each byte."""
+    """Save a tiny random model with a tokenizer that reads any text, one token per byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -138,7 +138,7 @@ def save_bytewise(folder: Path, initializer_range: float) -> str:
 
 @pytest.fixture(scope="session")
 def reading_checkpoint(tmp_path_factory) -> str:
-    """The folder of a model that reads any text, and whose distributions are nearly flat: drafts
+    """Return the folder of a model that reads any text and has nearly flat distributions: drafts
     are mostly accepted.
     """
     return save_bytewise(tmp_path_factory.mktemp("reading"), initializer_range=0.02)
@@ -146,12 +146,16 @@ def reading_checkpoint(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def peaked_checkpoint(tmp_path_factory) -> str:
-    """The folder of a model that reads any text, and whose lists of tokens hold nearly all mass."""
+    """Return the folder of a model that reads any text and whose token lists contain nearly all
+    probability mass.
+    """
     return save_bytewise(tmp_path_factory.mktemp("peaked"), initializer_range=0.3)
 
 
 def fails(capsys, *argv: str, code: int = 1) -> str:
-    """Why a command ends with ``code``: the last thing on stderr, in one line."""
+    """Return the reason why a command exits with ``code``: the last message on stderr, in one
+    line.
+    """
     from sparrow.cli import main
 
     with pytest.raises(SystemExit) as stopped:

@@ -1,7 +1,7 @@
-"""Runs test files in pytest processes of their own, two at a time.
+"""Runs test files in separate pytest processes, two at a time.
 
-For tests whose libraries choose something when they are imported, such as Triton its interpreter,
-which other tests may have done before.
+For tests of libraries that make a choice when they are imported, such as Triton's interpreter,
+because other tests may have imported them before.
 """
 
 import os
@@ -18,9 +18,9 @@ Done = subprocess.CompletedProcess[str]
 
 
 def run(*arguments: str, **environment: str) -> Done:
-    """Run pytest with these arguments and further variables.
+    """Run pytest with these arguments and additional environment variables.
 
-    The process is no worker of pytest-xdist, and the limits of one do not hold in it.
+    The process is not a worker of pytest-xdist, and the limits of such a worker do not apply to it.
     """
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")
@@ -37,7 +37,9 @@ def run(*arguments: str, **environment: str) -> Done:
 def side_by_side(
     request: pytest.FixtureRequest, parameter: str, start: Callable[[str], Done]
 ) -> Iterator[dict[str, Future[Done]]]:
-    """Yield the runs of all values of ``parameter`` that tests of this module were asked for."""
+    """Yield the runs for all values of ``parameter`` that the selected tests of this module
+    need.
+    """
     wanted = [
         item.callspec.params[parameter]
         for item in request.session.items
@@ -48,6 +50,6 @@ def side_by_side(
 
 
 def passed(done: Done) -> None:
-    """Fail with the process's output unless its tests passed, and there were some."""
+    """Fail with the output of the process unless it ran tests and all of them passed."""
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

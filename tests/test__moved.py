@@ -1,4 +1,4 @@
-"""Import paths of the last release: each gives the module of today and warns."""
+"""Import paths of the last release: each returns the current module with a warning."""
 
 import importlib
 import pickle
@@ -14,13 +14,13 @@ SUBMODULES = ("sparrow.commands.train", "sparrow.commands.dry_run", "sparrow.com
 
 
 def forget(name: str) -> None:
-    """As if no old name had been imported yet."""
+    """Act as if no old name had been imported yet."""
     for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
         del sys.modules[module]
 
 
 @pytest.mark.parametrize("old", [*_moved.MODULES, *SUBMODULES])
-def test_an_old_path_warns_and_gives_the_module_of_today(old):
+def test_an_old_path_warns_and_returns_the_current_module(old):
     new = _moved.new_name(old)
     today = importlib.import_module(new)
     forget(old)
@@ -38,7 +38,7 @@ def test_an_old_path_warns_and_gives_the_module_of_today(old):
         for name in sorted(names)
     ],
 )
-def test_a_name_that_has_left_its_module_warns_and_is_that_of_today(module, home, name):
+def test_a_name_moved_out_of_its_module_warns_and_still_works(module, home, name):
     today = getattr(importlib.import_module(home), name)
     with pytest.warns(DeprecationWarning, match=f"{module}.{name} is now {home}.{name}"):
         assert getattr(importlib.import_module(module), name) is today
@@ -46,7 +46,7 @@ def test_a_name_that_has_left_its_module_warns_and_is_that_of_today(module, home
 
 @pytest.mark.parametrize("package", ["sparrow.calibrate", "sparrow.cost"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_package_gives_all_public_names_that_its_old_module_defined(package):
+def test_a_package_exports_all_public_names_of_its_old_module(package):
     (home_name,) = _moved.ATTRIBUTES[package]
     home = importlib.import_module(home_name)
     imported = {"annotations", "Any", "ArrayLike", "NDArray", "NamedTuple"}
@@ -64,14 +64,14 @@ def test_an_unknown_attribute_of_a_package_is_an_error():
         importlib.import_module("sparrow.cost").nothing  # noqa: B018
 
 
-def test_what_was_pickled_under_an_old_name_is_read():
+def test_objects_pickled_under_old_names_can_be_read():
     now = pickle.dumps(Decoding, protocol=0)
     forget("sparrow.mode")
     with pytest.warns(DeprecationWarning):
         assert pickle.loads(now.replace(b"sparrow.decoding", b"sparrow.mode")) is Decoding
 
 
-def test_names_that_only_begin_alike_are_left_alone():
+def test_names_that_only_share_a_prefix_are_not_redirected():
     assert _moved.new_name("sparrow.model") is None
     assert _moved.new_name("sparrow.cost.lossless") is None
     assert _moved.new_name("sparrow.commands.train") == "sparrow.cli.commands.train"
@@ -85,7 +85,7 @@ def test_the_warning_names_the_line_of_the_import(tmp_path):
 
 
 @pytest.mark.parametrize("module", ["sparrow", "sparrow.cli"])
-def test_the_command_line_starts_as_a_module(module):
+def test_the_old_module_still_starts_the_command_line(module):
     done = subprocess.run(
         [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True
     )

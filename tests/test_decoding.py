@@ -1,4 +1,4 @@
-"""What users write to say how to decode."""
+"""The settings with which users choose how to decode."""
 
 import json
 
@@ -11,7 +11,7 @@ from sparrow.errors import ConfigError
 TABLE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
 
 
-def test_one_word_is_enough():
+def test_a_mode_name_alone_selects_its_defaults():
     lossless = Decoding.load("lossless")
     assert (lossless.mode, lossless.schedule, lossless.draft_tokens) == (
         "lossless",
@@ -63,7 +63,7 @@ def test_one_word_is_enough():
         ),
     ],
 )
-def test_settings_are_read_and_written_back(value, expected):
+def test_settings_survive_a_round_trip(value, expected):
     assert Decoding.load(value) == expected
     assert Decoding.load(expected) is expected
     assert (
@@ -131,7 +131,7 @@ def test_settings_are_read_and_written_back(value, expected):
         ("loseless", "no schedule 'loseless'"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(value, message):
+def test_contradictory_settings_are_refused_by_name(value, message):
     with pytest.raises(ConfigError, match=message):
         Decoding.load(value)
 
@@ -144,25 +144,25 @@ def test_what_cannot_be_meant_is_refused_by_name(value, message):
         (
             {"adapt_draft_tokens": False},
             False,
-        ),  # whoever fixes one of them wants the same drafts every time
-        ({"draft_schedule": "fixed:9"}, False),  # what was given is held
+        ),  # a fixed number of drafts means the same drafts every time
+        ({"draft_schedule": "fixed:9"}, False),  # explicit values are kept
         ({"draft_schedule": "fixed:9", "adapt_draft_budget": True}, True),
     ],
 )
-def test_what_drafts_read_adapts_unless_it_was_given(setting, adapts):
+def test_the_draft_budget_adapts_unless_a_schedule_is_given(setting, adapts):
     decoding = Decoding.load({"mode": "lossless", **setting})
     assert decoding.draft_budgets == (DRAFT_BUDGETS if adapts else (1.0,))
     assert Decoding.load(decoding.to_dict()).draft_budgets == decoding.draft_budgets
     assert Decoding.load("fixed:9").draft_budgets == Decoding.load("dense").draft_budgets == (1.0,)
 
 
-def test_the_acceptance_of_other_budgets_by_hand():
+def test_acceptance_at_other_budgets_by_hand():
     assert acceptance_at(0.9, 1) == pytest.approx(0.9)
     assert acceptance_at(0.9, 2) == pytest.approx(1 - 0.1 / 2**0.7)
     assert acceptance_at(0.2, 0.5) == 0 and acceptance_at(1.0, 0.5) == 1
 
 
-def test_another_schedule_keeps_lossless_and_decides_otherwise():
+def test_a_new_schedule_keeps_lossless_mode_and_otherwise_sets_the_mode():
     assert Decoding.load("lossless").with_schedule(TABLE) == Decoding("lossless", TABLE)
     assert Decoding.load("dense").with_schedule(TABLE).mode == "lossy"
     assert Decoding.load("fixed:9").with_schedule(SparsitySchedule.dense()).mode == "dense"

@@ -1,4 +1,5 @@
-"""Seeded nonsense for every command: settings, schedules, damaged files and faults while writing.
+"""Seeded random input for every command: settings, schedules, damaged files and faults while
+writing.
 
 Each case ends in one sentence and an exit code, without a traceback, or in the command's usual
 output.
@@ -26,7 +27,7 @@ from sparrow.cli import entry
 pytestmark = pytest.mark.slow
 
 SEED = 2611
-COUNTS = {"settings": 80, "schedules": 90, "files": 36, "writes": 8}  # cases of each kind
+COUNTS = {"settings": 80, "schedules": 90, "files": 36, "writes": 8}  # number of cases of each kind
 assert sum(COUNTS.values()) >= 200
 
 SMALL = {
@@ -83,7 +84,9 @@ ODD_JSON = [
 
 @pytest.fixture
 def place(checkpoint, tmp_path_factory) -> Callable[[], Path]:
-    """An empty working directory with a model in it, another one at each call."""
+    """Return a function that enters an empty working directory with a model, a new one at each
+    call.
+    """
 
     def new() -> Path:
         folder = tmp_path_factory.mktemp("fuzz")
@@ -98,7 +101,7 @@ def place(checkpoint, tmp_path_factory) -> Callable[[], Path]:
 
 @pytest.fixture(scope="module")
 def finished(checkpoint, tmp_path_factory) -> Path:
-    """A finished run of two steps with its checkpoints."""
+    """Create a finished run of two steps with its checkpoints."""
     run = tmp_path_factory.mktemp("finished") / "run"
     outcome(
         "train",
@@ -113,7 +116,7 @@ def finished(checkpoint, tmp_path_factory) -> Path:
 
 
 def outcome(*argv: str) -> tuple[int, str]:
-    """Exit code and stderr; any other end of a command is raised."""
+    """Return exit code and stderr; any other end of a command is raised."""
     out, err = io.StringIO(), io.StringIO()
     code = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -134,7 +137,7 @@ def outcome(*argv: str) -> tuple[int, str]:
 
 
 def judge(cases: Iterator[tuple[str, list[str]]], expected: int) -> None:
-    """Run all cases; name those that ended in anything else."""
+    """Run all cases; name those that ended in any other way."""
     wrong, codes = [], []
     for name, argv in cases:
         try:
@@ -148,7 +151,7 @@ def judge(cases: Iterator[tuple[str, list[str]]], expected: int) -> None:
 
 
 def options(command: type, section: str = "") -> Iterator[str]:
-    """Every option of a command."""
+    """Return every option of a command."""
     for field in fields(command):
         if is_dataclass(field.default):
             yield from options(type(field.default), f"{section}{field.name}.")
@@ -161,7 +164,7 @@ def base(command: str) -> list[str]:
     return [command, *model, *SMALL[command].split()]
 
 
-def test_settings(place):
+def test_random_settings_never_cause_a_traceback(place):
     def cases() -> Iterator[tuple[str, list[str]]]:
         rng = random.Random(f"{SEED}/settings")
         commands = {kind.__name__.lower(): [*options(kind)] for kind in get_args(entry.COMMANDS)}
@@ -181,7 +184,7 @@ def test_settings(place):
     judge(cases(), COUNTS["settings"])
 
 
-def test_schedules(place):
+def test_random_schedules_never_cause_a_traceback(place):
     def cases() -> Iterator[tuple[str, list[str]]]:
         rng = random.Random(f"{SEED}/schedules")
         whole = {
@@ -207,7 +210,7 @@ def test_schedules(place):
 
 
 def damage(rng: random.Random, data: bytes) -> bytes:
-    """Cut off, with a part missing, with other bytes in it, or said twice."""
+    """Truncate a text, remove a part, change bytes or repeat a part."""
     at, end = sorted((rng.randrange(len(data)), rng.randrange(len(data) + 1)))
     kind = rng.choice(["cut", "hole", "bytes", "twice", "empty"])
     noise = bytes(rng.randrange(256) for _ in range(4))
@@ -220,7 +223,7 @@ def damage(rng: random.Random, data: bytes) -> bytes:
     }[kind]
 
 
-def test_files(place, finished):
+def test_damaged_files_never_cause_a_traceback(place, finished):
     def cases() -> Iterator[tuple[str, list[str]]]:
         rng = random.Random(f"{SEED}/files")
         rows = [{"prompt": f" ba = {i}\n", "question": f"ku {i}", "answer": "1"} for i in range(6)]
@@ -274,8 +277,10 @@ def test_files(place, finished):
     judge(cases(), COUNTS["files"] + 3)
 
 
-def test_writes(place, monkeypatch):
-    """The disk is full from the n-th file that is flushed to it, or the n-th that gets its name."""
+def test_failing_writes_never_cause_a_traceback(place, monkeypatch):
+    """The disk is full from the n-th file that is flushed, or the n-th that is renamed into
+    place.
+    """
 
     def cases() -> Iterator[tuple[str, list[str]]]:
         rng = random.Random(f"{SEED}/writes")

@@ -1,4 +1,4 @@
-"""Who may import whom: written down once, held by reading the sources and by looking into fresh
+"""Which package may import which: listed once, and enforced on the sources and in fresh
 interpreters.
 """
 
@@ -201,7 +201,9 @@ ONLY_IN = {"triton": ("attention.triton", "attention.division"), "vllm": ("vllm"
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name without the leading ``sparrow.`` (empty for the package itself) -> file."""
+    """Return dotted name without the leading ``sparrow.`` (empty for the package itself) ->
+    file.
+    """
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -210,7 +212,7 @@ def modules() -> dict[str, Path]:
 
 
 def part_of(module: str) -> str:
-    """The longest name of the table that ``module`` is or lies under."""
+    """Return the longest name in the table that contains ``module``."""
     fits = [name for name in ALLOWED if f"{module}.".startswith(f"{name}.")]
     assert fits, f"sparrow.{module} has no place in the architecture; give it one in ALLOWED"
     return max(fits, key=len)
@@ -236,8 +238,8 @@ def imports(source: str, module: str, is_package: bool, running: bool = False) -
 def edges(
     source: str, module: str, is_package: bool, known: dict[str, Path], running: bool = False
 ) -> Iterator[str]:
-    """Sparrow modules that ``source`` imports, as in ``modules`` and ``imports``; a name inside a
-    module counts as that module.
+    """Return the Sparrow modules that ``source`` imports, as in ``modules`` and ``imports``; a name
+    inside a module counts as that module.
     """
     for name in imports(source, module, is_package, running):
         first, _, inner = name.partition(".")
@@ -246,7 +248,7 @@ def edges(
 
 
 def fresh(code: str) -> dict[str, list[str]]:
-    """What ``code`` prints as JSON in an interpreter of its own."""
+    """Return what ``code`` prints as JSON in a fresh interpreter."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -255,7 +257,7 @@ def fresh(code: str) -> dict[str, list[str]]:
 # --- the sources ---
 
 
-def test_every_import_between_parts_is_in_the_table():
+def test_every_import_between_packages_is_in_the_table():
     known = modules()
     wrong = set()
     for module, path in known.items():
@@ -275,7 +277,7 @@ def test_every_import_between_parts_is_in_the_table():
     assert not wrong, "\n".join(sorted(wrong))
 
 
-def test_the_package_itself_offers_the_schedule_and_nothing_heavier():
+def test_the_package_itself_exports_only_the_schedule():
     known = modules()
     assert set(edges(known[""].read_text(encoding="utf-8"), "", True, known)) == {
         "_moved",
@@ -284,7 +286,7 @@ def test_the_package_itself_offers_the_schedule_and_nothing_heavier():
     }
 
 
-def test_claims_need_numpy_only_and_engines_keep_their_libraries_to_themselves():
+def test_pure_packages_need_only_numpy_and_only_engines_import_engine_libraries():
     wrong = set()
     for module, path in modules().items():
         part = part_of(module) if module else "errors"
@@ -298,7 +300,7 @@ def test_claims_need_numpy_only_and_engines_keep_their_libraries_to_themselves()
     assert not wrong, "\n".join(sorted(wrong))
 
 
-def test_imports_are_found_wherever_they_hide():
+def test_imports_are_found_anywhere_in_a_module():
     source = """
 import torch.nn as nn, sparrow.cost
 from sparrow import attention, SparsitySchedule
@@ -337,7 +339,7 @@ class A:
     }
 
 
-def test_a_module_belongs_to_the_longest_name_that_fits():
+def test_a_module_belongs_to_the_longest_matching_name():
     assert (
         part_of("mismatch.tail") == "mismatch"
         and part_of("attention.triton.launch") == "attention.triton"
@@ -346,11 +348,11 @@ def test_a_module_belongs_to_the_longest_name_that_fits():
         part_of("mismatches")
 
 
-# --- circles ---
+# --- cycles ---
 
 
 def without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of ``tree`` that run: all but the bodies of ``if TYPE_CHECKING:``."""
+    """Yield the nodes of ``tree`` that run: all except the bodies of ``if TYPE_CHECKING:``."""
     yield tree
     for child in ast.iter_child_nodes(tree):
         only_for_types = isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING"
@@ -359,7 +361,9 @@ def without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def circle(arrows: dict[str, set[str]]) -> list[str] | None:
-    """The names along one circle of the graph, the first one again at its end; None without one."""
+    """Return the names along one cycle of the graph with the first one repeated at the end, or None
+    without a cycle.
+    """
     done: set[str] = set()
 
     def search(path: list[str]) -> list[str] | None:
@@ -376,7 +380,7 @@ def circle(arrows: dict[str, set[str]]) -> list[str] | None:
     return next(filter(None, (search([name]) for name in arrows)), None)
 
 
-def test_no_module_imports_itself_through_others_not_even_inside_functions():
+def test_there_are_no_import_cycles_not_even_inside_functions():
     known = modules()
     arrows = {}
     for module, path in known.items():
@@ -385,7 +389,7 @@ def test_no_module_imports_itself_through_others_not_even_inside_functions():
     assert (found := circle(arrows)) is None, " imports ".join(found or [])
 
 
-def test_a_circle_is_found_wherever_an_arrow_of_it_hides():
+def test_an_import_cycle_is_found_wherever_its_imports_are():
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}) == ["b", "c", "b"]
     source = """
@@ -406,7 +410,7 @@ def f():
 # --- fresh interpreters ---
 
 
-def test_claims_load_no_torch():
+def test_pure_packages_do_not_load_torch():
     names = [
         "sparrow",
         *(f"sparrow.{module}" for module in modules() if module and part_of(module) in PURE),
@@ -423,7 +427,7 @@ print(json.dumps(heavy))
     assert fresh(code) == {name: [] for name in names}
 
 
-def test_attention_loads_no_triton():
+def test_attention_does_not_load_triton():
     code = """
 import json, sys
 import torch
@@ -435,7 +439,7 @@ print(json.dumps(sorted(new & {"triton", "transformers", "vllm"})))
     assert fresh(code) == []
 
 
-def test_the_plugin_loads_no_client_and_no_trainer():
+def test_the_plugin_loads_neither_a_client_nor_a_trainer():
     code = """
 import importlib, json, sys
 import torch, vllm, vllm.plugins, vllm.model_executor.layers.attention, vllm.v1.attention.backends.cpu_attn

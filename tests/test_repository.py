@@ -1,5 +1,5 @@
-"""What outsiders rely on: one version, CI that runs README's own command, tests that are found by
-their path.
+"""What users rely on: one version, CI that runs the command in the README, and tests that are found
+by their path.
 """
 
 import re
@@ -72,8 +72,8 @@ def read(name: str) -> str:
 
 
 def untested(package: Path, tests: Path, elsewhere: dict[str, str]) -> list[str]:
-    """Modules over ``LARGE`` lines without a test of their path, where neither they nor a folder is
-    listed.
+    """Return modules of over ``LARGE`` lines without a test at their path, unless they or their
+    folder are listed.
     """
     missing = []
     for path in sorted(package.rglob("*.py")):
@@ -88,7 +88,7 @@ def untested(package: Path, tests: Path, elsewhere: dict[str, str]) -> list[str]
     return missing
 
 
-def test_a_module_is_tested_where_its_path_says_or_where_it_is_listed():
+def test_a_module_has_a_test_at_its_path_or_a_listed_test():
     package, tests = ROOT / "sparrow", ROOT / "tests"
     assert untested(package, tests, ELSEWHERE) == []
     for module, test in ELSEWHERE.items():
@@ -99,7 +99,7 @@ def test_a_module_is_tested_where_its_path_says_or_where_it_is_listed():
         )
 
 
-def test_a_large_module_without_a_test_is_named(tmp_path):
+def test_a_large_module_without_a_test_is_reported(tmp_path):
     for name, lines in {
         "a/new.py": LARGE + 1,
         "a/small.py": LARGE,
@@ -116,7 +116,7 @@ def test_a_large_module_without_a_test_is_named(tmp_path):
     ]
 
 
-def test_the_changelog_and_the_citation_name_the_version():
+def test_the_changelog_and_the_citation_have_the_current_version():
     released = re.findall(
         r"^## \[(\d[^]]*)\] - (\d{4}-\d\d-\d\d)$", read("CHANGELOG.md"), flags=re.MULTILINE
     )
@@ -126,7 +126,7 @@ def test_the_changelog_and_the_citation_name_the_version():
 
 
 @pytest.mark.parametrize("script", [".github/workflows/test.yml", ".ci/run"])
-def test_ci_runs_the_test_command_of_the_readme(script):
+def test_ci_runs_the_test_command_from_the_readme(script):
     if not (ROOT / script).exists():
         pytest.skip("not in the source distribution")
     (line,) = re.findall(
@@ -137,7 +137,7 @@ def test_ci_runs_the_test_command_of_the_readme(script):
 
 
 @pytest.mark.parametrize("script", [".github/workflows/test.yml", ".ci/run"])
-def test_ci_runs_the_rest_after_the_test_command_of_the_readme(script):
+def test_ci_runs_the_remaining_tests_after_the_command_from_the_readme(script):
     if not (ROOT / script).exists():
         pytest.skip("not in the source distribution")
     command, rest = (
@@ -156,7 +156,7 @@ def test_ci_runs_the_rest_after_the_test_command_of_the_readme(script):
     ],
     ids=["by default", "with --all", "named by its id"],
 )
-def test_slow_tests_run_only_if_all_are_asked_for_or_they_are_named(everything, arguments, run):
+def test_slow_tests_run_only_if_named_or_with_all(everything, arguments, run):
     items = [
         SimpleNamespace(name="quick", get_closest_marker=lambda mark: None),
         SimpleNamespace(name="slow", get_closest_marker=lambda mark: mark == "slow"),
@@ -175,7 +175,7 @@ def test_slow_tests_run_only_if_all_are_asked_for_or_they_are_named(everything, 
 @pytest.mark.parametrize(
     ("used", "mark", "fails"), [(29, None, False), (31, None, True), (99, "slow", False)]
 )
-def test_a_test_that_takes_long_fails_unless_it_is_marked(used, mark, fails):
+def test_a_slow_test_fails_unless_it_is_marked(used, mark, fails):
     times = iter([(0, 0, 0, 0, 0), (1, 1, used - 3, 1, 0)])
     call = conftest.pytest_runtest_call(SimpleNamespace(get_closest_marker=lambda name: mark))
     with pytest.MonkeyPatch.context() as patch:
@@ -186,7 +186,7 @@ def test_a_test_that_takes_long_fails_unless_it_is_marked(used, mark, fails):
             call.send(None)
 
 
-def test_workflows_call_what_exists():
+def test_workflows_refer_to_existing_files():
     workflows = {
         path.stem: yaml.safe_load(path.read_text())
         for path in (ROOT / ".github/workflows").glob("*.yml")
@@ -213,5 +213,5 @@ NAMED = re.compile(
     "page",
     [str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))],
 )
-def test_files_that_a_page_names_exist(page):
+def test_files_named_on_a_page_exist(page):
     assert [name for name in NAMED.findall(read(page)) if not (ROOT / name).exists()] == []

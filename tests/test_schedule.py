@@ -1,5 +1,5 @@
-"""Sparsity schedules: published tables and their edges, JSON, refusals, and the table an engine
-looks pages up in.
+"""Sparsity schedules: published tables and their edges, JSON, refusals, and the table in which an
+engine looks up pages.
 """
 
 import json
@@ -64,7 +64,7 @@ QWEN3_14B_086 = [
     893,
 ]
 
-# Every published table by its first, tenth and last entry and the sum of its twenty.
+# Every published table, checked by its first, tenth and last entry and the sum of all twenty.
 PUBLISHED = {
     "qwen3-1.7b-0.75": (29, 93, 93, 1540),
     "qwen3-1.7b-0.80": (29, 157, 157, 2500),
@@ -139,12 +139,12 @@ def test_published_edges_fall_on_full_pages():
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 60_000))
-def test_bin_is_the_first_whose_edge_in_pages_is_not_reached(length):
+def test_the_bin_is_the_first_whose_edge_in_pages_is_not_reached(length):
     bins = [i for i in range(20) if -(-length // 16) < 125 * (i + 1)]
     assert SparsitySchedule(top_k=tuple(range(20))).pages(length) == (bins[0] if bins else 19)
 
 
-def test_page_end_counts_the_page_being_written_in_full():
+def test_page_end_counts_the_current_page_as_full():
     assert SparsitySchedule.fixed(1).page_end([0, 1, 15, 16, 17, 1984, 1985]).tolist() == [
         0,
         16,
@@ -170,7 +170,7 @@ def test_pages_never_shrink_with_length(schedule, some):
     assert (np.diff(schedule.pages(sorted(some))) >= 0).all()
 
 
-def test_a_multiple_counts_the_pages_that_are_always_read():
+def test_multiplying_a_schedule_includes_pages_that_are_always_read():
     table = SparsitySchedule(
         top_k=(0, 1, 61, ALL_PAGES), bin_tokens=64
     )  # beside a sink page and two recent ones
@@ -196,7 +196,7 @@ def test_tokens_read_is_the_budget_or_everything():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_table(name):
+def test_the_published_table_is_reproduced(name):
     first, tenth, last, total = PUBLISHED[name]
     model, _, target = name.rpartition("-")
     schedule = SparsitySchedule.preset(model, float(target))
@@ -209,12 +209,12 @@ def test_published_table(name):
     assert SparsitySchedule.load(name) == schedule
 
 
-def test_published_tables_in_full():
+def test_the_published_tables_are_reproduced_in_full():
     assert list(SparsitySchedule.preset("qwen3-4b").top_k) == QWEN3_4B_086
     assert list(SparsitySchedule.preset("Qwen3-14B", 0.86).top_k) == QWEN3_14B_086
 
 
-def test_unknown_preset_lists_exactly_the_published_ones():
+def test_an_unknown_preset_lists_the_published_presets():
     with pytest.raises(
         ConfigError, match=r"no published schedule for 'Qwen3-32B' and 0\.86; known ones: "
     ) as error:
@@ -225,7 +225,7 @@ def test_unknown_preset_lists_exactly_the_published_ones():
 # --- load and JSON ---
 
 
-def test_load_takes_every_form(tmp_path):
+def test_load_accepts_every_form(tmp_path):
     assert SparsitySchedule.load("dense").is_dense
     assert SparsitySchedule.load("fixed:29") == SparsitySchedule(top_k=(29,))
     assert not SparsitySchedule.load("fixed:29").is_dense
@@ -244,7 +244,7 @@ def test_load_takes_every_form(tmp_path):
     "spec",
     ["dens", "fixed:", "fixed:-1", "fixed:2.5", "fixed:²", "qwen3-4b", "fixed:" + "9" * 5000],
 )
-def test_load_refuses_anything_else_and_says_what_it_takes(spec):
+def test_load_refuses_anything_else_and_lists_the_accepted_forms(spec):
     with pytest.raises(ConfigError) as error:
         SparsitySchedule.load(spec)
     message = str(error.value)
@@ -256,13 +256,13 @@ def test_load_refuses_anything_else_and_says_what_it_takes(spec):
 
 @settings(deadline=None, max_examples=50)
 @given(schedules() | schedules(head_budgets=((1.5, 0.5), (0.25, 1.75)) * 21))
-def test_json_round_trip(schedule):
+def test_schedules_survive_a_json_round_trip(schedule):
     back = SparsitySchedule.from_json(schedule.to_json())
     assert back == schedule and back.provenance == schedule.provenance
     assert SparsitySchedule.from_dict(schedule.to_dict()) == schedule
 
 
-def test_json_spells_a_dense_bin_all_and_may_leave_defaults_out():
+def test_json_writes_a_dense_bin_as_all_and_may_omit_defaults():
     assert json.loads(SparsitySchedule(top_k=(3, ALL_PAGES)).to_json())["top_k"] == [3, "all"]
     assert SparsitySchedule.from_json('{"top_k": [3, "all"]}') == SparsitySchedule(
         top_k=(3, ALL_PAGES)
@@ -295,14 +295,14 @@ def test_json_spells_a_dense_bin_all_and_may_leave_defaults_out():
         ),
     ],
 )
-def test_values_a_schedule_cannot_have(fields, message):
+def test_invalid_values_of_a_schedule_are_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         SparsitySchedule(**fields)
     with pytest.raises(ConfigError, match=message):
         SparsitySchedule.from_dict(fields)
 
 
-def test_a_changed_copy_is_validated_too():
+def test_a_changed_copy_is_also_validated():
     schedule = SparsitySchedule(top_k=(1, 2))
     assert schedule.replace(page_size=8).page_size == 8 and schedule.page_size == 16
     with pytest.raises(ConfigError, match="falls from 2 in bin 0 to 1 in bin 1"):
@@ -341,7 +341,7 @@ def test_a_changed_copy_is_validated_too():
         ("[" * 100_000, "the schedule is not valid JSON: "),
     ],
 )
-def test_files_that_are_no_schedule(text, message, tmp_path):
+def test_files_that_are_not_schedules_are_refused(text, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         SparsitySchedule.from_json(text)
     path = tmp_path / "schedule.json"
@@ -351,7 +351,7 @@ def test_files_that_are_no_schedule(text, message, tmp_path):
 
 
 @pytest.mark.parametrize("layers", [{}, "", {"0": 1}])
-def test_a_mapping_or_text_is_no_list_of_dense_layers(layers):
+def test_a_mapping_or_text_is_not_accepted_as_dense_layers(layers):
     with pytest.raises(ConfigError, match="dense_layers must be a list of whole numbers, got"):
         SparsitySchedule.from_dict({"top_k": [1], "dense_layers": layers})
 
@@ -360,7 +360,7 @@ def test_a_mapping_or_text_is_no_list_of_dense_layers(layers):
     "fields",
     [{"top_k": [True]}, {"dense_layers": [False]}, {"page_size": True}, {"sink_pages": True}],
 )
-def test_a_boolean_is_no_count_of_a_schedule(fields):
+def test_a_boolean_is_not_accepted_as_a_count(fields):
     with pytest.raises(
         ConfigError, match=r"must be a whole number in 0\.\.1073741824, got (True|False)"
     ):
@@ -372,7 +372,7 @@ def test_a_schedule_with_duplicate_keys_is_refused():
         SparsitySchedule.from_json('{"top_k": [1], "page_size": 8, "top_k": [2]}')
 
 
-def test_landmarks_are_stored_as_a_schedule_says():
+def test_a_schedule_sets_the_dtype_of_landmarks():
     schedule = SparsitySchedule.from_dict({"top_k": [1], "landmark_dtype": "fp8_e4m3"})
     assert (
         SparsitySchedule.from_json(schedule.to_json())
@@ -405,7 +405,7 @@ def test_a_schedule_of_2_to_the_60_pages_is_refused(name):
     assert largest.tokens_read(2**62) == (3 * ALL_PAGES - 1) * 2**16  # in 64 bits
 
 
-def test_a_schedule_file_that_is_not_utf_8_is_named(tmp_path):
+def test_a_schedule_file_that_is_not_utf_8_is_refused_by_name(tmp_path):
     path = tmp_path / "schedule.json"
     path.write_bytes(b'{"top_k": [1], "provenance": {"by": "Andr\xe9"}}')
     with pytest.raises(
@@ -414,14 +414,14 @@ def test_a_schedule_file_that_is_not_utf_8_is_named(tmp_path):
         SparsitySchedule.load(path)
 
 
-def test_a_missing_schedule_file_is_named_and_no_preset_listed(tmp_path):
+def test_a_missing_schedule_file_is_reported_without_listing_presets(tmp_path):
     for missing in ("missing.json", str(tmp_path / "schedules" / "mine"), str(tmp_path)):
         with pytest.raises(ConfigError, match="cannot read the schedule file") as error:
             SparsitySchedule.load(missing)
         assert missing in str(error.value) and "qwen3" not in str(error.value)
 
 
-def test_dense_layer_beyond_the_model():
+def test_a_dense_layer_beyond_the_model_is_refused():
     schedule = SparsitySchedule(top_k=(1,), dense_layers=(0, 4))
     schedule.check_model(5, kv_heads=2)
     with pytest.raises(
@@ -448,7 +448,7 @@ def test_budgets_are_whole_numbers_of_256ths():
     assert SparsitySchedule((1,)).sparse_budget_units.tolist() == [[256]]
 
 
-def test_tokens_read_are_the_mean_over_sparse_layers_and_heads():
+def test_tokens_read_is_the_mean_over_sparse_layers_and_heads():
     # 10 pages on average: 0, 5, 15 and 20 by score, and three more; all cut at what there is.
     assert UNEVEN.tokens_read(600) == (3 + 8 + 18 + 23) / 4 * 16
     assert UNEVEN.tokens_read([300, 40]).tolist() == [(48 + 128 + 288 + 300) / 4, 40]
@@ -466,7 +466,7 @@ def test_tokens_read_are_the_mean_over_sparse_layers_and_heads():
     )  # all layers are dense
 
 
-def test_everything_is_read_as_far_as_the_head_that_reads_least_reads_it():
+def test_the_dense_length_is_that_of_the_head_with_the_smallest_budget():
     layout = SparsitySchedule((6, 13, 20), bin_tokens=64, page_size=8, dense_layers=())
     assert layout.replace(head_budgets=((1, 1),)).dense_up_to == layout.dense_up_to == 128
     assert layout.replace(head_budgets=((0.9, 1.1),)).dense_up_to == 64  # 13 pages become 12
@@ -498,19 +498,19 @@ def test_everything_is_read_as_far_as_the_head_that_reads_least_reads_it():
         ),
     ],
 )
-def test_budgets_a_schedule_cannot_have(rows, message):
+def test_invalid_head_budgets_are_refused(rows, message):
     with pytest.raises(ConfigError, match=message):
         SparsitySchedule((1,), dense_layers=(), head_budgets=rows)
 
 
-def test_budgets_are_written_only_where_there_are_any():
+def test_head_budgets_are_written_only_if_set():
     plain = UNEVEN.to_dict()
     assert plain["head_budgets"] == [[9.0, 9.0], [0.0, 0.5], [1.5, 2.0]]
     assert SparsitySchedule.from_json(UNEVEN.to_json()) == UNEVEN != UNEVEN.replace(head_budgets=())
     assert "head_budgets" not in UNEVEN.replace(head_budgets=()).to_dict()
 
 
-def test_budgets_of_another_model_are_refused():
+def test_head_budgets_for_a_different_model_are_refused():
     UNEVEN.check_model(3, kv_heads=2)
     for layers, heads in ((4, 2), (3, 4)):
         with pytest.raises(
@@ -521,7 +521,7 @@ def test_budgets_of_another_model_are_refused():
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, ALL_PAGES), st.floats(0, 2), st.integers(0, 2**30))
-def test_budgets_on_the_device_are_those_of_the_schedule(top_k, relative, length):
+def test_head_budgets_on_the_device_match_the_schedule(top_k, relative, length):
     schedule = SparsitySchedule(
         (top_k,), dense_layers=(), head_budgets=((relative, 2 - relative),), sink_pages=0
     )
@@ -531,18 +531,18 @@ def test_budgets_on_the_device_are_those_of_the_schedule(top_k, relative, length
     assert schedule.tokens_read(length) == np.minimum(length, (kept.numpy() + 2) * 16).mean()
 
 
-# --- the table an engine looks pages up in ---
+# --- the table in which an engine looks up pages ---
 
 
 @settings(deadline=None, max_examples=50)
 @given(schedules(), lengths)
-def test_table_equals_schedule(schedule, some):
+def test_the_table_matches_the_schedule(schedule, some):
     looked_up = ScheduleTable(schedule).top_k(torch.tensor(some))
     assert looked_up.dtype == torch.int32
     assert looked_up.tolist() == schedule.pages(some).tolist()
 
 
-def test_table_keeps_the_shape_and_takes_int32():
+def test_the_table_keeps_the_shape_and_accepts_int32():
     length = torch.tensor([[1, 48], [49, 500]], dtype=torch.int32)
     assert ScheduleTable(SparsitySchedule(top_k=(3, 5), bin_tokens=64)).top_k(length).tolist() == [
         [3, 3],
@@ -550,7 +550,7 @@ def test_table_keeps_the_shape_and_takes_int32():
     ]
 
 
-def test_up_to_which_length_everything_is_read():
+def test_the_length_up_to_which_everything_is_read_by_hand():
     def layout(*top_k):
         return SparsitySchedule(top_k, bin_tokens=64, page_size=8, dense_layers=(0,))
 
@@ -568,8 +568,10 @@ def test_up_to_which_length_everything_is_read():
     assert (layout(5, 13, 20).tokens_read(lengths) == lengths).all()
 
 
-def test_pages_are_described_alike_to_attention_which_knows_no_schedule():
-    """``PageLayout`` cannot share a definition with a schedule: that imports no torch."""
+def test_page_layouts_agree_between_schedule_and_attention():
+    """``PageLayout`` cannot share a definition with a schedule, because the schedule does not
+    import torch.
+    """
     assert tuple(field.name for field in fields(pages.PageLayout)) == schedule.PAGE_LAYOUT
     assert get_args(schedule.LandmarkDtype) == get_args(pages.LandmarkDtype)
     assert (schedule.ALL_PAGES, schedule.BUDGET_UNIT) == (pages.ALL_PAGES, pages.BUDGET_UNIT)

@@ -1,4 +1,4 @@
-"""Settings: types and ranges are checked, however a module spells its annotations."""
+"""Settings: types and ranges are checked for every style of annotations."""
 
 import math
 import sys
@@ -27,7 +27,7 @@ FUTURE = "from __future__ import annotations\n"
 
 
 @pytest.mark.parametrize("spelling", ["as strings", "as types"])
-def test_ranges_hold_however_a_module_spells_its_annotations(spelling, monkeypatch):
+def test_ranges_are_checked_for_every_style_of_annotation(spelling, monkeypatch):
     source = Path(sparrow.train.config.__file__).read_text(encoding="utf-8").replace(FUTURE, "")
     module = types.ModuleType("respelled")
     monkeypatch.setitem(sys.modules, "respelled", module)
@@ -136,14 +136,14 @@ def test_ranges_hold_however_a_module_spells_its_annotations(spelling, monkeypat
         ),
     ],
 )
-def test_a_value_of_another_type_or_out_of_range_is_refused(settings, name, value, message):
+def test_a_value_of_the_wrong_type_or_out_of_range_is_refused(settings, name, value, message):
     with pytest.raises(ConfigError) as error:
         settings(**{name: value})
     assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
-def test_one_sample_a_prompt_is_refused_where_samples_are_compared(advantage):
+def test_one_sample_per_prompt_is_refused_if_samples_are_compared(advantage):
     with pytest.raises(ConfigError) as error:
         TrainConfig(advantage=advantage, rollout=RolloutConfig(samples=1))
     assert str(error.value) == (

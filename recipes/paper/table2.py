@@ -4,10 +4,10 @@ lossless.
     python recipes/paper/table2.py --model Qwen/Qwen3-4B --schedule qwen3-4b-0.86 --out
     table2-4b.json python recipes/paper/table2.py --table table2-*.json
 
-Each mode has an engine of its own, on one GPU unless ``--engine`` says otherwise (the paper's
-figures are of four), with the same 240 prompts, the same seeds, and a short rollout beforehand that
-warms it up. The model decides the
-lengths: lossy responses differ from dense ones, so tokens per second are compared and not seconds.
+Each mode has its own engine, on one GPU unless ``--engine`` specifies otherwise (the paper used
+four), with the same 240 prompts, the same seeds, and a short rollout beforehand that warms it up.
+The model decides the lengths: lossy responses differ from dense ones, so tokens per second are
+compared rather than seconds.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from sparrow.rollout import Sampling
 from sparrow.tasks.prompts import encode
 
 PROBLEMS = 30
-SHORT = 64  # tokens of the responses that warm an engine up
+SHORT = 64  # number of tokens of the responses that warm up an engine
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Tokens, seconds and mean length of every mode."""
+    """Measure tokens, seconds and mean length for every mode."""
     model, tokenizer = load_model(arguments.model, arguments.precision)
     room = prompt_room(context_of(model), arguments.engine, arguments.max_new_tokens)
     problems = load_benchmark(arguments.benchmark, PROBLEMS, tokenizer, room)
@@ -60,7 +60,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The results in the paper's layout, with two more columns for lossless."""
+    """Return the results in the paper's layout, with two more columns for lossless."""
     lines = [
         "| Model | Dense t. (tokens/s) | Sparse t. (tokens/s) | Rollout Speedup | Lossless t. (tokens/s) | Speedup |",
         "| :--- | :---: | :---: | :---: | :---: | :---: |",

@@ -4,9 +4,9 @@
     ... --config recipes/paper/code.toml --dataset taco:path=data/taco.parquet
 
 The authors' file is named after code-r1 (github.com/ganler/code-r1), whose published preparation
-drops what this drops: two badly formatted sources, short texts, texts with images, and problems
-whose reference solutions fail their tests. How they came to 21,000 rows, with problems of
-CodeContests, is not published.
+drops the same rows: two badly formatted sources, short texts, texts with images, and problems whose
+reference solutions fail their tests. How they came to 21,000 rows, with problems of CodeContests,
+is not published.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SOLUTIONS = 8  # of a row, at most, tried until one passes
 
 
 def unfit(row: dict[str, Any], verify: Callable[..., float]) -> str | None:
-    """Why a row is left out; None if it stays."""
+    """Return why a row is left out, or None if it is kept."""
     question = taco(row)
     if question is None:
         return "without tests"

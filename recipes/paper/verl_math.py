@@ -20,12 +20,12 @@ from sparrow.rewards import verify_math
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """verl's reward function: 1.0 for a response whose final answer is right."""
+    """Serve as verl's reward function: 1.0 for a response with a correct final answer."""
     return verify_math(solution_str, ground_truth)
 
 
 def rows(dataset: str) -> list[dict[str, Any]]:
-    """The problems of ``dataset`` in order, as verl's rows."""
+    """Return the problems of ``dataset`` in order, as rows for verl."""
     task: Any = load_problems(None, (dataset,), None)
     return [
         {

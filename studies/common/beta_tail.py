@@ -1,8 +1,8 @@
 """A Beta distribution fitted to the tail of the acceptance rate, as published (Sparrow, arXiv
 2606.08446, section 3).
 
-The models here are farther from it than published, but for one at its largest budget
-(docs/evidence.md), so the package measures percentiles alone.
+The models here fit it less well than the published ones, except for one model at its largest budget
+(docs/evidence.md), so the package itself only measures percentiles.
 
 Shapes: T tokens, B sequences, R resamples.
 """
@@ -39,7 +39,9 @@ class BetaTail:
 
     @property
     def variance(self) -> float:
-        """Variance of the fitted tail; published: 0.19 at a KV budget of 512 tokens, 0.05 at 16384."""
+        """Return the variance of the fitted tail; published: 0.19 at a KV budget of 512 tokens,
+        0.05 at 16384.
+        """
         total = self.a + self.b
         return self.cut**2 * self.a * self.b / (total**2 * (total + 1))
 
@@ -90,13 +92,13 @@ def beta_tail_fit(alpha: ArrayLike, cut: float = 0.999) -> BetaTail | None:
 
 
 def weighted_beta_ks(values: FloatArray, sequence: IntArray, weights_RB: FloatArray) -> FloatArray:
-    """KS distance of each resample from the Beta fitted to its own tail, float64 [R], nan without a
-    fit.
+    """Return the KS distance of each resample from the Beta fitted to its own tail, float64 [R],
+    nan without a fit.
 
-    It is a ``sparrow.mismatch.bootstrap.Statistic``.
+    The function is a ``sparrow.mismatch.bootstrap.Statistic``.
 
-    A resample is rougher than the sample it is drawn from, so where the fit is close an interval of
-    it lies too high.
+    A resample is rougher than the sample it is drawn from, so if the fit is close, the interval
+    lies too high.
     """
     fits = (
         beta_tail_fit(np.repeat(values, weights[sequence].astype(int))) for weights in weights_RB

@@ -2,10 +2,10 @@
 CUDA graph.
 
 A model of a million parameters spends nearly all of a decode step launching kernels; replayed as a
-graph the step takes a fraction of a millisecond. Attention looks at the cache through a mask, which
-costs a GPU almost nothing at a few hundred tokens and makes all shapes fixed; where contexts are
-longer there is a graph for each multiple of ``SPAN`` columns, so that it looks no further than the
-longest sequence. For comparison it can be three other actors.
+graph the step takes a fraction of a millisecond. Attention reads the cache through a mask, which
+costs a GPU almost nothing at a few hundred tokens and makes all shapes fixed; for longer contexts
+there is a graph for each multiple of ``SPAN`` columns, so attention reads no further than the
+longest sequence. For comparison the engine can act as three other kinds of actor.
 
 Eviction: tokens that attention has not looked at lately leave the cache and never come back. As in
 SnapKV (arXiv 2404.14469) a token's worth is the attention that the latest queries paid to it, first
@@ -14,9 +14,9 @@ decoding, here with a window that fades. As many tokens per kv head are kept as 
 read, always including its sink and recent pages.
 
 The dial: sequences are decoded densely up to a length and sparsely from there on. Lossless decoding
-gives samples of the dense model, so nothing needs to be drafted. The acceptance of the drafts left
-out is taken from a teacher-forced sparse pass over some of the dense samples; its history is sparse
-too, unlike that of real drafts.
+gives samples of the dense model, so nothing needs to be drafted. The acceptance of the omitted
+drafts is measured by a teacher-forced sparse pass over some of the dense samples; its history is
+sparse too, unlike that of real drafts.
 
 Noise: at a share of the positions the distribution is mixed with the uniform one.
 
@@ -119,8 +119,7 @@ class GraphEngine(HFEngine):
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """See ``Engine.set_schedule``; page counts only.
 
-        Raises ConfigError: a schedule with budgets by head, which this engine's selection does not
-        know.
+        Raises ConfigError: the schedule has budgets by head, which this engine does not support.
         """
         if schedule.head_budgets:
             raise ConfigError(
@@ -142,8 +141,8 @@ class GraphEngine(HFEngine):
         self._top_k.copy_(torch.from_numpy(pages))
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """See ``Engine.generate``; rollouts say what was verified if the engine was told how far to
-        verify.
+        """See ``Engine.generate``; rollouts record what was verified if the engine was told how far
+        to verify.
         """
         rollouts = super().generate(prompts, sampling)
         if self._dense_below is None:
@@ -166,11 +165,13 @@ class GraphEngine(HFEngine):
     def _verified(self, rollout: Rollout, up_to: float) -> int:
         length = len(rollout.prompt_ids) + np.arange(len(rollout))
         verified = self.schedule.page_end(length) < up_to
-        verified[0] = True  # the prompt's last token is read densely
+        verified[0] = True  # the last token of the prompt is read densely
         return int(verified.sum())
 
     def _sparse_top(self, rollouts: Sequence[Rollout], temperature: float) -> list[np.ndarray]:
-        """Log-probs of each response's top tokens under a sparse pass, float32 ``[T, n]``."""
+        """Return log-probs of each response's top tokens under a sparse pass, float32
+        ``[T, n]``.
+        """
         batch = Batch.of(rollouts, self.model.device, with_top=True)
         # The reference, which needs no compiler: at these lengths it is fast enough.
         with (
@@ -220,7 +221,7 @@ class GraphEngine(HFEngine):
             .transpose(0, 1)
             .clone()
             .cpu()
-            .numpy()  # copies: the next batch overwrites the buffers
+            .numpy()  # copies, because the next batch overwrites the buffers
             for x in (self._tokens, self._logprobs, self._best_ids[..., :n], self._best[..., :n])
         )
         ended = np.isin(tokens, self._eos.cpu().numpy())
@@ -240,8 +241,8 @@ class GraphEngine(HFEngine):
         ]
 
     def _count_read(self, prompts: Sequence[Sequence[int]], length: np.ndarray) -> None:
-        """Count what the decode steps of responses of these lengths read: all but the first token
-        of each.
+        """Count what the decode steps of responses of these lengths read: those of all tokens but
+        the first.
         """
         cached = np.concatenate(
             [np.arange(len(p) + 1, len(p) + n) for p, n in zip(prompts, length, strict=True)]
@@ -251,7 +252,7 @@ class GraphEngine(HFEngine):
         self._counters += Counters(int(read), layers * int(cached.sum()))
 
     def _wait(self) -> None:
-        """Wait until the device is done, without keeping a core busy that another run could use."""
+        """Wait until the device is done without occupying a core that another run could use."""
         if self._keys.is_cuda:
             event = torch.cuda.Event()
             event.record()
@@ -259,8 +260,8 @@ class GraphEngine(HFEngine):
                 time.sleep(1e-3)
 
     def _advance(self, span: int) -> None:
-        """One decode step whose attention looks at the first ``span`` columns, by its graph where
-        there are graphs.
+        """Run one decode step whose attention reads the first ``span`` columns, by its graph if
+        graphs are used.
         """
         if not self._keys.is_cuda:
             return self._decode_step(span)
@@ -280,14 +281,14 @@ class GraphEngine(HFEngine):
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool):
             self._decode_step(span)
-        # What the rehearsal wrote into the cache is overwritten by the next step.
+        # The next step overwrites what the warm-up wrote into the cache.
         for x, saved in zip(state, before, strict=True):
             x.copy_(saved)
         return graph
 
     def _prefill(self, ids_BT: Tensor, lengths_B: Tensor) -> None:
-        """Compute the prompts' keys and values densely; for eviction, also what their last queries
-        attended to.
+        """Compute the keys and values of the prompts densely; for eviction, also the attention of
+        their last queries.
         """
         T, P = ids_BT.shape[1], self._layout.page_size
         position = torch.arange(T, device=ids_BT.device)
@@ -313,10 +314,10 @@ class GraphEngine(HFEngine):
         self._landmarks.copy_(self._keys.unflatten(3, (-1, P)).mean(4))
 
     def _decode_step(self, span: int | None = None) -> None:
-        """One token for every row, read from and written to fixed buffers; attention looks at
-        ``span`` columns, or all.
+        """Decode one token for every row from and into fixed buffers; attention reads ``span``
+        columns, or all.
 
-        Eviction remembers what every column is worth, so it looks at all.
+        Eviction tracks the worth of every column, so its attention reads all columns.
         """
         B, P, span = self.batch_size, self._layout.page_size, span or self.max_length
         row, position_B = torch.arange(B, device=self._keys.device), self._position
@@ -340,7 +341,7 @@ class GraphEngine(HFEngine):
                 self._worth[i][row, :, position_B] = torch.zeros_like(k[:, :, 0, 0])
                 seen_BKS = (self._evicted(i, length_B) | in_prompt_B11) & inside_B1S
             elif sparse:
-                # Only the page being written has other keys than a step before.
+                # Only the current page has keys that the step before did not have.
                 page_B = position_B // P
                 self._landmarks[i][row, :, page_B] = (
                     self._keys[i].unflatten(2, (-1, P))[row, :, page_B].mean(2)
@@ -375,7 +376,7 @@ class GraphEngine(HFEngine):
     def _project(
         self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values ``[B, heads, T, D]`` after the rotary embedding."""
+        """Return queries, keys and values ``[B, heads, T, D]`` after the rotary embedding."""
         attention, x = layer.self_attn, _norm(layer.input_layernorm, hidden)
         shape = (*x.shape[:2], -1, attention.head_dim)
         q = _norm(attention.q_norm, attention.q_proj(x).view(shape)).transpose(1, 2)
@@ -391,7 +392,7 @@ class GraphEngine(HFEngine):
         return hidden + layer.mlp(_norm(layer.post_attention_layernorm, hidden))
 
     def _weights(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-        """Attention weights ``[B, K, G, T, S]`` over what is ``seen``."""
+        """Return attention weights ``[B, K, G, T, S]`` over the columns in ``seen``."""
         B, H, T, D = q.shape
         K = k.shape[1]
         # The group's queries are rows of one product, so that keys are not copied for each of them.
@@ -401,8 +402,8 @@ class GraphEngine(HFEngine):
         return logits.masked_fill(~seen, float("-inf")).softmax(-1)
 
     def _selected(self, q: Tensor, marks_BKND: Tensor, length_B: Tensor) -> Tensor:
-        """Tokens of the selected pages, bool ``[B, K, S]``, as ``sparrow.attention.pages`` defines
-        them.
+        """Return the tokens of the selected pages, bool ``[B, K, S]``, as defined in
+        ``sparrow.attention.pages``.
         """
         layout, P = self._layout, self._layout.page_size
         B, K, N, D = marks_BKND.shape
@@ -417,8 +418,8 @@ class GraphEngine(HFEngine):
         return keep.repeat_interleave(P, dim=-1)
 
     def _evicted(self, i: int, length_B: Tensor) -> Tensor:
-        """What is left of the cache, bool ``[B, K, S]``, once the tokens of least worth over the
-        budget are evicted.
+        """Return which cached tokens remain, bool ``[B, K, S]``, after evicting the least valuable
+        tokens beyond the budget.
         """
         layout, P = self._layout, self._layout.page_size
         column, end_B1 = (
@@ -445,12 +446,12 @@ def _first_tokens(rollout: Rollout, count: int) -> Rollout:
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:
-    """What Qwen3's RMS norm computes, in fewer kernels."""
+    """Compute Qwen3's RMS norm in fewer kernels."""
     return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
 
 
 def _rank(values: Tensor) -> Tensor:
-    """0 for the largest along the last axis; equal values count from the left."""
+    """Rank values along the last axis, 0 for the largest; equal values are ranked from the left."""
     return values.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
 
 

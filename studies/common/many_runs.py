@@ -1,10 +1,10 @@
-"""What studies of many training runs share: several runs at a time on a GPU, calibrated schedules,
-a log for each run.
+"""Code shared by studies of many training runs: several runs at a time on a GPU, calibrated
+schedules, a log for each run.
 
 Every step of a run is one line of ``OUT/NAME.jsonl``. The first line holds the run's settings, the
 second the policy's held-out score before any step, the last what ended the run. Runs whose log
 exists are left out, so that a study can go on over several calls. Torch is imported late, by each
-run's own process, once that has chosen its GPU.
+run's own process, once it has selected its GPU.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run_study(
 
 
 def schedules(options: Any) -> Path:
-    """Where the calibrated tables are."""
+    """Return the path of the calibrated tables."""
     return options.out / "schedules.json"
 
 
@@ -67,7 +67,7 @@ def write_schedules(options: Any, calibrate: Callable[..., dict[str, list[int]]]
 
 
 def run(options: Any, train: Callable[..., None], name: str, gpu: int, deadline: float) -> None:
-    """One run, ARM-SEED, in this process."""
+    """Do one run, ARM-SEED, in this process."""
     arm, _, seed = name.rpartition("-")
     device, path = use_gpu(gpu), options.out / f"{name}.jsonl"
     logged(path, lambda: train(options, arm, int(seed), device, deadline, path))
@@ -121,7 +121,7 @@ def side_by_side(
 
 
 def use_gpu(index: int) -> Any:
-    """The device of this process; to be set before anything looks for one."""
+    """Select the device of this process; call this before anything looks for one."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = given.split(",")[index] if given else str(index)
     import torch
@@ -131,7 +131,9 @@ def use_gpu(index: int) -> Any:
 
 
 def logged(path: Path, train: Callable[[], None]) -> None:
-    """Run ``train``, which writes to ``path``; the last line of the log says what ended it."""
+    """Run ``train``, which writes to ``path``; the last line of the log records what
+    ended the run.
+    """
     try:
         train()
         ended = "done"
@@ -144,15 +146,17 @@ def logged(path: Path, train: Callable[[], None]) -> None:
 
 
 def plain_options(options: Any) -> dict[str, Any]:
-    """A study's options as JSON has them."""
+    """Return the options of a study in JSON types."""
     return json.loads(json.dumps(asdict(options), default=str))
 
 
 def mean_reward(engine: Any, tokenizer: Any, problems: Sequence[Any], sampling: Any) -> float:
-    """What responses of ``engine`` to some problems earn; its counters are zero afterwards."""
+    """Return the mean reward of responses of ``engine`` to some problems; its counters are zero
+    afterwards.
+    """
     prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
     rollouts = engine.generate(prompts, sampling)
-    engine.counters()  # these tokens are not training's
+    engine.counters()  # these tokens do not belong to training
     texts = tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
     return float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))
 
@@ -171,12 +175,12 @@ def calibrated(
     targets: Sequence[float],
     budgets: Sequence[int],
 ) -> dict[str, list[int]]:
-    """The cheapest tables that hold each target of p5, by name (``p86``), all from one set of dense
-    trajectories.
+    """Return the cheapest tables that meet each target of p5, by name (``p86``), all from one set
+    of dense trajectories.
 
     Longer responses than those measured, which only fail, read as much as in the last bin.
 
-    Raises ConfigError: no budget holds a target.
+    Raises ConfigError: no budget meets a target.
     """
     from sparrow.calibrate import Acceptance, calibrate
     from sparrow.calibrate.trajectories import Trajectories
@@ -250,10 +254,10 @@ def train_logged(
             raise TimeoutError
 
     def recorded(experience: Any, schedule: Any) -> Any:
-        """What the learner finds; the other percentiles are noted as well."""
+        """Return the learner's assessment, and record the other percentiles as well."""
         result = assess(experience, schedule)
         lower = np.concatenate([a.lower for a in result[0].acceptances])
-        # As in ``token_acceptance``: the length that the schedule looked at.
+        # As in ``token_acceptance``: the length used by the schedule.
         cached = [len(r.prompt_ids) + np.arange(len(r)) for r in experience.rollouts]
         position = schedule.page_end(np.concatenate(cached))
         bins = [(b, lower[tokens]) for b, tokens in split_by_bin(position, schedule.bin_tokens)]
@@ -273,7 +277,7 @@ def train_logged(
 
 
 def condensed(metrics: dict[str, Any], tail: dict[str, Any]) -> dict[str, Any]:
-    """What a study needs of a step's metrics, and its other percentiles."""
+    """Return the metrics of a step that a study needs, with the other percentiles."""
     return {
         "step": metrics["step"],
         "reward": metrics["reward"]["mean"],

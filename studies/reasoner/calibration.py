@@ -1,4 +1,4 @@
-"""Does calibration hold its target, does its shortcut cost anything, and does the tail look like a
+"""Does calibration meet its target, does its shortcut cost anything, and does the tail look like a
 Beta distribution?
 
     python studies/reasoner/calibration.py table     # three targets x three seeds by `sparrow calibrate`, then rollouts
@@ -6,8 +6,7 @@ Beta distribution?
     python studies/reasoner/calibration.py tail      # goodness of fit of the published Beta tail, with intervals
 
 All run on the bundled reasoner, with pages of 4 tokens and length bins of 64, on whatever device is
-there. Results go to benchmarks/results/calibration_*.json; what --folder already holds is not
-sampled again.
+there. Results go to benchmarks/results/calibration_*.json; samples already in --folder are reused.
 
 Shapes: T tokens.
 """
@@ -62,20 +61,20 @@ from common import (
 )
 
 LAYOUT = SparsitySchedule.dense(page_size=4, bin_tokens=64, dense_layers=(0,))
-LINES, COUNT = 36, 512  # of a program, and responses sampled each time
+LINES, COUNT = 36, 512  # lines of a program, and responses sampled each time
 TARGETS, SEEDS, ON_POLICY = (0.86, 0.90, 0.94), (0, 1, 2), (0, 2)
-FEWEST = 20  # sequences that a bin needs to be counted
+FEWEST = 20  # sequences required for a bin to count
 TRIALS = (4, 8, 16, 32, 64)  # budgets passed to the command
 BUDGETS = (8, 12, 16, 24, 32, 48)
 RESAMPLES = 200
 
 
-# --- does it hold its target? ---
+# --- does calibration meet its target? ---
 
 
 def calibrated(folder: Path) -> None:
-    """Calibrate with the command itself, then measure other problems with other seeds under the
-    schedule it finds.
+    """Calibrate with the command itself, and measure different problems with different seeds under
+    the resulting schedule.
     """
     folder.mkdir(parents=True, exist_ok=True)
     layout = folder / "layout.json"
@@ -133,7 +132,7 @@ def calibrated(folder: Path) -> None:
 
 
 def sampled_anew(schedule: SparsitySchedule, seed: int) -> list[TokenAcceptance]:
-    """What ``sparrow measure`` measures, token by token."""
+    """Measure the same as ``sparrow measure``, token by token."""
     model, tokenizer = load_model(str(REASONER), "fp32", device())
     prompts = encode_prompts(draw_prompts(Trace(LINES), COUNT, seed), COUNT, tokenizer, room=1024)
     engine = HFEngine(model, schedule, eos_ids(model, tokenizer))
@@ -143,10 +142,10 @@ def sampled_anew(schedule: SparsitySchedule, seed: int) -> list[TokenAcceptance]
 def judge(
     schedule: SparsitySchedule, fresh: Sequence[TokenAcceptance], target: float
 ) -> list[dict[str, Any]]:
-    """Each bin of the calibration that enough fresh responses reach: its p5, and whether a shorter
-    bin set its pages.
+    """Return for each bin of the calibration that enough fresh responses reach: its p5, and whether
+    a shorter bin set its pages.
 
-    The ``parts`` of a row are the schedule's own bins that lie in it: start, tokens and p5.
+    The ``parts`` of a row are the schedule's own bins within it: start, tokens and p5.
     """
     alpha, _, position, sequence = flatten(fresh)
     rows: list[dict[str, Any]] = []
@@ -181,12 +180,12 @@ def judge(
 
 
 def measured(folder: Path) -> Callable[[SparsitySchedule, int], Trajectories]:
-    """The reasoner's trajectories by schedule and seed."""
+    """Return the reasoner's trajectories by schedule and seed."""
     model, ends, prompts = tracing(REASONER, LINES, COUNT, 0, device())
     engine = HFEngine(model, LAYOUT, ends, batch_size=256)
     vocabulary = (
         model.config.vocab_size
-    )  # every token is listed, so acceptance is exact and not a bound
+    )  # every token is listed, so acceptance is exact rather than bounded
 
     def trajectories(behaviour: SparsitySchedule, seed: int) -> Trajectories:
         sampling = Sampling(14 * LINES, top_n=vocabulary, seed=seed)
@@ -196,7 +195,9 @@ def measured(folder: Path) -> Callable[[SparsitySchedule, int], Trajectories]:
 
 
 def shortcut(folder: Path) -> None:
-    """p5 by bin at each budget: dense trajectories scored under it, and the actor's own rollouts."""
+    """Return p5 by bin at each budget: dense trajectories scored under it, and the actor's own
+    rollouts.
+    """
     trajectories = measured(folder)
     began = clock()
     dense = trajectories(LAYOUT, 0)
@@ -237,7 +238,9 @@ def shortcut(folder: Path) -> None:
 def compare(
     forced: Sequence[TokenAcceptance], sampled: Sequence[TokenAcceptance]
 ) -> list[dict[str, Any]]:
-    """Both p5 by bin with their intervals, and the drift: sampled minus teacher-forced."""
+    """Return both p5 values by bin with their intervals, and the drift: sampled minus teacher-
+    forced.
+    """
 
     def plain(b: BinMismatch) -> dict[str, float]:
         return {"p5": b.lower_bound, "low": b.interval_low, "high": b.interval_high}
@@ -262,8 +265,8 @@ def compare(
 
 
 def tail(folder: Path) -> None:
-    """KS distance of the fitted Beta tail at each budget, resampled by sequence; and what chance
-    alone would give.
+    """Return the KS distance of the fitted Beta tail at each budget, resampled by sequence, and the
+    distance due to chance alone.
     """
     trajectories = measured(folder)
     dense, rows = trajectories(LAYOUT, 0), []
@@ -306,9 +309,9 @@ def tail(folder: Path) -> None:
 
 
 def fitted_percentile(fit: Any, alpha: np.ndarray) -> float:
-    """The 5th percentile of all tokens if the tail were the fitted Beta."""
+    """Return the 5th percentile of all tokens if the tail were the fitted Beta."""
     if fit.fraction_in_tail <= 0.05:
-        return float(np.percentile(alpha, 5))  # lies above the tail
+        return float(np.percentile(alpha, 5))  # above the tail
     return fit.cut * float(stats.beta.ppf(0.05 / fit.fraction_in_tail, fit.a, fit.b))
 
 
@@ -316,7 +319,7 @@ def fitted_percentile(fit: Any, alpha: np.ndarray) -> float:
 
 
 def calibration() -> str:
-    """p5 less the target by bin, for every seed."""
+    """Tabulate p5 minus the target by bin, for every seed."""
     runs = load("calibration_table")["runs"]
     ends = sorted({b["end"] for run in runs for b in run["bins"]})
     alike: dict[str, list[Row]] = {}
@@ -334,7 +337,9 @@ def calibration() -> str:
 
 
 def calibration_summary() -> str:
-    """How many bins are within 0.02 of the target, how many lie above and below, and the extremes."""
+    """Report how many bins are within 0.02 of the target, how many are above and below, and the
+    extremes.
+    """
     rows = []
     for rounds, name in {0: "no round on policy", 2: "two rounds"}.items():
         bins = [

@@ -37,7 +37,7 @@ class Options:
 
 
 def held_out(model: str, schedule: Path, folder: Path) -> dict[str, list[float]]:
-    """Mean accuracy and its interval over the same problems, dense and sparse."""
+    """Return mean accuracy and its interval over the same problems, dense and sparse."""
     arguments = ["--model", model, "--schedule", str(schedule), "--out", str(folder)]
     sparrow(
         [
@@ -64,7 +64,7 @@ def held_out(model: str, schedule: Path, folder: Path) -> dict[str, list[float]]
 
 
 def main(options: Options) -> None:
-    """Run what is missing, then write the table."""
+    """Do the missing runs and write the table."""
     schedule = options.folder / "schedule.json"
     options.folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(model_path("reasoner"), "demo_schedule.json"), schedule)

@@ -86,8 +86,8 @@ class Options:
 
 
 class HeldOut:
-    """Measures an engine on held-out problems: reward, and for each length bin p5 and the share of
-    tokens below 0.5.
+    """A measurement of an engine on held-out problems: reward, and for each length bin p5 and the
+    share of tokens below 0.5.
     """
 
     def __init__(self, options: Options, policy: Any, tokenizer: Any, task: Any, seed: int) -> None:
@@ -103,7 +103,7 @@ class HeldOut:
 
         engine.set_schedule(schedule)
         rollouts = engine.generate(self._prompts, self._sampling)
-        engine.counters()  # reset: these tokens are not training's
+        engine.counters()  # reset: these tokens do not belong to training
         scores = self._policy.score(rollouts, SparsitySchedule.dense(), 1.0)
         accepted = [
             token_acceptance(r, s.top_logprobs, schedule)
@@ -126,13 +126,13 @@ class HeldOut:
 
 
 def bins_of(report: dict[str, Any]) -> list[list[float]]:
-    """Per length bin: start, end, p5, the ends of its interval, responses."""
+    """Return for each length bin: start, end, p5, the ends of its interval, responses."""
     keys = ("start", "end", "lower_bound", "interval_low", "interval_high", "n_sequences")
     return [[b[key] for key in keys] for b in report["bins"]]
 
 
 def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
-    """One training run with the measurements before and after it."""
+    """Do one training run with the measurements before and after it."""
     device = use_gpu(gpu)
     from graph_engine import GraphEngine
 
@@ -170,7 +170,7 @@ def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
             raise TimeoutError
 
     trainer = Trainer(config, model, tokenizer, task, engine, schedule, listener)
-    with contextlib.suppress(TimeoutError):  # its last step is complete
+    with contextlib.suppress(TimeoutError):  # the last step is complete
         trainer.train()
     if trainer.learner.distiller:
         result["with"] = measure(engine, CHEAP)
@@ -180,7 +180,7 @@ def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
 
 
 def gather(options: Options) -> dict[str, Any]:
-    """What the runs have recorded so far."""
+    """Return what the runs have recorded so far."""
     runs: dict[str, Any] = {}
     for name in names(options):
         path, final = options.folder / name / "metrics.jsonl", options.folder / f"{name}.json"
@@ -207,12 +207,12 @@ def gather(options: Options) -> dict[str, Any]:
 
 
 def names(options: Options) -> list[str]:
-    """The runs, those of one seed together."""
+    """Return the names of the runs, those of one seed together."""
     return [f"{arm}-{seed}" for seed in options.seeds for arm in options.arms]
 
 
 def main(options: Options) -> None:
-    """Run what is missing, then write the results."""
+    """Do the missing runs and write the results."""
     deadline = time.time() + options.seconds
     options.folder.mkdir(parents=True, exist_ok=True)
     missing = [name for name in names(options) if not (options.folder / f"{name}.json").exists()]
@@ -225,7 +225,7 @@ def main(options: Options) -> None:
 
 
 def reached(bins: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The bins reached by at least half as many responses as the fullest one."""
+    """Return the bins reached by at least half as many responses as the fullest bin."""
     return [b for b in bins if 2 * b["n_sequences"] >= max(b["n_sequences"] for b in bins)]
 
 

@@ -1,4 +1,4 @@
-"""What a reasoner accepts: drafts of lossless rollouts, and the lossy actor under the same
+"""Acceptance of a reasoner: drafts of lossless rollouts, and the lossy actor under the same
 schedule, by budget.
 
     python studies/reasoner/draft_acceptance.py --models reasoner runs/deep --lines 24 20 \
@@ -57,8 +57,8 @@ def row(
     drafts: Sequence[int],
     max_new_tokens: int,
 ) -> dict[str, Any]:
-    """One budget: mean and p5 of the lossy actor, with 95 % intervals over responses, and how
-    drafts fare.
+    """Measure one budget: mean and p5 of the lossy actor with 95 % intervals over responses, and
+    the acceptance of drafts.
     """
     schedule = SparsitySchedule.fixed(pages, **LAYOUT)
     sampling = Sampling(max_new_tokens, top_n=len(tokenizer))

@@ -1,5 +1,4 @@
-"""What it costs that a seed's tokens do not depend on the drafts (``drafter_invariant``), by
-budget.
+"""The cost of making a seed's tokens independent of the drafts (``drafter_invariant``), by budget.
 
     python studies/reasoner/drafter_invariance.py --out benchmarks/results/drafter_invariance.json
 
@@ -51,8 +50,8 @@ class Options:
 
 
 def gumbel_match(p: Tensor, q: Tensor, generator: torch.Generator) -> float:
-    """Chance that p and q, ``[T, V]``, draw the same token with the same Gumbel noise, over all T
-    and ``DRAWS``.
+    """Return the probability that p and q, ``[T, V]``, draw the same token with the same Gumbel
+    noise, over all T and ``DRAWS``.
     """
     same = 0.0
     for _ in range(DRAWS):
@@ -64,8 +63,8 @@ def gumbel_match(p: Tensor, q: Tensor, generator: torch.Generator) -> float:
 
 
 def inverse_match(p: Tensor, q: Tensor) -> float:
-    """The same with one uniform number that both distribution functions are inverted at: the
-    lengths that coincide.
+    """Return the same if one uniform number inverts both distribution functions: the overlap of
+    their intervals.
     """
     (p_end, q_end), (p_begin, q_begin) = zip(
         *((x.cumsum(-1), x.cumsum(-1) - x) for x in (p, q)), strict=True
@@ -79,11 +78,11 @@ def inverse_match(p: Tensor, q: Tensor) -> float:
 def kept(
     model: PreTrainedModel, responses: list[Rollout], schedule: SparsitySchedule
 ) -> dict[str, float]:
-    """Mean chances that a draft is kept, by how it is verified, after each token of these
-    responses.
+    """Return the mean probabilities that a draft is kept, by kind of verification, after each token
+    of these responses.
 
-    The actor's history is its own here, as in lossy decoding; in lossless decoding drafts agree a
-    little better.
+    The actor has its own history here, as in lossy decoding; in lossless decoding drafts agree
+    slightly better.
     """
     sides: list[list[Tensor]] = [[], []]
     for response in responses:
@@ -93,7 +92,7 @@ def kept(
         )
         dense = model(ids, use_cache=False).logits[
             0, prompt:-1
-        ]  # the first token comes from prefill, undrafted
+        ]  # the first token comes from prefill, without a draft
         with teacher_forced(model, [prompt], schedule):
             sparse = model(ids, use_cache=False).logits[0, prompt:-1]
         for side, logits in zip(sides, (dense, sparse), strict=True):

@@ -7,11 +7,10 @@ at equal bytes read.
 
 Dense trajectories of the task ``trace`` are sampled once; every variant is a teacher-forced pass
 over them, and its acceptance rate is exact, over the whole vocabulary. Bytes are counted in tokens'
-worth of keys and values per sparse
-layer: kept pages, and what pages are ranked by (half a token a page for a mean key, a whole one for
-a minimum and a maximum). At every length a variant reads as many pages as its bytes allow; a
-sequence that fits whole is read whole. Variants live here and not in the package; one that clearly
-wins may move there.
+worth of keys and values per sparse layer: kept pages, and landmarks (half a token per page for a
+mean key, one token for a minimum and a maximum). At every length a variant reads as many pages as
+its bytes allow; a sequence that fits is read in full. Variants live here rather than in the
+package; one that clearly wins may move there.
 
 Shapes: B sequences, T tokens, H query heads, K kv heads, G = H / K, D head dim, P page size, N
 pages, R resamples.
@@ -55,7 +54,9 @@ TOKEN_BUDGET = 65_536  # padded tokens in a forward pass
 
 @dataclass
 class Scored:
-    """What a selector sees: queries by group, and keys by page; ``scale`` is the softmax's."""
+    """The input of a selector: queries by group, and keys by page; ``scale`` is that of the
+    softmax.
+    """
 
     q_BKGTD: Tensor
     k_BKNPD: Tensor
@@ -63,17 +64,17 @@ class Scored:
     whole_TN: Tensor  # pages that are complete at each query
 
     def logits(self) -> Tensor:
-        """Each head's product with the mean keys: ``[B, K, G, T, N]``."""
+        """Return the product of each head with the mean keys: ``[B, K, G, T, N]``."""
         return self.scale * torch.einsum("bkgtd,bknd->bkgtn", self.q_BKGTD, self.k_BKNPD.mean(-2))
 
     def squares(self, variance_BKND: Tensor) -> Tensor:
-        """Variance of each head's logits within a page, assuming that the dimensions of keys are
-        uncorrelated.
+        """Return the variance of each head's logits within a page, assuming that the dimensions of
+        keys are uncorrelated.
         """
         return self.scale**2 * torch.einsum("bkgtd,bknd->bkgtn", self.q_BKGTD**2, variance_BKND)
 
     def softmax(self, logits_BKGTN: Tensor) -> Tensor:
-        """Each head's share of attention by page."""
+        """Return the share of attention of each head by page."""
         return logits_BKGTN.masked_fill(~self.whole_TN, float("-inf")).softmax(-1).nan_to_num()
 
 
@@ -95,7 +96,9 @@ def by_radius(s: Scored) -> Tensor:
 
 
 def true_mass(s: Scored) -> Tensor:
-    """Logarithm of the attention that each page really gets; no landmark can give it."""
+    """Return the logarithm of the attention that each page actually receives; no landmark can
+    provide it.
+    """
     logits = s.scale * torch.einsum("bkgtd,bknpd->bkgtnp", s.q_BKGTD, s.k_BKNPD)
     return logits.logsumexp(-1)
 
@@ -148,7 +151,7 @@ class Variant:
 
 
 class Actor:
-    """A variant at work on one batch; the attention layers of the model share it."""
+    """A variant applied to one batch; the attention layers of the model share it."""
 
     def __init__(self, variant: Variant, layers: int, prompt_B: Tensor, length_B: Tensor) -> None:
         self.variant, self.layers, self.prompt_B, self.length_B = (
@@ -216,7 +219,7 @@ class Actor:
         )
 
     def _tokens(self, layer: int, length_T: Tensor) -> Tensor | float:
-        """This layer's share of the bytes at each length."""
+        """Return the layer's share of the bytes at each length."""
         sparse = [i for i in range(self.layers) if i not in self.variant.dense]
         weights = self.variant.weights or (1.0,) * self.layers
         left_T = self.variant.tokens * self.layers - length_T * len(self.variant.dense)
@@ -228,9 +231,7 @@ class Actor:
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
 ) -> Any:
-    """Attention function of the transformers attention interface, for whole sequences padded on the
-    right.
-    """
+    """Implement the attention interface of transformers for whole sequences padded on the right."""
     out = module.actor.attend(module.layer_idx, query, key, value, scaling)
     return out.transpose(1, 2).contiguous(), None
 
@@ -264,8 +265,8 @@ class Bench:
 
     @torch.no_grad()
     def _passes(self, variant: Variant) -> Iterator[tuple[Tensor, Actor]]:
-        """By group: probabilities at every response token's position, ``[tokens, V]``, and the
-        actor that gave them.
+        """Yield by group: probabilities at the position of every response token, ``[tokens, V]``,
+        and the actor that computed them.
         """
         for group in self.groups:
             some: list[Rollout] = [self.rollouts[i] for i in group]
@@ -288,8 +289,8 @@ class Bench:
             yield logits.softmax(-1), actor
 
     def acceptance(self, variant: Variant) -> tuple[np.ndarray, dict[str, float]]:
-        """Acceptance of every response token ``[T]``; what a layer reads in a step, in tokens'
-        worth of bytes.
+        """Return the acceptance of every response token ``[T]``, and the reads of a layer per step,
+        in tokens' worth of bytes.
         """
         alphas, read, held, steps = [], 0.0, 0.0, 0
         counted = self.layers - (0 if variant.dense_counts else len(variant.dense))
@@ -299,7 +300,7 @@ class Bench:
         return np.concatenate(alphas), {"tokens_read": read / steps, "share_read": read / held}
 
     def p5(self, alpha: np.ndarray) -> np.ndarray:
-        """The 5th percentile, as measured and in each resample, ``[1 + R]``."""
+        """Return the 5th percentile, as measured and in each resample, ``[1 + R]``."""
         return weighted_percentile(alpha, self.owner, self.weights_RB)
 
 
@@ -309,8 +310,8 @@ class Bench:
 def variants(
     layers: int, tokens: Sequence[int], dense: tuple[int, ...]
 ) -> Iterator[tuple[str, list[Variant]]]:
-    """Pairs of a section and its variants, all with the same bytes; the first is what the others
-    are compared with.
+    """Yield pairs of a section and its variants, all with the same bytes; the others are compared
+    with the first.
     """
     for b in tokens:
         for P in (16, 8, 4):
@@ -404,7 +405,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def show(result: dict[str, Any]) -> None:
-    """The tables in Markdown, best first; a variant that could not keep to its bytes is marked."""
+    """Return the tables in Markdown, best first; a variant that exceeds its bytes is marked."""
     for section, rows in result["sections"].items():
         b = int(section.split(", ")[-1].split()[0])
         lines = []

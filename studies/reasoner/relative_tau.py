@@ -1,7 +1,7 @@
-"""Does the same tau ask for the same pages whichever engines sample and score? Absolute, and
+"""Does the same tau require the same pages whichever engines sample and score? Absolute, and
 relative to the ceiling.
 
-    python studies/reasoner/relative_tau.py  # on a CPU; some minutes of two cores
+    python studies/reasoner/relative_tau.py  # on a CPU; some minutes on two cores
 
 Four pairs of a sampler and a scorer see the same tokens of the bundled reasoner, with pages of 4
 tokens and length bins of 64. vLLM samples in bfloat16, densely and under each budget, and lists
@@ -43,16 +43,16 @@ BUDGETS = (6, 8, 11, 16, 23, 32)
 TAUS = (0.86, 0.90, 0.94)
 CEILINGS = (0.95, 0.90)
 SHORT = 6
-LINES, COUNT, RESAMPLES, SEED = 24, 48, 200, 0  # COUNT responses of each budget
+LINES, COUNT, RESAMPLES, SEED = 24, 48, 200, 0  # COUNT responses for each budget
 CPU = torch.device("cpu")
-FEWEST = 20  # sequences that a bin needs to be counted
+FEWEST = 20  # sequences required for a bin to count
 OWN, VLLM = "transformers float32, both", "vLLM bfloat16, transformers float32"
 
 Logprobs = dict[int | None, np.ndarray]  # by budget (None is dense), [T, V]
 
 
 def sampled() -> tuple[dict[int | None, list[Rollout]], int]:
-    """Responses by budget, with lists of the whole vocabulary, and the size of the vocabulary."""
+    """Return responses by budget, with lists of the whole vocabulary, and the vocabulary size."""
     os.environ |= {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCHDYNAMO_DISABLE": "1",
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]:
-    """The table for responses by budget, whose lists hold all ``V`` tokens."""
+    """Return the table for responses by budget, whose lists contain all ``V`` tokens."""
     model, ends, _ = tracing(REASONER, LINES, COUNT, SEED, CPU)
     scorer = HFEngine(model, LAYOUT, ends)
     policy, actor, vllm, place, owner = {}, {}, {}, {}, {}
@@ -119,7 +119,7 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]
     weights_RB = np.concatenate([np.ones((1, COUNT)), draws])
 
     def tails(alpha: dict[int | None, np.ndarray]) -> dict[int | None, np.ndarray]:
-        """p5 by budget, [R, bins]; a prompt has the same weight at every budget."""
+        """Return p5 by budget, [R, bins]; a prompt has the same weight at every budget."""
         by_budget = {}
         for k, values in alpha.items():
             inside = [place[k] // LAYOUT.bin_tokens == b for b in bins]
@@ -173,7 +173,7 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]
                 needed = pages(p5s, tau, scale)
                 with np.errstate(
                     invalid="ignore"
-                ):  # inf / inf: neither pair holds tau with any budget
+                ):  # inf / inf: neither pair meets tau with any budget
                     ratio = needed / own[scale][tau]
                 mean = np.where(np.isinf(ratio).any(1), np.inf, ratio.mean(1))
                 row[scale][str(tau)] = {
@@ -196,14 +196,16 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]
 
 
 def in_order(ids_Tn: np.ndarray, logprobs_Tn: np.ndarray) -> np.ndarray:
-    """Log-probs of whole lists by token id."""
+    """Return log-probs of complete lists by token id."""
     ordered = np.full(logprobs_Tn.shape, -np.inf, np.float32)
     np.put_along_axis(ordered, ids_Tn.astype(np.int64), logprobs_Tn, 1)
     return ordered
 
 
 def accepted(policy_TV: np.ndarray, actor_TV: np.ndarray, top_n: int | None = None) -> np.ndarray:
-    """Acceptance, [T]; with ``top_n``, its lower bound from the actor's list of that many tokens."""
+    """Return acceptance, [T]; with ``top_n``, its lower bound from the actor's list of that many
+    tokens.
+    """
     p, q = np.exp(policy_TV.astype(np.float64)), np.exp(actor_TV.astype(np.float64))
     if top_n is None:
         return acceptance(p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True))
@@ -224,10 +226,10 @@ def on_scale(p5_RN: np.ndarray, ceiling_RN: np.ndarray, scale: str) -> np.ndarra
 
 
 def pages(p5s: dict[int | None, np.ndarray], tau: float, scale: str) -> np.ndarray:
-    """Fewest pages read, those always read included, with which tau is held, [R, bins]; infinite if
-    no budget holds it.
+    """Return the fewest pages, always-read ones included, that meet tau, [R, bins]; infinite if no
+    budget does.
 
-    Between the largest budget that fails and the next one, p5 is taken to rise with the logarithm
+    Between the largest budget that fails and the next one, p5 is assumed to rise with the logarithm
     of the pages.
     """
     read = np.array(BUDGETS) + ALWAYS
@@ -245,7 +247,9 @@ def pages(p5s: dict[int | None, np.ndarray], tau: float, scale: str) -> np.ndarr
 
 
 def spans(values_XR: np.ndarray) -> list[list[float | None]]:
-    """For each row, the measured value and the ends of its 95 % interval; None is infinite."""
+    """Return for each row the measured value and the ends of its 95 % interval; None is
+    infinite.
+    """
     ends = np.quantile(values_XR[:, 1:], [0.025, 0.975], axis=1, method="nearest")
     return [finite(np.array([x[0], *end])) for x, end in zip(values_XR, ends.T, strict=True)]
 
@@ -269,7 +273,7 @@ def relative_tau() -> str:
                 mean, low, high = needed["mean_of_own"]
                 open_end = (
                     "" if mean is None else " [open]"
-                )  # in some resamples no budget holds tau
+                )  # in some resamples no budget meets tau
                 interval = open_end if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
                 pages = " ".join("none" if x is None else f"{x:.0f}" for x in needed["pages"])
                 cells += [pages, ("" if mean is None else f"{mean:.2f}") + interval]
@@ -310,8 +314,8 @@ def relative_tau_summary() -> str:
 
 
 def relative_laws() -> str:
-    """How far p5 is from p5 without noise once the ceiling is taken out in three ways, over all
-    bins and budgets.
+    """Tabulate the distance of p5 from p5 without noise if the ceiling is removed in three ways,
+    over all bins and budgets.
     """
     pairs = load("relative_tau")["pairs"]
     laws: dict[str, Callable[[float, float], float]] = {

@@ -1,5 +1,5 @@
-"""How much of the tail the sampled tokens alone can show, where both sides' top-20 lists show all
-of it.
+"""How much of the tail is visible from sampled tokens alone, compared with the top-20 lists of both
+sides.
 
     python studies/reasoner/sampled_tail.py --out benchmarks/results/sampled_tail.json
 

@@ -36,8 +36,8 @@ class Arm:
 
 
 def arms() -> dict[str, Arm]:
-    """Every arm of the study by name; the first half is about the mismatch, the second about what
-    is done about it.
+    """Return every arm of the study by name; the first half is about the mismatch, the second about
+    countermeasures.
     """
     by_name = {"dense": Arm()}
     by_name |= {name.replace(":", ""): Arm(name) for name in SCHEDULES}

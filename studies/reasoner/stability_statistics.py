@@ -1,8 +1,8 @@
 """The results of the stability study's runs: shortened logs, and statistics over them.
 
 The outcome of a run is the policy's accuracy on held-out, longer problems, decoded densely, as the
-mean of the last two evaluations. It tells what the run has made of the policy, whatever its actor
-was. A run has collapsed if its outcome is below half of the accuracy that the policy started with.
+mean of the last two evaluations. It shows the effect of the run on the policy, whatever the actor.
+A run has collapsed if its outcome is below half of the accuracy that the policy started with.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ RESAMPLES = 2000
 
 
 def shortened(path: Path, fewest: int = FEWEST_STEPS) -> Run | None:
-    """A run's settings and series, every number to its significant digits; None for a run that was
-    cut off before ``fewest`` steps."""
+    """Return the settings and series of a run with every number rounded; None for a run that ended
+    before ``fewest`` steps.
+    """
     rows = logged_rows(path)
     steps = [row for row in rows if "reward" in row]
     ended = rows[-1].get("ended", "killed") if rows and "step" not in rows[-1] else "killed"
@@ -63,20 +64,23 @@ def shortened(path: Path, fewest: int = FEWEST_STEPS) -> Run | None:
 
 
 def logged_rows(path: Path) -> list[Run]:
-    """The lines of a log, but for one that a kill has cut off."""
+    """Return the lines of a log, except for one truncated by a kill."""
     text = path.read_text(encoding="utf-8")
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _whole_bins(row: Run) -> list[list[float]]:
-    """Bins with p5 and its interval, those that hold at least a tenth of the fullest one's tokens."""
+    """Return the bins with p5 and its interval that contain at least a tenth of the tokens of the
+    fullest bin.
+    """
     tokens = {b[0]: b[1] for b in row["bins"]}
     return [b for b in row["p5_interval"] if 10 * tokens[b[0]] >= max(tokens.values())]
 
 
 def early(run: Run) -> dict[str, float]:
-    """The statistics at the first step, before any update, with signs such that more is better; for
-    a stale actor, over steps 2 to 5, because at the first it is not stale yet."""
+    """Return the statistics at the first step, before any update, with signs such that more is
+    better; for a stale actor over steps 2 to 5, because it is not stale at the first.
+    """
     when = slice(1, EARLY) if run["actor"].startswith("stale") else slice(0, 1)
     values = [
         *np.mean(run["tail"][when], axis=0),
@@ -87,15 +91,15 @@ def early(run: Run) -> dict[str, float]:
 
 
 def outcome(run: Run, steps: int | None = None) -> float:
-    """Held-out accuracy of the policy at the end, or after so many steps: the mean of the last two
-    evaluations.
+    """Return the policy's held-out accuracy at the end, or after ``steps``: the mean of the last
+    two evaluations.
     """
     seen = [accuracy for step, accuracy in run["held_out"] if steps is None or step <= steps]
     return float(np.mean(seen[-2:]))
 
 
 def late_outcome(run: Run, steps: int | None = None) -> float:
-    """As ``outcome``, but the mean of all evaluations in the last 20 steps."""
+    """Return the same as ``outcome``, but as the mean of all evaluations in the last 20 steps."""
     end = steps or len(run["reward"])
     return float(
         np.mean([accuracy for step, accuracy in run["held_out"] if end - 20 < step <= end])
@@ -107,23 +111,29 @@ def collapsed(run: Run) -> bool:
 
 
 def last_reward(run: Run, steps: int | None = None, last: int = LAST) -> float:
-    """Mean reward of the actor in the last steps of the run, or in the last ones up to ``steps``."""
+    """Return the mean reward of the actor in the last steps of the run, or in the last ones up to
+    ``steps``.
+    """
     return float(np.mean(run["reward"][:steps][-last:]))
 
 
 def late_read(some: Sequence[Run]) -> float:
-    """Share of the KV cache that was read in the last half of each run, as a mean over runs."""
+    """Return the share of the KV cache read in the last half of each run, as a mean over runs."""
     return float(np.mean([np.mean(run["read"][len(run["read"]) // 2 :]) for run in some]))
 
 
 def tau(run: Run) -> float:
-    """The tau of the closed loop or the dial; the published one for a run with neither."""
+    """Return the tau of the closed loop or the dial, or the published tau for a run
+    with neither.
+    """
     kind, _, rest = run["schedule"].partition(":")
     return float(f"0.{rest.split(':')[0]}") if kind in ("auto", "dial") else 0.86
 
 
 def is_page_arm(run: Run) -> bool:
-    """Whether only the pages read, and how the mismatch is corrected, set the run apart."""
+    """Return whether the run differs only in the pages read and in the correction of
+    the mismatch.
+    """
     plain = (
         run["advantage"],
         run["normalization"],
@@ -137,18 +147,20 @@ def is_page_arm(run: Run) -> bool:
 
 
 def is_loop(run: Run) -> bool:
-    """Whether the run is the closed loop with nothing else that sets its actor apart."""
+    """Return whether the run is a closed loop whose actor differs in nothing else."""
     return run["schedule"].startswith("auto:") and not run["actor"]
 
 
 def settled(run: Run) -> int:
-    """The step, from 1, from which the KV read stays within 0.05 of the mean of its last half."""
+    """Return the step, from 1, after which the KV read stays within 0.05 of the mean of its last
+    half.
+    """
     read = np.array(run["read"])
     return int(np.flatnonzero(abs(read - read[len(read) // 2 :].mean()) > 0.05)[-1]) + 2
 
 
 def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Runs by arm, in the order in which arms first appear."""
+    """Return runs by arm, in the order in which arms first appear."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run["arm"], []).append(run)
@@ -156,7 +168,9 @@ def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def over_arms(runs: list[Run], statistic: Callable[[list[Run]], float]) -> tuple[float, ...]:
-    """A statistic of runs and its 95 % interval, resampling arms and with them all their seeds."""
+    """Return a statistic of runs and its 95 % interval, resampling arms together with all their
+    seeds.
+    """
     groups = list(by_arm(runs).values())
     rng = np.random.default_rng(0)
     drawn = []
@@ -169,8 +183,8 @@ def over_arms(runs: list[Run], statistic: Callable[[list[Run]], float]) -> tuple
 
 
 def threshold(statistic: Sequence[float], bad: Sequence[bool]) -> float:
-    """The cut with the fewest runs on the wrong side: collapsed above, or not collapsed below; in
-    mid-gap.
+    """Return the threshold with the fewest runs on the wrong side (collapsed above, or not
+    collapsed below), in the middle of a gap.
     """
     order = np.argsort(statistic)
     x, y = np.asarray(statistic)[order], np.asarray(bad)[order]
@@ -182,8 +196,9 @@ def threshold(statistic: Sequence[float], bad: Sequence[bool]) -> float:
 def against(
     some: Sequence[Run], others: Sequence[Run], value: Callable[..., float]
 ) -> tuple[float, float]:
-    """A run's value minus that of the other run of its seed after as many steps: the mean over
-    seeds, and the half width of its 95 % t-interval (nan for a single seed)."""
+    """Return a run's value minus that of the other run with the same seed after equally many steps:
+    the mean over seeds, and the half-width of its 95 % t-interval (nan for a single seed).
+    """
     other = {run["seed"]: run for run in others}
     differences = []
     for run in some:
@@ -195,20 +210,20 @@ def against(
 def against_dense(
     some: Sequence[Run], runs: Sequence[Run], value: Callable[..., float]
 ) -> tuple[float, float]:
-    """As ``against``, where the others are the dense ones of ``runs``."""
+    """Return the same as ``against``, where the others are the dense runs among ``runs``."""
     return against(some, [run for run in runs if run["arm"] == "dense"], value)
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and the half width of its 95 % t-interval (nan for a single value)."""
+    """Return the mean, and the half-width of its 95 % t-interval (nan for a single value)."""
     n = len(values)
     half = t.ppf(0.975, n - 1) * np.std(values, ddof=1) / np.sqrt(n) if n > 1 else np.nan
     return float(np.mean(values)), float(half)
 
 
 def arrival(run: Run) -> tuple[int | None, np.ndarray, np.ndarray]:
-    """The first step, from 0, with 9 of 10 bins near tau (within 0.02); by step, the share near and
-    not below.
+    """Return the first step, from 0, with 9 of 10 bins near tau (within 0.02), and by step the
+    shares near tau and not below.
     """
     near = np.array([np.mean([abs(b[1] - tau(run)) <= BAND for b in bins]) for bins in run["bins"]])
     holds = np.array([np.mean([b[1] >= tau(run) - BAND for b in bins]) for bins in run["bins"]])
@@ -216,8 +231,8 @@ def arrival(run: Run) -> tuple[int | None, np.ndarray, np.ndarray]:
 
 
 def first_run_of(found: np.ndarray, patience: int = 3) -> int | None:
-    """The step, from 1, at which ``found`` has been true for ``patience`` steps in a row; None if
-    it never is.
+    """Return the step, from 1, at which ``found`` has been true for ``patience`` consecutive steps;
+    None if it never is.
     """
     return next(
         (i + 1 for i in range(patience - 1, len(found)) if found[i + 1 - patience : i + 1].all()),
@@ -226,8 +241,9 @@ def first_run_of(found: np.ndarray, patience: int = 3) -> int | None:
 
 
 def signs(run: Run) -> tuple[int | None, int | None, int | None, int | None]:
-    """The steps at which the guard's two signs act, the reward is below half of its best mean of 5
-    steps, and the policy's accuracy is below half of its first."""
+    """Return the steps at which the guard's two signs act, the reward is below half of its best
+    5-step mean, and the policy's accuracy is below half of its first.
+    """
     p1, reward = np.array(run["tail"])[:, 0], np.array(run["reward"])
     smooth = np.array([reward[max(0, i - 4) : i + 1].mean() for i in range(len(reward))])
     half = 0.5 * run["held_out"][0][1]

@@ -85,7 +85,7 @@ def main(options: Options) -> None:
 
 
 def load(device: Any, checkpoint: Path | None = None) -> tuple[Any, Any]:
-    """A checkpoint, or the bundled reasoner, in float32, and its tokenizer."""
+    """Load a checkpoint, or the bundled reasoner, in float32, with its tokenizer."""
     import sparrow
     from sparrow.engines.hf import load_model
 
@@ -93,17 +93,19 @@ def load(device: Any, checkpoint: Path | None = None) -> tuple[Any, Any]:
 
 
 def response(lines: int) -> int:
-    """Tokens after which a response is cut: a tenth more than ``lines`` lines take, and a few more."""
+    """Return the token limit of a response: a tenth more than ``lines`` lines need, and
+    a few more.
+    """
     return 11 * lines + 16
 
 
 def longest(lines: int) -> int:
-    """The most tokens that a prompt and its response have together."""
+    """Return the largest number of tokens of a prompt with its response."""
     return 6 * lines + 16 + response(lines)
 
 
 def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
-    """The schedules of ``TARGETS``, from one set of trajectories."""
+    """Calibrate the schedules of ``TARGETS`` from one set of trajectories."""
     from graph_engine import GraphEngine
 
     from sparrow.engines.hf import eos_ids
@@ -117,7 +119,7 @@ def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
     engine = GraphEngine(
         model, layout, eos_ids(model, tokenizer), options.calibration, longest(lines)
     )
-    task = Trace(lines)  # longer than those trained on, so that every bin is measured
+    task = Trace(lines)  # longer than in training, so that every bin is measured
     prompts = [
         tokenizer(task.problem(i, HELD_OUT).prompt).input_ids for i in range(options.calibration)
     ]
@@ -128,7 +130,7 @@ def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
 def train(
     options: Options, arm_name: str, seed: int, device: Any, deadline: float, path: Path
 ) -> None:
-    """The run itself."""
+    """Do the run itself."""
     from graph_engine import GraphEngine
 
     from sparrow.engines.hf import eos_ids
@@ -213,7 +215,7 @@ def train(
 
 
 def fail(trainer: Any, fault: str) -> None:
-    """Halve the schedule by hand, or lose the adapter on the actor's side, for good."""
+    """Halve the schedule by hand, or remove the adapter on the actor's side, permanently."""
     if fault == "halved":
         trainer.set_schedule(
             trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k))
@@ -226,7 +228,7 @@ def fail(trainer: Any, fault: str) -> None:
 
 
 def find_schedule(arm: Arm, calibrated: Path) -> Any:
-    """The arm's schedule at the start, in the study's layout."""
+    """Return the arm's initial schedule, in the layout of the study."""
     from sparrow.schedule import SparsitySchedule
 
     kind, *rest = arm.schedule.split(":", 2)
@@ -240,10 +242,10 @@ def find_schedule(arm: Arm, calibrated: Path) -> Any:
 
 
 def as_if_large(schedule: Any, batch: int) -> Any:
-    """What tokens would cost Qwen3-1.7B on an H200, with lengths scaled up as its bins of 2,000
-    tokens are wider.
+    """Return the predicted cost of tokens for Qwen3-1.7B on an H200, with lengths scaled up to its
+    bins of 2,000 tokens.
 
-    It would read the same share of the cache, in pages of 16; the first two layers are dense.
+    The share of the cache read is the same, in pages of 16; the first two layers are dense.
     """
     from sparrow.cost import MACHINES, SHAPES
     from sparrow.decoding import DRAFT_TOKENS
@@ -272,13 +274,13 @@ def as_if_large(schedule: Any, batch: int) -> Any:
 def make_engine(
     arm: Arm, model: Any, schedule: Any, eos: list[int], batch_size: int, longest: int
 ) -> Any:
-    """The arm's actor."""
+    """Create the arm's actor."""
     from graph_engine import GraphEngine
 
     kind, _, number = arm.actor.partition(":")
 
     class OtherWeights(GraphEngine):
-        """An actor with weights of its own: of fewer bits, or renewed only every so many steps."""
+        """An actor with its own weights: of fewer bits, or renewed only once in several steps."""
 
         updates = 0
 
@@ -298,8 +300,8 @@ def make_engine(
 
 
 def quantized(weight: Any, bits: int) -> Any:
-    """Matrices rounded to ``bits`` bits with one scale per row, in their own dtype; vectors as they
-    are.
+    """Round matrices to ``bits`` bits with one scale per row, in their own dtype; vectors stay
+    unchanged.
     """
     if weight.ndim < 2:
         return weight

@@ -88,7 +88,7 @@ class Options:
 
 
 def main(options: Options) -> None:
-    """Shorten the logs if there are any, then draw and tabulate."""
+    """Shorten the logs if there are any, and create figures and tables."""
     if options.runs:
         path = RESULTS / f"{options.into}.json"
         runs = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
@@ -105,14 +105,14 @@ def main(options: Options) -> None:
 
 
 def kept(run: Run) -> Run:
-    """A run without what neither tables nor figures read of it."""
+    """Return a run without data that neither tables nor figures read."""
     drawn = run["arm"] in PAGES
     first = {"kl": run["kl"][:EARLY], "mean": run["mean"] if drawn else run["mean"][:EARLY]}
     return {name: value for name, value in run.items() if drawn or name != "length"} | first
 
 
 def load() -> Study:
-    """Every file's runs by its name."""
+    """Return the runs of every file by its name."""
     files = {
         path.stem: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")
     }
@@ -125,7 +125,9 @@ def load() -> Study:
 
 
 def arms(runs: list[Run], study: list[Run]) -> str:
-    """What each arm read, and what became of it, also against the dense runs of its seeds."""
+    """Tabulate what each arm read and its outcome, also against the dense runs with the
+    same seeds.
+    """
     head = ["arm", "seeds", "p5, step 1", "mean, step 1", "KV read", "actor's reward minus dense"]
     head += ["held-out accuracy", "minus dense", "collapsed"]
     rows = []
@@ -155,14 +157,14 @@ def arms(runs: list[Run], study: list[Run]) -> str:
 
 
 def ranged(values: Iterable[float]) -> str:
-    """Mean and range of a few seeds."""
+    """Format mean and range of a few seeds."""
     numbers = list(values)
     return f"{np.mean(numbers):.2f} ({min(numbers):.2f} to {max(numbers):.2f})"
 
 
 def thresholds(runs: list[Run]) -> str:
-    """Where collapse begins, by each statistic at the first step, and how many runs that cut gets
-    wrong.
+    """Tabulate where collapse begins by each statistic at the first step, and how many runs the
+    threshold misclassifies.
     """
     rows = []
     start = {id(run): early(run) for run in runs}
@@ -190,7 +192,7 @@ def thresholds(runs: list[Run]) -> str:
 
 
 def ranks(groups: dict[str, list[Run]]) -> str:
-    """How well each statistic at the first step ranks the outcomes."""
+    """Tabulate how well each statistic at the first step ranks the outcomes."""
     rows = []
     runs = [run for some in groups.values() for run in some]
     start = {id(run): early(run) for run in runs}
@@ -217,7 +219,7 @@ def ranks(groups: dict[str, list[Run]]) -> str:
 
 
 def drift(runs: list[Run]) -> str:
-    """p5 early and late in runs that did not collapse, under an unchanged schedule."""
+    """Tabulate early and late p5 in runs that did not collapse, under an unchanged schedule."""
     rows = []
     for schedule in PAGES[:-1]:
         tails = [run["tail"] for run in runs if run["schedule"] == schedule and not collapsed(run)]
@@ -239,8 +241,8 @@ def drift(runs: list[Run]) -> str:
 
 
 def guard(runs: list[Run]) -> str:
-    """When each of the guard's signs comes and when the damage is done, in every run with any of
-    these.
+    """Tabulate when each sign of the guard appears and when the damage is done, in every run with
+    any of these.
     """
     head = [
         "run",
@@ -258,8 +260,8 @@ def guard(runs: list[Run]) -> str:
 
 
 def loops(study: Study) -> str:
-    """The closed loop: when it gets there, how well it stays, what it costs; steps are from 1,
-    ranges over seeds.
+    """Tabulate the closed loop: when it reaches tau, how well it stays there, and what it costs;
+    steps are from 1, ranges over seeds.
     """
     head = [
         "model",
@@ -310,13 +312,13 @@ def loops(study: Study) -> str:
 
 
 def span(values: Iterable[Any]) -> str:
-    """Values in ascending order, each once, from the first to the last."""
+    """Format sorted distinct values as a range from the first to the last."""
     ordered = sorted(set(values), key=lambda x: (isinstance(x, str), x))
     return f"{ordered[0]}" if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}"
 
 
 def dials(study: Study) -> str:
-    """The dial: what was left unverified, what that is predicted to gain, and what it cost."""
+    """Tabulate the dial: what was left unverified, its predicted gain, and its cost."""
     head = [
         "model",
         "tau",
@@ -359,8 +361,8 @@ def dials(study: Study) -> str:
 
 
 def faults(runs: list[Run]) -> str:
-    """The lowest p5 of a bin, and the KV read, in the last step before a fault and in those after
-    it.
+    """Tabulate the lowest p5 of a bin, and the KV read, in the last step before a fault and in
+    those after it.
     """
     rows = []
     for run in runs:
@@ -375,7 +377,7 @@ def faults(runs: list[Run]) -> str:
 
 
 def tables(study: Study) -> dict[str, Callable[[], str]]:
-    """The page's tables by name."""
+    """Return the tables of the page by name."""
     runs = study["study"]
     pages = [run for run in runs if is_page_arm(run)]
     plain = [run for run in pages if run["correction"] == "token_tis"]
@@ -464,7 +466,7 @@ def draw_training(figure: Any, study: Study) -> None:
 
 
 def draw_collapse(figure: Any, study: Study) -> None:
-    """A run that collapses while its p5 rises."""
+    """Draw a run that collapses while its p5 rises."""
     late = by_arm(study["study"])["p86"][0]
     left, right = figure.subplots(1, 2)
     step = np.arange(1, len(late["reward"]) + 1)
@@ -519,8 +521,8 @@ def draw_loop(figure: Any, study: Study) -> None:
 
 
 def draw_price(figure: Any, study: Study) -> None:
-    """How far the actor's reward and the policy's accuracy are from dense, by arm, against what was
-    read.
+    """Draw the distance of the actor's reward and the policy's accuracy from dense, by arm, against
+    the share read.
     """
     left, right = figure.subplots(1, 2, sharey=True)
     groups = {
@@ -554,7 +556,7 @@ DRAWINGS: dict[str, Callable[[Any, Study], None]] = {
 
 
 def save(path: Path, draw: Callable[[Any, Study], None], study: Study) -> None:
-    """Draw one figure; the same runs give the same bytes."""
+    """Save a figure; the same runs yield the same bytes."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Train the small reasoner that Sparrow's demo and tests use, from nothing, in minutes on one GPU.
+"""Train the small reasoner that Sparrow's demo and tests use, from scratch, in minutes on one GPU.
 
 A Qwen3-architecture model of under a million parameters learns to trace short programs
 (``sparrow.tasks.Trace``) from demonstrations in which some results are miscalculated. Sampled at
@@ -110,7 +110,7 @@ def main(config: Config) -> None:
 
 
 def build_model(config: Config, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A fresh model, initialised from ``config.seed``."""
+    """Build a new model, initialised from ``config.seed``."""
     torch.manual_seed(config.seed)
     return Qwen3ForCausalLM(
         Qwen3Config(
@@ -132,8 +132,8 @@ def build_model(config: Config, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForC
 
 
 def make_data(config: Config, device: torch.device) -> dict[int, tuple[Tensor, Tensor]]:
-    """Input ids and labels, uint8 ``[examples, T]``, by number of lines; prompts and padding have
-    no labels.
+    """Return input ids and labels, uint8 ``[examples, T]``, by number of lines; prompts and padding
+    have no labels.
     """
     lengths = range(config.shortest, config.longest + 1)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -162,7 +162,7 @@ def _encode(job: tuple[Config, int]) -> tuple[np.ndarray, np.ndarray]:
 def train(
     model: Qwen3ForCausalLM, data: dict[int, tuple[Tensor, Tensor]], config: Config
 ) -> list[dict[str, float]]:
-    """Next-token training in place; returns the loss curve. Lengths grow over the first third of
+    """Train on next tokens in place; return the loss curve. Lengths grow over the first third of
     the steps.
     """
     device = model.device
@@ -211,7 +211,9 @@ def train(
 def evaluate(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, config: Config
 ) -> dict[str, Any]:
-    """Accuracy by length, sampled and greedy; acceptance, agreement and accuracy by sparse budget."""
+    """Evaluate accuracy by length, sampled and greedy; and acceptance, agreement and accuracy by
+    sparse budget.
+    """
     dense = SparsitySchedule.dense(dense_layers=tuple(range(config.layers)))
     engine = HFEngine(
         model,
@@ -248,7 +250,7 @@ def evaluate(
 
 
 def budgets(layers: int) -> list[SparsitySchedule]:
-    """The fixed budgets to evaluate."""
+    """Return the fixed budgets to evaluate."""
     return [
         SparsitySchedule.fixed(top_k, page_size=page_size, dense_layers=tuple(range(dense)))
         for page_size, table in (
@@ -268,7 +270,7 @@ def solve(
     lengths: tuple[int, ...],
     temperature: float,
 ) -> tuple[list[Rollout], dict[int, np.ndarray]]:
-    """One response to each test program, all lengths together; rewards by length."""
+    """Sample one response to each test program, all lengths together; return rewards by length."""
     problems = {
         lines: [Trace(lines).problem(i, TEST_SEED) for i in range(config.test_programs)]
         for lines in lengths
@@ -285,8 +287,8 @@ def solve(
 
 @torch.no_grad()
 def acceptance_report(model: Qwen3ForCausalLM, rollouts: list[Rollout]) -> dict[str, Any]:
-    """Acceptance at temperature 1 of given responses under the model's schedule, over the whole
-    vocabulary.
+    """Measure acceptance at temperature 1 of given responses under the model's schedule, over the
+    whole vocabulary.
     """
     alphas, agreements, quarters = [], [], []
     for begin in range(0, len(rollouts), 64):

@@ -46,7 +46,7 @@ Floats = NDArray[np.float64]
 
 
 def study_parser(about: str, texts: int, cycles: int) -> argparse.ArgumentParser:
-    """A command line with what ``Study`` takes, and with these defaults."""
+    """Return a command line with the arguments of ``Study`` and these defaults."""
     made = parser(about)
     made.add_argument("checkpoint", type=Path)
     made.add_argument("--out", type=Path, required=True)
@@ -84,8 +84,8 @@ class Study:
     def measured(
         self, measure: Callable[[Tensor, Tensor], Sequence[Tensor]], batch: int
     ) -> list[Floats]:
-        """What ``measure`` gives for the ids and starts of some texts at a time, ``[B, R, W]``
-        each, of all texts.
+        """Call ``measure`` on the ids and starts of some texts at a time, for ``[B, R, W]`` each;
+        return the results of all texts.
         """
         parts = [
             measure(*some)
@@ -94,15 +94,13 @@ class Study:
         return [torch.cat(of).double().clamp(0, 1).cpu().numpy() for of in zip(*parts, strict=True)]
 
     def summary(self, alpha: Floats, ks: Sequence[int] = ()) -> dict[str, Any]:
-        """Statistics of acceptance ``[S, R, W]``: in all, by step of a cycle, and by bins of
-        length.
+        """Return statistics of acceptance ``[S, R, W]``: in total, by step of a cycle, and by
+        length bins.
         """
         return summary(alpha, self.position, self.edges, ks)
 
     def save(self, arguments: argparse.Namespace, **results: Any) -> dict[str, Any]:
-        """Write results to ``arguments.out``, with the model, the settings and the seconds that it
-        took.
-        """
+        """Save results to ``arguments.out``, with the model, the settings and the seconds taken."""
         settings = {k: v for k, v in vars(arguments).items() if k not in ("checkpoint", "out")}
         seconds = round(time.monotonic() - self.began, 1)
         result = plain({"model": self.card, "seconds": seconds, "settings": settings, **results})
@@ -116,7 +114,9 @@ def schedule(
     page_size: int = 16,
     landmark_dtype: LandmarkDtype = "auto",
 ) -> SparsitySchedule:
-    """``budget`` tokens read at every length by all layers but ``dense_layers``."""
+    """Return a schedule that reads ``budget`` tokens at every length in all layers except
+    ``dense_layers``.
+    """
     layout = SparsitySchedule.dense(page_size=page_size)
     pages = budget // page_size - layout.sink_pages - layout.recent_pages
     options = dict[str, Any](
@@ -126,21 +126,21 @@ def schedule(
 
 
 def acceptance(p: Tensor, q: Tensor) -> Tensor:
-    """``sparrow.mismatch.acceptance`` on the device, as 1 - total variation: exactly 1 where both
-    are the same.
+    """Compute ``sparrow.mismatch.acceptance`` on the device, as 1 - total variation: exactly 1
+    where both are equal.
     """
     return 1 - (p - q).clamp(min=0).sum(-1)
 
 
 def starts(texts: int, cycles: int, context: int, drafted: int) -> Tensor:
-    """First positions of cycles, from an eighth of the context to its end, spread over all texts as
-    one; ``[S, R]``.
+    """Return first positions of cycles, from an eighth of the context to its end, spread over all
+    texts as one; ``[S, R]``.
     """
     share = (torch.arange(cycles) + (torch.arange(texts)[:, None] + 0.5) / texts) / cycles
     return context // 8 + (share * (context - drafted - context // 8)).long()
 
 
-Case = tuple[SparsitySchedule, int]  # the schedule, and the steps for which a selection is used
+Case = tuple[SparsitySchedule, int]  # the schedule, and the number of steps that use one selection
 
 
 def lossless(
@@ -151,11 +151,11 @@ def lossless(
     cases: Sequence[Case],
     compare: Callable[[Tensor, Tensor], Tensor] = acceptance,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The dense distributions ``[B, R, W, V]`` at the cycles' drafts, and each case's acceptance
-    ``[B, R, W]``.
+    """Return the dense distributions ``[B, R, W, V]`` at the drafts of cycles, and the acceptance
+    ``[B, R, W]`` of each case.
 
-    Or, in place of acceptance, what ``compare`` gives for the policy's and the draft's
-    distributions ``[B, R, V]``.
+    With ``compare``, its result for the policy's and the draft's distributions ``[B, R, V]``
+    replaces acceptance.
     """
     dense = SparsitySchedule.dense(page_size=cases[0][0].page_size, dense_layers=())
     make = partial(
@@ -173,7 +173,7 @@ def lossless(
 
 @torch.no_grad()
 def distributions(model: PreTrainedModel, ids: Tensor, start: Tensor, drafted: int) -> Tensor:
-    """The model's next-token distributions ``[B, R, W, V]`` at the drafts of cycles."""
+    """Return the model's next-token distributions ``[B, R, W, V]`` at the drafts of cycles."""
     hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     position = start[..., None] + torch.arange(drafted, device=ids.device)
     hidden = hidden[torch.arange(len(ids), device=ids.device)[:, None, None], position]
@@ -189,7 +189,7 @@ def lossy(
     kept: SparsitySchedule,
     **options: Any,
 ) -> Tensor:
-    """Acceptance ``[B, R, W]`` at the same drafts of an actor that wrote all but the first
+    """Return acceptance ``[B, R, W]`` at the same drafts for an actor that wrote all but the first
     ``prompt`` tokens itself.
     """
     with actor.teacher_forced(model, [prompt] * len(ids), kept, **options):
@@ -197,8 +197,8 @@ def lossy(
 
 
 def tokens_a_cycle(alpha: Floats, k: int) -> tuple[float, float]:
-    """Expected tokens of a cycle of ``k`` drafts, from consecutive drafts ``[..., W]`` and as if
-    all had their mean.
+    """Return expected tokens per cycle of ``k`` drafts, from consecutive drafts ``[..., W]`` and as
+    if all had their mean.
     """
     mean = float(alpha.mean())
     geometric = k + 1.0 if mean == 1 else (1 - mean ** (k + 1)) / (1 - mean)
@@ -214,11 +214,11 @@ FITS = 200
 def correlations(
     alpha: Floats, position: NDArray[np.int64], text: NDArray[np.int64]
 ) -> dict[str, tuple[float, float, float]]:
-    """Pearson's r of tokens' acceptance with their position, and of bins' p5 with the bins' own;
-    arguments ``[T]``.
+    """Return Pearson's r of acceptance of tokens with position, and of p5 of bins with the bin's
+    position; arguments ``[T]``.
 
-    With 95 % intervals from resampling whole texts; that of bins is left out if a text has no token
-    in one of them.
+    The 95 % intervals resample whole texts; that of bins is left out if a text has no token in one
+    of them.
     """
     edges = np.linspace(position.min(), position.max() + 1, TAIL_BINS + 1)
     inside = [(position >= low) & (position < high) for low, high in pairwise(edges)]
@@ -247,7 +247,7 @@ def correlations(
         )
         tails -= tails.mean(-1, keepdims=True)
         x = middle - middle.mean()
-        with np.errstate(invalid="ignore"):  # tails that are all alike have no correlation
+        with np.errstate(invalid="ignore"):  # tails that are all equal have no correlation
             return (tails @ x) / np.sqrt((tails**2).sum(-1) * (x**2).sum())
 
     statistics = {"tokens": of_tokens}
@@ -257,15 +257,15 @@ def correlations(
 
 
 def shape(alpha: Floats, position: NDArray[np.int64]) -> dict[str, Any]:
-    """What the paper says of acceptance ``[S, R, W]`` by length: does it fall, and is its tail a
-    Beta distribution?
+    """Test the paper's statements on acceptance ``[S, R, W]`` by length: does it fall, and is its
+    tail a Beta distribution?
 
-    Intervals are 95 % ones of the KS distance from that distribution and of the share of tokens in
-    the tail.
+    The 95 % intervals are those of the KS distance from that distribution and of the share of
+    tokens in the tail.
     """
     text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape).ravel()
     if alpha.min() == 1:
-        return {}  # nothing to fit where everything is read
+        return {}  # nothing can be fitted if everything is read
     tokens, tail = alpha.ravel(), None
     if fit := beta_tail_fit(tokens):
         intervals = {
@@ -284,15 +284,16 @@ def shape(alpha: Floats, position: NDArray[np.int64]) -> dict[str, Any]:
 
 
 def mean_and_p5(alpha: Floats, text: NDArray[np.int64]) -> dict[str, list[float]]:
-    """Both statistics of acceptance ``[T]``, each with the ends of a 95 % interval that resamples
-    whole texts.
+    """Return both statistics of acceptance ``[T]``, each with the ends of a 95 % interval that
+    resamples whole texts.
     """
     statistics = {"mean": weighted_mean, "p5": weighted_percentile}
     return {name: list(sequence_bootstrap(alpha, text, of)[:3]) for name, of in statistics.items()}
 
 
 def gain(before: Floats, after: Floats) -> dict[str, list[float]]:
-    """How far mean and p5 of acceptance ``[S, ...]`` rose on the same texts, with 95 % intervals.
+    """Return how far mean and p5 of acceptance ``[S, ...]`` rose on the same texts, with 95 %
+    intervals.
 
     Whole texts are resampled, the same ones before and after.
     """
@@ -312,8 +313,8 @@ def gain(before: Floats, after: Floats) -> dict[str, list[float]]:
 def summary(
     alpha: Floats, position: NDArray[np.int64], edges: Sequence[int], ks: Sequence[int]
 ) -> dict[str, Any]:
-    """Statistics of acceptance ``[S, R, W]`` at ``position``: in all, by step of a cycle, and by
-    bins of length.
+    """Return statistics of acceptance ``[S, R, W]`` at ``position``: in total, by step of a cycle,
+    and by length bins.
     """
     text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape)
 

@@ -18,7 +18,7 @@ Lossless rollouts have no arm: their samples are exactly the dense policy's, so 
 dense one.
 
 The actor is in float32 as the policy is, so that a dense actor is the policy and its KL is
-rounding: what an arm does is its schedule's doing alone.
+rounding: any effect of an arm is due to its schedule alone.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ def main(options: Options) -> None:
 
 
 def longest(task: Any, tokenizer: Any, max_new_tokens: int) -> int:
-    """The most tokens that a prompt of the task and its response have together."""
+    """Return the largest number of tokens of a prompt of the task with its response."""
     prompts = [problem["prompt"] for problem in task.problems]
     return max(map(len, tokenizer(prompts, add_special_tokens=False)["input_ids"])) + max_new_tokens
 
 
 def held_out_problems(options: Any) -> list[Any]:
-    """The first ``options.held_out`` of the checkpoint's held-out problems."""
+    """Return the first ``options.held_out`` of the checkpoint's held-out problems."""
     from task import Continue
 
     task = Continue(options.checkpoint, "held_out")
@@ -111,7 +111,7 @@ def held_out_problems(options: Any) -> list[Any]:
 
 
 def make_engine(options: Options, model: Any, tokenizer: Any, schedule: Any) -> Any:
-    """The actor, which also decodes the held-out problems, densely."""
+    """Create the actor, which also decodes the held-out problems densely."""
     from graph_engine import GraphEngine
     from task import Continue
 
@@ -132,8 +132,8 @@ def make_engine(options: Options, model: Any, tokenizer: Any, schedule: Any) -> 
 
 
 def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
-    """The schedules of ``options.targets``, from one set of trajectories, on problems of a stream
-    of their own.
+    """Calibrate the schedules of ``options.targets`` from one set of trajectories, on problems of a
+    separate stream.
     """
     from task import Continue
 
@@ -152,10 +152,10 @@ def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
 
 
 def described(arm: str, correction: str) -> tuple[str, float | None, bool, str]:
-    """What an arm's name says: its schedule, the closed loop's tau, whether the actor is distilled,
-    the correction.
+    """Parse the name of an arm: its schedule, the closed loop's tau, whether the actor is
+    distilled, and the correction.
 
-    Raises ValueError: it is no arm.
+    Raises ValueError: the arm does not exist.
     """
     match = ARM.fullmatch(arm)
     if not match:
@@ -173,7 +173,7 @@ def described(arm: str, correction: str) -> tuple[str, float | None, bool, str]:
 
 
 def train(options: Options, arm: str, seed: int, device: Any, deadline: float, path: Path) -> None:
-    """The run itself; the trained model is not kept."""
+    """Do the run itself; the trained model is not kept."""
     from task import Continue
 
     from sparrow.engines.hf import load_model
@@ -195,14 +195,14 @@ def train(options: Options, arm: str, seed: int, device: Any, deadline: float, p
         schedule = dense.replace(
             top_k=tuple(json.loads(schedules(options).read_text())[schedule_name])
         )
-    # A distilled actor has weights of its own; any other shares the policy's.
+    # A distilled actor has its own weights; any other actor shares the policy's.
     engine = make_engine(options, copy.deepcopy(model) if distilled else model, tokenizer, schedule)
     policy = make_engine(options, model, tokenizer, dense) if distilled else engine
     problems = held_out_problems(options)
     sampling = Sampling(options.max_new_tokens, options.temperature, 1)
 
     def held_out() -> float:
-        """The mean reward of the dense policy."""
+        """Return the mean reward of the dense policy."""
         before = policy.schedule
         policy.set_schedule(dense)
         reward = mean_reward(policy, tokenizer, problems, sampling)

@@ -28,8 +28,8 @@ PATH = ROOT / "docs/figures/text-control.png"
 
 
 def shares(runs: Sequence[Run], value: Callable[..., float]) -> list[tuple[float, float]]:
-    """p5 at the first step, and the reward as a share of that of the dense run of the seed, of each
-    sparse run.
+    """Return p5 at the first step, and the reward as a share of that of the dense run of the same
+    seed, for each sparse run.
     """
     dense = {run["seed"]: run for run in runs if run["arm"] == "dense"}
     pairs = []
@@ -41,7 +41,7 @@ def shares(runs: Sequence[Run], value: Callable[..., float]) -> list[tuple[float
 
 
 def main() -> None:
-    """Draw it; the same results give the same bytes."""
+    """Draw the figure; the same results yield the same bytes."""
     runs = load("text_control")["runs"]
     study = json.loads((RESULTS / "stability/study.json").read_text(encoding="utf-8"))
     reasoner = [run for run in study if is_page_arm(run) and run["correction"] == "token_tis"]

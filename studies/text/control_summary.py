@@ -61,12 +61,12 @@ end_reward = partial(last_reward, last=LAST)
 
 
 def whole_reward(run: Run, steps: int | None = None) -> float:
-    """Mean reward of the actor over the run, or over its first ``steps``."""
+    """Return the mean reward of the actor over the run, or over its first ``steps``."""
     return float(np.mean(run["reward"][:steps]))
 
 
 def held_out_end(run: Run, steps: int | None = None) -> float:
-    """The policy's last held-out reward, or its last one up to ``steps``."""
+    """Return the policy's last held-out reward, or its last one up to ``steps``."""
     return float([reward for step, reward in run["held_out"] if steps is None or step <= steps][-1])
 
 
@@ -75,25 +75,27 @@ def held_out_start(run: Run) -> float:
 
 
 def p5(run: Run) -> float:
-    """p5 of acceptance, as the mean over steps."""
+    """Return p5 of acceptance, as the mean over steps."""
     return float(np.mean([tail[1] for tail in run["tail"]]))
 
 
 def limits(mean: float, half: float) -> list[float | None]:
-    """A mean and the ends of its interval; None for those of a single seed."""
+    """Return a mean and the ends of its interval, or None in place of the ends for a
+    single seed.
+    """
     return [mean, None, None] if np.isnan(half) else [mean, mean - half, mean + half]
 
 
 def over_seeds(values: Iterable[float]) -> list[float | None]:
-    """The mean and its 95 % t-interval."""
+    """Return the mean and its 95 % t-interval."""
     return limits(*t_interval(list(values)))
 
 
 def minus(
     some: Sequence[Run], arm: str, runs: Sequence[Run], value: Callable[..., float]
 ) -> list[float | None]:
-    """The mean difference to the run of ``arm`` and the same seed after as many steps, and its 95 %
-    t-interval.
+    """Return the mean difference from the run of ``arm`` with the same seed after equally many
+    steps, and its 95 % t-interval.
     """
     others = [run for run in runs if run["arm"] == arm]
     pairs = [run for run in some if run["seed"] in {other["seed"] for other in others}]
@@ -101,7 +103,7 @@ def minus(
 
 
 def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
-    """One arm, given all its runs and those of every arm.
+    """Summarise one arm, given all its runs and those of every arm.
 
     ``whole_reward_minus_plain`` compares it with the same schedule under the study's correction,
     without an adapter.
@@ -132,8 +134,10 @@ def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def ranking(runs: Sequence[Run], value: Callable[..., float]) -> dict[str, list[float]]:
-    """Spearman's correlation of each statistic at the first step with what a run lost against the
-    dense run of its seed, over the sparse runs; with 95 % intervals, resampling arms."""
+    """Return Spearman's correlation of each statistic at the first step with the loss of a run
+    against the dense run of the same seed, over the sparse runs, with 95 % intervals from
+    resampling arms.
+    """
     dense = {run["seed"] for run in runs if run["arm"] == "dense"}
     sparse = [run for run in runs if run["arm"] != "dense" and run["seed"] in dense]
     start = {id(run): early(run) for run in sparse}
@@ -147,13 +151,13 @@ def ranking(runs: Sequence[Run], value: Callable[..., float]) -> dict[str, list[
 
 
 def drawn(run: Run) -> Run:
-    """What the figure shows of a run: its rewards, and its mismatch at the start."""
+    """Return what the figure shows of a run: its rewards, and its initial mismatch."""
     first = {name: run[name][:EARLY] for name in ("tail", "mean", "kl")}
     return {name: run[name] for name in ("arm", "seed", "actor", "reward")} | first
 
 
 def counted(path: Path) -> Run | None:
-    """A run, shortened; None if it was cut off too early."""
+    """Return a shortened run, or None if it ended too early."""
     first = next(iter(logged_rows(path)), {})
     return (
         shortened(path, math.ceil(ENOUGH * first["options"]["steps"]))
@@ -163,7 +167,7 @@ def counted(path: Path) -> Run | None:
 
 
 def summary(folders: Sequence[Path], checkpoint: Path) -> dict[str, Any]:
-    """Settings, rows and shortened runs; runs cut off early are left out.
+    """Return settings, rows and shortened runs; runs that ended early are left out.
 
     Raises ValueError: there are no runs.
     """

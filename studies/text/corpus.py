@@ -1,5 +1,5 @@
-"""Text to learn from: the sources of the installed Python packages, or any folder, cut into this
-model's own tokens.
+"""Text for training: sources of the installed Python packages, or any folder, tokenized for this
+model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES = range(1_500, 400_000)  # bytes: shorter files say little, longer ones ar
 
 
 def package_roots() -> list[Path]:
-    """Where this Python keeps its library and the installed packages."""
+    """Return the folders of Python's library and the installed packages."""
     return [
         Path(root)
         for root in sorted(
@@ -35,8 +35,8 @@ def package_roots() -> list[Path]:
 
 
 def folders(roots: Iterable[Path], suffix: str) -> list[list[Path]]:
-    """The files of each folder that has some, each file once; folders in an order that the names
-    alone decide.
+    """Return the files of each folder that contains any, each file once; the order of folders
+    depends only on names.
     """
     by_folder: dict[str, list[Path]] = {}
     for root in roots:
@@ -52,7 +52,7 @@ def folders(roots: Iterable[Path], suffix: str) -> list[list[Path]]:
 def split(
     folders: Sequence[list[Path]], held_out: Sequence[str]
 ) -> tuple[list[list[Path]], list[list[Path]]]:
-    """Folders to train on, and those in a folder named in ``held_out``.
+    """Return the folders to train on, and those in a folder named in ``held_out``.
 
     Raises ValueError: one of the two would be empty.
     """
@@ -68,8 +68,8 @@ def split(
 
 
 def texts(folders: Iterable[list[Path]], seen: set[int]) -> Iterator[str]:
-    """The files' contents, each headed by the end of its path; those not in UTF-8 or already
-    ``seen`` are skipped.
+    """Yield the contents of files, each preceded by the end of its path; files not in UTF-8 or
+    already ``seen`` are skipped.
     """
     for files in folders:
         for path in files:
@@ -83,7 +83,7 @@ def texts(folders: Iterable[list[Path]], seen: set[int]) -> Iterator[str]:
 
 
 def train_tokenizer(sample: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of ``vocab_size`` tokens."""
+    """Train a byte-level BPE of ``vocab_size`` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -94,7 +94,7 @@ def train_tokenizer(sample: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], most: int) -> np.ndarray:
-    """The first ``most`` tokens of ``texts``, uint16, ``END`` before each."""
+    """Return the first ``most`` tokens of ``texts``, uint16, with ``END`` before each text."""
     pieces, total, texts = [], 0, iter(texts)
     while total < most and (batch := list(beginning(texts, 2_000_000))):
         for encoding in tokenizer.backend_tokenizer.encode_batch_fast(batch):
@@ -104,7 +104,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], most: int) 
 
 
 def beginning(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """Texts until they add up to ``characters`` characters."""
+    """Yield texts until they add up to ``characters`` characters."""
     for text in texts:
         yield text
         characters -= len(text)

@@ -60,8 +60,8 @@ Ids = NDArray[np.uint16]
 
 
 def overlap_lost(policy_top: Tensor, actor_top: Tensor) -> Tensor:
-    """1 - the acceptance of listed tokens, an upper bound on 1 - acceptance; log-probs ``[M, n]``,
-    result ``[M]``.
+    """Return 1 - the acceptance of listed tokens, an upper bound on 1 - acceptance; log-probs ``[M,
+    n]``, result ``[M]``.
     """
     return 1 - torch.minimum(policy_top.exp(), actor_top.exp()).sum(-1)
 
@@ -109,7 +109,9 @@ class Study:
         prompts: Sequence[list[int]],
         seed: int,
     ) -> Ids:
-        """``[S, T]``: prompts with responses of exactly R tokens, which may go on in another file."""
+        """Return ``[S, T]``: prompts with responses of exactly R tokens, which may continue with
+        another file.
+        """
         engine = HFEngine(model, schedule, [], self.args.sampled_together)
         rollouts = engine.generate(prompts, Sampling(self.args.tokens, 1.0, 0, seed=seed))
         return np.stack([np.concatenate([r.prompt_ids, r.response_ids]) for r in rollouts]).astype(
@@ -129,7 +131,7 @@ class Study:
                 prompts = [prompt[-self.prompt :] for prompt in ids]
                 if (short := min(map(len, prompts))) < self.prompt:
                     raise ValueError(
-                        f"a prompt has only {short} tokens; take --prompt {short} or less"
+                        f"a prompt has only {short} tokens; use --prompt {short} or less"
                     )
                 sampled[kind] = self.sample(model, dense, prompts, seed)
             args.samples.parent.mkdir(parents=True, exist_ok=True)
@@ -151,15 +153,15 @@ class Study:
             yield of(some.to(self.device))
 
     def policy_distributions(self, ids: Tensor) -> Tensor:
-        """The policy's distributions of the response tokens, ``[B, 1, R, V]``."""
+        """Return the policy's distributions of the response tokens, ``[B, 1, R, V]``."""
         return distributions(self.policy, ids, self._first(ids), self.args.tokens)
 
     def _first(self, ids: Tensor) -> Tensor:
         return torch.full((len(ids), 1), self.prompt - 1, device=self.device)
 
     def batch(self, rows: Sequence[int]) -> tuple[Batch, Tensor]:
-        """Training responses with the policy's n likeliest tokens, and the log-probs of these ``[B
-        * R, n]``.
+        """Return training responses with the policy's n most likely tokens, and the log-probs of
+        these ``[B * R, n]``.
         """
         ids = self.train[rows].astype(np.int64)
         top = self.policy_distributions(torch.from_numpy(ids).to(self.device))[:, 0].topk(
@@ -176,8 +178,8 @@ class Study:
         schedule: SparsitySchedule,
         dense: Sequence[Tensor] | None = None,
     ) -> Floats:
-        """Acceptance ``[S, R]`` of a lossy actor along these responses; the first token's is that
-        of dense prefill.
+        """Return acceptance ``[S, R]`` of a lossy actor along these responses; the first token's is
+        that of dense prefill.
         """
         policy = iter(dense) if dense else self._batches(ids, self.policy_distributions)
 
@@ -187,8 +189,8 @@ class Study:
         return torch.cat(list(self._batches(ids, of))).double().clamp(0, 1).cpu().numpy()
 
     def calibrate(self) -> list[dict[str, float]]:
-        """Mean and p5 on some training responses by pages; the schedule is that whose p5 is nearest
-        to the target.
+        """Return mean and p5 on some training responses by pages; the schedule is the one whose p5
+        is nearest to the target.
         """
         actor, ids = self.load(), self.train[: self.args.calibration]
         set_schedule(actor, self.layout(1))
@@ -205,20 +207,20 @@ class Study:
         return curve
 
     def along(self, alpha: Floats) -> dict[str, Any]:
-        """Statistics of acceptance ``[S, R]``, in all and by position."""
+        """Return statistics of acceptance ``[S, R]``, in total and by position."""
         first, end = self.prompt, self.prompt + self.args.tokens
         position = np.broadcast_to(np.arange(first, end), alpha.shape)[..., None]
         found = summary(alpha[..., None], position, [*range(first, end, BIN_TOKENS), end], ())
         return {k: v for k, v in found.items() if k != "by_step"}
 
     def on_its_own(self, actor: PreTrainedModel) -> dict[str, Any]:
-        """Statistics on responses to the held-out prompts that the actor samples itself."""
+        """Return statistics on responses to the held-out prompts sampled by the actor itself."""
         ids = self.sample(actor, self.schedule, self.held_out[:, : self.prompt].tolist(), 2)
         return self.along(self.measured(actor, ids, self.schedule))
 
     def drafting(self, weights: dict[str, Tensor]) -> dict[str, Any]:
-        """Statistics of cycles of drafts by these weights over the policy's cache of the held-out
-        responses.
+        """Return statistics of cycles of drafts with these weights over the policy's cache of the
+        held-out responses.
         """
         drafter = self.load(attn_implementation=drafts.NAME)
         assert not drafter.load_state_dict(weights, strict=False).unexpected_keys
@@ -245,10 +247,10 @@ class Study:
 
 
 def trained(study: Study, name: str, rate: float) -> Iterator[tuple[int, Adapter, float]]:
-    """Train an adapter, and stop at each of ``--measure-at``: responses seen, adapter, mean loss
+    """Train an adapter, and yield at each of ``--measure-at``: responses seen, adapter, mean loss
     since the last stop.
 
-    An update takes ``--update`` responses, one forward pass each ``--batch`` of them.
+    An update uses ``--update`` responses, with one forward pass per ``--batch`` of them.
     """
     args, model = study.args, study.load()
     torch.manual_seed(args.seed)
@@ -285,14 +287,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument(
-        "--samples", type=Path, required=True, help="the policy's responses; sampled if not there"
+        "--samples",
+        type=Path,
+        required=True,
+        help="file of the policy's responses; sampled if missing",
     )
-    parser.add_argument("--out", type=Path, required=True, help="runs that it has are left out")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="result file; runs in it are skipped"
+    )
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument(
-        "--prompt", type=int, default=256, help="tokens, the last ones of the task's prompts"
+        "--prompt", type=int, default=256, help="number of last tokens of the task's prompts"
     )
-    parser.add_argument("--tokens", type=int, default=384, help="of each response")
+    parser.add_argument("--tokens", type=int, default=384, help="tokens of each response")
     parser.add_argument("--train", type=int, default=1024, help="responses to train on")
     parser.add_argument("--held-out", type=int, default=128, help="responses to measure on")
     parser.add_argument(
@@ -302,7 +309,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         help="training responses that the schedule is chosen on",
     )
     parser.add_argument(
-        "--pages", type=int, nargs="+", default=[4, 6, 8, 10, 12, 14, 16, 18], help="tried"
+        "--pages",
+        type=int,
+        nargs="+",
+        default=[4, 6, 8, 10, 12, 14, 16, 18],
+        help="page counts to try",
     )
     parser.add_argument("--target", type=float, default=0.80, help="p5 of the schedule")
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[0, 1])
@@ -310,14 +321,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--learning-rates", type=float, nargs="+", default=[1e-3], help="each with every loss"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the adapter")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the adapter")
     parser.add_argument("--top-n", type=int, default=256, help="tokens of a list")
-    parser.add_argument("--update", type=int, default=4, help="responses of an update")
+    parser.add_argument("--update", type=int, default=4, help="responses per update")
     parser.add_argument(
         "--measure-at", type=int, nargs="+", default=[64, 256, 1024], help="training responses seen"
     )
     parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--cycles", type=int, default=16, help="of each held-out response")
+    parser.add_argument("--cycles", type=int, default=16, help="cycles of each held-out response")
     parser.add_argument("--batch", type=int, default=4, help="responses of a forward pass")
     parser.add_argument("--sampled-together", type=int, default=32)
     args = parser.parse_args(argv)
@@ -360,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         there = [row for row in rows if (row["loss"], row.get("learning_rate")) == (name, rate)]
         if any("drafting" in row for row in there):
             continue
-        rows[:] = [row for row in rows if row not in there]  # of a run that was cut off
+        rows[:] = [row for row in rows if row not in there]  # from a run that was interrupted
         for seen, adapter, loss in trained(study, name, rate):
             with adapter.active():
                 alpha = study.measured(adapter.model, study.held_out, study.schedule, study.dense)

@@ -4,7 +4,7 @@ cache that is dense.
 A cycle starts at a position before which every key and value is the dense policy's. It decodes the
 text's own next tokens one by one, each sparsely, and each with the keys and values that it and the
 drafts before it in the cycle wrote, as a drafting actor would. Pages, landmarks, scores and
-selection are ``sparrow.attention.pages``'.
+selection are those of ``sparrow.attention.pages``.
 
 Shapes: B texts, T tokens of each, R cycles of each text, W drafts of a cycle, H query heads, K kv
 heads, G = H / K, D head dim, P page size, N pages, V vocabulary.
@@ -32,7 +32,7 @@ NAME = "cycles"
 
 @dataclass
 class DenseCache:
-    """Each layer's keys and values ``[B, K, T, D]`` and landmarks ``[B, K, N, D]`` of a dense
+    """Keys and values ``[B, K, T, D]`` and landmarks ``[B, K, N, D]`` of each layer from a dense
     forward pass.
     """
 
@@ -43,8 +43,8 @@ class DenseCache:
     @classmethod
     @torch.no_grad()
     def of(cls, model: PreTrainedModel, ids_BT: Tensor, layout: PageLayout) -> DenseCache:
-        """One text at a time, because attention in float32 takes memory with the square of the
-        length.
+        """Process one text at a time, because memory for attention in float32 grows with the square
+        of the length.
         """
         texts = [
             model.get_decoder()(input_ids=row[None], use_cache=True).past_key_values.layers
@@ -59,13 +59,14 @@ class DenseCache:
 
 @dataclass
 class Cycles:
-    """What the attention layers of one set of cycles share; passed as a keyword argument of the
-    forward pass.
+    """State shared by the attention layers for one set of cycles; a keyword argument of the forward
+    pass.
 
-    Pages are selected at a cycle's first step, then again every ``reuse`` steps; tokens drafted
-    since are always read.
+    Pages are selected at the first step of a cycle and again every ``reuse`` steps; tokens drafted
+    since then are always read.
 
-    Raises ValueError: cycles are so long that a page begun in one would be ranked in the same one.
+    Raises ValueError: cycles are so long that a page begun in a cycle would be ranked in the same
+    cycle.
     """
 
     cache: DenseCache
@@ -87,13 +88,13 @@ class Cycles:
         most = (self.layout.recent_pages - 1) * self.layout.page_size + 1
         if self.drafts > most:
             raise ValueError(
-                f"cycles of {self.drafts} drafts outgrow the recent pages ({self.layout}); take {most}"
+                f"cycles of {self.drafts} drafts outgrow the recent pages ({self.layout}); use {most} or fewer"
             )
 
     def attend(
         self, layer: int, q_BHRD: Tensor, k_BKRD: Tensor, v_BKRD: Tensor, scale: float
     ) -> Tensor:
-        """Attention of every cycle's newest draft; ``[B, H, R, D]``."""
+        """Compute attention of the newest draft of every cycle; ``[B, H, R, D]``."""
         B, H, R, D = q_BHRD.shape
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         K, T = keys.shape[1:3]
@@ -120,10 +121,10 @@ class Cycles:
         return out.reshape(B, H, R, D)
 
     def weights(self, layer: int, q_BHRD: Tensor, read_BKRT: Tensor) -> Tensor:
-        """What scaled queries attend to, of the cached tokens that they read and then the cycle's
-        own.
+        """Return the attention weights of scaled queries on the cached tokens that they read and on
+        the cycle's own.
 
-        Sums to 1; ``[B, K, G, R, T + W]``, W being the drafts so far.
+        The weights sum to 1; ``[B, K, G, R, T + W]``, where W is the number of drafts so far.
         """
         keys, own_k = self.cache.keys[layer], self.own[layer][0][:, :, :, : self.step + 1]
         q_BKGRD = q_BHRD.unflatten(1, (keys.shape[1], -1))
@@ -134,7 +135,7 @@ class Cycles:
         return torch.cat([before, since], dim=-1).softmax(-1)
 
     def select(self, layer: int, q_BHRD: Tensor) -> Tensor:
-        """The pages that the newest drafts read in a layer: bool ``[B, K, R, N]``."""
+        """Return the pages that the newest drafts read in a layer: bool ``[B, K, R, N]``."""
         length_BR = self.start_BR + self.step + 1
         scores = self.scores(q_BHRD, self.cache.landmarks[layer])
         budgets = self.table.head_budgets(layer, scores.device)
@@ -162,8 +163,8 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @torch.no_grad()
 def draft(model: PreTrainedModel, ids_BT: Tensor, cycles: Cycles) -> Iterator[Tensor]:
-    """Probabilities ``[B, R, V]`` after each draft, step by step, of a model that attends by
-    ``NAME``.
+    """Yield probabilities ``[B, R, V]`` after each draft, step by step, for a model that uses the
+    attention ``NAME``.
     """
     for step in range(cycles.drafts):
         cycles.step = step

@@ -1,4 +1,4 @@
-"""What 8-bit keys and values, fp8 matrices and sparse attention each cost in acceptance, and
+"""Acceptance lost to 8-bit keys and values, fp8 matrices and sparse attention, each alone and
 together.
 
     python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits.json python
@@ -49,10 +49,16 @@ DRAFTED = 12
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = study_parser(__doc__, 16, 96)
     parser.add_argument(
-        "--budgets", type=int, nargs="+", default=[1024, 2048], help="tokens read, besides all"
+        "--budgets",
+        type=int,
+        nargs="+",
+        default=[1024, 2048],
+        help="numbers of tokens read, in addition to all tokens",
     )
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[0, 1])
-    parser.add_argument("--context", type=int, help="tokens of a text; the model's if not given")
+    parser.add_argument(
+        "--context", type=int, help="tokens of a text; the model's context by default"
+    )
     parser.add_argument(
         "--prompt",
         type=int,
@@ -63,10 +69,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "--rounded", nargs="+", choices=ROUNDED, default=list(ROUNDED), help="what actors round"
     )
     parser.add_argument(
-        "--bfloat16", action="store_true", help="actors in bfloat16, rounding besides"
+        "--bfloat16", action="store_true", help="run actors in bfloat16, with rounding in addition"
     )
     parser.add_argument(
-        "--implementation", choices=("triton", "reference"), help="of sparse attention"
+        "--implementation",
+        choices=("triton", "reference"),
+        help="implementation of sparse attention",
     )
     args = parser.parse_args(argv)
 
@@ -85,9 +93,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         (None, everything),
         *((b, schedule(b, args.dense_layers)) for b in args.budgets),
     ):
-        for name in (
-            each for each in ROUNDED if each in args.rounded
-        ):  # what is compared with comes first
+        for name in (each for each in ROUNDED if each in args.rounded):  # the baseline comes first
             if budget is not None or name != "nothing":  # the policy itself
                 actors.append(({"rounded": name, "budget": budget}, history, kept))
 

@@ -3,12 +3,12 @@ Quest, which layers.
 
     python studies/text/fewer_bytes.py CHECKPOINT --out benchmarks/results/text_bytes.json
 
-As ``acceptance.py``'s lossless rows: drafts over a dense cache of held-out text, in float32, by
-budget and length. Bytes are counted in tokens' worth of a layer's keys and values: the pages read,
-and for every page's landmark half a token (a mean key in 16 bits), a quarter (in 8 bits), or one
-(Quest's minimum and maximum), averaged over layers and drafts; a dense layer reads every token. A
-landmark in ``fp8`` is rounded to e4m3, in ``int8`` to 127 levels of its largest component's
-magnitude.
+The setup is that of the lossless rows of ``acceptance.py``: drafts over a dense cache of held-out
+text, in float32, by budget and length. Bytes are counted in tokens' worth of a layer's keys and
+values: the pages read, and for every page's landmark half a token (a mean key in 16 bits), a
+quarter (in 8 bits), or one (Quest's minimum and maximum), averaged over layers and drafts; a dense
+layer reads every token. A landmark in ``fp8`` is rounded to e4m3, in ``int8`` to 127 levels of its
+largest component's magnitude.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Score = Literal["mean_key", "quest"]
 
 @dataclass(frozen=True)
 class Variant:
-    """What drafts read."""
+    """A way of drafting: what drafts read."""
 
     study: str
     budget: int  # tokens
@@ -57,8 +57,8 @@ class Variant:
         return SparsitySchedule.fixed(pages, page_size=self.page_size, **layout)
 
     def tokens_read(self, length: np.ndarray, layers: int) -> float:
-        """Bytes of a draft in a layer, as tokens of keys and values, averaged over sequences of
-        these lengths.
+        """Return the bytes of a draft per layer, as tokens of keys and values, averaged over
+        sequences of these lengths.
         """
         landmark = {"16 bit": 0.5, "fp8": 0.25, "int8": 0.25}[self.landmarks] * (
             2 if self.score == "quest" else 1
@@ -92,15 +92,15 @@ def variants(layers: int) -> list[Variant]:
 
 
 def bounds(k_BKNPD: Tensor) -> Tensor:
-    """Quest's landmarks (arXiv 2406.10774): a page's smallest and largest key by dimension, ``[B,
-    K, N, 2, D]``.
+    """Return Quest's landmarks (arXiv 2406.10774): a page's smallest and largest key by dimension,
+    ``[B, K, N, 2, D]``.
     """
     return torch.stack([k_BKNPD.amin(-2), k_BKNPD.amax(-2)], dim=-2)
 
 
 def quest(q_BHTD: Tensor, bounds_BKN2D: Tensor) -> Tensor:
-    """Quest's scores ``[B, K, T, N]``: a bound on the products of a page's keys with any query of
-    the group.
+    """Return Quest's scores ``[B, K, T, N]``: a bound on the products of a page's keys with any
+    query of the group.
     """
     q_BKGTD = q_BHTD.unflatten(1, (bounds_BKN2D.shape[1], -1))
     low, high = bounds_BKN2D.unbind(-2)
@@ -109,7 +109,7 @@ def quest(q_BHTD: Tensor, bounds_BKN2D: Tensor) -> Tensor:
 
 
 def rounded(marks: Tensor, precision: Precision) -> Tensor:
-    """Landmarks as they come back from storage in 8 bits, in their own dtype."""
+    """Return landmarks after 8-bit storage, in their own dtype."""
     if precision == "fp8":
         return marks.to(torch.float8_e4m3fn).to(marks.dtype)
     if precision == "int8":
@@ -121,7 +121,7 @@ def rounded(marks: Tensor, precision: Precision) -> Tensor:
 def measure(
     model: PreTrainedModel, every: Sequence[Variant], ids: Tensor, start: Tensor
 ) -> list[Tensor]:
-    """Each variant's acceptance ``[B, R, W]``."""
+    """Return each variant's acceptance ``[B, R, W]``."""
     dense = SparsitySchedule.dense(dense_layers=())
     cache = drafts.DenseCache.of(model, ids, drafts.layout_of(dense))
     p = list(drafts.draft(model, ids, drafts.Cycles(cache, start, DRAFTS, dense)))
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = study_parser(__doc__, 32, 24)
     parser.add_argument("--batch", type=int, default=4, help="texts at a time")
     parser.add_argument(
-        "--studies", nargs="+", help="of 'page size', landmarks, quest, ...; unset: all"
+        "--studies", nargs="+", help="any of 'page size', landmarks, quest, ...; all by default"
     )
     args = parser.parse_args(argv)
 

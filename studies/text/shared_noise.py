@@ -1,12 +1,12 @@
-"""What it costs on held-out text that a seed's tokens do not depend on the drafts
-(``drafter_invariant``), by budget.
+"""The cost, on held-out text, of making a seed's tokens independent of the drafts
+(``drafter_invariant``).
 
     python studies/text/shared_noise.py CHECKPOINT --out benchmarks/results/text_shared_noise.json
 
-Drafts are those of ``acceptance.py``, at the same positions, with no dense layer. For each one the
-chance to be kept is computed from the two distributions, for rejection sampling and for drafts
-drawn with the Gumbel noise of the policy's own tokens, as in vLLM; nothing is sampled. The texts'
-tokens are not the policy's samples.
+Drafts are those of ``acceptance.py``, at the same positions, with no dense layer. For each draft
+the probability of being kept is computed from the two distributions, for rejection sampling and for
+drafts drawn with the Gumbel noise of the policy's own tokens, as in vLLM; nothing is sampled. The
+texts' tokens are not the policy's samples.
 
 Shapes: as in ``acceptance.py``; ``kept`` is ``[2, S, R, W]``, by rejection sampling and by shared
 noise.
@@ -30,13 +30,13 @@ HOW = ("rejection", "shared noise")
 
 
 def shared_noise(p: Tensor, q: Tensor) -> Tensor:
-    """Chance ``[...]`` that p and q ``[..., V]`` draw one token with the same Gumbel noise, exact
-    up to rounding.
+    """Return the probability ``[...]`` that p and q ``[..., V]`` draw the same token with the same
+    Gumbel noise, exact up to rounding.
 
-    The token drawn is that of the least e / p, where the e are exponentially distributed. Both draw
-    token i if every e_j >= e_i max(p_j / p_i, q_j / q_i), which has the chance 1 / sum_j max(p_j /
-    p_i, q_j / q_i). In the order of falling p / q, the first is the greater of the two up to i, and
-    the second after i.
+    The token drawn has the least e / p, where the e are exponentially distributed. Both draw token
+    i if every e_j >= e_i max(p_j / p_i, q_j / q_i), which has the probability 1 / sum_j max(p_j /
+    p_i, q_j / q_i). In order of falling p / q, the first ratio is the greater of the two up to i,
+    and the second after i.
     """
     p, q = p.double(), q.double()
     order = (p / q).argsort(
@@ -49,18 +49,18 @@ def shared_noise(p: Tensor, q: Tensor) -> Tensor:
 
 
 def chances(p: Tensor, q: Tensor) -> Tensor:
-    """Chances ``[2, ...]`` that a draft from q ``[..., V]`` is kept where the policy has p, in the
-    order of ``HOW``.
+    """Return probabilities ``[2, ...]`` that a draft from q ``[..., V]`` is kept where the policy
+    has p, in the order of ``HOW``.
     """
     return torch.stack([acceptance(p, q).double(), shared_noise(p, q)])
 
 
 def compared(kept: Floats, ks: Sequence[int]) -> dict[str, Any]:
-    """Means of ``kept`` and of tokens per cycle of k drafts, their ratios, and 95 % intervals (whole
-    texts resampled).
+    """Return means of ``kept`` and of tokens per cycle of k drafts, their ratios, and 95 %
+    intervals (whole texts resampled).
 
-    ``at least`` is the mean of a / (2 - a), below which no draft's chance can fall where rejection
-    sampling has a.
+    ``at least`` is the mean of a / (2 - a), the lower bound on any draft's probability where
+    rejection sampling has a.
     """
     text = np.arange(kept.shape[1])
 

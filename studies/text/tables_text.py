@@ -14,7 +14,7 @@ UNEVEN = ("even", "layers", "kv heads", "page scores", "two levels", "pairs of l
 
 
 def text_model() -> str:
-    """One line: the model that the other tables are about."""
+    """Return one line on the model that the other tables are about."""
     result = load("text_acceptance")
     card, settings = result["model"], result["settings"]
     return (
@@ -27,7 +27,7 @@ def text_model() -> str:
 
 
 def _rows(mode: str, reuse: int = 1) -> dict[tuple[int, str], Row]:
-    """Budget and dense layers -> row, by rising layers and budget."""
+    """Return (budget, dense layers) -> row, by rising layers and budget."""
     rows = {
         (row["budget"], ", ".join(map(str, row["dense_layers"])) or "none"): row
         for row in load("text_acceptance")["rows"]
@@ -69,8 +69,8 @@ def text_lengths() -> str:
 
 
 def text_tail() -> str:
-    """How many of the lossy actor's tokens are above 0.999, and how far the others are from a Beta
-    distribution.
+    """Tabulate how many of the lossy actor's tokens are above 0.999, and the distance of the others
+    from a Beta distribution.
     """
     rows = []
     for (budget, dense), row in _rows("lossy").items():
@@ -130,8 +130,8 @@ def text_shared_noise() -> str:
 
 
 def text_vllm(study: str) -> str:
-    """Tokens of vLLM's cycles by position, beside what rejection sampling gives for them by the
-    model itself.
+    """Tabulate tokens of vLLM's cycles by position, beside the prediction of rejection sampling
+    with the model itself.
     """
     result = load(study)
     rows = []
@@ -160,8 +160,8 @@ def text_vllm(study: str) -> str:
 
 
 def text_draft_weights() -> str:
-    """Tokens of vLLM's cycles by position, with drafts from the model's own weights and from a copy
-    in fp8.
+    """Tabulate tokens of vLLM's cycles by position, with drafts from the model's own weights and
+    from an fp8 copy.
     """
     own, copied = load("text_vllm_draft_auto"), load("text_vllm_draft_fp8")
     rows = []
@@ -190,8 +190,8 @@ def text_draft_weights() -> str:
 
 
 def text_budgets() -> str:
-    """Tokens of vLLM's cycles by what drafts read and multiply with, beside what the model's own
-    weights predict.
+    """Tabulate tokens of vLLM's cycles by budget and weights of drafts, beside the prediction for
+    the model's own weights.
     """
     rows = []
     for budget in (1024, 2560):
@@ -217,7 +217,7 @@ def text_budgets() -> str:
 
 
 def text_metered() -> str:
-    """One line: another schedule as vLLM measured it during a run, and as the model has it at
+    """Return one line on another schedule, as measured by vLLM during a run, and by the model at
     cycles of that run.
     """
     result = load("text_vllm_metered")["metered"]
@@ -278,8 +278,8 @@ def text_kept() -> str:
 
 
 def text_uneven(study: str) -> str:
-    """One study's rows, each compared with the even schedule at the same bytes, interpolated over
-    its budgets.
+    """Tabulate one study's rows, each compared with the even schedule at the same bytes,
+    interpolated over its budgets.
     """
     rows = []
     for row in load("text_uneven")["rows"]:
@@ -301,7 +301,7 @@ def text_uneven(study: str) -> str:
 
 
 def text_uneven_target() -> str:
-    """What the target p5 takes, and what p5 half the bytes of the even schedule give."""
+    """Tabulate the bytes for the target p5, and the p5 at half the bytes of the even schedule."""
     result = load("text_uneven")
     whole, rows = result["even_at_target"], []
     for row in result["targets"]:
@@ -328,7 +328,7 @@ def _difference(interval: list[float]) -> str:
 
 
 def text_distill_setting() -> str:
-    """One line: what the adapters were trained on, where, and the schedule."""
+    """Return one line on what the adapters were trained on, where, and the schedule."""
     result = load("text_distill")
     s, schedule = result["settings"], result["schedule"]
     dense = " and ".join(map(str, schedule["dense_layers"])) or "none"
@@ -344,8 +344,8 @@ def text_distill_setting() -> str:
 
 
 def text_distill() -> str:
-    """Acceptance with an adapter by loss and training responses: on held-out responses, on its own,
-    and of drafts.
+    """Tabulate acceptance with an adapter by loss and training responses: on held-out responses, on
+    its own, and of drafts.
     """
     names = {
         "none": "no adapter",

@@ -10,8 +10,8 @@ from common import interval, load, table
 
 
 def text_control() -> str:
-    """GRPO on the text model by arm; mean and 95 % interval over seeds, differences to the dense
-    run of the seed.
+    """Tabulate GRPO on the text model by arm: mean and 95 % interval over seeds, and differences
+    from the dense run of the same seed.
     """
     rows = []
     for row in load("text_control")["rows"]:
@@ -40,8 +40,8 @@ def text_control() -> str:
 
 
 def text_corrections() -> str:
-    """GRPO on the text model by correction, with an adapter and with the closed loop; differences
-    by seed.
+    """Tabulate GRPO on the text model by correction, with an adapter and with the closed loop;
+    differences by seed.
     """
     rows = []
     for row in load("text_corrections")["rows"]:
@@ -69,7 +69,7 @@ def text_corrections() -> str:
 
 
 def text_control_model(study: str) -> str:
-    """One line: the model that was trained, and how."""
+    """Return one line on the trained model and its training."""
     result = load(study)
     card, s = result["model"], result["settings"]
     return (
@@ -82,8 +82,8 @@ def text_control_model(study: str) -> str:
 
 
 def text_control_ranks() -> str:
-    """Spearman's correlation of each statistic at step 1 with what a run lost against dense, and 95
-    % intervals.
+    """Tabulate Spearman's correlation of each statistic at step 1 with the loss of a run against
+    dense, and 95 % intervals.
     """
     ranking = load("text_control")["ranking"]
     kinds = ("reward", "held_out")
@@ -94,7 +94,9 @@ def text_control_ranks() -> str:
 
 
 def text_wall_clock() -> str:
-    """GRPO of the widened text model by arm: seconds of a step and where a decode step's time goes."""
+    """Tabulate GRPO of the widened text model by arm: seconds per step and the time spent in a
+    decode step.
+    """
     result = load("text_wall_clock")
     rows = []
     for run, row in zip(result["arms"], result["rows"], strict=True):
@@ -123,7 +125,7 @@ def text_wall_clock() -> str:
 
 
 def text_wall_clock_paired() -> str:
-    """Each arm against dense, step by step on the same problems."""
+    """Tabulate each arm against dense, step by step on the same problems."""
     rows = []
     for row in load("text_wall_clock")["paired"]:
         cells = [
@@ -146,7 +148,7 @@ def text_wall_clock_paired() -> str:
 
 
 def text_wall_clock_model() -> str:
-    """A line: what was trained; and one for each model."""
+    """Return one line on what was trained, and one for each model."""
     result = load("text_wall_clock")
     dense = result["arms"][0]
     o = dense["options"]
@@ -168,7 +170,7 @@ def text_wall_clock_model() -> str:
 
 
 def text_wall_clock_rewards() -> str:
-    """What the arms earned, by steps and by minutes."""
+    """Tabulate the rewards of the arms, by steps and by minutes."""
     rows = []
     result = load("text_wall_clock")
     for run, row in zip(result["arms"], result["rows"], strict=True):
@@ -197,7 +199,7 @@ def text_wall_clock_rewards() -> str:
 
 
 def _spread(interval: list[float | None], sign: str = "") -> str:
-    """A mean over seeds and the half width of its interval, if there are several seeds."""
+    """Format a mean over seeds and the half-width of its interval, if there are several seeds."""
     mean, _, high = interval
     if mean is None:
         return "no dense run"

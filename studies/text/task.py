@@ -14,9 +14,9 @@ earns its length, in which names are of one character, if
   before it have not read already. Lines that read none earn a quarter of their length, and together
   a quarter of the reward at most.
 
-Comments, docstrings and brackets alone on a line are no code. The reward is what the lines earn
-over the length of a full response, at most 1. Factors are added, not multiplied, so that every good
-line counts from the first on; bad ones cost the room that they take. So neither few lines, nor
+Comments, docstrings and brackets alone on a line do not count as code. The reward is what the lines
+earn over the length of a full response, at most 1. Factors are added, not multiplied, so that every
+good line counts from the first on; bad ones cost the space they take. So neither few lines, nor
 repeated ones, nor trivial ones, nor text earn much.
 """
 
@@ -98,11 +98,11 @@ class Line:
     # without indentation, comments and what is in strings, numbers as 0; empty if no letter is left
     code: str
     in_string: bool  # it begins inside a string of several lines
-    opens: int  # brackets opened, less those closed
+    opens: int  # brackets opened minus those closed
 
 
 def read_lines(text: str) -> list[Line]:
-    """The lines of a source file, whether or not it parses."""
+    """Return the lines of a source file, whether or not it parses."""
     lines, quote = [], ""
     for raw in text.split("\n"):
         pieces, at, in_string = [], 0, bool(quote)
@@ -124,7 +124,9 @@ def read_lines(text: str) -> list[Line]:
 
 
 def units(lines: Sequence[Line]) -> list[range]:
-    """The line numbers of each unit, in order; lines before the first are in none."""
+    """Return the line numbers of each unit, in order; lines before the first unit
+    belong to none.
+    """
     starts: list[int] = []
     depth, member, in_class, decorated = 0, -1, False, False
     for i, line in enumerate(lines):
@@ -153,9 +155,9 @@ def units(lines: Sequence[Line]) -> list[range]:
 
 
 def parse(texts: Sequence[str], unfinished: bool = False) -> ast.Module | None:
-    """The syntax tree of a unit, whose first line is number 2; None if it does not parse.
+    """Return the syntax tree of a unit, whose first line is number 2; None if it does not parse.
 
-    The head of a class, whose members are units of their own, needs no body; nor does anything if
+    The head of a class, whose members are separate units, needs no body; nor does anything if
     ``unfinished``.
     """
     code = [text for text in texts if text.strip()]
@@ -178,8 +180,8 @@ def _tree(source: str) -> ast.Module | None:
 
 
 def bound_names(text: str) -> list[str]:
-    """Names that a source file defines, imports or assigns, attributes too, sorted; very common
-    ones left out.
+    """Return the names that a source file defines, imports or assigns, attributes included, sorted;
+    very common names are left out.
     """
     lines, names = read_lines(text), set()
     for unit in units(lines):
@@ -201,9 +203,10 @@ def bound_names(text: str) -> list[str]:
 
 @lru_cache(maxsize=1 << 16)
 def shape(code: str) -> str:
-    """``Line.code`` without what lines that are alike differ in: every name is an x, operators and
-    brackets are of one kind each, and what comes several times on end is there once: ``total +=
-    a[i, j]`` is ``x = x(x, x)``."""
+    """Return ``Line.code`` without the differences between similar lines: every name is an x,
+    operators and brackets are of one kind each, and direct repetitions are merged, so ``total +=
+    a[i, j]`` is ``x = x(x, x)``.
+    """
     form = _NAME.sub(lambda found: found[0] if found[0] in _KEYWORDS else "x", code[:_LONG])
     return _REPEAT.sub(r"\1", _OPERATOR.sub(" = ", form.translate(_BRACKETS)))
 
@@ -217,11 +220,11 @@ def reward_parts(prompt: str, names: Iterable[str], response: str) -> dict[str, 
     that for which the prompt's names pay; ``names``: how many of them do; the middle three in [0,
     1], like ``reward``.
     """
-    *lines, cut = read_lines(prompt + response)  # the last line may be cut off
+    *lines, cut = read_lines(prompt + response)  # the last line may be truncated
     end, known = len(lines), set(names)
     while end and cut.in_string:  # so may a string that began before it
         end, cut = end - 1, lines[end - 1]
-    first = prompt.count("\n") + 1  # the prompt's last line is the first's beginning
+    first = prompt.count("\n") + 1  # the prompt's last line is the beginning of the first
     spans, seen = units(lines), {line.code for line in lines[:first]}
     total = valid = fresh = grounded = 0
     shapes: Counter[str] = Counter()
@@ -263,12 +266,14 @@ def reward_parts(prompt: str, names: Iterable[str], response: str) -> dict[str, 
 
 
 def reward(prompt: str, names: Iterable[str], response: str) -> float:
-    """The reward alone, in [0, 1]."""
+    """Return only the reward, in [0, 1]."""
     return reward_parts(prompt, names, response)["reward"]
 
 
 def _names_read(tree: ast.Module, first: int) -> dict[int, set[str]]:
-    """Names and attributes read, by line number; the tree's lines begin at ``first``."""
+    """Return names and attributes read, by line number; the lines of the tree begin at
+    ``first``.
+    """
     read: dict[int, set[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -278,9 +283,10 @@ def _names_read(tree: ast.Module, first: int) -> dict[int, set[str]]:
 
 
 def prompt_of(text: str, tokenizer: PreTrainedTokenizerBase, tokens: int) -> str | None:
-    """The beginning of a file, up to the end of a line between statements, without the line break:
-    a token may hold a line break and the spaces after it. Half of ``tokens`` to ``tokens`` long;
-    None if there is no such place."""
+    """Return the beginning of a file, up to the end of a line between statements, without the line
+    break, because a token may contain a line break and the spaces after it. The length is half
+    of ``tokens`` to ``tokens``; None if there is no such place.
+    """
     encoding = tokenizer.backend_tokenizer.encode(text[: 6 * tokens])
     if len(encoding.offsets) <= tokens:
         return None
@@ -301,7 +307,7 @@ def make_problems(
     count: int,
     tokens: int = PROMPT_TOKENS,
 ) -> list[dict[str, Any]]:
-    """The first ``count`` problems that ``texts`` give: prompts with the names that they bind."""
+    """Return the first ``count`` problems from ``texts``: prompts with the names that they bind."""
     problems: list[dict[str, Any]] = []
     for text in texts:
         if len(problems) == count:
@@ -323,10 +329,10 @@ def write_problems(
     held: Sequence[list[Path]],
     tokens: int = PROMPT_TOKENS,
 ) -> dict[str, int]:
-    """Make the problems of a checkpoint once, and write them beside it; returns how many there are
-    of each kind.
+    """Make the problems of a checkpoint once, and write them beside it; return the number of each
+    kind.
 
-    Those to train on are two files of a folder at most, so that they come from many packages.
+    Training problems use at most two files per folder, so that they come from many packages.
     """
     seen: set[int] = set()
     held_texts = list(corpus.texts(held, seen))  # all of them: a copy of one is not trained on
@@ -366,7 +372,7 @@ class Continue:
         return found
 
     def problem(self, index: int, seed: int = 0) -> Problem:
-        """Problem ``index`` of the stream ``seed``."""
+        """Return problem ``index`` of the stream ``seed``."""
         epoch, place = divmod(index, len(self.problems))
         number = (
             place if self.kind == "held_out" else _order(len(self.problems), seed, epoch)[place]

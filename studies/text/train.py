@@ -42,8 +42,8 @@ LEARNING_RATE, WARMUP_STEPS, DECAY_FROM, LAST_RATE = 2e-3, 60, 0.3, 0.05
 
 
 def new_model(size: str, vocab_size: int, context: int) -> Qwen3ForCausalLM:
-    """A fresh float32 model; writers to the residual stream start smaller, by the square root of
-    their number.
+    """Build a new float32 model; weights that write to the residual stream are scaled down by the
+    square root of their number.
     """
     shape = SIZES[size]
     config = Qwen3Config(
@@ -68,8 +68,8 @@ def new_model(size: str, vocab_size: int, context: int) -> Qwen3ForCausalLM:
 
 
 def learning_rate(step: int, share: float) -> float:
-    """Warm-up by steps, then by the ``share`` of the time that has passed: constant, then falling
-    linearly.
+    """Return the learning rate after ``step`` steps and a ``share`` of the time: a warm-up by
+    steps, a constant rate, and finally a linear decay over time.
     """
     decay = 1 - (1 - LAST_RATE) * min(1.0, max(0.0, (share - DECAY_FROM) / (1 - DECAY_FROM)))
     return LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * decay
@@ -78,8 +78,8 @@ def learning_rate(step: int, share: float) -> float:
 def fit(
     model: PreTrainedModel, tokens: Tensor, context: int, batch: int, seconds: float, compiled: bool
 ) -> list[float]:
-    """Train on random windows for ``seconds`` after the first three steps (compilation); returns
-    each step's loss.
+    """Train on random windows for ``seconds`` after the first three steps (compilation); return the
+    loss of each step.
     """
     device = model.device
     if compiled:
@@ -126,13 +126,13 @@ def fit(
 
 
 def windows(tokens: np.ndarray, count: int, context: int) -> Tensor:
-    """``count`` windows spread evenly over ``tokens``, int64 ``[count, context]``.
+    """Return ``count`` windows spread evenly over ``tokens``, int64 ``[count, context]``.
 
-    Raises ValueError: too few tokens for windows that do not overlap.
+    Raises ValueError: there are too few tokens for windows that do not overlap.
     """
     if len(tokens) < count * context:
         raise ValueError(
-            f"{len(tokens)} tokens hold no {count} windows of {context}; take fewer or shorter ones"
+            f"{len(tokens)} tokens are too few for {count} windows of {context}; use fewer or shorter windows"
         )
     begins = np.linspace(0, len(tokens) - context, count).astype(int)
     return torch.from_numpy(np.stack([tokens[i : i + context] for i in begins]).astype(np.int64))
@@ -140,8 +140,8 @@ def windows(tokens: np.ndarray, count: int, context: int) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: PreTrainedModel, ids: Tensor) -> float:
-    """Mean cross-entropy in nats per token over windows ``[N, T]``, one at a time, in the model's own
-    precision.
+    """Return the mean cross-entropy in nats per token over windows ``[N, T]``, one at a time, in
+    the model's own precision.
     """
     losses = [
         model(input_ids=row[None], labels=row[None], use_cache=False).loss.item()
@@ -151,7 +151,9 @@ def held_out_loss(model: PreTrainedModel, ids: Tensor) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[Qwen3ForCausalLM, dict[str, Any]]:
-    """Train and save; returns the model as saved (bfloat16 weights, held in float32) and its card."""
+    """Train and save; return the model as saved (bfloat16 weights, held in float32) and
+    its card.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -181,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[Qwen3ForCausalLM, dict[str,
     )
     sample = corpus.beginning(corpus.texts(train, set()), 12_000_000)
     tokenizer = corpus.train_tokenizer(sample, args.vocab)
-    seen: set[int] = set()  # held-out files first: a copy of one is not trained on
+    seen: set[int] = set()  # held-out files first: copies of them are not trained on
     held_tokens = corpus.encode(tokenizer, corpus.texts(held, seen), args.held_out_tokens)
     tokens = corpus.encode(tokenizer, corpus.texts(train, seen), args.tokens)
     prepared = time.monotonic() - began
@@ -206,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[Qwen3ForCausalLM, dict[str,
     model.eval()
     for parameter in (
         model.parameters()
-    ):  # what is measured is what is saved; the rotary frequencies stay as they are
+    ):  # the saved model is the one measured; the rotary frequencies stay unchanged
         parameter.data = parameter.data.bfloat16().float()
     copy.deepcopy(model).bfloat16().save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

@@ -1,5 +1,5 @@
-"""How many tokens layers and kv heads read in ``uneven_bytes.py``: by hand, or as calibration texts
-say.
+"""How many tokens layers and kv heads read in ``uneven_bytes.py``: by hand, or from calibration
+texts.
 
 Shapes: as in ``drafts.py``; L layers, U budgets of 64, 128, ... tokens.
 """
@@ -23,7 +23,7 @@ from sparrow.calibrate import head_budgets
 from sparrow.schedule import SparsitySchedule
 
 DRAFTS = 8
-UNIT = 64  # tokens that a calibration gives at a time, and the least that a kv head reads
+UNIT = 64  # tokens that a calibration assigns at a time, and the minimum that a kv head reads
 
 Ints = NDArray[np.int64]
 Spread = Literal[
@@ -38,7 +38,7 @@ Spread = Literal[
 ]
 BY_HAND: dict[
     Spread, Callable[[int, int], int]
-] = {  # a layer's part, from its number and how many there are
+] = {  # the share of a layer, from its number and the number of layers
     "even": lambda layer, layers: 1,
     "last 3": lambda layer, layers: 3 if layer == layers - 1 else 1,
     "last 8": lambda layer, layers: 8 if layer == layers - 1 else 1,
@@ -113,11 +113,11 @@ class Calibration:
 
     @property
     def weights(self) -> Floats:
-        """Acceptance lost for each unit of mass that a layer's heads leave unread."""
+        """Return the acceptance lost per unit of mass that the heads of a layer leave unread."""
         return head_budgets.weights(self.missed_LKU, self.lost_L, self.at // UNIT)
 
     def tokens(self, spread: Spread, budget: int) -> Ints:
-        """Tokens ``[L, K]`` that heads read; ``budget`` on average."""
+        """Return the tokens ``[L, K]`` that heads read; ``budget`` on average."""
         L, K, _ = self.missed_LKU.shape
         if spread in BY_HAND:
             return by_shares([BY_HAND[spread](layer, L) for layer in range(L)], budget)[
@@ -136,8 +136,8 @@ class Calibration:
 
 
 def by_shares(shares: Sequence[int], budget: int) -> Ints:
-    """Tokens by layer, ``budget`` on average: 64 each, and the rest by shares, in steps of 16
-    tokens.
+    """Return tokens by layer, ``budget`` on average: 64 each, and the rest by shares, in steps of
+    16 tokens.
     """
     exact = (UNIT + np.array(shares) / sum(shares) * len(shares) * (budget - UNIT)) / 16
     whole = np.floor(exact + 1e-9).astype(np.int64)
@@ -147,7 +147,7 @@ def by_shares(shares: Sequence[int], budget: int) -> Ints:
 
 
 def calibrate(model: PreTrainedModel, ids_ST: Tensor, start_SR: Tensor, at: int) -> Calibration:
-    """One text at a time. ``start`` has the first positions of cycles."""
+    """Process one text at a time. ``start`` has the first positions of cycles."""
     layers, dense = model.config.num_hidden_layers, SparsitySchedule.dense(dense_layers=())
     missed, caught, lost = list[Tensor](), list[Tensor](), np.zeros(layers)
     for ids, start in zip(ids_ST.split(1), start_SR.split(1), strict=True):

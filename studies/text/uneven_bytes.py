@@ -7,11 +7,10 @@ Drafts as in ``fewer_bytes.py``, in float32, and bytes counted as there, in toke
 layer's keys and values. The even schedule reads as many pages of 16 tokens in every layer and kv
 head, ranked by the mean query. The others:
 
-- *layers*, *kv heads*: the same tokens in all, shared by hand or as a calibration says. It sees
-  other texts, from the middle between those that are measured, and gives 64 tokens at a time to the
-  layer or kv head where they take off most of the attention mass that the dense policy has on
-  tokens that would not be read. Weighted: a layer's mass counts by what acceptance loses for it
-  where this layer alone is sparse.
+- *layers*, *kv heads*: the same tokens in all, shared by hand or by a calibration. The
+  calibration uses other texts, halfway between the measured ones, and assigns 64 tokens at a time
+  to the layer or kv head where they most reduce the unread attention mass of the dense policy.
+  Weighted: a layer's mass is weighted by the acceptance lost if only this layer is sparse.
 - *page scores*: the best query head of the group, or the heads' softmax over pages, summed.
 - *two levels*: groups of four pages are ranked by their mean key, then the pages inside of the best
 groups.
@@ -47,27 +46,27 @@ from sparrow.schedule import SparsitySchedule
 
 SINK, RECENT = 16, 32  # tokens always read
 GROUP = 4  # pages that are ranked together at the first of two levels
-TARGET = 0.86  # p5 whose bytes are asked for
+TARGET = 0.86  # p5 for which the bytes are computed
 
 Score = Literal["mean query", "best head", "softmax"]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What drafts read."""
+    """A way of drafting: what drafts read."""
 
     study: str
     how: str
-    budget: int  # tokens that a kv head reads, averaged over all
+    budget: int  # tokens that a kv head reads, averaged over all heads
     spread: Spread = "even"
     score: Score = "mean query"
     page_size: int = 16
     precision: Literal["16 bit", "fp8"] = "16 bit"  # of landmarks
     candidates: int = 0  # pages ranked at the second level, in top-k pages; 0: one level
     first_follower: int = (
-        0  # this layer and every second one after it reads the pages of the one before; 0: none
+        0  # this layer and every second one after it reads the pages of the layer before; 0: none
     )
-    # followers' heads take over the best leader's head's pages, not those of their own number
+    # heads of followers use the pages of the best leader head rather than those of the same number
     matched: bool = False
 
     @property
@@ -80,19 +79,23 @@ class Variant:
         return SparsitySchedule.fixed(1, dense_layers=(), **pages)
 
     def top_k(self, tokens: Ints) -> Ints:
-        """Pages by score of heads that read so many tokens, a multiple of 16 from 64 on."""
+        """Return the pages by score of heads that read this many tokens, a multiple of 16 from 64
+        on.
+        """
         return (tokens - SINK - RECENT) // self.page_size
 
     def groups(self, top_k: Ints) -> Ints:
-        """Groups of pages whose own landmarks are read, besides the newest."""
+        """Return the number of groups of pages whose own landmarks are read, besides the newest
+        group.
+        """
         return -(-self.candidates * top_k // GROUP)
 
     def followers(self, layers: int) -> range:
         return range(self.first_follower, layers, 2) if self.first_follower else range(0)
 
     def tokens_read(self, tokens_LK: Ints, length: Ints) -> float:
-        """Bytes of a draft in a layer, as tokens of keys and values, averaged over heads, layers
-        and lengths.
+        """Return the bytes of a draft per layer, as tokens of keys and values, averaged over heads,
+        layers and lengths.
         """
         mark = {"16 bit": 0.5, "fp8": 0.25}[self.precision]
         budget = tokens_LK[..., None]
@@ -163,7 +166,7 @@ def variants(even: Sequence[int], budgets: Sequence[int], together: Sequence[int
 
 
 def scored(how: Score, q_BHRD: Tensor, marks_BKND: Tensor, known_BRN: Tensor) -> Tensor:
-    """Scores ``[B, K, R, N]`` of pages; those that are not yet full are not ``known``, and have any
+    """Return scores ``[B, K, R, N]`` of pages; incomplete pages are not ``known`` and may have any
     landmark.
     """
     if how == "mean query":
@@ -225,7 +228,7 @@ def measure(
     ids: Tensor,
     start: Tensor,
 ) -> list[Tensor]:
-    """Each variant's acceptance ``[B, R, W]``."""
+    """Return each variant's acceptance ``[B, R, W]``."""
     dense = SparsitySchedule.dense(dense_layers=())
     cache = drafts.DenseCache.of(model, ids, drafts.layout_of(dense))
     p = list(drafts.draft(model, ids, drafts.Cycles(cache, start, DRAFTS, dense)))
@@ -260,14 +263,16 @@ def measure(
 
 
 def between(x: float, xs: Sequence[float], ys: Sequence[Floats]) -> Floats:
-    """The curve through ``(xs, ys)`` at x, linear in log x; beyond its ends it goes on as it did."""
+    """Return the curve through ``(xs, ys)`` at x, linear in log x; beyond its ends it is
+    extrapolated.
+    """
     above = min(max(int(np.searchsorted(xs, x)), 1), len(xs) - 1)
     share = np.log(x / xs[above - 1]) / np.log(xs[above] / xs[above - 1])
     return ys[above - 1] + share * (ys[above] - ys[above - 1])
 
 
 def reaches(target: float, xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Where the curve comes to ``target``; None if that is not between its ends."""
+    """Return where the curve reaches ``target``; None if that is not between its ends."""
     if not ys[0] <= target <= ys[-1]:
         return None
     return float(np.exp(np.interp(target, ys, np.log(xs))))
@@ -277,7 +282,7 @@ Curve = Sequence[tuple[float, Floats]]  # bytes and acceptance [S, R, W], by ris
 
 
 def at_bytes(read: float, curve: Curve, minus: Curve | None, percentile: bool) -> list[float]:
-    """A curve's mean or p5 at so many bytes, less another curve's at the same, and the 95 %
+    """Return the difference in mean or p5 between two curves at the same bytes, and the 95 %
     interval (whole texts).
     """
     shape = curve[0][1].shape
@@ -304,10 +309,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "--even", type=int, nargs="+", default=[256, 512, 768, 1024, 1536, 2048], help="budgets"
     )
     parser.add_argument(
-        "--budgets", type=int, nargs="+", default=[512, 1024], help="of what is compared with it"
+        "--budgets",
+        type=int,
+        nargs="+",
+        default=[512, 1024],
+        help="budgets of the variants compared with it",
     )
     parser.add_argument(
-        "--together", type=int, nargs="+", default=[512, 768, 1024], help="budgets of all together"
+        "--together",
+        type=int,
+        nargs="+",
+        default=[512, 768, 1024],
+        help="budgets of all variants combined",
     )
     parser.add_argument(
         "--calibration", type=int, default=8, help="texts between them, for budgets and heads"

@@ -5,16 +5,16 @@ counted by length.
 
 Every step of the engine ends one cycle of every request, so the tokens that a request gets in a
 step are the drafts accepted and the one after them. They are compared with what the model predicts
-for the same cycles, teacher-forced in float32 along the tokens that came out (``drafts.py``). These
-are samples of the dense policy, so the chance that the first j drafts are accepted is the mean of
-the product of min(1, q/p) of the first j tokens, without bias; ``consecutive`` and ``geometric``
-are the estimates that ``acceptance.py`` makes, for comparison. With ``--meter-budget`` one in four
+for the same cycles, teacher-forced in float32 along the sampled tokens (``drafts.py``). These are
+samples of the dense policy, so the chance that the first j drafts are accepted is the mean of the
+product of min(1, q/p) of the first j tokens, without bias; ``consecutive`` and ``geometric`` are
+the estimates that ``acceptance.py`` makes, for comparison. With ``--meter-budget`` one in four
 cycles also measures another schedule, whose mean acceptance is compared with the model's at the
 first drafts of the same cycles. With ``--drafter-invariant`` drafts are kept up to the first that
 is not the policy's own draw; the prediction remains that of rejection sampling. With
 ``--draft-weights fp8`` vLLM's drafts have rounded weights, and the prediction remains that of the
-model's own. ``meter`` has the mean acceptance that vLLM itself measured over all drafts that it
-looked at, by length.
+model's own. ``meter`` has the mean acceptance that vLLM itself measured over all verified drafts,
+by length.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
 Array = NDArray[Any]
-Cycle = tuple[int, int]  # position of the first draft's input, and tokens that the cycle gave
+Cycle = tuple[int, int]  # position of the first draft's input, and number of tokens from the cycle
 
 
 def generate(
     llm: Any, prompts: Sequence[list[int]], tokens: int
 ) -> list[tuple[list[int], list[Cycle]]]:
-    """Each prompt with its continuation, and its cycles except the last, which ``tokens`` may cut
-    short.
+    """Return each prompt with its continuation, and its cycles except the last, which ``tokens``
+    may cut short.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -76,8 +76,8 @@ def generate(
 def predict(
     model: PreTrainedModel, ids: Tensor, start: Tensor, drafted: int, kept: SparsitySchedule
 ) -> tuple[Tensor, Tensor]:
-    """Acceptance, and min(1, q/p) of the text's own tokens, at the drafts of cycles; both ``[B, R,
-    W]``.
+    """Return acceptance, and min(1, q/p) of the text's own tokens, at the drafts of cycles; both
+    ``[B, R, W]``.
     """
     dense = SparsitySchedule.dense(page_size=kept.page_size, dense_layers=())
     cache = drafts.DenseCache.of(model, ids, drafts.layout_of(kept))
@@ -96,14 +96,14 @@ def predict(
 def compare(
     start: Array, emitted: Array, alpha: Array, ratio: Array, edges: Sequence[int]
 ) -> dict[str, Any]:
-    """Tokens that cycles gave, ``[S, R]``, beside what their drafts predict, ``[S, R, W]``: in all
-    and by bins.
+    """Compare tokens per cycle, ``[S, R]``, with the prediction from their drafts, ``[S, R, W]``:
+    in total and by bins.
     """
     request = np.broadcast_to(np.arange(len(start))[:, None], start.shape)
     before = np.concatenate([np.ones_like(ratio[..., :1]), ratio[..., :-1].cumprod(-1)], axis=-1)
     sampled = 1 + (before * alpha).sum(
         -1
-    )  # the last draft's token does not matter: the mean over it is known
+    )  # the token of the last draft does not matter: the mean over it is known
 
     def of(where: Any) -> dict[str, Any]:
         measured = sequence_bootstrap(emitted[where], request[where], weighted_mean)
@@ -127,13 +127,13 @@ def compare(
 
 
 def of_first(alpha: Array) -> dict[str, list[float]]:
-    """Mean and p5 of acceptance ``[S, R, 1]``, with 95 % intervals over texts."""
+    """Return mean and p5 of acceptance ``[S, R, 1]``, with 95 % intervals over texts."""
     text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape).ravel()
     return acceptance.mean_and_p5(alpha.ravel(), text)
 
 
 def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
-    """``options`` are passed to vLLM, for machines that need other ones."""
+    """Run the study; ``options`` are passed to vLLM, for machines that need different ones."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -145,25 +145,32 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
         "--landmarks",
         choices=get_args(LandmarkDtype),
         default="auto",
-        help="dtype they are stored in",
+        help="dtype of stored landmarks",
     )
     parser.add_argument("--drafts", type=int, default=8)
-    parser.add_argument("--meter-budget", type=int, help="of another schedule, measured on the way")
+    parser.add_argument(
+        "--meter-budget", type=int, help="budget of another schedule, measured during the run"
+    )
     parser.add_argument(
         "--drafter-invariant",
         action="store_true",
-        help="decode the tokens that dense decoding would",
+        help="decode the same tokens as dense decoding",
     )
     parser.add_argument(
-        "--draft-weights", choices=get_args(DraftWeights), default="auto", help="of drafts in vLLM"
+        "--draft-weights",
+        choices=get_args(DraftWeights),
+        default="auto",
+        help="weights of drafts in vLLM",
     )
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=768, help="to generate after each prompt")
+    parser.add_argument(
+        "--tokens", type=int, default=768, help="tokens to generate after each prompt"
+    )
     parser.add_argument(
         "--cycles",
         type=int,
         default=48,
-        help="of each request that are compared with the prediction",
+        help="cycles of each request that are compared with the prediction",
     )
     parser.add_argument("--memory", type=float, default=0.4, help="vLLM's share of the GPU")
     args = parser.parse_args(argv)

@@ -1,11 +1,11 @@
 """Reward against wall-clock: GRPO with stock vLLM, lossless and lossy rollouts, everything
-included, one GPU an arm.
+included, one GPU per arm.
 
 The trained model of text has few heads, so attention takes a small part of its decode steps. Here
 every head is copied ``--copies`` times, which leaves the model's function as it is: queries and
 keys repeat, values and the output projection share out the factor. With 32 copies a token takes 262
-KB of cache, and what a step spends on attention is what it is for large models at long context. The
-task is that of ``control.py``, with responses four times as long.
+KB of cache, and a step spends as much on attention as large models do at long context. The task is
+that of ``control.py``, with responses four times as long.
 
     python studies/text/control.py runs/text --out runs/wall --targets 0.86 --runs p86-0 --seconds 0
     \\
@@ -17,8 +17,8 @@ task is that of ``control.py``, with responses four times as long.
         --out benchmarks/results/text_wall_clock.json
 
 ``OUT/ARM-SEED.jsonl`` is a log as ``control.py`` writes it, with the seconds of every phase of a
-step; evaluations on held-out problems are not on the clock. ``OUT/ARM-SEED.profile.json`` says
-where a decode step's time goes.
+step; evaluations on held-out problems are not on the clock. ``OUT/ARM-SEED.profile.json`` reports
+where the time of a decode step goes.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class Options:
 
 
 def widened(model: PreTrainedModel, copies: int) -> PreTrainedModel:
-    """A model with ``copies`` times as many query and kv heads that computes the same; on the same
-    device.
+    """Return a model with ``copies`` times as many query and kv heads that computes the same, on
+    the same device.
 
-    Raises ValueError: ``copies`` is no power of 2, by which alone weights can be divided without
+    Raises ValueError: ``copies`` is not a power of 2, so weights cannot be divided without
     rounding.
     """
     power = math.log2(copies)
@@ -128,14 +128,14 @@ def widened(model: PreTrainedModel, copies: int) -> PreTrainedModel:
 
 
 class StockEngine(VLLMEngine):
-    """vLLM as it is, with its own attention and lists: it has no schedule and counts nothing."""
+    """Unmodified vLLM with its own attention and lists: it has no schedule and counts nothing."""
 
     def __init__(self, model: str, **options: Any) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # as in VLLMEngine
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        plugin.register()  # only for the method that takes new weights
+        plugin.register()  # only for the method that accepts new weights
         self._has_memory, self._asleep, self._in_process = (
             not current_platform.is_cpu(),
             False,
@@ -152,14 +152,14 @@ class StockEngine(VLLMEngine):
         self.schedule, self._described, self._is_lossless = SparsitySchedule.dense(), [{}], False
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Do nothing: there is none."""
+        """Do nothing: there is no schedule."""
 
     def counters(self) -> Counters:
         return Counters(tokens_read=0, tokens_held=0)
 
 
 def token_bytes(model: PreTrainedModel) -> int:
-    """Bytes of keys and values that a token takes in bfloat16."""
+    """Return the bytes of keys and values per token in bfloat16."""
     config = model.config
     return 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
@@ -167,8 +167,8 @@ def token_bytes(model: PreTrainedModel) -> int:
 def start_engine(
     options: Options, folder: str, schedule: SparsitySchedule, most: int, bytes_a_token: int
 ) -> VLLMEngine:
-    """vLLM for the model in ``folder``, with memory for all responses of a step at ``most`` tokens
-    each.
+    """Start vLLM for the model in ``folder``, with memory for all responses of a step at ``most``
+    tokens each.
     """
     rows = options.prompts * options.samples
     settings: dict[str, Any] = (
@@ -189,8 +189,8 @@ def start_engine(
 
 
 def breakdown(kernels: Iterable[tuple[str, float]], tokens: float) -> dict[str, float]:
-    """Milliseconds of GPU time a token of each sequence, in attention and in all else, from
-    kernels' names and us.
+    """Return milliseconds of GPU time per token of each sequence, in attention and everything else,
+    from kernel names and us.
     """
     attention, other = 0.0, 0.0
     for name, us in kernels:
@@ -204,9 +204,9 @@ def breakdown(kernels: Iterable[tuple[str, float]], tokens: float) -> dict[str, 
 def profile(
     engine: VLLMEngine, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> dict[str, float]:
-    """Where time goes in the middle of a rollout, in ms a token of each sequence: ``clock_ms``,
-    over some engine steps, then by kernels over as many more. What the GPU does not account for, it
-    waits for the host."""
+    """Profile the middle of a rollout, in ms per token of each sequence: ``clock_ms`` over some
+    engine steps, and kernels over as many more. The GPU waits for the host during the rest.
+    """
     core, step = engine.llm.llm_engine, engine.llm.llm_engine.step
     states = core.output_processor.request_states
     is_cuda = torch.cuda.is_available()
@@ -219,7 +219,7 @@ def profile(
     steps = 0
 
     def length() -> float:
-        """Mean tokens generated by the sequences that run."""
+        """Return the mean number of generated tokens of running sequences."""
         return float(np.mean([state.detokenizer.num_output_tokens() for state in states.values()]))
 
     def mark() -> None:
@@ -261,14 +261,14 @@ def profile(
 
 
 def train(options: Options, path: Path) -> None:
-    """The arm itself; the trained model is not kept."""
+    """Run the arm itself; the trained model is not kept."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     narrow, tokenizer = load_model(str(options.checkpoint), "fp32", device)
     model = widened(narrow, options.copies)
     task, other = Continue(options.checkpoint), Continue(options.checkpoint, "held_out")
     most = max(longest(each, tokenizer, options.max_new_tokens) for each in (task, other))
     schedule = SparsitySchedule.dense(**LAYOUT, dense_layers=())
-    if options.arm == "lossless":  # what drafts read
+    if options.arm == "lossless":  # the schedule of drafts
         schedule = schedule.replace(top_k=(options.draft_pages,))
     elif options.arm != "dense":
         tables = json.loads(schedules(options).read_text(encoding="utf-8"))
@@ -281,7 +281,7 @@ def train(options: Options, path: Path) -> None:
         engine = start_engine(options, folder, schedule, most, token_bytes(model))
 
         def held_out() -> float:
-            """The mean reward of the policy, decoded densely."""
+            """Return the mean reward of the policy, decoded densely."""
             if lossy := not (engine.schedule.is_dense or options.arm == "lossless"):
                 engine.set_schedule(schedule.replace(top_k=(ALL_PAGES,)))
             reward = mean_reward(engine, tokenizer, problems, sampling)

@@ -1,4 +1,4 @@
-"""The README's picture: where a training step's time goes, what is earned by the clock, and the
+"""The README's picture: where the time of a training step goes, reward against the clock, and the
 tail of acceptance.
 
 python studies/text/wall_clock_figure.py        # writes docs/figures/wall-clock.png from benchmarks/results
@@ -33,13 +33,13 @@ SMOOTH = 3
 
 
 def named(arm: str) -> str:
-    """An arm as the figure calls it."""
+    """Return the name of an arm in the figure."""
     return arm if arm in ("dense", "lossless") else f"lossy (p5 0.{arm[1:]})"
 
 
 def over_seeds(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each arm: a step's seconds by phase, and by step the clock and the reward, as means
-    over its runs.
+    """Return a row per arm: seconds of a step by phase, and clock and reward by step, as means over
+    its runs.
     """
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in runs):
@@ -59,8 +59,8 @@ def over_seeds(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw_steps(ax: Axes, arms: Sequence[dict[str, Any]], gains: Mapping[str, float]) -> None:
-    """A bar for each arm: the seconds of a step, by phase; ``gains`` are the arms' speed-ups over
-    dense.
+    """Draw a bar per arm: the seconds of a step by phase; ``gains`` are the speedups of the arms
+    over dense.
     """
     for i, (run, color) in enumerate(zip(arms, (INK, *SERIES), strict=False)):
         begin, seconds = 0.0, run["seconds"]
@@ -82,7 +82,7 @@ def draw_steps(ax: Axes, arms: Sequence[dict[str, Any]], gains: Mapping[str, flo
 
 
 def draw_rewards(ax: Axes, arms: Sequence[dict[str, Any]]) -> None:
-    """The actor's reward by the clock, each step and smoothed."""
+    """Draw the actor's reward against the clock, each step and smoothed."""
     for run, color in zip(arms, (INK, *SERIES), strict=False):
         seconds, reward = run["reward"].T
         smooth = np.convolve(reward, np.ones(SMOOTH) / SMOOTH, "valid")
@@ -98,7 +98,9 @@ def draw_rewards(ax: Axes, arms: Sequence[dict[str, Any]]) -> None:
 
 
 def draw_tail(ax: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    """Mean and 5th percentile of a lossy actor's acceptance, by position, with 95 % intervals."""
+    """Draw mean and 5th percentile of a lossy actor's acceptance, by position, with 95
+    % intervals.
+    """
     kept = {"mode": "lossy", "budget": READ, "reuse": 1, "dense_layers": []}
     (row,) = (row for row in rows if all(row[name] == value for name, value in kept.items()))
     middle = [(b["start"] + b["end"]) / 2048 for b in row["bins"]]
@@ -129,7 +131,7 @@ def draw_tail(ax: Axes, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Draw it; the same results give the same bytes."""
+    """Draw the figure; the same results yield the same bytes."""
     result = load("text_wall_clock")
     arms, gains = (
         over_seeds(result["arms"]),

@@ -43,9 +43,9 @@ class Options:
 
 
 def arm(path: Path) -> dict[str, Any]:
-    """One run: where its seconds went, and its rewards by the clock.
+    """Summarise one run: its seconds by phase, and its rewards against the clock.
 
-    Raises ValueError: it did no step after the first, in which kernels are still compiled.
+    Raises ValueError: the run has no step after the first, in which kernels are still compiled.
     """
     rows = logged_rows(path)
     steps = [row for row in rows if "reward" in row]
@@ -63,7 +63,7 @@ def arm(path: Path) -> dict[str, Any]:
         "tokens": float(np.mean([row["length"] for row in steps])),  # a response
         "seconds": dict(
             zip(PHASES, seconds[1:].mean(0).round(3).tolist(), strict=True)
-        ),  # of a step but the first
+        ),  # for a step other than the first
         "step_s": float(seconds[1:].sum(1).mean()),
         "tokens_per_cycle": float(np.mean(cycles)) if cycles else None,
         "profile": profile,
@@ -79,7 +79,7 @@ def arm(path: Path) -> dict[str, Any]:
 
 
 def dense_of(run: Run, arms: Sequence[Run]) -> Run:
-    """The dense run of the same model and seed."""
+    """Return the dense run of the same model and seed."""
     return next(
         d
         for d in arms
@@ -88,8 +88,8 @@ def dense_of(run: Run, arms: Sequence[Run]) -> Run:
 
 
 def rollout_share(run: Run) -> list[float]:
-    """The part of a step's seconds that its rollout takes, of all steps but the first; 95 %
-    interval over steps.
+    """Return the share of a step's seconds spent in its rollout, over all steps but the first, with
+    a 95 % interval over steps.
 
     Steps are resampled by their seconds on the clock. Their other phases do the same work in every
     step and count with their means.

@@ -1,5 +1,5 @@
-"""Which implementation decodes: chosen in one place, said by name, and never another than was asked
-for.
+"""The choice of a decode implementation: made in one place, reported by name, and never overriding
+a request.
 """
 
 import pytest
@@ -21,7 +21,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(cuda.launch, "find_spec", lambda name: True)
 
 
-def test_the_fastest_is_two_kernels_and_says_so(hopper):
+def test_the_default_combines_two_kernels_and_names_both(hopper):
     chosen = choose(None, **MODEL, device=GPU)
     assert str(chosen) == "cuda, triton for up to 4 rows"
     assert [chosen.of(rows) for rows in (1, 4, 5, 256)] == ["triton", "triton", "cuda", "cuda"]
@@ -32,7 +32,7 @@ def test_the_fastest_is_two_kernels_and_says_so(hopper):
 
 
 @pytest.mark.parametrize("asked", ["cuda", "triton", "reference"])
-def test_what_is_asked_for_decodes_every_number_of_rows(hopper, asked):
+def test_an_explicit_implementation_decodes_any_number_of_rows(hopper, asked):
     chosen = choose(asked, **MODEL, device=GPU)
     assert str(chosen) == asked
     assert {chosen.of(rows) for rows in range(1, 300)} == {asked}
@@ -47,7 +47,7 @@ def test_what_is_asked_for_decodes_every_number_of_rows(hopper, asked):
         (dict(dtype=torch.float8_e5m2), "float8_e5m2"),
     ],
 )
-def test_what_the_cuda_kernel_cannot_serve_is_tritons_unless_cuda_was_asked_for(
+def test_triton_replaces_an_unsupported_cuda_kernel_unless_cuda_was_requested(
     hopper, change, reason
 ):
     assert choose(None, **MODEL | change, device=GPU) == Choice("triton")
@@ -55,7 +55,7 @@ def test_what_the_cuda_kernel_cannot_serve_is_tritons_unless_cuda_was_asked_for(
         choose("cuda", **MODEL | change, device=GPU)
 
 
-def test_landmarks_in_8_bits_need_a_gpu_that_converts_them(hopper, monkeypatch):
+def test_eight_bit_landmarks_need_a_gpu_that_can_convert_them(hopper, monkeypatch):
     stored = dict(landmark_dtype="fp8_e4m3")
     assert str(choose(None, **MODEL, **stored, device=GPU)) == "cuda, triton for up to 4 rows"
     assert choose(None, **MODEL, **stored, device=torch.device("cpu")) == Choice("reference")
@@ -95,7 +95,7 @@ def test_other_gpus_use_triton_and_a_cpu_uses_the_reference(hopper, monkeypatch)
         choose("flash", **MODEL, device=GPU)
 
 
-def test_few_rows_are_counted_in_the_gpus_own_limits():
+def test_the_few_rows_threshold_depends_on_the_gpu():
     assert (
         cuda.few_rows(8, torch.device("cpu")) == 4
     )  # where there is no GPU, an H200's: 0.3 of 132 items

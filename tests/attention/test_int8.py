@@ -1,4 +1,4 @@
-"""int8 with an exponent for every vector: the format, against its definition in float64."""
+"""The int8 format with an exponent for every vector, compared with its definition in float64."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.
 
 
 @DTYPES
-def test_the_scale_is_the_least_power_of_two_and_codes_are_the_nearest(dtype):
+def test_the_scale_is_the_smallest_power_of_two_and_codes_round_to_nearest(dtype):
     torch.manual_seed(0)
     low = 8 if dtype == torch.float16 else 40
     x = (torch.randn(2000, 8) * 2.0 ** torch.randint(-low, low // 2, (2000, 1))).to(dtype)
@@ -25,8 +25,10 @@ def test_the_scale_is_the_least_power_of_two_and_codes_are_the_nearest(dtype):
 
 
 @DTYPES
-def test_what_is_stored_is_exact_in_the_models_dtype(dtype):
-    """Every code under every scale that a vector can have; storing it again changes nothing."""
+def test_stored_values_are_exact_in_the_models_dtype(dtype):
+    """Check every code with every scale that a vector can have; storing the result again changes
+    nothing.
+    """
     least, most = exponent_limits(dtype)
     exponent = torch.arange(least + 127, most + 128, dtype=torch.uint8)
     codes = torch.arange(-127, 128).expand(len(exponent), -1).to(torch.int8)
@@ -37,7 +39,7 @@ def test_what_is_stored_is_exact_in_the_models_dtype(dtype):
 
 
 @DTYPES
-def test_edges(dtype):
+def test_edge_cases_of_rounding_and_scale(dtype):
     least, most = (n + 127 for n in exponent_limits(dtype))
     inf, nan = float("inf"), float("nan")
     largest = torch.finfo(dtype).max
@@ -46,7 +48,7 @@ def test_edges(dtype):
             [0.0, -0.0],
             [0, 0],
             least,
-        ),  # as small as can be: zeros never outweigh another token's exponent
+        ),  # the smallest scale: zeros never outweigh another token's exponent
         ([127.0, -127.0], [127, -127], 127),
         ([127.5, 1.0], [64, 0], 128),  # 63.75 and 0.5, to even
         ([2.5, 127.0], [2, 127], 127),
@@ -58,7 +60,7 @@ def test_edges(dtype):
             [largest, -largest],
             [127, -127],
             most,
-        ),  # beyond the last scale, the only vectors that are clipped
+        ),  # beyond the largest scale, where values are clipped
         ([inf, 1.0], None, 255),
         ([nan, 1.0], None, 255),
     ]
@@ -69,7 +71,7 @@ def test_edges(dtype):
         assert back.isfinite().all() if codes else not back.isfinite().all()
 
 
-def test_scales_of_bytes():
+def test_scale_bytes_decode_to_powers_of_two():
     assert scale_of(torch.tensor([1, 127, 130, 254, 255], dtype=torch.uint8)).tolist() == [
         2.0**-126,
         1.0,
@@ -80,7 +82,7 @@ def test_scales_of_bytes():
 
 
 @DTYPES
-def test_limits(dtype):
+def test_exponent_limits_fit_the_dtype(dtype):
     least, most = exponent_limits(dtype)
     assert most - least <= 100 and 127 * 2.0**most <= torch.finfo(dtype).max
     assert torch.tensor(2.0**least, dtype=dtype).item() == 2.0**least

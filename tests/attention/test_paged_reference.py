@@ -1,5 +1,5 @@
-"""The reference of the paged operations, which the kernels answer to: against the contiguous one,
-and by hand.
+"""The paged reference, which is the specification of the kernels, against the contiguous one and by
+hand.
 """
 
 import pytest
@@ -23,7 +23,7 @@ from sparrow.schedule import ALL_PAGES
 def paged(
     x_BKSD: torch.Tensor, table_BM: torch.Tensor, blocks: int, block_tokens: int
 ) -> torch.Tensor:
-    """A NaN-filled cache ``[blocks, K, block_tokens, D]`` that holds ``x_BKSD`` at the blocks of
+    """Return a NaN-filled cache ``[blocks, K, block_tokens, D]`` with ``x_BKSD`` in the blocks of
     ``table_BM``.
     """
     B, K, S, D = x_BKSD.shape
@@ -59,7 +59,7 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, bu
     M = -(-S // block_tokens)
     table = torch.randperm(B * M + 2)[: B * M].view(B, M)
     k_cache, v_cache = (paged(x, table, B * M + 2, block_tokens) for x in (k, v))
-    # Each row's own NaNs: whatever lies beyond its length.
+    # Each row has its own NaNs: everything beyond its length.
     for b, n in enumerate(lengths):
         for cache in (k_cache, v_cache):
             for i in range(M):
@@ -87,9 +87,9 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, bu
 
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_cache_in_int8_is_its_keys_and_values_in_16_bits(dtype, landmark_dtype):
-    """Tokens are stored, pages completed and rows decoded as with the cache that the codes and
-    scales stand for.
+def test_an_int8_cache_behaves_like_its_dequantised_16_bit_cache(dtype, landmark_dtype):
+    """Compare storing, completing pages and decoding with a 16-bit cache of the dequantised
+    values.
     """
     torch.manual_seed(0)
     layout = PageLayout(4, landmark_dtype=landmark_dtype)
@@ -129,7 +129,7 @@ def test_a_cache_in_int8_is_its_keys_and_values_in_16_bits(dtype, landmark_dtype
     )
     assert torch.equal(marks.float(), expected.float()) and marks.float().any()
     marks.view(torch.uint8)[3, 1] = (
-        0  # of the page that the first row's newest token filled: decoding writes it
+        0  # the page completed by the newest token of the first row: decoding writes its landmark
     )
     q = torch.randn(B, K * G, D, dtype=dtype)
     rest = dict(layout=layout, implementation="reference", scale=0.3)
@@ -144,7 +144,7 @@ def test_a_cache_in_int8_is_its_keys_and_values_in_16_bits(dtype, landmark_dtype
     assert (out.double() - exact).norm() <= 4 * torch.finfo(dtype).eps * exact.norm()
 
 
-def test_length_zero_and_out():
+def test_rows_of_length_zero_return_zeros_in_out():
     layout = PageLayout(2)
     k = torch.ones(1, 1, 4, 8)
     v = torch.arange(4.0).view(1, 1, 4, 1).expand(1, 1, 4, 8).contiguous()
@@ -167,7 +167,7 @@ def test_length_zero_and_out():
     assert out[1].eq(0.0).all()
 
 
-def test_a_landmark_is_written_by_its_last_slot_only():
+def test_a_landmark_is_written_only_with_the_last_slot_of_its_page():
     layout = PageLayout(4)
     k = torch.arange(2 * 8.0).view(2, 1, 8, 1).expand(2, 1, 8, 2).contiguous()
     marks = torch.full((2, 2, 1, 2), -1.0)
@@ -188,7 +188,7 @@ def test_a_landmark_is_written_by_its_last_slot_only():
     assert torch.equal(marks[0, 1], landmarks(k[:1, :, 4:].unflatten(2, (1, 4)))[0, :, 0])
 
 
-def test_layers_whose_caches_differ_are_refused():
+def test_layers_with_different_caches_are_refused():
     memory = torch.zeros(64)
     layers = [
         (memory[at : at + 16].view(1, 1, 4, 4), memory[:4].view(1, 1, 1, 4)) for at in (0, 8, 16)
@@ -211,7 +211,7 @@ def test_an_unknown_implementation_is_refused():
         )
 
 
-def test_shapes_that_do_not_belong_together_are_refused():
+def test_inconsistent_shapes_are_refused():
     k, marks, q = torch.ones(1, 2, 4, 2), torch.zeros(1, 1, 2, 2), torch.ones(1, 4, 2)
     rows = (torch.zeros(1, 1, dtype=torch.int32), *(torch.ones(1, dtype=torch.int32),) * 2)
     options = dict(layout=PageLayout(4), implementation="reference")

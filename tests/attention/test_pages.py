@@ -32,8 +32,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def best_pages(scores: list[float], length: int, top_k: int, layout: PageLayout) -> set[int]:
-    """The definition for one query token and kv head: sink, recent, and the best of the rest,
-    earlier page first.
+    """Apply the definition to one query token and kv head: sink and recent pages, and the best of
+    the rest, with ties won by the earlier page.
     """
     pages = -(-length // layout.page_size)
     sink = set(range(min(layout.sink_pages, pages)))
@@ -57,7 +57,7 @@ def select(scores: list[float], length: int, top_k: int, layout: PageLayout) -> 
 
 
 @pytest.mark.parametrize("field", [dict(page_size=0), dict(sink_pages=-1), dict(recent_pages=0)])
-def test_layout_refuses_counts_out_of_range(field):
+def test_a_layout_refuses_counts_out_of_range(field):
     with pytest.raises(
         ValueError,
         match=r"need page_size >= 1, sink_pages >= 0, recent_pages >= 1, got PageLayout\(",
@@ -65,7 +65,7 @@ def test_layout_refuses_counts_out_of_range(field):
         PageLayout(**field)
 
 
-def test_page_count_includes_the_partly_filled_page():
+def test_the_page_count_includes_a_partly_filled_page():
     assert page_count(torch.tensor([0, 1, 15, 16, 17, 32, 33]), 16).tolist() == [
         0,
         1,
@@ -85,11 +85,11 @@ def test_landmarks_by_hand():
     assert landmarks(k_BKNPD).tolist() == [[[[2.0, 2.0], [-2.0, 4.0]]]]
 
 
-def test_mean_key_is_taken_in_float32_and_held_in_the_keys_dtype():
-    # Summed in bfloat16 these would give 258 / 4: 256 swallows a 1.
+def test_the_mean_key_is_computed_in_float32_and_stored_in_the_dtype_of_the_keys():
+    # A sum in bfloat16 would be 258 / 4, because adding 1 to 256 has no effect.
     marks = landmarks(torch.tensor([256.0, 1.0, 1.0, 2.0]).bfloat16().view(1, 1, 1, 4, 1))
     assert marks.dtype == torch.bfloat16 and marks.item() == 65.0
-    # 16 x 8192 = 131072 overflows float16 on the way.
+    # The sum 16 x 8192 = 131072 overflows float16.
     assert landmarks(torch.full((1, 1, 1, 16, 1), 8192.0).half()).item() == 8192.0
 
 
@@ -103,7 +103,7 @@ def test_scores_by_hand():
 
 @settings(deadline=None, max_examples=25)
 @given(shape=st.tuples(*(st.integers(1, n) for n in (2, 3, 3, 2, 3, 4, 4))), seed=seeds)
-def test_scores_equal_a_loop_over_heads_and_tokens(shape, seed):
+def test_scores_match_a_loop_over_heads_and_tokens(shape, seed):
     B, K, G, T, N, P, D = shape
     q_BHTD, k_BKNPD = normal(B, K * G, T, D, seed=seed), normal(B, K, N, P, D, seed=seed + 1)
     scores = page_scores(q_BHTD, landmarks(k_BKNPD))
@@ -138,7 +138,7 @@ SCORES = [9.0, 1, 5, 3, 5, 2, 9, 9]
         (30, 6, {}, set(range(8))),
         (30, ALL_PAGES, {}, set(range(8))),
         (32, 1, {}, {0, 2, 6, 7}),  # the last page full: nothing changes
-        (29, 1, {}, {0, 2, 6, 7}),  # one token in it: it still is one of the recent two
+        (29, 1, {}, {0, 2, 6, 7}),  # one token in it: it still counts as a recent page
         (28, 1, {}, {0, 2, 5, 6}),  # seven pages: page 7 does not exist, page 5 becomes recent
         (28, ALL_PAGES, {}, set(range(7))),
         # Short sequences: every page is sink or recent.
@@ -150,7 +150,7 @@ SCORES = [9.0, 1, 5, 3, 5, 2, 9, 9]
         (13, 1, {}, {0, 1, 2, 3}),
         (0, 3, {}, set()),
         # Other layouts.
-        (30, 1, dict(sink_pages=0), {0, 6, 7}),  # page 0 must earn its place, and does
+        (30, 1, dict(sink_pages=0), {0, 6, 7}),  # page 0 is selected only by its score
         (30, 2, dict(sink_pages=0), {0, 2, 6, 7}),
         (30, 0, dict(sink_pages=0, recent_pages=1), {7}),
         (30, 1, dict(sink_pages=0, recent_pages=1), {0, 7}),
@@ -176,7 +176,7 @@ def test_selection_survives_equal_negative_infinite_and_unranked_nan_scores():
     assert select([NAN, 1, 5, 3, 4, NAN, NAN, NAN], 27, 2, layout) == {0, 2, 4, 5, 6}
 
 
-def test_rows_heads_and_query_tokens_select_for_themselves():
+def test_each_row_head_and_query_token_selects_its_own_pages():
     scores = normal(2, 3, 4, 8, seed=1)
     length = torch.tensor([[30, 5, 17, 28], [1, 32, 24, 0]])
     top_k = torch.tensor([[2, 1, 0, ALL_PAGES], [3, 1, 2, 1]], dtype=torch.int32)
@@ -192,7 +192,7 @@ def selections(draw):
     layout = PageLayout(draw(st.integers(1, 5)), draw(st.integers(0, 3)), draw(st.integers(1, 3)))
     pages = draw(st.integers(1, 10))
     rows = draw(st.integers(1, 3))
-    # Few distinct values, so that ties are the rule.
+    # Few distinct values, so that ties are common.
     score = st.sampled_from([-1e30, -1.0, 0.0, 0.5, 1.0, 3e38])
     scores = draw(
         st.lists(st.lists(score, min_size=pages, max_size=pages), min_size=rows, max_size=rows)
@@ -204,7 +204,7 @@ def selections(draw):
 
 @settings(deadline=None, max_examples=200)
 @given(selections())
-def test_selection_keeps_the_budget_the_ends_and_the_best(case):
+def test_selection_keeps_the_budget_with_both_ends_and_the_best_pages(case):
     scores, length, top_k, layout = case
     kept = select_pages(
         torch.tensor(scores)[:, None, None],
@@ -227,7 +227,7 @@ def test_selection_keeps_the_budget_the_ends_and_the_best(case):
 @pytest.mark.parametrize(
     "layout", [PageLayout(), PageLayout(page_size=4, sink_pages=0, recent_pages=1)]
 )
-def test_a_growing_budget_takes_up_pages_in_the_reading_order(layout):
+def test_a_growing_budget_adds_pages_in_reading_order(layout):
     scores = normal(2, 3, 5, 12).round(decimals=1)  # some are equal
     length = torch.randint(
         1, 12 * layout.page_size + 1, (2, 5), generator=torch.Generator().manual_seed(1)

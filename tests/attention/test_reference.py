@@ -1,9 +1,8 @@
 """The reference attention against a loop over rows, heads and tokens, and its two forms against
 each other.
 
-Queries and keys are small multiples of 1/2 and pages and groups powers of two, so that page scores
-are exact in
-float32: no selection hangs on rounding, and equal scores are common.
+Queries and keys are small multiples of 1/2, and page and group sizes are powers of two, so page
+scores are exact in float32: no selection depends on rounding, and equal scores are common.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
 dim, P page size, N pages.
@@ -32,7 +31,9 @@ def halves(*shape: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def cache(B, H, K, S, D, seed=0):
-    """Exact q ``[B, H, S, D]`` and k ``[B, K, S, D]``, and random v ``[B, K, S, D]``, all float64."""
+    """Return exact q ``[B, H, S, D]`` and k ``[B, K, S, D]``, and random v ``[B, K, S, D]``, all in
+    float64.
+    """
     generator = torch.Generator().manual_seed(seed)
     q_BHSD, k_BKSD = (
         halves(B, H, S, D, generator=generator),
@@ -42,7 +43,7 @@ def cache(B, H, K, S, D, seed=0):
 
 
 def poison(tensors, start_B, length_B, value=POISON):
-    """Overwrite what lies outside every row's sequence."""
+    """Overwrite everything outside the sequence of each row."""
     column_S = torch.arange(tensors[0].shape[2])
     outside_BS = (column_S < start_B[:, None]) | (column_S >= (start_B + length_B)[:, None])
     return [t.masked_fill(outside_BS[:, None, :, None], value) for t in tensors]
@@ -90,7 +91,7 @@ def attend(q_HD, k_KSD, v_KSD, top_k, layout, scale):
 
 
 def attend_rows(q_BHD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale):
-    """``attend`` for every row; ``[B, H, D]``."""
+    """Apply ``attend`` to every row; return ``[B, H, D]``."""
     rows = []
     for b, (start, length) in enumerate(zip(start_B.tolist(), length_B.tolist(), strict=True)):
         own = slice(start, start + length)
@@ -107,7 +108,7 @@ def attend_rows(q_BHD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("top_k", [0, 1, 3, ALL_PAGES])
-def test_decode_equals_the_loop_on_ragged_rows(heads, top_k):
+def test_decoding_ragged_rows_matches_a_loop(heads, top_k):
     H, K = HEADS[heads]
     layout, D = PageLayout(), 8
     length = torch.tensor(LENGTHS)
@@ -127,7 +128,7 @@ def test_decode_equals_the_loop_on_ragged_rows(heads, top_k):
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_decode_equals_the_loop_on_any_layout(data):
+def test_decoding_any_layout_matches_a_loop(data):
     B, K, G = (
         data.draw(st.integers(1, 3)),
         data.draw(st.integers(1, 2)),
@@ -158,12 +159,12 @@ BUDGETS = torch.tensor(
 
 
 def by_kv_head(x, head):
-    """The query heads of one of two kv heads."""
+    """Return the query heads of one of two kv heads."""
     return x.unflatten(1, (2, -1))[:, head]
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 3, 40, ALL_PAGES])
-def test_each_kv_head_keeps_its_budget(top_k):
+def test_each_kv_head_follows_its_own_budget(top_k):
     length, start = torch.tensor(LENGTHS), torch.tensor([0, 3, 16, 0, 20, 1, 7, 5])
     q, k, v = cache(len(LENGTHS), 4, 2, 150, 8)
     k, v = poison((k, v), start, length)
@@ -178,7 +179,7 @@ def test_each_kv_head_keeps_its_budget(top_k):
         torch.testing.assert_close(by_kv_head(out, head), expected, rtol=0, atol=1e-12)
 
 
-def test_budgets_of_other_heads_are_refused():
+def test_budgets_for_a_different_number_of_heads_are_refused():
     q, k, v = cache(1, 4, 2, 40, 8)
     one, options = torch.tensor([40]), dict(layout=PageLayout(), head_budgets_K=BUDGETS[:1])
     for refused in (
@@ -194,7 +195,7 @@ def test_budgets_of_other_heads_are_refused():
             refused()
 
 
-def test_no_start_means_column_zero():
+def test_rows_start_at_column_zero_by_default():
     length = torch.tensor([49, 17])
     q, k, v = cache(2, 4, 2, 60, 8)
     arguments = dict(length_B=length, top_k_B=torch.tensor([1, 0]), layout=PageLayout())
@@ -204,7 +205,7 @@ def test_no_start_means_column_zero():
     )
 
 
-def test_a_page_that_is_left_out_is_not_read():
+def test_pages_that_are_not_selected_are_not_read():
     # 98 tokens: seven pages of 16, of which the sink, one by score and the two recent are kept.
     q, k, v = cache(1, 2, 1, 112, 8)
     q, length, top_k, layout = q[:, :, 97], torch.tensor([98]), torch.tensor([1]), PageLayout()
@@ -219,7 +220,7 @@ def test_a_page_that_is_left_out_is_not_read():
         )
 
 
-def test_whole_pages_that_are_never_read_may_hold_anything():
+def test_pages_that_are_never_read_may_contain_anything():
     q, k, v = cache(1, 4, 2, 112, 8)
     start, length, top_k = torch.tensor([5]), torch.tensor([64]), torch.tensor([0])
     clean = decode(q[:, :, 0], k, v, start, length, top_k, layout=PageLayout())
@@ -227,7 +228,7 @@ def test_whole_pages_that_are_never_read_may_hold_anything():
     assert torch.equal(decode(q[:, :, 0], k, v, start, length, top_k, layout=PageLayout()), clean)
 
 
-def test_decode_in_bfloat16_errs_no_more_than_bfloat16_rounding():
+def test_decoding_in_bfloat16_errs_no_more_than_bfloat16_rounding():
     """q, k, a logit, a weight, their sum and the output are each rounded once at most, by u = 2**-8
     relatively.
 
@@ -263,7 +264,7 @@ def test_decode_in_bfloat16_errs_no_more_than_bfloat16_rounding():
             assert delta < 0.1, "or the bound would forgive a wrong page"
 
 
-def test_under_autocast_decode_and_teacher_forcing_read_what_the_cast_inputs_say():
+def test_autocast_selects_the_same_pages_as_cast_inputs():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(10, heads, 200, 8, generator=generator) for heads in (8, 4, 4))
     start, length, prompt = (torch.full((10,), n) for n in (0, 200, 0))
@@ -276,7 +277,7 @@ def test_under_autocast_decode_and_teacher_forcing_read_what_the_cast_inputs_say
     with torch.autocast("cpu", torch.bfloat16):
         found = both(
             q, k, v.bfloat16()
-        )  # as a model has them where its positions are turned in float32
+        )  # as in a model that applies its rotary embedding in float32
     for out, expected in zip(found, both(*(x.bfloat16() for x in (q, k, v))), strict=True):
         assert torch.equal(out, expected)
 
@@ -312,7 +313,7 @@ def step_by_step(q_BHTD, k_BKTD, v_BKTD, top_k_BT, layout, budgets=None):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("pages", [0, 2, ALL_PAGES])
-def test_teacher_forced_equals_decoding_position_by_position(heads, pages):
+def test_teacher_forcing_matches_decoding_position_by_position(heads, pages):
     H, K = HEADS[heads]
     layout = PageLayout(page_size=4)
     q, k, v = poison(cache(3, H, K, T, 8), START, LENGTH)
@@ -326,7 +327,7 @@ def test_teacher_forced_equals_decoding_position_by_position(heads, pages):
     assert ((out - dense).abs().max() > 0.05) == (pages != ALL_PAGES)
 
 
-def test_teacher_forced_takes_page_counts_per_column_and_any_query_chunk():
+def test_teacher_forcing_accepts_page_counts_per_column_and_any_query_chunk():
     layout = PageLayout(page_size=4)
     q, k, v = poison(cache(3, 4, 2, T, 8), START, LENGTH)
     top_k = torch.arange(T).expand(3, T) // 10 + torch.arange(3)[:, None]
@@ -338,7 +339,7 @@ def test_teacher_forced_takes_page_counts_per_column_and_any_query_chunk():
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
-def test_teacher_forced_follows_budgets_as_decoding_does():
+def test_teacher_forcing_follows_the_same_budgets_as_decoding():
     layout = PageLayout(page_size=4)
     q, k, v = poison(cache(3, 4, 2, T, 8), START, LENGTH)
     top_k = torch.arange(T).expand(3, T) // 10 + torch.arange(3)[:, None]
@@ -352,7 +353,7 @@ def test_teacher_forced_follows_budgets_as_decoding_does():
     assert all((by_kv_head(out - even, head).abs().amax() > 0.05) for head in range(2))
 
 
-def test_prompt_attends_like_dense_causal_attention():
+def test_the_prompt_uses_dense_causal_attention():
     q, k, v = cache(2, 4, 2, 70, 8)
     start, length = torch.tensor([0, 0]), torch.tensor([70, 70])
     top_k = torch.zeros(2, 70, dtype=torch.long)
@@ -367,7 +368,7 @@ def test_prompt_attends_like_dense_causal_attention():
     assert (out[1, :, 66:] - dense[1, :, 66:]).abs().max() > 0.05
 
 
-def test_padding_is_zero_and_sends_no_gradient():
+def test_padding_is_zero_and_has_no_gradient():
     q, k, v = (x.requires_grad_() for x in poison(cache(3, 4, 2, T, 8), START, LENGTH))
     top_k = torch.ones(3, T, dtype=torch.long)
     out = teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout=PageLayout(page_size=4))
@@ -379,7 +380,7 @@ def test_padding_is_zero_and_sends_no_gradient():
         assert x.isfinite().all() and x.count_nonzero() > 0
 
 
-def test_gradients_equal_finite_differences():
+def test_gradients_match_finite_differences():
     layout = PageLayout(page_size=2, sink_pages=0, recent_pages=1)
     start, length, prompt = torch.tensor([0, 2]), torch.tensor([9, 6]), torch.tensor([2, 1])
     generator = torch.Generator().manual_seed(3)
@@ -407,13 +408,13 @@ def test_gradients_equal_finite_differences():
 @pytest.mark.parametrize(
     ("q", "k", "v"),
     [
-        ((2, 4, 8), (2, 3, 20, 8), (2, 3, 20, 8)),  # heads that do not divide
+        ((2, 4, 8), (2, 3, 20, 8), (2, 3, 20, 8)),  # a number of heads that is not a multiple
         ((2, 4, 8), (2, 2, 20, 8), (2, 2, 19, 8)),  # fewer values than keys
         ((3, 4, 8), (2, 2, 20, 8), (2, 2, 20, 8)),  # more queries than sequences
-        ((2, 4, 4), (2, 2, 20, 8), (2, 2, 20, 8)),  # another head dim
+        ((2, 4, 4), (2, 2, 20, 8), (2, 2, 20, 8)),  # a different head dim
     ],
 )
-def test_shapes_that_do_not_belong_together(q, k, v):
+def test_inconsistent_shapes_are_refused(q, k, v):
     q_BHD, k_BKSD, v_BKSD = torch.zeros(q), torch.zeros(k), torch.zeros(v)
     B, S = k[0], k[2]
     start, length = torch.zeros(B, dtype=torch.long), torch.full((B,), 19)

@@ -1,4 +1,4 @@
-"""The audit of real engines: it passes those that are exact, and finds what is wrong with others."""
+"""The audit of real engines: exact engines pass, and defects in others are found."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def asked(sequences, prompts=32):
 
 
 def arm(model, decoding, seed, sequences=SEQUENCES, length=LENGTH, prompts=32, **sampling):
-    """Tokens of one engine, ranked densely, and the engine's counters."""
+    """Return the tokens of an engine, ranked densely, and the counters of the engine."""
     engine = HFEngine(model, decoding, eos_ids=[], batch_size=2048)
     wanted = Sampling(length, top_n=0, seed=seed, **sampling)
     rollouts = engine.generate(asked(sequences, prompts), wanted)
@@ -54,7 +54,7 @@ def dense(model, seed, **sampling):
 
 
 @pytest.mark.parametrize("sampling", [{}, dict(temperature=0.7, top_k=9, top_p=0.8)])
-def test_ranks_are_those_of_the_distributions_one_token_after_another(model, sampling):
+def test_ranks_match_distributions_computed_one_token_at_a_time(model, sampling):
     engine = HFEngine(model, SparsitySchedule.dense(), eos_ids=[], token_budget=64)
     wanted = Sampling(6, top_n=0, **sampling)
     rollouts = engine.generate(asked(3), wanted)
@@ -73,7 +73,7 @@ def test_ranks_are_those_of_the_distributions_one_token_after_another(model, sam
             assert found.raw_logprobs[t] == pytest.approx(raw, abs=1e-4)
 
 
-def test_a_token_that_truncation_excludes_stands_after_all_others(model):
+def test_a_token_excluded_by_truncation_ranks_after_all_others(model):
     engine = HFEngine(model, SparsitySchedule.dense(), eos_ids=[])
     rollouts = engine.generate(asked(20), Sampling(10, top_n=0))
     for found in engine.rank(rollouts, Sampling(10, top_n=0, top_k=3), COMMON):
@@ -83,12 +83,12 @@ def test_a_token_that_truncation_excludes_stands_after_all_others(model):
     assert (p == 0).any() and (p > 0).any()
 
 
-def test_places_are_those_of_the_cycles(model):
+def test_recorded_places_match_the_cycles(model):
     engine = HFEngine(model, DRAFTS, eos_ids=[])
     rollouts = engine.generate(asked(20), Sampling(LENGTH, top_n=0))
     counters = engine.counters()
     places = [r.cycle_place for r in rollouts]
-    assert all(place[0] == -1 for place in places)  # by the prefill
+    assert all(place[0] == -1 for place in places)  # the token from the prefill
     steps = np.concatenate([np.diff(place) for place in places])
     assert max(place.max() for place in places) == 3
     assert set(steps.tolist()) <= {1, 0, -1, -2, -3, -4}
@@ -105,7 +105,7 @@ def test_places_are_those_of_the_cycles(model):
 
 
 @pytest.mark.slow
-def test_dense_and_lossless_decoding_pass_with_ten_seeds_of_ten(model):
+def test_dense_and_lossless_decoding_pass_with_all_ten_seeds(model):
     sampled = [{}, dict(temperature=0.8), dict(top_p=0.9), dict(top_k=8, temperature=1.2)]
     shares = []
     for seed in range(10):
@@ -132,13 +132,13 @@ def test_drafter_invariant_decoding_passes(model):
 
 
 def shared_noise(monkeypatch):
-    """A replacement is drawn with the number that drew the draft."""
+    """Draw a replacement with the random number that drew the draft."""
     right = HFEngine._uniform
     monkeypatch.setattr(HFEngine, "_uniform", lambda *args: right(*args)[[0, 1, 0]])
 
 
 def no_residual(monkeypatch):
-    """A replacement is drawn from p, not from what the draft has left of it."""
+    """Draw a replacement from p instead of the residual distribution."""
     monkeypatch.setattr(speculative, "residual", lambda p, q: p)
 
 
@@ -150,17 +150,19 @@ def everything_accepted(monkeypatch):
 
 
 def drafts_at_another_temperature(monkeypatch):
-    """Drafts are drawn hotter than verification takes them to be."""
+    """Draw drafts at a higher temperature than verification assumes."""
     draw_drafts_from(monkeypatch, Shape(1.4))
 
 
 def top_p_on_the_target_alone(monkeypatch):
-    """Drafts are drawn from the whole vocabulary, and judged as though top-p had cut it."""
+    """Draw drafts from the whole vocabulary but verify them as if top-p had been applied."""
     draw_drafts_from(monkeypatch, Shape())
 
 
 def draw_drafts_from(monkeypatch, other):
-    """In a cycle, drafts are drawn from logits ``[B, V]``, and judged by logits ``[B, k, V]``."""
+    """Draw the drafts of a cycle from logits ``[B, V]``, and verify them against logits ``[B, k,
+    V]``.
+    """
     right = Shape.distribution
     speculate = hf.speculate
     inside = []
@@ -181,7 +183,7 @@ def draw_drafts_from(monkeypatch, other):
 
 
 def a_stale_key_after_a_rejection(monkeypatch):
-    """The keys and values of a rejected draft stay in the cache as those of its replacement."""
+    """Keep the keys and values of a rejected draft in the cache as those of its replacement."""
     keep = CachedSequences.keep
     select = CachedSequences.select
 
@@ -211,7 +213,7 @@ def a_stale_key_after_a_rejection(monkeypatch):
 
 
 def log_probs_of_the_draft(monkeypatch):
-    """Accepted drafts are reported with the drafter's log-probs."""
+    """Report accepted drafts with the log-probs of the drafter."""
     verify = speculative.verify
     speculate = hf.speculate
     q = []
@@ -241,7 +243,7 @@ def log_probs_of_the_draft(monkeypatch):
         (log_probs_of_the_draft, {}, "reported log-probs"),
     ],
 )
-def test_a_defect_is_found(model, monkeypatch, defect, sampling, found):
+def test_each_defect_is_found(model, monkeypatch, defect, sampling, found):
     beside = dense(model, 12, **sampling)
     defect(monkeypatch)
     tokens, counters = arm(model, DRAFTS, 11, **sampling)
@@ -251,8 +253,10 @@ def test_a_defect_is_found(model, monkeypatch, defect, sampling, found):
 
 
 @pytest.mark.slow
-def test_shared_noise_is_found_where_contexts_repeat(model, monkeypatch):
-    """It moves tokens across all ranks, which no order of them shows: few prompts do, often."""
+def test_shared_noise_is_found_when_contexts_repeat(model, monkeypatch):
+    """Find a bias that moves tokens across all ranks, which no ordering reveals, with few prompts
+    sampled often.
+    """
     often = dict(sequences=8192, length=5, prompts=8)
     beside, _ = arm(model, SparsitySchedule.dense(), 12, **often)
     exact, _ = arm(model, DRAFTS, 13, **often)

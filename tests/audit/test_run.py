@@ -1,4 +1,4 @@
-"""The audit as a whole: what is sampled and ranked, with whole distributions and with lists."""
+"""The audit as a whole: what is sampled and ranked, with full distributions and with lists."""
 
 from contextlib import contextmanager
 
@@ -29,7 +29,7 @@ def asked(count):
 
 
 class Lists:
-    """The likeliest tokens by transformers, as a prefill lists them."""
+    """The most likely tokens by transformers, in the form of a prefill's lists."""
 
     def __init__(self, model):
         self.model = model
@@ -57,7 +57,7 @@ def dense(model):
 @pytest.mark.parametrize(
     "options", [{}, dict(temperature=0.7, top_k=9, top_p=0.8), dict(top_p=0.5)]
 )
-def test_lists_give_the_ranks_that_they_determine(model, options):
+def test_ranks_are_taken_from_lists_where_they_are_determined(model, options):
     sampling = Sampling(12, top_n=0, **options)
     engine = dense(model)
     rollouts = engine.generate(asked(8), sampling)
@@ -73,12 +73,12 @@ def test_lists_give_the_ranks_that_they_determine(model, options):
             a, b = getattr(exact, name)[inside], getattr(found, name)[inside]
             np.testing.assert_allclose(a, b, atol=1e-5)
         np.testing.assert_allclose(exact.raw_logprobs, found.raw_logprobs, atol=1e-5)
-        # The rest of the vocabulary is one cell, so that the entropy is lower.
+        # The rest of the vocabulary forms one cell, so the entropy is lower.
         assert (found.entropy[inside] <= exact.entropy[inside] + 1e-5).all()
     assert seen > 40
 
 
-def test_lists_that_do_not_hold_what_may_be_sampled_are_refused(model):
+def test_lists_that_omit_tokens_that_may_be_sampled_are_refused(model):
     ranker = ListRanker(Lists(model), 10)
     with pytest.raises(ConfigError, match=r"temperature is 0.7, but lists .* set top_k to at most"):
         ranker.rank([], Sampling(4, temperature=0.7), COMMON)
@@ -86,7 +86,7 @@ def test_lists_that_do_not_hold_what_may_be_sampled_are_refused(model):
         ranker.rank([], Sampling(4, top_k=11), COMMON)
 
 
-def test_engines_are_closed_before_the_next_is_made(model):
+def test_an_engine_is_closed_before_the_next_one_starts(model):
     events = []
 
     def made(name):
@@ -123,8 +123,8 @@ def test_engines_are_closed_before_the_next_is_made(model):
     assert result.to_dict()["counters"]["kv"]["read_fraction"] == 1
 
 
-def test_the_arms_have_seeds_of_their_own(model):
-    """The same tokens twice would differ by nothing, whatever they are."""
+def test_each_arm_has_its_own_seed(model):
+    """Sampling the same tokens twice would show no difference in any case."""
     seeds = []
 
     def made():
@@ -147,7 +147,7 @@ def test_the_arms_have_seeds_of_their_own(model):
     assert seeds[0] == SAMPLED.seed and seeds[1] != seeds[0]
 
 
-def test_greedy_tokens_are_refused_before_anything_is_sampled():
+def test_greedy_sampling_is_refused_before_anything_is_sampled():
     def never():
         raise AssertionError("an engine was made")
 
@@ -167,7 +167,7 @@ def standing(p, raw):
     return Standing(zero, p, zero, zero, p > COMMON, np.array(raw))
 
 
-def test_reported_log_probs_are_compared_with_their_own_kind():
+def test_reported_log_probs_are_compared_with_log_probs_of_the_same_kind():
     rollouts = [rollout([-1.0, -2.0])]
     standings = [standing([0.5, 0.0], [-3.0, -4.0])]
     processed = tokens_of(rollouts, standings)
@@ -176,14 +176,14 @@ def test_reported_log_probs_are_compared_with_their_own_kind():
     assert tokens_of(rollouts, standings, "none").reported is None
 
 
-def test_log_probs_that_are_no_numbers_are_refused():
+def test_log_probs_that_are_not_numbers_are_refused():
     with pytest.raises(
         EngineError, match="1 of the log-probs that the engine reported are not numbers"
     ):
         tokens_of([rollout([-1.0, np.nan])], [standing([0.5, 0.5], [-1, -1])])
 
 
-def test_a_context_is_a_prompt_and_all_tokens_after_it():
+def test_a_context_is_a_prompt_with_all_tokens_sampled_so_far():
     some = [
         rollout([0, 0, 0], (3, 4, 5)),
         rollout([0, 0, 0], (3, 4, 6)),
@@ -198,7 +198,7 @@ def test_a_context_is_a_prompt_and_all_tokens_after_it():
     assert len({*first, *third, *fourth, *fifth}) == 3 + 2 + 3 + 2
 
 
-def test_unknown_places_leave_places_untested():
+def test_places_are_not_tested_if_any_is_unknown():
     known = rollout([-1.0, -2.0], cycle_place=np.array([-1, 0]))
     standings = [standing([0.5, 0.5], [-1, -1])] * 2
     assert tokens_of([known, rollout([-1.0, -2.0])], standings).place is None

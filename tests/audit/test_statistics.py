@@ -1,4 +1,4 @@
-"""Statistics of the audit on numbers worked out by hand, and on samples of known distributions."""
+"""Statistics of the audit by hand, and on samples of known distributions."""
 
 import json
 
@@ -22,7 +22,9 @@ V = 30
 
 
 def drawn(seed, sequences=400, length=25, bias=None, reported_off=0.0, **kept):
-    """Tokens of random distributions; ``bias`` changes what they are really drawn from."""
+    """Draw tokens from random distributions; ``bias`` changes the distribution that is actually
+    sampled.
+    """
     rng = np.random.default_rng(seed)
     T = sequences * length
     p = rng.dirichlet(np.full(V, 0.3), T)
@@ -52,7 +54,7 @@ def hotter(p):
 # --- by hand ---
 
 
-def test_polynomials_are_orthonormal_and_moved_is_half_their_mean_absolute_value():
+def test_the_polynomials_are_orthonormal_with_the_stated_mean_absolute_values():
     u = (np.arange(2**18) + 0.5) / 2**18
     h = legendre(u)
     np.testing.assert_allclose(h @ h.T / len(u), np.eye(4), atol=1e-6)
@@ -60,20 +62,20 @@ def test_polynomials_are_orthonormal_and_moved_is_half_their_mean_absolute_value
     np.testing.assert_allclose(np.abs(h).mean(1) / 2, MOVED, atol=1e-6)
 
 
-def test_holm_by_hand():
+def test_holms_correction_by_hand():
     found = holm(np.array([0.01, 0.04, 0.03, 0.005]))
     np.testing.assert_allclose(found, [0.03, 0.06, 0.06, 0.02])
 
 
 @pytest.mark.parametrize("freedom", [29, 100, 1000])
 @pytest.mark.parametrize("t", [-1.0, 0.5, 2.5, 4.0, 5.0])
-def test_tails_are_students(freedom, t):
+def test_tail_probabilities_follow_students_t(freedom, t):
     expected = stats.t.sf(t, freedom)
     assert statistics._tail(t, freedom) == pytest.approx(expected, rel=0.03)
 
 
-def test_standard_errors_take_sequences_as_clusters():
-    """Two copies of every token say no more than one."""
+def test_standard_errors_treat_sequences_as_clusters():
+    """Two copies of every token carry no more information than one."""
     values = np.random.default_rng(0).normal(size=200)
     once = statistics._mean(values, np.arange(200))
     twice = statistics._mean(np.repeat(values, 2), np.repeat(np.arange(200), 2))
@@ -82,7 +84,7 @@ def test_standard_errors_take_sequences_as_clusters():
     assert (twice.tokens, twice.sequences) == (400, 200)
 
 
-def test_places_are_what_a_token_follows():
+def test_a_tokens_place_depends_on_the_tokens_before_it():
     # Prefill; three tokens of three; two (a rejection); one (a rejection); three. Then a new one.
     place = np.array([-1, 0, 1, 2, 0, 1, 0, 0, 1, 2, -1, 0])
     sequence = np.array([0] * 10 + [1] * 2)
@@ -95,7 +97,7 @@ def test_places_are_what_a_token_follows():
         "bonus token": [3, 9],
         "first after a rejection": [6, 7],
     }
-    assert places(np.zeros(3, int), np.zeros(3, int)) == {}  # no drafts at all
+    assert places(np.zeros(3, int), np.zeros(3, int)) == {}  # without any drafts
 
 
 def test_later_drafts_are_tested_together():
@@ -113,8 +115,8 @@ def test_exact_tokens_pass():
     assert verdict.detectable < 0.05
 
 
-def test_exact_samples_are_called_biased_no_more_often_than_the_level_says():
-    """At a level of 5 %, of 150 audits of exact tokens no more than chance explains."""
+def test_exact_samples_are_called_biased_no_more_often_than_the_significance_level():
+    """At a level of 5 %, no more of 150 audits of exact tokens fail than chance explains."""
     called = sum(
         audit(
             drawn(2 * seed, sequences=60, length=10),
@@ -127,14 +129,14 @@ def test_exact_samples_are_called_biased_no_more_often_than_the_level_says():
     assert called <= stats.binom.ppf(0.999, 150, 0.05)
 
 
-def test_another_temperature_is_found():
+def test_a_different_temperature_is_found():
     verdict = audit(drawn(1, bias=hotter), drawn(2))
     assert verdict.status == "biased"
     assert any("log p + entropy, all" in reason for reason in verdict.reasons)
 
 
-def test_what_is_detectable_is_detected_as_often_as_it_says():
-    """Tokens moved to likelier places by just the detectable share."""
+def test_a_bias_of_detectable_size_is_detected_as_often_as_promised():
+    """Tokens are moved to more likely ones by exactly the detectable share."""
     share = audit(drawn(1, 200), drawn(2, 200)).detectable
 
     def likelier(p):
@@ -149,11 +151,11 @@ def test_what_is_detectable_is_detected_as_often_as_it_says():
         strictest = verdict.level / len(verdict.findings)
         found += next(f for f in verdict.findings if f.name == name).p_value < strictest
     low, high = stats.binom.interval(0.999, 40, statistics.POWER)
-    # The randomisation within a token blurs u, so somewhat less than all of the share shows.
+    # Randomisation within a token blurs u, so slightly less than the full share is visible.
     assert low - 8 <= found <= high
 
 
-def test_a_bias_that_both_arms_have_is_rounding_and_alone_it_is_a_bias():
+def test_a_bias_shared_by_both_arms_counts_as_rounding():
     def rounded(p):
         return p**0.95
 
@@ -163,7 +165,7 @@ def test_a_bias_that_both_arms_have_is_rounding_and_alone_it_is_a_bias():
     assert alone.status == "biased" and all(f.dense is None for f in alone.findings)
 
 
-def test_a_scorer_of_another_model_leaves_the_question_open():
+def test_scoring_with_a_different_model_leaves_the_verdict_open():
     def other(p):
         return np.roll(p, 3, axis=1)
 
@@ -172,7 +174,7 @@ def test_a_scorer_of_another_model_leaves_the_question_open():
     assert "the dense arm itself is off" in verdict.reasons[0]
 
 
-def test_too_few_tokens_leave_the_question_open_and_say_how_many_would_do():
+def test_too_few_tokens_leave_the_verdict_open_and_report_how_many_are_needed():
     few = audit(drawn(1, 40, 5), drawn(2, 40, 5))
     assert few.status == "cannot tell" and "times as many tokens" in few.reasons[0]
     factor = float(few.reasons[0].rsplit("about ", 1)[1].split()[0])
@@ -180,15 +182,15 @@ def test_too_few_tokens_leave_the_question_open_and_say_how_many_would_do():
     assert audit(drawn(3, enough, 5), drawn(4, enough, 5)).status == "exact"
 
 
-def test_too_few_sequences_leave_the_question_open():
+def test_too_few_sequences_leave_the_verdict_open():
     sequences = LEAST_SEQUENCES - 1
     verdict = audit(drawn(1, sequences, 500, bias=hotter), drawn(2, sequences, 500))
     assert verdict.status == "cannot tell"
     assert f"{sequences} sequences are too few for a standard error" in verdict.reasons[0]
 
 
-def test_dependent_tokens_are_found_though_each_is_uniform():
-    """The random number of every second token is used twice."""
+def test_dependence_is_found_even_if_each_token_is_uniform():
+    """Every second token reuses the random number of the one before."""
     rng = np.random.default_rng(0)
     u = rng.random((400, 20))
     u[:, 1::2] = u[:, ::2]
@@ -207,7 +209,7 @@ def test_dependent_tokens_are_found_though_each_is_uniform():
 
 
 @pytest.mark.parametrize("share", [0.01, 1.0])
-def test_tokens_that_truncation_excludes_are_found(share):
+def test_tokens_excluded_by_truncation_are_found(share):
     tested = drawn(1)
     outside = np.random.default_rng(3).random(len(tested)) < share
     changed = {"p": np.where(outside, 0, tested.p), "before": np.where(outside, 1, tested.before)}
@@ -216,13 +218,13 @@ def test_tokens_that_truncation_excludes_are_found(share):
     assert any("outside top-k and top-p" in reason for reason in verdict.reasons)
 
 
-def test_log_probs_of_another_model_are_found_and_more_rounding_is_not():
+def test_log_probs_of_a_different_model_are_found_but_added_rounding_is_not():
     assert audit(drawn(1, reported_off=2e-5), drawn(2)).status == "exact"
     verdict = audit(drawn(1, reported_off=0.01), drawn(2))
     assert verdict.status == "biased" and "reported log-probs" in verdict.reasons[0]
 
 
-def test_a_bias_at_one_place_is_found_there():
+def test_a_bias_at_one_place_is_located_there():
     place = np.tile(np.concatenate([[-1], np.tile(np.arange(4), 6)]), 400)
     clean = drawn(1, place=place)
     assert audit(clean, drawn(2)).status == "exact"
@@ -237,7 +239,7 @@ def test_a_bias_at_one_place_is_found_there():
     assert "bonus token" in found and not found & {"draft 1", "draft 2", "draft 3"}
 
 
-def test_places_that_few_sequences_reach_are_named_and_not_tested():
+def test_places_reached_by_few_sequences_are_listed_but_not_tested():
     place = np.zeros(400 * 25, int)
     place[[1, 26]] = [1, 1]
     verdict = audit(drawn(1, place=place), drawn(2))
@@ -245,7 +247,7 @@ def test_places_that_few_sequences_reach_are_named_and_not_tested():
     assert {f.place for f in verdict.findings} == {"all", "draft 1", "first after a rejection"}
 
 
-def test_a_verdict_is_plain_json():
+def test_a_verdict_converts_to_plain_json():
     verdict = audit(drawn(1, LEAST_SEQUENCES, 1), None)
     plain = json.loads(json.dumps(verdict.to_dict(), allow_nan=False))
     assert plain["status"] == "cannot tell" and len(plain["findings"]) == len(verdict.findings)
@@ -255,7 +257,9 @@ def test_a_verdict_is_plain_json():
 
 
 def in_few_contexts(seed, sequences, bias=None):
-    """Sequences of two tokens after one of three prompts; a context is a prompt and the first."""
+    """Draw sequences of two tokens after one of three prompts; the context is the prompt and, for
+    the second, the first token.
+    """
     rng = np.random.default_rng(seed)
     p = np.random.default_rng(9).dirichlet(np.full(6, 0.7), 3 + 3 * 6)
     really = p if bias is None else bias(p)
@@ -281,7 +285,7 @@ def in_few_contexts(seed, sequences, bias=None):
     ), p
 
 
-def test_repeated_contexts_are_the_sum_over_pairs():
+def test_the_repeated_context_statistic_is_a_sum_over_pairs():
     tokens, p = in_few_contexts(0, 120)
     found = statistics._repeated(tokens)
     for name, first in (("first", 0), ("later", 1)):
@@ -299,8 +303,8 @@ def test_repeated_contexts_are_the_sum_over_pairs():
         assert np.nanmean(values) == pytest.approx(total / pairs)
 
 
-def test_a_bias_that_no_order_shows_is_found_where_contexts_repeat():
-    """In each context other tokens are taken too often, without regard to their rank."""
+def test_a_bias_unrelated_to_rank_is_found_when_contexts_repeat():
+    """In each context some tokens are drawn too often, regardless of rank."""
 
     def anywhere(p):
         odd = np.random.default_rng(5).choice([0.7, 1.3], p.shape)
@@ -321,7 +325,7 @@ def test_a_bias_that_no_order_shows_is_found_where_contexts_repeat():
 # --- top lists ---
 
 
-def test_cells_of_a_list_by_hand():
+def test_list_cells_by_hand():
     lists = np.log([[0.5, 0.3], [0.5, 0.3], [0.6, 0.25]])
     before, p, entropy, _, _, known = cells_of_lists(lists, np.array([1, -1, 0]))
     np.testing.assert_allclose(before, [0.5, 0.8, 0.0])
@@ -333,18 +337,18 @@ def test_cells_of_a_list_by_hand():
     assert known.all()
 
 
-def test_cells_of_a_truncated_list_by_hand():
+def test_truncated_list_cells_by_hand():
     lists = np.log([[0.5, 0.3], [0.3, 0.2]])
     before, p, entropy, _, _, known = cells_of_lists(lists, np.array([1, 1]), top_p=0.6)
     np.testing.assert_allclose((before[0], p[0]), (0.625, 0.375))
     assert known.tolist() == [True, False]  # the second list does not reach 0.6
     assert entropy[0] == pytest.approx(stats.entropy([0.625, 0.375]))
-    # The likeliest token alone holds enough, so the other one is excluded.
+    # The most likely token alone has enough mass, so the other one is excluded.
     before, p, *_, known = cells_of_lists(lists[:1], np.array([1]), top_p=0.4)
     assert (before[0], p[0], known[0]) == (1, 0, True)
 
 
-def test_another_temperature_needs_lists_that_hold_all_that_may_be_sampled():
+def test_a_temperature_other_than_one_needs_lists_of_all_possible_tokens():
     lists = np.log([[0.4, 0.3, 0.1]])
     index = np.array([0])
     assert not cells_of_lists(lists, index, temperature=0.5).known.any()
@@ -355,7 +359,7 @@ def test_another_temperature_needs_lists_that_hold_all_that_may_be_sampled():
 
 
 @pytest.mark.parametrize("bias", [None, hotter])
-def test_cells_of_lists_pass_exact_tokens_and_find_a_temperature(bias):
+def test_list_cells_pass_exact_tokens_and_reveal_a_different_temperature(bias):
     def arm(seed, bias):
         rng = np.random.default_rng(seed)
         p = -np.sort(-rng.dirichlet(np.full(V, 0.3), 10_000), axis=1)

@@ -1,4 +1,4 @@
-"""What the scripts of the benchmarks share."""
+"""Code that the benchmark scripts share."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ STATES = {"qwen3-1.7b": [(64, 320), (8, 1024), (1, 1024), (1, 30000)], "qwen3-8b
         ),
     ],
 )
-def test_the_states_that_a_script_measures(arguments, shape, states, file, monkeypatch):
+def test_scripts_parse_the_states_to_measure(arguments, shape, states, file, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from common import parse_states, parser
 
@@ -39,7 +39,7 @@ def common(monkeypatch):
     return common
 
 
-def test_a_result_has_a_line_for_each_row_and_reads_back(common, tmp_path):
+def test_a_result_is_written_one_row_per_line_and_read_back(common, tmp_path):
     rows = [{"batch": i, "ms": [i / 3, 1.0], "chosen": {8: "x" * 120}} for i in range(3)]
     path = tmp_path / "new" / "result.json"
     common.write(path, {"machine": "one", "rows": tuple(rows), "series": list(range(999))})
@@ -58,14 +58,14 @@ def test_a_result_has_a_line_for_each_row_and_reads_back(common, tmp_path):
     assert read["series"] == list(range(999))
 
 
-def test_a_row_that_is_too_long_for_a_line_is_broken_by_its_fields(common):
+def test_a_row_too_long_for_a_line_is_broken_between_fields(common):
     row = {"name": "a", "bins": [{"start": i, "text": "x" * 100} for i in range(4)]}
     lines = common.compact([row]).splitlines()
     assert [line.strip()[:10] for line in lines[:4]] == ["[", "{", '"name": "a', '"bins": [']
     assert json.loads("\n".join(lines)) == [row]
 
 
-def test_numbers_keep_eight_digits_and_whole_ones_all(common):
+def test_floats_keep_eight_digits_and_integers_keep_all(common):
     assert common.rounded([1 / 3, 123456789.0, 1234567890123, True, None, "1.123456789"]) == [
         0.33333333,
         123456789.0,
@@ -76,7 +76,7 @@ def test_numbers_keep_eight_digits_and_whole_ones_all(common):
     ]
 
 
-def test_of_a_trainers_log_the_table_s_metrics_are_left(common):
+def test_only_metrics_of_the_table_are_kept_from_a_trainers_log(common):
     import trainer_log
 
     trl = {"mode": "colocate", "log": [{"reward": 0.5, "loss": 1.0}, {"train_runtime": 9.0}]}
@@ -86,6 +86,6 @@ def test_of_a_trainers_log_the_table_s_metrics_are_left(common):
 
 
 def test_results_are_small_enough_to_read(common):
-    """Series that neither a table nor a figure shows belong in a run's folder."""
+    """Series that appear in neither a table nor a figure belong in the folder of a run."""
     files = [path for path in common.RESULTS.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 1.5e6

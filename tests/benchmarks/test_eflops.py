@@ -1,5 +1,5 @@
-"""The paper's formulas on worked numbers, beside the bytes and FLOPs of steps, and beside its ideal
-speed-ups.
+"""The paper's formulas on worked numbers, compared with bytes and FLOPs of steps and with its ideal
+speedups.
 """
 
 import importlib
@@ -22,13 +22,13 @@ def eflops():
 
 
 def paper_intensity(machine: Machine) -> float:
-    """FLOPs per byte as Kinetics counts them, from the peak "with sparsity": its 562.5 for the
+    """Return FLOPs per byte as Kinetics counts them, from the peak "with sparsity": 562.5 for the
     B200.
     """
     return 2 * machine.flops / machine.hbm_bytes_s
 
 
-def test_eflops_on_worked_numbers(eflops):
+def test_eflops_by_hand(eflops):
     common = dict(P_w=10, N=2, L_in=3, L_out=4, D=5, r=6)
     # 2*10*2*4 = 160; 6*(2*3+4)*4*2*5 = 2400; 2*3*4*5 + 2*16*5 = 280 bytes.
     assert eflops.dense_eflops(**common, I=0) == 160 + 2400
@@ -39,7 +39,7 @@ def test_eflops_on_worked_numbers(eflops):
     assert eflops.sparse_eflops(**common, I=7, b=2, P=2) == 1600 + 7 * (160 + 120 + 40)
 
 
-def test_eflops_count_the_bytes_and_flops_of_the_steps_when_d_is_keys_and_values_together(eflops):
+def test_eflops_count_the_bytes_and_flops_of_steps_if_d_covers_keys_and_values(eflops):
     shape, L, budget, P = SHAPES["qwen3-4b"], 4096, 512, 16
     common = (0, 1, 0, L, shape.kv_width, shape.heads / shape.kv_heads)
     compute = eflops.dense_eflops(*common, 0)
@@ -57,7 +57,7 @@ def test_eflops_count_the_bytes_and_flops_of_the_steps_when_d_is_keys_and_values
     near = (
         budget * shape.kv_width * 2 * budget,
         2 * shape.kv_width * budget**2 / (4 * P),
-    )  # as if read from the start
+    )  # as if everything were read from the start
     sparse_memory = eflops.sparse_eflops(*common, 1, budget, P) - eflops.sparse_eflops(
         *common, 0, budget, P
     )
@@ -65,7 +65,7 @@ def test_eflops_count_the_bytes_and_flops_of_the_steps_when_d_is_keys_and_values
     assert sparse_memory == pytest.approx(counted, rel=2e-3)
 
 
-def test_published_ideal_speedups_and_where_the_formulas_cannot_give_them(eflops):
+def test_the_formulas_reproduce_some_published_ideal_speedups_but_not_all(eflops):
     # D = kv_width, I = 412 FLOPs a byte, 40,000 tokens (where the tables end), scoring included, no
     # prompt.
     intensity = paper_intensity(H200)
@@ -84,15 +84,15 @@ def test_published_ideal_speedups_and_where_the_formulas_cannot_give_them(eflops
     )
     assert lenient == pytest.approx(3.5, rel=0.03)
     assert found["qwen3-8b"] == pytest.approx(4.20, abs=0.01)
-    # 4B: 5.1 is out of reach; even attention alone, with neither weights nor scoring, stays below
-    # it at every cut-off.
+    # 4B: 5.1 cannot be reached; even attention alone, without weights or scoring, stays below it at
+    # every cutoff.
     assert found["qwen3-4b"] == pytest.approx(4.11, abs=0.01)
     t = np.arange(1, 40_001)
     attention_alone = np.cumsum(t) / np.cumsum(SparsitySchedule.preset("qwen3-4b").tokens_read(t))
     assert attention_alone.max() == pytest.approx(5.06, abs=0.01)
 
 
-def test_without_scoring_no_cutoff_gives_all_four_published_speedups_at_once(eflops):
+def test_no_cutoff_without_scoring_reproduces_all_four_published_speedups(eflops):
     def miss(response):
         found = []
         for name, shape in SHAPES.items():

@@ -1,4 +1,4 @@
-"""The fit of lossless cycles, and how well the shipped constants predict what was measured."""
+"""The fit of lossless cycles, and how well the shipped constants predict the measurements."""
 
 import importlib
 import json
@@ -13,7 +13,7 @@ from sparrow.cost.lossless import CYCLE_H200, Cycle
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 H200 = MACHINES["h200"]
-ENGINE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)  # what was measured returned no lists
+ENGINE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)  # the measurements returned no lists
 MISSED = {("qwen3-4b", 24, 30_000), ("qwen3-8b", 24, 30_000)}
 """States of the last run in which a dense step of stock vLLM took 9 and 8 % longer than predicted.
 """
@@ -26,7 +26,7 @@ def fit():
         yield importlib.import_module("fit_lossless")
 
 
-def test_the_fit_recovers_what_it_was_given(fit):
+def test_the_fit_recovers_known_constants(fit):
     truth = Cycle(20e-6, 0.5, 5e-6, 0.8)
     cycles = [
         {
@@ -56,7 +56,7 @@ def test_the_fit_recovers_what_it_was_given(fit):
         assert fit.fit_cycles(fast, H200) == Cycle(0.0, np.inf), "no constant is below zero"
 
 
-def test_the_shipped_constants_predict_every_cycle_that_was_measured(fit):
+def test_the_shipped_constants_predict_every_measured_cycle(fit):
     cycles = fit.measured()
     assert len(cycles) == 81 and {"qwen3-1.7b", "qwen3-8b"} <= {cycle["shape"] for cycle in cycles}
     assert max(map(abs, fit.errors(cycles))) < 0.05, (
@@ -66,7 +66,7 @@ def test_the_shipped_constants_predict_every_cycle_that_was_measured(fit):
 
 
 def speedups(fit, name):
-    """State, then the predicted and the measured speed-up over stock, for each fixed number of
+    """Return the state and the predicted and measured speedup over stock for each fixed number of
     drafts of a run.
     """
     stock, lossless = (
@@ -100,7 +100,7 @@ def test_the_measured_speedups_over_stock_are_predicted(fit, name):
     assert len(found) >= 6
 
 
-def test_speedups_are_missed_only_where_stock_is_slower_than_predicted(fit):
+def test_mispredicted_speedups_are_only_those_where_stock_is_slower_than_predicted(fit):
     found = [*speedups(fit, "qwen3-4b"), *speedups(fit, "qwen3-8b")]
     off = {(state, round(predicted / measured - 1, 3)) for state, predicted, measured in found}
     assert {state for state, error in off if abs(error) > 0.08} == MISSED

@@ -1,5 +1,6 @@
-"""What the benchmark of short contexts makes of the steps of three engines, on a clock that the
-test moves. The engines are objects of this process."""
+"""The benchmark of short contexts applied to the steps of three simulated engines, on a clock that
+the test controls.
+"""
 
 import importlib
 from collections import Counter
@@ -22,8 +23,8 @@ def short():
 
 
 class Bench:
-    """Results come one step late: after a pause the first is there at once, and the GPU has nothing
-    to do at first.
+    """An engine whose results come one step late; after a pause the first one is available at once
+    and the GPU is idle.
     """
 
     def __init__(self, clock, step_s, restart_s):
@@ -47,7 +48,7 @@ class Bench:
 
 
 class InThisProcess:
-    """Stands for the pool with an engine's process."""
+    """A stand-in for the pool with the process of an engine."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -68,7 +69,7 @@ def engines(short, monkeypatch):
 
     def synchronised():
         for bench in benches.values():
-            if bench.since_pause:  # one step is under way when a turn ends
+            if bench.since_pause:  # one step is in flight when a turn ends
                 clock.now += bench.step_s
             bench.since_pause = 0
         return clock.now
@@ -97,7 +98,7 @@ def engines(short, monkeypatch):
     return pools
 
 
-def test_the_ratio_leaves_out_what_pauses_cost(short, engines, monkeypatch):
+def test_the_ratio_excludes_the_cost_of_pauses(short, engines, monkeypatch):
     monkeypatch.setattr(short, "TURN_S", 0.1)
     monkeypatch.setattr(short, "GROWTH", 512)
     result = short.side_by_side(engines, ROWS, 1024, None)
@@ -118,22 +119,22 @@ def test_the_ratio_leaves_out_what_pauses_cost(short, engines, monkeypatch):
     assert result["with_pauses"] == pytest.approx(ours[2] / ours[3] * of_both[3] / of_both[2])
     assert (
         result["with_pauses"] < 0.96 * result["ratio"][0]
-    )  # a turn of ours begins with 48 ms more
+    )  # one of our turns begins with 48 ms more
     assert max(result["grown"].values()) == 512
     assert all(
         one[0] < one[2] and one[1] < one[3] for turns in result["turns"].values() for one in turns
     )
 
 
-def test_turns_end_after_some_seconds_if_growing_takes_longer(short, engines, monkeypatch):
+def test_turns_end_after_a_time_limit_if_growth_takes_longer(short, engines, monkeypatch):
     monkeypatch.setattr(short, "SECONDS", 2.0)
     result = short.side_by_side(engines, ROWS, 1024, None)
     assert max(result["grown"].values()) < short.GROWTH / 2
     took = sum(turn[3] for turns in result["turns"].values() for turn in turns)
-    assert 2.0 <= took < 2.0 + 3 * 2 * short.TURN_S  # a round that has begun goes on to its end
+    assert 2.0 <= took < 2.0 + 3 * 2 * short.TURN_S  # a round that has begun is completed
 
 
-def test_sequences_grow_by_no_more_than_the_smallest_cache_and_the_context_hold(short, engines):
+def test_sequences_grow_no_further_than_the_smallest_cache_and_the_context_allow(short, engines):
     result = short.side_by_side(engines, ROWS, short.CONTEXT - 280, None)
     assert max(result["grown"].values()) == 280 - short.BLOCK - short.SPARE
     engines["lossless"].engine.bench.kv_tokens = 1400 * ROWS
@@ -142,7 +143,7 @@ def test_sequences_grow_by_no_more_than_the_smallest_cache_and_the_context_hold(
 
 
 @pytest.mark.parametrize(("rate", "numbers"), [(None, (0,)), (0.9, (0, 4))])
-def test_each_state_begins_with_nothing_known(short, engines, monkeypatch, rate, numbers):
+def test_each_state_begins_with_a_fresh_chooser(short, engines, monkeypatch, rate, numbers):
     monkeypatch.setattr(short, "GROWTH", 64)
     short.side_by_side(
         engines, ROWS, 1024, None
@@ -156,14 +157,15 @@ def test_each_state_begins_with_nothing_known(short, engines, monkeypatch, rate,
     assert not hasattr(engines["stock"].engine.bench, "rate")
 
 
-def test_times_from_before_a_pause_are_forgotten(short, engines):
+def test_times_measured_before_a_pause_are_discarded(short, engines):
     ours = engines["lossless"].engine
     ours.turn(10**9)
-    # Before a step: what was noted is gone until the first results after the pause are out.
+    # Before a step: recorded data stays cleared until the first results after the pause have
+    # arrived.
     assert ours.bench.cleared[: short.UNDER_WAY + 2] == [True] * (short.UNDER_WAY + 1) + [False]
 
 
-def test_parts_of_a_step_are_timed(short, monkeypatch):
+def test_each_part_of_a_step_is_timed(short, monkeypatch):
     now = SimpleNamespace(s=0.0)
 
     def part(seconds):

@@ -1,6 +1,4 @@
-"""Every script starts, whatever machine it measures, and the shapes that are measured are those
-that are priced.
-"""
+"""Every script starts on any machine, and measured shapes match those of the cost model."""
 
 import json
 import os
@@ -50,7 +48,7 @@ imported it for all; modules of the scripts themselves are imported anew.
 
 
 def missing(name: str) -> str | None:
-    """The first optional package that a script mentions and this environment lacks."""
+    """Return the first optional package that a script mentions and this environment lacks."""
     text = (ROOT / name).read_text(encoding="utf-8")
     absent = (module for module in ("vllm", "triton") if find_spec(module) is None)
     return next((module for module in absent if module in text), None)
@@ -58,7 +56,7 @@ def missing(name: str) -> str | None:
 
 @pytest.fixture(scope="module")
 def helps():
-    """Exit status and output of every script that can start here, asked for help."""
+    """Return exit status and output of ``--help`` for every script that can start here."""
     scripts = [name for name in SCRIPTS if missing(name) is None]
     done = subprocess.run(
         [sys.executable, "-c", HELP, str(ROOT), *scripts],
@@ -71,7 +69,7 @@ def helps():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_explains_itself(helps, name):
+def test_every_script_has_a_help_text(helps, name):
     if absent := missing(name):
         pytest.skip(f"no {absent}")
     code, output = helps[name]
@@ -80,7 +78,7 @@ def test_a_script_explains_itself(helps, name):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_measured_shape_has_the_parameters_that_are_priced(name, monkeypatch):
+def test_measured_shapes_have_the_parameter_counts_of_the_cost_model(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from common import qwen3
 

@@ -1,5 +1,5 @@
-"""The comparison of two trees: each is timed by its own code, and a row that got slower is named.
-No GPU is needed.
+"""The comparison of two trees: each is timed by its own code, and slower rows are named. No GPU is
+needed.
 """
 
 import shutil
@@ -37,7 +37,7 @@ def compare(tmp_path, old: dict[int, float], new: dict[int, float]) -> tuple[int
 
 
 @pytest.mark.slow
-def test_rows_that_got_slower_than_they_may_are_named(tmp_path):
+def test_rows_slower_than_allowed_are_named(tmp_path):
     code, lines = compare(tmp_path, {128: 100.0, 80: 100.0}, {128: 103.0, 80: 124.0})
     assert code == 1
     assert [line.endswith("SLOWER") for line in lines] == [True, True, True, True, False]
@@ -49,7 +49,7 @@ def test_rows_that_got_slower_than_they_may_are_named(tmp_path):
     )
 
 
-def test_bounds_differ_and_rows_of_one_tree_are_left_out(monkeypatch):
+def test_bounds_depend_on_the_row_and_rows_of_only_one_tree_are_ignored(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     from side_by_side import slower
 

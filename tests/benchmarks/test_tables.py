@@ -1,5 +1,5 @@
-"""docs/performance.md says what the JSON files of the benchmarks say, and the rollout traces are
-what it says.
+"""docs/performance.md matches the JSON files of the benchmarks, and the rollout traces match its
+description.
 """
 
 import importlib
@@ -26,7 +26,7 @@ def trace():
 
 
 @pytest.mark.slow
-def test_the_pages_have_every_table_as_the_files_have_it(tables):
+def test_tables_in_the_docs_match_the_result_files(tables):
     pages = [page.read_text(encoding="utf-8") for page in tables.PAGES]
     assert [tables.render(page, tables.TABLES) == page for page in pages] == [True] * len(pages), (
         "run python benchmarks/tables.py"
@@ -34,7 +34,7 @@ def test_the_pages_have_every_table_as_the_files_have_it(tables):
     assert all("".join(pages).count(f"<!-- table: {name} -->") == 1 for name in tables.TABLES)
 
 
-def test_a_traces_seconds_are_steps_at_the_mean_of_the_strata_and_the_joins(tables):
+def test_the_time_of_a_trace_is_its_mean_step_times_steps_plus_joins(tables):
     states = [{"none": {"ms": 10.0}}, {"none": {"ms": 20.0}}]
     run = {
         "join_ms": [1.0, 90.0, 4.0],
@@ -43,7 +43,7 @@ def test_a_traces_seconds_are_steps_at_the_mean_of_the_strata_and_the_joins(tabl
     assert tables.speed.trace_seconds(run, "3", "none") == pytest.approx(100 * 0.015 + 3 * 0.004)
 
 
-def test_the_interval_of_a_speed_up_by_hand(tables):
+def test_the_interval_of_a_speedup_by_hand(tables):
     def run(ms):
         trace = {"steps": 1000, "requests": 0, "states": [{"none": {"ms": x}} for x in ms]}
         return {"join_ms": [5.0], "traces": {"9": trace}}
@@ -55,7 +55,7 @@ def test_the_interval_of_a_speed_up_by_hand(tables):
         tables.speed.speedup(run([30, 20, 10]), run([10, 10, 10]), "9", "none")
         == "2.00x [-0.25, 4.25]"
     )
-    # Where every state is as much faster, there is nothing that other states could change.
+    # If every state is faster by the same amount, other states could not change the result.
     assert (
         tables.speed.speedup(run([30, 20, 10]), run([15, 10, 5]), "9", "none")
         == "2.00x [2.00, 2.00]"
@@ -66,13 +66,13 @@ def test_the_interval_of_a_speed_up_by_hand(tables):
     )
 
 
-def test_a_number_changed_in_the_page_is_noticed(tables):
+def test_a_number_changed_on_a_page_is_noticed(tables):
     page = tables.PAGES[0].read_text(encoding="utf-8")
     at = page.index("| 1.7B |")
     assert tables.render(page[:at] + "| 1.8B |" + page[at + 8 :], tables.TABLES) == page
 
 
-def test_a_request_joins_when_another_has_ended(trace):
+def test_a_request_joins_when_another_ends(trace):
     spans = trace.simulate([10, 20, 30, 40], [2, 5, 3, 1], slots=2)
     assert [(steps, sorted(lengths.tolist()), joined) for steps, lengths, joined in spans] == [
         (2, [10, 20], 2),

@@ -1,4 +1,4 @@
-"""The script that measures a version of vLLM, and the table that its results make."""
+"""The script that measures a version of vLLM, and the table of its results."""
 
 import importlib
 import json
@@ -30,7 +30,7 @@ def scripts():
 
 
 def row(scripts, tmp_path, monkeypatch, **changed):
-    """The cells of the only row that a result makes."""
+    """Return the cells of the only row for a result."""
     tables = scripts[1]
     (tmp_path / "0.33.0_h100.json").write_text(json.dumps({**RESULT, **changed}))
     monkeypatch.setattr(tables, "FOLDER", tmp_path)
@@ -38,14 +38,16 @@ def row(scripts, tmp_path, monkeypatch, **changed):
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_a_row_has_the_errors_the_verdict_and_the_speed_over_stock(scripts, tmp_path, monkeypatch):
+def test_a_row_shows_the_errors_the_verdict_and_the_speedup_over_stock(
+    scripts, tmp_path, monkeypatch
+):
     cells = row(scripts, tmp_path, monkeypatch)
     assert cells[:3] == ["0.33.0", "H100", "lossless"]
     assert cells[3:8] == ["0.012 / 0.04"] * 4 + ["yes"]
     assert cells[8:] == ["exact (p 0.4; 0.9% would be seen)", "32 x 15,000", "2.50x"]
 
 
-def test_a_row_says_what_failed_and_leaves_out_what_was_not_run(scripts, tmp_path, monkeypatch):
+def test_a_row_names_failed_parts_and_omits_parts_that_were_not_run(scripts, tmp_path, monkeypatch):
     crashed = {"eager": WAY, "graphs": None, "compiled": None, "failed": "RuntimeError: no"}
     cells = row(scripts, tmp_path, monkeypatch, lossless=crashed)
     assert cells[3:8] == ["0.012 / 0.04", "failed", "failed", "", "no"]
@@ -66,11 +68,11 @@ def test_a_row_says_what_failed_and_leaves_out_what_was_not_run(scripts, tmp_pat
         ("print('begun'); raise ValueError('what')", (0,), "ValueError: what"),
     ],
 )
-def test_a_part_fails_with_its_last_error(scripts, tmp_path, code, allowed, failure):
+def test_a_failed_part_reports_its_last_error(scripts, tmp_path, code, allowed, failure):
     assert scripts[0].child(["-c", code], tmp_path / "log", allowed) == failure
 
 
-def test_a_part_that_fails_is_written_down_beside_the_others(scripts, tmp_path):
+def test_a_failed_part_is_recorded_beside_the_others(scripts, tmp_path):
     out = tmp_path / "0.33.0.json"
     result = {"vllm": "0.33.0"}
     scripts[0].part(result, "lossy", ["-c", "raise ValueError('what')"], dict, out)

@@ -1,5 +1,5 @@
-"""Shares of layers and kv heads: who gets the next pages, by hand, and what a command finds on a
-small model.
+"""Budgets of layers and kv heads: the order in which pages are given out, by hand, and the command
+on a small model.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ def test_greedy_gains_by_hand():
     assert head_budgets.greedy(np.zeros((3, 4)), 7).tolist() == [3, 2, 2]  # nobody gains
 
 
-def test_a_layers_mass_counts_by_what_it_loses():
+def test_layers_are_weighted_by_the_acceptance_they_lose():
     half = 0.5 ** np.arange(8)
     missed = np.array([[0.3, 0.2], [0.1, 0.1], [0.2, 0.9], [0.02, 0.01]])[..., None] * half
     weights = head_budgets.weights(missed, np.array([0.01, 0.01, 0.01, 0.2]), at=2)
@@ -71,7 +71,7 @@ def test_the_layer_that_loses_most_gets_most(by, tmp_path):
 
 
 @pytest.mark.slow
-def test_budgets_that_lower_p5_are_not_handed_out(tmp_path, monkeypatch):
+def test_budgets_that_lower_p5_are_refused(tmp_path, monkeypatch):
     engine = HFEngine(tiny_model(), LAYOUT, eos_ids=[])
     monkeypatch.setattr(head_budgets, "divided", lambda *_: np.array([[1, 31], [31, 1], [31, 1]]))
     with pytest.raises(
@@ -83,7 +83,7 @@ def test_budgets_that_lower_p5_are_not_handed_out(tmp_path, monkeypatch):
         )
 
 
-def test_what_has_no_budgets_to_find_is_refused(tmp_path):
+def test_settings_without_any_budgets_to_find_are_refused(tmp_path):
     engine = HFEngine(tiny_model(), LAYOUT, eos_ids=[])
 
     def find(layout, top_k=16, tokens=2):
@@ -106,7 +106,7 @@ def test_what_has_no_budgets_to_find_is_refused(tmp_path):
         find(LAYOUT, 512)
 
 
-def test_the_command_finds_budgets_with_transformers_only(checkpoint, tmp_path, capsys):
+def test_the_command_finds_budgets_only_with_transformers(checkpoint, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(
             [

@@ -1,4 +1,4 @@
-"""The search, against worlds whose tail is known."""
+"""The search, in simulated worlds with a known acceptance tail."""
 
 import math
 import shutil
@@ -19,8 +19,8 @@ LAYOUT = SparsitySchedule.dense(bin_tokens=160, dense_layers=(0,))
 
 
 def world(lengths, needed, calls=None, noise=0.0):
-    """Acceptance falls linearly as top_k falls short of ``needed(bin)``, equal for all tokens but
-    for noise.
+    """Simulate acceptance that falls linearly as top_k falls short of ``needed(bin)``, equal for
+    all tokens except for noise.
     """
 
     def measure(schedule: SparsitySchedule) -> Acceptance:
@@ -42,7 +42,7 @@ def fixed(*budgets):
     return [LAYOUT.replace(top_k=(k,)) for k in budgets]
 
 
-def test_cheapest_budget_per_bin_by_bisection_and_interpolation():
+def test_each_bin_gets_the_cheapest_budget_by_bisection_and_interpolation():
     calls: list = []
     # p5 is 0.95 - 0.01 * shortfall: the target 0.90 allows a shortfall of 5 pages.
     found = calibrate(
@@ -59,7 +59,7 @@ def test_cheapest_budget_per_bin_by_bisection_and_interpolation():
     )
 
 
-def test_between_budgets_p5_rises_with_their_logarithm():
+def test_p5_is_interpolated_in_the_logarithm_of_the_budget():
     found = calibrate(world([320] * 30, lambda b: 20 + 0 * b), fixed(4, 12, 24), 0.8999, refine=0)
     # 0.87 at 12 and 0.95 at 24 (from 20 on): 13 * (25 / 13) ** (3 / 8) - 1 = 15.6 where 15 would
     # do.
@@ -71,7 +71,7 @@ def test_between_budgets_p5_rises_with_their_logarithm():
     )
 
 
-def test_larger_budgets_follow_where_none_will_do():
+def test_larger_budgets_are_tried_if_none_suffices():
     calls: list = []
     found = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), fixed(2, 5), 0.8999, refine=6)
     assert calls[2:5] == [(3, 11, 11, 11), (3, 23, 23, 23), (3, 17, 17, 47)]
@@ -86,7 +86,7 @@ def test_larger_budgets_follow_where_none_will_do():
     )  # 47 pages of 16 hold all 640 tokens
 
 
-def test_smaller_budgets_follow_where_all_will_do_but_not_below_the_fewest():
+def test_smaller_budgets_down_to_the_minimum_are_tried_if_all_suffice():
     calls: list = []
     found = calibrate(world([640] * 30, lambda b: 20 + 4 * b, calls), fixed(40), 0.8999, refine=6)
     assert found.schedule.top_k == (15, 19, 24, 27, ALL_PAGES) and len(calls) < 7
@@ -96,7 +96,7 @@ def test_smaller_budgets_follow_where_all_will_do_but_not_below_the_fewest():
     assert found.schedule.top_k == (20, 20, 24, 27, ALL_PAGES)
 
 
-def test_a_bin_is_not_searched_below_what_a_shorter_one_needs():
+def test_a_bin_is_not_searched_below_the_budget_of_a_shorter_bin():
     calls: list = []
     found = calibrate(
         world([320] * 30, lambda b: np.where(b == 0, 45, 15), calls),
@@ -107,13 +107,13 @@ def test_a_bin_is_not_searched_below_what_a_shorter_one_needs():
     assert found.schedule.top_k == (40, 40, ALL_PAGES) and len(calls) == 2
 
 
-def test_unreachable_target_is_dense_and_monotone():
+def test_bins_that_miss_the_target_are_dense_and_the_schedule_stays_monotone():
     found = calibrate(world([480] * 30, lambda b: np.where(b == 1, 500, 10)), fixed(4, 32), 0.9)
     assert found.schedule.top_k[0] <= 32 and found.schedule.top_k[1:] == (ALL_PAGES,) * 3
     assert math.isnan(found.bins[1].p5)
 
 
-def test_lower_limit_decides_not_the_estimate():
+def test_the_lower_limit_decides_rather_than_the_estimate():
     quiet = calibrate(
         world([320] * 30, lambda b: 20 + 0 * b), fixed(*range(0, 40, 2)), 0.9, refine=0
     )
@@ -126,7 +126,7 @@ def test_lower_limit_decides_not_the_estimate():
     assert below.lower < 0.9 <= chosen.lower
 
 
-def test_thin_bins_borrow_are_marked_and_take_half_as_many_pages_again():
+def test_bins_with_few_tokens_borrow_a_budget_and_add_half():
     lengths = [320] * 30 + [322] * 30  # 60 tokens of 30 sequences
     found = calibrate(
         world(lengths, lambda b: 20 + 0 * b), fixed(10, 14, 18, 22, 26), 0.8999, refine=0
@@ -137,7 +137,7 @@ def test_thin_bins_borrow_are_marked_and_take_half_as_many_pages_again():
     assert found.bins[2].n_sequences == 60
 
 
-def test_refusals():
+def test_too_little_data_and_empty_budgets_are_refused():
     with pytest.raises(
         ConfigError, match=r"960 tokens of 3 sequences .* needs at least 400 tokens of 20"
     ):
@@ -146,14 +146,14 @@ def test_refusals():
         calibrate(world([320] * 30, lambda b: 20 + 0 * b), fixed(), 0.9)
 
 
-def test_a_search_that_starts_from_a_schedule_takes_one_step_in_every_bin():
+def test_a_search_from_a_schedule_takes_one_step_in_every_bin():
     found = calibrate(world([640] * 30, lambda b: 10 + 8 * b), fixed(2, 40), 0.8999, refine=6)
     assert found.schedule.top_k == (5, 13, 21, 29, ALL_PAGES)
     calls: list = []
     again = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), [found.schedule], 0.8999)
-    # Fewer by a quarter or more by a third; where fewer will do, fewer still.
+    # A quarter fewer or a third more; if fewer suffice, still fewer.
     assert calls == [found.schedule.top_k, (3, 9, 28, 39), (2, 13, 28, 39)]
-    assert again.schedule.top_k == (3, 13, 23, 34, ALL_PAGES)  # 33 would do, the line says one more
+    assert again.schedule.top_k == (3, 13, 23, 34, ALL_PAGES)  # 33 suffice; the line predicts 34
     # Lengths beyond the schedule were sampled densely, and are tried with what the bin before
     # wants.
     calls.clear()
@@ -163,7 +163,9 @@ def test_a_search_that_starts_from_a_schedule_takes_one_step_in_every_bin():
 
 
 def early(count, tokens):
-    """Thirty responses that start at 160, and ``count`` that start up to ``tokens`` tokens before."""
+    """Return thirty responses that start at 160, and ``count`` that start up to ``tokens`` tokens
+    earlier.
+    """
 
     def measure(schedule):
         found = world([480] * 30 + [480] * count, lambda b: 20 * (b > 0))(schedule)
@@ -173,7 +175,7 @@ def early(count, tokens):
     return measure
 
 
-def test_first_bins_with_too_few_tokens_are_joined():
+def test_leading_bins_with_too_few_tokens_are_merged():
     for world_ in (
         early(5, 100),
         early(30, 10),
@@ -193,7 +195,7 @@ def test_first_bins_with_too_few_tokens_are_joined():
     )
 
 
-def test_lengths_that_no_response_reached_do_not_shift_the_table():
+def test_unreached_lengths_do_not_shift_the_table():
     def gap(needed, calls):
         def measure(schedule):
             found = world([320] * 30 + [960] * 30, needed, calls)(schedule)
@@ -217,7 +219,7 @@ def test_lengths_that_no_response_reached_do_not_shift_the_table():
 
 
 @pytest.mark.slow
-def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_path):
+def test_calibration_meets_its_target_on_fresh_rollouts_and_can_be_resumed(tmp_path):
     import torch
 
     from sparrow.engines.hf import HFEngine
@@ -268,7 +270,7 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
     )
     with pytest.raises(ConfigError, match="raise refine"):
         calibrate_engine(engine, engine, prompts, sampling, tmp_path, **dict(options, refine=0))
-    # A second call finds everything on disk; other responses are not taken for those asked for.
+    # A second call finds everything on disk; responses to different requests are not reused.
     other = dict(options, budgets=(8,), refine=0, on_policy=0, target=0.5)
     calibrate_engine(
         engine, engine, prompts, Sampling(100, top_n=VOCAB, seed=3), tmp_path / "work", **other
@@ -280,7 +282,7 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
 
 
 @pytest.mark.slow
-def test_what_other_weights_have_sampled_is_not_taken_for_the_same(checkpoint, tmp_path):
+def test_samples_from_different_weights_are_not_reused(checkpoint, tmp_path):
     from safetensors.torch import load_file, save_file
 
     from sparrow.cli import main
@@ -309,9 +311,7 @@ def test_what_other_weights_have_sampled_is_not_taken_for_the_same(checkpoint, t
 
 
 @pytest.mark.slow
-def test_no_schedule_is_an_error_that_says_whether_lists_or_budgets_were_too_short(
-    tmp_path, caplog
-):
+def test_a_failed_search_reports_whether_lists_or_budgets_were_too_short(tmp_path, caplog):
     from sparrow.engines.hf import HFEngine
     from tests.conftest import VOCAB, tiny_model
 
@@ -333,7 +333,7 @@ def test_no_schedule_is_an_error_that_says_whether_lists_or_budgets_were_too_sho
     with pytest.raises(ConfigError, match=few):
         calibrated(VOCAB, 0.999)
     assert calibrated(VOCAB, 0.05).schedule.top_k[0] == 2 and not caplog.records
-    # Longer lists are taken until they tell.
+    # Longer lists are requested until they settle the question.
     assert calibrated(2, 0.9, lengthen=True).schedule.top_k == calibrated(VOCAB, 0.9).schedule.top_k
     assert (
         caplog.messages[0]
@@ -341,7 +341,7 @@ def test_no_schedule_is_an_error_that_says_whether_lists_or_budgets_were_too_sho
     )
 
 
-def test_an_engine_sleeps_while_a_scorer_scores():
+def test_the_engine_sleeps_while_the_scorer_works():
     calls = []
     ids, logprobs = np.array([[3], [5]], np.int32), np.log(np.array([[0.5], [0.8]], np.float32))
     rollout = Rollout([1, 2], np.array([3, 5]), logprobs[:, 0], ids, logprobs, "length")
@@ -367,7 +367,7 @@ def test_an_engine_sleeps_while_a_scorer_scores():
     np.testing.assert_allclose(found.lower, [0.25, 0.8], rtol=1e-6)
 
 
-def test_calibration_is_drawn_from_its_file(tmp_path):
+def test_a_calibration_is_plotted_from_its_file(tmp_path):
     from sparrow.report import draw_calibration
 
     found = calibrate(world([640] * 30, lambda b: 10 + 8 * b), fixed(2, 20, 40), 0.85)
@@ -380,7 +380,7 @@ def test_calibration_is_drawn_from_its_file(tmp_path):
         draw_calibration(tmp_path / "plain.json")
 
 
-def test_a_relative_target_is_drawn_where_each_bin_has_to_be(tmp_path, monkeypatch):
+def test_a_relative_target_is_plotted_at_the_level_of_each_bin(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 
     from sparrow.report import draw_calibration
@@ -410,11 +410,11 @@ def test_a_relative_target_is_drawn_where_each_bin_has_to_be(tmp_path, monkeypat
 
 
 class TwoPrograms:
-    """A sampler whose logits are off by noise, and a scorer: of a model whose logits depend on
-    prompt and place alone.
+    """A sampler with noisy logits, or a scorer, of a model whose logits depend only on prompt and
+    position.
 
-    Fewer pages move the logits further. ``V`` tokens, all of them listed. Noise is the same under
-    every schedule, or drawn ``anew`` for each, as where other sums are rounded.
+    Fewer pages move the logits further. All ``V`` tokens are listed. The noise is the same under
+    every schedule or drawn ``anew`` for each, as if sums were rounded differently.
     """
 
     V, T = 16, 320
@@ -457,7 +457,7 @@ class TwoPrograms:
 
 
 @pytest.mark.slow
-def test_a_calibration_goes_on_the_next_day_from_all_that_is_done(tmp_path):
+def test_a_calibration_resumes_from_all_finished_work(tmp_path):
     engine, scorer, prompts = (
         TwoPrograms(0.092),
         TwoPrograms(0.0),
@@ -485,7 +485,7 @@ def test_a_calibration_goes_on_the_next_day_from_all_that_is_done(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("anew", [False, True], ids=["same-noise", "noise-anew"])
 @pytest.mark.parametrize(("noise", "ceiling", "target"), [(0.092, 0.95, 0.90), (0.185, 0.90, 0.86)])
-def test_what_is_said_to_hold_holds_for_the_sampler_whose_numerics_are_not_the_scorers(
+def test_a_reported_target_is_met_even_if_sampler_and_scorer_round_differently(
     tmp_path, noise, ceiling, target, anew
 ):
     engine, scorer = TwoPrograms(noise, anew), TwoPrograms(0.0)

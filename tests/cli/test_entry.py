@@ -20,7 +20,7 @@ COMMANDS_THAT_SAMPLE = ("train", "measure", "calibrate", "eval")
 SMALL = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "8"]
 
 
-def test_train_from_toml_with_overrides_then_report_and_resume(checkpoint, tmp_path, capsys):
+def test_a_run_from_toml_with_overrides_is_reported_and_resumed(checkpoint, tmp_path, capsys):
     config = tmp_path / "run.toml"
     run = tmp_path / "run"
     config.write_text(
@@ -77,7 +77,7 @@ def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
     assert "share of the KV cache read: 100.0%" in printed
     assert "samples of the dense policy, 6 responses" in printed
     assert re.search(r"log-probs of the sampled tokens are \d(e-\d+)? off the policy's", printed)
-    # Lists leave open how far dense samples are from the policy, which they are not at all.
+    # Lists leave open how far dense samples are from the policy, although the distance is zero.
     assert not any(word in printed for word in ("sparse actor", "tau", "ceiling", "undecided"))
     dense = json.loads(out.read_text())
     assert dense["n_sequences"] == 6 and dense["mean"] > 0.8
@@ -99,7 +99,7 @@ def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
 
 @pytest.fixture
 def passes(monkeypatch):
-    """The lengths of the lists of each pass that samples, and whether it was dense."""
+    """Record the list lengths of each sampling pass, and whether the pass was dense."""
     from sparrow.engines.hf import HFEngine
 
     made: list[tuple[int, bool]] = []
@@ -117,7 +117,9 @@ SAMPLED = [*("--task", "trace:lines=24"), *("--count", "4"), *("--max-new-tokens
 
 
 @pytest.mark.slow
-def test_what_is_exact_after_one_pass_is_not_sampled_again(checkpoint, tmp_path, passes, capsys):
+def test_a_measurement_that_is_exact_after_one_pass_samples_only_once(
+    checkpoint, tmp_path, passes, capsys
+):
     out = tmp_path / "report.json"
     sampled = ["--model", checkpoint, *SAMPLED, "--tau", "0.99", "--out", str(out)]
     main(["measure", "--mode", "lossless", "--draft-schedule", "fixed:0", *sampled])
@@ -133,7 +135,7 @@ def test_what_is_exact_after_one_pass_is_not_sampled_again(checkpoint, tmp_path,
 
 
 @pytest.mark.slow
-def test_counters_are_those_of_the_last_samples(checkpoint, tmp_path, passes, monkeypatch):
+def test_counters_belong_to_the_last_samples(checkpoint, tmp_path, passes, monkeypatch):
     from sparrow.engines.base import Counters
 
     kept: list[Counters] = []
@@ -145,7 +147,7 @@ def test_counters_are_those_of_the_last_samples(checkpoint, tmp_path, passes, mo
 
 
 @pytest.mark.slow
-def test_what_a_sparse_actor_sampled_is_kept_before_the_ceiling_is_measured(
+def test_sparse_samples_are_saved_before_the_ceiling_is_measured(
     checkpoint, tmp_path, monkeypatch, capsys
 ):
     from sparrow.engines import measure
@@ -167,8 +169,8 @@ def test_what_a_sparse_actor_sampled_is_kept_before_the_ceiling_is_measured(
 
 @pytest.fixture
 def sent_by(checkpoint, tmp_path, monkeypatch):
-    """Calls a command with a dataset of four questions, and returns the ids that it first sends to
-    the engine.
+    """Return a function that runs a command on a dataset of four questions and returns the first
+    ids sent to the engine.
     """
     from sparrow.engines.hf import HFEngine
 
@@ -185,7 +187,7 @@ def sent_by(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(HFEngine, "generate", stop)
     small = ["--rollout.prompts", "4", "--rollout.samples", "2", "--rollout.max-new-tokens", "8"]
     sampled = ["--count", "20", "--max-new-tokens", "8"]
-    plain = "template={question}"  # else the format's instructions, which the tokenizer cannot read
+    plain = "template={question}"  # the tokenizer cannot read the default instructions
     dataset = ["--dataset", f"qa:path={data},{plain}"]
     arguments = {
         "train": [*dataset, *small, "--run-dir", str(tmp_path / "run")],
@@ -207,7 +209,7 @@ def sent_by(checkpoint, tmp_path, monkeypatch):
     return call
 
 
-def test_every_command_sends_a_dataset_s_prompts_in_the_same_words(sent_by):
+def test_every_command_sends_the_same_prompts_for_a_dataset(sent_by):
     (sent_by.model / "chat_template.jinja").write_text("ask:{{ messages[0].content }}\nanswer:")
     sent = {command: sent_by(command) for command in COMMANDS_THAT_SAMPLE}
     each = list(dict.fromkeys(sent["train"]))
@@ -235,7 +237,7 @@ def add_bos(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [*COMMANDS_THAT_SAMPLE, "audit"])
-def test_a_base_model_s_prompts_have_the_ids_of_its_tokenizer_with_bos(sent_by, command):
+def test_prompts_of_a_base_model_are_tokenized_with_bos(sent_by, command):
     add_bos(sent_by.model)
     tokenizer = AutoTokenizer.from_pretrained(sent_by.model)
     questions = [f"trace {name}" for name in ("ba", "du", "ku", "mi")]
@@ -245,7 +247,7 @@ def test_a_base_model_s_prompts_have_the_ids_of_its_tokenizer_with_bos(sent_by, 
 
 
 @pytest.mark.parametrize("command", ["measure", "calibrate", "audit"])
-def test_prompts_of_a_file_have_the_ids_of_the_tokenizer_with_bos(sent_by, tmp_path, command):
+def test_prompts_of_a_file_are_tokenized_with_bos(sent_by, tmp_path, command):
     add_bos(sent_by.model)
     tokenizer = AutoTokenizer.from_pretrained(sent_by.model)
     prompts = [" ba = 7", " ku"]
@@ -277,9 +279,7 @@ CHAT = (
 
 
 @pytest.mark.parametrize("command", [*COMMANDS_THAT_SAMPLE, "audit"])
-def test_a_chat_model_s_prompts_are_rendered_as_apply_chat_template_does(
-    sent_by, command, tmp_path
-):
+def test_prompts_of_a_chat_model_match_apply_chat_template(sent_by, command, tmp_path):
     add_bos(sent_by.model)
     template = tmp_path / "other.jinja"
     template.write_text("ask:{{ messages[-1].content }}\nprogram:")
@@ -308,7 +308,7 @@ def test_a_chat_model_s_prompts_are_rendered_as_apply_chat_template_does(
 
 
 @pytest.mark.parametrize("command", COMMANDS_THAT_SAMPLE)
-def test_settings_of_a_chat_are_refused_where_prompts_are_sent_as_they_are(
+def test_chat_settings_are_refused_if_prompts_are_sent_unchanged(
     checkpoint, tmp_path, capsys, command
 ):
     option = "--benchmark" if command == "eval" else "--task"
@@ -323,7 +323,7 @@ def test_settings_of_a_chat_are_refused_where_prompts_are_sent_as_they_are(
     assert "the chat settings apply to" in reason and "trace:lines=2" in reason
 
 
-def test_a_prompt_that_a_tokenizer_cannot_read_stops_every_command(sent_by, tmp_path, capsys):
+def test_prompts_that_the_tokenizer_cannot_read_stop_every_command(sent_by, tmp_path, capsys):
     strange = tmp_path / "strange.jsonl"
     strange.write_text('{"question": "Wie viel ist zwei plus zwei?", "answer": "4"}\n')
     for command in COMMANDS_THAT_SAMPLE:
@@ -332,11 +332,11 @@ def test_a_prompt_that_a_tokenizer_cannot_read_stops_every_command(sent_by, tmp_
         assert "the tokenizer cannot read 99% of the prompts' characters" in capsys.readouterr().err
 
 
-def test_longer_lists_decide_what_short_ones_leave_open(checkpoint, tmp_path, capsys):
+def test_longer_lists_settle_what_short_lists_leave_undecided(checkpoint, tmp_path, capsys):
     arguments = [
         "measure",
         "--schedule",
-        "fixed:9",  # at these lengths everything
+        "fixed:9",  # at these lengths, everything
         "--model",
         checkpoint,
         "--task",
@@ -353,13 +353,13 @@ def test_longer_lists_decide_what_short_ones_leave_open(checkpoint, tmp_path, ca
     )
     assert "1.000; use longer lists (--top-n)" in said and " undecided" in said
     assert re.search(r"p5 between .* 0\.\d+ and 1\.000 ", said)
-    for lists in (["--top-n", "151"], []):  # as many as it takes, unless told how many
+    for lists in (["--top-n", "151"], []):  # as many as needed, unless a number is given
         main([*arguments, *lists])
         said = " ".join(capsys.readouterr().out.split())
         assert "not known" not in said and " holds" in said
 
 
-def test_cost_by_shape_name_and_by_config(checkpoint, capsys):
+def test_cost_accepts_a_shape_name_or_a_config(checkpoint, capsys):
     main(["cost", "--model", "qwen3-4b", "--schedule", "qwen3-4b-0.86"])
     printed = capsys.readouterr().out
     assert (
@@ -386,7 +386,7 @@ def test_cost_by_shape_name_and_by_config(checkpoint, capsys):
     )
 
 
-def test_bad_input_is_one_sentence(checkpoint, tmp_path, capsys):
+def test_bad_input_is_reported_in_one_sentence(checkpoint, tmp_path, capsys):
     base = ["--model", checkpoint, "--run-dir", str(tmp_path / "run"), *SMALL]
     task = ["--task", "trace:lines=4"]
     assert "no schedule 'qwen9-0.86'" in fails(
@@ -456,7 +456,7 @@ def _schedule(folder: Path, **fields) -> str:
     return str(path)
 
 
-def test_cost_knows_the_bundled_reasoner(capsys):
+def test_cost_accepts_the_bundled_reasoner(capsys):
     main(
         [
             "cost",
@@ -490,7 +490,7 @@ def test_too_few_responses_are_refused_before_they_are_sampled(capsys, tmp_path)
     assert not list(tmp_path.rglob("rollouts-*"))
 
 
-def test_help_is_quick_and_light():
+def test_help_is_quick_and_imports_little():
     code = (
         "import sys, time; start = time.perf_counter()\nfrom sparrow.cli import main\n"
         "try: main(['train', '--help'])\nexcept SystemExit: pass\n"
@@ -502,7 +502,7 @@ def test_help_is_quick_and_light():
 
 
 @pytest.mark.parametrize("command", ["train", "measure", "calibrate", "eval"])
-def test_a_command_that_needs_a_model_says_so_in_a_sentence(command, capsys):
+def test_a_command_without_its_model_says_so_in_a_sentence(command, capsys):
     assert fails(capsys, command, "--seed", "1") == (
         f"sparrow: sparrow {command} needs --model NAME or PATH; "
         "--model reasoner is the small model that comes with Sparrow"
@@ -510,20 +510,20 @@ def test_a_command_that_needs_a_model_says_so_in_a_sentence(command, capsys):
 
 
 def test_the_reward_rises_within_the_steps_of_the_demo():
-    """As measured over longer runs of the same seeds, whose first steps are the demo's."""
+    """Longer runs of the same seeds, whose first steps are the demo's, were measured."""
     for run in json.loads((ROOT / "benchmarks/results/demo.json").read_text())["runs"]:
         reward = run["reward"][: Demo.steps]
         assert len(reward) == Demo.steps <= 8 and sum(reward[-2:]) - sum(reward[:2]) > 2 * 0.1
 
 
-def test_every_command_is_in_the_module_of_its_name():
+def test_every_command_is_defined_in_a_module_of_the_same_name():
     names = {command.__name__: command.__module__ for command in get_args(COMMANDS)}
     assert len(names) == 8 and names == {
         name: f"sparrow.cli.commands.{name.lower()}" for name in names
     }
 
 
-def test_options_of_an_engine_may_be_json():
+def test_engine_options_may_be_json():
     spec = 'vllm:compilation_config={"mode": 0, "cudagraph_mode": "FULL"},max_model_len=1024,attention_backend=CUSTOM'
     config = {"mode": 0, "cudagraph_mode": "FULL"}
     assert parse_spec(spec) == (

@@ -1,4 +1,4 @@
-"""What is shown while a command works, and how it is started."""
+"""Terminal output while a command works, and how commands are started."""
 
 import io
 import subprocess
@@ -27,9 +27,9 @@ P5 = "lowest p5 between 0.910 and 0.980  "
 LINE = f"reward 0.250  {P5}length 120  1,200 tokens/s  KV read 50%  3.6 s"
 
 
-def test_a_step_is_one_line_that_is_flushed(monkeypatch):
+def test_each_step_prints_one_flushed_line(monkeypatch):
     class Pipe(io.StringIO):
-        """Counts what has been written out."""
+        """A pipe that counts what has been written to it."""
 
         flushed = ""
 
@@ -40,17 +40,17 @@ def test_a_step_is_one_line_that_is_flushed(monkeypatch):
     monkeypatch.setattr(sys, "stderr", pipe)
     progress = Progress(12)
     progress("rollout", {})
-    assert pipe.flushed == "step 1/12  rollout  0 s\n"  # nobody knows yet how long a step takes
+    assert pipe.flushed == "step 1/12  rollout  0 s\n"  # the duration of a step is not known yet
     progress("step", STEP)
     assert pipe.flushed.splitlines()[1:] == [f"step 3/12  {LINE}"]
     progress("rollout", {})
-    assert len(pipe.flushed.splitlines()) == 2  # a short step has no lines for its phases
+    assert len(pipe.flushed.splitlines()) == 2  # a short step prints no lines for its phases
     progress("step", {**STEP, "step": 4, "seconds": {**STEP["seconds"], "rollout": 100.0}})
     progress("score", {})
-    assert pipe.flushed.splitlines()[3:] == ["step 5/12  score  0 s"]  # a long one has
+    assert pipe.flushed.splitlines()[3:] == ["step 5/12  score  0 s"]  # a long step does
 
 
-def test_a_step_speaks_of_p5_only_where_a_sparse_actor_sampled():
+def test_a_step_prints_p5_only_if_a_sparse_actor_sampled():
     dense = {**STEP, "dense_up_to": None}
     assert terminal.step_line(STEP) == LINE
     assert terminal.step_line(dense) == LINE.replace(P5, "")
@@ -59,11 +59,11 @@ def test_a_step_speaks_of_p5_only_where_a_sparse_actor_sampled():
         assert line == LINE.replace(P5, said)
 
 
-def test_a_step_leaves_out_the_lengths_at_which_the_dense_policy_sampled():
+def test_a_step_omits_lengths_at_which_the_dense_policy_sampled():
     later = {"end": 200, "lower_bound": 0.5, "upper_bound": 0.5, "n_sequences": 4}
     step = {**STEP, "mismatch": {"bins": [{**BIN, "lower_bound": 0.1}, later]}, "dense_up_to": 100}
     assert terminal.step_line(step) == LINE.replace(P5, "lowest p5 0.500  ")
-    drafts = {"acceptance": 0.987}  # of mode auto, which verifies up to 100 tokens here
+    drafts = {"acceptance": 0.987}  # from mode auto, which verifies up to 100 tokens here
     assert terminal.step_line({**step, "drafts": drafts}) == terminal.step_line(step)
     read_in_full = {**step, "dense_up_to": 200}
     assert terminal.step_line(read_in_full) == LINE.replace(P5, "")
@@ -75,7 +75,7 @@ def test_the_version_is_printed(capsys):
     assert stopped.value.code == 0 and capsys.readouterr().out == f"sparrow {__version__}\n"
 
 
-def test_python_m_sparrow_and_a_reader_that_leaves_early():
+def test_python_m_sparrow_works_and_a_closed_pipe_is_harmless():
     done = subprocess.run(
         [sys.executable, "-m", "sparrow", "--version"], capture_output=True, text=True
     )
@@ -85,7 +85,7 @@ def test_python_m_sparrow_and_a_reader_that_leaves_early():
     assert done.stdout.startswith("usage: sparrow train") and done.stderr == ""
 
 
-def test_help_names_config_and_the_version(capsys):
+def test_help_mentions_config_and_version(capsys):
     for argv, named in ((["train", "--help"], "--config FILE"), (["--help"], "--version")):
         with pytest.raises(SystemExit):
             main(argv)
@@ -103,7 +103,7 @@ def test_completions_are_printed(shell, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--tyro-print-completion", "tcsh"],  # tyro offers it, but needs another package for it
+        ["--tyro-print-completion", "tcsh"],  # offered by tyro, but needs another package
         ["--tyro-print-completion=tcsh"],
         ["--tyro_print_completion", "tcsh"],
         ["--tyro-write-completion", "tcsh", "/nowhere/sparrow.csh"],
@@ -115,14 +115,14 @@ def test_a_shell_without_completions_is_refused_in_a_sentence(arguments, capsys)
     assert "'', but must be bash" in fails(capsys, "--tyro-print-completion")
 
 
-def test_no_shell_is_offered_that_is_refused(capsys):
+def test_help_offers_only_supported_shells(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "for bash, zsh or fish" in said and "tcsh" not in said
 
 
-def test_modes_stand_beside_each_other(capsys):
+def test_modes_are_printed_as_rows_of_one_table(capsys):
     drafts = {"tokens_per_cycle": 4.5, "accepted": 9, "drafted": 10}
     rows = [
         ("dense", 3e-7, {"kv": {"read_fraction": 1.0}}),

@@ -1,4 +1,6 @@
-"""A cluster's plan: memory and seconds by hand, what does not fit, and the published 14B run."""
+"""The plan of a cluster: memory and seconds by hand, plans that do not fit, and the published 14B
+run.
+"""
 
 import importlib
 import json
@@ -54,7 +56,7 @@ def test_seconds_by_hand():
     )
     fast = replace(
         GPU, flops=1e18
-    )  # then the shards' way is what takes time: 2 and 8 bytes of 3 / 4 of the weights
+    )  # then communication between the shards dominates: 2 and 8 bytes of 3 / 4 of the weights
     gathered = train_seconds(TINY, Cluster(fast, 4), [100, 300])
     assert gathered == pytest.approx((2 * 0.75e6 / 350e9, 8 * 0.75e6 / 350e9))
     assert sync_seconds(TINY, Cluster(GPU, 4)) == pytest.approx(4 * 0.75e6 / 350e9 + 4e6 / 13e9)
@@ -64,7 +66,7 @@ def test_seconds_by_hand():
 
 
 def test_a_step_is_as_slow_as_its_slowest_engine():
-    responses = [4000, 10, 4000, 10]  # dealt in turn: one engine gets both long ones
+    responses = [4000, 10, 4000, 10]  # dealt round robin: one engine gets both long responses
     found = plan(TINY, Cluster(GPU, 2), responses, SparsitySchedule.dense(dense_layers=(0,)))
     machine = cluster.engine_machine(Cluster(GPU, 2), found.memory.state)
     times = [simulate_rollout(TINY, machine, r).seconds for r in ([4000, 4000], [10, 10])]
@@ -80,8 +82,8 @@ def test_a_step_is_as_slow_as_its_slowest_engine():
 
 
 def measured(name, monkeypatch):
-    """Seconds of a step that ``benchmarks/grpo_step.py`` measured, by phase, and what is planned
-    for it.
+    """Return the seconds per phase of a step measured by ``benchmarks/grpo_step.py``, and the
+    prediction for it.
     """
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     run = json.loads((ROOT / "benchmarks" / "results" / f"grpo_step_{name}.json").read_text())
@@ -109,15 +111,15 @@ def test_a_measured_step_is_predicted_phase_by_phase(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["ddp2", "fsdp2", "ddp4", "fsdp2_4"])
 def test_training_on_several_gpus_is_predicted(name, monkeypatch):
-    """Rollouts are not: at these lengths they wait for hosts, which other work on the machine slows
-    down.
+    """Rollouts are excluded: at these lengths they wait for the host, which other work on the
+    machine slows down.
     """
     seconds, step = measured(name, monkeypatch)
     for phase in ("score", "update"):
         assert getattr(step, phase) == pytest.approx(seconds[phase], rel=0.12)
 
 
-def test_what_does_not_fit_is_named():
+def test_a_model_that_does_not_fit_is_refused_by_name():
     with pytest.raises(
         ConfigError,
         match=r"training Qwen3-14B on 2 H200 needs 1\d\d GiB per GPU, .* use more GPUs",
@@ -135,7 +137,7 @@ def test_what_does_not_fit_is_named():
         plan(TINY, Cluster(GPU, 4), [5, 5], SparsitySchedule.dense())
 
 
-def test_the_published_run_lies_within_what_its_unknown_batch_and_lengths_allow():
+def test_the_published_run_is_in_the_range_for_its_unknown_batch_and_lengths():
     """32 H200s, dense, 53,000 examples in about 190 hours: neither prompts per step nor lengths are
     published.
     """
@@ -180,7 +182,7 @@ def test_the_command_plans_a_cluster(capsys):
     )
 
 
-def test_sparse_rollouts_gain_what_they_leave_of_the_step():
+def test_the_gain_from_sparse_rollouts_is_limited_by_their_share_of_the_step():
     responses = response_lengths(14_000, 32_768, 512)
     found = plan(
         SHAPES["qwen3-4b"], Cluster(H200, 8), responses, SparsitySchedule.preset("qwen3-4b")

@@ -1,4 +1,4 @@
-"""The cost of lossless decoding: cycles by hand, in 8 bits, advice."""
+"""The cost of lossless decoding: cycles by hand, 8-bit landmarks and weights, recommendations."""
 
 from dataclasses import astuple, replace
 
@@ -28,7 +28,7 @@ from sparrow.cost.lossless import (
 from sparrow.schedule import SparsitySchedule
 
 H200 = MACHINES["h200"]
-ENGINE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)  # what was measured returned no lists
+ENGINE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)  # the measurements returned no lists
 
 
 def drafts(k, acceptance, pages=61):
@@ -36,7 +36,7 @@ def drafts(k, acceptance, pages=61):
 
 
 def cycle_seconds(shape, batch, drafting):
-    """Seconds of a whole cycle over sequences of 15,000 tokens."""
+    """Return the seconds of a full cycle over sequences of 15,000 tokens."""
     step = lossless_step(SHAPES[shape], H200, [15_000] * batch, drafting, ENGINE)
     return step.seconds * drafting.tokens_per_cycle
 
@@ -81,14 +81,14 @@ def test_without_drafts_a_cycle_is_a_dense_step():
         assert astuple(found) == pytest.approx(astuple(dense))
 
 
-def test_what_the_host_does_for_a_token_is_not_shortened_by_drafts():
+def test_drafts_do_not_shorten_host_time_per_token():
     found = lossless_step(
         SHAPES["qwen3-4b"], H200, [3000, 9000], drafts(4, 0.9), Overheads(host_s=1.0)
     )
     assert found.seconds == pytest.approx(2.0), "a second for each of two sequences"
 
 
-def test_acceptance_is_given_at_1024_tokens_and_rejection_falls_with_the_budget():
+def test_acceptance_is_specified_at_1024_tokens_and_rejection_falls_with_the_budget():
     by_pages = {c.schedule.top_k[0]: c.acceptance for c in choices(0.9)}
     assert by_pages[61] == pytest.approx(0.9)
     assert 1 - by_pages[253] == pytest.approx(0.1 * 4**-0.7) and 1 - by_pages[29] == pytest.approx(
@@ -96,7 +96,7 @@ def test_acceptance_is_given_at_1024_tokens_and_rejection_falls_with_the_budget(
     )
 
 
-def test_landmarks_in_8_bits_shorten_draft_steps_by_their_bytes():
+def test_eight_bit_landmarks_shorten_draft_steps_by_the_bytes_they_save():
     plain = drafts(12, 1.0)
     in_8_bits = replace(plain, schedule=plain.schedule.replace(landmark_dtype="fp8_e4m3"))
     whole, halved = (cycle_seconds("qwen3-1.7b", 64, drafting) for drafting in (plain, in_8_bits))
@@ -109,7 +109,7 @@ def test_landmarks_in_8_bits_shorten_draft_steps_by_their_bytes():
     assert faster.speedup > predict_lossless(shape, H200, responses, dense, 0.94).speedup
 
 
-def test_drafts_with_weights_in_8_bits_read_half_of_their_bytes_and_take_room_from_the_cache():
+def test_eight_bit_draft_weights_halve_weight_reads_and_shrink_the_cache():
     shape = SHAPES["qwen3-14b"]
     whole, halved = (
         cycle_seconds("qwen3-14b", 32, replace(drafts(5, 1.0), weights=kind))
@@ -136,7 +136,7 @@ def predicted(shape, responses, acceptance=0.94, **options):
     )
 
 
-def test_more_is_drafted_where_drafts_are_right_and_nothing_is_lost_where_they_are_not():
+def test_higher_acceptance_means_more_drafts_and_never_a_slowdown():
     responses = np.full(240, 12_000)
     speedups, counts = zip(
         *(
@@ -153,7 +153,7 @@ def test_more_is_drafted_where_drafts_are_right_and_nothing_is_lost_where_they_a
         predicted("qwen3-1.7b", responses, 1.5)
 
 
-def test_a_larger_model_verifies_at_the_flops_and_gains_less():
+def test_larger_models_gain_less_from_lossless_mode():
     responses = np.full(240, 12_000)
     found = [predicted(shape, responses)[1].speedup for shape in SHAPES]
     assert found == sorted(found, reverse=True) and found[0] > 1.3 * found[3]

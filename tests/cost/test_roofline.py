@@ -72,7 +72,7 @@ QWEN3_8B = QWEN3_4B | {
         ("qwen3-14b", QWEN3_14B, 14_768_307_200),
     ],
 )
-def test_built_in_shapes_are_those_of_the_configs(name, config, params, tmp_path):
+def test_built_in_shapes_match_the_configs(name, config, params, tmp_path):
     shape = ModelShape.from_config(config)
     assert replace(shape, name=SHAPES[name].name) == SHAPES[name]
     assert shape.weights + shape.embedding == params
@@ -129,12 +129,12 @@ def test_parameters_are_counted_as_transformers_builds_them(kind, tied):
         ({"quantization_config": {"bits": 4}}, "quantized=True"),
     ],
 )
-def test_a_model_it_would_get_wrong_is_refused_by_name(change, message):
+def test_models_it_would_misjudge_are_refused_by_name(change, message):
     with pytest.raises(UnsupportedModel, match=message):
         ModelShape.from_config(QWEN3_14B | change)
 
 
-def test_a_window_that_is_not_used_is_no_window():
+def test_an_unused_window_is_ignored():
     unused = {"model_type": "qwen2", "sliding_window": 131072, "use_sliding_window": False}
     assert ModelShape.from_config(QWEN3_14B | unused).layers == 40
     assert (
@@ -143,7 +143,7 @@ def test_a_window_that_is_not_used_is_no_window():
     )
 
 
-def test_a_config_that_is_not_there_or_not_whole(tmp_path):
+def test_a_missing_or_incomplete_config_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no model config at .*nowhere"):
         ModelShape.from_config(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="no 'num_hidden_layers'"):
@@ -169,7 +169,7 @@ def test_bytes_of_a_step_by_hand():
         step.landmark_bytes / 2,
         step.kv_bytes,
     )
-    budgets = ((1, 1), (0, 2), (1, 1), (1, 1))  # 3 and 5 pages in a layer, and 4 in the others
+    budgets = ((1, 1), (0, 2), (1, 1), (1, 1))  # 3 and 5 pages in one layer, and 4 in the others
     uneven = decode_step(shape, H200, [100, 40], schedule.replace(head_budgets=budgets))
     assert uneven.kv_bytes == 2 * (2 * 4 * 2) * (140 + 2 * (64 + 40) + (48 + 80) / 2 + 40)
     with pytest.raises(ConfigError, match="for 4 layers of 1 kv heads but the model has 4 of 2"):
@@ -206,7 +206,7 @@ def test_bytes_of_a_step_by_hand():
         (128, 4000, 61, 130),
     ],
 )
-def test_a_sparse_layer_reads_what_the_kernels_read_limit_says(batch, length, top_k, us):
+def test_a_sparse_layer_meets_the_read_limit_of_the_kernels(batch, length, top_k, us):
     layer = ModelShape("layer", 1, 16, 8, 128, weights=0)
     step = decode_step(
         layer, H200, [length] * batch, SparsitySchedule.fixed(top_k, dense_layers=()), FREE
@@ -221,22 +221,22 @@ def script(monkeypatch):
 
 
 def test_measured_steps_are_predicted_within_15_percent_dense_and_sparse(script):
-    """Those published with the kernels, and those of the engine."""
+    """Compare with measurements published with the kernels and with those of the engine."""
     rows = script.measured()
     found = [script.point(row, rows["machine"]) for row in rows["steps"]]
     assert {p.shape for p in found if p.name.endswith("sparse")} == set(SHAPES)
     assert script.predicted(found, VLLM_H200) == pytest.approx([p.seconds for p in found], rel=0.15)
 
 
-def test_the_shipped_constants_are_the_fit_and_predict_shapes_they_were_not_fitted_to(script):
+def test_the_shipped_constants_are_the_fit_and_predict_unseen_shapes(script):
     fitted, table = script.errors(script.measured())
     assert astuple(fitted) == pytest.approx(astuple(VLLM_H200), rel=2e-3)
-    # Steps of less than 3 ms wait for the host, which no other shape shows.
+    # Steps of less than 3 ms wait for the host, unlike steps of the other shapes.
     assert max(abs(held_out) for p, _, _, held_out in table if p.seconds > 3e-3) < 0.2
 
 
-def test_the_fit_recovers_the_constants_of_steps_it_made_itself(script):
-    truth = Overheads(50e-6, 20e-6, 4e-6, 0.0, 0.9)  # lists and the host are not in these
+def test_the_fit_recovers_the_constants_of_simulated_steps(script):
+    truth = Overheads(50e-6, 20e-6, 4e-6, 0.0, 0.9)  # without lists and host time
     steps = []
     for name, shape in SHAPES.items():
         for batch, length, spec in (
@@ -273,7 +273,7 @@ def test_bytes_add_up_over_sequences_and_never_exceed_dense(lengths, top_k, page
     assert decode_step(shape, H200, lengths, SparsitySchedule.dense()) == dense
 
 
-def test_refused_steps():
+def test_invalid_steps_are_refused():
     for lengths in ([], [3, 0]):
         with pytest.raises(ValueError, match="at least 1 token"):
             decode_step(SHAPES["qwen3-4b"], H200, lengths)
@@ -284,7 +284,7 @@ def test_refused_steps():
 # --- rollouts ---
 
 
-def test_kv_capacity_is_what_the_h200_holds():
+def test_the_kv_capacity_matches_measurements_on_an_h200():
     for name, tokens in (("qwen3-1.7b", 1.05e6), ("qwen3-8b", 0.76e6), ("qwen3-14b", 0.6e6)):
         assert cost.kv_capacity(SHAPES[name], H200) == pytest.approx(tokens, rel=0.04)
     assert (
@@ -298,12 +298,12 @@ def test_kv_capacity_is_what_the_h200_holds():
 
 TINY = ModelShape(
     "tiny", layers=2, heads=2, kv_heads=1, head_dim=1, weights=1000
-)  # 8 bytes of KV a token
+)  # 8 bytes of KV per token
 SLOW = Machine("slow", 1e4, 1e4, 1e9, 1e6)
 
 
 def small(tokens: int) -> Machine:
-    """A machine whose memory holds ``tokens`` of TINY's KV."""
+    """Return a machine with room for ``tokens`` tokens of TINY's KV cache."""
     return replace(SLOW, memory_bytes=(tokens * 8 + 2000 + 1) / cost.MEMORY_FRACTION)
 
 
@@ -321,7 +321,7 @@ def test_a_rollout_of_one_response_is_the_sum_of_its_steps():
     assert found.drain_s == pytest.approx(found.seconds - found.prefill_s)
 
 
-def test_the_tail_drains_the_batch():
+def test_the_longest_responses_drain_the_batch():
     overheads = Overheads(layer_s=0.5)
     even = cost.simulate_rollout(TINY, SLOW, [100] * 8, prompt=1, overheads=overheads)
     assert (even.overhead_s, even.mean_batch) == (100.0, 8.0)
@@ -333,7 +333,7 @@ def test_the_tail_drains_the_batch():
     assert 0.4 < waves.drain_s / waves.seconds < 0.6
 
 
-def test_memory_bounds_the_batch_and_what_runs_out_of_it_is_computed_again():
+def test_memory_limits_the_batch_and_preempted_requests_are_recomputed():
     overheads = Overheads(layer_s=0.5)
     # Four fill 2,600 tokens at 650 each, after 640 steps; one gives way, and another when three
     # reach 866, 216 steps on; two end 144 steps later, and the others, computed again, come in
@@ -361,7 +361,9 @@ def test_memory_bounds_the_batch_and_what_runs_out_of_it_is_computed_again():
     st.integers(750, 4000),
     st.integers(1, 6),
 )
-def test_every_token_is_generated_within_memory_and_batch(responses, capacity, max_batch):
+def test_every_token_is_generated_within_the_limits_of_memory_and_batch(
+    responses, capacity, max_batch
+):
     steps = []
 
     def watched(shape, machine, length, schedule, overheads):
@@ -380,7 +382,7 @@ def test_every_token_is_generated_within_memory_and_batch(responses, capacity, m
     assert found.drain_s <= found.seconds
 
 
-def test_response_lengths_have_the_median_the_tail_and_the_cutoff():
+def test_response_lengths_have_the_given_median_tail_and_cutoff():
     lengths = cost.response_lengths(8000, 32_768, 4000)
     assert np.median(lengths) == pytest.approx(8000, rel=0.05)
     assert lengths.min() >= 1
@@ -406,10 +408,10 @@ def test_published_rollouts_are_predicted_from_an_assumed_length_distribution():
 @pytest.mark.parametrize(
     ("share", "rollout", "step"), [(0.90, 2.21, 1.97), (0.90, 2.41, 2.11), (0.87, 2.06, 1.81)]
 )
-def test_the_step_gains_what_the_rollouts_share_of_it_lets_through(share, rollout, step):
+def test_the_speedup_of_a_step_follows_from_the_share_of_rollouts(share, rollout, step):
     assert 1 / (1 - share + share / rollout) == pytest.approx(
         step, abs=0.02
-    )  # the shares the published pairs imply
+    )  # the shares implied by the published pairs
     responses = cost.response_lengths(14_000, 32_768, 60)
     found = predict(
         SHAPES["qwen3-4b"],
@@ -421,7 +423,7 @@ def test_the_step_gains_what_the_rollouts_share_of_it_lets_through(share, rollou
     assert found.step_speedup == pytest.approx(1 / (1 - share + share / found.speedup))
 
 
-def test_training_is_priced_by_its_flops():
+def test_training_time_is_predicted_from_its_flops():
     shape, responses = SHAPES["qwen3-1.7b"], [1000, 3000]
     found = predict(shape, H200, responses, SparsitySchedule.preset("qwen3-1.7b"), prompt=500)
     forward = 2 * 1_720_574_976 * 5000 + (2 * 28 * 16 * 128) * (1500**2 + 3500**2)

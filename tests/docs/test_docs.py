@@ -1,4 +1,4 @@
-"""What the docs show is run: their Python blocks, and every flag of every subcommand."""
+"""Examples in the docs are run: Python blocks, and every flag of every subcommand."""
 
 import os
 import re
@@ -50,9 +50,9 @@ PREPARE = {
 
 
 @pytest.mark.parametrize("mark", PREPARE)
-def test_examples_with_a_model_of_the_hub_run_as_printed(mark, tmp_path):
-    """On a random model of the shape that the published schedule is for, under the name that the
-    example gives.
+def test_examples_with_a_model_from_the_hub_run_as_printed(mark, tmp_path):
+    """Use a random model with the shape that the published schedule is for, under the name in the
+    example.
     """
     blocks = [
         block
@@ -98,7 +98,7 @@ def test_examples_with_a_model_of_the_hub_run_as_printed(mark, tmp_path):
     )
 
 
-def test_the_command_line_page_says_what_the_commands_say():
+def test_the_command_line_page_matches_the_help_of_the_commands():
     write_cli = runpy.run_path(str(DOCS / "write_cli.py"))
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
     commands = ["demo", "train", "measure", "calibrate", "eval", "cost", "audit", "report"]
@@ -107,8 +107,8 @@ def test_the_command_line_page_says_what_the_commands_say():
     assert write_cli["written"](page) == page, "run python docs/write_cli.py"
 
 
-def test_examples_of_every_form_of_text_are_read(monkeypatch, tmp_path):
-    """The table of forms: each example means what the row says."""
+def test_the_example_of_every_text_form_parses(monkeypatch, tmp_path):
+    """Check each example in the table of forms against its row."""
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
     lines = page.partition("## `sparrow demo`")[0].splitlines()
     rows = [

@@ -1,4 +1,6 @@
-"""The site has every page of docs in its navigation, and its links lead to what exists."""
+"""The site lists every page of the docs in its navigation, and its links point to existing
+targets.
+"""
 
 import logging
 import re
@@ -18,28 +20,28 @@ def rewrite():
 
 
 class Loader(yaml.SafeLoader):
-    """Reads ``!ENV`` as the list that stands after it."""
+    """A loader that reads ``!ENV`` as the list that follows it."""
 
 
 Loader.add_constructor("!ENV", lambda loader, node: loader.construct_sequence(node))
 
 
 def pages(entry):
-    """The files that an entry of the navigation names."""
+    """Return the files named by an entry of the navigation."""
     if isinstance(entry, str):
         return [entry]
     entries = entry.values() if isinstance(entry, dict) else entry
     return [page for each in entries for page in pages(each)]
 
 
-def test_the_navigation_has_every_page_once():
+def test_the_navigation_lists_every_page_once():
     config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
     written = [*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]
     assert sorted(pages(config["nav"])) == sorted(str(page.relative_to(DOCS)) for page in written)
 
 
 def anchors(page):
-    """The anchors that the headings of a page have."""
+    """Return the anchors of the headings of a page."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
     words = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
@@ -47,7 +49,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("name", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_outside_the_docs_lead_to_files_and_headings_that_exist(name):
+def test_links_out_of_the_docs_point_to_existing_files_and_headings(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)\s:#]+)(?:#([^)\s]+))?\)", text)
     missing = [
@@ -58,14 +60,14 @@ def test_links_outside_the_docs_lead_to_files_and_headings_that_exist(name):
     assert links and missing == []
 
 
-def test_a_link_from_the_root_leads_to_the_page(rewrite):
+def test_a_link_from_the_root_points_to_the_page(rewrite):
     text = "[glossary](docs/glossary.md#words) and [design](DESIGN.md)"
     assert rewrite(text, ROOT, DOCS, "", "README.md") == (
         "[glossary](glossary.md#words) and [design](design.md)"
     )
 
 
-def test_a_link_out_of_the_docs_leads_to_the_repository_if_its_address_is_known(rewrite):
+def test_a_link_out_of_the_docs_points_to_the_repository_if_its_url_is_known(rewrite):
     text = "[settings](../pyproject.toml)"
     address = "https://example.org/sparrow"
     assert rewrite(text, DOCS, DOCS, address, "vllm.md") == (

@@ -1,4 +1,4 @@
-"""The transformers engine: sparse decode, its teacher-forced equal, and what it refuses."""
+"""The transformers engine: sparse decoding, equal to teacher forcing, and refusals."""
 
 from dataclasses import replace
 
@@ -53,7 +53,7 @@ def greedy(model, ids, mask, **kwargs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_budget_that_covers_everything_equals_dense_generate(architecture, cache):
+def test_a_budget_that_covers_everything_matches_dense_generation(architecture, cache):
     ids, mask = left_padded(prompts())
     model = tiny_model(architecture)
     dense_tokens, dense_logp = greedy(model, ids, mask, cache_implementation=cache)
@@ -68,7 +68,7 @@ def test_budget_that_covers_everything_equals_dense_generate(architecture, cache
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [0, 2, 5])
-def test_teacher_forced_equals_step_by_step(architecture, pages):
+def test_teacher_forcing_matches_decoding_step_by_step(architecture, pages):
     rows = prompts()
     ids, mask = left_padded(rows)
     model = tiny_model(architecture)
@@ -101,7 +101,7 @@ UNEVEN = SparsitySchedule.fixed(
 
 
 @pytest.mark.slow
-def test_engine_follows_budgets_of_layers_and_kv_heads():
+def test_the_engine_follows_budgets_per_layer_and_kv_head():
     model = tiny_model()
     engine = HFEngine(model, UNEVEN, eos_ids=[])
     rows = [p.tolist() for p in prompts()]
@@ -124,12 +124,12 @@ def test_engine_follows_budgets_of_layers_and_kv_heads():
     assert min(gap(()), gap(tuple(row[::-1] for row in UNEVEN.head_budgets))) > 0.05
 
 
-def test_budgets_of_another_model_are_refused():
+def test_budgets_for_a_different_model_are_refused():
     with pytest.raises(ConfigError, match="for 4 layers of 2 kv heads but the model has 4 of 4"):
         HFEngine(tiny_model("llama-mha"), UNEVEN, eos_ids=[])
 
 
-def test_drafts_with_weights_of_their_own_are_refused():
+def test_separate_draft_weights_are_refused():
     with pytest.raises(
         ConfigError, match=r"draft_weights is 'fp8', but .*; leave draft_weights out, or use"
     ):
@@ -154,7 +154,7 @@ def test_padding_and_static_cache_change_nothing():
         )
 
 
-def test_training_and_prefill_stay_dense_without_a_switch():
+def test_training_and_prefill_stay_dense_without_any_setting():
     ids = torch.stack(prompts([80, 80]))
     model = tiny_model()
     dense = model(input_ids=ids).logits
@@ -162,7 +162,7 @@ def test_training_and_prefill_stay_dense_without_a_switch():
     assert torch.equal(model(input_ids=ids).logits, dense)
 
 
-def test_teacher_forced_gradients_survive_checkpointing_and_the_context():
+def test_teacher_forced_gradients_survive_checkpointing_outside_the_context():
     ids = torch.stack(prompts([120, 120]))
     gradients = []
     for checkpointing in (False, True):
@@ -184,7 +184,7 @@ def test_teacher_forced_gradients_survive_checkpointing_and_the_context():
 
 
 @pytest.mark.parametrize("decoded, sizes", [(2**19, [5]), (60, [2, 2, 1]), (1, [1] * 5)])
-def test_as_many_sequences_are_decoded_together_as_have_so_many_tokens(decoded, sizes, monkeypatch):
+def test_the_number_of_tokens_limits_the_decoding_batch(decoded, sizes, monkeypatch):
     engine = HFEngine(tiny_model(), SparsitySchedule.fixed(2), eos_ids=[])
     seen, decode = [], engine._decode
     monkeypatch.setattr(hf, "DECODE_TOKENS", decoded)
@@ -196,7 +196,7 @@ def test_as_many_sequences_are_decoded_together_as_have_so_many_tokens(decoded, 
 
 
 @pytest.mark.slow
-def test_engine_samples_records_and_scores_the_same_distribution():
+def test_the_engine_samples_records_and_scores_one_distribution():
     model = tiny_model()
     schedule = SparsitySchedule.fixed(2, dense_layers=(0,))
     engine = HFEngine(model, schedule, eos_ids=[7], batch_size=3)
@@ -231,7 +231,7 @@ def test_engine_samples_records_and_scores_the_same_distribution():
     )
 
 
-def test_every_module_trains_again_after_sampling_if_it_did_before():
+def test_sampling_restores_the_training_mode_of_every_module():
     model = tiny_model().train()
     model.model.layers[1].eval()
     training = [module.training for module in model.modules()]
@@ -252,7 +252,7 @@ def test_counters_follow_the_schedule():
     assert engine.counters().tokens_held == 0
 
 
-def test_update_weights_copies_by_name_and_refuses_strangers():
+def test_update_weights_copies_by_name_and_refuses_unknown_names():
     engine = HFEngine(tiny_model(seed=0), SparsitySchedule.fixed(2), eos_ids=[])
     other = tiny_model(seed=1)
     engine.update_weights(other.named_parameters())
@@ -293,7 +293,7 @@ def test_refusals_name_the_cause():
         engine.generate([[1], [1] * 1000], Sampling(max_new_tokens=100))
 
 
-def test_another_attention_implementation_is_noticed_and_routed_back():
+def test_a_changed_attention_implementation_is_noticed_and_restored():
     model = tiny_model()
     set_schedule(model, SparsitySchedule.fixed(0))
     model.set_attn_implementation("sdpa")
@@ -311,7 +311,7 @@ def test_another_attention_implementation_is_noticed_and_routed_back():
 
 
 @pytest.mark.parametrize("loaded_with", ["sdpa", "eager"])
-def test_a_closed_engine_leaves_its_model_as_it_was(loaded_with):
+def test_closing_an_engine_restores_its_model(loaded_with):
     model = tiny_model()
     model.set_attn_implementation(loaded_with)
     ids, mask = left_padded(prompts([173, 64]))
@@ -325,13 +325,13 @@ def test_a_closed_engine_leaves_its_model_as_it_was(loaded_with):
     assert not any("sparrow" in vars(module) for module in model.modules())
     engine.close()  # a second time changes nothing
 
-    # A schedule that the user had set is there again.
+    # The schedule set by the user is restored.
     set_schedule(model, SparsitySchedule.fixed(1, dense_layers=()))
     HFEngine(model, SparsitySchedule.dense(), eos_ids=[]).close()
     assert torch.equal(greedy(model, ids, mask)[0], sparse)
 
 
-def test_the_kernels_are_used_when_asked_for_by_name():
+def test_kernels_requested_by_name_are_used():
     pytest.importorskip("triton")
     model = tiny_model(head_dim=16)
     set_schedule(model, SparsitySchedule.fixed(0))
@@ -342,7 +342,7 @@ def test_the_kernels_are_used_when_asked_for_by_name():
         model(input_ids=torch.stack(prompts([9])))
 
 
-def test_engine_notices_when_sparse_attention_is_not_what_ran():
+def test_the_engine_notices_if_sparse_attention_did_not_run():
     engine = HFEngine(tiny_model(), SparsitySchedule.fixed(1), eos_ids=[])
     engine.model.set_attn_implementation("sdpa")
     with pytest.raises(
@@ -352,7 +352,7 @@ def test_engine_notices_when_sparse_attention_is_not_what_ran():
         engine.generate([[1, 2, 3]], Sampling(max_new_tokens=5))
 
 
-def test_a_schedule_to_meter_is_refused():
+def test_a_meter_schedule_is_refused():
     decoding = Decoding.lossless(SparsitySchedule.fixed(1), meter_schedule="fixed:2")
     with pytest.raises(
         ConfigError, match="meter_schedule can be measured only by vLLM; leave meter_"
@@ -366,7 +366,7 @@ AUTO = SparsitySchedule(top_k=(1,), bin_tokens=32, page_size=8, dense_layers=(0,
 
 
 @pytest.mark.slow
-def test_auto_is_lossless_until_it_is_told_to_stop_verifying():
+def test_auto_mode_is_lossless_until_told_to_stop_verifying():
     rows = [p.tolist() for p in prompts()]
     sampling = Sampling(STEPS, seed=3)
     lossless = HFEngine(
@@ -387,7 +387,7 @@ def test_auto_is_lossless_until_it_is_told_to_stop_verifying():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_auto_is_exact_up_to_where_it_verifies_and_sparse_after_it(temperature):
+def test_auto_mode_is_exact_while_it_verifies_and_sparse_afterwards(temperature):
     engine = HFEngine(
         tiny_model(), Decoding("auto", AUTO, draft_tokens=3), eos_ids=[7], batch_size=3
     )
@@ -399,14 +399,15 @@ def test_auto_is_exact_up_to_where_it_verifies_and_sparse_after_it(temperature):
         int(np.isfinite(r.verification.acceptance).sum()) for r in rollouts
     )
     dense = engine.score(rollouts, SparsitySchedule.dense(), temperature)
-    # A page that ends at 96 belongs to the next bin; one token more is the policy's, for the
-    # prefill gives it.
+    # A page that ends at 96 belongs to the next bin; the policy samples one token more, because the
+    # prefill yields it.
     ends = [min(len(r), max(0, 89 - len(p)) + 1) for p, r in zip(rows, rollouts, strict=True)]
     assert [r.verification.tokens for r in rollouts] == ends and ends[3] == 1
     for r, scores, end in zip(rollouts, dense, ends, strict=True):
         apart = np.abs(r.top_logprobs - scores.top_logprobs).max(1)
         assert apart[:end].max() < 2e-4
-        # What follows is what a lossy actor samples after a dense prompt of all that was verified.
+        # The tokens that follow are those of a lossy actor after a dense prompt of all verified
+        # tokens.
         if end < len(r):
             assert apart[end:].max() > 0.01
             names = ("response_ids", "logprobs", "top_ids", "top_logprobs")
@@ -418,7 +419,7 @@ def test_auto_is_exact_up_to_where_it_verifies_and_sparse_after_it(temperature):
             assert np.abs(tail.top_logprobs - forced.top_logprobs).max() < 2e-4
 
 
-def test_only_an_engine_in_mode_auto_stops_verifying():
+def test_only_an_engine_in_auto_mode_can_stop_verifying():
     engine = HFEngine(tiny_model(), Decoding.lossless(AUTO), eos_ids=[7])
     with pytest.raises(
         ConfigError, match=r"only in mode 'auto', but .* started in mode 'lossless'"

@@ -1,4 +1,4 @@
-"""Engines as users name them: each has one entry, and commands ask the entry and no name."""
+"""Engines as users name them: each has one registry entry, which all commands use."""
 
 import importlib
 import sys
@@ -29,14 +29,14 @@ DENSE = Decoding.lossy("dense")
         ("stock:http://a:1", "stock:http", "http://a:1", {}),
     ],
 )
-def test_a_spec_is_of_the_kind_that_it_begins_with(spec, name, rest, options):
+def test_the_kind_of_an_engine_is_the_first_part_of_its_spec(spec, name, rest, options):
     parsed = parse_engine(spec)
     assert parsed.kind.names[0] == name and parsed.rest == rest
     assert parsed.options == ({"max_model_len": 64, "seed": 1} if options is None else options)
 
 
 @pytest.mark.parametrize("spec", ["nonsense", "hf:seed=1", "vllms", "http:8000", "", "HF"])
-def test_what_names_no_engine_is_refused_with_those_that_there_are(spec):
+def test_an_unknown_engine_is_refused_with_a_list_of_engines(spec):
     with pytest.raises(ConfigError) as refused:
         parse_engine(spec)
     sentence = str(refused.value)
@@ -50,13 +50,13 @@ def test_every_kind_has_a_function_that_starts_it(kind):
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_an_engine_without_sparrow_is_for_audits_only():
+def test_an_engine_without_sparrow_is_accepted_only_for_audits():
     with pytest.raises(ConfigError, match="unknown engine 'stock:http://a'"):
         loading.load_engine("stock:http://a", "reasoner", None, None, DENSE, "fp32")
 
 
 @pytest.mark.parametrize("options, asleep", [("", False), (":enable_sleep_mode=true", True)])
-def test_two_engines_of_vllm_fit_into_the_process_of_an_audit(monkeypatch, options, asleep):
+def test_an_audit_fits_two_vllm_engines_into_one_process(monkeypatch, options, asleep):
     from sparrow.engines.vllm import engine
 
     started = []
@@ -70,7 +70,7 @@ def test_two_engines_of_vllm_fit_into_the_process_of_an_audit(monkeypatch, optio
 
 @pytest.fixture
 def echo(monkeypatch):
-    """An engine of somebody's own: a module, and one entry."""
+    """Register a custom engine: a module and one entry."""
     module = ModuleType("echo_engine")
     module.start = lambda asked: SimpleNamespace(**asked.spec.options)
     monkeypatch.setitem(sys.modules, "echo_engine", module)
@@ -78,7 +78,7 @@ def echo(monkeypatch):
     monkeypatch.setattr(registry, "KINDS", (*KINDS, kind))
 
 
-def test_one_entry_makes_an_engine_known_to_all_commands(echo):
+def test_one_registry_entry_makes_an_engine_available_to_all_commands(echo):
     engine = loading.load_engine("echo:loud=true", "reasoner", None, None, DENSE, "fp32")
     assert engine.loud is True
     assert loading.prompt_room(100, "echo:longest=50", 20) == 30

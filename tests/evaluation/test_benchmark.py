@@ -1,5 +1,5 @@
-"""``sparrow eval``: the same table however often it is interrupted, and never that of another
-model.
+"""``sparrow eval``: the same table however often it is interrupted, and never the table of a
+different model.
 """
 
 import json
@@ -14,7 +14,7 @@ from sparrow.tasks import build_tokenizer
 from tests.conftest import fails, tiny_model
 
 
-def test_interrupted_evaluation_ends_with_the_same_table(tmp_path, capsys, monkeypatch):
+def test_an_interrupted_evaluation_ends_with_the_same_table(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "CHUNK", 2)
     arguments = [
         "eval",
@@ -72,7 +72,7 @@ def test_interrupted_evaluation_ends_with_the_same_table(tmp_path, capsys, monke
 
 @pytest.fixture
 def engine_calls(monkeypatch) -> list[int]:
-    """Numbers of prompts that were sampled from, call by call."""
+    """Record the number of prompts sampled in each call."""
     from sparrow.engines.hf import HFEngine
 
     calls: list[int] = []
@@ -101,9 +101,7 @@ ARGUMENTS = [
 ]
 
 
-def test_samples_belong_to_model_weights_temperature_length_seed_schedule_and_precision(
-    tmp_path, engine_calls, capsys
-):
+def test_samples_are_reused_only_if_weights_and_settings_match(tmp_path, engine_calls, capsys):
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
     tokenizer = build_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer))
@@ -125,19 +123,19 @@ def test_samples_belong_to_model_weights_temperature_length_seed_schedule_and_pr
         main([*arguments, *other])
     assert engine_calls == [6] * 7
     main([*arguments, "--schedule", str(table)])
-    assert engine_calls == [6] * 8  # the sparse actor's; the dense model's are there
-    table.write_text('{"top_k": [2], "dense_layers": [0]}')  # another schedule of the same name
+    assert engine_calls == [6] * 8  # samples of the sparse actor; those of the dense model exist
+    table.write_text('{"top_k": [2], "dense_layers": [0]}')  # a new schedule, same name
     main([*arguments, "--schedule", str(table)])
     assert engine_calls == [6] * 9
     with torch.no_grad():
-        model.model.norm.weight[3] += 0.5  # trained on, under the same name
+        model.model.norm.weight[3] += 0.5  # trained further under the same name
     model.save_pretrained(checkpoint)
     main(arguments)
     assert engine_calls == [6] * 10
     capsys.readouterr()
 
 
-def test_a_smaller_limit_or_k_takes_of_what_is_there_and_a_larger_one_adds(
+def test_a_smaller_limit_or_k_reuses_samples_and_a_larger_one_adds_some(
     tmp_path, engine_calls, capsys
 ):
     arguments = [*ARGUMENTS, "--out", str(tmp_path)]
@@ -180,9 +178,7 @@ def test_without_a_limit_all_rows_are_sampled_and_a_task_is_refused(tmp_path, en
     )
 
 
-def test_a_benchmark_whose_rows_moved_is_sampled_again_where_they_did(
-    tmp_path, engine_calls, capsys
-):
+def test_rows_that_changed_in_a_benchmark_are_sampled_again(tmp_path, engine_calls, capsys):
     data = tmp_path / "rows.jsonl"
     rows = [{"question": f"trace {i} + {i}", "answer": str(2 * i)} for i in range(3)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -206,7 +202,7 @@ def test_a_benchmark_whose_rows_moved_is_sampled_again_where_they_did(
     capsys.readouterr()
 
 
-def test_the_digest_of_weights_sees_a_single_bit():
+def test_the_digest_of_weights_detects_a_single_changed_bit():
     model = tiny_model()
     before = benchmark.weights_digest(model)
     assert (

@@ -39,7 +39,7 @@ def test_majority_by_hand():
         majority_at_k(rewards, answers[:2])
 
 
-def test_interval_covers_and_narrows():
+def test_the_interval_covers_the_mean_and_narrows_with_more_problems():
     rng = np.random.default_rng(1)
     wide, narrow = (mean_at_k((rng.random((n, 4)) < 0.5).astype(float)) for n in (20, 2000))
     assert wide.low < wide.value < wide.high and wide.high - wide.low > 3 * (
@@ -52,8 +52,10 @@ def test_interval_covers_and_narrows():
 
 
 @pytest.mark.parametrize("count", [1, 4, 100])
-def test_an_interval_has_width_where_all_problems_score_the_same(count):
-    """0 of n: the exact (Clopper-Pearson) upper limit is 1 - 0.025^(1/n); n of n mirrors it."""
+def test_an_interval_has_a_width_even_if_all_problems_score_the_same(count):
+    """Check 0 of n against the exact (Clopper-Pearson) upper limit 1 - 0.025^(1/n), and n of n as
+    its mirror image.
+    """
     limit = 1 - 0.025 ** (1 / count)
     for score in (mean_at_k, lambda r: pass_at_k(r, 1)):
         none, every = score(np.zeros((count, 1))), score(np.ones((count, 1)))

@@ -1,8 +1,8 @@
-"""Two steps of stock TRL with lossless rollouts by stock vLLM, on the model runner of GPUs;
-``test_trl.py`` runs it.
+"""Two steps of stock TRL with lossless rollouts by stock vLLM on the V2 model runner;
+``test_trl.py`` runs this file.
 
-Written as JSON: what was logged, at the end log-probs of one rollout by vLLM and by transformers,
-and how an engine decodes that is started in the same process afterwards.
+The output is JSON: what was logged, the log-probs of one rollout at the end by vLLM and by
+transformers, and how an engine decodes that is started in the same process afterwards.
 """
 
 import json
@@ -40,12 +40,12 @@ DECODING = {
 
 
 def mixed(completions, **_):
-    """Rewards that differ within every group, whatever was written."""
+    """Return rewards that differ within every group, whatever the responses."""
     return [float(i % 2) for i in range(len(completions))]
 
 
 def main(out: Path) -> None:
-    # TRL has no field for vLLM's precision, and vLLM takes a float32 checkpoint in bfloat16.
+    # TRL has no field for the precision of vLLM, and vLLM loads a float32 checkpoint in bfloat16.
     vllm_generation.LLM = partial(LLM, dtype="float32")
     task = load_task("trace", lines=12)
     prompts = [task.problem(i, seed=1).prompt for i in range(4)]

@@ -1,5 +1,5 @@
-"""The probe at a real server that decodes losslessly; ``test_real_server.py`` has it at one that
-decodes lossily.
+"""The probe with a real server in lossless mode; ``test_real_server.py`` tests it with a lossy
+server.
 """
 
 import pytest
@@ -34,10 +34,10 @@ def url(tmp_path_factory):
         yield address
 
 
-def test_drafts_are_logged_as_sparrow_and_as_vllm_count_them(url, monkeypatch):
+def test_drafts_are_logged_with_counts_from_sparrow_and_vllm(url, monkeypatch):
     assert (
         probe._rpc(f"{url}/nowhere", "sparrow_describe") is None
-    )  # as of a server that was not started to be asked
+    )  # as for a server that does not accept such calls
     ours = probe.Probe([url])
     assert ours.mode == "lossless" and ours.schedule == DRAFTS and ours.counted() == {}
     with monkeypatch.context() as closed:
@@ -57,8 +57,7 @@ def test_drafts_are_logged_as_sparrow_and_as_vllm_count_them(url, monkeypatch):
         0 < by_us["sparrow/drafts/accepted"] < 1
         and 1 < by_us["sparrow/drafts/tokens_per_cycle"] < 5
     )
-    # vLLM leaves out what was drafted after a response's last token, one cycle of some fifteen
-    # here.
+    # vLLM does not count drafts after the last token of a response, about one cycle in fifteen
     assert by_us["sparrow/drafts/accepted"] < by_vllm["sparrow/drafts/accepted"]
     for name, value in by_vllm.items():
         assert value == pytest.approx(by_us[name], rel=0.2), name
@@ -68,7 +67,7 @@ def test_drafts_are_logged_as_sparrow_and_as_vllm_count_them(url, monkeypatch):
     )
 
 
-def test_a_lossless_servers_tail_is_its_own_ceiling(url):
+def test_the_acceptance_tail_of_a_lossless_server_is_logged_as_its_ceiling(url):
     watched = probe.Probe([url])
     found = watched.measured(ASKED, max_new_tokens=40, top_n=VOCAB)
     assert "sparrow/p5" not in found and found["sparrow/sequences"] == 3

@@ -1,4 +1,4 @@
-"""Which samplers the adapters refuse, whatever the trainer."""
+"""Samplers that the adapters refuse with any trainer."""
 
 import pytest
 
@@ -22,7 +22,7 @@ ANOTHER = {
 }
 
 
-def test_every_sampler_that_changes_the_distribution_is_refused_with_its_place_and_value():
+def test_samplers_that_change_the_distribution_are_refused_with_option_and_value():
     assert ANOTHER.keys() == NEUTRAL.keys()
     for name, value in ANOTHER.items():
         with pytest.raises(ConfigError) as refused:
@@ -30,7 +30,7 @@ def test_every_sampler_that_changes_the_distribution_is_refused_with_its_place_a
         assert f"rollout.{name} is {value!r}" in str(refused.value)
 
 
-def test_what_leaves_the_softmax_whole_is_taken():
+def test_samplers_that_keep_the_whole_softmax_are_accepted():
     for name, neutral in NEUTRAL.items():
         for value in neutral:
             check_whole_softmax({name: value}, "")

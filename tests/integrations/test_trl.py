@@ -1,4 +1,4 @@
-"""TRL's trainer with sparse rollouts: its seams, what is recorded and measured there, and a real
+"""TRL's trainer with sparse rollouts: its patched parts, what is recorded and measured, and a real
 run on CPU.
 """
 
@@ -33,14 +33,14 @@ adapter = pytest.importorskip("sparrow.integrations.trl")
 ROOT = Path(__file__).parents[2]
 
 
-# --- the seams ---
+# --- the patched parts ---
 
 
-def test_trl_is_the_version_this_was_written_for():
+def test_trl_has_the_supported_version():
     assert trl.__version__.startswith("1.16.")
 
 
-def test_the_seams_are_where_they_were():
+def test_the_patched_parts_of_trl_are_unchanged():
     from trl.generation.vllm_client import VLLMClient
     from trl.generation.vllm_generation import VLLMGeneration
 
@@ -70,8 +70,8 @@ def test_the_seams_are_where_they_were():
 
 
 class Generation:
-    """Stands in for ``VLLMGeneration``: three responses of two tokens, the second one's first token
-    not listed.
+    """A stand-in for ``VLLMGeneration``: three responses of two tokens, where the second response's
+    first token is not listed.
     """
 
     max_completion_length = 2
@@ -101,8 +101,8 @@ def sparse_only():
     return nullcontext(False)
 
 
-def test_before_the_first_batch_its_prompts_are_sampled_densely_too():
-    """Outside the context the schedule is what it was, and TRL gets the responses of its own
+def test_prompts_of_the_first_batch_are_also_sampled_densely():
+    """Outside the context the schedule is unchanged, and TRL receives the responses of its own
     rollout.
     """
     inner, told = Generation(), []
@@ -123,7 +123,7 @@ def test_before_the_first_batch_its_prompts_are_sampled_densely_too():
     assert told[4:] == ["dense", "sparse", "generate"] and len(generation.dense) == 2
 
 
-def test_trl_gets_the_sampled_tokens_log_probs_and_the_lists_are_kept():
+def test_trl_receives_log_probs_of_sampled_tokens_and_the_lists_are_kept():
     inner = Generation()
     generation = adapter.Recording(inner, 2, 2, lambda: True, sparse_only)
     prompts = [[1], [2, 2], [3]]
@@ -131,12 +131,12 @@ def test_trl_gets_the_sampled_tokens_log_probs_and_the_lists_are_kept():
     assert inner.asked == 2 and inner.logprobs == 0
     assert ids == [[[5], [6]], [[9], [6]], [[5], [7]]]
     assert logprobs == [[[-1.0], [-0.4]], [[-7.0], [-0.4]], [[-1.0], [-1.5]]]
-    first, last = generation.recorded  # two of three, spread
+    first, last = generation.recorded  # two of the three prompts, evenly spaced
     assert (first.prompt_ids, last.prompt_ids) == ([1], [3])
     assert first.response_ids.tolist() == [5, 6] and last.response_ids.tolist() == [5, 7]
     assert last.top_ids.tolist() == [[7, 5], [6, 7]] and last.top_logprobs.dtype == np.float32
     np.testing.assert_array_equal(first.logprobs, np.float32([-1.0, -0.4]))
-    # A sampled token that is not among the n most likely stays out of their list.
+    # A sampled token that is not among the n most likely is not in their list.
     generation.recorded = []
     adapter.Recording.__init__(generation, inner, 2, 3, lambda: True, sparse_only)
     generation.generate(prompts, None, 1)
@@ -144,20 +144,20 @@ def test_trl_gets_the_sampled_tokens_log_probs_and_the_lists_are_kept():
     assert generation.recorded[1].logprobs.tolist() == pytest.approx([-7.0, -0.4])
 
 
-def test_nothing_is_asked_for_between_measurements():
+def test_no_lists_are_requested_between_measurements():
     inner = Generation()
     generation = adapter.Recording(inner, 2, 2, lambda: False, sparse_only)
     assert generation.generate([[1], [2], [3]], None, 1)[2] == [[[-1.0], [-1.0]]] * 3
     assert inner.asked == 0 and generation.recorded == [] and generation.max_completion_length == 2
 
 
-def test_images_are_refused_rather_than_measured_without():
+def test_images_are_refused_rather_than_ignored():
     generation = adapter.Recording(Generation(), 2, 2, lambda: True, sparse_only)
     with pytest.raises(ConfigError, match="cannot be measured for prompts with images"):
         generation.generate([[1]], [["an image"]], 1)
 
 
-def test_the_policys_log_probs_are_those_of_a_dense_engine(monkeypatch):
+def test_log_probs_of_the_policy_match_those_of_a_dense_engine(monkeypatch):
     monkeypatch.setattr(adapter, "CHUNK_TOKENS", 5)
     model = tiny_model()
     engine = HFEngine(model, SparsitySchedule.dense(dense_layers=(0,)), eos_ids=[])
@@ -174,12 +174,12 @@ def test_the_policys_log_probs_are_those_of_a_dense_engine(monkeypatch):
 # --- what is logged ---
 
 
-def test_what_workers_counted_is_logged_as_shares():
+def test_counts_of_the_workers_are_logged_as_shares():
     assert counter_metrics(Counters(0, 0)) == {}
     assert counter_metrics(Counters(1, 4) + Counters(3, 4)) == {"sparrow/tokens_read": 0.5}
     of_drafts = DraftAcceptance.of([0.5, 0.5, 1.0], [0, 1, 7], bin_tokens=4)
     metrics = counter_metrics(Counters(1, 4, drafted=8, accepted=6, cycles=2, acceptance=of_drafts))
-    p5 = {"": 0.5, "/0-4": 0.5, "/4-8": 1.0}  # within a bucket of the meter, a thousandth
+    p5 = {"": 0.5, "/0-4": 0.5, "/4-8": 1.0}  # within one bucket of the meter, a thousandth
     for at, value in p5.items():
         assert metrics.pop(f"sparrow/drafts/p5{at}") == pytest.approx(value, abs=1e-3)
     assert metrics == {
@@ -207,7 +207,7 @@ def test_a_server_without_sparrow_is_refused():
 
 
 @pytest.mark.parametrize("runs, wanted", [("lossy", "lossless"), ("lossless", "fixed:9")])
-def test_a_server_in_another_mode_is_refused(monkeypatch, runs, wanted):
+def test_a_server_in_a_different_mode_is_refused(monkeypatch, runs, wanted):
     def init(self, *args, **kwargs):
         self.use_vllm, self.vllm_generation = True, None
 
@@ -221,9 +221,9 @@ def test_a_server_in_another_mode_is_refused(monkeypatch, runs, wanted):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_environment_asks_for_the_mode_only_while_vllm_starts(monkeypatch, fails):
+def test_the_environment_sets_the_mode_only_while_vllm_starts(monkeypatch, fails):
     monkeypatch.delenv("SPARROW_MODE", raising=False)
-    monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:3")  # the user's own
+    monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:3")  # the user's own setting
     asked = []
 
     def init(self, *args, **kwargs):
@@ -268,7 +268,7 @@ def test_samplers_that_bias_the_ratios_are_refused_before_anything_is_loaded(
         adapter.SparseGRPOTrainer("model", print, made, schedule="lossless")
 
 
-def test_samplers_that_leave_the_softmax_whole_are_taken(tmp_path):
+def test_samplers_that_keep_the_whole_softmax_are_accepted(tmp_path):
     made = trl.GRPOConfig(
         output_dir=str(tmp_path),
         use_cpu=True,
@@ -280,11 +280,11 @@ def test_samplers_that_leave_the_softmax_whole_are_taken(tmp_path):
     adapter._check_sampling(made)
 
 
-# --- the real thing ---
+# --- a real run ---
 
 
 def trained(out, *command):
-    """What a run of TRL in its own process wrote to ``out``."""
+    """Return what a run of TRL in its own process wrote to ``out``."""
     environment = os.environ | dict(
         PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]),
         VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -344,7 +344,7 @@ def test_stock_trl_trains_on_sparse_rollouts_and_logs_their_tail(tmp_path):
         )
         # TRL still sees the sampled tokens' own log-probs: ratios with mean 1, here truncated at 2.
         assert 0.9 < step["sampling/importance_sampling_ratio/mean"] < 1.1
-        # What vLLM's bfloat16 takes before sparsity takes anything.
+        # The loss due to vLLM's bfloat16 before sparsity adds to it.
         assert (
             0.98 < step["sparrow/p5/128-192/ceiling/low"] <= step["sparrow/p5/128-192/ceiling"] < 1
         )
@@ -352,8 +352,8 @@ def test_stock_trl_trains_on_sparse_rollouts_and_logs_their_tail(tmp_path):
 
 
 def test_stock_trl_trains_on_lossless_rollouts(tmp_path):
-    """Drafts are rejected, and still log-probs are the dense policy's, before and after the weights
-    changed.
+    """Drafts are rejected, and log-probs are still those of the dense policy, before and after a
+    weight update.
     """
     pytest.importorskip("vllm")
     run = trained(
@@ -371,7 +371,7 @@ def test_stock_trl_trains_on_lossless_rollouts(tmp_path):
         assert step["sampling/sampling_logp_difference/max"] < 1e-4
         assert (
             step["sparrow/p5/64-128/ceiling"] > 0.999 and step["sparrow/sequences"] == 8
-        )  # all but what the lists leave out
+        )  # everything except mass outside the lists
         assert "sparrow/p5" not in step, "samples are the policy's own"
         assert step["sparrow/tokens_read"] < 0.8
         assert (

@@ -34,14 +34,14 @@ def configuration(**rollout):
     }
 
 
-# --- the seams ---
+# --- the patched parts ---
 
 
-def test_verl_is_the_version_this_was_written_for():
+def test_verl_has_the_supported_version():
     assert verl.__version__ == "0.9.1"
 
 
-def test_the_seams_are_where_they_were():
+def test_the_patched_parts_of_verl_are_unchanged():
     from verl.trainer.ppo.v1 import get_trainer_cls
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
     from verl.workers.rollout.llm_server import LLMServerManager
@@ -63,7 +63,7 @@ def test_the_seams_are_where_they_were():
 
 @pytest.fixture(scope="module")
 def composed():
-    """verl's own configuration with the recipe's settings."""
+    """Compose verl's own configuration with the settings of the recipe."""
     from hydra import compose, initialize_config_dir
 
     path = Path(__file__).parents[2] / "recipes" / "verl_grpo.py"
@@ -79,7 +79,7 @@ def composed():
         )
 
 
-def test_to_the_rest_of_verl_this_is_the_synchronous_trainer(composed):
+def test_verl_treats_the_adapter_as_its_synchronous_trainer(composed):
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
     from verl.utils.config import validate_config
@@ -90,10 +90,10 @@ def test_to_the_rest_of_verl_this_is_the_synchronous_trainer(composed):
     assert trainer.trainer_mode == "sync" and type(trainer.replay_buffer) is ReplayBuffer
 
 
-# --- what is asked for ---
+# --- requested settings ---
 
 
-def test_the_schedule_is_vllms(monkeypatch):
+def test_the_schedule_is_taken_from_vllms_settings(monkeypatch):
     monkeypatch.delenv("SPARROW_SCHEDULE", raising=False)
     given = {"vllm": {"additional_config": {"sparrow": SCHEDULE.to_dict()}}}
     assert adapter.requested(configuration(engine_kwargs=given)).schedule == SCHEDULE
@@ -102,7 +102,7 @@ def test_the_schedule_is_vllms(monkeypatch):
     assert adapter.requested(configuration(engine_kwargs=given)).schedule == SCHEDULE
 
 
-def test_what_could_not_be_compared_is_refused(monkeypatch):
+def test_settings_that_prevent_a_comparison_are_refused(monkeypatch):
     monkeypatch.delenv("SPARROW_SCHEDULE", raising=False)
     with pytest.raises(ConfigError, match=r"Sparrow has no schedule; set .*additional_config"):
         adapter.requested(configuration())
@@ -122,10 +122,10 @@ def test_samplers_that_bias_the_ratios_are_refused(setting):
         adapter.requested(configuration(**setting))
 
 
-# --- what is measured ---
+# --- measurements ---
 
 
-def test_tokens_that_were_not_sampled_count_as_length_but_not_as_tokens():
+def test_unsampled_tokens_count_toward_length_but_not_toward_acceptance():
     mask = torch.tensor([1, 1, 0, 0, 1])
     q = torch.log(torch.tensor([0.5, 0.5, 1.0, 1.0, 0.8]))
     p = torch.log(torch.tensor([0.5, 0.25, 0.1, 0.1, 0.4]))
@@ -144,9 +144,9 @@ def test_tokens_that_were_not_sampled_count_as_length_but_not_as_tokens():
     )
 
 
-def test_the_probe_asks_the_servers_when_its_turn_comes(composed, monkeypatch):
-    """After the step's weights are there, with prompts of the step; logged beside the step's own
-    metrics.
+def test_the_probe_queries_the_servers_at_its_interval(composed, monkeypatch):
+    """Probing follows the weight update of a step, with prompts of the step, and is logged beside
+    its metrics.
     """
     asked, logged = [], {}
 
@@ -169,7 +169,7 @@ def test_the_probe_asks_the_servers_when_its_turn_comes(composed, monkeypatch):
     for trainer.global_steps in (4, 5):
         trainer.on_step_end()
     asks = (["http://10.0.0.1:8000"], [[1, 2], [3]], SCHEDULE, 96)
-    # Once densely, for the ceiling, then as the run decodes.
+    # Once densely, for the ceiling, and then as the run decodes.
     assert asked == [
         4,
         5,
@@ -189,7 +189,7 @@ def test_the_probe_asks_the_servers_when_its_turn_comes(composed, monkeypatch):
     )
     assert trainer.report.n_sequences == 2
 
-    # Samples of lossless rollouts are the dense policy's: there is nothing to measure beside them.
+    # Samples of lossless rollouts come from the dense policy: there is no mismatch to measure.
     asked.clear()
     trainer._is_lossless, trainer._ceiling, trainer.global_steps = True, Ceiling(), 15
     trainer.on_step_end()
@@ -205,7 +205,9 @@ def cluster():
 
 
 def replica():
-    """Stands in for ``vLLMReplica``; its server, like verl's, hands on errors but no results."""
+    """Create a stand-in for ``vLLMReplica``; like verl's, its server passes on errors but no
+    results.
+    """
 
     class Server:
         def __init__(self):
@@ -225,7 +227,7 @@ def replica():
     return SimpleNamespace(servers=[ray.remote(Server).remote()])
 
 
-def test_every_replica_is_told_and_forgets_its_prefixes(cluster):
+def test_every_replica_receives_the_schedule_and_clears_its_prefix_cache(cluster):
     replicas = [replica(), replica()]
     adapter.push_schedule(replicas, SCHEDULE)
     for told in replicas:
@@ -235,8 +237,10 @@ def test_every_replica_is_told_and_forgets_its_prefixes(cluster):
         adapter.push_schedule(replicas, SparsitySchedule.fixed(13))
 
 
-def test_verls_own_step_is_measured_through_its_transfer_queue(cluster, composed):
-    """The real ``PPOTrainerSync._compute_old_log_prob``, with the policy's worker alone replaced."""
+def test_a_real_step_of_verl_is_measured_through_its_transfer_queue(cluster, composed):
+    """Run the real ``PPOTrainerSync._compute_old_log_prob`` with only the worker of the policy
+    replaced.
+    """
     import transfer_queue as tq
     from omegaconf import OmegaConf
     from tensordict import TensorDict

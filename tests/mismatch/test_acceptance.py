@@ -1,4 +1,4 @@
-"""Acceptance rates: hand-worked values, and bounds that always hold the exact value.
+"""Acceptance rates: values worked out by hand, and bounds that always contain the exact value.
 
 Shapes: T tokens, V vocabulary, n entries of a top-n list.
 """
@@ -20,14 +20,16 @@ def log(probabilities):
 
 
 def top(distribution_TV, n):
-    """Ids and log-probs of the n most probable tokens of each row, [T, n]."""
+    """Return ids and log-probs of the n most probable tokens of each row, [T, n]."""
     ids = np.argsort(-distribution_TV, axis=-1, kind="stable")[:, :n]
     return ids, np.take_along_axis(log(distribution_TV), ids, axis=-1)
 
 
 @st.composite
 def distribution_pairs(draw):
-    """Two arrays [T, V], from near-equal to disjoint, from flat to one-hot; some with exact zeros."""
+    """Generate two arrays [T, V], from nearly equal to disjoint and from flat to one-hot; some with
+    exact zeros.
+    """
     vocabulary = draw(st.integers(1, 12))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     scale = draw(st.sampled_from([0.1, 1.0, 5.0, 30.0]))
@@ -41,21 +43,21 @@ def distribution_pairs(draw):
     return pair
 
 
-def test_exact_value_by_hand():
+def test_exact_acceptance_by_hand():
     assert acceptance(P, Q) == pytest.approx(0.2 + 0.1 + 0.15 + 0.05)
     assert acceptance([[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]).tolist() == [0.0, 1.0]
 
 
 @settings(deadline=None)
 @given(distribution_pairs())
-def test_exact_value_is_one_minus_total_variation(pair):
+def test_exact_acceptance_is_one_minus_total_variation(pair):
     p, q = pair
     total_variation = 0.5 * np.abs(p - q).sum(axis=-1)
     np.testing.assert_allclose(acceptance(p, q), 1 - total_variation, atol=1e-12)
     np.testing.assert_array_equal(acceptance(p, q), acceptance(q, p))
 
 
-def test_exact_value_keeps_leading_shape_and_single_precision_in_range():
+def test_exact_acceptance_keeps_leading_dimensions_and_stays_in_range_in_float32():
     p = np.random.default_rng(0).dirichlet(np.ones(7), (2, 3)).astype(np.float32)
     alpha = acceptance(p, p)
     assert alpha.shape == (2, 3) and alpha.dtype == np.float64
@@ -72,33 +74,33 @@ def test_exact_value_keeps_leading_shape_and_single_precision_in_range():
         ([-0.7, -0.7], [-0.7, -0.7], "exponentiate log-probs"),
     ],
 )
-def test_exact_value_refuses_what_is_no_distribution(p, q, message):
+def test_exact_acceptance_refuses_invalid_distributions(p, q, message):
     with pytest.raises(ValueError, match=message):
         acceptance(p, q)
 
 
 def test_gathered_bounds_by_hand():
-    ids = [2, 3, 0]  # the actor's three best
+    ids = [2, 3, 0]  # the three best tokens of the actor
     lower, upper = acceptance_bounds([ids], log(Q[ids])[None], log(P[ids])[None])
     assert lower == pytest.approx([0.15 + 0.05 + 0.2])
     assert upper == pytest.approx([0.4 + min(1 - 0.7, 1 - 0.8)])
 
 
 def test_two_list_bounds_by_hand():
-    # The lists share token 0 only, with 0.5 and 0.3: 0.5 and 0.7 are left over.
+    # The lists share only token 0, with 0.5 and 0.3; masses of 0.5 and 0.7 remain.
     lower, upper = acceptance_bounds(
         [[2, 0]], log([[0.4, 0.3]]), log([[0.5, 0.3]]), policy_ids=[[0, 1]]
     )
     assert lower == pytest.approx([0.3])
     assert upper == pytest.approx([0.3 + 0.5])
-    # Disjoint lists say nothing.
+    # Disjoint lists give no information.
     lower, upper = acceptance_bounds([[7]], log([[0.6]]), log([[0.9]]), policy_ids=[[3]])
     assert (lower.tolist(), upper.tolist()) == ([0.0], [1.0])
 
 
 @settings(max_examples=200, deadline=None)
 @given(distribution_pairs(), st.integers(1, 12))
-def test_gathered_bounds_hold_the_exact_value(pair, n):
+def test_gathered_bounds_contain_the_exact_value(pair, n):
     p, q = pair
     ids, actor_logprobs = top(q, n)
     lower, upper = acceptance_bounds(ids, actor_logprobs, np.take_along_axis(log(p), ids, axis=-1))
@@ -111,7 +113,7 @@ def test_gathered_bounds_hold_the_exact_value(pair, n):
 
 @settings(max_examples=300, deadline=None)
 @given(distribution_pairs(), st.integers(1, 12), st.integers(1, 12))
-def test_two_list_bounds_hold_the_exact_value(pair, n, m):
+def test_two_list_bounds_contain_the_exact_value(pair, n, m):
     p, q = pair
     actor_ids, actor_logprobs = top(q, n)
     policy_ids, policy_logprobs = top(p, m)
@@ -120,7 +122,7 @@ def test_two_list_bounds_hold_the_exact_value(pair, n, m):
     assert np.all((lower >= 0) & (lower <= exact + 1e-12) & (exact <= upper + 1e-12) & (upper <= 1))
     if min(n, m) >= p.shape[-1]:
         np.testing.assert_allclose(lower, exact, atol=1e-12)
-        everywhere = ((p > 0) & (q > 0)).all(-1)  # a probability of 0 reads as padding
+        everywhere = ((p > 0) & (q > 0)).all(-1)  # a probability of 0 counts as padding
         np.testing.assert_allclose(upper[everywhere], exact[everywhere], atol=1e-12)
 
 
@@ -138,14 +140,14 @@ def test_padded_entries_are_ignored():
         1,
         2,
         -1,
-    ):  # an id listed on both sides, by the policy, by the actor, and no id at all
+    ):  # an id listed by the policy, by the actor, or an invalid id
         found = acceptance_bounds(
             [[2, 3, 0, pad]], actor_logprobs[:, :4], padded_policy, [[0, 1, pad]]
         )
         np.testing.assert_allclose(found, expected)
 
 
-def test_bounds_take_any_leading_shape_and_stay_in_range_in_single_precision():
+def test_bounds_accept_any_leading_dimensions_and_stay_in_range_in_float32():
     rng = np.random.default_rng(1)
     p, q = rng.dirichlet(np.full(40, 0.3), (2, 4, 5)).astype(np.float32)
     ids = np.argsort(-q, axis=-1)

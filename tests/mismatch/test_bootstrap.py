@@ -1,5 +1,5 @@
-"""Bootstrap by sequence: the fast percentile equals the repeated sample's, intervals cover, and the
-report's numbers.
+"""Bootstrap by sequence: the fast percentile equals that of the repeated sample, intervals cover
+the true value, and the numbers of the report.
 
 Shapes: T tokens, B sequences, R resamples.
 """
@@ -25,8 +25,8 @@ from sparrow.mismatch import (
 
 
 def clustered(rng, n_sequences, n_tokens, similarity):
-    """Tokens uniform on [0, 1], the normal scores of one sequence correlated by `similarity`; and
-    their sequences.
+    """Return tokens uniform on [0, 1], whose normal scores within a sequence are correlated by
+    `similarity`, and their sequences.
     """
     shared = rng.standard_normal((n_sequences, 1))
     own = rng.standard_normal((n_sequences, n_tokens))
@@ -35,7 +35,7 @@ def clustered(rng, n_sequences, n_tokens, similarity):
 
 
 def repeated(values, sequence, weights_RB):
-    """The resamples themselves, each token as often as its sequence was drawn."""
+    """Return the resamples themselves, with each token as often as its sequence was drawn."""
     return [np.repeat(values, weights[sequence].astype(int)) for weights in weights_RB]
 
 
@@ -47,7 +47,7 @@ def repeated(values, sequence, weights_RB):
     distinct=st.sampled_from([2, 7, 10**9]),
     percentile=st.one_of(st.sampled_from([0, 1, 5, 50, 100]), st.floats(0, 100)),
 )
-def test_weighted_percentile_is_that_of_the_repeated_tokens(
+def test_the_weighted_percentile_equals_the_percentile_of_repeated_tokens(
     seed, n_sequences, n_tokens, distinct, percentile
 ):
     rng = np.random.default_rng(seed)
@@ -84,8 +84,10 @@ def test_bootstrap_by_hand():
     assert math.isnan(alone.lower) and math.isnan(alone.upper)
 
 
-def test_bootstrap_takes_any_statistic():
-    """A statistic that builds every resample gives the very same interval as the fast one."""
+def test_the_bootstrap_accepts_any_statistic():
+    """Compare with a statistic that builds every resample: the interval must be exactly the
+    same.
+    """
     rng = np.random.default_rng(2)
     values, sequence = clustered(rng, 30, 17, 0.5)
 
@@ -103,8 +105,9 @@ def test_bootstrap_takes_any_statistic():
     assert fast.lower < fast.estimate < fast.upper
 
 
-def test_mean_interval_has_the_width_of_theory():
-    # Equal-sized sequences: the mean's standard error is that of the sequence means, s / sqrt(B).
+def test_the_interval_of_the_mean_has_its_theoretical_width():
+    # Equal-sized sequences: the standard error of the mean is that of the sequence means, s /
+    # sqrt(B).
     values, sequence = clustered(np.random.default_rng(3), 200, 20, 0.5)
     interval = sequence_bootstrap(values, sequence, weighted_mean, resamples=4000)
     error = values.reshape(200, 20).mean(axis=1).std() / math.sqrt(200)
@@ -112,7 +115,7 @@ def test_mean_interval_has_the_width_of_theory():
 
 
 @pytest.mark.slow
-def test_coverage_on_clustered_tokens():
+def test_the_interval_covers_clustered_tokens_at_its_level():
     """The 95 % interval of the 5th percentile, whose true value is 0.05, over 300 data sets of 60
     sequences.
 
@@ -133,11 +136,11 @@ def test_coverage_on_clustered_tokens():
     assert by_token / 300 < 0.6
 
 
-def test_percentile_by_bin_interval():
+def test_percentile_intervals_by_bin_match_a_direct_computation():
     rng = np.random.default_rng(1)
     alpha, sequence = clustered(rng, 40, 50, 0.4)
     position = np.tile(np.arange(50), 40)
-    # Sequence 7 alone goes on past a gap: bins 2 and 3 are empty, bin 4 is its own.
+    # Only sequence 7 continues after a gap: bins 2 and 3 are empty, and it alone is in bin 4.
     alpha, sequence = np.append(alpha, [0.3, 0.5]), np.append(sequence, [7, 7])
     position = np.append(position, [100, 101])
     shuffle = rng.permutation(alpha.size)
@@ -159,7 +162,7 @@ def test_percentile_by_bin_interval():
     assert percentile_by_bin_interval([], [], []) == []
 
 
-def test_seed_decides():
+def test_the_seed_determines_the_interval():
     alpha, sequence = clustered(np.random.default_rng(4), 20, 10, 0.5)
     position = np.tile(np.arange(10), 20)
 
@@ -183,14 +186,14 @@ def test_seed_decides():
         ({"bin_tokens": 0}, "bin_tokens is 0"),
     ],
 )
-def test_percentile_by_bin_interval_refuses(change, message):
+def test_percentile_by_bin_interval_refuses_bad_input(change, message):
     arguments = {"alpha": [0.5, 0.6], "position": [0, 1], "sequence": [0, 1]} | change
     with pytest.raises(ValueError, match=message):
         percentile_by_bin_interval(**arguments)
 
 
 @pytest.mark.parametrize(("values", "sequence"), [([], []), ([0.5], [0, 1]), ([[0.5]], [[0]])])
-def test_bootstrap_refuses(values, sequence):
+def test_the_bootstrap_refuses_bad_input(values, sequence):
     with pytest.raises(ValueError, match="two arrays"):
         sequence_bootstrap(values, sequence, weighted_mean)
 
@@ -204,7 +207,7 @@ def report_example():
     return lower, upper, position, sequence
 
 
-def test_report_bundles_what_the_parts_say():
+def test_a_report_combines_the_results_of_its_parts():
     lower, upper, position, sequence = report_example()
     report = mismatch_report(lower, upper, position, sequence, bin_tokens=20, percentile=5, seed=8)
     assert (report.n_tokens, report.n_sequences, report.bin_tokens, report.percentile) == (
@@ -239,7 +242,7 @@ def test_report_bundles_what_the_parts_say():
         report.mean = 0.0
 
 
-def test_report_histogram():
+def test_report_histogram_by_hand():
     # Shortfalls 0, 1e-7, 2e-6, 0.05, 0.5 and 1, one token each.
     lower = 1 - np.array([0.0, 1e-7, 2e-6, 0.05, 0.5, 1.0])
     report = mismatch_report(lower, np.ones(6), np.arange(6), [0, 0, 0, 1, 1, 1])
@@ -253,7 +256,7 @@ def test_report_histogram():
     }
 
 
-def test_report_is_strict_json():
+def test_a_report_is_strict_json():
     lower, upper, position, sequence = report_example()
     report = mismatch_report(lower, upper, position, sequence, bin_tokens=20)
     data = report.to_dict()
@@ -272,6 +275,6 @@ def test_report_is_strict_json():
         ([0.5], [0.6, 0.7], "upper has shape"),
     ],
 )
-def test_report_refuses(lower, upper, message):
+def test_a_report_refuses_bad_input(lower, upper, message):
     with pytest.raises(ValueError, match=message):
         mismatch_report(lower, upper, np.zeros(len(lower), int), np.zeros(len(lower), int))

@@ -1,4 +1,6 @@
-"""The ceiling of p5: what is kept of dense rollouts, and what stands beside which length."""
+"""The ceiling of p5: what is stored from dense rollouts, and which ceiling applies to which
+length.
+"""
 
 import json
 from math import inf, isnan, log, nan
@@ -11,7 +13,7 @@ from sparrow.mismatch.ceiling import engine_noise, with_noise
 
 
 def dense(*bins: tuple[int, float, int], width: int = 100) -> MismatchReport:
-    """A report of bins (index, p5, responses)."""
+    """Return a report of bins (index, p5, responses)."""
     empty = mismatch_report([1.0], [1.0], [0], [0], width)
     rows = (
         BinMismatch(i, i * width, (i + 1) * width, 99, n, 1, p5, p5 - 0.01, p5 + 0.01, 1)
@@ -24,7 +26,7 @@ def ceilings(ceiling: Ceiling, *indices: int) -> list[float]:
     return [b.ceiling for b in ceiling.on(dense(*((i, 0.5, 20) for i in indices))).bins]
 
 
-def test_every_length_has_the_nearest_measured_ceiling():
+def test_every_length_uses_the_nearest_measured_ceiling():
     ceiling = Ceiling()
     assert isnan(*ceilings(ceiling, 0)) and not ceiling
     ceiling.measure(dense((0, 0.95, 64), (2, 0.93, 20), (3, 0.5, 7)))
@@ -36,18 +38,18 @@ def test_every_length_has_the_nearest_measured_ceiling():
     ]  # seven responses are too few
     b = ceiling.on(dense((2, 0.5, 20))).bins[0]
     assert (b.ceiling_low, b.ceiling_high, b.lower_bound) == (0.93 - 0.01, 0.93 + 0.01, 0.5)
-    ceiling.measure(dense((2, 0.91, 8), (0, 0.8, 7)))  # newer ones count, if they are enough
+    ceiling.measure(dense((2, 0.91, 8), (0, 0.8, 7)))  # replaced by enough newer ones
     assert ceilings(ceiling, 0, 2) == [0.95, 0.91]
 
 
-def test_other_bin_widths_find_the_lengths_that_are_theirs():
+def test_bins_of_a_different_width_are_matched_by_length():
     ceiling = Ceiling()
     ceiling.measure(dense((0, 0.95, 64), (1, 0.93, 20), (2, 0.90, 20)))
     found = ceiling.on(dense((0, 0.5, 20), (4, 0.5, 20), width=50)).bins
     assert [b.ceiling for b in found] == [0.95, 0.90]
 
 
-def test_only_lengths_that_were_read_whole_count():
+def test_only_lengths_that_were_read_in_full_count():
     ceiling = Ceiling()
     ceiling.measure(dense((0, 0.95, 64), (1, 0.60, 64)), up_to=100)
     assert ceilings(ceiling, 0, 1) == [0.95, 0.95]
@@ -62,8 +64,8 @@ def test_the_state_survives_json_with_a_bin_of_one_response():
     assert str(again.state()) == str(ceiling.state()) and ceilings(again, 0) == [0.95]
 
 
-def test_a_samplers_noise_by_hand():
-    """Two listed tokens, and all others as one."""
+def test_the_noise_of_a_sampler_by_hand():
+    """Check two listed tokens, with all others as one."""
     noise = engine_noise(np.log([[0.4, 0.4]]), np.log([[0.5, 0.3]]))
     np.testing.assert_allclose(noise, [[log(0.8), log(4 / 3), 0.0]], atol=1e-12)
     np.testing.assert_allclose(np.exp(with_noise(np.log([[0.5, 0.3]]), noise)), [[0.4, 0.4]])
@@ -73,12 +75,12 @@ def test_a_samplers_noise_by_hand():
     )
 
 
-def test_noise_of_lists_that_leave_nothing_over_or_are_padded():
+def test_noise_is_defined_for_complete_and_padded_lists():
     whole = np.array([[log(0.75), log(0.25), -inf]])
     noise = engine_noise(whole, whole)
     assert not noise.any()
     np.testing.assert_allclose(np.exp(with_noise(whole, noise)), [[0.75, 0.25, 0.0]], atol=2e-6)
-    # A rest of 0.001 is one, a rest of a tenth of a millionth is rounding.
+    # A remaining mass of 0.001 is real; one ten-millionth is rounding.
     for rest, expected in ((1e-3, log(1e-3 / 1e-2)), (1e-7, log(1e-6 / 1e-2))):
         assert engine_noise([[np.log1p(-rest)]], [[np.log1p(-1e-2)]])[0, 1] == pytest.approx(
             expected, abs=1e-6

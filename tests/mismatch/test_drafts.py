@@ -1,4 +1,4 @@
-"""Counts of drafts' acceptance by length, against the values they were counted from."""
+"""Counts of the acceptance of drafts by length, compared with the values that were counted."""
 
 import json
 import math
@@ -10,10 +10,10 @@ from sparrow.engines.base import Counters
 from sparrow.mismatch.drafts import BUCKETS, DraftAcceptance
 
 
-def test_counts_keep_mean_and_percentile_of_every_bin():
+def test_counts_keep_the_mean_and_percentile_of_every_bin():
     rng = np.random.default_rng(0)
     alpha, position = rng.beta(9, 1, 20_000), rng.integers(0, 7000, 20_000)
-    position[position // 2000 == 1] += 2000  # leaves a bin empty
+    position[position // 2000 == 1] += 2000  # one bin stays empty
     found = DraftAcceptance.of(alpha, position, 2000)
     assert [(b.start, b.end) for b in found.bins()] == [(0, 2000), (4000, 6000), (6000, 8000)]
     for b in found.bins():
@@ -26,14 +26,15 @@ def test_counts_keep_mean_and_percentile_of_every_bin():
 
 
 def test_percentiles_by_hand():
-    # Of four drafts, one a quarter, the fifth percentile lies a fifth into the first one's bucket.
+    # With four drafts, one per quarter, the fifth percentile lies a fifth into the bucket of the
+    # first.
     found = DraftAcceptance.of([0.2, 0.4, 0.6, 1.0], [5, 5, 5, 5], 10)
     assert abs(found.percentile(5) - (0.2 + 0.2 / BUCKETS)) < 1e-9
     assert found.percentile() == found.percentile(5)
     assert abs(found.percentile(100) - 1) < 1e-9 and abs(found.mean - 0.55) < 1e-12
 
 
-def test_parts_add_up_whatever_lengths_they_reached():
+def test_counts_of_different_lengths_can_be_added():
     parts = [
         DraftAcceptance.of([0.5, 0.9], [10, 20], 16),
         DraftAcceptance.of([0.7], [50], 16),
@@ -49,7 +50,7 @@ def test_parts_add_up_whatever_lengths_they_reached():
         parts[0] + DraftAcceptance.of([0.5], [0], 32)
 
 
-def test_nothing_drafted_has_no_acceptance():
+def test_acceptance_is_undefined_without_drafts():
     none = DraftAcceptance.empty()
     assert (
         none.bins() == []

@@ -6,7 +6,7 @@ import pytest
 from sparrow.mismatch import mismatch_metrics, mismatch_report
 
 
-def test_metrics_are_named_by_bin_and_leave_out_what_is_not_known():
+def test_metrics_are_named_by_bin_and_omit_unknown_values():
     lower = np.array([0.5, 1.0, 0.9])
     report = mismatch_report(
         lower, np.ones(3), np.array([0, 1, 7]), np.array([0, 1, 1]), bin_tokens=4
@@ -21,7 +21,7 @@ def test_metrics_are_named_by_bin_and_leave_out_what_is_not_known():
     )
 
 
-def test_of_the_dense_policys_own_samples_only_what_is_certain_is_logged():
+def test_bins_sampled_by_the_dense_policy_log_only_an_upper_bound():
     lower, upper = np.array([0.5, 0.6, 0.9]), np.array([0.9, 0.95, 1.0])
     report = mismatch_report(lower, upper, np.array([0, 1, 7]), np.array([0, 1, 1]), bin_tokens=4)
     partly = mismatch_metrics(report, dense_up_to=4)

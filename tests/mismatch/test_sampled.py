@@ -1,6 +1,4 @@
-"""What sampled tokens tell about acceptance, on numbers worked out by hand and against exact
-distributions.
-"""
+"""Acceptance estimated from sampled tokens, by hand and against exact distributions."""
 
 import numpy as np
 import pytest
@@ -24,7 +22,7 @@ def test_acceptance_of_sampled_tokens_by_hand():
         ([-1.0], [-np.inf], "infinite under the actor"),
     ],
 )
-def test_what_cannot_have_been_sampled_is_refused(policy, actor, message):
+def test_impossible_samples_are_refused(policy, actor, message):
     with pytest.raises(ValueError, match=message):
         sampled_acceptance(policy, actor)
 
@@ -51,7 +49,7 @@ def test_the_floor_is_the_mean_of_the_lowest_tokens():
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(0.02, 3.0), st.integers(2, 12))
-def test_the_mean_is_that_of_acceptance_and_the_floor_lies_under_its_tail(seed, spread, vocabulary):
+def test_the_mean_matches_acceptance_and_the_floor_is_below_its_tail(seed, spread, vocabulary):
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(8000, vocabulary)) * 2
     p, q = (

@@ -1,4 +1,4 @@
-"""Bins of position, worked out by hand."""
+"""Bins of positions by hand."""
 
 import pytest
 
@@ -24,6 +24,6 @@ def test_split_by_bin_by_hand():
         ([0], 0, "bin_tokens is 0"),
     ],
 )
-def test_split_by_bin_refuses(position, bin_tokens, message):
+def test_split_by_bin_refuses_bad_input(position, bin_tokens, message):
     with pytest.raises(ValueError, match=message):
         split_by_bin(position, bin_tokens)

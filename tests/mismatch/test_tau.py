@@ -1,5 +1,5 @@
-"""Tau on both scales: the law by hand and on sampled distributions, intervals, verdicts, and what
-is out of reach.
+"""Tau on both scales: the law by hand and on sampled distributions, intervals, verdicts, and
+unreachable values.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ def measured(p5: float, half=0.01, upper=None, ceiling=(nan, nan, nan)) -> BinMi
     return BinMismatch(3, 300, 400, 99, 20, 0.99, p5, p5 - half, p5 + half, upper, *ceiling)
 
 
-def test_the_relative_p5_is_what_noise_leaves_in_squares():
+def test_relative_p5_subtracts_noise_in_squares():
     # 0.13 rejected in all, 0.05 by noise: 0.12 by sparsity, for 5, 12, 13 is a right-angled
     # triangle.
     assert relative_p5(0.87, 0.95) == pytest.approx(0.88)
@@ -32,8 +32,10 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("noise", [0.1, 0.25])
-def test_independent_errors_of_the_logits_add_in_squares_in_the_tail(noise):
-    """Distributions of every sharpness; sparsity's error is rare and large, noise is everywhere."""
+def test_independent_logit_errors_add_in_squares_in_the_tail(noise):
+    """Distributions of every sharpness are sampled; the error from sparsity is rare and large,
+    noise is everywhere.
+    """
     rng = np.random.default_rng(0)
     T, V = 40_000, 12
     logits = rng.standard_normal((T, V)) * rng.exponential(4, (T, 1))
@@ -49,13 +51,13 @@ def test_independent_errors_of_the_logits_add_in_squares_in_the_tail(noise):
             p5(strength * sparse + noise * rng.standard_normal((T, V))),
         )
         assert abs(relative_p5(both, ceiling) - alone) < 0.02
-        if alone > 0.7:  # the other laws are off by more where the first is off by less
+        if alone > 0.7:  # the other laws err more than twice as much
             assert min(both / ceiling, 1 - (ceiling - both)) - alone > 2 * abs(
                 relative_p5(both, ceiling) - alone
             )
 
 
-def test_the_interval_holds_what_both_intervals_leave_open():
+def test_the_relative_interval_combines_both_intervals():
     estimate, lower, upper = relative_span((0.87, 0.86, 0.88), (0.95, 0.94, 0.96))
     assert estimate == pytest.approx(0.88)
     # (0.13^2 - 0.05^2) + hypot(0.14^2 - 0.13^2, 0.05^2 - 0.04^2) = 0.0144 + 0.002846
@@ -64,15 +66,15 @@ def test_the_interval_holds_what_both_intervals_leave_open():
     assert relative_span((0.9, 0.89, 0.91), (1.0, 1.0, 1.0)) == pytest.approx((0.9, 0.89, 0.91))
     exact, unknown, _ = relative_span((0.9, nan, nan), (0.95, 0.94, 0.96))
     assert not isnan(exact) and isnan(unknown)
-    # At the ceiling little can be told: 1, but for all that is known 0.957 as well.
+    # At the ceiling little can be decided: the estimate is 1, but 0.957 is also possible.
     assert relative_span((0.95, 0.94, 0.96), (0.95, 0.94, 0.96)) == pytest.approx(
         (1.0, 0.9623, 1.0), abs=1e-3
     )
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
-def test_nine_intervals_of_ten_and_more_hold_the_truth(noise):
-    """Both p5s are drawn around known values, as independent rollouts would have them."""
+def test_at_least_nine_intervals_in_ten_contain_the_true_value(noise):
+    """Both p5 values are drawn around known values, as in independent rollouts."""
     rng = np.random.default_rng(1)
     truth, spread = 0.9, 0.004
     p5 = 1 - np.hypot(1 - truth, noise) + spread * rng.standard_normal(2000)
@@ -87,11 +89,11 @@ def test_nine_intervals_of_ten_and_more_hold_the_truth(noise):
     assert 0.93 <= held <= 0.97
 
 
-def test_verdicts_are_on_the_scale_that_was_asked_for():
+def test_verdicts_use_the_requested_scale():
     noisy = measured(0.87, ceiling=(0.95, 0.945, 0.955))
     assert Tau(0.86).verdict(noisy) == Tau(0.86, relative=True).verdict(noisy) == "holds"
     assert Tau(0.9).verdict(noisy) == "below" and Tau(0.9, relative=True).verdict(noisy) == "below"
-    # 0.87 is the most that a measured p5 can be here, and still nearly the ceiling of another pair.
+    # Relative tau is met if 0.87 is close to the ceiling, although absolute tau is not.
     close = measured(0.87, ceiling=(0.88, 0.875, 0.885))
     assert Tau(0.9).verdict(close) == "below" and Tau(0.9, relative=True).verdict(close) == "holds"
     assert Tau(0.5, relative=True).verdict(measured(0.87)) == "undecided", "no ceiling was measured"
@@ -107,7 +109,7 @@ def test_verdicts_are_on_the_scale_that_was_asked_for():
     )
 
 
-def test_what_dense_rollouts_do_not_hold_is_told_in_a_sentence():
+def test_a_tau_that_dense_rollouts_miss_is_reported_in_a_sentence():
     bins = [
         measured(0.9, ceiling=(0.999, 0.998, 1.0)),
         measured(0.9, ceiling=(0.951, 0.948, 0.955)),
@@ -119,7 +121,7 @@ def test_what_dense_rollouts_do_not_hold_is_told_in_a_sentence():
     )
     assert "can be shown to reach 0.98; lower tau, or bring engine and trainer closer" in said
     assert Tau(0.955).out_of_reach(bins) is None
-    # Relative to it 0.9 is far enough away, and 0.99 is not told apart from the ceiling.
+    # Relative to the ceiling, 0.9 is far enough away, but 0.99 cannot be distinguished from it.
     assert Tau(0.9, relative=True).out_of_reach(bins) is None
     said = Tau(0.99, relative=True).out_of_reach(bins)
     assert (
@@ -130,7 +132,7 @@ def test_what_dense_rollouts_do_not_hold_is_told_in_a_sentence():
     assert Tau(0.99, relative=True).out_of_reach([measured(0.9)]) is None
 
 
-def test_the_names_cannot_be_mixed_up():
+def test_relative_and_absolute_tau_have_distinct_names():
     assert str(Tau(0.86)) == "tau 0.86" and str(Tau(0.86, relative=True)) == "relative tau 0.86"
     assert Tau(0.86).statistic == "p5" and Tau(0.86, relative=True).statistic == "relative p5"
     assert Tau.chosen(0.9, None) == Tau(0.9) and Tau.chosen(None, 0.9) == Tau(0.9, relative=True)

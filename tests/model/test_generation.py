@@ -1,5 +1,5 @@
-"""Generation by transformers and compiled models: what is prefill, what is a decode step, and what
-is refused.
+"""Generation by transformers and compiled models: what counts as prefill or as a decode step, and
+what is refused.
 """
 
 import copy
@@ -15,7 +15,7 @@ from tests.conftest import VOCAB, tiny_model
 
 SPARSE = SparsitySchedule(top_k=(0, 1), bin_tokens=48, page_size=4, dense_layers=(0,))
 STEPS = 12
-LAYERS = 2  # compilers take their time
+LAYERS = 2  # compilers are slow
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def generate(model, ids, **options):
 
 
 def forced(model, ids, answers, prompt, schedule=None):
-    """Log-probs ``[B, STEPS, V]`` by one teacher-forced pass."""
+    """Return log-probs ``[B, STEPS, V]`` from one teacher-forced pass."""
     with torch.no_grad(), teacher_forced(model, prompt, schedule):
         out = model(input_ids=torch.cat([ids, answers], 1), use_cache=False).logits
     return out[:, ids.shape[1] - 1 : -1].log_softmax(-1)
@@ -67,7 +67,7 @@ def forced(model, ids, answers, prompt, schedule=None):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("chunk", [1, 3, 7, 11])
-def test_a_prompt_read_in_chunks_is_dense_to_its_last_token(model, chunk, cache):
+def test_a_prompt_read_in_chunks_is_dense_up_to_its_last_token(model, chunk, cache):
     ids = tokens(2, 43)  # 43 = 6 x 7 + 1 = 14 x 3 + 1
     whole_tokens, whole = generate(model, ids)
     calls = sparse_calls(model)
@@ -78,14 +78,14 @@ def test_a_prompt_read_in_chunks_is_dense_to_its_last_token(model, chunk, cache)
     torch.testing.assert_close(found, forced(model, ids, found_tokens, [43, 43]), rtol=0, atol=1e-4)
 
 
-def test_a_turn_of_one_token_after_a_cache_is_prompt(model):
+def test_a_single_new_token_after_a_cache_counts_as_prompt(model):
     ids = tokens(1, 43)
     cache = model(input_ids=ids[:, :42], use_cache=True).past_key_values
     answers, found = generate(model, ids, past_key_values=cache)
     torch.testing.assert_close(found, forced(model, ids, answers, [43]), rtol=0, atol=1e-4)
 
 
-def test_a_loop_of_ones_own_says_what_is_prefill(model):
+def test_a_custom_decoding_loop_marks_its_prefill(model):
     ids = tokens(1, 43)
     with torch.no_grad():
         dense = model(input_ids=ids).logits[:, -1]
@@ -129,7 +129,9 @@ def test_generation_that_fails_leaves_decoding_sparse(model):
         ),
     ],
 )
-def test_generation_that_would_be_partly_dense_is_refused_or_wholly_dense(model, options, named):
+def test_generation_options_that_would_mix_dense_and_sparse_steps_are_refused(
+    model, options, named
+):
     options = {
         k: tiny_model(seed=1, num_hidden_layers=LAYERS) if v == "model" else v
         for k, v in options.items()
@@ -151,7 +153,7 @@ def test_generation_that_would_be_partly_dense_is_refused_or_wholly_dense(model,
 
 
 def test_a_pass_over_several_tokens_after_the_prompt_is_refused(model, monkeypatch):
-    """Whoever makes ``generate`` do so: its steps would be dense without a word."""
+    """Such steps would silently be dense, whoever makes ``generate`` run them."""
     prepare = model.prepare_inputs_for_generation
 
     def last_token_twice(*args, **kwargs):
@@ -182,7 +184,7 @@ def test_a_pass_over_several_tokens_after_the_prompt_is_refused(model, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
-def test_a_compiled_model_is_teacher_forced_and_dense_again_after(model, how):
+def test_a_compiled_model_is_sparse_under_teacher_forcing_and_dense_afterwards(model, how):
     ids, answers = tokens(1, 30), tokens(1, STEPS, seed=4)
     expected = forced(model, ids, answers, [30])
     whole = torch.cat([ids, answers], 1)
@@ -212,7 +214,7 @@ def test_a_model_compiled_for_dynamic_shapes_keeps_its_dense_layers_dense(model)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-def test_a_pass_that_was_not_teacher_forced_is_noticed_at_the_end(model):
+def test_a_missing_teacher_forced_pass_is_noticed_at_the_end(model):
     twin = copy.deepcopy(model)
     with (
         pytest.raises(ConfigError, match=r"no pass through layers \[0, 1\] was teacher-forced"),
@@ -223,7 +225,7 @@ def test_a_pass_that_was_not_teacher_forced_is_noticed_at_the_end(model):
 
 @pytest.mark.slow
 def test_generation_with_a_static_cache_compiles_once_and_counts_its_steps(model):
-    """Compiling is asked for on a CPU too; its backend only counts."""
+    """Compilation is requested on a CPU as well; its backend only counts."""
     graphs, seen = [], []
 
     def count(graph, example_inputs):

@@ -1,4 +1,4 @@
-"""A GGUF file becomes the checkpoint that it was written from: logits, and ids of text."""
+"""A GGUF file is converted to the checkpoint that it was written from: logits, and ids of text."""
 
 import json
 
@@ -25,8 +25,8 @@ TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|i
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """A byte-level tokenizer that was trained on numbers too, so that it would join their digits
-    if they were not split off.
+    """Train a byte-level tokenizer on text with numbers, so that it would merge digits unless they
+    are split off.
     """
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -65,10 +65,10 @@ def model(request, tokenizer) -> LlamaForCausalLM:
 
 
 def write(path, model, tokenizer, quantised=None, **changed):
-    """Write the model as llama.cpp does; returns the model that the file then stands for.
+    """Write the model like llama.cpp; return the model that the file then represents.
 
     ``quantised``: the type that matrices are stored in. ``changed``: fields with other values, or
-    tensors that are left out (None).
+    omitted tensors (None).
     """
     config = model.config
     names = {f"{theirs}.weight": f"{ours}.weight" for ours, theirs in TENSORS.items()}
@@ -132,7 +132,9 @@ def merges_of(tokenizer) -> list:
 
 
 def side_by_side(weight, heads):
-    """Rows of each head from 0 1 2 ... | h h+1 h+2 ... to 0 h 1 h+1 2 h+2 ..., written out."""
+    """Reorder the rows of each head from 0 1 2 ... | h h+1 h+2 ... to 0 h 1 h+1 2 h+2 ..., written
+    out.
+    """
     head_dim = len(weight) // heads
     half = head_dim // 2
     order = [
@@ -142,7 +144,7 @@ def side_by_side(weight, heads):
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_1"])
-def test_the_checkpoint_has_the_logits_of_the_model_that_was_written(
+def test_the_converted_checkpoint_has_the_logits_of_the_original_model(
     tmp_path, model, tokenizer, kind
 ):
     quantised = None if kind == "F32" else gguf.GGMLQuantizationType[kind]
@@ -157,7 +159,7 @@ def test_the_checkpoint_has_the_logits_of_the_model_that_was_written(
         torch.testing.assert_close(loaded(ids).logits, written(ids).logits, rtol=0, atol=0)
 
 
-def test_text_has_the_ids_that_the_tokenizer_gave_it(tmp_path, model, tokenizer):
+def test_the_converted_tokenizer_produces_the_original_ids(tmp_path, model, tokenizer):
     write(tmp_path / "model.gguf", model, tokenizer)
     convert(tmp_path / "model.gguf", tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
@@ -165,7 +167,7 @@ def test_text_has_the_ids_that_the_tokenizer_gave_it(tmp_path, model, tokenizer)
         ids = loaded(text).input_ids
         assert ids == tokenizer.encode(text).ids
         assert loaded.decode(ids) == text
-    # Digits stand alone, and no token is put before the text.
+    # Digits are single tokens, and no token is added before the text.
     assert loaded.convert_ids_to_tokens(loaded(" 84").input_ids) == ["Ġ", "8", "4"]
     chat = [{"role": "user", "content": "no digits"}]
     rendered = loaded.apply_chat_template(chat, tokenize=False)
@@ -187,13 +189,13 @@ def test_text_has_the_ids_that_the_tokenizer_gave_it(tmp_path, model, tokenizer)
         ({"left_out": "blk.1.attn_v.weight"}, "lacks the tensor blk.1.attn_v.weight"),
     ],
 )
-def test_what_would_become_another_model_is_refused(tmp_path, model, tokenizer, changed, reason):
+def test_unsupported_gguf_files_are_refused(tmp_path, model, tokenizer, changed, reason):
     write(tmp_path / "model.gguf", model, tokenizer, **changed)
     with pytest.raises(ConfigError, match=reason):
         convert(tmp_path / "model.gguf", tmp_path / "out")
 
 
-def test_a_file_that_is_cut_off_is_refused(tmp_path, model, tokenizer):
+def test_a_truncated_file_is_refused(tmp_path, model, tokenizer):
     write(tmp_path / "model.gguf", model, tokenizer)
     whole = (tmp_path / "model.gguf").read_bytes()
     for length in (3, len(whole) // 2, len(whole) - 100):

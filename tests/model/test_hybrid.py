@@ -1,5 +1,5 @@
-"""Hybrid models: sparse in the layers of full attention, linear layers as they are, anything else
-refused by name.
+"""Hybrid models: sparse in full-attention layers, unchanged in linear layers, and refused by name
+for anything else.
 """
 
 import pytest
@@ -56,11 +56,11 @@ def build(kind: str, layer_types: list[str] | None = ALTERNATING, **changes):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hybrid_decodes_as_the_eager_reference_in_its_attention_layers(kind):
+def test_attention_layers_of_a_hybrid_decode_like_the_eager_reference(kind):
     assert check(build(kind), kind), "sparsity must show, or this test shows nothing"
 
 
-def test_rollouts_of_a_hybrid_are_those_that_its_teacher_forced_pass_scores():
+def test_rollouts_of_a_hybrid_match_its_teacher_forced_scores():
     # As published, one layer in four. Linear layers sum step by step in another order than over a
     # chunk: with larger weights float32 drifts further apart than the bound.
     model = build("qwen3_next", None, initializer_range=0.2)
@@ -75,7 +75,7 @@ def test_rollouts_of_a_hybrid_are_those_that_its_teacher_forced_pass_scores():
     )
     assert (
         counters.tokens_held == held and counters.read_fraction < 0.9
-    )  # of the one layer with a cache
+    )  # of the only layer with a KV cache
     for schedule, same in ((SPARSE, True), (SparsitySchedule.dense(), False)):
         scores = engine.score(rollouts, schedule, 1.0)
         apart = max(
@@ -84,7 +84,7 @@ def test_rollouts_of_a_hybrid_are_those_that_its_teacher_forced_pass_scores():
         assert (apart < 1e-4) == same
 
 
-def test_what_a_hybrid_cannot_do_is_refused_by_name():
+def test_unsupported_features_of_a_hybrid_are_refused_by_name():
     with pytest.raises(
         UnsupportedModel,
         match="Qwen3NextForCausalLM has linear-attention layers, whose state cannot undo",

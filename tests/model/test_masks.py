@@ -1,7 +1,7 @@
-"""Tokens that do not lie side by side, and masks that pages cannot follow: equal to each row alone,
-or refused.
+"""Rows whose tokens are not contiguous, and masks that pages cannot express: equal to each row
+alone, or refused.
 
-Every row alone, without padding, is the reference; how it selects is held elsewhere.
+The reference is each row alone, without padding; its selection is tested elsewhere.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from sparrow.schedule import SparsitySchedule
 from tests.conftest import VOCAB, tiny_model
 
 SPARSE = SparsitySchedule(top_k=(1, 2), bin_tokens=48, page_size=4, dense_layers=(0,))
-TURNS = [(29, 17), (13, 31), (40, 5)]  # tokens of each row's first and second turn
+TURNS = [(29, 17), (13, 31), (40, 5)]  # number of tokens in the first and second turn of each row
 STEPS = 8
 
 
@@ -35,7 +35,7 @@ def tokens(*shape, seed=0):
 
 
 def laid(rows, width, side):
-    """``[B, width]`` ids and mask with every row to the left or right of its padding."""
+    """Return ``[B, width]`` ids and mask with every row to the left or right of its padding."""
     ids, mask = (
         torch.zeros(len(rows), width, dtype=torch.long),
         torch.zeros(len(rows), width, dtype=torch.long),
@@ -47,8 +47,8 @@ def laid(rows, width, side):
 
 
 def decode(model, ids, mask, answers, static=False):
-    """Log-probs ``[B, STEPS, V]`` of a decode step per column of ``answers``, after ``ids`` in one
-    pass.
+    """Return log-probs ``[B, STEPS, V]`` of a decode step per column of ``answers``, after ``ids``
+    in one pass.
     """
     options = {}
     if static:
@@ -84,7 +84,7 @@ def alone(model, rows, answers):
 
 
 def arrangements():
-    """Name -> (rows, ids, mask): the same rows, padded in every way."""
+    """Return name -> (rows, ids, mask): the same rows, padded in every way."""
     first = [tokens(a, seed=i) for i, (a, _) in enumerate(TURNS)]
     second = [tokens(b, seed=9 + i) for i, (_, b) in enumerate(TURNS)]
     rows = [torch.cat(turns) for turns in zip(first, second, strict=True)]
@@ -112,7 +112,7 @@ def arrangements():
 @pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", ["left padding", "right padding", "chat turns", "holes"])
-def test_padding_anywhere_decodes_as_each_row_alone(model, name, static):
+def test_rows_padded_anywhere_decode_as_if_alone(model, name, static):
     rows, ids, mask = arrangements()[name]
     answers = tokens(len(rows), STEPS, seed=5)
     expected = alone(model, rows, answers)
@@ -125,7 +125,7 @@ def test_padding_anywhere_decodes_as_each_row_alone(model, name, static):
 
 
 @pytest.mark.parametrize("name", ["left padding", "right padding", "chat turns", "holes"])
-def test_padding_anywhere_is_teacher_forced_as_each_row_alone_with_its_gradient(model, name):
+def test_rows_padded_anywhere_are_teacher_forced_as_if_alone_with_equal_gradients(model, name):
     rows, ids, mask = arrangements()[name]
     prompt = [11, 20, 30]
     expected = []
@@ -146,7 +146,7 @@ def test_padding_anywhere_is_teacher_forced_as_each_row_alone_with_its_gradient(
     assert (gradients[0] - gradients[1]).norm() < 1e-4 * gradients[0].norm()
 
 
-def test_a_row_of_padding_only_disturbs_no_other(model):
+def test_a_row_of_only_padding_does_not_affect_other_rows(model):
     rows, ids, mask = arrangements()["holes"]
     answers = tokens(4, STEPS, seed=5)
     expected = alone(model, rows, answers)
@@ -154,9 +154,9 @@ def test_a_row_of_padding_only_disturbs_no_other(model):
     torch.testing.assert_close(decode(model, ids, mask, answers)[:3], expected, rtol=0, atol=1e-4)
 
 
-def test_virtual_tokens_before_padding_decode_as_each_row_alone(model):
-    """Virtual tokens stand before the padding, so every padded row has a hole; peft's positions
-    count it.
+def test_rows_with_virtual_tokens_before_padding_decode_as_if_alone(model):
+    """Virtual tokens precede the padding, so every padded row has a hole, which the positions of
+    peft include.
     """
     torch.manual_seed(3)
     rows = [tokens(a, seed=i) for i, (a, _) in enumerate(TURNS)]
@@ -167,8 +167,8 @@ def test_virtual_tokens_before_padding_decode_as_each_row_alone(model):
     generated = []
     names_it_cache = "cache" in inspect.signature(type(model).forward).parameters
     if names_it_cache and Version(peft.__version__) <= Version("0.21.2"):
-        # This peft looks for ``past_key_values`` and, as it finds none, puts its virtual tokens
-        # into every pass.
+        # This version of peft looks for ``past_key_values`` and, if there is none, adds its virtual
+        # tokens to every pass.
         set_schedule(peft_model, SPARSE)
         with pytest.raises(ConfigError, match="generate reads 7 tokens in a pass after its prompt"):
             peft_model.generate(
@@ -214,7 +214,7 @@ def test_virtual_tokens_before_padding_decode_as_each_row_alone(model):
 
 
 def causal(rows):
-    """bool ``[B, 1, T, T]`` for a 2D mask of real tokens."""
+    """Return bool ``[B, 1, T, T]`` for a 2D mask of real tokens."""
     T = rows.shape[1]
     return (rows.bool()[:, None] & torch.ones(T, T, dtype=torch.bool).tril())[:, None]
 
@@ -224,7 +224,7 @@ def additive(mask, low):
 
 
 @pytest.mark.parametrize("low", [float("-inf"), torch.finfo(torch.float32).min])
-def test_a_float_mask_of_four_dimensions_counts_as_the_padding_it_is(model, low):
+def test_teacher_forcing_treats_a_four_dimensional_float_mask_as_padding(model, low):
     _, ids, mask = arrangements()["holes"]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     seen = causal(mask)
@@ -236,7 +236,7 @@ def test_a_float_mask_of_four_dimensions_counts_as_the_padding_it_is(model, low)
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)
 
 
-def test_a_float_mask_of_four_dimensions_decodes_as_the_padding_it_is(model):
+def test_decoding_treats_a_four_dimensional_float_mask_as_padding(model):
     _, ids, mask = arrangements()["left padding"]
     with torch.no_grad():
         found = []
@@ -257,7 +257,7 @@ def test_a_float_mask_of_four_dimensions_decodes_as_the_padding_it_is(model):
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
 
 
-def test_a_mask_that_adds_to_scores_is_refused(model):
+def test_a_mask_that_biases_scores_is_refused(model):
     ids = tokens(2, 20)
     bias = additive(causal(torch.ones_like(ids)), float("-inf")) + torch.linspace(-1, 0, 20)
     message = r"the attention mask adds a bias to the scores of tokens"
@@ -288,7 +288,7 @@ def test_packed_sequences_are_refused_with_the_remedy(model):
     for mask in (block, additive(block, float("-inf"))):
         with pytest.raises(ConfigError, match=message), teacher_forced(model, [4]):
             model(input_ids=ids, position_ids=positions, attention_mask=mask)
-    # Dense training on them stays what it was.
+    # Dense training with these masks is unchanged.
     packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     parts = [model(input_ids=part).logits for part in ids.split([12, 18], 1)]
     torch.testing.assert_close(packed, torch.cat(parts, 1), rtol=0, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Which models may be routed, and that a refused one is left as it was."""
+"""Which models may be routed, and that a refused model is left unchanged."""
 
 import copy
 import pickle
@@ -72,14 +72,14 @@ def decoded(model):
         )
 
 
-# --- refusals leave nothing behind ---
+# --- refusals leave the model unchanged ---
 
 
 @pytest.mark.parametrize(
     ("model_class", "config_class"),
     [(NemotronForCausalLM, NemotronConfig), (StableLmForCausalLM, StableLmConfig)],
 )
-def test_a_refused_model_is_left_as_it_was_and_refused_again(model_class, config_class):
+def test_a_refused_model_is_unchanged_and_refused_again(model_class, config_class):
     model = build(model_class, config_class)
     config, before, attributes = model.config, logits(model), set(vars(model))
     for _ in range(2):
@@ -112,7 +112,7 @@ def test_an_engine_that_refuses_a_model_leaves_it_unrouted():
     assert not any(hasattr(m, "sparrow") for m in model.modules())
 
 
-def test_a_model_that_trains_goes_on_training_and_keeps_its_hooks():
+def test_a_model_in_training_mode_stays_in_it_and_keeps_its_hooks():
     model = tiny_model().train()
     model.model.layers[1].eval()
     hooks = len(model.model._forward_pre_hooks)
@@ -128,7 +128,7 @@ def test_a_model_that_trains_goes_on_training_and_keeps_its_hooks():
     )
 
 
-def test_of_two_models_on_one_config_only_one_is_routed():
+def test_only_one_of_two_models_that_share_a_config_is_routed():
     one = tiny_model()
     other = Qwen3ForCausalLM(one.config).eval()
     assert other.config is one.config
@@ -143,7 +143,7 @@ def test_of_two_models_on_one_config_only_one_is_routed():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_a_model_has_a_schedule_of_its_own(copied):
+def test_a_copy_of_a_model_has_its_own_schedule(copied):
     model = tiny_model()
     set_schedule(model, SPARSE)
     twin = copied(model)
@@ -164,7 +164,7 @@ def test_a_copy_of_a_model_has_a_schedule_of_its_own(copied):
     assert not out.logits[0].any(), "generate must run the copy"
 
 
-# --- one pass beside the model's own attention ---
+# --- a check pass beside the model's own attention ---
 
 
 def test_attention_sinks_are_refused_by_name():
@@ -192,7 +192,7 @@ def test_a_soft_cap_is_refused_by_name():
         set_schedule(model, SPARSE)
 
 
-def test_attention_to_later_tokens_is_found_by_the_pass_beside_it():
+def test_attention_to_later_tokens_is_found_by_the_check_pass():
     torch.manual_seed(0)
     model = BertLMHeadModel(
         BertConfig(
@@ -210,7 +210,7 @@ def test_attention_to_later_tokens_is_found_by_the_pass_beside_it():
         set_schedule(model, SPARSE)
 
 
-def test_what_a_model_adds_within_its_own_attention_is_found_by_the_pass_beside_it(monkeypatch):
+def test_custom_changes_to_attention_are_found_by_the_check_pass(monkeypatch):
     from transformers.models.llama import modeling_llama
 
     def louder(module, query, key, value, attention_mask, **kwargs):
@@ -227,7 +227,7 @@ def test_what_a_model_adds_within_its_own_attention_is_found_by_the_pass_beside_
         set_schedule(model, SPARSE)
 
 
-def test_two_attentions_in_one_layer_are_refused():
+def test_layers_with_two_attention_modules_are_refused():
     model = build(DiffLlamaForCausalLM, DiffLlamaConfig)
     with pytest.raises(
         UnsupportedModel, match="DiffLlamaForCausalLM computes attention 2 times in layer 0"
@@ -248,8 +248,8 @@ def test_a_model_that_masks_tokens_by_head_is_refused():
 
 
 def advised(build_with):
-    """Follow a refusal's advice, and see that the model is then taken and computes what the original
-    did where all pages are kept.
+    """Follow the advice of a refusal, and check that the model is then accepted and computes the
+    original output if all pages are kept.
     """
     model = build_with({})
     original = decoded(model)
@@ -301,9 +301,7 @@ def test_advice_for_models_with_windows_can_be_followed():
     ],
     ids=["cohere2", "exaone4", "gemma3", "afmoe"],
 )
-def test_no_setting_is_advised_that_changes_what_the_model_computes(
-    model_class, config_class, options
-):
+def test_settings_that_change_the_models_output_are_not_advised(model_class, config_class, options):
     windows = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
     model = build(model_class, config_class, **options, **windows)
     original = decoded(model)
@@ -317,7 +315,7 @@ def test_no_setting_is_advised_that_changes_what_the_model_computes(
     assert (decoded(changed) - original).abs().max() > 0.01 * original.abs().max()
 
 
-def test_where_no_setting_helps_none_is_advised():
+def test_no_setting_is_advised_if_none_helps():
     sentence = advised(
         lambda change: build(MoshiForCausalLM, MoshiConfig, sliding_window=64, **change)
     )
@@ -333,7 +331,7 @@ def test_where_no_setting_helps_none_is_advised():
     )
 
 
-def test_a_window_that_the_layer_types_hide_is_found():
+def test_a_window_hidden_by_the_layer_types_is_found():
     model = build(
         MistralForCausalLM, MistralConfig, sliding_window=64, layer_types=["full_attention"] * 2
     )
@@ -344,11 +342,11 @@ def test_a_window_that_the_layer_types_hide_is_found():
         set_schedule(model, SPARSE)
 
 
-# --- what is not a schedule, and what are no prompt lengths ---
+# --- invalid schedules and prompt lengths ---
 
 
 @pytest.mark.parametrize("schedule", ["dense", None, {"top_k": [1]}])
-def test_a_schedule_of_another_type_is_refused_with_the_remedy(schedule):
+def test_a_schedule_of_the_wrong_type_is_refused_with_the_remedy(schedule):
     model = tiny_model()
     with pytest.raises(ConfigError, match=r"not a SparsitySchedule; use SparsitySchedule\.load"):
         set_schedule(model, schedule)
@@ -361,7 +359,7 @@ def test_a_schedule_of_another_type_is_refused_with_the_remedy(schedule):
             pass
 
 
-def test_another_schedule_for_teacher_forcing_must_match_the_model_too():
+def test_a_schedule_given_to_teacher_forcing_must_match_the_model():
     model = tiny_model()
     set_schedule(model, SPARSE)
     with (
@@ -374,7 +372,7 @@ def test_another_schedule_for_teacher_forcing_must_match_the_model_too():
 @pytest.mark.parametrize(
     "lengths", [[-1, 3], [2.5, 3.0], torch.tensor([2.0, 3.0]), [True, False], 3, [[1], [2]]]
 )
-def test_prompt_lengths_that_are_not_one_whole_number_a_row_are_refused(lengths):
+def test_prompt_lengths_other_than_one_integer_per_row_are_refused(lengths):
     model = tiny_model()
     set_schedule(model, SPARSE)
     with (
@@ -387,7 +385,7 @@ def test_prompt_lengths_that_are_not_one_whole_number_a_row_are_refused(lengths)
         model(input_ids=IDS.expand(2, -1))
 
 
-def test_prompt_lengths_of_other_rows_are_refused():
+def test_prompt_lengths_that_do_not_match_the_rows_are_refused():
     model = tiny_model()
     set_schedule(model, SPARSE)
     for lengths, message in [
@@ -406,7 +404,7 @@ def test_prompt_lengths_of_other_rows_are_refused():
         teacher_forced(model, [40, 31]),
     ):
         model(input_ids=IDS.expand(2, -1), attention_mask=mask)
-    with teacher_forced(model, [40, 30]):  # all of a row may be prompt
+    with teacher_forced(model, [40, 30]):  # all tokens of a row may be prompt
         forced = model(input_ids=IDS.expand(2, -1), attention_mask=mask).logits
     dense = model(input_ids=IDS.expand(2, -1), attention_mask=mask).logits
     torch.testing.assert_close(forced[mask.bool()], dense[mask.bool()], rtol=0, atol=1e-4)

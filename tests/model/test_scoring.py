@@ -1,5 +1,5 @@
-"""Chunked log-probs against the model's own logits, and the packing of sequences into
-micro-batches.
+"""Chunked log-probs compared with the model's own logits, and the packing of sequences into micro-
+batches.
 
 Shapes: B sequences, T tokens, M response tokens of the batch end to end, n top ids, V vocabulary.
 """
@@ -30,8 +30,8 @@ def ragged_batch(top: bool = True, seed: int = 0) -> Batch:
 
 
 def direct(model, batch: Batch, temperature: float):
-    """Every row alone, without padding, from the logits the model itself returns: ``[M, V]``
-    log-probs, ``[M]`` ids.
+    """Compute each row alone, without padding, from the model's own logits: ``[M, V]`` log-probs
+    and ``[M]`` ids.
     """
     log_p, target = [], []
     for row, (p, r) in zip(batch.input_ids, SPANS, strict=True):
@@ -47,7 +47,7 @@ def direct(model, batch: Batch, temperature: float):
 # --- Batch ---
 
 
-def test_batch_lays_rows_to_the_left_and_responses_end_to_end():
+def test_a_batch_aligns_rows_left_and_concatenates_responses():
     top_ids = [np.array([[1, 2], [3, 4]], dtype=np.int32), np.array([[5, 6]], dtype=np.int32)]
     batch = Batch.build([[11, 12], [21]], [np.array([13, 14]), np.array([22])], top_ids)
     assert batch.input_ids.tolist() == [[11, 12, 13, 14], [21, 22, 0, 0]]
@@ -63,7 +63,7 @@ def test_batch_lays_rows_to_the_left_and_responses_end_to_end():
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 32, 4096])  # 32: exactly all response tokens
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_scores_equal_log_softmax_of_the_logits(architecture, chunk_tokens, temperature):
+def test_scores_equal_the_log_softmax_of_the_logits(architecture, chunk_tokens, temperature):
     model, batch = tiny_model(architecture), ragged_batch()
     with torch.no_grad():
         scores = TokenScorer(model, chunk_tokens)(batch, temperature)
@@ -79,7 +79,7 @@ def test_scores_equal_log_softmax_of_the_logits(architecture, chunk_tokens, temp
     torch.testing.assert_close(scores.entropy, -(log_p.exp() * log_p).sum(-1), rtol=0, atol=1e-4)
 
 
-def test_temperature_zero_counts_as_one_and_matters_otherwise():
+def test_temperature_zero_scores_like_one_and_other_values_scale_the_logits():
     scorer, batch = TokenScorer(tiny_model()), ragged_batch()
     with torch.no_grad():
         greedy, plain, cool = (scorer(batch, t).logprobs for t in (0.0, 1.0, 0.6))
@@ -97,7 +97,7 @@ def test_without_top_ids_there_are_no_top_logprobs():
 
 
 @pytest.mark.parametrize("chunk_tokens", [5, 4096])
-def test_gradient_equals_the_direct_one(chunk_tokens):
+def test_the_chunked_gradient_matches_the_direct_gradient(chunk_tokens):
     model, batch = tiny_model().double(), ragged_batch()
     generator = torch.Generator().manual_seed(1)
     weight, top_weight = (
@@ -114,17 +114,17 @@ def test_gradient_equals_the_direct_one(chunk_tokens):
     expected = gradient(log_p.gather(1, target[:, None])[:, 0], log_p.gather(1, batch.top_ids))
     scores = TokenScorer(model, chunk_tokens)(batch, 0.7)
     assert scores.entropy is None
-    # Log-probs are taken in float32, the rest of the model in float64.
+    # Log-probs are computed in float32, and the rest of the model in float64.
     error = (gradient(scores.logprobs, scores.top_logprobs) - expected).norm() / expected.norm()
     assert error < 1e-5
 
 
-def test_scorer_holds_the_models_parameters():
+def test_the_scorer_exposes_the_parameters_of_the_model():
     model = tiny_model()
     assert {id(p) for p in TokenScorer(model).parameters()} == {id(p) for p in model.parameters()}
 
 
-def test_soft_capped_model_is_refused():
+def test_a_soft_capped_model_is_refused():
     torch.manual_seed(0)
     config = dict(
         vocab_size=VOCAB,
@@ -143,7 +143,7 @@ def test_soft_capped_model_is_refused():
     TokenScorer(Gemma2ForCausalLM(Gemma2Config(**config, final_logit_softcapping=None)))
 
 
-def test_a_model_with_dropout_that_trains_is_not_taken_for_one_that_changes_its_logits():
+def test_dropout_in_training_mode_is_not_mistaken_for_changed_logits():
     model = tiny_model(attention_dropout=0.5).train()
     TokenScorer(model)
     assert all(module.training for module in model.modules())
@@ -161,7 +161,7 @@ def test_micro_batches_by_hand():
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 60), max_size=30), st.integers(1, 200))
-def test_micro_batches_hold_every_index_once_within_the_budget(lengths, budget):
+def test_micro_batches_contain_every_index_once_within_the_budget(lengths, budget):
     groups = micro_batches(lengths, budget)
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     for group in groups:

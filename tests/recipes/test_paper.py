@@ -1,4 +1,6 @@
-"""The paper's runs: every command of docs/paper.md passes a dry run, and the shrunk one trains."""
+"""The runs of the paper: every command in docs/paper.md passes a dry run, and the shrunk run
+trains.
+"""
 
 import importlib.util
 import json
@@ -32,7 +34,9 @@ def recipe(name: str):
 
 
 def commands(start: str) -> list[list[str]]:
-    """The commands of the page that begin so, as arguments, with the shell's variables filled in."""
+    """Return the commands of the page that begin like this, as arguments with the shell variables
+    filled in.
+    """
     found, variables = [], {}
     for line in "\n".join(BLOCKS).splitlines():
         if assigned := re.fullmatch(r'([A-Z]+)="(.*)"', line):
@@ -44,14 +48,14 @@ def commands(start: str) -> list[list[str]]:
 
 
 def local(name: str) -> str:
-    """A data set as the page names it, from its five rows."""
+    """Return a data set as named on the page, read from its five rows."""
     name = name.partition(":")[0]
     return f"{name}:path={HUB / name.replace('-', '_').replace('+', '_plus')}.jsonl"
 
 
 @pytest.fixture(scope="module")
 def small_pages(tmp_path_factory) -> str:
-    """A schedule that leaves tokens out even of short texts."""
+    """Return a schedule that leaves out tokens even of short texts."""
     path = tmp_path_factory.mktemp("schedule") / "small.json"
     schedule = SparsitySchedule(
         (0,), bin_tokens=512, page_size=4, sink_pages=1, recent_pages=1, dense_layers=(0,)
@@ -61,7 +65,7 @@ def small_pages(tmp_path_factory) -> str:
 
 
 def shrunk(command: list[str], checkpoint: str, small_pages: str, *own: str) -> list[str]:
-    """A command of the page with a tiny model and schedule, and five rows of its data sets."""
+    """Shrink a command of the page to a tiny model and schedule, and five rows of its data sets."""
     parts = [part for part in command if part not in ("Qwen/Qwen3-4B", "Qwen/Qwen3-1.7B")]
     model = parts.index("--model") + 1
     if parts[model : model + 1] and not parts[model].startswith("--"):
@@ -92,7 +96,7 @@ RUNS = [
 
 @pytest.fixture
 def priced_at_once(monkeypatch):
-    """Whether a run fits is checked; how long it takes is not simulated, which takes seconds a
+    """Check whether a run fits without simulating how long it takes, which costs seconds per
     command.
     """
 
@@ -108,7 +112,7 @@ def priced_at_once(monkeypatch):
     monkeypatch.setattr(cluster, "plan", fit)
 
 
-def test_the_page_has_dense_lossy_lossless_and_distilled_runs_of_every_model():
+def test_the_recipe_has_dense_lossy_lossless_and_distilled_runs_of_every_model():
     assert len(RUNS) == 4 * len(MODELS) - 1 + 3
     assert {run[run.index("--schedule") + 1] for run in RUNS if "--schedule" in run} == {
         *(f"qwen3-{m.lower()}-0.86" for m in MODELS),
@@ -140,7 +144,7 @@ def test_every_training_passes_a_dry_run(run, tmp_path, monkeypatch, priced_at_o
     assert ("checked when the run starts" in printed) == is_distilled
 
 
-def test_what_a_machine_cannot_hold_is_found(tmp_path, monkeypatch, priced_at_once, capsys):
+def test_runs_that_do_not_fit_a_machine_are_found(tmp_path, monkeypatch, priced_at_once, capsys):
     monkeypatch.chdir(ROOT)
     own = [
         "--dataset",
@@ -156,7 +160,7 @@ def test_what_a_machine_cannot_hold_is_found(tmp_path, monkeypatch, priced_at_on
 
 
 @pytest.mark.slow
-def test_the_shrunk_run_trains_from_end_to_end(tmp_path, monkeypatch):
+def test_the_shrunk_run_trains_end_to_end(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (small,) = commands("sparrow train")
     main(["train", *small, "--run-dir", str(tmp_path / "run")])
@@ -280,14 +284,14 @@ def test_the_calibration_runs_small_on_five_rows(peaked_checkpoint, small_pages,
 @pytest.mark.parametrize(
     "command", commands("python recipes/paper/verl_math.py"), ids=lambda c: c[1]
 )
-def test_verl_s_files_are_written_of_five_rows(command, tmp_path):
+def test_verl_files_are_written_from_five_rows(command, tmp_path):
     dataset, out = command[command.index("--dataset") + 1], tmp_path / "data" / "rows.parquet"
     recipe("verl_math").main(["--dataset", local(dataset), "--out", str(out)])
     rows = parquet.read_table(out).to_pylist()
     assert len(rows) == 5 and {row["data_source"] for row in rows} == {dataset}
 
 
-def test_taco_is_filtered_as_code_r1_does(tmp_path, capsys):
+def test_taco_is_filtered_like_code_r1(tmp_path, capsys):
     first, second, third, fourth, called = (
         json.loads(line) for line in (HUB / "taco.jsonl").read_text().splitlines()
     )
@@ -327,7 +331,7 @@ def test_taco_is_filtered_as_code_r1_does(tmp_path, capsys):
     ]  # the first of its solutions is wrong
 
 
-def test_verl_is_told_what_our_trainer_is(monkeypatch):
+def test_the_verl_config_matches_our_trainer(monkeypatch):
     monkeypatch.chdir(ROOT)
     verl = yaml.safe_load((ROOT / "recipes" / "paper" / "verl.yaml").read_text())
     ours = parse(["train", "--model", "qwen3-14b", "--config", "recipes/paper/math.toml"])
@@ -354,7 +358,7 @@ def test_verl_is_told_what_our_trainer_is(monkeypatch):
     assert gpus.gpus == 32 and memory.full_responses >= 8
 
 
-def test_verl_s_rows_have_our_prompts_and_its_reward_is_our_verifier():
+def test_verl_uses_our_prompts_and_our_verifier():
     verl = recipe("verl_math")
     rows = verl.rows(local("polaris"))
     answer = rows[0]["reward_model"]["ground_truth"]
@@ -365,7 +369,7 @@ def test_verl_s_rows_have_our_prompts_and_its_reward_is_our_verifier():
     assert verl.score("polaris", "so \\boxed{-17}", answer) == 0.0
 
 
-def test_predicted_hours_are_what_the_cost_model_says():
+def test_predicted_hours_match_the_cost_model():
     predicted = recipe("predicted")
     published = json.loads((ROOT / "benchmarks" / "results" / "paper_runs.json").read_text())
     assert [(run["run"], run["model"], run["gpus"]) for run in published] == predicted.RUNS
@@ -377,7 +381,7 @@ def test_predicted_hours_are_what_the_cost_model_says():
 
 
 @pytest.mark.slow
-def test_table_2_times_every_mode_on_the_same_prompts(reading_checkpoint, tmp_path, capsys):
+def test_table_2_measures_every_mode_on_the_same_prompts(reading_checkpoint, tmp_path, capsys):
     out = tmp_path / "table2.json"
     recipe("table2").main(
         [

@@ -1,5 +1,4 @@
-"""The report of a run: what is read back, the numbers of its tables, the figures, and the token
-view.
+"""The report of a run: reading the log, the numbers in tables, the figures, and the token view.
 
 Shapes: S steps, N length bins.
 """
@@ -74,8 +73,8 @@ BAD = "<script>alert(1)</script>"
 
 
 def mismatch(seed: int, bins: int = 3, responses: int = 6) -> dict:
-    """A report in the trainer's own format: most tokens near 1, a Beta tail, the last bin reached
-    by one response.
+    """Return a report in the format of the trainer: most tokens near 1, a Beta tail, and a last bin
+    reached by one response.
     """
     rng = np.random.default_rng(seed)
     lengths = [100 * bins - 20] + [100 * (i % max(bins - 1, 1)) + 80 for i in range(responses - 1)]
@@ -141,13 +140,13 @@ def write_run(path, rows, rollouts=(), **train):
 
 
 def log_of(*rows, schedules=None) -> RunLog:
-    """A log in memory; ``rows`` are metrics."""
+    """Build a log in memory; ``rows`` are metrics."""
     train = {"tau": 0.86, "steps": 9}
     return RunLog(Path("run"), train, rows, schedules or tuple(SCHEDULE for _ in rows))
 
 
 @pytest.mark.slow
-def test_evaluations_are_drawn_from_the_start_and_told(tmp_path):
+def test_evaluations_are_plotted_from_the_start_and_listed(tmp_path):
     def score(value):
         return {
             "mean": {"value": value, "low": value - 0.1, "high": value + 0.1},
@@ -208,8 +207,9 @@ STEP = step_row(1)
 
 
 class Page(HTMLParser):
-    """Tables as rows of cell texts, figures by id with the text in them, token spans by response,
-    and every tag's attributes."""
+    """Parsed tables as rows of cell texts, figures by id with their text, token spans by response,
+    and the attributes of every tag.
+    """
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ def parsed(report) -> Page:
 # Reading a run
 
 
-def test_series_bins_and_tail_are_read_as_written(run):
+def test_series_bins_and_tail_are_read_back_as_written(run):
     log = RunLog.load(run)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert log.steps.tolist() == list(range(1, 9))
@@ -306,7 +306,7 @@ def test_series_bins_and_tail_are_read_as_written(run):
     )
 
 
-def test_a_bin_that_a_step_did_not_reach_is_nan():
+def test_a_bin_not_reached_by_a_step_is_nan():
     log = log_of(
         step_row(1, mismatch=bins_only(bin_row(0, 0.9))),
         step_row(2, mismatch=bins_only(bin_row(2, 0.7))),
@@ -314,12 +314,12 @@ def test_a_bin_that_a_step_did_not_reach_is_nan():
     np.testing.assert_array_equal(log.tail_by_step(), [[0.9, nan, nan], [nan, nan, 0.7]])
 
 
-def test_responses_of_any_step_are_read(run):
+def test_responses_of_any_step_can_be_read(run):
     assert [row.step for row in RunLog.load(run).responses([3, 8])] == [3, 3, 8, 8]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
-def test_a_half_written_last_line_is_left_out(tmp_path, name):
+def test_a_partly_written_last_line_is_ignored(tmp_path, name):
     rows = [step_row(1), step_row(2)]
     path = write_run(tmp_path, rows, [rollout_row(step, ["a"], [0.5]) for step in (1, 2)])
     whole = (path / name).read_text()
@@ -363,7 +363,7 @@ def test_an_empty_run_is_refused(tmp_path):
     assert not (tmp_path / "report").exists()
 
 
-def test_a_schedule_that_moved_is_described_with_its_start(tmp_path):
+def test_a_schedule_that_changed_is_described_with_its_start(tmp_path):
     start, now = step_row(1), step_row(2, schedule={"top_k": [9, "all"]})
     assert dict(setup_rows(RunLog.load(write_run(tmp_path, [start, now])))) == {
         "schedule": "top 9 to all by length + 3 pages of 10 tokens, dense in layer 0; "
@@ -371,7 +371,7 @@ def test_a_schedule_that_moved_is_described_with_its_start(tmp_path):
     }
 
 
-def test_a_configuration_of_something_else_is_refused(tmp_path):
+def test_a_configuration_not_written_by_sparrow_train_is_refused(tmp_path):
     path = write_run(tmp_path, [step_row(1)])
     (path / "config.json").write_text('{"train": {}}')
     with pytest.raises(ConfigError, match="has no 'schedule', so sparrow train did not write it"):
@@ -401,7 +401,7 @@ def test_summary_rows_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize(("steps", "count"), [(1, 1), (3, 1), (8, 2), (20, 5), (1000, 10)])
-def test_first_and_last_average_a_quarter_up_to_ten(steps, count):
+def test_first_and_last_average_a_quarter_of_the_steps_up_to_ten(steps, count):
     values = np.arange(steps, dtype=float)
     expected = ((count - 1) / 2, steps - 1 - (count - 1) / 2, count)
     assert log_of(step_row(1)).first_and_last(values) == expected
@@ -415,17 +415,17 @@ def test_first_and_last_average_a_quarter_up_to_ten(steps, count):
         (0.80, 0.70, 0.859, 0.859, "below"),
         (0.80, 0.70, 0.86, 0.80, "undecided"),
         (0.80, 0.70, 0.85, 0.87, "undecided"),
-        (0.85, 0.87, 0.90, 0.85, "undecided"),  # a bootstrap interval need not hold the estimate
+        (0.85, 0.87, 0.90, 0.85, "undecided"),  # a bootstrap interval need not contain the estimate
         (0.90, nan, nan, 0.95, "undecided"),
         (0.80, nan, nan, nan, "undecided"),
         (nan, nan, nan, nan, "undecided"),
     ],
 )
-def test_verdict(p5, low, high, upper, expected):
+def test_the_verdict_depends_on_the_interval_and_the_upper_bound(p5, low, high, upper, expected):
     assert BinMismatch(0, 0, 100, 50, 4, p5, p5, low, high, upper).verdict(0.86) == expected
 
 
-def test_a_schedule_is_drawn_alone(tmp_path, capsys):
+def test_a_schedule_can_be_plotted_alone(tmp_path, capsys):
     (tmp_path / "schedule.json").write_text(SCHEDULE.to_json())
     for more in (["x"], ["--steps", "3"]):
         with pytest.raises(SystemExit):
@@ -435,8 +435,8 @@ def test_a_schedule_is_drawn_alone(tmp_path, capsys):
         )
 
 
-def test_a_measurement_is_drawn_from_its_file(tmp_path, monkeypatch, capsys):
-    """What is drawn is what was measured; a value that is not known (nan) leaves a gap."""
+def test_a_measurement_is_plotted_from_its_file(tmp_path, monkeypatch, capsys):
+    """Measured values are plotted; an unknown value (nan) leaves a gap."""
     acceptance = np.linspace(0.5, 1, 80)
     measured = mismatch_report(
         acceptance, acceptance, np.arange(80), np.repeat([0, 1, 2, 2], 20), bin_tokens=40
@@ -455,14 +455,14 @@ def test_a_measurement_is_drawn_from_its_file(tmp_path, monkeypatch, capsys):
     assert "tail.png" in capsys.readouterr().out
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     first, second = measured.bins
-    assert isnan(second.interval_low)  # of one sequence
+    assert isnan(second.interval_low)  # from one sequence
     assert lines == [
         ("mean", [first.mean, second.mean]),
         ("p5, 95 % interval", [first.lower_bound, second.lower_bound]),
     ]
 
 
-def test_names():
+def test_bins_and_schedules_have_readable_names():
     assert [bin_name(0, 2000), bin_name(32, 64), bin_name(500, 1000)] == [
         "0-2K",
         "32-64",
@@ -509,7 +509,7 @@ def test_the_page_needs_no_other_file_and_runs_no_script(parsed, report):
     assert len(ids) == len(set(ids))
 
 
-def test_tables_hold_the_recorded_numbers(parsed, run):
+def test_tables_contain_the_recorded_numbers(parsed, run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     table = dict(parsed.tables["run"])
     assert table["model"] == BAD and table["dataset"] == "gsm8k, math" and "engine" not in table
@@ -565,7 +565,7 @@ def test_every_token_is_shown_with_its_acceptance(parsed):
 
 
 @pytest.mark.slow
-def test_the_expected_answer_stands_beside_a_response(tmp_path):
+def test_the_expected_answer_is_shown_beside_a_response(tmp_path):
     known, unknown = rollout_row(1, ["a"], [0.5], answer="<7>"), rollout_row(1, ["b"], [0.5])
     parsed = Page(
         write_report(write_run(tmp_path, [step_row(1)], [known, unknown])).read_text(
@@ -575,7 +575,7 @@ def test_the_expected_answer_stands_beside_a_response(tmp_path):
     assert parsed.text.count("Expected answer:") == 1 and "Expected answer: <7>" in parsed.text
 
 
-def test_of_a_long_run_some_steps_are_shown_or_those_asked_for(tmp_path):
+def test_a_long_run_shows_selected_steps(tmp_path):
     rows = [step_row(step) for step in range(1, 101)]
     path = write_run(
         tmp_path / "run", rows, [rollout_row(step, [f"{step}"], [0.5]) for step in range(1, 101)]
@@ -596,9 +596,9 @@ def test_of_a_long_run_some_steps_are_shown_or_those_asked_for(tmp_path):
 
 
 @pytest.mark.slow
-@settings(deadline=None)  # it renders whole pages
+@settings(deadline=None)  # rendering full pages is slow
 @given(st.lists(st.tuples(st.text(), st.floats(0, 1)), min_size=1, max_size=20))
-def test_any_text_survives(
+def test_any_text_is_shown_unchanged(
     parsed, tokens
 ):  # after another page, for which the template was compiled
     texts, rates = zip(*tokens, strict=True)
@@ -612,7 +612,7 @@ def test_any_text_survives(
         assert LEVELS[level] <= rate < (LEVELS[level - 1] if level else inf)
 
 
-def test_a_long_response_loses_its_middle(tmp_path, monkeypatch):
+def test_the_middle_of_a_long_response_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(responses, "MOST_TOKENS", 20)
     rows = [
         rollout_row(1, [f" {i}" for i in range(30)], [0.5] * 30),
@@ -629,7 +629,7 @@ def test_a_long_response_loses_its_middle(tmp_path, monkeypatch):
 
 
 def luminance(color: str) -> float:
-    """Relative luminance of WCAG 2."""
+    """Compute the relative luminance of WCAG 2."""
     channels = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
     return float(linear @ [0.2126, 0.7152, 0.0722])
@@ -640,7 +640,7 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_the_colour_scale_is_read_by_lightness_alone():
+def test_the_colour_scale_is_readable_by_lightness_alone():
     for one, other in pairwise(map(luminance, theme.LEVEL_COLORS)):
         assert other < one, "each lower level lies further from the page"
     for ink, background in zip(theme.LEVEL_INKS, theme.LEVEL_COLORS, strict=True):
@@ -663,7 +663,7 @@ def drawn(draw, *logs, **options):
     return ax
 
 
-def test_tail_figures_draw_the_recorded_intervals():
+def test_tail_figures_plot_the_recorded_intervals():
     bins = bins_only(
         bin_row(0, 0.9, 0.88, 0.93, 0.95),
         bin_row(1, 0.8, 0.81, 0.85),
@@ -700,7 +700,7 @@ def test_a_bin_has_one_colour_in_every_figure():
 
 
 @pytest.mark.slow
-def test_the_ceiling_stands_beside_p5_where_the_log_has_it(tmp_path):
+def test_the_ceiling_is_shown_beside_p5_if_logged(tmp_path):
     measured = {"ceiling": 0.97, "ceiling_low": 0.96, "ceiling_high": 0.98}
     bins = bins_only({**bin_row(0, 0.9, 0.88, 0.93), **measured}, bin_row(1, 0.8))
     log = log_of(step_row(1, mismatch=bins))
@@ -735,7 +735,7 @@ def test_long_runs_show_a_rolling_mean_of_every_bin():
     assert len({line.get_color() for line in raw}) == 20
 
 
-def test_curves_are_the_recorded_numbers():
+def test_curves_plot_the_recorded_numbers():
     log = log_of(*(step_row(step) for step in range(1, 5)))
     expected = {
         "Entropy": [1, 1 / 2, 1 / 3, 1 / 4],
@@ -755,7 +755,7 @@ def test_curves_are_the_recorded_numbers():
 
 
 @pytest.mark.slow
-def test_two_runs_stand_in_one_page(run, tmp_path):
+def test_two_runs_are_shown_on_one_page(run, tmp_path):
     other = write_run(
         tmp_path / "other",
         [step_row(step, entropy=0.7) for step in (1, 2, 3)],
@@ -790,7 +790,7 @@ def test_two_runs_stand_in_one_page(run, tmp_path):
     assert order == sorted(order), "responses to one problem stand beside each other"
 
 
-def test_a_series_that_only_the_second_run_has_is_in_the_legend():
+def test_a_series_of_only_the_second_run_is_in_the_legend():
     def rewards(*sources):
         return log_of(
             step_row(1, reward={"mean": 0.5, "std": 0.1, "sources": dict.fromkeys(sources, 0.5)})
@@ -808,7 +808,7 @@ def test_a_series_that_only_the_second_run_has_is_in_the_legend():
 
 
 @pytest.mark.parametrize("steps", [3, 40, UNSMOOTHED_STEPS + 40])
-def test_two_runs_are_told_apart_by_marker_and_dash_on_curves_of_any_length(steps):
+def test_two_runs_differ_in_marker_and_dash_on_curves_of_any_length(steps):
     log = log_of(*(step_row(i) for i in range(1, steps + 1)))
     for panel in PANELS["Reward and responses"]:
         ax = drawn(panel.draw, log, log)
@@ -822,11 +822,11 @@ def test_two_runs_are_told_apart_by_marker_and_dash_on_curves_of_any_length(step
             assert one.get_linestyle() == "-" and other.get_linestyle() != "-"
             assert other.get_markerfacecolor() == "none" != one.get_markerfacecolor()
             assert steps / other.get_markevery() <= 12
-        assert ax.get_legend().handlelength >= 3  # so long that dashes are seen
+        assert ax.get_legend().handlelength >= 3  # long enough that dashes are visible
 
 
-def test_no_label_says_less_than_what_is_meant():
-    """Neither "all" of what nor "level" with what."""
+def test_labels_are_unambiguous():
+    """Neither "all" nor "level" appears without saying of or with what."""
     labels = {
         label
         for panels in PANELS.values()
@@ -839,7 +839,7 @@ def test_no_label_says_less_than_what_is_meant():
     assert "mean over the responses" in explained["Reward"]
 
 
-def test_a_phone_is_told_that_a_table_goes_on(parsed, report):
+def test_wide_tables_have_a_scroll_hint_on_phones(parsed, report):
     text = report.read_text(encoding="utf-8")
     style, _, body = text.partition("</style>")
     tables = body.count('class="numbers"')
@@ -848,7 +848,7 @@ def test_a_phone_is_told_that_a_table_goes_on(parsed, report):
     assert "@media (max-width: 48rem) { .hint { display: block; } }" in style
 
 
-def test_the_page_is_dark_for_those_who_prefer_it(report):
+def test_the_page_follows_a_preference_for_dark_mode(report):
     style = report.read_text(encoding="utf-8").partition("</style>")[0]
     dark = style.partition("@media (prefers-color-scheme: dark)")[2]
     assert '<meta name="color-scheme" content="light dark">' in style
@@ -860,7 +860,7 @@ def test_the_page_is_dark_for_those_who_prefer_it(report):
         assert contrast(theme.DARK[name], theme.DARK["page"]) >= 4.5
 
 
-def test_runs_with_other_length_bins_are_not_compared(run, tmp_path):
+def test_runs_with_different_length_bins_are_not_compared(run, tmp_path):
     wide = write_run(tmp_path, [step_row(1, mismatch=mismatch(1) | {"bin_tokens": 200})])
     with pytest.raises(
         ConfigError,
@@ -884,7 +884,7 @@ def test_schedule_figure_by_hand():
     assert now[30] == 100
 
 
-def test_a_schedule_that_moved_is_drawn_by_step_and_alarms_are_counted():
+def test_a_schedule_that_changed_is_plotted_by_step_and_alarms_are_counted():
     tables = ((2, 6, ALL_PAGES), (4, 6, ALL_PAGES), (4, 6, ALL_PAGES))
     rows = [step_row(i + 1, guard={"steps_below": i, "alarm": i > 1}) for i in range(3)]
     log = log_of(*rows, schedules=tuple(SCHEDULE.replace(top_k=table) for table in tables))
@@ -894,7 +894,8 @@ def test_a_schedule_that_moved_is_drawn_by_step_and_alarms_are_counted():
     # 90 tokens, of which (2 + 3) and (4 + 3) pages of 10 are read; 190 tokens, (6 + 3) pages.
     assert read[0] == pytest.approx([500 / 9, 700 / 9, 700 / 9])
     assert read[1] == pytest.approx([9000 / 190] * 3)
-    # Of length bins that are wider than the schedule's, the end is in another of its bins.
+    # If length bins are wider than those of the schedule, the end of a bin falls into a different
+    # bin of the schedule.
     wide = [b | {"bin": 0, "start": 0, "end": 200} for b in mismatch(0)["bins"][:1]]
     rows = [row | {"mismatch": mismatch(0) | {"bins": wide, "bin_tokens": 200}} for row in rows]
     wider = log_of(*rows, schedules=log.schedules)
@@ -905,7 +906,7 @@ def test_a_schedule_that_moved_is_drawn_by_step_and_alarms_are_counted():
     assert [figure.title for figure in figures.figures([still])["Schedule"]] == names[:1]
 
 
-def test_a_lossless_run_tells_how_it_drafted():
+def test_a_lossless_run_reports_its_drafts():
     def drafts(drafted, accepted, cycles, mean):
         bins = [{"start": 0, "end": 2000, "drafts": 9, "mean": mean, "p5": 0.5}]
         metered = {
@@ -935,11 +936,11 @@ def test_a_lossless_run_tells_how_it_drafted():
     assert dict(setup_rows(log)) == {"mode": "lossless", "drafts read": describe_schedule(SCHEDULE)}
 
 
-# What is known of acceptance
+# Knowledge about acceptance
 
 
 def bounded(step: int, **changes) -> dict:
-    """A step whose lists leave p5 open: that of dense samples is as low."""
+    """Return a step whose lists leave p5 open: p5 of dense samples is as low."""
     bins = bins_only(bin_row(0, 0.6, 0.55, 0.65, 0.99), bin_row(1, 0.7, 0.6, 0.75, 0.999))
     return step_row(step, mismatch=bins, **changes)
 
@@ -960,7 +961,7 @@ MODES = {
 
 @pytest.fixture
 def page_of(tmp_path, monkeypatch):
-    """The page of a run in a mode, its figures not drawn, and its log."""
+    """Return the page of a run in a mode, without its figures, and the log of the run."""
     monkeypatch.setattr(page, "figures", lambda logs: {})
 
     def made(mode: str, **changes) -> tuple[Page, RunLog]:
@@ -976,7 +977,7 @@ def titles(log: RunLog) -> set[str]:
     return {figure.title for some in figures.figures([log]).values() for figure in some}
 
 
-def test_samples_of_the_dense_policy_are_not_coloured_nor_held_to_tau(page_of, tmp_path):
+def test_samples_of_the_dense_policy_are_neither_coloured_nor_compared_with_tau(page_of, tmp_path):
     shown = {
         "dense": {"Share of the KV cache read"},
         "lossless": {"Tokens per cycle", "Acceptance of drafts"},
@@ -993,7 +994,7 @@ def test_samples_of_the_dense_policy_are_not_coloured_nor_held_to_tau(page_of, t
         assert not any("p5 at" in name for name, _ in summary_rows(tmp_path / mode))
 
 
-def test_a_dense_run_of_an_older_version_is_told_by_its_schedule(tmp_path, monkeypatch):
+def test_a_dense_run_of_an_older_version_is_recognised_by_its_schedule(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "figures", lambda logs: {})
     older = rollout_row(1, ["a", "b"], [0.9, 0.4])
     run = write_run(tmp_path / "r", [bounded(1, schedule={"top_k": ["all"]})], [older])
@@ -1020,7 +1021,7 @@ def test_a_sparse_actor_is_shown_between_its_bounds(page_of):
     assert ends == [[0.6, 0.99], [0.7, 0.999]]
 
 
-def test_lengths_that_are_read_in_full_or_verified_are_no_mismatch(page_of, tmp_path):
+def test_lengths_that_are_read_in_full_or_verified_have_no_mismatch(page_of, tmp_path):
     found, log = page_of("lossy", dense_up_to=100)
     assert [row[0] for row in found.tables["bins"][1:]] == ["100-200"]
     assert dict(summary_rows(tmp_path / "lossy"))["p5 at 0-100 tokens"] == OWN_SAMPLES
@@ -1033,7 +1034,7 @@ def test_lengths_that_are_read_in_full_or_verified_are_no_mismatch(page_of, tmp_
     assert not any("p5" in name for name in titles(log))
 
 
-def test_steps_of_older_versions_say_from_their_settings_what_was_sampled_densely():
+def test_dense_lengths_of_older_versions_are_inferred_from_their_settings():
     def up_to(schedule, train=(), **changes):
         log = log_of(step_row(1, **changes), schedules=(schedule,))
         log.train.update(train)
@@ -1047,7 +1048,7 @@ def test_steps_of_older_versions_say_from_their_settings_what_was_sampled_densel
     assert up_to(SCHEDULE, dial={"verified_up_to": 200}) == 200
 
 
-def test_a_schedule_that_follows_p5_is_no_dense_run_though_it_reads_everything_so_far(tmp_path):
+def test_an_auto_schedule_is_sparse_even_while_it_reads_everything(tmp_path):
     row = bounded(1, **MODES["dense"])
     log = RunLog.load(write_run(tmp_path, [row], schedule="auto"))
     assert log.is_sparse and dict(setup_rows(log)) == {
@@ -1060,7 +1061,7 @@ def test_a_schedule_that_follows_p5_is_no_dense_run_though_it_reads_everything_s
 
 
 @pytest.mark.slow
-def test_one_step_with_nothing_to_resample(tmp_path):
+def test_a_run_of_one_step_is_reported_without_intervals(tmp_path):
     bins = bins_only(bin_row(0, 0.4, n_sequences=1), bin_row(1, None, n_sequences=1))
     row = step_row(7, reward={"mean": nan}, mismatch=bins | {"beta_tail": None})
     path = write_run(tmp_path / "run", [row], [rollout_row(7, [], [])])
@@ -1075,13 +1076,13 @@ def test_one_step_with_nothing_to_resample(tmp_path):
     assert parsed.responses == [[]] and "Step 7: 1 response" in parsed.text
 
 
-def test_half_a_character_is_written(tmp_path, monkeypatch):
+def test_a_lone_surrogate_is_replaced_in_the_report(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "figures", lambda logs: {})
     path = write_run(tmp_path, [step_row(1)], [rollout_row(1, ["a\ud800b"], [0.5])])
     assert Page(write_report(path).read_text(encoding="utf-8")).responses[0][0][1] == "a?b"
 
 
-def test_importing_loads_neither_torch_nor_matplotlib():
+def test_importing_report_loads_neither_torch_nor_matplotlib():
     code = "import sys, sparrow.report; print(sorted({'torch', 'matplotlib', 'transformers'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

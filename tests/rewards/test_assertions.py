@@ -1,6 +1,6 @@
 # ruff: noqa: E501  (a program on a line)
-"""Test code of every honest kind judges programs as it would if both ran in one process, and no
-builtin stands in.
+"""Honest test code of every kind judges programs as if both ran in one process, and builtins do not
+replace functions.
 """
 
 import ast
@@ -249,7 +249,7 @@ def verifier():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_honest_test(verifier, name):
+def test_honest_tests_are_judged_correctly(verifier, name):
     test, right, wrong = CASES[name]
     judgement = verifier.judge(right, {"test": test})
     assert judgement.passed, judgement.detail
@@ -257,7 +257,7 @@ def test_an_honest_test(verifier, name):
         assert not verifier.judge(program, {"test": test}).passed
 
 
-def test_there_are_as_many_cases_as_said():
+def test_there_are_at_least_forty_cases():
     assert len(CASES) >= 40
 
 
@@ -272,19 +272,19 @@ def test_there_are_as_many_cases_as_said():
         ({"test": "assert gcd(4, 6) == 2", "setup": ""}, "from math import gcd"),
     ],
 )
-def test_what_python_or_the_prelude_has_is_not_the_program_s(verifier, tests, prelude):
+def test_functions_of_python_or_the_prelude_do_not_count_as_the_programs(verifier, tests, prelude):
     judgement = verifier.judge("", {**tests, "prelude": prelude})
     assert (
         judgement.verdicts == ("error",) and "the program defines no function" in judgement.detail
     )
 
 
-def test_what_the_program_imports_itself_is_its_own(verifier):
+def test_functions_imported_by_the_program_count_as_its_own(verifier):
     tests = {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2], "prelude": "from math import *"}
     assert verifier.judge("from math import gcd", tests).passed
 
 
-def test_tests_that_name_only_builtins_must_say_which_is_meant(verifier):
+def test_tests_that_name_only_builtins_must_specify_the_entry_point(verifier):
     tests = {"test": "assert abs(sum([1, 2]) - 3) < 1e-6"}
     program = "def sum(x): return x[0] + x[1]"
     judgement = verifier.judge(program, tests)
@@ -297,7 +297,7 @@ def test_tests_that_name_only_builtins_must_say_which_is_meant(verifier):
     assert verifier.judge(forged, {**tests, "entry_point": "sum"}).verdicts == ("wrong",)
 
 
-def test_mbpp_says_which_builtin_is_meant(tmp_path):
+def test_mbpp_specifies_the_entry_point_if_it_is_a_builtin(tmp_path):
     row = '{"text": "Sum of common divisors.", "code": "def sum(a, b):\\n  return 6", "test_list": ["assert sum(10, 15) == 6"]}'
     (tmp_path / "rows.jsonl").write_text(row)
     (problem,) = load_dataset_task(
@@ -336,7 +336,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_calls_back_reach_nothing_but_the_function(verifier, name):
+def test_callbacks_reach_nothing_but_the_function(verifier, name):
     tests = {"test": "EXPECTED = [3, 4]\nassert apply(lambda x: x + 1, [2, 3]) == EXPECTED"}
     limited = CodeVerifier(Limits(cpu_s=1, wall_s=1.0, program_s=3)) if "end" in name else verifier
     judgement = limited.judge(HOSTILE[name], tests)
@@ -344,8 +344,8 @@ def test_calls_back_reach_nothing_but_the_function(verifier, name):
 
 
 class Mutate(ast.NodeTransformer):
-    """Changes the one place of a program that has a number: a comparison, an operator, a constant
-    or a result.
+    """A transformer that changes one numbered place of a program: a comparison, an operator, a
+    constant or a result.
     """
 
     SWAPS: ClassVar = {
@@ -406,9 +406,7 @@ def mutants(code):
 
 
 def natively(code, tests):
-    """Whether the tests pass in one plain process, which is what an isolated verdict must agree
-    with.
-    """
+    """Return whether the tests pass in one plain process; an isolated verdict must agree."""
     if "inputs" in tests:
         return all(
             _output(code, tests, *pair)
@@ -461,9 +459,9 @@ def _output(code, tests, given, expected):
         ("taco", 8, []),
     ],
 )
-def test_mutants_are_judged_as_they_would_be_in_one_process(verifier, name, number, not_told):
-    """Every mutant fails but those that the tests it carries do not tell: they pass in one plain
-    process too.
+def test_mutants_are_judged_as_in_one_process(verifier, name, number, not_told):
+    """Every mutant fails except those that the tests cannot detect, which also pass in one plain
+    process.
     """
     path = DATA / f"{name.replace('+', '_plus')}.jsonl"
     pairs = []
@@ -483,8 +481,8 @@ def test_mutants_are_judged_as_they_would_be_in_one_process(verifier, name, numb
     assert ours.count(False) > 0.6 * len(ours), f"{name}: {ours.count(False)} of {len(ours)}"
 
 
-def test_calls_are_judged_as_in_one_process_for_every_case(verifier):
-    """The cases above pass and fail in one plain process too, so that they test honest tests."""
+def test_calls_are_judged_as_in_one_process(verifier):
+    """The cases above pass and fail in one plain process as well, so their tests are honest."""
     with ThreadPoolExecutor(2) as pool:
         rights = list(pool.map(lambda case: natively(case[1], {"test": case[0]}), CASES.values()))
     assert [name for name, right in zip(CASES, rights, strict=True) if not right] == []

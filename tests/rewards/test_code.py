@@ -1,5 +1,5 @@
-"""Programs judged by unit tests of each kind: right verdicts, and none that the program can bring
-about itself.
+"""Programs judged by unit tests of each kind: correct verdicts, and none that the program can
+influence.
 """
 
 import json
@@ -83,7 +83,7 @@ def judge(verifier, code, tests, **options):
         ("print(1)", None),
     ],
 )
-def test_the_program_in_a_response(response, code):
+def test_the_program_is_extracted_from_a_response(response, code):
     assert extract_code(response) == code
 
 
@@ -106,7 +106,7 @@ def test_a_flood_of_fences_is_read_in_linear_time(flood):
     assert time.process_time() - start < 5
 
 
-def test_standard_input_and_output(verifier):
+def test_programs_are_judged_by_standard_output(verifier):
     tests = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7", "11\n"]}
     good = "a, b = map(int, input().split())\nprint(a + b)"
     assert judge(verifier, good, tests) == (("pass",) * 3, "")
@@ -124,7 +124,7 @@ def test_standard_input_and_output(verifier):
     assert judge(verifier, "bytearray(1 << 40)", tests) == (("memory",), "MemoryError")
 
 
-def test_one_test_s_failure_does_not_touch_the_next(verifier):
+def test_a_failed_test_does_not_affect_the_next(verifier):
     tests = {"inputs": ["0", "1"], "outputs": ["0", "1"]}
     for bad in (
         "while True: pass",
@@ -138,7 +138,7 @@ def test_one_test_s_failure_does_not_touch_the_next(verifier):
         assert judge(verifier, program, call, stop_early=False)[0][1] == "pass"
 
 
-def test_calls(verifier):
+def test_programs_are_judged_by_calls(verifier):
     assert judge(verifier, "def add(a, b): return a + b", ADD) == (("pass", "pass"), "")
     method = "class Solution:\n    def add(self, a: List[int], b: int) -> int: return a + b"
     assert judge(verifier, method, {**ADD, "prelude": "from typing import *"})[0] == (
@@ -178,7 +178,7 @@ def test_calls(verifier):
 
 
 @pytest.mark.slow
-def test_assertions(verifier):
+def test_programs_are_judged_by_assertions(verifier):
     good = "def add(a, b): return a + b"
     for tests in (CHECK, ASSERTS):
         assert judge(verifier, good, tests) == (("pass",), "")
@@ -211,7 +211,7 @@ def test_assertions(verifier):
     )
 
 
-def test_types_survive_the_way_to_the_assertions(verifier):
+def test_results_reach_assertions_with_their_types(verifier):
     program = "def f(kind): return {'t': (1, [2]), 's': {1, 2}, 'd': {1: (2,)}, 'b': b'x', 'n': None, 'g': 1.5}[kind]"
     tests = """
 assert f('t') == (1, [2]) and f('t') != [1, [2]]
@@ -294,8 +294,10 @@ def test_a_verdict_cannot_be_forged(name, mode, kinds):
         )
 
 
-def test_a_program_s_code_does_not_inherit_ours(verifier):
-    """Our own ``from __future__`` imports and globals are not the program's, and its own work."""
+def test_programs_do_not_inherit_our_imports_and_globals(verifier):
+    """Our ``from __future__`` imports and globals are not visible to the program, but its own
+    imports work.
+    """
     program = "def f(x: int): pass\nprint(f.__annotations__['x'] is int, sorted(k for k in globals() if k[0] != '_'))"
     assert verifier.judge(program, {"inputs": [""], "outputs": ["True ['f']"]}).passed
     program = "from __future__ import annotations\ndef f(x: Unknown): return x"
@@ -320,14 +322,14 @@ def test_the_whole_program_has_a_time_limit():
     assert judgement.wall_s < 6 and not judgement.passed
 
 
-def test_no_tests_are_not_passed(verifier):
+def test_an_empty_list_of_tests_does_not_pass(verifier):
     assert not verifier.judge("", {"inputs": [], "outputs": []}).passed
     for wrong in ({}, {"inputs": ["x"], "outputs": []}, {"outputs": []}):
         with pytest.raises(ValueError, match="tests need 'test', or as many 'inputs' as 'outputs'"):
             verifier.judge("", wrong)
 
 
-def test_rewards():
+def test_rewards_by_hand():
     tests = {"inputs": ["1"], "outputs": ["1"]}
     assert verify_code("So:\n```python\nprint(input())\n```", tests) == 1.0
     assert verify_code("So:\n```python\nprint(2)\n```", tests) == 0.0
@@ -336,7 +338,7 @@ def test_rewards():
     assert verify("```python\nprint(input())\n```") == 1.0
 
 
-def test_threads_never_run_more_than_the_workers(monkeypatch):
+def test_threads_never_run_more_programs_than_there_are_workers(monkeypatch):
     running, most, lock = 0, 0, threading.Lock()
 
     class Counted(sandbox.Sandbox):
@@ -399,7 +401,7 @@ def test_reference_solutions_pass_and_broken_ones_do_not(name, folder):
         assert problem.verify(broken) == 0.0, problem.id
 
 
-def test_livecodebench_rows():
+def test_livecodebench_rows_are_judged():
     task = load_dataset_task(
         "livecodebench",
         {"code": partial(verify_code, limits=LIMITS)},
@@ -433,7 +435,7 @@ class Solution:
     )
 
 
-def test_the_hub_s_livecodebench_rows_are_judged_by_public_and_private_tests():
+def test_livecodebench_rows_from_the_hub_are_judged_by_public_and_private_tests():
     verifiers = {"code": partial(verify_code, limits=LIMITS)}
     *written, method = load_dataset_task(
         "livecodebench", verifiers, path=DATA / "hub" / "livecodebench.jsonl"
@@ -450,7 +452,7 @@ def test_the_hub_s_livecodebench_rows_are_judged_by_public_and_private_tests():
     assert method.verify(program.replace("(j, i) for", "(0, 1) for")) == 0.0
 
 
-def test_tests_travel_as_json():
+def test_tests_can_be_converted_to_json():
     for name in ("humaneval", "mbpp", "taco", "livecodebench"):
         for problem in load_dataset_task(name, {"code": verify_code}, path=DATA / f"{name}.jsonl"):
             tests = problem.verify.keywords["answer"]

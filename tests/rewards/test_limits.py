@@ -1,5 +1,5 @@
 """What a program may use is counted in its own time and output, however busy the machine, and can
-be chosen.
+be configured.
 """
 
 import json
@@ -34,21 +34,23 @@ SLEEPER = "import time\ndef f(s):\n time.sleep(s)\n return 1"
 
 
 def pretend(monkeypatch, share, state="S"):
-    """Let a sandbox look like one process that gets this share of a processor."""
+    """Make a sandbox look like one process that receives this share of a processor."""
     start = time.monotonic()
     seen = lambda pid: [Process(state, 1, share * (time.monotonic() - start))]  # noqa: E731
     monkeypatch.setattr(processes, "family", seen)
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.0, "timeout"), (0.3, "pass")])
-def test_a_called_program_kept_from_the_processor_is_waited_for(monkeypatch, share, verdict):
-    """1.6 s by the clock of 1 s allowed: too much asleep, not at a third of a processor."""
+def test_a_called_program_short_of_processor_time_is_waited_for(monkeypatch, share, verdict):
+    """The call takes 1.6 s of the 1 s allowed: too much if asleep, but not at a third of a
+    processor.
+    """
     pretend(monkeypatch, share)
     assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).verdicts == (verdict,)
 
 
 @pytest.mark.parametrize(("share", "end"), [(0.0, (-9, "")), (0.3, (0, None))])
-def test_a_program_that_reads_kept_from_the_processor_is_waited_for(monkeypatch, share, end):
+def test_a_reading_program_short_of_processor_time_is_waited_for(monkeypatch, share, end):
     start = time.monotonic()
     pid = os.fork()
     if pid == 0:
@@ -59,7 +61,7 @@ def test_a_program_that_reads_kept_from_the_processor_is_waited_for(monkeypatch,
     assert (code, why) == end
 
 
-def test_a_program_that_never_gets_the_processor_is_given_up(monkeypatch):
+def test_a_program_that_never_gets_the_processor_times_out(monkeypatch):
     monkeypatch.setattr(clock, "STARVED", 2)
     pretend(monkeypatch, 0.06, "R")
     tests = {**SLEEPS, "inputs": [[60]]}
@@ -67,7 +69,7 @@ def test_a_program_that_never_gets_the_processor_is_given_up(monkeypatch):
     assert judgement.verdicts == ("timeout",) and 2 <= judgement.wall_s < 6
 
 
-def test_processor_time_of_a_family():
+def test_processor_time_includes_child_processes():
     burn = "import time\nwhile time.process_time() < 0.4: pass"
     script = f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {burn!r}])"
     script += "\nprint(1, flush=True)\ntime.sleep(9)"
@@ -97,13 +99,13 @@ def test_processor_time_of_a_family():
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_own_time_is_what_is_spent_on_the_processor_and_asleep(monkeypatch):
+def test_own_time_counts_processor_time_and_sleep(monkeypatch):
     time_limit = OwnTime(1.0)
-    time_limit.count(0.5, 0.3)  # kept from the processor for 0.2 s
-    time_limit.count(0.5, 0.01, runnable=True)  # for nearly all
+    time_limit.count(0.5, 0.3)  # waited for the processor for 0.2 s
+    time_limit.count(0.5, 0.01, runnable=True)  # waited for nearly all of it
     assert time_limit.spent_s == pytest.approx(0.31) and time_limit.left_s == pytest.approx(0.69)
     time_limit.count(0.5, 0.01)  # asleep
-    time_limit.count(0.1, 0.2)  # no more than has passed
+    time_limit.count(0.1, 0.2)  # no more than the elapsed time
     assert time_limit.spent_s == pytest.approx(0.91) and not time_limit.over
     monkeypatch.setattr(clock, "STARVED", 0)
     assert time_limit.over
@@ -112,11 +114,11 @@ def test_own_time_is_what_is_spent_on_the_processor_and_asleep(monkeypatch):
     assert time_limit.over and time_limit.left_s == 0.0
 
 
-def test_what_a_program_spends_before_it_ends_counts(monkeypatch):
-    """Six tests of 0.6 s asleep, each of which ends the program: 2 s are over in the fourth."""
+def test_time_before_a_program_exits_counts_toward_its_limit(monkeypatch):
+    """Six tests sleep 0.6 s each and end the program: the limit of 2 s is reached in the fourth."""
     pretend(
         monkeypatch, 0.0
-    )  # a look that finds a real one awake by chance leaves out what it slept
+    )  # checking a real process that is awake by chance would exclude its sleep
     program = "import os, time\ndef f(s):\n time.sleep(s)\n os._exit(1)"
     tests = {"fn_name": "f", "inputs": [[0.6]] * 6, "outputs": [1] * 6}
     judgement = CodeVerifier(Limits(program_s=2)).judge(program, tests, stop_early=False)
@@ -128,7 +130,7 @@ def test_what_a_program_spends_before_it_ends_counts(monkeypatch):
 
 
 def test_a_program_that_waits_for_the_processor_is_not_asleep(monkeypatch):
-    """None of the 1.6 s was it on the processor, yet it asked for it."""
+    """The program was not on the processor in any of the 1.6 s, but it was runnable."""
     pretend(monkeypatch, 0.0, "R")
     assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).passed
 
@@ -155,7 +157,7 @@ def test_standard_input_can_be_opened_by_name(program):
     assert verdicts == ("pass", "pass")
 
 
-def test_other_files_open_as_ever():
+def test_other_files_open_as_usual():
     program = (
         "open('x', 'w').write('7')\nprint(open('x').read())\n"
         "try: open('/dev/none')\nexcept OSError: print('none')"
@@ -172,7 +174,7 @@ def test_other_files_open_as_ever():
         ("class E(float, enum.Enum): A = 1.5", 1.5),
     ],
 )
-def test_members_of_an_enumeration_of_values_arrive_as_values(definition, value):
+def test_members_of_value_enums_arrive_as_plain_values(definition, value):
     tests = {"fn_name": "f", "inputs": [[]], "outputs": [value]}
     for result in ("E.A", "[E.A][0]"):
         judgement = CodeVerifier(LIMITS).judge(
@@ -201,11 +203,11 @@ def test_the_output_limit_is_an_option():
 
 
 @pytest.mark.parametrize(("spaces", "verdict"), [(0, "pass"), (60_000, "pass"), (70_000, "wrong")])
-def test_no_more_is_read_than_could_be_as_expected(spaces, verdict, monkeypatch):
-    """Sixteen times the expected output and 64 KiB; what is not read does not get in the way of the
+def test_output_is_read_only_up_to_a_multiple_of_the_expected_length(spaces, verdict, monkeypatch):
+    """Sixteen times the expected output plus 64 KiB are read; unread output does not affect the
     next test.
     """
-    choose_isolation()  # found out by a program of its own, which is none of those counted here
+    choose_isolation()  # detected with a separate program, which is not counted here
     read = []
     real = Sandbox.receive_bytes
     monkeypatch.setattr(
@@ -222,7 +224,7 @@ def test_no_more_is_read_than_could_be_as_expected(spaces, verdict, monkeypatch)
     )
 
 
-def test_a_result_that_is_too_long_to_be_as_expected_is_not_read():
+def test_a_result_too_long_to_match_is_not_read():
     tests = {"fn_name": "f", "inputs": [[70_000], [60_000]], "outputs": ["x", "x" * 60_000]}
     judgement = CodeVerifier().judge("def f(n): return 'x' * n", tests, stop_early=False)
     assert (
@@ -234,7 +236,7 @@ def test_a_result_that_is_too_long_to_be_as_expected_is_not_read():
 @pytest.mark.parametrize(
     ("output_bytes", "most"), [(8 << 20, 1 << 20), (1 << 24, 2 << 20), (1000, 65536)]
 )
-def test_a_result_for_assertions_has_an_eighth_of_the_output(output_bytes, most):
+def test_a_result_for_assertions_may_use_an_eighth_of_the_output_limit(output_bytes, most):
     verifier = CodeVerifier(Limits(output_bytes=output_bytes))
     judged = [
         verifier.judge("def f(n): return 'x' * n", {"test": f"assert len(f({n})) == {n}"})
@@ -244,7 +246,7 @@ def test_a_result_for_assertions_has_an_eighth_of_the_output(output_bytes, most)
     assert judged[1].detail == f"a reply is over the limit of {most} bytes"
 
 
-def test_a_dataset_s_option_sets_the_output_limit(tmp_path):
+def test_a_dataset_option_sets_the_output_limit(tmp_path):
     rows = tmp_path / "rows.jsonl"
     tests = {"inputs": ["1"], "outputs": ["x" * 2000]}
     rows.write_text(json.dumps({"question": "Print x.", "input_output": json.dumps(tests)}))
@@ -261,10 +263,8 @@ ECHO = "import sys, time\nfor line in sys.stdin:\n    time.sleep(0.03)\n    prin
 
 
 @pytest.mark.parametrize("kept_from", [True, False])
-def test_what_a_busy_machine_withholds_in_many_short_calls_is_not_the_program_s(
-    monkeypatch, kept_from
-):
-    """Each call is answered before anybody looks; together they take 1.2 s of 0.6 s allowed."""
+def test_waiting_for_the_processor_in_many_short_calls_does_not_count(monkeypatch, kept_from):
+    """Each call is answered before it is checked; together they take 1.2 s of the 0.6 s allowed."""
     start = time.monotonic()
 
     def seen(pid):
@@ -286,8 +286,8 @@ def test_what_a_busy_machine_withholds_in_many_short_calls_is_not_the_program_s(
     assert (number, spent_s < 0.3) == (39, True) if kept_from else (number < 30 and spent_s >= 0.5)
 
 
-def test_the_kernel_says_how_long_threads_have_waited_for_a_processor():
-    """Two processes that want the same processor: each waits half of the time."""
+def test_the_kernel_reports_how_long_threads_waited_for_a_processor():
+    """Two processes want the same processor, so each waits half of the time."""
     if processes.queued("self") is None:
         pytest.skip("this kernel does not say how long a thread has waited")
     cpu = min(os.sched_getaffinity(0))
@@ -304,7 +304,7 @@ def test_the_kernel_says_how_long_threads_have_waited_for_a_processor():
         two.kill()
 
 
-def test_own_time_without_what_was_withheld():
+def test_own_time_excludes_waiting_for_the_processor():
     time_limit = OwnTime(9.0)
     time_limit.count(1.0, 0.1, queued_s=0.3)  # asleep for 0.6 s
     assert time_limit.spent_s == pytest.approx(0.7)
@@ -327,9 +327,9 @@ def f(x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["called", "read", "asserted"])
-def test_a_program_that_sleeps_and_works_by_turns_holds_a_worker_no_longer_than_its_limit(kind):
-    """It is on the processor for an eighth of the time, so neither the limit on processor time nor
-    a rule for sleepers would stop it for long.
+def test_a_program_that_alternates_sleep_and_work_is_stopped_at_its_limit(kind):
+    """The program is on the processor an eighth of the time, so neither the processor limit nor a
+    rule for sleeping programs would stop it soon.
     """
     tests = {
         "called": {"fn_name": "f", "inputs": [[1]], "outputs": [1]},

@@ -1,5 +1,5 @@
-"""Answers taken out of responses and compared: right on public labels, and never longer than the
-limit.
+"""Answers extracted from responses and compared: correct on public labels, and never beyond the
+time limit.
 """
 
 import json
@@ -49,8 +49,8 @@ HANGS = "9^{9^{9^{9}}}"
 
 
 def pairs(table):
-    """(answer, reference) of a table with several ``answer ~ reference`` on a line, two semicolons
-    between.
+    """Return the (answer, reference) pairs of a table with several ``answer ~ reference`` per line,
+    separated by two semicolons.
     """
     return [
         tuple(side.strip() for side in cell.split("~"))
@@ -61,7 +61,7 @@ def pairs(table):
 
 
 def gone(process):
-    """Whether a process ends within five seconds, whoever reaps it."""
+    """Return whether a process ends within five seconds, whoever reaps it."""
     deadline = time.monotonic() + 5
     while not ended(process) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -74,7 +74,7 @@ def ended(process):
 
 @pytest.fixture
 def born():
-    """A function that lists the child processes started since the test began."""
+    """Return a function that lists the child processes started since the test began."""
     before = set(psutil.Process().children())
     return lambda: [child for child in psutil.Process().children() if child not in before]
 
@@ -108,7 +108,7 @@ def verifier():
         ("It is 12.", None),
     ],
 )
-def test_the_stated_answer(response, answer):
+def test_the_stated_answer_is_extracted(response, answer):
     assert extract_answer(response) == answer
 
 
@@ -129,7 +129,7 @@ def test_the_stated_answer(response, answer):
         r"#### 4. No: \boxed{5",
     ],
 )
-def test_a_response_that_was_cut_off_states_no_answer(response):
+def test_a_truncated_response_states_no_answer(response):
     assert extract_answer(response, last_number=True) is None
 
 
@@ -144,7 +144,7 @@ def test_a_response_that_was_cut_off_states_no_answer(response):
         (r"\boxed{5} \\", "5"),
     ],
 )
-def test_what_follows_the_thinking_goes_first(response, answer):
+def test_text_after_the_thinking_takes_precedence(response, answer):
     assert extract_answer(response) == answer
 
 
@@ -161,30 +161,30 @@ def test_what_follows_the_thinking_goes_first(response, answer):
         ("none", None),
     ],
 )
-def test_the_last_number_where_asked(response, answer):
+def test_the_last_number_is_used_if_requested(response, answer):
     assert extract_answer(response, last_number=True) == answer
 
 
 @pytest.mark.parametrize("row", LABELLED, ids=lambda row: row["reference"])
-def test_agrees_with_public_labels(verifier, row):
+def test_verdicts_agree_with_public_labels(verifier, row):
     assert verifier(row["response"], row["reference"]) == float(row["correct"])
 
 
 @pytest.mark.parametrize(("answer", "reference"), pairs(EQUIVALENT))
-def test_equivalent(verifier, answer, reference):
+def test_equivalent_answers_are_equal(verifier, answer, reference):
     assert verifier.equal(answer, reference)
 
 
 @pytest.mark.parametrize(("answer", "reference"), pairs(DIFFERENT))
-def test_not_equivalent(verifier, answer, reference):
-    """Among them answers that hedge: a set, a range or an inequality that holds the right number."""
+def test_different_answers_are_not_equal(verifier, answer, reference):
+    """Some answers hedge: a set, a range or an inequality that contains the correct number."""
     assert not verifier.equal(answer, reference)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("category", sorted({row["category"] for row in PAIRS}))
-def test_labelled_pairs(verifier, category):
-    """No false accept in any category; what is still rejected wrongly is named here."""
+def test_labelled_pairs_are_judged_correctly(verifier, category):
+    """No category has a false accept; remaining false rejects are listed here."""
     rows = [row for row in PAIRS if row["category"] == category]
     wrong = [row for row in rows if verifier.equal(row["answer"], row["reference"]) != row["equal"]]
     assert len(rows) >= 10
@@ -194,7 +194,7 @@ def test_labelled_pairs(verifier, category):
 
 
 @pytest.mark.slow
-def test_the_table_of_labelled_kinds_in_the_docs(verifier):
+def test_the_table_of_labelled_kinds_in_the_docs_is_current(verifier):
     """Counts by category, no false accept, and the false rejects by name."""
     page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
     table = re.findall(r"^\| (\w+) \| .+ \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
@@ -211,7 +211,7 @@ def test_the_table_of_labelled_kinds_in_the_docs(verifier):
     assert len(KINDS) >= 120 and verifier.lost == 0
 
 
-def test_the_labelled_pairs_are_as_many_and_as_mixed_as_said():
+def test_there_are_at_least_800_labelled_pairs_of_both_kinds():
     unequal = sum(not row["equal"] for row in PAIRS)
     assert len(PAIRS) >= 800 and len({(row["answer"], row["reference"]) for row in PAIRS}) == len(
         PAIRS
@@ -219,8 +219,8 @@ def test_the_labelled_pairs_are_as_many_and_as_mixed_as_said():
     assert 0.4 < unequal / len(PAIRS) < 0.6
 
 
-def test_the_cases_written_down_for_math_verify(verifier):
-    """Each row of the page is a pair that math-verify alone judges wrongly, and we do not."""
+def test_documented_math_verify_errors_are_judged_correctly(verifier):
+    """Each row of the page is a pair that only math-verify judges incorrectly."""
     page = (Path(__file__).parents[2] / "docs/math-verify/README.md").read_text()
     cases = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (equal|different) \|", page, re.MULTILINE)
     assert len(cases) == 27
@@ -234,7 +234,7 @@ def test_the_cases_written_down_for_math_verify(verifier):
     st.sampled_from(["{}", "{:,}", "${}$", r"\${:,}", "{}.", "{}.0", " {} ", r"\left({}\right)"]),
 )
 @settings(max_examples=60, deadline=None)
-def test_an_integer_however_written(number, style):
+def test_an_integer_is_recognised_in_any_notation(number, style):
     answer = style.format(number)
     if "(" not in style:
         assert verify_math(f"\\boxed{{{answer}}}", str(number)) == 1.0
@@ -242,7 +242,7 @@ def test_an_integer_however_written(number, style):
 
 
 @given(st.text(alphabet="\\boxed{}#1, $and", max_size=60))
-def test_extraction_takes_any_text(text):
+def test_extraction_accepts_any_text(text):
     answer = extract_answer(text, last_number=True)
     assert answer is None or answer == answer.strip() != ""
 
@@ -278,7 +278,7 @@ def test_a_long_answer_is_wrong_unless_identical(verifier):
 
 
 @pytest.mark.slow
-def test_a_comparison_that_hangs_is_cut_off_and_the_next_is_served(caplog, born):
+def test_a_hanging_comparison_is_stopped_and_the_next_one_runs(caplog, born):
     with MathVerifier(workers=1, limit_s=1) as verifier:
         assert verifier.equal(r"\frac{2}{4}", r"\frac12")
         (worker,) = born()
@@ -317,7 +317,7 @@ def test_no_comparison_takes_more_than_six_seconds(answer):
 
 
 @pytest.mark.slow
-def test_many_answers_that_hang_cost_a_quarter_of_the_limit_each(monkeypatch):
+def test_each_of_many_hanging_answers_costs_a_quarter_of_the_limit(monkeypatch):
     monkeypatch.setattr("sparrow.rewards.math.BUDGET_S", 2.0)
     with MathVerifier(workers=2, limit_s=1) as verifier, ThreadPoolExecutor(8) as threads:
         answers = [HANGS] * 24
@@ -330,7 +330,7 @@ def test_many_answers_that_hang_cost_a_quarter_of_the_limit_each(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_comparison_that_was_ended_costs_no_new_worker(born):
+def test_stopping_a_comparison_does_not_start_a_new_worker(born):
     with MathVerifier(workers=1, limit_s=0.5) as verifier:
         assert verifier.equal("x+x", "2x")
         (worker,) = born()
@@ -339,13 +339,13 @@ def test_a_comparison_that_was_ended_costs_no_new_worker(born):
         assert born() == [worker] and gone(comparing)
         assert verifier.equal("x+x", "2x") and not verifier.equal("x+x", "3x")
         (comparing,) = worker.children()
-        comparing.kill()  # while it has nothing to do: no reply is owed
+        comparing.kill()  # while it is idle: no reply is pending
         assert verifier.equal("x+x", "2x") and not verifier.equal("x+x", "3x")
     assert not worker.is_running() and gone(comparing)
 
 
 @pytest.mark.slow
-def test_a_hanging_worker_ends_itself_when_its_parent_is_gone():
+def test_a_hanging_worker_exits_when_its_parent_is_gone():
     """The parent is killed in the middle of a comparison that never ends."""
     program = f"""
         import os, threading, time, psutil
@@ -368,7 +368,7 @@ def test_a_hanging_worker_ends_itself_when_its_parent_is_gone():
 
 
 @pytest.mark.slow
-def test_answers_that_hang_leave_the_others_alone():
+def test_hanging_answers_do_not_affect_other_answers():
     responses = [rf"\boxed{{{a}}}" for a in (HANGS, "x+y", HANGS, "2y", "x+x", "7")]
     with MathVerifier(workers=2, limit_s=1) as verifier, ThreadPoolExecutor(6) as threads:
         list(threads.map(verifier.equal, ["x+x"] * 2, ["2x"] * 2))
@@ -377,9 +377,9 @@ def test_answers_that_hang_leave_the_others_alone():
 
 
 @pytest.mark.slow
-def test_as_many_answers_as_workers_can_hang_and_nobody_waits(born, monkeypatch):
-    """Nothing here depends on how fast this machine is: two comparisons that would take ten minutes
-    go on while others are served, and end when their workers are killed.
+def test_other_answers_do_not_wait_while_every_worker_hangs(born, monkeypatch):
+    """The result does not depend on the speed of this machine: two comparisons that would take ten
+    minutes run while others are answered, and end when their workers are killed.
     """
     monkeypatch.setattr("sparrow.rewards.math.START_LIMIT_S", 3600.0)
     with (
@@ -408,7 +408,7 @@ def test_as_many_answers_as_workers_can_hang_and_nobody_waits(born, monkeypatch)
 
 
 @pytest.mark.slow
-def test_an_answer_that_hung_is_not_tried_again():
+def test_a_hanging_answer_is_not_retried():
     with MathVerifier(workers=1, limit_s=1) as verifier:
         assert not verifier.equal(HANGS, "204")
         start = time.monotonic()
@@ -417,9 +417,9 @@ def test_an_answer_that_hung_is_not_tried_again():
 
 
 @pytest.mark.slow
-def test_the_limit_is_of_processor_time(monkeypatch, born):
-    """A comparison that was kept from the processor is not wrong for that; one that never gets it
-    is, in the end.
+def test_the_limit_counts_processor_time(monkeypatch, born):
+    """A comparison kept waiting for the processor is not judged wrong for that; one that never gets
+    the processor finally is.
     """
     monkeypatch.setattr("sparrow.rewards.math.PATIENCE_S", 0.05)
     with MathVerifier(workers=1, limit_s=0.5) as verifier:
@@ -472,7 +472,7 @@ def test_an_interrupted_request_leaves_no_stale_reply(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_worker_is_replaced_after_its_share_of_requests(born, monkeypatch):
+def test_a_worker_is_replaced_after_a_fixed_number_of_requests(born, monkeypatch):
     monkeypatch.setattr("sparrow.rewards.math.RECYCLE", 2)
     with MathVerifier(1, 20) as verifier:
         pids = []
@@ -483,7 +483,7 @@ def test_a_worker_is_replaced_after_its_share_of_requests(born, monkeypatch):
         assert verifier.lost == 0
 
 
-def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
+def test_a_worker_that_cannot_start_reports_why(tmp_path, monkeypatch):
     broken = tmp_path / "broken_worker"
     broken.mkdir()
     (broken / "main.py").write_text("import no_such_library")
@@ -496,7 +496,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("workers", "limit_s"), [(0, 1), (1, 0)])
-def test_an_impossible_verifier(workers, limit_s):
+def test_invalid_settings_of_a_verifier_are_refused(workers, limit_s):
     with pytest.raises(ValueError, match="workers >= 1"):
         MathVerifier(workers, limit_s)
 
@@ -517,9 +517,9 @@ def test_the_verifier_pickles_and_works_in_a_forked_process():
 
 
 @pytest.mark.slow
-def test_neither_trainer_nor_worker_pays_for_the_other_s_imports():
-    """Importing rewards loads no sympy; a worker does not load torch though the script that started
-    it does.
+def test_trainer_and_worker_do_not_load_each_others_imports():
+    """Importing rewards does not load sympy; a worker does not load torch even if the script that
+    started it does.
     """
     program = """
         import sys

@@ -1,6 +1,7 @@
 # ruff: noqa: E501  (a program on a line)
-"""Objects between tests and program: honest ones are judged as in one process, no program's object
-decides a comparison, and what cannot cross is refused and never called wrong.
+"""Objects passed between tests and program: honest objects are judged as in one process, no object
+of a program decides a comparison, and objects that cannot be passed are refused rather than
+judged wrong.
 """
 
 import json
@@ -158,7 +159,7 @@ def test_honest_objects_are_judged_as_in_one_process(verifier, name):
     assert not verifier.judge("", {"test": test}).passed
 
 
-def test_setup_code_may_use_the_program_s_classes(verifier):
+def test_setup_code_may_use_classes_of_the_program(verifier):
     row = {
         "text": "Height of a tree.",
         "test_setup_code": "root = Node(1)\nroot.left = Node(2)\nroot.left.left = Node(4)",
@@ -210,7 +211,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_cross_is_refused_and_never_wrong(verifier, name):
+def test_objects_that_cannot_be_transferred_are_errors_rather_than_wrong_answers(verifier, name):
     test, program = REFUSED[name]
     exec(f"{program}\n{test}", {"__name__": "here"})
     judgement = verifier.judge(program, {"test": test})
@@ -426,7 +427,7 @@ STEALING = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEALING)
-def test_an_object_does_not_steal_a_pass(verifier, name):
+def test_a_hostile_object_cannot_obtain_a_pass(verifier, name):
     test, program = STEALING[name]
     judgement = verifier.judge(program, {"test": test})
     assert not judgement.passed, judgement
@@ -454,7 +455,7 @@ def taco(outputs, starter):
         ([[2, 2], [3]], "", ["[x + 1] * (3 - x)"], ["x + 1"]),
     ],
 )
-def test_a_result_in_a_list_of_one_is_read_as_the_row_allows(
+def test_a_result_in_a_list_of_one_is_unwrapped_if_the_row_allows(
     verifier, outputs, starter, right, wrong
 ):
     tests = taco(outputs, starter)

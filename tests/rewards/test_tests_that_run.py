@@ -1,6 +1,6 @@
 # ruff: noqa: E501  (a program on a line)
-"""A program passes only if a test has called it: tests that wait to be called are run, and tests
-that execute nothing pass no program.
+"""A program passes only if a test has called it: test functions that nothing calls are run, and
+tests that execute nothing do not pass.
 """
 
 import json
@@ -51,14 +51,14 @@ def verifier():
 
 
 @pytest.mark.parametrize("name", NOTHING)
-def test_tests_that_execute_nothing_pass_no_program(verifier, name):
+def test_tests_that_execute_nothing_do_not_pass(verifier, name):
     for program in (RIGHT, PROSE):
         judgement = verifier.judge(program, {"test": NOTHING[name]})
         assert judgement.verdicts == ("error",), judgement
     assert "no test has called the program" in verifier.judge(RIGHT, {"test": NOTHING[name]}).detail
 
 
-def test_a_test_that_ignores_its_candidate_passes_no_program(verifier):
+def test_a_test_that_ignores_its_candidate_does_not_pass(verifier):
     tests = {"test": "def check(candidate): assert True", "entry_point": "add"}
     assert verifier.judge(RIGHT, tests).verdicts == ("error",)
 
@@ -73,14 +73,14 @@ def test_tests_that_wait_to_be_called_are_run(verifier, name):
 
 
 def test_a_test_is_run_once(verifier):
-    """A second run would see what the first has left in the program."""
+    """A second run would see changes that the first made in the program."""
     test = "def test_count():\n assert count() == 1\ntest_count()"
     assert verifier.judge(
         "N = []\ndef count():\n N.append(0)\n return len(N)", {"test": test}
     ).passed
 
 
-def test_a_unittest_row_of_a_humaneval_like_data_set_is_run(verifier):
+def test_a_unittest_row_in_humaneval_format_is_run(verifier):
     row = {"prompt": PROMPT, "entry_point": "add", "test": WAITING["unittest's main"]}
     question = FORMATS["humaneval"].read(row)
     assert verifier.judge(RIGHT, question.answer).passed
@@ -88,14 +88,14 @@ def test_a_unittest_row_of_a_humaneval_like_data_set_is_run(verifier):
         assert not verifier.judge(program, question.answer).passed
 
 
-def test_a_test_that_needs_pytest_s_arguments_is_refused_by_name(verifier):
+def test_a_test_that_needs_pytest_fixtures_is_refused_by_name(verifier):
     judgement = verifier.judge(RIGHT, {"test": "def test_add(tmp_path): assert add(1, 2) == 3"})
     assert judgement.verdicts == ("error",)
     assert "nothing calls test_add, and it takes arguments (tmp_path)" in judgement.detail
 
 
 @pytest.mark.parametrize("program", [PROSE, "raise ValueError('no')", "def f(x: return"])
-def test_a_program_that_does_not_load_passes_no_test_that_expects_an_exception(verifier, program):
+def test_a_program_that_does_not_load_fails_tests_that_expect_an_exception(verifier, program):
     tests = (
         "import pytest\nwith pytest.raises((ValueError, SyntaxError)): f(-1)",
         "try:\n f(-1)\nexcept Exception: pass",
@@ -127,7 +127,7 @@ def test_an_empty_result_is_not_close_to_a_number(verifier, assertion):
     assert verifier.judge("def f(): return 2.5", {"test": test}).passed
 
 
-def test_an_empty_result_is_close_to_an_empty_one(verifier):
+def test_an_empty_result_is_close_to_an_empty_result(verifier):
     test = "import numpy as np\nassert np.allclose(f(), []) and np.isclose(f(), []).size == 0"
     assert verifier.judge("def f(): return []", {"test": test}).passed
     assert not verifier.judge("def f(): return [1.0]", {"test": test}).passed
@@ -155,19 +155,19 @@ def test_an_empty_test_of_humaneval_is_refused_when_it_is_loaded():
         DatasetTask("h", [row], FORMATS["humaneval"], {"code": lambda response, answer: 0.0})
 
 
-def test_a_check_of_mbpp_is_given_the_row_s_entry_point(verifier):
+def test_a_check_of_mbpp_receives_the_entry_point_of_the_row(verifier):
     row = {"text": "Add.", "test_list": ["assert add(1, 2) == 3"], "entry_point": "add"}
     row["test"] = NOTHING["a check that nobody can call"]
     answer = FORMATS["mbpp"].read(row).answer
     assert verifier.judge(RIGHT, answer).passed and not verifier.judge(WRONG, answer).passed
 
 
-def test_rows_of_the_usual_kinds_are_not_refused():
+def test_rows_of_common_kinds_are_not_refused():
     for test in WAITING.values():
         row = {"text": "Add.", "test_list": ["-"], "test": test}
         assert FORMATS["mbpp"].read(row).answer["test"] == test
 
 
-def test_answers_still_travel_as_json():
+def test_answers_can_be_converted_to_json():
     row = {"text": "Add.", "test_list": ["assert add(1, 2) == 3"]}
     assert json.loads(json.dumps(FORMATS["mbpp"].read(row).answer))["test"] == row["test_list"][0]

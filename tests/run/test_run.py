@@ -1,4 +1,4 @@
-"""The run directory: what is written is what is read, and who may write."""
+"""The run directory: what is written can be read back, and only one process may write."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ SCHEDULE = SparsitySchedule(
 )
 
 
-def test_what_is_written_is_read_back(tmp_path):
+def test_written_steps_and_responses_are_read_back(tmp_path):
     RunConfig({"tau": 0.9, "steps": 3}, SCHEDULE).save(tmp_path)
     made = RunDir(tmp_path, resume=False)
     responses = [
@@ -53,7 +53,7 @@ def test_what_is_written_is_read_back(tmp_path):
     ).schedule.provenance == {"preset": "x"}
 
 
-def test_a_run_keeps_its_budgets():
+def test_head_budgets_cannot_change_on_resume():
     config, budgets = TrainConfig(run_dir="run", steps=3), ((1, 1), (0.5, 1.5))
     recorded = RunConfig(
         json.loads(json.dumps(asdict(config))), SCHEDULE.replace(head_budgets=budgets)
@@ -66,7 +66,7 @@ def test_a_run_keeps_its_budgets():
 
 
 @pytest.mark.parametrize(("name", "value"), [("step_down", ["cheap.json"]), ("positions", 0.25)])
-def test_a_run_with_a_setting_that_is_gone_is_not_resumed_without_it(name, value):
+def test_a_run_recorded_with_a_removed_setting_is_not_resumed(name, value):
     config = TrainConfig(run_dir="run", steps=3)
     plain = json.loads(json.dumps(asdict(config)))
     unused = plain["distill"] | {"step_down": [], "step_down_every": 10, "positions": 1.0}
@@ -80,13 +80,13 @@ def test_a_run_with_a_setting_that_is_gone_is_not_resumed_without_it(name, value
         )
 
 
-def test_a_step_that_lacks_what_readers_need_is_not_written(tmp_path):
+def test_an_incomplete_step_is_not_written(tmp_path):
     with pytest.raises(AssertionError, match="step 1 lacks"):
         RunDir(tmp_path, resume=False).append_step({"step": 1, "reward": {}}, [])
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_response_without_a_field_is_refused_by_its_line(tmp_path):
+def test_a_response_without_a_field_is_refused_with_its_line(tmp_path):
     RunConfig({"tau": 0.9}, SCHEDULE).save(tmp_path)
     row = {name: {} for name in RECORDED} | {"step": 1, "schedule": {}}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
@@ -98,7 +98,7 @@ def test_a_response_without_a_field_is_refused_by_its_line(tmp_path):
 # --- who may write ---
 
 
-def test_a_copy_beside_checkpoints_is_left_alone(tmp_path):
+def test_a_copy_beside_the_checkpoints_is_not_deleted(tmp_path):
     for name in ("step-2", "step-10", "step-10-copy", "step-", "partial-12"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     run = RunDir(tmp_path, resume=True)
@@ -116,7 +116,7 @@ def test_two_runs_in_one_directory_are_refused(tmp_path):
         make_trainer(tmp_path, steps=1)
 
 
-def test_a_run_is_not_resumed_while_it_runs(tmp_path):
+def test_a_running_run_cannot_be_resumed(tmp_path):
     def again(event, metrics):
         if event == "step" and metrics["step"] == 3:
             before = (
@@ -137,7 +137,7 @@ def test_a_run_is_not_resumed_while_it_runs(tmp_path):
     assert make_trainer(tmp_path, steps=5, resume=True).step == 4
 
 
-def test_a_lock_ends_with_its_process_and_keeps_others_out_until_then(tmp_path):
+def test_a_lock_excludes_other_processes_until_its_process_ends(tmp_path):
     lock = f"held = RunDir({str(tmp_path)!r}, False); held.lock()"
     code = f"import sys; from sparrow.run import RunDir; {lock}; print(1, flush=True); sys.stdin.read()"
     process = subprocess.Popen(
@@ -150,18 +150,18 @@ def test_a_lock_ends_with_its_process_and_keeps_others_out_until_then(tmp_path):
     process.kill()
     process.communicate()
     here.lock()
-    here.lock()  # it is held already
+    here.lock()  # the lock is already held
     here.release()
 
 
-def test_a_run_that_ended_while_this_one_waited_to_start_is_not_overwritten(tmp_path):
+def test_a_run_that_finished_while_another_waited_is_not_overwritten(tmp_path):
     here = RunDir(tmp_path, resume=False)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="already contains a run"):
         here.lock()
 
 
-def test_a_trainer_that_is_refused_holds_no_lock(tmp_path):
+def test_a_refused_trainer_holds_no_lock(tmp_path):
     with pytest.raises(ConfigError, match="cannot put a LoRA on nowhere"):
         make_trainer(tmp_path, distill=DistillConfig(enabled=True, target_modules=("nowhere",)))
     make_trainer(tmp_path, steps=1).train()
@@ -172,7 +172,7 @@ def test_a_trainer_that_is_refused_holds_no_lock(tmp_path):
 
 @pytest.fixture
 def stopped(tmp_path):
-    """A run of four steps that was killed in its third, with a checkpoint of the second."""
+    """Create a run of four steps that was killed in the third, with a checkpoint of the second."""
 
     class Killed(BaseException):
         pass
@@ -208,7 +208,7 @@ def stopped(tmp_path):
         ),
     ],
 )
-def test_what_cannot_change_on_resume_is_refused(stopped, changes, named):
+def test_settings_that_cannot_change_on_resume_are_refused(stopped, changes, named):
     before = (stopped / "config.json").read_bytes()
     with pytest.raises(
         ConfigError, match=f"cannot continue with a different {named} leave them out"
@@ -217,7 +217,7 @@ def test_what_cannot_change_on_resume_is_refused(stopped, changes, named):
     assert (stopped / "config.json").read_bytes() == before and len(metrics_of(stopped)) == 3
 
 
-def test_what_may_change_on_resume_is_said_and_recorded(stopped, caplog):
+def test_settings_that_may_change_on_resume_are_reported_and_recorded(stopped, caplog):
     optimizer = OptimizerConfig(learning_rate=1e-3, token_budget=200, weight_decay=0.1)
     with caplog.at_level(logging.WARNING):
         resumed = make_trainer(stopped, steps=3, resume=True, optimizer=optimizer, tau=0.8)
@@ -238,7 +238,7 @@ def test_what_may_change_on_resume_is_said_and_recorded(stopped, caplog):
     )
 
 
-def test_another_schedule_on_resume_is_used_and_another_layout_refused(stopped, monkeypatch):
+def test_resuming_accepts_a_new_schedule_but_refuses_a_new_layout(stopped, monkeypatch):
     from tests.train import test_trainer
 
     monkeypatch.setattr(test_trainer, "SCHEDULE", test_trainer.SCHEDULE.replace(page_size=4))
@@ -259,7 +259,7 @@ def test_another_schedule_on_resume_is_used_and_another_layout_refused(stopped, 
     assert RunLog.load(stopped).schedules[0].top_k == (0, 1)
 
 
-def test_a_finished_run_is_not_reconfigured(tmp_path):
+def test_a_finished_run_cannot_be_reconfigured(tmp_path):
     make_trainer(tmp_path, steps=2).train()
     before = (tmp_path / "config.json").read_bytes()
     with pytest.raises(
@@ -270,13 +270,13 @@ def test_a_finished_run_is_not_reconfigured(tmp_path):
     with pytest.raises(ConfigError, match=r"steps is 1, but .* has already finished 2 steps"):
         make_trainer(tmp_path, steps=1, resume=True)
     assert (tmp_path / "config.json").read_bytes() == before
-    make_trainer(tmp_path, steps=2, resume=True).train()  # nothing is left to do
+    make_trainer(tmp_path, steps=2, resume=True).train()  # no steps remain
     assert (tmp_path / "config.json").read_bytes() == before
     make_trainer(tmp_path, steps=3, resume=True, tau=0.5).train()
     assert len(metrics_of(tmp_path)) == 3
 
 
-def test_a_setting_that_an_older_run_did_not_record_was_at_its_default(stopped):
+def test_a_setting_missing_from_an_older_run_counts_as_its_default(stopped):
     recorded = json.loads((stopped / "config.json").read_text())
     del recorded["train"]["guard"]["patience"], recorded["resumed"]
     recorded["train"]["gone"] = 1
@@ -287,7 +287,7 @@ def test_a_setting_that_an_older_run_did_not_record_was_at_its_default(stopped):
 
 
 @pytest.mark.parametrize("name", ["relative_tau", "tau"])
-def test_one_kind_of_tau_replaces_the_other_on_resume(name, tmp_path):
+def test_either_kind_of_tau_replaces_the_other_on_resume(name, tmp_path):
     from sparrow.cli.entry import parse
 
     recorded = {"model": "reasoner", "tau": 0.86, "relative_tau": None}
@@ -303,7 +303,7 @@ def test_one_kind_of_tau_replaces_the_other_on_resume(name, tmp_path):
         }
 
 
-def test_train_resume_and_the_run_directory_suffice(tmp_path, capsys):
+def test_resuming_needs_only_the_run_directory(tmp_path, capsys):
     from sparrow.cli import main
 
     checkpoint, run = tmp_path / "checkpoint", tmp_path / "run"

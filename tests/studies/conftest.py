@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def study(request):
-    """The modules that a test file names in ``MODULES``; ``FOLDERS`` are where they are."""
+    """Return the modules that a test file names in ``MODULES``, from the folders in ``FOLDERS``."""
     for name in getattr(request.module, "REQUIRED", ()):
         pytest.importorskip(name)
     with pytest.MonkeyPatch.context() as patch:

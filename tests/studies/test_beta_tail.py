@@ -1,5 +1,5 @@
-"""The Beta distribution of the tail: a fit that recovers known parameters, and its distance from
-resamples.
+"""The Beta distribution of the tail: the fit recovers known parameters, and its distance is checked
+by resampling.
 
 Shapes: T tokens.
 """
@@ -18,7 +18,7 @@ FOLDERS = ("studies/common",)
 
 
 @pytest.mark.parametrize(("a", "b"), [(2.0, 5.0), (0.4, 0.3), (8.0, 0.6), (300.0, 40.0)])
-def test_beta_fit_recovers_known_parameters(study, a, b):
+def test_the_beta_fit_recovers_known_parameters(study, a, b):
     rng = np.random.default_rng(7)
     tail = 0.999 * rng.beta(a, b, 20_000)
     head = rng.uniform(0.9991, 1.0, 60_000)
@@ -32,8 +32,8 @@ def test_beta_fit_recovers_known_parameters(study, a, b):
 
 @pytest.mark.parametrize(
     "mirror", [False, True]
-)  # the largest distance is once above, once below the fit
-def test_beta_fit_agrees_with_scipy(study, mirror):
+)  # the largest distance is once above and once below the fit
+def test_the_beta_fit_agrees_with_scipy(study, mirror):
     tail = np.random.default_rng(3).beta(1.7, 0.8, 500)
     tail = 1 - tail if mirror else tail
     fit = study.beta_tail.beta_tail_fit(tail, cut=1.0)
@@ -44,7 +44,7 @@ def test_beta_fit_agrees_with_scipy(study, mirror):
     )
 
 
-def test_beta_fit_shows_what_is_no_beta(study):
+def test_the_beta_fit_has_a_large_ks_distance_for_other_distributions(study):
     two_clumps = np.concatenate([np.linspace(0.2, 0.21, 500), np.linspace(0.7, 0.71, 500)])
     assert study.beta_tail.beta_tail_fit(two_clumps).ks > 0.2
 
@@ -55,7 +55,7 @@ def test_beta_variance_by_hand(study):
     assert uniform.variance == pytest.approx(0.03)
 
 
-def test_beta_fit_without_a_tail_is_none(study):
+def test_the_beta_fit_is_none_without_a_tail(study):
     assert study.beta_tail.beta_tail_fit([]) is None
     assert study.beta_tail.beta_tail_fit(np.ones(1000)) is None
     assert study.beta_tail.beta_tail_fit(np.linspace(0.1, 0.9, 9)) is None
@@ -64,7 +64,7 @@ def test_beta_fit_without_a_tail_is_none(study):
     assert study.beta_tail.beta_tail_fit(np.linspace(0.1, 0.9, 10)).n == 10
 
 
-def test_beta_fit_with_values_at_zero_and_at_the_cut(study):
+def test_the_beta_fit_accepts_values_at_zero_and_at_the_cutoff(study):
     tail = 0.999 * np.random.default_rng(5).beta(2.0, 1.0, 5000)
     tail[:5], tail[5:10] = 0.0, 0.999
     fit = study.beta_tail.beta_tail_fit(tail)
@@ -83,7 +83,7 @@ def test_beta_fit_with_values_at_zero_and_at_the_cut(study):
     st.lists(st.sampled_from([0.0, 1e-9, 0.3, 0.3 + 2e-6, 0.5, 0.9, 0.999, 1.0]), max_size=40),
     st.lists(st.floats(0, 1), max_size=40),
 )
-def test_beta_fit_never_breaks(study, atoms, others):
+def test_the_beta_fit_is_finite_for_any_input(study, atoms, others):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit = study.beta_tail.beta_tail_fit(atoms + others)
@@ -95,12 +95,12 @@ def test_beta_fit_never_breaks(study, atoms, others):
 @pytest.mark.parametrize(
     ("alpha", "cut", "message"), [([0.5], 0.0, "cut is 0"), ([-0.1], 0.9, "from -0.1")]
 )
-def test_beta_fit_refuses(study, alpha, cut, message):
+def test_the_beta_fit_refuses_bad_input(study, alpha, cut, message):
     with pytest.raises(ValueError, match=message):
         study.beta_tail.beta_tail_fit(alpha, cut)
 
 
-def test_weighted_beta_ks_is_the_distance_of_the_repeated_tokens(study):
+def test_the_weighted_ks_distance_equals_that_of_repeated_tokens(study):
     rng = np.random.default_rng(4)
     values, sequence = (
         np.where(rng.random(400) < 0.4, 1, rng.beta(3, 0.6, 400)),
@@ -117,4 +117,4 @@ def test_weighted_beta_ks_is_the_distance_of_the_repeated_tokens(study):
         )
         and second != first
     )
-    assert math.isnan(none)  # no token of that sequence is in the tail
+    assert math.isnan(none)  # no token of this sequence is in the tail

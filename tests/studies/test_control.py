@@ -1,5 +1,5 @@
-"""The control study, small: its task's reward by hand, its engine against the reference, and all of
-it end to end.
+"""The control study at small scale: its reward by hand, its engine against the reference, and an
+end-to-end run.
 """
 
 import json
@@ -39,16 +39,16 @@ NAMES = ["Currency", "LIMIT", "Stock", "__init__", "items", "math", "owner", "pr
 
 @pytest.fixture(scope="module")
 def parts(study):
-    """The parts of a response's reward."""
+    """Return the parts of a response's reward."""
     return lambda response: study.task.reward_parts(
         PROMPT, study.task.bound_names(PROMPT), response
     )
 
 
-# --- the file's lines and units ---
+# --- lines and units of the file ---
 
 
-def test_code_is_what_is_left_without_strings_comments_and_numbers(study):
+def test_code_excludes_strings_comments_and_numbers(study):
     text = 'x = f"a # b" + y2  # c\n"""Doc\nimport os\nend""" + z\n  # only\n)\nr\'\'\'a\'\'\'\nq = "it\'s"'
     lines = study.task.read_lines(text)
     assert [line.code for line in lines] == ['x = "" + y0', "", "", "+ z", "", "", "", 'q = ""']
@@ -64,7 +64,7 @@ def test_code_is_what_is_left_without_strings_comments_and_numbers(study):
     ]
 
 
-def test_units_are_statements_and_members_of_classes(study):
+def test_units_are_statements_and_class_members(study):
     text = """import os
 def f(
     x,
@@ -111,7 +111,7 @@ except ValueError:
     assert parsed == [True, True, True, True, True, True, False, True]
 
 
-def test_names_that_a_prompt_binds(study):
+def test_bound_names_of_a_prompt_by_hand(study):
     assert study.task.bound_names(PROMPT) == NAMES
 
 
@@ -144,7 +144,7 @@ def empty(owner):
         ("for i in self.items:", "for x = x.x:"),
     ],
 )
-def test_shapes_of_lines(study, code, shape):
+def test_shapes_of_lines_by_hand(study, code, shape):
     assert study.task.shape(code) == shape
 
 
@@ -173,7 +173,7 @@ def test_a_good_continuation_by_hand(study, parts):
     assert found["reward"] == pytest.approx((grounded + 0.25 * (total - grounded)) / 160)
 
 
-def test_lines_that_are_alike_and_names_that_are_read_again_earn_nothing_more(parts):
+def test_repeated_lines_and_names_earn_no_further_reward(parts):
     lines = ["\n        self.a = LIMIT", "\n        self.b = items", "\n        self.c = owner"]
     assert parts(lines[0] + "\n")["reward"] == len("x.x = x") / 160
     assert (
@@ -187,7 +187,7 @@ def test_lines_that_are_alike_and_names_that_are_read_again_earn_nothing_more(pa
     )
 
 
-def test_code_that_reads_no_names_of_the_prompt_earns_a_quarter_at_most(parts):
+def test_code_that_reads_no_names_from_the_prompt_earns_at_most_a_quarter(parts):
     kinds = (
         "if a:",
         "while a(b):",
@@ -215,13 +215,13 @@ def test_code_that_reads_no_names_of_the_prompt_earns_a_quarter_at_most(parts):
     assert found["names"] == 0 and 0.1 < found["reward"] <= 0.25
 
 
-def test_a_bad_unit_costs_its_own_lines_only(parts):
+def test_a_bad_unit_costs_only_its_own_lines(parts):
     bad = "\n\ndef broken(:\n    return LIMIT\n\n\ndef last():\n    return LIMIT\n"
     found, good = parts(GOOD + bad), parts(GOOD)
     lost = len("def x(:") + len("return x")
     kept = round(160 * found["length"]) - lost
     assert found["valid"] == pytest.approx(kept / (kept + lost)) and kept > 160 * good["length"]
-    # The same bad unit at the end may have been cut off, and does not count.
+    # The same bad unit at the end may have been truncated, and does not count.
     assert parts(GOOD + bad[: bad.index("\n\n\ndef last")] + "\n")["valid"] == 1
 
 
@@ -233,7 +233,7 @@ def test_a_bad_unit_costs_its_own_lines_only(parts):
         "\n\ncla",
     ],
 )
-def test_what_the_limit_cut_off_costs_nothing(parts, end):
+def test_code_truncated_by_the_limit_costs_nothing(parts, end):
     found = parts(GOOD + end)
     assert found["valid"] == 1 and found["reward"] >= parts(GOOD)["reward"] - 0.06
 
@@ -268,7 +268,7 @@ HACKS = {
 }
 
 
-# What invites the present weights: many lines of few names, of many forms, and of all names.
+# Code that exploits the present weights: many lines with few names, many forms, or all names.
 LETTERS = [a + b for a in "abcdefgh" for b in "abcdefgh"]
 HACKS |= {
     name: "\n        return 0\n" + "".join(f"{line}\n" for line in lines)
@@ -311,7 +311,7 @@ def test_a_response_that_stops_early_earns_less(parts):
     assert few["length"] < 0.5 and 0 < few["reward"] < some["reward"] < parts(GOOD)["reward"] < 0.5
 
 
-def test_a_loop_earns_less_than_what_it_takes_the_room_of(parts):
+def test_repetition_earns_less_than_the_code_it_displaces(parts):
     loops = (
         "\n        self.items = price_of(self.items)" * 40,
         "\n\n    def total(self):\n        return self.items" * 20,
@@ -326,7 +326,7 @@ def test_a_loop_earns_less_than_what_it_takes_the_room_of(parts):
 
 @pytest.fixture(scope="module")
 def checkpoint(study, tmp_path_factory):
-    """The folder of a tiny random model of this package's sources, and its problems."""
+    """Return the folder of a tiny random model of this package's sources, and its problems."""
     folder = tmp_path_factory.mktemp("text")
     train, held = study.corpus.split(study.corpus.folders([ROOT / "sparrow"], ".py"), ["attention"])
     texts = list(study.corpus.texts(train, set()))[:30]
@@ -341,7 +341,7 @@ def checkpoint(study, tmp_path_factory):
     return folder, tokenizer
 
 
-def test_problems_are_beginnings_of_files_and_the_same_everywhere(study, checkpoint):
+def test_problems_are_file_beginnings_and_the_same_on_every_machine(study, checkpoint):
     folder, tokenizer = checkpoint
     task, other = study.task.Continue(folder), study.task.Continue(folder, "held_out")
     count = len(task.problems)
@@ -361,9 +361,7 @@ def test_problems_are_beginnings_of_files_and_the_same_everywhere(study, checkpo
     assert all("attention" in p["prompt"].partition("\n")[0] for p in other.problems)
 
 
-def test_a_checkpoint_that_does_not_say_which_tokenizer_it_has_is_refused(
-    study, checkpoint, tmp_path
-):
+def test_a_checkpoint_that_does_not_name_its_tokenizer_is_refused(study, checkpoint, tmp_path):
     (tmp_path / study.task.FILE).write_bytes((checkpoint[0] / study.task.FILE).read_bytes())
     with pytest.raises(FileNotFoundError, match="tokenizer_config"):
         study.task.Continue(tmp_path).problem(0)
@@ -373,7 +371,7 @@ def test_a_checkpoint_that_does_not_say_which_tokenizer_it_has_is_refused(
 
 
 @pytest.mark.parametrize("top_k", [(10**6,), (2, 4)])
-def test_the_engine_follows_the_reference_beyond_one_span_of_the_cache(study, top_k):
+def test_the_engine_matches_the_reference_beyond_one_span_of_the_cache(study, top_k):
     schedule = SparsitySchedule(top_k, bin_tokens=128, dense_layers=(0,))
     engine = study.graph_engine.GraphEngine(tiny_model(), schedule, [VOCAB], 2, 300, top_n=40)
     prompts = [np.random.default_rng(i).integers(0, VOCAB, 240 + 7 * i).tolist() for i in range(3)]
@@ -388,7 +386,7 @@ def test_the_engine_follows_the_reference_beyond_one_span_of_the_cache(study, to
 
 
 @pytest.mark.slow
-def test_the_study_end_to_end(study, checkpoint, tmp_path, monkeypatch):
+def test_the_study_runs_end_to_end(study, checkpoint, tmp_path, monkeypatch):
     folder, _ = checkpoint
     options = study.control.Options(
         folder,
@@ -478,7 +476,7 @@ def made_up_run(arm, seed, reward, held_out):
     return {"arm": arm, "seed": seed, "reward": reward, "held_out": held_out}
 
 
-def test_the_summarys_numbers_by_hand(study):
+def test_summary_numbers_by_hand(study):
     s = study.control_summary
     runs = [
         made_up_run("dense", 0, [0.0] * 5 + [0.4] * 5, [[0, 0.2], [5, 0.3], [10, 0.4]]),
@@ -492,10 +490,10 @@ def test_the_summarys_numbers_by_hand(study):
         [0.5, 0.5 - 1.2706, 0.5 + 1.2706], abs=1e-4
     )
     assert s.over_seeds([0.3]) == [0.3, None, None]
-    # There is no dense run of seed 2.
+    # There is no dense run with seed 2.
     assert s.minus(runs[2:], "dense", runs, s.end_reward) == [pytest.approx(-0.1), None, None]
     assert s.minus(runs[3:], "dense", runs, s.end_reward) == [None, None, None]
-    # Compared with p75's run of seed 0 over the five steps that both did.
+    # Compared with p75's run with seed 0 over the five steps that both completed.
     corrected = made_up_run("p75-obrs", 0, [0.1] * 5, [[0, 0.2]])
     assert s.minus([corrected], "p75", [*runs, corrected], s.whole_reward) == [
         pytest.approx(0.1),
@@ -504,8 +502,8 @@ def test_the_summarys_numbers_by_hand(study):
     ]
 
 
-def test_the_ranking_and_the_figures_points_by_hand(study):
-    # In arms of rising p5 the rewards rise, and the held-out ones fall; dense is not ranked.
+def test_the_ranking_and_points_of_the_figure_by_hand(study):
+    # In arms with rising p5 the rewards rise and held-out rewards fall; dense is not ranked.
     def run(arm, seed, p5, reward, held_out):
         measured = {"tail": [[p5, p5, p5]] * 2, "mean": [p5] * 2, "kl": [1 - p5] * 2, "actor": ""}
         return made_up_run(arm, seed, [reward] * 10, [[0, 0.2], [10, held_out]]) | measured
@@ -524,7 +522,7 @@ def test_the_ranking_and_the_figures_points_by_hand(study):
     assert np.array(points) == pytest.approx(np.array([[0.5 + x, 0.2 + 2 * x] for _, _, x in arms]))
 
 
-def test_the_names_of_arms(study):
+def test_names_of_arms_are_parsed(study):
     described = study.control.described
     assert described("dense", "icepop") == ("dense", None, False, "icepop")
     assert described("p80-sparse_rl", "token_tis") == ("p80", None, False, "sparse_rl")

@@ -1,6 +1,4 @@
-"""The stability study's own engine against the reference, and its statistics on numbers worked out
-by hand.
-"""
+"""The engine of the stability study against the reference, and its statistics by hand."""
 
 import ast
 import importlib
@@ -49,7 +47,7 @@ def prompts():
 
 
 @pytest.mark.parametrize("top_k", [(10**6,), (0,), (1, 2, 3)])
-def test_the_graph_engine_samples_from_the_reference(top_k):
+def test_the_graph_engine_samples_from_the_reference_distribution(top_k):
     schedule = SparsitySchedule(top_k, **LAYOUT)
     graph = engine(schedule)
     rollouts = graph.generate(prompts(), Sampling(40, 1.0, 20, seed=3))
@@ -68,12 +66,12 @@ def test_the_graph_engine_refuses_budgets():
         engine(SparsitySchedule((2,), **LAYOUT, head_budgets=((1, 1),) * 4))
 
 
-def test_the_graph_engine_is_dense_up_to_where_it_verifies_and_sparse_after_it():
+def test_the_graph_engine_is_dense_while_it_verifies_and_sparse_afterwards():
     schedule = SparsitySchedule((1,), **LAYOUT)
     graph = engine(schedule)
     graph.verify_up_to(48)
     rollouts = graph.generate(prompts(), Sampling(40, 1.0, VOCAB, seed=3))
-    # Up to length 44 the page being written ends below 48.
+    # Up to length 44 the current page ends below 48.
     ends = [min(len(r), 45 - len(r.prompt_ids)) for r in rollouts]
     assert [r.verification.tokens for r in rollouts] == ends and any(
         len(r) > n for r, n in zip(rollouts, ends, strict=True)
@@ -82,7 +80,7 @@ def test_the_graph_engine_is_dense_up_to_where_it_verifies_and_sparse_after_it()
     for r, scores, end in zip(rollouts, dense, ends, strict=True):
         assert np.abs(r.top_logprobs - scores.top_logprobs)[:end].max() < 2e-4
         assert len(r) == end or np.abs(r.top_logprobs - scores.top_logprobs)[end:].max() > 0.01
-    # One response in four is measured, as a sparse actor would have scored what was verified.
+    # One response in four is measured, as a sparse actor would have scored the verified tokens.
     assert [np.isfinite(r.verification.acceptance).all() for r in rollouts] == [True, False, False]
     first = rollouts[0]
     cut = replace(
@@ -109,7 +107,7 @@ def test_the_graph_engine_is_dense_up_to_where_it_verifies_and_sparse_after_it()
         )
 
 
-def test_tokens_are_priced_at_the_length_they_stand_for():
+def test_tokens_are_priced_at_the_length_they_represent():
     schedule = SparsitySchedule((13, 21), bin_tokens=64, page_size=4, dense_layers=(0,))
     lossless, lossy = as_if_large(schedule, 192)(160, 0.99)
     # 64 tokens stand for 2,000: 24 pages of 4 for 3,000 tokens, the pages of 16 at length 5,000 for
@@ -119,7 +117,7 @@ def test_tokens_are_priced_at_the_length_they_stand_for():
     assert lossy == pytest.approx(expected, rel=0.01) and 1.05 < lossless / lossy < 1.15
 
 
-def test_eviction_keeps_the_budget_and_never_brings_a_token_back():
+def test_eviction_keeps_the_budget_and_never_restores_a_token():
     graph = engine(SparsitySchedule((2,), **LAYOUT), evict=True)
     graph.generate(prompts(), Sampling(10, 1.0, 5, seed=3))
     before = graph._alive[1:].clone()
@@ -135,7 +133,7 @@ def test_eviction_keeps_the_budget_and_never_brings_a_token_back():
         assert np.abs(rollout.logprobs - scores.logprobs).max() < 2e-4
 
 
-def test_noise_is_mixed_in_where_it_should_be():
+def test_noise_is_added_to_the_configured_share_of_tokens():
     graph = engine(SparsitySchedule.dense(**LAYOUT), noise=(0.3, 0.5))
     rollouts = graph.generate(prompts() * 4, Sampling(40, 1.0, VOCAB, seed=3))
     scores = graph.score(rollouts, SparsitySchedule.dense(), 1.0)
@@ -146,7 +144,7 @@ def test_noise_is_mixed_in_where_it_should_be():
     assert np.allclose(found[noisy], 0.5 * np.exp(dense[noisy]) + 0.5 / VOCAB, atol=1e-3)
 
 
-def test_quantized_by_hand():
+def test_quantization_by_hand():
     weight = torch.tensor([[1.0, 0.4, -0.2], [3.0, -3.0, 1.4]])
     assert torch.allclose(quantized(weight, 2), torch.tensor([[1.0, 0.0, 0.0], [3.0, -3.0, 0.0]]))
     assert torch.allclose(
@@ -167,8 +165,8 @@ def made_up_run(arm, seed, reward, held_out):
     return {"arm": arm, "seed": seed, "reward": reward, "held_out": held_out, "schedule": "auto:92"}
 
 
-def test_difference_to_dense_by_hand():
-    """Runs are compared with the dense run of their seed, after as many steps."""
+def test_difference_from_dense_by_hand():
+    """Runs are compared with the dense run of the same seed after the same number of steps."""
     runs = [
         made_up_run(
             "dense",
@@ -199,7 +197,7 @@ def test_arrival_by_hand():
     assert first == 1 and near.tolist() == [0.5, 1.0, 0.0] and holds.tolist() == [1.0, 1.0, 0.5]
 
 
-def test_a_loop_begins_where_it_is_told(tmp_path):
+def test_a_closed_loop_begins_with_the_given_schedule(tmp_path):
     (tmp_path / "schedules.json").write_text('{"p86": [1, 2]}')
     dense, fixed, table = (
         find_schedule(Arm(schedule), tmp_path / "schedules.json")
@@ -214,7 +212,7 @@ def test_a_loop_begins_where_it_is_told(tmp_path):
     ]
 
 
-def test_faults_reach_the_actor_and_stay(tmp_path):
+def test_faults_affect_the_actor_and_persist(tmp_path):
     trainer = run(tmp_path, ON, schedule=SCHEDULE.replace(top_k=(6,)))
     ids = torch.randint(0, 151, (1, 50))
     policy, actor = (model(input_ids=ids).logits for model in (trainer.model, trainer.engine.model))
@@ -266,7 +264,7 @@ def test_a_step_under_the_dial_is_recorded(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["train_reasoner", "stability_study", "distill_study"])
-def test_what_a_script_imports_late_is_there(script):
+def test_names_that_scripts_import_late_exist(script):
     source = (Path(__file__).parents[2] / "studies" / "reasoner" / f"{script}.py").read_text(
         encoding="utf-8"
     )
@@ -278,13 +276,13 @@ def test_what_a_script_imports_late_is_there(script):
         assert [name.name for name in node.names if not hasattr(module, name.name)] == []
 
 
-def test_the_page_has_every_table_as_the_files_have_it():
+def test_tables_on_the_page_match_the_result_files():
     page, made = PAGE.read_text(encoding="utf-8"), tables(load())
     assert render(page, made) == page, "run python studies/reasoner/stability_summary.py"
     assert all(page.count(f"<!-- table: {name} -->") == 1 for name in made)
 
 
-def test_acceptance_is_whole_where_all_is_read_and_less_where_little_is(checkpoint, tmp_path):
+def test_acceptance_is_one_if_everything_is_read_and_lower_otherwise(checkpoint, tmp_path):
     out = tmp_path / "acceptance.json"
     few = dict(pages=(1, 20), drafts=(2,), problems=2, max_new_tokens=40)
     small = draft_acceptance.Options(out, models=(checkpoint,), lines=(4,), **few)
@@ -300,7 +298,7 @@ def test_acceptance_is_whole_where_all_is_read_and_less_where_little_is(checkpoi
         draft_acceptance.main(replace(small, lines=(4, 5)))
 
 
-def test_chances_that_two_distributions_draw_the_same_token():
+def test_probabilities_that_two_distributions_draw_the_same_token():
     p, q = (
         torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]),
         torch.tensor([[0.25, 0.25, 0.5], [1.0, 0.0, 0.0]]),
@@ -316,7 +314,7 @@ def test_chances_that_two_distributions_draw_the_same_token():
     )
 
 
-def test_a_seed_gives_dense_tokens_where_the_study_says_so(checkpoint, tmp_path):
+def test_a_seed_yields_dense_tokens_if_drafts_are_drafter_invariant(checkpoint, tmp_path):
     out = tmp_path / "invariance.json"
     few = dict(pages=(1, 20), drafts=(2,), problems=2, max_new_tokens=40)
     drafter_invariance.main(drafter_invariance.Options(out, model=checkpoint, lines=4, **few))

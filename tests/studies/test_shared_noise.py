@@ -1,5 +1,5 @@
-"""The chance that two distributions draw one token with the same Gumbel noise, and what is made of
-it for cycles.
+"""The probability that two distributions draw the same token with shared Gumbel noise, and
+statistics of cycles based on it.
 """
 
 import json
@@ -14,7 +14,9 @@ MODULES = ("acceptance", "shared_noise", "tables_text")
 
 
 def distributions(seed: int, rows: int, vocab: int) -> torch.Tensor:
-    """Some sharp and some flat, ``[rows, vocab]``; a fifth of the tokens has no probability at all."""
+    """Return distributions ``[rows, vocab]``, some sharp and some flat; a fifth of the tokens has
+    no probability.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, vocab, generator=generator) * torch.linspace(0.1, 4, rows)[:, None]
     return logits.masked_fill(
@@ -25,12 +27,12 @@ def distributions(seed: int, rows: int, vocab: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("p", "q", "chance"),
     [
-        ((0.5, 0.5), (1.0, 0.0), 1 / 2),  # q's token is always the first, p's is half the time
+        ((0.5, 0.5), (1.0, 0.0), 1 / 2),  # q always draws the first token, and p half the time
         (
             (0.5, 0.5, 0.0),
             (0.0, 0.5, 0.5),
             1 / 3,
-        ),  # the middle one's noise has to be the least of three
+        ),  # the noise of the middle token must be the smallest of three
         ((0.0, 1.0), (1.0, 0.0), 0.0),
         ((0.2, 0.5, 0.3), (0.2, 0.5, 0.3), 1.0),
         (
@@ -40,13 +42,13 @@ def distributions(seed: int, rows: int, vocab: int) -> torch.Tensor:
         ),
     ],
 )
-def test_the_chance_of_one_token_by_hand(study, p, q, chance):
+def test_the_probability_of_one_token_by_hand(study, p, q, chance):
     p, q = torch.tensor(p), torch.tensor(q)
     assert float(study.shared_noise.shared_noise(p, q)) == pytest.approx(chance, abs=1e-7)
     assert float(study.shared_noise.shared_noise(q, p)) == pytest.approx(chance, abs=1e-7)
 
 
-def test_it_is_the_share_of_noise_that_draws_the_same_token(study):
+def test_the_probability_matches_the_share_of_noise_that_draws_the_same_token(study):
     p, q, draws = distributions(0, 12, 9), distributions(1, 12, 9), 100_000
     noise = -torch.empty(draws, 1, 9).exponential_(generator=torch.Generator().manual_seed(2)).log()
     share = ((p.log() + noise).argmax(-1) == (q.log() + noise).argmax(-1)).double().mean(0)
@@ -55,7 +57,7 @@ def test_it_is_the_share_of_noise_that_draws_the_same_token(study):
     assert ((share - chance).abs() < 4.5 * error).all() and (chance > 0.1).sum() >= 4
 
 
-def test_it_lies_between_what_rejection_sampling_keeps_and_the_least_that_theory_has(study):
+def test_the_probability_lies_between_its_theoretical_bounds(study):
     p, q = distributions(3, 500, 50), distributions(4, 500, 50)
     q[:250] = 0.97 * p[:250] + 0.03 * q[:250]
     a, chance = study.shared_noise.chances(p, q)
@@ -63,7 +65,7 @@ def test_it_lies_between_what_rejection_sampling_keeps_and_the_least_that_theory
     assert (chance < a - 1e-3).any() and (chance > a / (2 - a) + 1e-3).any()
 
 
-def test_tokens_a_cycle_and_their_ratio_by_hand(study):
+def test_tokens_per_cycle_and_their_ratio_by_hand(study):
     rejection = [[[1.0, 0.5]], [[0.5, 0.5]]]
     shared = [[[0.8, 0.5]], [[0.4, 0.5]]]
     found = study.shared_noise.compared(np.array([rejection, shared]), [1, 2])
@@ -74,13 +76,13 @@ def test_tokens_a_cycle_and_their_ratio_by_hand(study):
         2.125,
         1.75,
         2.5,
-    ]  # two texts; resamples of one of them are the ends
+    ]  # two texts; resamples that contain only one of them are the extremes
     assert cycle["shared noise"] == [1.9, 1.6, 2.2]
     assert cycle["ratio"] == pytest.approx([1.9 / 2.125, 2.2 / 2.5, 1.6 / 1.75], abs=1e-4)
     assert found["tokens_a_cycle"][1]["rejection"][0] == 1.75
 
 
-def test_the_whole_command_writes_what_the_table_reads(study, tmp_path, monkeypatch):
+def test_the_command_writes_the_file_that_the_table_reads(study, tmp_path, monkeypatch):
     context, path = 512, tmp_path / "text_shared_noise.json"
     tiny_model(max_position_embeddings=context).save_pretrained(tmp_path)
     (tmp_path / "card.json").write_text(json.dumps({"context": context}))

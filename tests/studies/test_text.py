@@ -1,5 +1,5 @@
-"""The study of a language model of real text, small: corpus, training, checkpoint, acceptance of
-drafts, tables.
+"""The study of a language model of real text at small scale: corpus, training, checkpoint,
+acceptance of drafts, tables.
 """
 
 import json
@@ -32,8 +32,8 @@ CONTEXT, PAGES = 512, 16
 
 @pytest.fixture(scope="module")
 def trained(study, tmp_path_factory):
-    """Folder, model and card of two layers trained for a second on this package, its attention held
-    out.
+    """Return folder, model and card of a two-layer model trained for a second on this package, with
+    ``attention`` held out.
     """
     out = tmp_path_factory.mktemp("checkpoint")
     options = [
@@ -54,7 +54,7 @@ def trained(study, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sharp(study):
-    """A model whose attention matters, one text batch for it, and two starts a text."""
+    """Return a model whose attention matters, a batch of text for it, and two starts per text."""
     model = tiny_model(max_position_embeddings=CONTEXT)
     model.set_attn_implementation(study.drafts.NAME)
     ids = torch.randint(VOCAB, (2, 256), generator=torch.Generator().manual_seed(1))
@@ -89,7 +89,7 @@ def test_folders_are_held_out_by_name_at_any_depth(study, tmp_path):
         study.corpus.split(study.corpus.folders([tmp_path], ".py"), ["numpy"])
 
 
-def test_a_copy_and_what_is_no_text_are_passed_over(study, tmp_path):
+def test_copies_and_files_that_are_not_utf_8_are_skipped(study, tmp_path):
     write(tmp_path / "a", "x.py", "x = 1\n")
     write(tmp_path / "b", "copy.py", "x = 1\n")
     (tmp_path / "b" / "latin.py").write_bytes(b"# \xe9" * 1000)
@@ -99,7 +99,7 @@ def test_a_copy_and_what_is_no_text_are_passed_over(study, tmp_path):
     assert [text.splitlines()[0] for text in found] == [f"# file {tmp_path.name}/a/x.py"]
 
 
-def test_tokens_begin_with_the_end_of_the_file_before_and_are_as_many_as_asked_for(study):
+def test_each_file_begins_with_an_end_token_and_the_count_is_as_requested(study):
     tokenizer = study.corpus.train_tokenizer(["def f(x):\n    return x\n"] * 5, 300)
     tokens = study.corpus.encode(tokenizer, ["def f", "return"], 100)
     assert tokens.dtype == np.uint16 and (tokens == 0).sum() == 2 and tokens[0] == 0
@@ -110,7 +110,7 @@ def test_tokens_begin_with_the_end_of_the_file_before_and_are_as_many_as_asked_f
 # --- training ---
 
 
-def test_the_learning_rate_warms_up_by_steps_and_falls_by_the_clock(study):
+def test_the_learning_rate_warms_up_by_steps_and_decays_with_time(study):
     found = [
         study.train.learning_rate(step, share)
         for step, share in ((0, 0), (29, 0), (99, 0.3), (99, 0.65), (99, 1))
@@ -118,7 +118,7 @@ def test_the_learning_rate_warms_up_by_steps_and_falls_by_the_clock(study):
     assert found == pytest.approx([2e-3 / 60, 1e-3, 2e-3, 2e-3 * 0.525, 1e-4])
 
 
-def test_transformers_loads_the_very_model_that_was_trained(study, trained):
+def test_transformers_loads_exactly_the_trained_model(study, trained):
     out, model, card = trained
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     held = np.load(out / "held_out.npy")
@@ -148,19 +148,17 @@ def test_transformers_loads_the_tokenizer(trained):
     assert tokenizer(text)["input_ids"][:390] == held[1:391].tolist()
 
 
-def test_windows_lie_apart_or_are_refused(study):
+def test_windows_do_not_overlap(study):
     found = study.train.windows(np.arange(10, dtype=np.uint16), 3, 3)
     assert found.tolist() == [[0, 1, 2], [3, 4, 5], [7, 8, 9]]
-    with pytest.raises(ValueError, match="10 tokens hold no 4 windows of 3"):
+    with pytest.raises(ValueError, match="10 tokens are too few for 4 windows of 3"):
         study.train.windows(np.arange(10, dtype=np.uint16), 4, 3)
 
 
 # --- drafts ---
 
 
-def test_the_dense_distribution_is_the_models_and_drafts_that_read_everything_are_always_accepted(
-    study, sharp
-):
+def test_drafts_that_read_everything_are_always_accepted(study, sharp):
     model, ids, start = sharp
     everything = study.acceptance.schedule(256 + 12)
     p, (found,) = study.acceptance.lossless(model, ids, start, 12, [(everything, 1)])
@@ -174,9 +172,9 @@ def test_the_dense_distribution_is_the_models_and_drafts_that_read_everything_ar
 @pytest.mark.parametrize(
     "dense_layers, budgets", [((), ()), ((0, 2), ()), ((), ((0, 3), (0.5, 0.5)) * 2)]
 )
-def test_a_cycle_is_what_the_actor_decodes_from_its_start_on(study, sharp, dense_layers, budgets):
-    """Selected anew at every step (reuse 1), they are the package's teacher-forced actor with all
-    before as prompt.
+def test_a_cycle_matches_the_actor_decoding_from_its_start(study, sharp, dense_layers, budgets):
+    """With pages selected at every step (reuse 1), cycles match the teacher-forced actor of the
+    package with all earlier tokens as prompt.
     """
     model, ids, start = sharp
     kept = study.acceptance.schedule(96, dense_layers).replace(head_budgets=budgets)
@@ -189,7 +187,7 @@ def test_a_cycle_is_what_the_actor_decodes_from_its_start_on(study, sharp, dense
     assert found.min() < 0.9  # pages were left out
 
 
-def test_reused_pages_are_those_of_the_step_that_selected_them(study, sharp):
+def test_reused_pages_come_from_the_step_that_selected_them(study, sharp):
     model, ids, start = sharp
     kept = study.acceptance.schedule(96)
     cache = study.drafts.DenseCache.of(model, ids, study.drafts.layout_of(kept))
@@ -212,7 +210,7 @@ def test_acceptance_rises_with_the_budget(study, sharp):
     assert means[0] < means[1] - 0.02 and means[1] < means[2] - 0.02 and means[2] < means[3] == 1.0
 
 
-def test_cycles_that_outgrow_the_recent_pages_are_refused(study, sharp):
+def test_cycles_longer_than_the_recent_pages_are_refused(study, sharp):
     start = sharp[2]
     cache = study.drafts.DenseCache([], [], [])
     study.drafts.Cycles(cache, start, 17, study.acceptance.schedule(96))
@@ -223,7 +221,7 @@ def test_cycles_that_outgrow_the_recent_pages_are_refused(study, sharp):
 # --- the statistics ---
 
 
-def test_tokens_a_cycle_by_hand(study):
+def test_tokens_per_cycle_by_hand(study):
     alpha = np.array([[[0.5, 1.0, 0.0], [1.0, 0.5, 0.5]]])
     measured, geometric = study.acceptance.tokens_a_cycle(alpha, 2)
     mean = 3.5 / 6
@@ -232,7 +230,7 @@ def test_tokens_a_cycle_by_hand(study):
     assert study.acceptance.tokens_a_cycle(np.ones((1, 1, 4)), 4) == (5.0, 5.0)
 
 
-def test_starts_cover_the_context_differently_in_each_text(study):
+def test_each_text_has_different_starts_across_the_context(study):
     start = study.acceptance.starts(texts=4, cycles=5, context=8192, drafted=12)
     assert start.min() >= 1024 and start.max() + 12 <= 8192 and len(start.unique()) == 20
     assert start.flatten().sort().values.diff().float().std() < 1
@@ -249,7 +247,7 @@ def test_a_summary_splits_drafts_by_position_and_cycles_by_start(study):
     assert second["tokens_a_cycle"][2][0] == pytest.approx(1 + 0.2 + 0.08)
 
 
-def test_correlations_with_position_are_pearsons(study):
+def test_correlations_with_position_are_pearson_correlations(study):
     rng = np.random.default_rng(0)
     position = np.tile(np.arange(800), 6)
     text = np.repeat(np.arange(6), 800)
@@ -269,7 +267,7 @@ def test_correlations_with_position_are_pearsons(study):
     ]
 
 
-def test_the_tail_of_a_beta_distribution_is_found_to_be_one(study):
+def test_a_beta_distributed_tail_is_recognised(study):
     rng = np.random.default_rng(0)
     alpha = np.where(rng.random((40, 25, 12)) < 0.3, 0.999 * rng.beta(2.0, 0.6, (40, 25, 12)), 1.0)
     position = np.broadcast_to(np.arange(25 * 12).reshape(25, 12), alpha.shape)
@@ -288,7 +286,7 @@ def test_the_tail_of_a_beta_distribution_is_found_to_be_one(study):
     assert study.acceptance.shape(np.ones_like(alpha), position) == {}
 
 
-def test_the_whole_command_writes_what_the_tables_read(study, trained, tmp_path, monkeypatch):
+def test_the_command_writes_the_file_that_the_tables_read(study, trained, tmp_path, monkeypatch):
     out, _, card = trained
     path = tmp_path / "text_acceptance.json"
     counts = ["--texts", "3", "--cycles", "2", "--batch", "2", "--prompt", "64"]
@@ -328,7 +326,7 @@ def test_the_whole_command_writes_what_the_tables_read(study, trained, tmp_path,
     assert len(lines) == 2 + 4 and lines[-1].startswith("| 528 | 0 | 1.000 [1.000, 1.000] |")
     assert len(study.tables_text.text_lengths().splitlines()) == 2 + 4
     assert len(study.tables_text.text_reuse().splitlines()) == 2 + 2
-    # With a dense layer, the small model may lose too little for a tail to be fitted.
+    # With a dense layer, the small model may lose too little acceptance to fit a tail.
     lossy = [
         row
         for row in found["rows"]
@@ -342,7 +340,7 @@ def test_the_whole_command_writes_what_the_tables_read(study, trained, tmp_path,
     shown = f"{1 - below:.0%} [{1 - share[1]:.0%}, {1 - share[0]:.0%}]"
     first = study.tables_text.text_tail().splitlines()[2]
     assert shown in first and first.endswith("] |")
-    for row in lossy:  # a file of before there were intervals
+    for row in lossy:  # a file from before intervals were recorded
         del row["beta_tail"]["fraction_interval"], row["beta_tail"]["ks_interval"]
     path.write_text(json.dumps({**found, "rows": lossy}))
     assert (
@@ -358,8 +356,8 @@ def test_the_whole_command_writes_what_the_tables_read(study, trained, tmp_path,
 
 
 class Engine:
-    """What ``generate`` uses of vLLM's engine, giving each request these numbers of tokens, step by
-    step.
+    """The part of vLLM's engine that ``generate`` uses; each request receives these numbers of
+    tokens, step by step.
     """
 
     def __init__(self, given: dict[str, list[int]]) -> None:
@@ -386,7 +384,7 @@ class Engine:
                 )
 
 
-def test_a_steps_tokens_are_a_cycle_but_for_the_first_and_the_last(study, monkeypatch):
+def test_every_step_but_the_first_and_the_last_is_one_cycle(study, monkeypatch):
     kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
     monkeypatch.setitem(
         sys.modules,
@@ -399,9 +397,9 @@ def test_a_steps_tokens_are_a_cycle_but_for_the_first_and_the_last(study, monkey
     assert found == [([5] * 3 + [7] * 16, [(3, 9), (12, 2)]), ([6] + [7] * 4, [])]
 
 
-def test_the_chance_of_acceptance_is_the_mean_over_the_policys_own_tokens(study, sharp):
-    """Over all tokens that may follow, as often as the dense policy draws each, min(1, q/p)
-    averages to acceptance.
+def test_the_acceptance_probability_is_the_mean_over_tokens_of_the_policy(study, sharp):
+    """Averaged over all possible tokens, weighted by the dense policy, min(1, q/p) is the
+    acceptance.
     """
     model, ids, _ = sharp
     ids = ids[:1].repeat(VOCAB, 1)
@@ -417,7 +415,7 @@ def test_the_chance_of_acceptance_is_the_mean_over_the_policys_own_tokens(study,
     torch.testing.assert_close(alpha[:1], consecutive, atol=1e-6, rtol=0)
 
 
-def test_cycles_are_compared_with_what_their_drafts_predict(study):
+def test_cycles_are_compared_with_predictions_from_their_drafts(study):
     start, emitted = np.array([[10, 30], [12, 25]]), np.array([[3, 1], [2, 2]])
     alpha = np.array([[[0.8, 0.5], [0.6, 0.4]], [[1.0, 1.0], [0.2, 0.4]]])
     ratio = np.array([[[0.5, 1.0], [0.0, 1.0]], [[1.0, 0.3], [0.5, 1.0]]])
@@ -438,13 +436,13 @@ def test_cycles_are_compared_with_what_their_drafts_predict(study):
 
 
 def cached(model, ids):
-    """Keys and values of layer 0, ``[B, K, T, D]``."""
+    """Return keys and values of layer 0, ``[B, K, T, D]``."""
     with torch.no_grad():
         layer = model.model(input_ids=ids, use_cache=True).past_key_values.layers[0]
     return layer.keys, layer.values
 
 
-def test_a_model_rounds_what_it_caches_to_e4m3_with_the_scales_of_its_prompts(study, sharp):
+def test_a_model_rounds_its_cache_to_e4m3_with_scales_from_its_prompts(study, sharp):
     model, ids = tiny_model(max_position_embeddings=CONTEXT), sharp[1]
     exact, logits = cached(model, ids), model(input_ids=ids).logits
     scales = study.rounding.scales_of(model, ids[:, :64])
@@ -457,10 +455,10 @@ def test_a_model_rounds_what_it_caches_to_e4m3_with_the_scales_of_its_prompts(st
         codes = (before / scale_K[:, None, None]).to(torch.float8_e4m3fn).float()
         assert torch.equal(after, codes * scale_K[:, None, None]) and not torch.equal(after, before)
     assert not torch.allclose(logits, changed, atol=1e-3)
-    assert torch.equal(model(input_ids=ids).logits, logits)  # nothing stays
+    assert torch.equal(model(input_ids=ids).logits, logits)  # no rounding remains afterwards
 
 
-def test_a_model_rounds_what_it_caches_to_int8_with_a_scale_for_each_token_and_head(study, sharp):
+def test_a_model_rounds_its_cache_to_int8_with_a_scale_per_token_and_head(study, sharp):
     model, ids = tiny_model(max_position_embeddings=CONTEXT), sharp[1]
     exact = cached(model, ids)
     with study.rounding.int8_cache(model):
@@ -471,7 +469,7 @@ def test_a_model_rounds_what_it_caches_to_int8_with_a_scale_for_each_token_and_h
         assert ((after - before).abs() <= step / 2).all() and (after.abs() <= 127 * step).all()
 
 
-def test_matrices_have_a_scale_per_output_and_inputs_one_per_token(study):
+def test_weights_have_a_scale_per_output_and_inputs_a_scale_per_token(study):
     model = tiny_model()
     linear = model.model.layers[1].mlp.up_proj
     x = torch.randn(3, linear.in_features) * torch.tensor([[1.0], [100.0], [0.01]])
@@ -488,7 +486,7 @@ def test_matrices_have_a_scale_per_output_and_inputs_one_per_token(study):
     assert 0.001 < ((rounded - exact).norm(dim=-1) / exact.norm(dim=-1)).mean() < 0.1
 
 
-def test_each_rounding_is_measured_alone_and_with_sparse_attention(study, tmp_path):
+def test_each_kind_of_rounding_is_measured_alone_and_with_sparse_attention(study, tmp_path):
     model, card = tiny_model(max_position_embeddings=CONTEXT), {"context": CONTEXT}
     model.save_pretrained(tmp_path)
     (tmp_path / "card.json").write_text(json.dumps(card))
@@ -532,7 +530,7 @@ def test_each_rounding_is_measured_alone_and_with_sparse_attention(study, tmp_pa
     assert json.loads((tmp_path / "bits.json").read_text())["model"] == card
 
 
-def test_actors_in_bfloat16_lose_what_bfloat16_takes_and_what_is_rounded_besides(study, tmp_path):
+def test_losses_of_bfloat16_actors_include_bfloat16_and_other_rounding(study, tmp_path):
     tiny_model(max_position_embeddings=CONTEXT).save_pretrained(tmp_path)
     (tmp_path / "card.json").write_text(json.dumps({"context": CONTEXT}))
     np.save(

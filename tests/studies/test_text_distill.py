@@ -1,4 +1,4 @@
-"""The study of DistillSparse on natural text, on a tiny random model whose attention matters."""
+"""The study of DistillSparse on natural text, with a tiny random model whose attention matters."""
 
 import json
 from argparse import Namespace
@@ -31,7 +31,7 @@ OPTIONS = {
 
 
 def command(folder, *more, **changed):
-    """Arguments of the study; ``changed`` replaces ``OPTIONS``."""
+    """Return arguments of the study; ``changed`` replaces ``OPTIONS``."""
     flags = [
         "--samples",
         str(folder / "samples.npz"),
@@ -46,8 +46,8 @@ def command(folder, *more, **changed):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint, and random responses: nothing to learn but them, so the held-out ones are those
-    trained on.
+    """Create a checkpoint and random responses, where nothing else can be learned, so the held-out
+    responses are also trained on.
     """
     out = tmp_path_factory.mktemp("checkpoint")
     tiny_model(max_position_embeddings=256).save_pretrained(out)
@@ -67,7 +67,7 @@ def result(study, folder):
     return study.distill.main(command(folder))
 
 
-def test_the_losses_by_hand_and_where_both_agree(study):
+def test_losses_by_hand(study):
     p = torch.tensor([[0.5, 0.3, 0.2], [0.7, 0.2, 0.1]], dtype=torch.float64).log()
     q = torch.tensor([[0.2, 0.2, 0.6], [0.7, 0.2, 0.1]], dtype=torch.float64).log()
     forward = 0.5 * np.log(2.5) + 0.3 * np.log(1.5) + 0.2 * np.log(1 / 3)
@@ -76,7 +76,7 @@ def test_the_losses_by_hand_and_where_both_agree(study):
         assert study.distill.LOSSES[name](p, q).tolist() == pytest.approx([value, 0], abs=1e-6)
 
 
-def test_a_gain_compares_the_same_responses(study):
+def test_the_gain_compares_the_same_responses(study):
     rng = np.random.default_rng(0)
     before = rng.random((10, 50)) * np.linspace(0.2, 0.8, 10)[:, None]
     found = study.distill.gain(before, before + 0.1)
@@ -89,7 +89,7 @@ def test_a_gain_compares_the_same_responses(study):
 
 
 @pytest.mark.slow
-def test_every_loss_teaches_the_actor_what_the_policy_does(result):
+def test_every_loss_brings_the_actor_closer_to_the_policy(result):
     rows = {(row["loss"], row["responses"]): row for row in result["rows"]}
     assert list(rows) == [("none", 0), *((loss, n) for loss in LOSSES for n in (8, TRAIN))]
     before = rows["none", 0]
@@ -104,13 +104,13 @@ def test_every_loss_teaches_the_actor_what_the_policy_does(result):
         assert late["drafting"]["mean"] != before["drafting"]["mean"] and "drafting" not in early
 
 
-def test_the_schedule_is_the_one_nearest_to_the_target(result):
+def test_the_schedule_nearest_to_the_target_is_chosen(result):
     nearest = min(result["calibration"], key=lambda row: abs(row["p5"] - 0.9))
     assert [row["pages"] for row in result["calibration"]] == [1, 2]
     assert result["schedule"]["top_k"] == [nearest["pages"]]
 
 
-def test_losses_that_are_there_are_kept_and_other_settings_refused(
+def test_finished_losses_are_kept_and_different_settings_are_refused(
     study, folder, result, monkeypatch
 ):
     def refuse(*args):
@@ -125,7 +125,7 @@ def test_losses_that_are_there_are_kept_and_other_settings_refused(
         study.distill.main(command(folder, train=TRAIN + 1))
 
 
-def test_an_actor_that_reads_everything_is_the_policy(study, folder):
+def test_an_actor_that_reads_everything_matches_the_policy(study, folder):
     given = {k.replace("-", "_"): v for k, v in OPTIONS.items()} | {
         "pages": (20,),
         "calibration": 2,
@@ -139,7 +139,7 @@ def test_an_actor_that_reads_everything_is_the_policy(study, folder):
     assert drafted["mean"][0] == 1 and drafted["tokens_a_cycle"][4] == [5.0, 5.0]
 
 
-def test_responses_are_dense_samples_of_the_last_tokens_of_prompts(
+def test_responses_are_dense_samples_that_continue_the_prompts(
     study, folder, tmp_path, monkeypatch
 ):
     def tokenized(texts, add_special_tokens):
@@ -167,7 +167,7 @@ def test_responses_are_dense_samples_of_the_last_tokens_of_prompts(
     )  # the model wrote them, each with its own noise
 
 
-def test_the_table_has_a_line_for_every_row(study, folder, result, monkeypatch):
+def test_the_table_has_one_line_per_row(study, folder, result, monkeypatch):
     monkeypatch.setattr(
         study.tables_text, "load", lambda name: json.loads((folder / f"{name}.json").read_text())
     )

@@ -18,7 +18,9 @@ START = torch.tensor([[200, 301], [327, 440]])
 
 @pytest.fixture(scope="module")
 def sharp(study):
-    """A model whose attention matters (4 layers, 2 kv heads, 4 query heads) and two texts."""
+    """Return a model whose attention matters (4 layers, 2 kv heads, 4 query heads) and two
+    texts.
+    """
     model = tiny_model(max_position_embeddings=CONTEXT)
     model.set_attn_implementation(study.drafts.NAME)
     return model, torch.randint(VOCAB, (2, CONTEXT), generator=torch.Generator().manual_seed(1))
@@ -26,8 +28,8 @@ def sharp(study):
 
 @pytest.fixture(scope="module")
 def calibration(study):
-    """Of 4 layers and 2 heads whose missed mass halves with every unit, and of which layer 2's head
-    1 has most.
+    """Return a calibration of 4 layers and 2 heads whose missed mass halves with every unit,
+    largest in head 1 of layer 2.
     """
     mass = np.array([[0.3, 0.2], [0.1, 0.1], [0.2, 0.9], [0.02, 0.01]])
     lost, heads = np.array([0.01, 0.01, 0.01, 0.2]), np.array([[0, 1], [1, 0], [0, 1], [1, 1]])
@@ -37,7 +39,7 @@ def calibration(study):
 
 
 def pages(study, model, ids, calibration, **options):
-    """The pages ``[B, K, R, N]`` that a variant's layers read, by step."""
+    """Return the pages ``[B, K, R, N]`` that the layers of a variant read, by step."""
     uneven = study.uneven_bytes
     variant = uneven.Variant("", "", **{"budget": 192, **options})
     dense = study.drafts.DenseCache.of(model, ids, study.drafts.layout_of(variant.layout))
@@ -63,7 +65,7 @@ def pages(study, model, ids, calibration, **options):
 
 
 @pytest.mark.parametrize("budget", [128, 192, 320])
-def test_every_way_to_share_them_has_the_same_tokens_in_all(study, calibration, budget):
+def test_every_allocation_has_the_same_total_of_tokens(study, calibration, budget):
     ways = study.uneven_bytes.Spread.__args__
     shared = {spread: calibration.tokens(spread, budget) for spread in ways}
     for tokens in shared.values():
@@ -80,12 +82,12 @@ def test_every_way_to_share_them_has_the_same_tokens_in_all(study, calibration, 
         (tokens[:, 0] == tokens[:, 1]).all() for way, tokens in shared.items() if way not in by_head
     )
     assert (shared["heads of a layer"].mean(1) == budget).all()
-    assert shared["heads of all layers"].argmax() == 5  # layer 2, head 1 leaves most unread
-    assert shared["weighted heads"].argmax() in (6, 7)  # but what layer 3 leaves unread costs most
+    assert shared["heads of all layers"].argmax() == 5  # head 1 of layer 2 leaves the most unread
+    assert shared["weighted heads"].argmax() in (6, 7)  # but unread mass costs the most in layer 3
     assert shared["layers"][:, 0].argmax() == 3
 
 
-def test_shares_by_hand(study):
+def test_allocations_by_hand(study):
     assert study.uneven_budgets.by_shares([1, 1, 1, 3], 192).tolist() == [
         64 + 96,
         64 + 80,
@@ -101,7 +103,7 @@ def test_bytes_by_hand(study):
         return study.uneven_bytes.Variant("", "", 160, **options).tokens_read(tokens, length)
 
     pages = 160, np.mean([0.5 * n for n in (16, 16, 0, 16, 32, 32, 32, 32)])
-    short = (320 - 256) / 8  # one head of 320 tokens has no more than 256 to read
+    short = (320 - 256) / 8  # a head given 320 tokens can read only 256
     assert read() == pytest.approx(pages[0] - short + pages[1])
     assert read(page_size=8, precision="fp8") == pytest.approx(read())
     assert read(first_follower=1) == pytest.approx(
@@ -112,14 +114,14 @@ def test_bytes_by_hand(study):
     second = [min(4 * 4, 16), 2 * 4, 0, 4 * 4, 4 * 4, 2 * 4, 32, 4 * 4]
     least = np.minimum(
         np.add(first, second), [16, 16, 0, 16, 32, 32, 32, 32]
-    )  # no more than one level reads
+    )  # no more than with one level
     assert read(candidates=2) == pytest.approx(pages[0] - short + 0.5 * least.mean())
 
 
 # --- selections ---
 
 
-def test_the_even_schedule_is_that_of_all_other_studies(study, sharp, calibration):
+def test_the_even_schedule_matches_that_of_other_studies(study, sharp, calibration):
     model, ids = sharp
     even = study.uneven_bytes.Variant("", "", 128)
     kept = study.acceptance.schedule(128)
@@ -130,7 +132,7 @@ def test_the_even_schedule_is_that_of_all_other_studies(study, sharp, calibratio
     assert torch.equal(found, known) and found.mean() < 0.9
 
 
-def test_heads_read_as_many_pages_as_they_were_given(study, sharp, calibration):
+def test_each_head_reads_its_allocated_number_of_pages(study, sharp, calibration):
     tokens = calibration.tokens("weighted heads", 192)
     for size in (16, 4):
         for step in pages(study, *sharp, calibration, spread="weighted heads", page_size=size):
@@ -156,7 +158,7 @@ def test_page_scores_by_hand(study):
     )
 
 
-def test_two_levels_that_rank_every_group_are_one_and_fewer_are_not(study, sharp, calibration):
+def test_two_level_selection_of_every_group_equals_one_level(study, sharp, calibration):
     one = pages(study, *sharp, calibration, budget=96)
     every = pages(study, *sharp, calibration, budget=96, candidates=100)
     some = pages(study, *sharp, calibration, budget=96, candidates=2)
@@ -168,7 +170,7 @@ def test_two_levels_that_rank_every_group_are_one_and_fewer_are_not(study, sharp
     )
 
 
-def test_a_page_in_a_poor_group_is_not_seen_and_the_newest_group_always_is(study, calibration):
+def test_pages_of_low_scoring_groups_are_skipped_except_in_the_newest_group(study, calibration):
     uneven = study.uneven_bytes
     variant = uneven.Variant("", "", 80, candidates=2)
     marks = torch.zeros(
@@ -176,7 +178,7 @@ def test_a_page_in_a_poor_group_is_not_seen_and_the_newest_group_always_is(study
     )  # pages of 250 tokens: 0 to 14 full, 12 to 14 in a group that is not
     marks[0, 0, 4:8, 0] = torch.tensor(
         [9.0, -9.0, -9.0, -9.0]
-    )  # the best page of all, in the poorest group
+    )  # the best page of all, in the lowest-scoring group
     marks[0, 0, 8:12, 0] = torch.tensor([1.0, 2.0, 3.0, 1.0])
     marks[0, 0, 12:14, 0] = torch.tensor([2.5, -20.0])
     cache = study.drafts.DenseCache([marks], [marks], [marks])
@@ -195,10 +197,10 @@ def test_a_page_in_a_poor_group_is_not_seen_and_the_newest_group_always_is(study
         return made.select(0, torch.ones(1, 1, 1, 1))[0, 0, 0].nonzero().flatten().tolist()
 
     assert kept(2) == [0, 10, 12, 14, 15]
-    assert 4 in kept(6)  # three groups and the newest are all there are
+    assert 4 in kept(6)  # three groups and the newest are all groups
 
 
-def test_a_layer_that_follows_reads_what_the_one_before_selected(study, sharp, calibration):
+def test_a_follower_layer_reads_pages_selected_by_the_layer_before_it(study, sharp, calibration):
     alone = pages(study, *sharp, calibration)
     for step in pages(study, *sharp, calibration, first_follower=1):
         assert torch.equal(step[1], step[0]) and torch.equal(step[3], step[2])
@@ -213,8 +215,8 @@ def test_a_layer_that_follows_reads_what_the_one_before_selected(study, sharp, c
 # --- calibration ---
 
 
-def test_missed_mass_is_what_a_selection_leaves_unread(study, sharp):
-    """In the first layer, whose queries do not depend on what was read."""
+def test_missed_mass_is_the_attention_outside_the_selection(study, sharp):
+    """The first layer is checked, whose queries do not depend on earlier reads."""
     model, ids = sharp
     dense = study.uneven_bytes.SparsitySchedule.dense(dense_layers=())
     layout, left, other = study.drafts.layout_of(dense), [], []
@@ -225,7 +227,7 @@ def test_missed_mass_is_what_a_selection_leaves_unread(study, sharp):
             scores = page_scores(q_BHRD, self.cache.landmarks[layer])
             self.chosen = select_pages(
                 scores, length, torch.full_like(length, 5), layout
-            )  # 128 tokens with the others
+            )  # 128 tokens including the others
             return super().select(layer, q_BHRD)
 
         def weights(self, layer, q_BHRD, read_BKRT):
@@ -257,9 +259,7 @@ def test_missed_mass_is_what_a_selection_leaves_unread(study, sharp):
     torch.testing.assert_close(found, direct, atol=1e-6, rtol=0)  # it drafts densely
 
 
-def test_a_calibration_is_an_average_over_drafts_and_gives_most_to_the_layer_that_loses_most(
-    study, sharp
-):
+def test_a_calibration_averages_drafts_and_favours_the_layer_that_loses_most(study, sharp):
     model, ids = sharp
     found = study.uneven_budgets.calibrate(model, ids, START, 128)
     assert found.missed_LKU.shape == (4, 2, CONTEXT // 64) and found.missed_LKU.max() < 1
@@ -273,7 +273,7 @@ def test_a_calibration_is_an_average_over_drafts_and_gives_most_to_the_layer_tha
 # --- comparison ---
 
 
-def test_curves_are_compared_at_the_same_bytes(study):
+def test_curves_are_compared_at_equal_bytes(study):
     uneven = study.uneven_bytes
     low, high, mine = (np.full((3, 2, 2), x) for x in (0.4, 0.8, 0.7))
     curve = [(100.0, low), (400.0, high)]
@@ -288,13 +288,11 @@ def test_curves_are_compared_at_the_same_bytes(study):
     paired = uneven.at_bytes(
         100.0, [(100.0, noisy + 0.01)], [(100.0, noisy), (400.0, noisy + 0.1)], True
     )
-    assert paired == pytest.approx(
-        [0.01] * 3
-    )  # whatever texts are drawn, they are the same for both
+    assert paired == pytest.approx([0.01] * 3)  # every resample of texts is the same for both
 
 
 @pytest.mark.slow
-def test_the_whole_command_writes_what_the_tables_read(study, tmp_path, monkeypatch):
+def test_the_command_writes_the_file_that_the_tables_read(study, tmp_path, monkeypatch):
     path = tmp_path / "text_uneven.json"
     tiny_model(max_position_embeddings=CONTEXT).save_pretrained(tmp_path)
     (tmp_path / "card.json").write_text(json.dumps({"context": CONTEXT}))

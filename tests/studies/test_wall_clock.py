@@ -1,5 +1,5 @@
-"""The study of reward against wall-clock, small: the widened model is the same function, and each
-arm runs in vLLM.
+"""The study of reward against wall-clock time at small scale: the widened model is the same
+function, and each arm runs in vLLM.
 """
 
 import json
@@ -22,7 +22,7 @@ FOLDERS = ("benchmarks", "studies/common", "studies/reasoner", "studies/text")
 
 @pytest.fixture(scope="module")
 def checkpoint(study, tmp_path_factory):
-    """The folder of a tiny random model of this package's sources, and its problems."""
+    """Return the folder of a tiny random model of this package's sources, and its problems."""
     folder = tmp_path_factory.mktemp("text")
     train, held = study.corpus.split(study.corpus.folders([ROOT / "sparrow"], ".py"), ["attention"])
     tokenizer = study.corpus.train_tokenizer(list(study.corpus.texts(train, set()))[:30], 400)
@@ -35,7 +35,7 @@ def checkpoint(study, tmp_path_factory):
 
 
 @pytest.mark.parametrize("copies", [1, 2, 8])
-def test_a_widened_model_computes_the_same(study, copies):
+def test_a_widened_model_computes_the_same_outputs(study, copies):
     model = tiny_model()
     wide = study.wall_clock.widened(model, copies)
     heads = wide.model.layers[0].self_attn.k_proj.weight.shape[0]
@@ -48,7 +48,7 @@ def test_a_widened_model_computes_the_same(study, copies):
         study.wall_clock.widened(model, 3)
 
 
-def test_kernels_are_told_apart_by_name(study):
+def test_kernels_are_classified_by_name(study):
     kernels = [
         (
             "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<x> > >",
@@ -64,8 +64,8 @@ def test_kernels_are_told_apart_by_name(study):
 
 
 def run_arm(checkpoint, folder, arm, steps, tokens, seconds=480, ended="done"):
-    """The log's rows and the profile of a small run, in a process of its own: accelerate allows
-    each one precision.
+    """Return the log rows and the profile of a small run in a separate process, because accelerate
+    allows each process one precision.
     """
     arguments = [str(checkpoint), str(folder), arm, str(steps), str(tokens), str(seconds)]
     path = on_v2(folder) if arm == "lossless" else discoverable(folder)
@@ -79,18 +79,18 @@ def run_arm(checkpoint, folder, arm, steps, tokens, seconds=480, ended="done"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", ["dense", "p86"])
-def test_an_arm_from_end_to_end(checkpoint, tmp_path, arm):
+def test_an_arm_runs_end_to_end(checkpoint, tmp_path, arm):
     rows, timed = run_arm(checkpoint, tmp_path, arm, steps=2, tokens=200)
     assert [row["step"] for row in rows if "held_out" in row] == [0, 2]
     steps = [row for row in rows if "reward" in row]
     assert len(steps) == 2 and all(len(row["seconds"]) == 4 for row in steps)
-    # In bfloat16 a dense actor is the policy up to rounding; the sparse one is not.
+    # In bfloat16 a dense actor equals the policy up to rounding; the sparse actor does not.
     assert all((row["mean"] > 0.97) == (arm == "dense") for row in steps)
     assert 90 < timed["length"] < 200 and timed["clock_ms"] > 0 and timed["tokens_per_step"] == 1
 
 
 @pytest.mark.slow
-def test_an_arm_that_the_clock_ends_is_judged_where_it_ends(checkpoint, tmp_path):
+def test_an_arm_stopped_by_its_time_limit_is_evaluated_at_its_last_step(checkpoint, tmp_path):
     rows, _ = run_arm(
         checkpoint, tmp_path, "p86", steps=3, tokens=100, seconds=0, ended="time is over"
     )
@@ -99,7 +99,7 @@ def test_an_arm_that_the_clock_ends_is_judged_where_it_ends(checkpoint, tmp_path
 
 
 @pytest.mark.slow
-def test_the_lossless_arm_from_end_to_end(checkpoint, tmp_path):
+def test_the_lossless_arm_runs_end_to_end(checkpoint, tmp_path):
     rows, timed = run_arm(checkpoint, tmp_path, "lossless", steps=1, tokens=80)
     (step,) = (row for row in rows if "reward" in row)
     assert (
@@ -107,11 +107,11 @@ def test_the_lossless_arm_from_end_to_end(checkpoint, tmp_path):
     )  # the number of drafts is being chosen
     assert (
         rows[0]["top_k"] == step["top_k"] == [3]
-    )  # drafts read what was asked for in training, too
+    )  # training also uses the requested draft schedule
     assert step["tokens_per_cycle"] >= 1
 
 
-def test_the_summarys_numbers_by_hand(study, tmp_path):
+def test_summary_numbers_by_hand(study, tmp_path):
     def log(name, rollout, profile):
         start = {"arm": name, "seed": 0, "top_k": ["all"], "device": "GPU", "token_bytes": 4}
         start["options"] = {"checkpoint": "here", "out": "there", "samples": 2}
@@ -139,7 +139,7 @@ def test_the_summarys_numbers_by_hand(study, tmp_path):
     assert [row["arm"] for row in result["rows"]] == ["dense", "lossless", "p86"]
     assert result["models"] == [{"parameters": 5}] and result["arms"][0]["options"] == {
         "samples": 2
-    }  # nothing local
+    }  # no local path
     assert dense["reward"] == pytest.approx(0.25) and dense["minutes"] == pytest.approx(160 / 60)
     assert [run["tokens_per_cycle"] for run in result["arms"]] == [None, 5.0, None]
     assert lossy["rollout_speedup"] == pytest.approx(16 / 6) and lossless["rollout_speedup"] == 4
@@ -156,7 +156,7 @@ def test_the_summarys_numbers_by_hand(study, tmp_path):
     ]
     assert result["arms"][2]["held_out"] == [[0.0, 0.1], [130.0, 0.3]]
 
-    again = tmp_path / "again"  # the model trained once more
+    again = tmp_path / "again"  # the model trained further
     again.mkdir()
     for path in tmp_path.glob("*-0.*"):
         (again / path.name).write_bytes(path.read_bytes())
@@ -171,7 +171,7 @@ def test_the_summarys_numbers_by_hand(study, tmp_path):
     assert [row["step_speedup"] for row in both["paired"]] == [[2.5] * 3, [2.0] * 3]
 
 
-def test_the_part_of_a_rollout_is_resampled_by_step(study):
+def test_the_interval_of_the_rollout_share_resamples_steps(study):
     run = {"seconds": {"rollout": 15.0, "score": 2.0, "update": 2.0, "sync": 1.0}}
     run["reward"] = [
         [end, 0.0] for end in (9.0, 19.0, 49.0)
@@ -181,7 +181,7 @@ def test_the_part_of_a_rollout_is_resampled_by_step(study):
     assert study.wall_clock_summary.rollout_share(run) == pytest.approx([3 / 4, 1 / 2, 5 / 6])
 
 
-def test_steps_are_paired_by_hand(study):
+def test_paired_steps_by_hand(study):
     def run(name, model, reward):
         return {"arm": name, "model": model, "seed": 0, "steps": len(reward), "reward": reward}
 
@@ -205,7 +205,7 @@ def test_steps_are_paired_by_hand(study):
     assert row["reward_minus_dense"] == pytest.approx([0.2 / 3, 0.1])
 
 
-def test_the_figures_bars_are_a_steps_seconds(study, tmp_path, monkeypatch):
+def test_bars_of_the_figure_show_seconds_per_step(study, tmp_path, monkeypatch):
     figure = study.wall_clock_figure
     _, ax = figure.plt.subplots()
     seconds = {"rollout": 8.0, "score": 2.0, "update": 4.0, "sync": 1.0}
@@ -225,13 +225,13 @@ def test_the_figures_bars_are_a_steps_seconds(study, tmp_path, monkeypatch):
 
 
 def main(checkpoint, folder, arm, steps, tokens, seconds):
-    """The process of an arm. A second call finds its log, and does nothing."""
+    """Run the process of an arm. A second call finds its log and does nothing."""
     for part in FOLDERS:
         sys.path.insert(0, str(ROOT / part))
     import wall_clock
 
     wall_clock.PROFILED = 2 if arm == "lossless" else 4
-    if arm == "dense":  # stock vLLM packs its weights on a CPU, and takes no new ones
+    if arm == "dense":  # on a CPU stock vLLM packs its weights and accepts no new ones
         from torch.nn.functional import linear
         from vllm.model_executor.layers import utils
 

@@ -1,5 +1,5 @@
-"""Dataset rows as a task: read in their real format, streamed reproducibly, refused with the place
-of the fault.
+"""Dataset rows as a task: read in their real format, streamed reproducibly, and refused with the
+position of the error.
 """
 
 import base64
@@ -43,7 +43,9 @@ def task(rows=ROWS, **options) -> DatasetTask:
 
 
 def facts(problem):
-    """All of a problem; two partial objects are equal only if they are one."""
+    """Return everything in a problem; two partial objects are equal only if they are the same
+    object.
+    """
     return (
         problem.id,
         problem.prompt,
@@ -58,7 +60,7 @@ def write(path: Path, rows) -> Path:
     return path
 
 
-def test_gsm8k_rows():
+def test_gsm8k_rows_become_problems():
     problems = list(load_dataset_task("gsm8k", VERIFIERS, path=DATA / "gsm8k.jsonl"))
     first = problems[0]
     assert first.id == "gsm8k-0"
@@ -82,7 +84,7 @@ def test_gsm8k_rows():
 @pytest.mark.parametrize(
     ("name", "answers"), [("aime24", ["204", "113", "371"]), ("amc23", ["27", "36", "45"])]
 )
-def test_competition_rows(name, answers):
+def test_competition_rows_become_problems(name, answers):
     problems = list(load_dataset_task(name, VERIFIERS, path=DATA / f"{name}.jsonl"))
     assert [p.verify.keywords["answer"] for p in problems] == answers
     assert all(
@@ -91,7 +93,7 @@ def test_competition_rows(name, answers):
     )
 
 
-def test_problems_say_what_is_expected():
+def test_problems_record_the_expected_answer_if_it_is_text():
     (problem,) = task([{"problem": "2+2?", "answer": 4}])
     assert problem.answer == "4"
     checked = load_dataset_task(
@@ -107,7 +109,7 @@ def test_numbers_as_answers_become_text():
 
 
 @given(st.integers(0, 50), st.integers(0, 2**32))
-def test_every_epoch_is_a_permutation_and_every_index_a_pure_function(epoch, seed):
+def test_every_epoch_is_a_permutation_that_depends_only_on_the_index(epoch, seed):
     stream = [task().problem(10 * epoch + i, seed) for i in range(10)]
     assert {p.id for p in stream} == {f"sums-{i}" for i in range(10)}
     again = task()
@@ -125,12 +127,12 @@ def test_epochs_and_seeds_differ():
     assert len(orders) == 9
 
 
-def test_the_order_is_the_same_in_every_version():
-    """A resumed run must meet the same problems: this order may never change."""
+def test_the_order_never_changes_between_versions():
+    """A resumed run must see the same problems: this order must never change."""
     assert [task().problem(i, 7).id for i in range(4)] == ["sums-3", "sums-4", "sums-1", "sums-7"]
 
 
-def test_rows_in_order_for_evaluation():
+def test_rows_keep_their_order_for_evaluation():
     assert [p.id for p in task()] == [f"sums-{i}" for i in range(10)] and len(task()) == 10
 
 
@@ -154,12 +156,12 @@ def test_duplicates_and_long_prompts_are_dropped_and_counted(caplog):
         task(rows, max_length=longest - 1)
 
 
-def test_an_id_names_the_row_whatever_was_dropped_before_it():
+def test_an_id_contains_the_row_number_even_if_earlier_rows_were_dropped():
     rows = [ROWS[0], ROWS[0], ROWS[1]]
     assert [p.id for p in task(rows)] == ["sums-0", "sums-2"]
 
 
-def test_template_and_chat_rendering():
+def test_prompts_are_rendered_with_templates_and_as_chats():
     rows = [{"question": "Is {x} \\in {question}?", "answer": "yes"}]
     prompt = next(
         iter(task(rows, template="Q: {question} {y}\nA:", render="<user>{}<assistant>".format))
@@ -169,12 +171,12 @@ def test_template_and_chat_rendering():
         task(template="Solve.")
 
 
-def test_problems_pickle():
+def test_problems_can_be_pickled():
     problem = task().problem(3)
     assert facts(pickle.loads(pickle.dumps(problem))) == facts(problem)
 
 
-def test_local_files_of_every_kind(tmp_path):
+def test_local_files_of_every_format_are_read(tmp_path):
     write(tmp_path / "rows.jsonl", ROWS)
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
@@ -203,13 +205,13 @@ def test_local_files_of_every_kind(tmp_path):
         ({}, "its fields are none"),
     ],
 )
-def test_a_row_that_lacks_something_is_named(tmp_path, row, message):
+def test_an_incomplete_row_is_reported_with_its_number(tmp_path, row, message):
     path = write(tmp_path / "rows.jsonl", [ROWS[0], row])
     with pytest.raises(ConfigError, match=message):
         load_dataset_task("qa", VERIFIERS, path=path)
 
 
-def test_a_gsm8k_row_without_its_mark(tmp_path):
+def test_a_gsm8k_row_without_an_answer_mark_is_refused(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"question": "2+2?", "answer": "It is 4."}])
     with pytest.raises(
         ConfigError, match=r"row 1 of .* cannot be used: its answer does not end in '#### n'"
@@ -227,20 +229,20 @@ def test_a_gsm8k_row_without_its_mark(tmp_path):
         ("rows.parquet", "not parquet", "cannot read .*rows.parquet"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path, name, content, message):
+def test_unreadable_files_are_refused(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=message):
         load_rows(tmp_path / name)
 
 
-def test_a_missing_file():
+def test_a_missing_file_is_refused():
     with pytest.raises(
         ConfigError, match=r"no dataset file at /nowhere/rows.jsonl; expected a .jsonl"
     ):
         load_dataset_task("gsm8k", VERIFIERS, path="/nowhere/rows.jsonl")
 
 
-def test_an_unreachable_hub_names_the_local_path(monkeypatch):
+def test_an_unreachable_hub_is_reported_with_the_local_alternative(monkeypatch):
     import datasets
 
     def offline(*_, **__):
@@ -255,7 +257,7 @@ def test_an_unreachable_hub_names_the_local_path(monkeypatch):
     )
 
 
-def test_the_hub_s_rows_are_asked_for_by_name_config_and_split(monkeypatch):
+def test_rows_from_the_hub_are_requested_by_name_config_and_split(monkeypatch):
     import datasets
 
     asked = []
@@ -271,7 +273,7 @@ def test_the_hub_s_rows_are_asked_for_by_name_config_and_split(monkeypatch):
     assert [p.prompt for p in loaded] == [p.prompt for p in task()]
 
 
-def test_names_and_verifiers_that_are_not_there():
+def test_unknown_datasets_and_missing_verifiers_are_refused():
     with pytest.raises(
         ConfigError,
         match=r"no file or dataset 'gsm9k'; known datasets: .*gsm8k.*; give a file with options",
@@ -298,7 +300,7 @@ def test_the_reference_solutions_earn_full_reward():
     assert next(iter(last)).verify("So she sold 72 clips.") == 1.0
 
 
-def test_local_files_need_neither_torch_nor_the_hub_s_client():
+def test_local_files_need_neither_torch_nor_the_hub_client():
     program = f"""
         import sys
         from sparrow.tasks.dataset import load_dataset_task
@@ -316,7 +318,7 @@ def read(name: str, file: str | None = None, kind: str = "math"):
 
 
 @pytest.mark.parametrize("name", sorted(name for name, format in FORMATS.items() if format.hub))
-def test_five_rows_in_the_columns_of_every_data_set_on_the_hub_become_five_problems(name, caplog):
+def test_five_rows_with_the_columns_of_each_hub_dataset_become_five_problems(name, caplog):
     path = DATA / "hub" / f"{name.replace('-', '_').replace('+', '_plus')}.jsonl"
     verifiers = {**VERIFIERS, "code": same}
     problems = list(
@@ -365,7 +367,7 @@ def test_five_rows_in_the_columns_of_every_data_set_on_the_hub_become_five_probl
         ("gsm8k", "Mara bakes 4 trays", ["18", "6", "1300", "10", "6"]),
     ],
 )
-def test_math_formats(name, start, answers):
+def test_math_formats_are_read(name, start, answers):
     from sparrow.rewards import verify_math
 
     problems = read(name)
@@ -379,7 +381,7 @@ def test_math_formats(name, start, answers):
         assert verify_math(f"So it is \\boxed{{{answer}}}.", other) == 0.0
 
 
-def test_dapo_s_own_instructions_and_copies_are_dropped(caplog):
+def test_instructions_and_copies_in_dapo_are_dropped(caplog):
     task = load_dataset_task("dapo-math", VERIFIERS, path=DATA / "dapo_math.jsonl")
     assert caplog.messages[0].endswith("rows: 1 duplicate")
     prompt = next(iter(task)).prompt
@@ -396,7 +398,7 @@ def test_dapo_s_own_instructions_and_copies_are_dropped(caplog):
         (r"\boxed{ x \in \{1, 2\} }", r"x \in \{1, 2\}"),
     ],
 )
-def test_answers_boxed_in_a_solution(solution, answer):
+def test_boxed_answers_are_extracted_from_solutions(solution, answer):
     (problem,) = task([{"problem": "What?", "solution": solution}])
     assert problem.verify.keywords["answer"] == answer and problem.solution == solution
 
@@ -409,12 +411,12 @@ def test_a_solution_without_a_boxed_answer_is_refused(solution):
         task([{"problem": "What?", "solution": solution}])
 
 
-def test_fields_in_capitals():
+def test_capitalised_field_names_are_read():
     (problem,) = task([{"Problem": "What?", "Answer": 25.0}])
     assert problem.verify.keywords["answer"] == "25.0"
 
 
-def test_taco_rows(caplog):
+def test_taco_rows_become_problems(caplog):
     task = load_dataset_task("taco", {"code": same}, path=DATA / "taco.jsonl")
     call, stdin = task
     assert caplog.messages[0].endswith("dropped 1 of 3 rows: 1 unusable")
@@ -424,7 +426,7 @@ def test_taco_rows(caplog):
         "yes, ascending",
         "yes, descending",
         "no",
-    ]  # one by one, out of their lists
+    ]  # single values instead of lists
     assert (
         "The function is called is_sorted_and_how." in call.prompt
         and "def is_sorted_and_how(arr):" in call.prompt
@@ -456,7 +458,7 @@ def test_results_that_are_lists_stay_lists():
     "tests",
     ["", None, "{", "{}", '{"inputs": ["1"], "outputs": []}', '{"inputs": [' + "9" * 5000 + "]}"],
 )
-def test_taco_rows_that_nobody_can_use_are_counted(tests, caplog):
+def test_unusable_taco_rows_are_dropped_and_counted(tests, caplog):
     good = {"question": "1?", "input_output": json.dumps({"inputs": ["1"], "outputs": ["1"]})}
     task = DatasetTask(
         "taco", [{"question": "0?", "input_output": tests}, good], FORMATS["taco"], {"code": same}
@@ -466,7 +468,7 @@ def test_taco_rows_that_nobody_can_use_are_counted(tests, caplog):
     ] == ["taco-1"]
 
 
-def test_humaneval_and_mbpp_rows():
+def test_humaneval_and_mbpp_rows_become_problems():
     first, _, helper, _ = read("humaneval", "humaneval", kind="code")
     tests = helper.verify.keywords["answer"]
     assert first.prompt.startswith("Complete this function:\n```python\nfrom typing import List")
@@ -498,12 +500,12 @@ def test_humaneval_and_mbpp_rows():
         ("taco", {"input_output": "{}"}, "has no question"),
     ],
 )
-def test_rows_of_the_other_formats_that_lack_something(name, row, message):
+def test_incomplete_rows_of_other_formats_are_refused(name, row, message):
     with pytest.raises(ConfigError, match=f"row 1 of the dataset {message}; its fields are"):
         DatasetTask(name, [row], FORMATS[name], {"math": same, "code": same})
 
 
-def test_livecodebench_s_pickles_run_nothing(tmp_path):
+def test_pickles_in_livecodebench_cannot_run_code(tmp_path):
     """The private tests are a pickle, which could name any function; only text is read."""
 
     class Evil:
@@ -527,7 +529,7 @@ def test_livecodebench_s_pickles_run_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_repositories_that_need_their_files_named(monkeypatch):
+def test_data_files_are_named_for_repositories_that_need_it(monkeypatch):
     import datasets
 
     asked = []

@@ -1,4 +1,4 @@
-"""What becomes of a question on its way to the model: templates, special tokens, unread text."""
+"""What happens to a question on its way to the model: templates, special tokens, unread text."""
 
 import logging
 
@@ -22,7 +22,7 @@ CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim
 
 
 def words(*known: str, bos: bool = True, eos: bool = False, **settings) -> PreTrainedTokenizerFast:
-    """A tokenizer that knows these words, and adds special tokens as asked."""
+    """Return a tokenizer for these words that adds special tokens as requested."""
     vocabulary = {word: i for i, word in enumerate(("<unk>", "<s>", "</s>", *known))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -34,7 +34,7 @@ def words(*known: str, bos: bool = True, eos: bool = False, **settings) -> PreTr
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{**special, **settings})
 
 
-def test_a_text_has_one_bos_whoever_writes_it():
+def test_a_text_has_exactly_one_bos():
     tokenizer = words("a", "b")
     assert encode(tokenizer, "a b") == tokenizer("a b").input_ids == [1, 3, 4]
     assert encode(tokenizer, "<s>a b") == [1, 3, 4]
@@ -55,7 +55,7 @@ def test_a_tokenizer_that_ends_prompts_is_refused():
     assert encode(words("a"), "a </s>") == [1, 3, 2], "this one is the prompt's own"
 
 
-def test_a_template_s_arguments_are_json_where_they_can_be():
+def test_template_arguments_are_parsed_as_json_if_possible():
     given = ("enable_thinking=false", "effort=high", "depth=3", "note=a=b")
     assert ChatConfig(arguments=given).values() == {
         "enable_thinking": False,
@@ -74,7 +74,7 @@ def test_a_template_s_arguments_are_json_where_they_can_be():
         (("messages=[]",), "sets 'messages', which Sparrow sets itself"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused_at_once(arguments, reason):
+def test_invalid_template_arguments_are_refused_at_once(arguments, reason):
     with pytest.raises(ConfigError, match=reason):
         ChatConfig(arguments=arguments)
 
@@ -102,14 +102,14 @@ def test_arguments_that_cannot_be_are_refused_at_once(arguments, reason):
         ({"tool_use": CHAT}, NO_CHAT, "no default chat template"),
     ],
 )
-def test_a_chat_that_would_not_say_what_was_asked_is_refused(template, config, reason):
+def test_a_chat_template_that_drops_the_prompt_is_refused(template, config, reason):
     tokenizer = words("a")
     tokenizer.chat_template = template
     with pytest.raises(ConfigError, match=reason):
         chat_template(tokenizer, config)
 
 
-def test_a_template_file_makes_a_chat_of_a_base_model_s_prompts(tmp_path):
+def test_a_template_file_turns_prompts_of_a_base_model_into_chats(tmp_path):
     path = tmp_path / "chat.jinja"
     path.write_text(CHAT)
     assert chat_template(words("a"), NO_CHAT) is None
@@ -120,11 +120,11 @@ def test_a_template_file_makes_a_chat_of_a_base_model_s_prompts(tmp_path):
 @pytest.mark.parametrize(
     ("text", "share"), [("a b", 0), ("", 0), ("a xyz", 0.75), ("xyz", 1), ("<s> a", 0)]
 )
-def test_what_a_tokenizer_maps_to_its_unknown_token_is_unread(text, share):
+def test_text_mapped_to_the_unknown_token_counts_as_unread(text, share):
     assert unread(words("a", "b"), text) == share
 
 
-def test_what_a_tokenizer_drops_is_unread_too():
+def test_text_dropped_by_a_tokenizer_counts_as_unread():
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     dropping = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     assert unread(dropping, "ab \u4f60\u597d") == 0.5
@@ -134,12 +134,12 @@ def test_a_byte_level_tokenizer_reads_everything():
     alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE({**alphabet, "<end>": 256}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    end = "<end>"  # which is what GPT-2 calls its unknown token as well
+    end = "<end>"  # GPT-2 uses the same token for unknown text
     loaded = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=end, eos_token=end)
     assert unread(loaded, "a \u4f60\u597d \U0001f600 <end>") == 0
 
 
-def test_prompts_are_refused_if_half_is_unread_and_warned_of_below(caplog):
+def test_prompts_are_refused_if_half_is_unread_and_otherwise_warned_about(caplog):
     tokenizer = words("aaaa", "b")
     read, half = Prompt("line 1", "aaaa aaaa"), Prompt("line 2", "aaaa xxxx")
     lost = Prompt("line 3", "xxxx xxxx")
@@ -156,7 +156,7 @@ def test_prompts_are_refused_if_half_is_unread_and_warned_of_below(caplog):
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """One token a byte, as GPT-2 and its kin have where they know no longer one."""
+    """Return a tokenizer with one token per byte, like GPT-2's where no longer token applies."""
     alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -165,7 +165,9 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def sentence_piece() -> PreTrainedTokenizerFast:
-    """Words with their space, and bytes for all else, as Llama 2 has them."""
+    """Return a tokenizer of words with leading spaces and bytes for everything else, like Llama
+    2's.
+    """
     known = ["<unk>", "\u2581the", "\u2581cat", "s", *(f"<0x{i:02X}>" for i in range(256))]
     tokenizer = Tokenizer(
         models.BPE({t: i for i, t in enumerate(known)}, [], byte_fallback=True, unk_token="<unk>")
@@ -177,12 +179,12 @@ def sentence_piece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def test_a_character_of_several_tokens_stands_at_the_first():
+def test_a_character_of_several_tokens_is_shown_at_the_first():
     tokenizer = byte_level()
     ids = tokenizer("a\u4f60 \U0001f600!").input_ids
     texts = ["a", "\u4f60", "", "", " ", "\U0001f600", "", "", "", "!"]
     assert token_texts(tokenizer, ids) == texts
-    # A response may be cut off within a character, and may hold bytes that are none.
+    # A response may be truncated within a character, and may contain invalid bytes.
     for cut in (ids[:3], [ids[1], ids[1], ids[0], ids[0]]):
         texts = token_texts(tokenizer, cut)
         assert len(texts) == len(cut) and "".join(texts) == tokenizer.decode(cut)

@@ -1,4 +1,4 @@
-"""Tasks: problems are a pure function of (index, seed), solutions verify, text survives the
+"""Tasks: problems are a pure function of (index, seed), solutions verify, and text survives the
 tokenizer.
 """
 
@@ -29,8 +29,8 @@ seeds = st.integers(0, 10**6)
 
 
 def run_program(prompt: str) -> int:
-    """An independent interpreter that uses every value up: a value read twice or overwritten unread
-    is an error.
+    """Interpret a program independently, using every value once: it is an error to read a value
+    twice or overwrite it unread.
     """
     values: dict[str, int] = {}
     for line in prompt.removeprefix("program:\n").removesuffix("trace:\n").splitlines():
@@ -49,7 +49,9 @@ def run_program(prompt: str) -> int:
 
 
 @given(st.integers(2, 40), indices, seeds)
-def test_trace_solution_is_what_the_program_computes(lines: int, index: int, seed: int) -> None:
+def test_a_trace_solution_matches_the_result_of_its_program(
+    lines: int, index: int, seed: int
+) -> None:
     problem = Trace(lines).problem(index, seed)
     answer = run_program(problem.prompt)
     assert problem.solution is not None
@@ -59,14 +61,14 @@ def test_trace_solution_is_what_the_program_computes(lines: int, index: int, see
     assert problem.prompt.count("\n") == lines + 2
 
 
-def test_difficulty_reaches_thousands_of_tokens() -> None:
+def test_hard_problems_reach_thousands_of_tokens() -> None:
     problem = Trace(300).problem(0)
     assert problem.solution is not None
     assert len(build_tokenizer()(problem.solution)["input_ids"]) > 2500
     assert problem.verify(problem.solution) == 1.0
 
 
-def test_long_programs_reuse_names_only_once_read() -> None:
+def test_long_programs_reuse_a_name_only_after_it_was_read() -> None:
     for index in range(20):
         problem = Trace(400).problem(index)
         assert problem.solution is not None
@@ -83,8 +85,8 @@ def test_problems_are_a_pure_function_of_index_and_seed() -> None:
     assert len({p.prompt for p in problems}) == len({p.id for p in problems}) == 200
 
 
-def test_problems_are_the_published_ones() -> None:
-    # The checkpoint and every reported figure belong to exactly these texts.
+def test_problems_match_the_published_ones() -> None:
+    # The checkpoint and every reported figure depend on exactly these texts.
     problem = Trace(4).problem(0)
     assert problem.prompt == "program:\n 8 -> gi\n 3 -> je\n je - 1 -> se\n gi - se -> pa\ntrace:\n"
     assert problem.solution == (
@@ -92,12 +94,12 @@ def test_problems_are_the_published_ones() -> None:
     )
 
 
-def test_problems_travel_to_other_processes() -> None:
+def test_problems_can_be_sent_to_other_processes() -> None:
     problem = Trace(6).problem(3)
     assert pickle.loads(pickle.dumps(problem)).verify(problem.solution) == 1.0
 
 
-def test_slip_miscalculates_the_stated_share_of_results() -> None:
+def test_slip_corrupts_the_stated_share_of_results() -> None:
     line = re.compile(r" \w+ ([+-]) (\w+) \w+ \w+ (\d),(?: \w+ (\d),)? \w+ \w+ (\d)")
     wrong, results, unsolved = 0, 0, 0
     for index in range(400):
@@ -112,7 +114,7 @@ def test_slip_miscalculates_the_stated_share_of_results() -> None:
     assert unsolved > 300
 
 
-def test_links_are_drawn_from_an_urn() -> None:
+def test_linking_words_are_drawn_from_a_polya_urn() -> None:
     # Weight 1/2 for each of 8 words plus 1 for each use: the second word repeats the first with
     # (1/2 + 1) / (4 + 1).
     repeated = 0
@@ -145,7 +147,7 @@ def test_only_a_final_answer_counts(response: str, reward: float) -> None:
 
 @settings(max_examples=30)
 @given(st.sampled_from([Trace(5), Trace(5, slip=0.5), Trace(140)]), indices)
-def test_tokenizer_gives_the_text_back(task: Trace, index: int) -> None:
+def test_the_tokenizer_round_trips_text(task: Trace, index: int) -> None:
     tokenizer = build_tokenizer()
     problem = task.problem(index)
     text = f"{problem.prompt}{problem.solution}"
@@ -156,7 +158,7 @@ def test_tokenizer_gives_the_text_back(task: Trace, index: int) -> None:
     assert tokenizer.unk_token_id not in ids
 
 
-def test_tokenizer_is_small_and_loads_from_a_folder(tmp_path: Path) -> None:
+def test_the_tokenizer_is_small_and_loads_from_a_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = build_tokenizer()
     assert len(tokenizer) == 162
@@ -173,12 +175,12 @@ def test_tokenizer_is_small_and_loads_from_a_folder(tmp_path: Path) -> None:
     assert loaded("what")["input_ids"] == [loaded.unk_token_id]
 
 
-def test_names_are_words_of_their_own() -> None:
+def test_names_are_distinct_and_differ_from_linking_words() -> None:
     assert len(set(NAMES)) == 128
     assert not set(NAMES) & set(LINKS)
 
 
-def test_tasks_load_by_name() -> None:
+def test_tasks_are_loaded_by_name() -> None:
     assert load_task("trace", lines=7, slip=0.1) == Trace(7, slip=0.1)
     with pytest.raises(ConfigError, match="no task 'maze'; choose one of trace,"):
         load_task("maze")
@@ -188,7 +190,7 @@ def test_tasks_load_by_name() -> None:
         register_task("trace", Trace)
 
 
-def test_registered_tasks_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_tasks_can_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     class Echo:
         def problem(self, index: int, seed: int = 0) -> Problem:
             return Problem(f"echo-{seed}-{index}", str(index), str(index).__eq__)
@@ -204,7 +206,7 @@ def reasoner() -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(REASONER).eval()
 
 
-def test_reasoner_has_the_tasks_vocabulary() -> None:
+def test_the_reasoner_has_the_vocabulary_of_the_task() -> None:
     transformers = pytest.importorskip("transformers")
     assert (
         transformers.AutoTokenizer.from_pretrained(REASONER).get_vocab()
@@ -212,7 +214,7 @@ def test_reasoner_has_the_tasks_vocabulary() -> None:
     )
 
 
-def test_reasoner_solves_unseen_programs_greedily(reasoner: Any) -> None:
+def test_the_reasoner_solves_unseen_programs_greedily(reasoner: Any) -> None:
     tokenizer = build_tokenizer()
     problems = [Trace(8).problem(i, seed=1) for i in range(8)]
     inputs = tokenizer(
@@ -225,7 +227,7 @@ def test_reasoner_solves_unseen_programs_greedily(reasoner: Any) -> None:
     assert [p.verify(text) for p, text in zip(problems, texts, strict=True)] == [1.0] * 8
 
 
-def test_reasoner_needs_far_pages_by_degrees(reasoner: Any) -> None:
+def test_acceptance_of_the_reasoner_rises_gradually_with_pages_read(reasoner: Any) -> None:
     import torch
 
     from sparrow.engines.hf import set_schedule, teacher_forced

@@ -1,5 +1,5 @@
-"""Several responses judged at a time: the first error is raised, nothing begins after it, and a
-hang has a limit.
+"""Judging several responses at a time: the first error is raised, nothing begins after it, and
+hanging verifiers are stopped.
 """
 
 import sys
@@ -46,7 +46,7 @@ def test_the_first_error_is_raised_and_nothing_begins_after_it(monkeypatch):
     assert set(begun) <= {"0", "1"}
 
 
-def test_the_one_that_hangs_is_named_unless_another_failed():
+def test_a_hanging_verifier_is_named_unless_another_verifier_failed():
     def verify(text):
         time.sleep(30 * SLOW_S * (text == "1"))
         return float(text)
@@ -64,7 +64,7 @@ def test_the_one_that_hangs_is_named_unless_another_failed():
 @pytest.mark.parametrize(
     "ends", [lambda text: sys.exit(3), lambda text: exec("raise GeneratorExit")]
 )
-def test_a_verifier_that_ends_the_program_is_named_at_once(ends):
+def test_a_verifier_that_exits_is_named_at_once(ends):
     began = time.monotonic()
     with pytest.raises((RewardError, GeneratorExit)) as raised:
         judged(ends, 3, time_limit=60)
@@ -76,12 +76,12 @@ def test_a_verifier_that_ends_the_program_is_named_at_once(ends):
 
 
 @pytest.mark.parametrize("text", ["1.0", b"1.0", "nan", 10**400, [1.0, 2.0], None, float("inf")])
-def test_what_is_not_a_finite_number_is_refused_though_it_reads_like_one(text):
+def test_rewards_that_are_not_finite_numbers_are_refused(text):
     with pytest.raises(RewardError, match="expected a finite number"):
         judged(lambda _: text, 1)
 
 
-def test_a_reward_too_large_for_a_spread_is_refused():
+def test_a_reward_beyond_one_million_is_refused():
     assert judged(lambda _: -1e6, 1) == [-1e6] and judged(lambda _: True, 1) == [1.0]
     for value in (1e300, -1e7):
         with pytest.raises(RewardError, match="at most 1e\\+06 in size"):

@@ -48,7 +48,7 @@ def trainer(
 
 
 def shard_on_cpu() -> None:
-    """Have accelerate shard without GPUs, which it does not offer though torch can."""
+    """Make accelerate shard without GPUs, which torch supports but accelerate does not offer."""
     os.environ["ACCELERATE_USE_FSDP"] = "true"
     make = AcceleratorState.__init__
 
@@ -84,7 +84,7 @@ def resume(folder: Path) -> None:
 
 
 def dies_after(run: Path, step: int) -> Callable[[str, dict], None]:
-    """The second process is killed in the update after this step's checkpoint."""
+    """Kill the second process in the update after the checkpoint of this step."""
 
     def die(event: str, metrics: dict) -> None:
         if (
@@ -98,7 +98,7 @@ def dies_after(run: Path, step: int) -> Callable[[str, dict], None]:
 
 
 def stopping(folder: Path) -> Callable[[Callable[[], object]], None]:
-    """Runs what is given and adds the error it stops with to this process's file."""
+    """Run the given code and append the error that stops it to the file of this process."""
     told = []
 
     def stop(run: Callable[[], object]) -> None:
@@ -115,7 +115,7 @@ def fail(folder: Path) -> None:
     rank, stop = int(os.environ["RANK"]), stopping(folder)
 
     class FailsElsewhere(EarlyWords):
-        """Only the second process meets the response that cannot be verified."""
+        """A verifier that fails only in the second process."""
 
         def problem(self, index: int, seed: int = 0):
             return EarlyWords(fail_from=6 if rank else 10**9).problem(index, seed)
@@ -143,6 +143,6 @@ if __name__ == "__main__":
     if sys.argv[1] in (
         "lose",
         "fail",
-    ):  # with its other process dead, torch's own threads may abort an orderly end
+    ):  # once its peer is dead, torch's own threads may prevent an orderly exit
         sys.stderr.flush()
         os._exit(0)

@@ -1,4 +1,4 @@
-"""Advantages against numbers worked out by hand, and their invariants."""
+"""Advantages by hand, and their invariants."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def rows(first: float, others: float) -> list[float]:
         ("rloo", rows(1.0, -1 / 3)),
     ],
 )
-def test_by_hand(kind, expected):
+def test_advantages_by_hand(kind, expected):
     advantages, metrics = compute_advantages(kind, REWARDS, GROUPS)
     assert advantages.dtype == torch.float32
     assert advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-12)
@@ -36,7 +36,7 @@ def test_by_hand(kind, expected):
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
-def test_equal_rewards_give_exactly_zero(kind):
+def test_equal_rewards_have_advantages_of_exactly_zero(kind):
     # 3 * 0.1 / 3 rounds to something other than 0.1, which a division by std + eps would blow up.
     rewards = torch.full((3,), 0.1, dtype=torch.float64)
     advantages, metrics = compute_advantages(kind, rewards, torch.zeros(3, dtype=torch.int64))
@@ -51,7 +51,7 @@ batches = st.lists(
 
 @settings(deadline=None)
 @given(batches, st.randoms())
-def test_invariants(batch, random):
+def test_advantages_have_the_invariants_of_their_kind(batch, random):
     rewards = torch.tensor([reward / 64 for reward, _ in batch])
     groups = torch.tensor([group for _, group in batch])
     standard, centred, left_out = (
@@ -69,13 +69,13 @@ def test_invariants(batch, random):
             assert standard[members].std().item() == pytest.approx(1.0, rel=1e-3)
         else:
             assert standard[members].abs().max() == 0
-    # A different order of rows and other group names change nothing.
+    # A different order of rows or different group names change nothing.
     order = torch.tensor(random.sample(range(len(batch)), len(batch)))
     again, _ = compute_advantages("grpo", rewards[order], 100 - groups[order])
     torch.testing.assert_close(again, standard[order])
 
 
-def test_no_gradient_reaches_the_rewards():
+def test_no_gradient_flows_to_the_rewards():
     rewards = REWARDS.clone().requires_grad_()
     for kind in ("grpo", "rloo"):
         assert not compute_advantages(kind, rewards, GROUPS)[0].requires_grad
@@ -93,6 +93,6 @@ def test_no_gradient_reaches_the_rewards():
         ),
     ],
 )
-def test_errors(call, message):
+def test_invalid_arguments_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

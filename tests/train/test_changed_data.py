@@ -34,7 +34,7 @@ CHANGED = {
 }
 
 
-def test_a_resumed_run_notices_every_change_of_its_data(tmp_path):
+def test_a_resumed_run_notices_any_change_in_its_data(tmp_path):
     make_trainer(tmp_path / "run", steps=1, task=task_of(tmp_path, ROWS)).train()
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())["data"]
     assert recorded["train"]["problems"] == 5
@@ -61,7 +61,7 @@ def test_a_resumed_run_notices_a_changed_benchmark(tmp_path):
         make_trainer(tmp_path, steps=2, benchmarks={"trace": held}, resume=True, **settings)
 
 
-def test_a_run_that_recorded_no_data_goes_on(tmp_path):
+def test_a_run_without_a_recorded_fingerprint_can_be_resumed(tmp_path):
     make_trainer(tmp_path / "run", steps=1, task=task_of(tmp_path, ROWS)).train()
     config = tmp_path / "run" / "config.json"
     record = json.loads(config.read_text())
@@ -73,7 +73,7 @@ def test_a_run_that_recorded_no_data_goes_on(tmp_path):
     made.run_dir.release()
 
 
-def test_a_mixture_is_known_by_its_parts(tmp_path):
+def test_a_mixture_is_identified_by_its_parts(tmp_path):
     one, other = task_of(tmp_path, ROWS[:2], "one"), task_of(tmp_path, ROWS[2:], "other")
     assert fingerprint(Mixture([one, other], [1, 1])) == [fingerprint(one), fingerprint(other)]
     assert fingerprint(Trace(2)) is None

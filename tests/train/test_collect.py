@@ -1,5 +1,5 @@
-"""Collecting a step's experience: what a reward is made of, which groups are replaced, and that
-processes agree.
+"""Collecting the experience of a step: the parts of a reward, which groups are replaced, and
+agreement between processes.
 """
 
 import json
@@ -33,7 +33,7 @@ def test_overlong_penalty_by_hand():
     assert [overlong_penalty(n, 20480, 4096) for n in lengths] == [0, 0, -0.25, -0.5, -1]
 
 
-def test_reward_is_the_sum_of_its_named_parts():
+def test_the_reward_is_the_sum_of_its_named_parts():
     assert reward_parts(1.0, True, 10, 10, RewardConfig()) == {"correct": 1.0}
     config = RewardConfig(format=0.1, overlong="penalty", overlong_window=4)
     assert reward_parts(0.0, True, 9, 10, config) == {
@@ -98,7 +98,7 @@ def test_a_mixture_gives_each_task_its_share_in_its_own_order(weights, turns, se
 
 
 @pytest.mark.parametrize("weights", [(1,), (1, 0), (1, 0.5), ()])
-def test_weights_are_whole_numbers_one_for_each_task(weights):
+def test_weights_are_one_integer_per_task(weights):
     with pytest.raises(ConfigError, match="needs a weight for each of its 2 tasks, a whole number"):
         Mixture([Named("a"), Named("b")], weights)
 
@@ -154,7 +154,7 @@ def test_math_and_code_train_together_from_the_command_line(reading_checkpoint, 
     assert "weight is 0.5, but must be a valid integer" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_bundled_task_says_what_answer_a_response_states():
+def test_a_bundled_task_extracts_the_stated_answer():
     problem = load_task("trace", lines=4).problem(0)
     assert (
         problem.extract(problem.solution) == problem.solution[-1]
@@ -167,7 +167,7 @@ def test_a_bundled_task_says_what_answer_a_response_states():
 
 
 class Digits:
-    """Problem i asks for i; responses to every third one all fail."""
+    """Problem i asks for i; all responses to every third problem fail."""
 
     def problem(self, index: int, seed: int = 0) -> Problem:
         return Problem(
@@ -176,9 +176,7 @@ class Digits:
 
 
 class Signs:
-    """Answers plus to the even and minus to the odd samples of a prompt, which it knows by their
-    seeds.
-    """
+    """Answers plus to even and minus to odd samples of a prompt, recognised by their seeds."""
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
@@ -195,7 +193,7 @@ class Signs:
 
 
 class Threads(Ranks):
-    """Processes played by threads of this one."""
+    """Processes simulated by threads of this process."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, slots: list) -> None:
         self.rank, self.count, self.seconds = rank, len(slots), {}
@@ -210,7 +208,7 @@ class Threads(Ranks):
 
 
 def collected(ranks: int, prompts=8, resample=2, cursor=0):
-    """What each of several processes collects."""
+    """Return what each of several processes collects."""
     barrier, slots, found, engines = (
         threading.Barrier(ranks),
         [None] * ranks,
@@ -235,7 +233,7 @@ def collected(ranks: int, prompts=8, resample=2, cursor=0):
     return found, engines
 
 
-def test_groups_of_equal_rewards_are_replaced_until_none_is_left():
+def test_groups_with_equal_rewards_are_replaced_until_none_is_left():
     (one,), (engine,) = collected(1)
     # Of 0..7 the problems 0, 3, 6 are level; 8, 9, 10 replace them, 9 is level too, and 11 replaces
     # it.
@@ -256,7 +254,7 @@ def test_groups_of_equal_rewards_are_replaced_until_none_is_left():
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_every_process_knows_what_one_alone_would_have_collected(ranks):
+def test_every_process_receives_the_batch_of_a_single_process(ranks):
     found, engines = collected(ranks)
     (alone,), (engine,) = collected(1)
     for one in found:
@@ -269,7 +267,7 @@ def test_every_process_knows_what_one_alone_would_have_collected(ranks):
     assert max(len(e.seeds) for e in engines) <= min(len(e.seeds) for e in engines) + 3
 
 
-def test_one_slow_verifier_holds_up_itself_only():
+def test_a_slow_verifier_does_not_delay_the_others():
     meeting = threading.Barrier(16)
 
     class Meeting:
@@ -293,7 +291,7 @@ RESAMPLED = dict(
 
 
 class Sparse(EarlyWords):
-    """Half of the problems can't be solved."""
+    """A task in which half of the problems cannot be solved."""
 
     def problem(self, index: int, seed: int = 0) -> Problem:
         problem = super().problem(index, seed)
@@ -301,8 +299,8 @@ class Sparse(EarlyWords):
 
 
 @pytest.mark.slow
-def test_resampled_run_is_resumed_exactly(tmp_path):
-    # No penalty would make the unsolvable problems level.
+def test_a_resampled_run_is_resumed_exactly(tmp_path):
+    # Without a penalty, all rewards of an unsolvable problem would be equal.
     changes = {**RESAMPLED, "reward": RewardConfig(overlong="mask")}
     make_trainer(tmp_path / "whole", steps=3, task=Sparse(), **changes).train()
     make_trainer(tmp_path / "parts", steps=2, task=Sparse(), **changes).train()
@@ -318,7 +316,7 @@ def test_resampled_run_is_resumed_exactly(tmp_path):
     assert len(set(drawn)) == len(drawn), "no problem is drawn twice"
 
 
-def test_penalised_run_logs_its_parts(tmp_path):
+def test_a_run_with_a_penalty_logs_the_parts_of_its_reward(tmp_path):
     make_trainer(tmp_path, steps=1, **RESAMPLED).train()
     reward = metrics_of(tmp_path)[0]["reward"]
     assert (
@@ -328,7 +326,7 @@ def test_penalised_run_logs_its_parts(tmp_path):
 
 
 @pytest.mark.slow
-def test_truncated_responses_have_no_loss(tmp_path, monkeypatch):
+def test_truncated_responses_do_not_contribute_to_the_loss(tmp_path, monkeypatch):
     seen = []
     whole = learner.policy_loss
 

@@ -1,4 +1,4 @@
-"""Mismatch corrections against numbers worked out by hand, and what must hold for any batch.
+"""Mismatch corrections by hand, and properties that hold for any batch.
 
 Shapes: B sequences, T response tokens, V vocabulary.
 """
@@ -28,8 +28,8 @@ KINDS = [
 
 
 def batch(*ratios: list[float]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """log p, log q, mask of right-padded sequences with these ratios p/q; log q = 0 keeps log p/q
-    exact.
+    """Return log p, log q and mask of right-padded sequences with these ratios p/q; log q = 0 keeps
+    log p/q exact.
     """
     longest = max(len(row) for row in ratios)
     log_p_BT = torch.full(
@@ -67,7 +67,7 @@ def assert_correction(actual: Correction, weights: list[list[float]], kept: list
 UNCAPPED = 1e9
 
 
-def test_none_by_hand():
+def test_no_correction_by_hand():
     correction = correct("none", *EXAMPLE)
     assert_correction(correction, [[1, 1, 1], [1, 1, 0]], [[1, 1, 1], [1, 1, 0]])
     assert correction.metrics == pytest.approx(
@@ -201,7 +201,7 @@ def test_m2po_by_hand():
     assert nothing.metrics["masked_fraction"] == nothing.metrics["dropped_sequence_fraction"] == 1.0
 
 
-def test_obrs_needs_its_draws():
+def test_obrs_requires_its_random_draws():
     with pytest.raises(ValueError, match="pass z_BT and uniform_BT"):
         compute_correction(CorrectionConfig("obrs"), *EXAMPLE)
 
@@ -223,7 +223,7 @@ def padded(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(sequences)
-def test_any_batch(kind, rows):
+def test_weights_and_masks_are_valid_for_any_batch(kind, rows):
     log_p, log_q, mask = padded(rows)
     correction = correct(kind, log_p, log_q, mask)
     weight, kept, metrics = correction.weight_BT, correction.mask_BT, correction.metrics
@@ -250,7 +250,7 @@ def test_any_batch(kind, rows):
     assert metrics["kl_k3"] >= 0
     assert metrics["ratio_max"] >= metrics["ratio_mean"] * (1 - 1e-12) > 0
 
-    # What lies under the padding is never read, not even by the sums over a sequence.
+    # Padding is never read, not even by sums over a sequence.
     poisoned = correct(kind, *padded(rows, padding=math.nan))
     assert torch.equal(poisoned.weight_BT, weight) and torch.equal(poisoned.mask_BT, kept)
     assert poisoned.metrics == metrics
@@ -259,7 +259,7 @@ def test_any_batch(kind, rows):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "obrs"])
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_no_mismatch_is_left_alone(kind, lengths):
+def test_a_batch_without_mismatch_is_unchanged(kind, lengths):
     log_p, _, mask = padded([[0.3] * length for length in lengths])
     correction = correct(kind, log_p, log_p, mask)
     assert torch.equal(correction.weight_BT, mask.float()) and torch.equal(correction.mask_BT, mask)
@@ -270,7 +270,7 @@ def test_no_mismatch_is_left_alone(kind, lengths):
 
 @settings(deadline=None)
 @given(sequences, st.floats(1e-3, 2.0))
-def test_m2po_keeps_the_bound_and_no_fewer_tokens_than_it_must(rows, bound):
+def test_m2po_meets_the_bound_with_as_many_tokens_as_possible(rows, bound):
     log_p, log_q, mask = padded(rows)
     kept = correct("m2po", log_p, log_q, mask, m2_bound=bound).mask_BT
     m2 = (log_p - log_q).square()
@@ -291,8 +291,10 @@ distributions = st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5).map(
 
 @settings(deadline=None)
 @given(distributions, distributions, st.floats(0.5, 3.0))
-def test_obrs_expectation_is_the_target(p_V, q_V, obrs_lambda):
-    """Every vocabulary entry v in turn as the sampled token: q(v) P(accept v) weight(v) = Z p(v)."""
+def test_the_expectation_under_obrs_is_the_target(p_V, q_V, obrs_lambda):
+    """Take every vocabulary entry v in turn as the sampled token: q(v) P(accept v) weight(v) = Z
+    p(v).
+    """
     log_p, log_q = p_V.log()[None], q_V.log()[None]
     z = torch.minimum(q_V, p_V / obrs_lambda).sum()
     accept_V = (p_V / (obrs_lambda * q_V)).clamp(max=1.0)
@@ -314,9 +316,9 @@ def test_obrs_expectation_is_the_target(p_V, q_V, obrs_lambda):
     )
 
 
-def test_obrs_acceptance_over_a_grid_of_draws():
-    """The same without being told the acceptance probability: average over 10,000 evenly spaced
-    draws.
+def test_obrs_accepts_the_expected_share_of_a_grid_of_draws():
+    """Check the same without knowing the acceptance probability, by averaging over 10,000 evenly
+    spaced draws.
     """
     p_V, q_V = (
         torch.tensor([0.5, 0.3, 0.15, 0.05]).double(),
@@ -350,13 +352,13 @@ def test_32k_tokens_neither_overflow_nor_underflow(kind, dtype):
     assert all(map(math.isfinite, correction.metrics.values()))
     assert correction.metrics["ess_sequence_ratio"] == pytest.approx(
         0.5
-    )  # one of the two outweighs all
+    )  # one of the two outweighs everything else
     expected = {"sequence_tis": (2.0, 0.0), "geometric_tis": (math.exp(0.5), math.exp(-0.5))}
     if kind in expected:
         assert correction.weight_BT[:, 0].tolist() == pytest.approx(expected[kind])
 
 
-def test_32k_tokens_keep_the_digits_of_the_product():
+def test_the_product_over_32k_tokens_keeps_its_digits():
     log_q = torch.full((1, 32_768), -0.7, dtype=torch.float64)
     correction = correct(
         "sequence_tis", log_q + 1e-5, log_q, torch.ones(1, 32_768, dtype=torch.bool)
@@ -365,7 +367,7 @@ def test_32k_tokens_keep_the_digits_of_the_product():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_stop(kind):
+def test_corrections_carry_no_gradient(kind):
     log_p, log_q, mask = padded([[0.1, -0.3], [0.2]])
     assert not correct(
         kind, log_p.requires_grad_(), log_q.requires_grad_(), mask
@@ -400,7 +402,7 @@ def test_gradients_stop(kind):
         ),
     ],
 )
-def test_errors(call, message):
+def test_invalid_arguments_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -416,7 +418,7 @@ def test_errors(call, message):
         {"m2_bound": -0.04},
     ],
 )
-def test_config_is_validated(options):
+def test_the_config_is_validated(options):
     (name,) = options
     with pytest.raises(
         ConfigError,
@@ -425,7 +427,7 @@ def test_config_is_validated(options):
         CorrectionConfig(**options)
 
 
-def test_config_is_a_command_line():
+def test_the_config_defines_command_line_options():
     parsed = tyro.cli(CorrectionConfig, args=["--kind", "icepop", "--band", "0.4", "3"])
     assert parsed == CorrectionConfig(kind="icepop", band=(0.4, 3.0))
     assert tyro.cli(CorrectionConfig, args=[]) == CorrectionConfig(kind="token_tis", cap=2.0)

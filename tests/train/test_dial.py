@@ -1,4 +1,4 @@
-"""The dial on numbers worked out by hand, and against a meter that flatters."""
+"""The dial by hand, and with an overoptimistic meter."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ TAU = Tau(0.95)
 
 
 def tail(index, p5, low=None, sequences=100, ceiling=nan):
-    """A bin of 100 tokens' width."""
+    """Return a bin with a width of 100 tokens."""
     low, start = p5 - 0.005 if low is None else low, 100 * index
     return BinMismatch(
         index, start, start + 100, 1000, sequences, 0.99, p5, low, p5 + 0.005, p5, ceiling=ceiling
@@ -61,13 +61,13 @@ def test_bins_turn_lossy_one_by_one_from_the_longest():
         (tail(3, nan, low=nan), "may be below tau 0.95"),
     ],
 )
-def test_a_tail_that_does_not_surely_hold_keeps_all_shorter_bins_lossless_too(longest, reason):
+def test_a_bin_that_may_miss_tau_keeps_all_shorter_bins_lossless(longest, reason):
     dial = Dial(TAU, twice_as_fast)
     found = dial.turn([tail(1, 0.99), tail(2, 0.99), longest], [])
     assert dial.verified_up_to == inf and found[-1].verdict == "waits" and reason in found[-1].why
 
 
-def test_drafts_are_put_on_the_trainer_s_scale_and_a_relative_tau_takes_them_as_they_are():
+def test_draft_acceptance_is_rescaled_for_absolute_but_not_for_relative_tau():
     absolute, relative = Dial(TAU, twice_as_fast), Dial(Tau(0.95, relative=True), twice_as_fast)
     drafts = tail(3, 0.97, low=0.96, ceiling=0.97)
     assert absolute.turn([drafts], [])[0].low == pytest.approx(
@@ -83,7 +83,7 @@ def test_drafts_are_put_on_the_trainer_s_scale_and_a_relative_tau_takes_them_as_
     assert "relative p5 of unverified tokens, 0.954, reaches relative tau 0.95" in found.why
 
 
-def test_a_bin_of_few_responses_follows_and_still_brings_verification_back():
+def test_a_bin_of_few_responses_cannot_turn_lossy_but_can_restore_verification():
     dial = Dial(TAU, twice_as_fast)
     found = dial.turn([tail(1, 0.99), tail(2, 0.99), tail(3, 0.5, sequences=7)], [])
     assert found[-1].verdict == "unknown" and dial.verified_up_to == 200
@@ -95,7 +95,7 @@ def test_a_bin_of_few_responses_follows_and_still_brings_verification_back():
     )
 
 
-def test_a_bin_that_fails_takes_the_shorter_ones_back_and_leaves_the_longer_ones():
+def test_a_failing_bin_turns_shorter_bins_lossless_but_not_longer_ones():
     dial = Dial(TAU, twice_as_fast)
     dial.load({"verified_up_to": 100, "waits": [], "failures": []})
     found = dial.turn([], [tail(1, 0.99), tail(2, 0.9499), tail(3, 0.96)])
@@ -108,7 +108,7 @@ def test_a_bin_that_fails_takes_the_shorter_ones_back_and_leaves_the_longer_ones
     )
 
 
-def test_lossy_only_where_it_is_faster():
+def test_a_bin_turns_lossy_only_if_that_is_faster():
     def by_length(length, acceptance):
         return {150: (1.0, 1.1), 250: (1.0, 1 / FASTER - 1e-3), 350: (1.0, 1.0)}[length]
 
@@ -123,8 +123,8 @@ def test_lossy_only_where_it_is_faster():
     assert slower.turn([], [tail(2, 0.99)])[0].verdict == "fails" and slower.verified_up_to == inf
 
 
-def test_a_meter_that_flatters_is_found_out_and_tried_ever_less():
-    """Drafts say 0.99; unverified tokens turn out at 0.93."""
+def test_an_overoptimistic_meter_is_detected_and_retried_ever_less_often():
+    """Drafts are measured at 0.99, but unverified tokens turn out at 0.93."""
     dial, lossy = Dial(TAU, twice_as_fast), []
     for _ in range(100):
         up_to = dial.verified_up_to
@@ -147,7 +147,7 @@ def test_a_noisy_tail_at_tau_does_not_flap():
     assert set(ends) == {inf}, "what does not surely hold is never tried"
 
 
-def test_it_goes_on_where_it_was():
+def test_the_dial_continues_from_its_saved_state():
     dial = Dial(TAU, twice_as_fast)
     dial.turn([tail(2, 0.99), tail(3, 0.99)], [])
     dial.turn([tail(2, 0.99)], [tail(3, 0.9)])
@@ -173,7 +173,7 @@ def test_gain_by_hand():
     assert gain(bins, {100: 100, 200: 300}) == pytest.approx((0.15 + 0.75) / (0.15 + 0.3))
 
 
-def test_the_price_is_the_cost_model_s():
+def test_predicted_times_come_from_the_cost_model():
     shape, machine, schedule = SHAPES["qwen3-1.7b"], MACHINES["h200"], SparsitySchedule.fixed(61)
     lossless, lossy = price(shape, machine, schedule, 4, 32)(12_000, 0.97)
     assert lossy == decode_step(shape, machine, [12_000] * 32, schedule).seconds
@@ -182,7 +182,7 @@ def test_the_price_is_the_cost_model_s():
         for k in range(5)
     ]
     assert lossless == min(cycles) == cycles[4] and 1.1 < lossless / lossy < 3
-    # Where everything is read there is nothing to gain.
+    # Where everything is read, nothing can be gained.
     lossless, lossy = price(shape, machine, schedule, 4, 32)(512, 0.97)
     assert lossless <= lossy
     # As many sequences as fit.

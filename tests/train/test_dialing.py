@@ -1,5 +1,5 @@
-"""What the dial is told of a step: which tokens count as drafted, verified and unverified, and what
-the log says.
+"""The input of the dial from a step: which tokens count as drafted, verified and unverified, and
+what is logged.
 """
 
 import json
@@ -34,7 +34,7 @@ def rollout(prompt, tokens, verified, alpha):
     return Rollout([1] * prompt, ids, top[:, 0], top.astype(np.int32), top, "stop", verification)
 
 
-def test_tokens_are_told_apart_by_hand():
+def test_verified_and_unverified_tokens_are_separated_by_hand():
     rollouts = [rollout(10, 4, 2, [np.nan, 0.5]), rollout(30, 2, 2, [0.25, 0.75])]
     acceptances = [
         TokenAcceptance(
@@ -60,8 +60,10 @@ def test_tokens_are_told_apart_by_hand():
     ]  # 11 cached tokens, and 30 and 31
 
 
-def test_a_turn_is_told_of_its_step_by_hand():
-    """Twelve responses of 16 tokens from length 16 on, half of each verified; the dial was at 24."""
+def test_metrics_of_a_turn_by_hand():
+    """Twelve responses of 16 tokens begin at length 16, half of each verified; the dial was at
+    24.
+    """
     dial = Dial(Tau(0.9), lambda length, acceptance: (2.0, 1.0))
     dial.load({"verified_up_to": 32, "waits": [], "failures": []})
     rollouts = [rollout(16, 32, 16, np.full(16, 0.95)) for _ in range(12)]
@@ -102,7 +104,7 @@ def cheap(tau=0.1):
 
 
 @pytest.mark.slow
-def test_a_run_turns_the_dial_and_goes_on_exactly_where_it_was(tmp_path):
+def test_a_run_that_turns_the_dial_resumes_exactly(tmp_path):
     trainer(tmp_path / "whole", cheap()).train()
     whole = metrics_of(tmp_path / "whole")
     ends = [row["dial"]["verified_up_to"] for row in whole]
@@ -133,14 +135,14 @@ def test_an_engine_that_verifies_all_or_nothing_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_may_not_stays_lossless(tmp_path):
+def test_a_run_that_never_meets_tau_stays_lossless(tmp_path):
     trainer(tmp_path, cheap(0.9999), steps=2).train()
     rows = metrics_of(tmp_path)
     assert all(row["dial"]["unverified_fraction"] == 0 and row["drafts"]["drafted"] for row in rows)
     assert {b["verdict"] for b in rows[-1]["dial"]["bins"]} <= {"waits", "unknown"}
 
 
-def test_the_correction_leaves_verified_tokens_alone():
+def test_the_correction_does_not_change_verified_tokens():
     model = tiny_model()
     engine = HFEngine(model, Decoding("auto", SCHEDULE, draft_tokens=3), eos_ids=[])
     engine.verify_up_to(48)

@@ -1,4 +1,4 @@
-"""DistillSparse: phi learns, theta never notices, and the actor wears the sum."""
+"""DistillSparse: phi learns, theta is unaffected, and the actor uses the sum of both."""
 
 import json
 from dataclasses import replace
@@ -71,11 +71,11 @@ def test_theta_is_bit_identical_with_and_without_the_phi_pass(tmp_path):
     saved = tmp_path / "b" / "model"
     from transformers import AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(saved)  # plain weights, no trace of the adapter
+    loaded = AutoModelForCausalLM.from_pretrained(saved)  # without any trace of the adapter
     assert all(torch.equal(p, theta(with_phi)[name]) for name, p in loaded.named_parameters())
 
 
-def test_phi_gets_no_gradient_from_the_dense_loss_and_theta_none_from_the_sparse(tmp_path):
+def test_the_dense_loss_has_no_gradient_for_phi_and_the_sparse_loss_none_for_theta(tmp_path):
     model = model_()
     adapter = Adapter(model, ON, SCHEDULE)
     ids = torch.randint(0, 151, (2, 60))
@@ -91,7 +91,7 @@ def test_phi_gets_no_gradient_from_the_dense_loss_and_theta_none_from_the_sparse
     assert any(p.grad.any() for p in adapter.parameters)
 
 
-def test_checkpointed_layers_keep_what_sparse_attention_found(tmp_path, monkeypatch):
+def test_checkpointed_layers_do_not_recompute_sparse_attention(tmp_path, monkeypatch):
     contexts = []
     monkeypatch.setattr(
         distill, "keep_attention", lambda: contexts.append(keep_attention()) or contexts[-1]
@@ -147,7 +147,7 @@ def test_actor_weights_are_merged_out_of_place():
     assert (model(input_ids=ids).logits.float() - adapted).norm() > 0.2 * adapted.norm()
 
 
-def test_the_layers_gradients_are_those_of_a_lora():
+def test_gradients_of_the_layers_match_those_of_a_lora():
     model = model_()
     adapter = Adapter(model, ON, SCHEDULE)
     for p in adapter.parameters:
@@ -172,7 +172,7 @@ def test_the_layers_gradients_are_those_of_a_lora():
         assert (coarse - direct).norm() < 0.02 * direct.norm()
 
 
-def test_rollouts_are_those_of_the_merged_actor(tmp_path):
+def test_rollouts_come_from_the_merged_actor(tmp_path):
     trainer = run(tmp_path, ON, steps=3)
     merged = model_()
     merged.load_state_dict(dict(trainer.learner.distiller.actor_weights()), strict=False)
@@ -183,7 +183,7 @@ def test_rollouts_are_those_of_the_merged_actor(tmp_path):
         assert torch.equal(trainer.model(input_ids=ids).logits, merged(input_ids=ids).logits)
 
 
-def test_a_delta_below_the_last_bit_of_rounded_weights_is_not_lost():
+def test_a_delta_below_the_precision_of_the_weights_is_not_lost():
     model = model_().to(torch.bfloat16)
     adapter = Adapter(model, ON, SCHEDULE)
     layer = model.model.layers[1].mlp.up_proj
@@ -198,7 +198,7 @@ def test_a_delta_below_the_last_bit_of_rounded_weights_is_not_lost():
     torch.testing.assert_close(found, torch.full_like(found, 2 * 2 * 8 * 1e-4), atol=0, rtol=0.01)
 
 
-def test_both_are_saved_and_resumed_and_the_adapter_is_standard_peft(tmp_path):
+def test_policy_and_adapter_are_saved_and_resumed_and_the_adapter_is_standard_peft(tmp_path):
     run(tmp_path / "whole", ON, steps=4)
     run(tmp_path / "parts", ON, steps=2)
     resumed = run(tmp_path / "parts", ON, steps=4, resume=True)
@@ -223,7 +223,7 @@ def test_both_are_saved_and_resumed_and_the_adapter_is_standard_peft(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(again.parameters, phi, strict=True))
 
 
-def test_the_closed_loop_takes_a_distilled_actor_to_fewer_pages_where_it_holds_tau(tmp_path):
+def test_the_closed_loop_reduces_the_pages_of_a_distilled_actor_that_meets_tau(tmp_path):
     roomy = SCHEDULE.replace(top_k=(8, 8))
     easy = run(tmp_path / "easy", ON, steps=2, schedule=roomy, closed_loop=True, tau=0.01)
     assert (
@@ -236,7 +236,7 @@ def test_the_closed_loop_takes_a_distilled_actor_to_fewer_pages_where_it_holds_t
 
 
 @pytest.mark.slow
-def test_the_adapter_follows_a_schedule_that_the_guard_raises(tmp_path):
+def test_the_adapter_follows_a_schedule_raised_by_the_guard(tmp_path):
     run(tmp_path, ON, steps=3, guard=GuardConfig("raise", threshold=0.999, patience=1))
     rows = metrics_of(tmp_path)
     tables = [row["schedule"]["top_k"][0] for row in rows]
@@ -245,7 +245,7 @@ def test_the_adapter_follows_a_schedule_that_the_guard_raises(tmp_path):
     )  # 3, 5, 8 pages with the 3 always kept
 
 
-def test_bucket_kl_by_hand_and_as_a_bound():
+def test_bucket_kl_by_hand_and_as_a_lower_bound():
     p = torch.tensor([[0.5, 0.25]]).log()
     q = torch.tensor([[0.25, 0.25]]).log()
     # 0.5 ln 2 + 0 + 0.25 ln(0.25 / 0.5) = 0.25 ln 2
@@ -259,7 +259,7 @@ def test_bucket_kl_by_hand_and_as_a_bound():
     assert (bucket_kl(full_p[:, :7], full_q[:, :7]) <= exact + 1e-5).all()
 
 
-def test_worst_responses_have_the_lowest_tail():
+def test_the_worst_responses_have_the_lowest_acceptance_tail():
     acceptance = [
         np.full(9, 0.9),
         np.array([0.2] + [1.0] * 8),
@@ -272,7 +272,7 @@ def test_worst_responses_have_the_lowest_tail():
 
 
 @pytest.mark.slow
-def test_responses_left_out_take_no_forward_pass(tmp_path, monkeypatch):
+def test_excluded_responses_need_no_forward_pass(tmp_path, monkeypatch):
     scored = []
     stock = Distiller.actor_logprobs
     monkeypatch.setattr(
@@ -290,7 +290,7 @@ def test_responses_left_out_take_no_forward_pass(tmp_path, monkeypatch):
     )
 
 
-def test_bad_input_is_one_sentence(tmp_path):
+def test_bad_input_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(ConfigError, match="schedule is dense already"):
         Adapter(model_(), ON, SparsitySchedule.dense())
     for targets in (("warp_proj",), ("q_proj", "warp_proj")):
@@ -309,7 +309,7 @@ def test_bad_input_is_one_sentence(tmp_path):
         Adapter(model_(), replace(ON, adapter=str(tmp_path / "nothing")), SCHEDULE)
 
 
-def test_an_adapter_of_another_base_is_refused_and_one_of_a_trained_base_is_not(tmp_path):
+def test_an_adapter_is_accepted_for_its_trained_base_but_not_for_another_model(tmp_path):
     model = model_()
     adapter = Adapter(model, ON, SCHEDULE)
     adapter.save(tmp_path, adapter.adapter_weights())
@@ -329,10 +329,10 @@ def test_an_adapter_of_another_base_is_refused_and_one_of_a_trained_base_is_not(
     )
     Adapter(
         tiny_model(vocab_size=len(build_tokenizer()), seed=1), config, SCHEDULE
-    )  # not said what it was trained on
+    )  # without a record of what it was trained on
 
 
-def test_teacher_forced_pass_uses_the_actual_schedule():
+def test_the_teacher_forced_pass_uses_the_current_schedule():
     model = model_()
     adapter = Adapter(model, ON, SCHEDULE)
     ids = torch.randint(0, 151, (1, 80))

@@ -1,6 +1,4 @@
-"""Evaluations and exports while a run goes on: none is lost or repeated, and training is as it
-would be without.
-"""
+"""Evaluations and exports during a run: none is lost or repeated, and training is unaffected."""
 
 import json
 from dataclasses import replace
@@ -24,7 +22,7 @@ from tests.train.test_trainer import EarlyWords, make_trainer, metrics_of
 
 
 def words(tag: str, count: int) -> list[Problem]:
-    """A benchmark like the task, with prompts that it has not."""
+    """Return a benchmark like the task, but with different prompts."""
     return [
         replace(EarlyWords().problem(i), id=f"{tag}-{i}", prompt=f" {i % 10} +" * (12 + i))
         for i in range(count)
@@ -47,7 +45,7 @@ EVALUATED = dict(
 
 
 @pytest.mark.slow
-def test_evaluations_leave_training_as_it_is_to_the_bit(tmp_path):
+def test_evaluations_do_not_change_training_by_a_single_bit(tmp_path):
     plain = make_trainer(tmp_path / "plain", steps=3)
     plain.train()
     made = make_trainer(
@@ -66,14 +64,14 @@ def test_evaluations_leave_training_as_it_is_to_the_bit(tmp_path):
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "plain")
     assert not (tmp_path / "plain" / "evaluations.jsonl").exists()
     found = evaluations_of(tmp_path / "run")
-    assert [row["step"] for row in found] == [0, 2, 3]  # the last step's too
+    assert [row["step"] for row in found] == [0, 2, 3]  # including the last step
     assert found[0]["eval"].keys() == {"words", "more"} and found[0]["eval"] != found[2]["eval"]
     assert found[0]["eval"]["words"]["problems"] == 3 and found[0]["eval"]["words"]["k"] == 2
     assert set(found[0]["eval"]["words"]["mean"]) == {"value", "low", "high"}
 
 
 @pytest.mark.slow
-def test_an_evaluation_is_what_sparrow_eval_finds_of_the_export(tmp_path):
+def test_an_evaluation_matches_sparrow_eval_on_the_export(tmp_path):
     made = make_trainer(tmp_path, steps=2, benchmarks={"words": words("a", 4)}, **EVALUATED)
     made.train()
     for row in evaluations_of(tmp_path)[1:]:
@@ -96,7 +94,7 @@ def test_an_evaluation_is_what_sparrow_eval_finds_of_the_export(tmp_path):
 
 
 @pytest.mark.slow
-def test_exports_are_few_load_by_themselves_and_know_the_best(tmp_path):
+def test_exports_are_few_and_loadable_and_the_best_is_linked(tmp_path):
     made = make_trainer(tmp_path, steps=6, benchmarks={"words": words("a", 4)}, **EVALUATED)
     made.train()
     means = {row["step"]: row["eval"]["words"]["mean"]["value"] for row in evaluations_of(tmp_path)}
@@ -171,12 +169,12 @@ def test_a_run_that_was_stopped_has_every_evaluation_and_export_once(tmp_path, m
         ),
     ],
 )
-def test_evaluations_that_cannot_be_are_refused(settings, message):
+def test_impossible_evaluations_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         TrainConfig(**{name: make() for name, make in settings.items()})
 
 
-def test_the_best_is_the_first_with_the_highest_mean_over_benchmarks():
+def test_the_best_step_is_the_first_with_the_highest_mean_over_benchmarks():
     def row(step, *means):
         return {
             "step": step,

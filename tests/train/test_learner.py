@@ -1,5 +1,5 @@
-"""What learns: the learning rate's curve, the reference, a LoRA on the policy; each resumes to the
-same numbers.
+"""The learner: the schedule of its learning rate, the reference, and a LoRA on the policy; each
+resumes exactly.
 """
 
 import copy
@@ -38,7 +38,7 @@ CHANGES = {
 
 
 def trainer_of(run_dir, **changes) -> Trainer:
-    """With an engine that has weights of its own, as a LoRA needs."""
+    """Make a trainer with an engine that has its own weights, as a LoRA requires."""
     tokenizer = build_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer), initializer_range=0.1, num_hidden_layers=2)
     engine = HFEngine(copy.deepcopy(model), SCHEDULE, eos_ids=[tokenizer.eos_token_id])
@@ -60,7 +60,7 @@ def trainer_of(run_dir, **changes) -> Trainer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_resumes_to_the_same_numbers(name, tmp_path):
+def test_every_variant_resumes_to_the_same_numbers(name, tmp_path):
     changes = CHANGES[name]
     trainer_of(tmp_path / "whole", **changes).train()
 
@@ -83,7 +83,7 @@ def test_each_resumes_to_the_same_numbers(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_largest_log_ratio_is_that_of_all_minibatches(tmp_path, monkeypatch):
+def test_the_largest_log_ratio_is_taken_over_all_minibatches(tmp_path, monkeypatch):
     largest = []
     monkeypatch.setattr(
         learner, "check_finite", lambda metrics, bound: largest.append(metrics["log_ratio_abs_max"])
@@ -96,8 +96,10 @@ def test_the_largest_log_ratio_is_that_of_all_minibatches(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_the_reference_is_the_model_of_the_start(tmp_path):
-    """KL to it is 0 in the first step, and grows; a large beta holds the policy near it."""
+def test_the_reference_is_the_initial_model(tmp_path):
+    """The KL to the reference is 0 in the first step and grows; a large beta keeps the policy
+    close.
+    """
     rows = {}
     for beta in (1e-6, 100.0):
         made = make_trainer(tmp_path / str(beta), steps=4, loss=LossConfig(beta=beta), **FEW)
@@ -108,7 +110,7 @@ def test_the_reference_is_the_model_of_the_start(tmp_path):
     assert rows[100.0][-1] < 0.8 * rows[1e-6][-1]
 
 
-def test_a_lora_is_all_that_trains_and_the_engine_gets_it_merged(tmp_path):
+def test_only_the_lora_trains_and_the_engine_receives_it_merged(tmp_path):
     made = trainer_of(
         tmp_path, lora=LoraConfig(r=4, target_modules=("q_proj", "v_proj")), **CHANGES["beta"]
     )
@@ -135,7 +137,7 @@ def test_a_lora_is_all_that_trains_and_the_engine_gets_it_merged(tmp_path):
     assert changed == {f"model.layers.{i}.self_attn.{n}_proj.weight" for i in (0, 1) for n in "qv"}
 
 
-def test_a_lora_needs_layers_to_be_on_and_no_adapter_beside_it(tmp_path):
+def test_a_lora_needs_existing_layers_and_excludes_a_distillation_adapter(tmp_path):
     with pytest.raises(
         ConfigError,
         match=r"cannot put a LoRA on lm_head; choose from the linear layers of this model:",
@@ -147,7 +149,7 @@ def test_a_lora_needs_layers_to_be_on_and_no_adapter_beside_it(tmp_path):
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 2])
-def test_the_learning_rate_is_transformers_own(kind, warmup, tmp_path):
+def test_the_learning_rate_matches_transformers(kind, warmup, tmp_path):
     made = make_trainer(
         tmp_path,
         steps=6,

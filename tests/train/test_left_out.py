@@ -1,5 +1,5 @@
-"""What is left out of the loss is left out of its denominators: gradients against a calculation
-from the definitions, one response after the other.
+"""Responses excluded from the loss are also excluded from its denominators: gradients are compared
+with a calculation from the definitions, one response at a time.
 """
 
 import math
@@ -23,14 +23,14 @@ OPTIMIZER = OptimizerConfig(1e-3, token_budget=200, max_grad_norm=math.inf)
 
 
 class Stopped(Exception):
-    """Raised when the gradient is there."""
+    """Raised when the gradient is ready."""
 
 
 def step_of(tmp_path, monkeypatch, **changes):
-    """The experience and the assessment of a first step, the trainer, and the gradient by name."""
+    """Return experience and assessment of a first step, the trainer, and the gradient by name."""
     seen = {}
     made = make_trainer(tmp_path, rollout=ROLLOUT, optimizer=OPTIMIZER, **changes)
-    if made.learner._reference is not None:  # a reference that differs, so that the KL has a slope
+    if made.learner._reference is not None:  # a different reference, so that the KL has a gradient
         other = tiny_model(vocab_size=made.model.config.vocab_size, initializer_range=0.1, seed=3)
         made.learner._reference.model.load_state_dict(other.state_dict())
     update = made.learner.update
@@ -68,7 +68,7 @@ def advantages(experience) -> list[float]:
 
 
 def weight(kind: str, ratio: torch.Tensor) -> torch.Tensor:
-    """Of tokens with these ratios p/q: 0 where the token is left out."""
+    """Return the weight of tokens with these ratios p/q: 0 if the token is left out."""
     match kind:
         case "token_tis":
             return ratio.clamp(max=2.0)
@@ -81,7 +81,7 @@ def weight(kind: str, ratio: torch.Tensor) -> torch.Tensor:
 
 
 def summed(tokens: list[torch.Tensor], normalization: str) -> torch.Tensor:
-    """Token losses by response, put together as the normalization says."""
+    """Combine token losses by response as the normalization specifies."""
     match normalization:
         case "grpo":
             return sum(t.mean() for t in tokens) / len(tokens)
@@ -109,7 +109,7 @@ CORRECTIONS = {
         ("dr_grpo", "token_tis", "mask", 0.0),
     ],
 )
-def test_the_gradient_is_that_of_the_responses_that_train(
+def test_the_gradient_comes_only_from_responses_that_train(
     normalization, kind, overlong, beta, tmp_path, monkeypatch
 ):
     made, experience, grad = step_of(
@@ -128,7 +128,8 @@ def test_the_gradient_is_that_of_the_responses_that_train(
         logp = logprobs(made.model, rollout)
         if not (was_cut and overlong == "mask"):
             ratio = (logp.detach() - torch.from_numpy(rollout.logprobs)).exp()
-            # The first update is made on the policy that sampled: rho is 1, its slope logp's.
+            # The first update uses the policy that sampled: rho is 1, and its slope is that of
+            # logp.
             policy.append(-weight(kind, ratio) * advantage * (logp - logp.detach()).exp())
         if beta:
             away = logprobs(made.learner._reference.model, rollout).detach() - logp
@@ -152,7 +153,7 @@ def test_a_step_in_which_nothing_trains_has_no_gradient(tmp_path, monkeypatch):
     assert all(not g.any() for g in grad.values())
 
 
-def test_the_correction_does_not_see_what_is_left_out(tmp_path, monkeypatch):
+def test_the_correction_ignores_excluded_responses(tmp_path, monkeypatch):
     masks = []
     whole = learner.compute_correction
 
@@ -161,7 +162,7 @@ def test_the_correction_does_not_see_what_is_left_out(tmp_path, monkeypatch):
         return whole(config, logp_BT, logq_BT, mask_BT, **rest)
 
     monkeypatch.setattr(learner, "compute_correction", watched)
-    config = CorrectionConfig(kind="m2po")  # whose bound is on the mean over the batch
+    config = CorrectionConfig(kind="m2po")  # the bound applies to the mean over the batch
     _, experience, _ = step_of(
         tmp_path, monkeypatch, correction=config, reward=RewardConfig(overlong="mask")
     )
@@ -169,7 +170,7 @@ def test_the_correction_does_not_see_what_is_left_out(tmp_path, monkeypatch):
     assert masks[0].sum(1).tolist() == expected
 
 
-def test_the_adapter_s_policy_loss_is_divided_by_what_trains(monkeypatch, tmp_path):
+def test_the_policy_loss_of_the_adapter_is_divided_by_the_tokens_that_train(monkeypatch, tmp_path):
     from sparrow.train import distill
     from sparrow.train.config import DistillConfig
     from tests.train.test_learner import trainer_of

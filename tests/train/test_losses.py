@@ -1,5 +1,4 @@
-"""The policy loss against numbers worked out by hand, and its exactness under gradient
-accumulation.
+"""The policy loss by hand, and its exactness under gradient accumulation.
 
 Shapes: B sequences, T response tokens.
 """
@@ -47,7 +46,7 @@ def example() -> torch.Tensor:
         ("dr_grpo", (-3.06 + 3.8) / (2 * 10)),
     ],
 )
-def test_by_hand(normalization, expected):
+def test_losses_by_hand(normalization, expected):
     config = LossConfig(normalization=normalization)
     loss, metrics = policy_loss(
         example(), OLD, ADVANTAGES, MASK, WEIGHT, config, count_normalizers(MASK, 10)
@@ -56,7 +55,7 @@ def test_by_hand(normalization, expected):
     assert metrics == pytest.approx(
         {
             "loss": expected,
-            "clip_low_fraction": 2 / 5,  # the one whose weight is 0 included
+            "clip_low_fraction": 2 / 5,  # including the token with weight 0
             "clip_high_fraction": 1 / 5,
             "ratio_mean": 4.5 / 5,
             "approx_kl": 4.5 / 5 - 1 - math.log(1.5**2 * 0.5**3) / 5,
@@ -69,7 +68,7 @@ def test_by_hand(normalization, expected):
     ("ratio", "advantage", "low", "high"),
     [(1.5, 1, 0, 1), (1.5, -1, 0, 0), (0.5, 1, 0, 0), (0.5, -1, 1, 0)],
 )
-def test_a_clip_is_active_on_its_side_of_the_advantage_only(ratio, advantage, low, high):
+def test_a_clip_is_active_only_on_its_side_of_the_advantage(ratio, advantage, low, high):
     one, mask = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
     logp = (math.log(ratio) * one).requires_grad_()
     advantages = torch.tensor([float(advantage)])
@@ -93,7 +92,7 @@ def test_gradient_by_hand():
     torch.testing.assert_close(logp.grad, expected)
 
 
-def test_clip_widths_are_the_settings():
+def test_clip_widths_come_from_the_settings():
     config = LossConfig(clip_low=0.6, clip_high=0.6, normalization="dapo")
     loss, metrics = policy_loss(example(), OLD, ADVANTAGES, MASK, WEIGHT, config, NORMALIZERS)
     assert metrics["clip_low_fraction"] == metrics["clip_high_fraction"] == 0.0
@@ -101,7 +100,7 @@ def test_clip_widths_are_the_settings():
     assert loss.item() == pytest.approx(0.0 / 5, abs=1e-12)
 
 
-def test_on_policy_gradient_is_reinforce():
+def test_the_on_policy_gradient_is_reinforce():
     logp = OLD.clone().requires_grad_()
     config = LossConfig(normalization="dapo")
     policy_loss(logp, OLD, ADVANTAGES, MASK, torch.ones(2, 3), config, NORMALIZERS)[0].backward()
@@ -120,7 +119,7 @@ def test_dual_clip_by_hand():
     )
     loss.backward()
     assert logp.grad[1, 0] == 0 and logp.grad[0, 1] != 0
-    # An advantage that is not negative has no such bound, however small.
+    # A nonnegative advantage has no such bound, however small it is.
     small = [
         policy_loss(logp, OLD, ADVANTAGES.abs() / 10, MASK, WEIGHT, c, NORMALIZERS)[0]
         for c in (config, LossConfig())
@@ -148,7 +147,7 @@ def test_the_mean_over_tokens_is_the_default():
     assert LossConfig().normalization == "dapo"
 
 
-def test_gradient_flows_through_the_policy_alone():
+def test_the_gradient_flows_only_through_the_policy():
     logp = example()
     others = [OLD.clone(), ADVANTAGES.clone(), WEIGHT.clone()]
     old, advantages, weight = (x.requires_grad_() for x in others)
@@ -229,15 +228,15 @@ def test_merge_metrics_by_hand():
 @pytest.mark.parametrize(
     "values", [(math.nan, 1.0, 2.0), (1.0, math.nan, 2.0), (1.0, 2.0, math.nan)]
 )
-def test_merge_metrics_keeps_nan(values):
+def test_merged_metrics_keep_nan(values):
     assert math.isnan(merge_metrics({"x_max": value} for value in values)["x_max"])
 
 
-def test_exploded_ratio_is_detected():
+def test_an_exploding_ratio_is_detected():
     logp = OLD.clone()
     _, metrics = policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(), NORMALIZERS)
     check_finite(metrics, 20.0)
-    logp[1, 2] += 21.0  # finite loss, weight 0: still a policy that has run away
+    logp[1, 2] += 21.0  # finite loss, weight 0: the policy has still diverged
     _, metrics = policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(), NORMALIZERS)
     check_finite(metrics, 21.5)
     with pytest.raises(
@@ -247,7 +246,7 @@ def test_exploded_ratio_is_detected():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 2000.0])
-def test_non_finite_loss_is_detected(bad):
+def test_a_non_finite_loss_is_detected(bad):
     logp = OLD.clone()
     logp[1, 0] += bad
     _, metrics = policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(), NORMALIZERS)
@@ -255,7 +254,7 @@ def test_non_finite_loss_is_detected(bad):
         check_finite(metrics, 20.0)
 
 
-def test_any_metric_may_be_checked():
+def test_any_metric_can_be_checked():
     with pytest.raises(TrainingDiverged, match="grad_norm is inf"):
         check_finite({"loss": 0.1, "grad_norm": math.inf}, 20.0)
 
@@ -270,7 +269,7 @@ def test_any_metric_may_be_checked():
         ),
     ],
 )
-def test_errors(call, message):
+def test_invalid_arguments_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -279,7 +278,7 @@ def test_errors(call, message):
     "options",
     [{"clip_low": 1.5}, {"clip_high": 0.0}, {"max_log_ratio": math.inf}],
 )
-def test_config_is_validated(options):
+def test_the_config_is_validated(options):
     (name,) = options
     with pytest.raises(
         ConfigError, match=rf"^loss\.{name} is .*, but must be .*; change loss\.{name}\.$"

@@ -1,4 +1,4 @@
-"""What is written for the programs of others: a folder like the one that was loaded."""
+"""Models saved for other programs: a folder like the loaded one."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ def dtypes(folder) -> set[torch.dtype]:
 
 @pytest.fixture
 def source(tmp_path, checkpoint):
-    """A checkpoint in bfloat16, as transformers 4 wrote them."""
+    """Create a checkpoint in bfloat16 in the format of transformers 4."""
     folder = tmp_path / "source"
     shutil.copytree(checkpoint, folder)
     model = AutoModelForCausalLM.from_pretrained(checkpoint).to(torch.bfloat16)
@@ -48,7 +48,7 @@ def test_a_model_is_written_in_the_dtype_of_its_checkpoint(tmp_path, source):
         assert torch.equal(weight, weights[name].bfloat16())
 
 
-def test_a_config_keeps_the_names_that_earlier_versions_read(tmp_path, source):
+def test_a_config_keeps_the_field_names_of_earlier_versions(tmp_path, source):
     model, _ = load_model(str(source), "fp32", torch.device("cpu"))
     save_model(model, dict(model.named_parameters()), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -59,7 +59,7 @@ def test_a_config_keeps_the_names_that_earlier_versions_read(tmp_path, source):
     assert again.config.rope_parameters["rope_theta"] == before["rope_theta"]
 
 
-def test_a_model_of_no_checkpoint_keeps_its_dtype(tmp_path):
+def test_a_model_without_a_checkpoint_keeps_its_dtype(tmp_path):
     model = tiny_model()
     assert not model.name_or_path
     save_model(model, dict(model.named_parameters()), tmp_path)
@@ -67,7 +67,7 @@ def test_a_model_of_no_checkpoint_keeps_its_dtype(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.float32
 
 
-def test_what_an_architecture_keeps_in_float32_stays_so(tmp_path, source):
+def test_modules_kept_in_float32_stay_in_float32(tmp_path, source):
     model, _ = load_model(str(source), "fp32", torch.device("cpu"))
     model._keep_in_fp32_modules = {"norm"}
     save_model(model, dict(model.named_parameters()), tmp_path / "out")
@@ -78,7 +78,7 @@ def test_what_an_architecture_keeps_in_float32_stays_so(tmp_path, source):
 
 
 @pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "TokenizersBackend", None])
-def test_a_tokenizer_is_written_under_a_class_that_every_version_has(tmp_path, checkpoint, named):
+def test_a_tokenizer_is_saved_with_a_class_available_in_every_version(tmp_path, checkpoint, named):
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
     path = source / "tokenizer_config.json"
@@ -91,7 +91,7 @@ def test_a_tokenizer_is_written_under_a_class_that_every_version_has(tmp_path, c
     save_tokenizer(loaded, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
-    # A list under the name that transformers 5 gives it stops earlier versions.
+    # A list under the name used by transformers 5 stops earlier versions.
     assert written["additional_special_tokens"] == ["<think>"]
     assert "extra_special_tokens" not in written
     again = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -101,7 +101,7 @@ def test_a_tokenizer_is_written_under_a_class_that_every_version_has(tmp_path, c
     assert again.padding_side == loaded.padding_side
 
 
-def test_the_class_of_a_checkpoint_is_kept(tmp_path, checkpoint):
+def test_the_tokenizer_class_of_a_checkpoint_is_kept(tmp_path, checkpoint):
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
     path = source / "tokenizer_config.json"
@@ -114,7 +114,7 @@ def test_the_class_of_a_checkpoint_is_kept(tmp_path, checkpoint):
 
 
 @pytest.mark.slow
-def test_training_writes_models_as_large_as_the_one_it_began_with(tmp_path, source):
+def test_training_saves_models_in_the_dtype_of_the_initial_one(tmp_path, source):
     small = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "8"]
     run = tmp_path / "run"
     arguments = ["--model", str(source), "--task", "trace:lines=4", "--run-dir", str(run)]

@@ -1,5 +1,5 @@
-"""Several processes: they train what one would, say the same when something fails, and notice a
-dead one.
+"""Several processes: they train like one, report the same error when something fails, and notice a
+dead process.
 """
 
 import json
@@ -26,7 +26,7 @@ LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=30)
 
 
 @given(LENGTHS, st.integers(1, 9))
-def test_parts_are_balanced(lengths, count):
+def test_shares_of_processes_are_balanced(lengths, count):
     parts = divide(lengths, count)
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
     tokens = [sum(lengths[i] for i in part) for part in parts]
@@ -34,7 +34,9 @@ def test_parts_are_balanced(lengths, count):
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 500))
-def test_every_process_has_as_many_passes_and_every_row_counts_once(lengths, count, budget):
+def test_every_process_runs_the_same_number_of_passes_and_each_row_counts_once(
+    lengths, count, budget
+):
     rows = [3 * i for i in range(len(lengths))]
     sparse = [0] * (3 * len(lengths))
     for row, length in zip(rows, lengths, strict=True):
@@ -55,7 +57,7 @@ def test_every_process_has_as_many_passes_and_every_row_counts_once(lengths, cou
 
 
 def environments(count: int) -> list[dict[str, str]]:
-    """What a launcher would set for each of ``count`` processes."""
+    """Return what a launcher would set for each of ``count`` processes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -73,7 +75,7 @@ def environments(count: int) -> list[dict[str, str]]:
 
 
 def launch(scenario: str, folder: Path, count: int = 2) -> list[tuple[int, str]]:
-    """Exit code and standard error of each of ``count`` processes."""
+    """Return exit code and standard error of each of ``count`` processes."""
     command = [sys.executable, "-m", "tests.train.ranks_worker", scenario, str(folder)]
     processes = [
         subprocess.Popen(
@@ -100,7 +102,7 @@ def numbers(row: dict, prefix: str = "") -> dict[str, float]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """The same samples, and the same numbers but for the order of float32 sums."""
+    """Check for the same samples, and the same numbers up to the order of float32 sums."""
     samples = [
         [json.loads(line) for line in Path(run, "rollouts.jsonl").read_text().splitlines()]
         for run in (one, other)
@@ -119,12 +121,12 @@ def assert_same_run(one: Path, other: Path) -> None:
         )
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
     weights = [load_file(run / "model" / "model.safetensors") for run in (one, other)]
-    # Where a gradient is nothing but rounding, Adam makes a whole step of it.
+    # Where a gradient is only rounding, Adam still takes a full step.
     gaps = torch.cat([(weights[0][name] - weights[1][name]).abs().flatten() for name in weights[0]])
     assert gaps.quantile(0.99) < 2e-5 and weights[0].keys() == weights[1].keys()
 
 
-def test_two_processes_train_what_one_does(tmp_path):
+def test_two_processes_train_like_one(tmp_path):
     ended = launch("agree", tmp_path)
     assert [code for code, _ in ended] == [0, 0], ended[0][1][-3000:] + ended[1][1][-3000:]
     trainer(PLAIN, tmp_path / "alone").train()
@@ -133,8 +135,8 @@ def test_two_processes_train_what_one_does(tmp_path):
     assert 1 <= imbalance["rollout"] <= 2 and 1 <= imbalance["score"] <= 2
 
 
-def test_a_sharded_run_that_lost_a_process_goes_on_as_if_it_had_not(tmp_path):
-    """FSDP2, distilling, with gradient checkpointing; against one process."""
+def test_a_sharded_run_resumes_exactly_after_losing_a_process(tmp_path):
+    """FSDP2 with distillation and gradient checkpointing is compared with one process."""
     (code, error), (killed, _) = launch("lose", tmp_path)
     assert (code, killed) == (0, -9), error[-3000:]
     (told,) = json.loads((tmp_path / "told-0.json").read_text())
@@ -153,7 +155,7 @@ def test_a_sharded_run_that_lost_a_process_goes_on_as_if_it_had_not(tmp_path):
     assert np.mean([(phi[0][k] - phi[1][k]).abs().mean().item() for k in phi[0]]) < 1e-5
 
 
-def test_failures_are_one_sentence_and_leave_a_checkpoint(tmp_path):
+def test_failures_are_reported_in_one_sentence_and_leave_a_checkpoint(tmp_path):
     (code, error), (killed, _) = launch("fail", tmp_path)
     assert (code, killed) == (0, -9), error[-3000:]
     told = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in (0, 1)]

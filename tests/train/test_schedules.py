@@ -1,4 +1,4 @@
-"""What moves the schedule: the closed loop on made-up plants, each mover by hand, and all in the
+"""Movers of the schedule: the closed loop on simulated plants, each mover by hand, and all in the
 trainer.
 """
 
@@ -48,7 +48,7 @@ def turn(top_k, *bins, room_steps=(), floor=(), tau=TAU):
     return control.schedule.top_k, control.room_steps
 
 
-def test_what_dense_rollouts_do_not_score_is_not_asked_for_without_a_word():
+def test_a_tau_that_dense_rollouts_cannot_reach_is_reported_once():
     noisy = replace(seen(1, 0.94), ceiling=0.951, ceiling_low=0.948, ceiling_high=0.955)
     measured = report(seen(0, 1.0), noisy)
 
@@ -65,13 +65,13 @@ def test_what_dense_rollouts_do_not_score_is_not_asked_for_without_a_word():
 
 
 def noisy(bin: int, relative: float, half=0.002, ceiling=0.95) -> BinMismatch:
-    """A bin of engines with noise, whose p5 is so much relative to their ceiling."""
+    """Return a bin of engines with noise, with this p5 relative to their ceiling."""
     p5 = Tau(relative, relative=True).level(ceiling)
     known = dict(ceiling=ceiling, ceiling_low=ceiling - half, ceiling_high=ceiling + half)
     return replace(seen(bin, p5, p5 - half, p5 + half), **known)
 
 
-def test_a_relative_tau_moves_schedules_by_what_sparsity_takes():
+def test_a_relative_tau_adjusts_schedules_by_the_loss_due_to_sparsity():
     start, relative = SparsitySchedule((97, 200)), Tau(0.9, relative=True)
     # No p5 here comes near 0.95, so the absolute loop raises whatever it is given; and 0.99 is not
     # told from dense.
@@ -84,7 +84,7 @@ def test_a_relative_tau_moves_schedules_by_what_sparsity_takes():
     raised = ClosedLoop(relative).propose(start, start, report(noisy(0, 0.88)))
     rejected = 1 - relative.scale([noisy(0, 0.88)])[0].interval_low
     assert raised.top_k[0] == int(np.ceil(100 * rejected / 0.1)) - 3 and 117 < raised.top_k[0] < 125
-    # The guard: 0.02 below, on the same scale; nothing is judged where no ceiling is known.
+    # The guard: 0.02 below on the same scale; nothing is judged without a known ceiling.
     for bin, below_it in ((noisy(0, 0.89), 0), (noisy(0, 0.87), 1), (seen(0, 0.5), 0)):
         watching = Guard(TrainConfig(relative_tau=0.9, guard=GuardConfig(patience=1)))
         watching.propose(start, start, report(bin))
@@ -94,7 +94,7 @@ def test_a_relative_tau_moves_schedules_by_what_sparsity_takes():
     assert ClosedLoop(relative).propose(start, start, report(seen(0, 0.5))) == start
 
 
-def test_what_is_too_near_the_ceiling_to_be_told_stays_dense_and_says_so():
+def test_a_relative_tau_too_close_to_the_ceiling_stays_dense_with_a_warning():
     movers = Movers(TrainConfig(relative_tau=0.99), closed_loop=True)
     dense = report(noisy(0, 1.0))
     for _ in range(3):
@@ -105,7 +105,7 @@ def test_what_is_too_near_the_ceiling_to_be_told_stays_dense_and_says_so():
     )
 
 
-def test_exactly_one_tau_is_given():
+def test_exactly_one_kind_of_tau_is_required():
     assert (TrainConfig().tau, TrainConfig().relative_tau) == (0.86, None)
     assert (TrainConfig(relative_tau=0.9).tau, TrainConfig(relative_tau=0.9).relative_tau) == (
         None,
@@ -120,7 +120,7 @@ def test_exactly_one_tau_is_given():
 # --- the update, in numbers worked out by hand (3 pages are always kept) ---
 
 
-def test_too_low_is_raised_at_once_in_proportion_and_at_most_doubled():
+def test_a_low_bin_is_raised_at_once_in_proportion_and_at_most_doubled():
     assert turn([17, 27, 40], seen(0, 0.881), seen(1, 0.92)) == (
         (21, 27, 40),
         (0, 1),
@@ -129,8 +129,8 @@ def test_too_low_is_raised_at_once_in_proportion_and_at_most_doubled():
         37,
         37,
         99,
-    )  # doubled, and the longer bin with it
-    assert turn([0, 27, 40], seen(0, 0.8999), seen(1, 0.905))[0] == (1, 27, 40)  # one page at least
+    )  # doubled, together with the longer bin
+    assert turn([0, 27, 40], seen(0, 0.8999), seen(1, 0.905))[0] == (1, 27, 40)  # at least one page
 
 
 def test_the_lower_limit_decides():
@@ -138,10 +138,10 @@ def test_the_lower_limit_decides():
     assert turn([17, 40], seen(0, 0.95, low=0.905), room_steps=[1]) == (
         (17, 40),
         (0,),
-    )  # holds, without room
+    )  # meets tau, without room
 
 
-def test_room_lowers_a_third_of_the_way_after_two_steps_and_by_a_quarter_at_most():
+def test_spare_acceptance_lowers_a_bin_after_two_steps_by_at_most_a_quarter():
     assert turn([97, 200], seen(0, 0.9359)) == ((97, 200), (1,))
     assert turn([97, 200], seen(0, 0.9359), room_steps=[1]) == (
         (83, 200),
@@ -150,14 +150,14 @@ def test_room_lowers_a_third_of_the_way_after_two_steps_and_by_a_quarter_at_most
     assert turn([97, 200], seen(0, 0.9999), room_steps=[1]) == ((72, 200), (0,))
 
 
-def test_what_failed_or_left_no_room_is_the_floor():
+def test_a_budget_that_failed_or_left_no_room_becomes_the_floor():
     def floors(p5, floor=()):
         return next_schedule(
             Control(SparsitySchedule((17, 40)), (), floor), [seen(0, p5)], TAU
         ).floor
 
     assert floors(0.95) == (0,) and floors(0.905) == (17,) and floors(0.881) == (18,)
-    assert floors(0.905, (20,)) == (20,)  # it never sinks
+    assert floors(0.905, (20,)) == (20,)  # the floor never sinks
     assert turn([97, 200], seen(0, 0.9999), room_steps=[1], floor=[90])[0] == (90, 200)
     # A schedule lowered by hand is not raised where it has room, and goes back to what is known
     # where it fails.
@@ -165,7 +165,7 @@ def test_what_failed_or_left_no_room_is_the_floor():
     assert turn([17, 200], seen(0, 0.881), floor=[60])[0] == (60, 200)
 
 
-def test_a_dense_start_goes_down_by_bounded_steps_and_stays_dense_beyond_what_was_seen():
+def test_a_dense_start_is_lowered_in_bounded_steps_up_to_the_longest_length_seen():
     assert turn([ALL_PAGES], seen(0, 1.0), seen(1, 1.0)) == ((122, 247, ALL_PAGES), (1, 1))
     assert turn([122, 247, ALL_PAGES], seen(0, 1.0), seen(1, 1.0), room_steps=[1, 1])[0] == (
         90,
@@ -174,11 +174,11 @@ def test_a_dense_start_goes_down_by_bounded_steps_and_stays_dense_beyond_what_wa
     )
 
 
-def test_a_bin_is_never_raised_beyond_its_whole_cache():
+def test_a_bin_is_never_raised_beyond_its_full_cache():
     assert turn([100, 200], seen(0, 0.1))[0] == (122, 200)
 
 
-def test_bins_with_few_responses_keep_their_pages_unless_they_surely_fail():
+def test_bins_with_few_responses_keep_their_pages_unless_they_clearly_fail():
     assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.99, sequences=7), room_steps=[1, 1]) == (
         (27, 40, 60),
         (0, 0),
@@ -205,13 +205,13 @@ def test_bins_with_few_responses_keep_their_pages_unless_they_surely_fail():
     )
 
 
-def test_dead_bins_follow_the_first_one_that_can_be_judged():
+def test_unused_bins_follow_the_first_bin_with_data():
     low = turn([90, 90, 97, 200], seen(2, 0.9359), room_steps=[0, 0, 1])
     assert low == ((83, 83, 83, 200), (0, 0, 0))
     assert turn([10, 10, 17, 40], seen(2, 0.881))[0] == (10, 10, 21, 40)
 
 
-def test_below_and_raise_bins():
+def test_bins_below_tau_are_raised_by_hand():
     bins = [seen(0, 0.79), seen(1, 0.81), seen(2, 0.1, sequences=7)]
     assert below(bins, 0.8) == bins[:1]
     assert below(enough := [seen(0, 0.79, sequences=8)], 0.8) == enough
@@ -232,7 +232,7 @@ def report(*bins: BinMismatch, p1=1.0, p1_upper=None) -> MismatchReport:
 
 
 def loose(bin: int, low: float, high: float) -> BinMismatch:
-    """A bin whose lists leave p5 open between two values."""
+    """Return a bin whose lists leave p5 open between two values."""
     return replace(seen(bin, low), upper_bound=high)
 
 
@@ -240,7 +240,7 @@ def guard(action="warn", patience=1, **changes) -> Guard:
     return Guard(TrainConfig(tau=0.86, guard=GuardConfig(action, patience=patience), **changes))
 
 
-def test_the_guard_is_not_alarmed_by_loose_bounds_but_says_what_is_not_known():
+def test_the_guard_warns_about_loose_bounds_without_raising_an_alarm():
     watching, sparse = guard("stop", patience=2), SparsitySchedule.fixed(8)
     for step in (1, 2, 3):
         seen_now = report(loose(0, 0.31, 0.99), loose(1, 0.71, 1.0), p1=0.05 / step, p1_upper=0.97)
@@ -259,14 +259,14 @@ def test_the_guard_is_not_alarmed_by_loose_bounds_but_says_what_is_not_known():
     ("mode", "schedule"),
     [(None, SparsitySchedule.dense()), ("lossless", SparsitySchedule.fixed(8))],
 )
-def test_the_guard_says_nothing_of_tau_where_nothing_is_held_to_it(mode, schedule):
+def test_the_guard_does_not_warn_in_modes_without_a_tau(mode, schedule):
     watching = guard(patience=1, rollout=RolloutConfig(mode=mode))
     for _ in range(3):
         watching.propose(schedule, schedule, report(loose(0, 0.31, 0.99), p1=0.5, p1_upper=0.97))
         assert watching.warning is None
 
 
-def test_the_guard_acts_where_p5_is_known_to_be_too_low():
+def test_the_guard_acts_if_p5_is_certainly_too_low():
     watching, sparse = guard(patience=2), SparsitySchedule((17, 40))
     for step, alarm in ((1, False), (2, True), (3, True)):
         watching.propose(sparse, sparse, report(loose(0, 0.5, 0.83)))
@@ -275,7 +275,7 @@ def test_the_guard_acts_where_p5_is_known_to_be_too_low():
     assert not watching.alarm and watching.steps_below == 0
 
 
-def test_the_guard_acts_when_p1_is_known_to_have_fallen_to_half_of_its_best():
+def test_the_guard_acts_if_p1_has_certainly_fallen_to_half_of_its_best():
     watching, sparse = guard("raise", patience=2), SparsitySchedule((17, 40))
     below_half = []
     for p1, p1_upper in ((0.7, 0.7), (0.9, 0.95), (0.44, 0.46), (0.30, 0.44), (0.2, 0.44)):
@@ -303,7 +303,7 @@ def test_a_dense_actor_is_not_advised_to_read_more():
     assert after.top_k == (122, 197, 197) and "a denser schedule prevents it" in watching.reason
 
 
-def test_lossless_samples_are_not_mended_by_more_pages():
+def test_the_guard_does_not_suggest_more_pages_in_lossless_mode():
     watching, drafts = (
         guard("stop", rollout=RolloutConfig(mode="lossless")),
         SparsitySchedule.fixed(61),
@@ -313,7 +313,7 @@ def test_lossless_samples_are_not_mended_by_more_pages():
     assert "denser" not in watching.reason and "more pages" not in watching.remedy
 
 
-def test_what_the_closed_loop_raises_the_guard_does_not_raise_again():
+def test_the_guard_does_not_raise_bins_that_the_closed_loop_raised():
     config = TrainConfig(tau=0.9, guard=GuardConfig("raise", patience=1))
     start = SparsitySchedule((17, 27, 40))
     movers = Movers(config, closed_loop=True)
@@ -325,7 +325,7 @@ def test_what_the_closed_loop_raises_the_guard_does_not_raise_again():
     )
 
 
-def test_both_movers_may_be_on_and_remember_where_they_were():
+def test_both_movers_can_be_enabled_and_restore_their_state():
     config = TrainConfig(tau=0.9, guard=GuardConfig("raise", patience=1))
     movers = Movers(config, closed_loop=True)
     assert movers.next(start := SparsitySchedule((97, 200)), report(seen(0, 0.94))) == start
@@ -334,7 +334,7 @@ def test_both_movers_may_be_on_and_remember_where_they_were():
     assert again.state() == movers.state() and again.state()["closed_loop"]["room_steps"] == (1,)
     again.load(
         {"closed_loop": {"calm": [1], "floor": [9]}, "step_down": {"rung": 1}}
-    )  # a checkpoint of 0.1.0
+    )  # a checkpoint of version 0.1.0
     assert again.state() == {**movers.state(), "closed_loop": {"room_steps": (1,), "floor": (9,)}}
 
 
@@ -346,13 +346,13 @@ def test_both_movers_may_be_on_and_remember_where_they_were():
     noise=st.floats(0, 0.004),
     seed=st.integers(0, 99),
 )
-def test_reaches_tau_from_anywhere_stays_and_recovers_within_two_steps(
+def test_the_closed_loop_reaches_tau_from_any_start_and_recovers_in_two_steps(
     exponent, needed, start, noise, seed
 ):
-    """Plants whose rejected share falls as a power of the pages read, needing more of them at
+    """Plants have a rejected share that falls as a power of the pages read and need more pages at
     greater length.
 
-    At last the actor gets worse from one step to the next, as when its adapter is lost, and needs
+    Finally the actor gets worse from one step to the next, as if its adapter were lost, and needs
     twice the pages.
     """
     needed = np.maximum.accumulate(needed)
@@ -390,12 +390,12 @@ def test_reaches_tau_from_anywhere_stays_and_recovers_within_two_steps(
 
 
 @pytest.mark.parametrize("surer", [0.0, 0.5])
-def test_settles_on_the_measured_plant_and_takes_no_freed_pages_back(surer):
-    """Four bins as the bundled reasoner's, rejecting 5 % at so many pages and less with their power
-    -4 to -2.5.
+def test_the_closed_loop_settles_on_the_measured_plant_without_oscillating(surer):
+    """Four bins simulate the bundled reasoner: each rejects 5 % at its needed number of pages, and
+    less with a power of -4 to -2.5.
 
-    p5 is as noisy as 192 responses made it. ``surer``: by what share the rejected part falls over
-    60 steps.
+    p5 is as noisy as with 192 responses. ``surer`` is the share by which the rejected part falls
+    over 60 steps.
     """
     tau, needed, exponent = 0.97, np.array([15, 20, 33, 38]), np.array([4.0, 3.4, 2.8, 2.5])
     rng = np.random.default_rng(0)
@@ -484,7 +484,7 @@ def test_a_schedule_halved_by_hand_recovers_within_two_steps(tmp_path):
 
 
 @pytest.mark.slow
-def test_closed_loop_resumes_to_the_same_numbers(tmp_path):
+def test_the_closed_loop_resumes_to_the_same_numbers(tmp_path):
     # Lists that cover the vocabulary: the lower bound on acceptance is then 1 while the actor is
     # dense.
     changes = dict(steps=5, closed_loop=True, rollout=RolloutConfig(4, 4, 24, top_n=151))
@@ -510,7 +510,7 @@ def test_closed_loop_resumes_to_the_same_numbers(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tau", [0.99, 0.5])
-def test_the_loops_floors_are_forgotten_with_the_tau_they_were_found_under(tmp_path, tau):
+def test_floors_of_the_closed_loop_are_discarded_when_tau_changes(tmp_path, tau):
     changes = dict(closed_loop=True, rollout=EXACT)
     before = make_trainer(tmp_path, steps=2, tau=0.99, **changes)
     before.train()
@@ -521,13 +521,13 @@ def test_the_loops_floors_are_forgotten_with_the_tau_they_were_found_under(tmp_p
 
 
 @pytest.mark.slow
-def test_nothing_that_moves_the_schedule_excludes_another(tmp_path):
+def test_the_closed_loop_and_the_guard_can_be_combined(tmp_path):
     made = make_trainer(
         tmp_path / "c", steps=2, closed_loop=True, bin_tokens=7, guard=GuardConfig("raise")
     )
     made.train()
     assert {row["mismatch"]["bin_tokens"] for row in metrics_of(tmp_path / "c")} == {7}
-    # The loop was told of the schedule's own bins of 32 tokens, not of the report's.
+    # The loop received the schedule's own bins of 32 tokens rather than those of the report.
     assert len(made.movers.state()["closed_loop"]["floor"]) == 2
 
 
@@ -552,7 +552,7 @@ def test_a_dense_run_with_short_lists_is_not_stopped(tmp_path, monkeypatch, capl
 
 
 @pytest.mark.slow
-def test_guard_warns_once_and_logs_every_step(tmp_path, caplog):
+def test_the_guard_warns_once_and_logs_every_step(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         make_trainer(
             tmp_path, rollout=EXACT, guard=GuardConfig(threshold=0.999, patience=2)
@@ -566,7 +566,7 @@ def test_guard_warns_once_and_logs_every_step(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_guard_raises_the_schedule(tmp_path):
+def test_the_guard_raises_the_schedule(tmp_path):
     make_trainer(
         tmp_path, rollout=EXACT, guard=GuardConfig("raise", threshold=0.999, patience=2)
     ).train()
@@ -579,7 +579,7 @@ def test_guard_raises_the_schedule(tmp_path):
 
 
 @pytest.mark.slow
-def test_guard_stops_with_a_checkpoint_that_resumes(tmp_path):
+def test_the_guard_stops_with_a_resumable_checkpoint(tmp_path):
     guard = GuardConfig("stop", threshold=0.999, patience=3)
     with pytest.raises(
         TrainingDiverged, match=r"below 0.999, .* for 3 steps.*checkpoint of step 3 is saved"
@@ -594,7 +594,7 @@ def test_guard_stops_with_a_checkpoint_that_resumes(tmp_path):
 
 
 @pytest.mark.slow
-def test_auto_on_the_command_line(tmp_path):
+def test_auto_schedules_work_on_the_command_line(tmp_path):
     from sparrow.cli import main
 
     layout = tmp_path / "layout.json"

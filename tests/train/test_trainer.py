@@ -1,5 +1,5 @@
-"""The training loop: it learns, it resumes to the same numbers, and what goes wrong costs no
-finished step.
+"""The training loop: it learns, it resumes to the same numbers, and errors lose no finished
+step.
 """
 
 import json
@@ -31,7 +31,7 @@ SCHEDULE = SparsitySchedule(top_k=(0, 1), bin_tokens=32, page_size=8, dense_laye
 
 @dataclass
 class EarlyWords:
-    """Rewards words from the front of the alphabet; misbehaves on request."""
+    """A task that rewards words from the front of the alphabet and misbehaves on request."""
 
     fail_from: int = 10**9
     fail_with: float | None = None
@@ -101,7 +101,7 @@ def metrics_of(run_dir) -> list[dict]:
         (SCHEDULE, "lossless", None),
     ],
 )
-def test_acceptance_is_logged_where_a_sparse_actor_sampled(tmp_path, schedule, mode, up_to):
+def test_acceptance_is_logged_for_samples_of_a_sparse_actor(tmp_path, schedule, mode, up_to):
     made = make_trainer(tmp_path, steps=1, logged_rollouts=16)
     made.config = replace(made.config, rollout=replace(made.config.rollout, mode=mode))
     made.set_schedule(schedule)
@@ -121,8 +121,9 @@ def test_acceptance_is_logged_where_a_sparse_actor_sampled(tmp_path, schedule, m
     assert seen == {0: {True}, 32: {True, False}, None: {False}}[up_to]
 
 
-def test_tied_embeddings_are_written_once_wherever_the_weights_were(tmp_path, monkeypatch):
-    # Copies, as of shards or from a GPU, no longer share memory with what they are tied to.
+def test_tied_embeddings_are_saved_once_even_if_the_weights_are_copies(tmp_path, monkeypatch):
+    # Copies, as from shards or from a GPU, no longer share memory with the tensors they are tied
+    # to.
     monkeypatch.setattr(
         saving, "whole", lambda weights: ((name, weight.clone()) for name, weight in weights)
     )
@@ -134,7 +135,7 @@ def test_tied_embeddings_are_written_once_wherever_the_weights_were(tmp_path, mo
     assert torch.equal(again.lm_head.weight, made.model.lm_head.weight)
 
 
-def test_reward_rises_and_every_metric_is_there(tmp_path):
+def test_the_reward_rises_and_every_metric_is_logged(tmp_path):
     make_trainer(
         tmp_path, steps=16, optimizer=OptimizerConfig(learning_rate=1e-2, token_budget=200)
     ).train()
@@ -157,7 +158,7 @@ def test_reward_rises_and_every_metric_is_there(tmp_path):
     assert sorted(p.name for p in Path(tmp_path, "checkpoints").iterdir()) == ["step-14", "step-16"]
 
 
-def test_a_listener_is_told_of_each_phase(tmp_path):
+def test_a_listener_is_notified_of_each_phase(tmp_path):
     told = []
     optimizer = OptimizerConfig(learning_rate=3e-3, token_budget=200, minibatches=2)
     make_trainer(
@@ -181,7 +182,7 @@ def test_every_advantage_and_minibatches_train(tmp_path, advantage):
     assert metrics_of(tmp_path)[0]["learning_rate"] == pytest.approx(1e-3 / 4)
 
 
-def test_token_budget_and_checkpointing_do_not_change_the_update(tmp_path):
+def test_the_token_budget_and_checkpointing_do_not_change_the_update(tmp_path):
     results = []
     for i, changes in enumerate(
         [dict(token_budget=10**6), dict(token_budget=60), dict(gradient_checkpointing=True)]
@@ -202,7 +203,7 @@ def test_token_budget_and_checkpointing_do_not_change_the_update(tmp_path):
         assert (results[0] - other).abs().median() < 1e-6
 
 
-def test_checkpointing_recomputes_layers_in_updates_and_lets_the_actor_decode(tmp_path):
+def test_checkpointing_recomputes_layers_in_updates_but_not_while_decoding(tmp_path):
     calls = []
     for checkpointing in (False, True):
         optimizer = OptimizerConfig(token_budget=10**6, gradient_checkpointing=checkpointing)
@@ -218,7 +219,7 @@ def test_checkpointing_recomputes_layers_in_updates_and_lets_the_actor_decode(tm
     assert calls == [1, 2]
 
 
-def test_resumed_run_equals_one_that_was_never_interrupted(tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path):
     make_trainer(tmp_path / "whole", steps=5).train()
 
     class Killed(BaseException):
@@ -232,7 +233,7 @@ def test_resumed_run_equals_one_that_was_never_interrupted(tmp_path):
     count: dict[str, int] = {}
     with pytest.raises(Killed):
         make_trainer(tmp_path / "killed", steps=5, listener=kill_in_step_four).train()
-    torch.manual_seed(99)  # a new process would not have this run's random state
+    torch.manual_seed(99)  # a new process would not have the random state of this run
     make_trainer(tmp_path / "killed", steps=5, resume=True).train()
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
     rollouts = [Path(tmp_path, run, "rollouts.jsonl").read_text() for run in ("killed", "whole")]
@@ -240,7 +241,9 @@ def test_resumed_run_equals_one_that_was_never_interrupted(tmp_path):
 
 
 class Choosing(HFEngine):
-    """Chooses other drafts in every process, as by its clock, and repeats what it is told to."""
+    """An engine that chooses different drafts in every process, as if by its clock, and repeats
+    given choices.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -256,10 +259,8 @@ class Choosing(HFEngine):
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_a_resumed_run_drafts_as_much_as_it_did_where_it_had_logged_that(
-    tmp_path, monkeypatch, changed
-):
-    """Two steps were logged after the checkpoint. With other rollouts the run is another one
+def test_a_resumed_run_repeats_the_draft_lengths_it_logged(tmp_path, monkeypatch, changed):
+    """Two steps were logged after the checkpoint. With different rollouts the run differs
     anyway.
     """
     monkeypatch.setattr("tests.train.test_trainer.HFEngine", Choosing)
@@ -284,7 +285,9 @@ def test_a_resumed_run_drafts_as_much_as_it_did_where_it_had_logged_that(
 
 @pytest.fixture
 def ctrl_c_interrupts():
-    """Python's own handler; it does not install it where a shell started it in the background."""
+    """Install Python's own handler, which is missing if a shell started Python in the
+    background.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -311,7 +314,9 @@ def test_ctrl_c_saves_the_last_finished_step(tmp_path, phase):
 @pytest.mark.parametrize(
     ("returned", "message"), [(None, "raised KeyError: 'answer'"), (float("nan"), "returned nan")]
 )
-def test_bad_reward_names_the_problem_and_keeps_finished_steps(tmp_path, returned, message):
+def test_a_bad_reward_is_reported_with_its_problem_and_finished_steps_are_kept(
+    tmp_path, returned, message
+):
     with pytest.raises(RewardError, match=rf"problem 'words-12' {message}.*resume"):
         make_trainer(
             tmp_path, steps=9, save_every=100, task=EarlyWords(fail_from=12, fail_with=returned)
@@ -320,7 +325,7 @@ def test_bad_reward_names_the_problem_and_keeps_finished_steps(tmp_path, returne
     assert len(metrics_of(tmp_path)) == 4
 
 
-def test_nan_loss_stops_before_the_weights_change(tmp_path):
+def test_a_nan_loss_stops_the_run_before_the_weights_change(tmp_path):
     model = tiny_model(vocab_size=len(build_tokenizer()), initializer_range=0.1)
     before = []
 
@@ -334,7 +339,7 @@ def test_nan_loss_stops_before_the_weights_change(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True))
 
 
-def test_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_previous_checkpoint_intact(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, steps=4)
     whole = trainer.accelerator.save_state
 
@@ -352,7 +357,7 @@ def test_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
     assert metrics_of(tmp_path) == metrics_of(tmp_path / "whole")
 
 
-def test_run_directory_is_not_overwritten(tmp_path):
+def test_a_run_directory_is_not_overwritten(tmp_path):
     make_trainer(tmp_path, steps=1).train()
     with pytest.raises(ConfigError, match="already contains a run"):
         make_trainer(tmp_path, steps=1)
@@ -360,10 +365,10 @@ def test_run_directory_is_not_overwritten(tmp_path):
         make_trainer(tmp_path / "new", resume=True)
 
 
-def test_another_precision_in_one_process_is_refused_before_anything_is_written(tmp_path):
+def test_a_second_precision_in_one_process_is_refused_before_any_writing(tmp_path):
     make_trainer(
         tmp_path / "first"
-    ).run_dir.release()  # as the tests of this process before it, in float32
+    ).run_dir.release()  # like the earlier tests of this process, in float32
     message = "precision is 'bf16', but this process has already trained in 'fp32', .*; start this run in a new"
     with pytest.raises(ConfigError, match=message):
         make_trainer(tmp_path / "second", optimizer=OptimizerConfig(precision="bf16"))
@@ -372,8 +377,8 @@ def test_another_precision_in_one_process_is_refused_before_anything_is_written(
 
 
 def start_process(run_dir, steps: int, resume: bool = False) -> subprocess.Popen:
-    """The run in a process of its own, with one thread: float32 sums depend on how many share the
-    work.
+    """Start the run in a separate process with one thread: float32 sums depend on the number of
+    threads.
     """
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
@@ -386,8 +391,8 @@ def start_process(run_dir, steps: int, resume: bool = False) -> subprocess.Popen
 
 
 @pytest.mark.slow
-def test_killed_process_resumes(tmp_path):
-    """The same with a real SIGKILL at a moment of the machine's choosing."""
+def test_a_killed_process_can_be_resumed(tmp_path):
+    """Check the same with a real SIGKILL at an arbitrary moment."""
     process = start_process(tmp_path / "killed", steps=50)
     metrics = tmp_path / "killed" / "metrics.jsonl"
     for _ in range(1200):
@@ -444,9 +449,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
 
 @dataclass
 class Noisy:
-    """An engine whose log-probs are those of other numerics: what it lists is a little off, dense
-    or not.
-    """
+    """An engine with different numerics: its listed log-probs are slightly off, dense or not."""
 
     engine: HFEngine
 
@@ -467,7 +470,7 @@ class Noisy:
 WHOLE_LISTS = RolloutConfig(prompts=4, samples=4, max_new_tokens=24, top_n=10**4)
 
 
-def test_p5_is_logged_beside_that_of_dense_rollouts_of_the_same_engines(tmp_path):
+def test_p5_is_logged_beside_the_ceiling_from_dense_rollouts(tmp_path):
     made = make_trainer(tmp_path, steps=1, rollout=WHOLE_LISTS)
     made.engine = Noisy(made.engine)
     made._collector = replace(made._collector, engine=made.engine)
@@ -479,7 +482,7 @@ def test_p5_is_logged_beside_that_of_dense_rollouts_of_the_same_engines(tmp_path
     )
 
 
-def test_a_ceiling_is_measured_once_and_survives_a_resumption(tmp_path, monkeypatch):
+def test_a_ceiling_is_measured_once_and_kept_on_resume(tmp_path, monkeypatch):
     measured = []
     real = Trainer._measure_ceiling
     monkeypatch.setattr(
@@ -491,4 +494,4 @@ def test_a_ceiling_is_measured_once_and_survives_a_resumption(tmp_path, monkeypa
         [b["ceiling"] for b in row["mismatch"]["bins"]] for row in metrics_of(tmp_path)
     )
     assert measured == [0] and first == second
-    assert all(0.999 < c <= 1 for c in first)  # the engine is the trainer's own model
+    assert all(0.999 < c <= 1 for c in first)  # the engine uses the trainer's own model

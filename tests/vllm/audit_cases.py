@@ -1,4 +1,4 @@
-"""The audit of a real vLLM, by the model runner of GPUs; ``test_lossless.py`` runs this in its own
+"""The audit of a real vLLM on the V2 model runner; ``test_lossless.py`` runs this file in its own
 process.
 """
 
@@ -39,7 +39,7 @@ def ranker(made):
 
 @pytest.fixture(scope="module")
 def stock(made):
-    """Dense decoding of stock vLLM, and ranks of its tokens by its own prefill."""
+    """Return dense decoding of stock vLLM, and ranks of its tokens from its own prefill."""
     engine = StockEngine(str(made[0]), skip_tokenizer_init=True, **{**tiny.OPTIONS, **LAYOUT})
     sampling = Sampling(LENGTH, top_n=0, seed=1)
     rollouts = engine.generate(asked(), sampling)
@@ -49,7 +49,7 @@ def stock(made):
 
 
 def lossless(folder, ranker, seed):
-    """Tokens of lossless mode."""
+    """Return tokens of lossless mode."""
     with cases.engine(folder, cases.lossless(3), **LAYOUT) as llm:
         wanted = [
             cases.parameters(LENGTH, temperature=1.0, seed=seed + i, flat_logprobs=True)
@@ -75,7 +75,7 @@ def test_lossless_mode_passes(made, ranker, stock, seed):
     assert verdict.status == "exact", verdict.reasons
 
 
-def test_rejected_drafts_that_stay_are_found(made, ranker, stock, monkeypatch):
+def test_rejected_drafts_that_are_kept_are_found(made, ranker, stock, monkeypatch):
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
     verify = rejection_sampler.rejection_sample
@@ -84,7 +84,7 @@ def test_rejected_drafts_that_stay_are_found(made, ranker, stock, monkeypatch):
     def keep_rejected(*args, **named):
         tokens, count = verify(*args, **named)
         drafted, first = args[2], args[3]
-        at = first[:-1] + count  # of the draft after those that were accepted
+        at = first[:-1] + count  # of the draft after the accepted ones
         for row in (at < first[1:]).nonzero()[:, 0].tolist():
             tokens[row, int(count[row]) - 1] = drafted[at[row].long()].to(tokens.dtype)
         return tokens, count
@@ -94,7 +94,7 @@ def test_rejected_drafts_that_stay_are_found(made, ranker, stock, monkeypatch):
     assert verdict.status == "biased"
 
 
-def test_its_own_prefill_ranks_tokens_as_transformers_does(stock, ranker):
+def test_prefill_ranks_tokens_as_transformers_does(stock, ranker):
     rollouts, listed = stock
     exact = ranker.rank(rollouts, Sampling(LENGTH), COMMON)
     seen = 0

@@ -1,4 +1,4 @@
-"""Models that several files start vLLM with."""
+"""Models with which several files start vLLM."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.vllm import tiny_vllm as tiny
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a model."""
+    """Return a folder with a model."""
     pytest.importorskip("vllm.version")
     path = tmp_path_factory.mktemp("model")
     tiny.checkpoint(path)
@@ -17,13 +17,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference():
-    """The same model in transformers."""
+    """Return the same model in transformers."""
     return HFEngine(tiny.tiny_model(), tiny.SMALL, eos_ids=[])
 
 
 @pytest.fixture(scope="module")
 def old_and_new(tmp_path_factory):
-    """A folder with a model, the model, another model, and the file of its weights."""
+    """Return a folder with a model, the model, a different model, and the file with the weights of
+    the latter.
+    """
     folder, other = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("other")
     model = tiny.checkpoint(folder, num_hidden_layers=2)
     new = tiny.checkpoint(other, num_hidden_layers=2, seed=1)

@@ -1,4 +1,6 @@
-"""Drafts that multiply with an fp8 copy of the weights, in a real vLLM; see ``test_lossless.py``."""
+"""Drafts that multiply with an fp8 copy of the weights, in a real vLLM; see
+``test_lossless.py``.
+"""
 
 import contextlib
 import copy
@@ -28,7 +30,7 @@ from tests.vllm.lossless_reference_cases import K, by_sequence, recorded_cycles
 from tests.vllm.tiny_vllm import checkpoint, on_v2, prompts
 
 ASKED = prompts(300, 17, 150, 64, seed=41)
-EVERYTHING = 40  # pages: then drafts differ from the policy by their weights alone
+EVERYTHING = 40  # pages: drafts then differ from the policy only by their weights
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def cycles(monkeypatch):
     return recorded_cycles(monkeypatch)
 
 
-def test_greedy_tokens_are_stock_vllms(old_and_new):
+def test_greedy_tokens_match_stock_vllm(old_and_new):
     folder, model, *_ = old_and_new
     with engine(folder) as llm:
         expected = tokens_of(generate(llm, ASKED, 24))
@@ -49,19 +51,19 @@ def test_greedy_tokens_are_stock_vllms(old_and_new):
         assert 0 < counts["accepted"] < counts["drafted"]
 
 
-# --- what drafts multiply with ---
+# --- the weights that drafts multiply with ---
 
 
 def rounded(x):
-    """``[rows, columns]``, each row to fp8 under a scale of its own."""
+    """Round ``[rows, columns]`` to fp8, each row with its own scale."""
     scale = x.abs().amax(-1, keepdim=True) / 448
     return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 @contextlib.contextmanager
 def rounding(model, rounds=True):
-    """A model of transformers whose linear layers multiply rounded tokens and weights, all but the
-    output layer.
+    """Make the linear layers of a transformers model multiply rounded tokens and weights, except
+    the output layer.
     """
 
     def product(layer):
@@ -79,10 +81,10 @@ def rounding(model, rounds=True):
 
 @torch.no_grad()
 def gap(cached_by, model, found, written, rounds=True):
-    """How far vLLM's drafts are from those of a model with rounded weights, on average over drafts,
-    in total variation.
+    """Return how far vLLM's drafts are from those of a model with rounded weights: the mean total
+    variation over drafts.
 
-    The cache before each draft is that of ``cached_by``, and drafts add to it what they compute.
+    The cache before each draft is that of ``cached_by``, and drafts add what they compute to it.
     """
     gaps = []
     for i, own in by_sequence(found, written).items():
@@ -103,16 +105,14 @@ def gap(cached_by, model, found, written, rounds=True):
 
 
 def answered(llm, found, seed=3):
-    """New cycles, of new responses; and the tokens of all sequences."""
+    """Return new cycles of new responses, and the tokens of all sequences."""
     llm.reset_prefix_cache()
     found.clear()
     completions = generate(llm, ASKED, 24, temperature=1.0, seed=seed)
     return [[*p, *ids] for p, ids in zip(ASKED, tokens_of(completions), strict=True)]
 
 
-def test_drafts_are_those_of_rounded_weights_and_the_meter_tells_their_acceptance(
-    old_and_new, cycles
-):
+def test_drafts_use_rounded_weights_and_the_meter_measures_their_acceptance(old_and_new, cycles):
     folder, model, *_ = old_and_new
     with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
         llm.collective_rpc("sparrow_acceptance")
@@ -131,7 +131,7 @@ def test_drafts_are_those_of_rounded_weights_and_the_meter_tells_their_acceptanc
         p, q = (cycle[name].double().softmax(-1) for name in ("p", "q"))
         alphas += torch.minimum(p[:K], q).sum(-1)[: cycle["count"]].tolist()
     assert metered.mean == pytest.approx(np.mean(alphas), abs=1e-4) and 0.7 < metered.mean < 0.98
-    with engine(folder, lossless(K, pages=EVERYTHING)) as llm:  # by the model's own weights
+    with engine(folder, lossless(K, pages=EVERYTHING)) as llm:  # by the model's original weights
         llm.collective_rpc("sparrow_acceptance")
         written = answered(llm, cycles)
         metered = DraftAcceptance.from_dict(
@@ -140,7 +140,7 @@ def test_drafts_are_those_of_rounded_weights_and_the_meter_tells_their_acceptanc
     assert gap(model, model, cycles, written, rounds=False) < 1e-4 and metered.mean > 0.9999
 
 
-def test_another_schedule_is_measured_with_the_weights_proper(old_and_new):
+def test_a_meter_schedule_is_measured_with_the_original_weights(old_and_new):
     decoding = lossless(K, pages=EVERYTHING, draft_weights="fp8")
     with engine(
         old_and_new[0], replace(decoding, meter_schedule=decoding.schedule, meter_every=1)
@@ -153,14 +153,14 @@ def test_another_schedule_is_measured_with_the_weights_proper(old_and_new):
     assert metered.drafts > 20 and metered.mean > 0.9999 and drafts.mean < 0.98
 
 
-def test_a_compiled_model_drafts_with_the_copy_too(old_and_new, monkeypatch):
-    """Which weights are read is not fixed while torch.compile traces, which happens in a dense
-    step.
+def test_a_compiled_model_also_drafts_with_the_copy(old_and_new, monkeypatch):
+    """Which weights are used is not fixed when torch.compile traces, which happens in a
+    dense step.
     """
     folder, model, *_ = old_and_new
     monkeypatch.setattr(torch._dynamo.config, "disable", False)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
-    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # vLLM's own way to compile without inductor
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # vLLM's own way of compiling without inductor
     acceptance = []
     for enforce_eager in (True, False):
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -177,22 +177,22 @@ def test_a_compiled_model_drafts_with_the_copy_too(old_and_new, monkeypatch):
     assert acceptance[0] == pytest.approx(acceptance[1], abs=1e-4) and acceptance[0] < 0.98
 
 
-# --- what is said and refused ---
+# --- what is logged and refused ---
 
 
-def test_what_it_takes_is_said(tmp_path, monkeypatch):
+def test_the_size_of_the_copy_is_logged(tmp_path, monkeypatch):
     said, init = [], logger.init_logger
     ours = SimpleNamespace(info=said.append)
     monkeypatch.setattr(
         logger, "init_logger", lambda name: ours if name == "vllm.sparrow" else init(name)
     )
-    checkpoint(tmp_path, num_hidden_layers=2, intermediate_size=100)  # no multiple of 16
+    checkpoint(tmp_path, num_hidden_layers=2, intermediate_size=100)  # not a multiple of 16
     with engine(tmp_path, lossless(2, draft_weights="fp8")) as llm:
         assert tokens_of(generate(llm, ASKED, 4))
         [told] = llm.collective_rpc("sparrow_describe")
     outputs = 2 * (
         2 * 4 * 32 + 64
-    )  # of the projections to queries, keys, values and from the heads
+    )  # in the projections of queries, keys and values and in the output projection
     size = 2 * (64 * (4 + 2 * 2) * 32 + 4 * 32 * 64) + 4 * outputs
     assert told["draft_weights"] == "fp8" and told["draft_weight_bytes"] == size
     assert (told["draft_layers"], told["draft_layers_in_16_bits"]) == (4, 4)
@@ -215,7 +215,7 @@ def test_a_model_without_a_layer_to_copy_is_refused(tmp_path):
         pass
 
 
-def test_an_engine_whose_drafts_have_no_copy_says_so(old_and_new):
+def test_renewing_draft_weights_without_a_copy_is_refused(old_and_new):
     with engine(old_and_new[0], lossless(2)) as llm:
         assert "draft_weight_bytes" not in llm.collective_rpc("sparrow_describe")[0]
         with pytest.raises(
@@ -251,7 +251,7 @@ def negated(model):
     return other
 
 
-def test_the_copy_follows_the_weights_however_they_are_loaded(old_and_new, cycles):
+def test_the_copy_is_updated_however_weights_are_loaded(old_and_new, cycles):
     folder, old, new, weights = old_and_new
     with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
         model, written = old, answered(llm, cycles)
@@ -275,7 +275,7 @@ def test_the_copy_follows_the_weights_however_they_are_loaded(old_and_new, cycle
         llm.collective_rpc(negate_by_vllm)
         follows(negated(old))
         llm.collective_rpc(negate)
-        written = answered(llm, cycles)  # nothing told the copy
+        written = answered(llm, cycles)  # nothing has notified the copy
         assert gap(old, model, cycles, written) < 0.01 < 0.1 < gap(old, old, cycles, written)
         llm.collective_rpc("sparrow_renew_draft_weights")
         follows(old)
@@ -294,7 +294,7 @@ def where_copies_are(worker):
 
 
 def test_the_copy_is_made_again_after_sleep(old_and_new, cycles):
-    """On a CPU vLLM itself does not sleep; here what its allocator would drop, the copy included,
+    """vLLM does not sleep on a CPU; here memory that its allocator would drop, including the copy,
     is overwritten.
     """
     folder, _, new, weights = old_and_new

@@ -1,11 +1,11 @@
-"""Runs Triton kernels on a CPU by numpy, over ten times as fast as Triton's interpreter, which also
-checks types.
+"""Runs Triton kernels on a CPU with numpy, over ten times as fast as Triton's interpreter, which
+also checks types.
 
-It knows what simple kernels need; a kernel that names anything else of the language is left to the
-interpreter. Values are numpy arrays, scalars those without axes. All programs of a launch run at
-once, as rows of these arrays; where they part (an ``if``, the length of a loop), each side starts
-again by itself, for nothing is stored before the end. A kernel whose blocks have two axes, or that
-reads what an atomic operation wrote, runs program by program.
+Only the language of simple kernels is supported; a kernel that uses anything else is left to the
+interpreter. Values are numpy arrays, and scalars are arrays without axes. All programs of a launch
+run at once, as rows of these arrays. Where they diverge (at an ``if`` or in the length of a loop),
+each side starts again separately, because nothing is stored before the end. A kernel whose blocks
+have two axes, or that reads the result of an atomic operation, runs one program at a time.
 """
 
 import ast
@@ -28,21 +28,21 @@ TYPES |= {torch.bool: np.bool_, torch.uint64: np.uint64}
 
 
 class Parted(Exception):
-    """Programs that run at once would go different ways; of each, which."""
+    """Raised if programs that run at once would diverge; contains the branch of each."""
 
 
 class OneByOne(Exception):
-    """Programs of this kernel cannot run at once."""
+    """Raised if programs of this kernel cannot run at once."""
 
 
 class Value(np.ndarray):
-    """A tensor of the language: no operation changes it."""
+    """A tensor of the language, which no operation changes."""
 
     def to(self, dtype, **_):
         return self.astype(dtype)
 
     def _common(self):
-        """What all programs that run at once have."""
+        """Return the value that all programs running at once share."""
         if self.size > 1 and (self != self.flat[0]).any():
             raise Parted(np.broadcast_to(self, (language.programs, 1))[:, 0])
         return self.flat[0]
@@ -104,15 +104,15 @@ def _forward_store(loaded, address, mask, stored):
 
 
 def _axis(x, axis):
-    """The axis of a block: the first, after that of the programs."""
+    """Return the axis of a block: the first one, after that of the programs."""
     if axis not in (0, None):
         raise OneByOne
     return dict(axis=1, keepdims=True) if np.ndim(x) == 2 else dict(axis=axis)
 
 
 def _range(*bounds, **_):
-    """As ``range``, but programs that run at once part only where they repeat a loop differently
-    often.
+    """Act like ``range``, except that programs running at once diverge only where their loops have
+    different lengths.
     """
     begin, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
     for i in range(int(value(-(-(end - begin) // step)))):
@@ -120,14 +120,14 @@ def _range(*bounds, **_):
 
 
 class Language(types.SimpleNamespace):
-    """What takes the place of ``triton.language``."""
+    """The replacement for ``triton.language``."""
 
     constexpr = tl.constexpr
     dtype = tl.dtype
     program = (0, 0, 0)  # numbers, or columns of them for programs that run at once
     programs = 1
     grid = (1, 1, 1)
-    later = None  # what programs that run at once will change, and where
+    later = None  # pending changes of programs that run at once, and their addresses
     int1, uint8, int32, int64 = np.bool_, np.uint8, np.int32, np.int64
     uint32, uint64, float32, float64 = np.uint32, np.uint64, np.float32, np.float64
     range = static_range = staticmethod(_range)
@@ -206,7 +206,7 @@ class Language(types.SimpleNamespace):
             )
 
     def rand(self, seed, offset):
-        """Uniform in [0, 1) by Philox 4x32-10, as Triton's ``rand``."""
+        """Return uniform numbers in [0, 1) by Philox 4x32-10, like Triton's ``rand``."""
         low, seed = np.uint64(0xFFFFFFFF), np.asarray(seed).astype(np.int64).astype(np.uint64)
         key = [seed & low, seed >> np.uint64(32)]
         zero = np.zeros_like(np.asarray(offset), np.uint64)
@@ -238,10 +238,12 @@ def _is_libdevice(x):
 
 
 def _is_known(kernel, seen):
-    """Whether a kernel, and every one that it calls, uses only what ``Language`` has."""
+    """Return whether a kernel, and every function it calls, uses only what ``Language``
+    supports.
+    """
     if kernel in seen or kernel.fn.__module__.endswith(
         ".watermark"
-    ):  # called only where somebody asks for watermarks
+    ):  # called only if watermarks are requested
         return True
     seen.add(kernel)
     nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))))
@@ -264,7 +266,7 @@ def _is_known(kernel, seen):
 
 
 def _function(kernel):
-    """A kernel's function, with this language in place of Triton's."""
+    """Return the function of a kernel, with this language in place of Triton's."""
     theirs = kernel.fn.__globals__
     if id(theirs) not in _globals:
         ours = _globals[id(theirs)] = {"range": language.range}
@@ -288,7 +290,7 @@ def _function(kernel):
 
 
 class _Later:
-    """A kernel function that another calls; made when it is called first."""
+    """A kernel function called by another one, created at its first call."""
 
     def __init__(self, kernel):
         self.kernel, self.made = kernel, None
@@ -313,9 +315,9 @@ def _argument(x):
 _interpreted = interpreter.InterpretedFunction.run
 _ready = {}
 _one_by_one = set()
-AT_ONCE = 64  # programs: blocks of more leave the processor's cache
+AT_ONCE = 64  # programs: larger groups of blocks do not fit the processor's cache
 FEW = 1 << 16  # pairs of addresses to compare
-LARGE = 1024  # blocks of this many tokens and more are cut to the size of a test's vocabulary
+LARGE = 1024  # blocks of at least this many tokens are reduced to the vocabulary size of the test
 
 
 def run(self, *args, grid, warmup, **kwargs):
@@ -359,7 +361,7 @@ def run(self, *args, grid, warmup, **kwargs):
 
 
 def _at_once(fn, given, programs):
-    """What these programs change, in order of each program's own changes."""
+    """Run these programs and return their changes, in the order of each program."""
     language.program, language.programs, language.later = (
         programs[:, :, None],
         programs.shape[1],

@@ -1,4 +1,4 @@
-"""Lossless mode in a real vLLM, by the model runner of GPUs; ``test_lossless.py`` runs this in its
+"""Lossless mode in a real vLLM on the V2 model runner; ``test_lossless.py`` runs this file in its
 own processes.
 """
 
@@ -42,7 +42,7 @@ from sparrow.vllm.lossless.plan import DraftPlan
 from tests.vllm.tiny_vllm import prompts
 
 topk_topp_sampler.HAS_TRITON = (
-    False  # the interpreter cannot run that kernel; vLLM has the same in torch
+    False  # the interpreter cannot run that kernel; vLLM has a torch version
 )
 DRAFTS = SparsitySchedule(top_k=(1,), bin_tokens=100, recent_pages=1, dense_layers=())
 RAGGED = [300, 17, 150, 511, 64, 33, 400, 90, 16, 15, 31, 222, 275, 128, 47, 350]
@@ -57,10 +57,10 @@ def lossless(k=4, adapt=False, pages=1, **options):
 
 @contextlib.contextmanager
 def engine(folder, decoding=None, checks_itself=False, **options):
-    """An engine that is gone afterwards: vLLM keeps its process groups in one place for all engines
-    of a process.
+    """Yield an engine and shut it down afterwards, because all vLLM engines of a process share
+    their process groups.
 
-    It starts without its self-check, whose steps would be seen by tests that record steps.
+    The engine starts without its self-check, whose steps would appear in tests that record steps.
     """
     given = {} if decoding is None else {"additional_config": {"sparrow": decoding.to_dict()}}
     run = selfcheck.run if checks_itself else lambda worker, runtime: None
@@ -108,14 +108,16 @@ def counters(llm):
 
 @torch.no_grad()
 def dense(model, prompt, response):
-    """Log-probs ``[T, V]`` of the dense policy before each token of a response, by transformers."""
+    """Return log-probs ``[T, V]`` of the dense policy before each token of a response, by
+    transformers.
+    """
     logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
     return logits.double().log_softmax(-1).numpy()
 
 
 def assert_greedy_and_dense(model, asked, completions):
-    """Each token is the dense policy's best, rounding ties aside, and its log-prob is the dense
-    one.
+    """Check that each token is the best of the dense policy, up to rounding, and that its log-prob
+    is the dense one.
     """
     for prompt, completion in zip(asked, completions, strict=True):
         ids = list(completion.token_ids)
@@ -150,7 +152,7 @@ def reference_overlap(target, draft, temperature):
 
 
 @pytest.mark.parametrize("temper", [True, False])
-def test_overlap_is_the_reference_in_double_precision(temper):
+def test_overlap_matches_the_double_precision_reference(temper):
     generator = torch.Generator().manual_seed(1)
     target, draft = (torch.randn(*n, 5000, generator=generator) * 3 for n in ((7,), (4, 3)))
     target[0, :4000] = draft[1, 1, 3:2500] = -float("inf")
@@ -168,7 +170,7 @@ def test_overlap_is_the_reference_in_double_precision(temper):
     ) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_kernels_give_by_numpy_what_tritons_interpreter_gives(monkeypatch):
+def test_kernels_run_by_numpy_match_the_triton_interpreter(monkeypatch):
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(12, 97, generator=generator)
     rows, heat = torch.arange(12, dtype=torch.int32), torch.tensor([0.0, 1.0, 0.5] * 4)
@@ -176,7 +178,7 @@ def test_kernels_give_by_numpy_what_tritons_interpreter_gives(monkeypatch):
     drafts = torch.randn(4, 2, 97, generator=generator)
 
     tokens = torch.randint(0, 97, (12, 3), generator=generator)
-    tokens[3::4] = tokens[3::4, :1]  # their counts are read after they were written, twice
+    tokens[3::4] = tokens[3::4, :1]  # their counts are read after being written, twice
     numbers = torch.tensor([0, 1, 2, 3] * 3, dtype=torch.int32)
     starts = torch.arange(0, 39, 3, dtype=torch.int32)
 
@@ -231,29 +233,29 @@ def assert_as_stock(folder, model, sizes, tokens, combinations, budgets=()):
         assert 0 < counts["accepted"] < counts["drafted"]
 
 
-def test_greedy_tokens_are_stock_vllms(folder, model):
+def test_greedy_tokens_match_stock_vllm(folder, model):
     assert_as_stock(folder, model, FEW, 24, [(k, pages) for k in (1, 4, 8) for pages in (1, 4, 12)])
 
 
-def test_greedy_tokens_are_stock_vllms_where_heads_of_drafts_have_budgets(folder, model):
+def test_greedy_tokens_match_stock_vllm_with_head_budgets_for_drafts(folder, model):
     assert_as_stock(folder, model, FEW, 24, [(4, 2), (8, 4)], budgets=((0, 2), (1.5, 0.5)))
 
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
-    """A folder with a model, 64 ragged prompts, and what stock vLLM answers to them."""
+    """Return a folder with a model, 64 ragged prompts, and the answers of stock vLLM."""
     folder = tmp_path_factory.mktemp("stock")
     tiny.checkpoint(
         folder, num_hidden_layers=2, initializer_range=0.1
-    )  # few pages are enough for some drafts
+    )  # few pages suffice for some drafts
     asked = prompts(*RAGGED * 4, seed=1)
     with engine(folder) as llm:
         return folder, asked, tokens_of(generate(llm, asked, 256, logprobs=None))
 
 
 @pytest.mark.parametrize("pages", [1, 4, 12])
-def test_greedy_tokens_of_64_ragged_prompts_are_stock_vllms(stock, monkeypatch, pages):
-    """With 1, 4 and 8 drafts at a time, in one engine."""
+def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(stock, monkeypatch, pages):
+    """Check with 1, 4 and 8 drafts at a time, in one engine."""
     folder, asked, expected = stock
     monkeypatch.setattr(setup, "draft_choices", lambda decoding: (1, 4, 8))
     with engine(folder, lossless(8, adapt=True, pages=pages)) as llm:
@@ -262,7 +264,7 @@ def test_greedy_tokens_of_64_ragged_prompts_are_stock_vllms(stock, monkeypatch, 
             monkeypatch.setattr(DraftChooser, "choose", lambda *_, k=k: k)
             scheduler._plan = scheduler._plan._replace(
                 tokens=k
-            )  # of the first step, before which nothing runs
+            )  # for the first step, before which nothing runs
             llm.reset_prefix_cache()
             counters(llm)
             assert tokens_of(generate(llm, asked, 256, logprobs=None)) == expected, k
@@ -274,8 +276,8 @@ def test_greedy_tokens_of_64_ragged_prompts_are_stock_vllms(stock, monkeypatch, 
 
 
 class Landmarks:
-    """Compares, whenever drafting begins, the landmarks of all full pages with the means of the
-    cached keys.
+    """A check, whenever drafting begins, of the landmarks of all full pages against the means of
+    the cached keys.
     """
 
     def __init__(self, monkeypatch):
@@ -312,7 +314,7 @@ class Landmarks:
 
 
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
-def test_landmarks_are_fresh_after_every_cycle(folder, monkeypatch, landmark_dtype):
+def test_landmarks_are_current_after_every_cycle(folder, monkeypatch, landmark_dtype):
     found = Landmarks(monkeypatch)
     with engine(folder, lossless(8, landmark_dtype=landmark_dtype)) as llm:
         generate(llm, prompts(*FEW, seed=2), 40)
@@ -322,7 +324,7 @@ def test_landmarks_are_fresh_after_every_cycle(folder, monkeypatch, landmark_dty
     assert found.worst < 1e-5
 
 
-def test_landmarks_of_rejected_tokens_that_are_left_would_be_found(folder, monkeypatch):
+def test_stale_landmarks_of_rejected_tokens_would_be_detected(folder, monkeypatch):
     from sparrow import attention
 
     stock = attention.update_landmarks
@@ -340,7 +342,7 @@ def test_landmarks_of_rejected_tokens_that_are_left_would_be_found(folder, monke
     assert found.worst > 1e-2
 
 
-def test_only_draft_steps_store_for_kernels_that_decode_next(folder, monkeypatch):
+def test_only_draft_steps_store_tokens_for_the_next_decode_kernel(folder, monkeypatch):
     stores, update = Counter(), CpuImpl.do_kv_cache_update
 
     def watched(self, layer, key, value, kv_cache, slot_mapping):
@@ -365,14 +367,14 @@ def test_only_draft_steps_store_for_kernels_that_decode_next(folder, monkeypatch
 @pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 cache needs AVX-512 on a CPU"
 )
-def test_an_fp8_cache_is_stock_vllms_which_drafts_read_as_well(folder, monkeypatch):
-    """vLLM stores keys and values with scales of its own in prefill and verification, drafts with
-    the same.
+def test_drafts_and_stock_vllm_share_an_fp8_cache(folder, monkeypatch):
+    """vLLM stores keys and values with its own scales in prefill and verification; drafts use the
+    same scales.
     """
     asked, found, accepted = prompts(*FEW, seed=2), Landmarks(monkeypatch), []
     stock_scales = attention.set_default_quant_scales
 
-    def scaled(layer, *args, **kwargs):  # as a checkpoint may have it
+    def scaled(layer, *args, **kwargs):  # as a checkpoint may specify
         stock_scales(layer, *args, **kwargs)
         layer._k_scale_float, layer._v_scale_float = 0.25, 0.5
         layer._k_scale.fill_(0.25)
@@ -407,7 +409,7 @@ def test_an_fp8_cache_is_stock_vllms_which_drafts_read_as_well(folder, monkeypat
     assert found.worst < 1e-5 and found.pages > 500
 
 
-def test_steps_without_drafts_pass_the_speculator_by_and_are_counted_as_if_not(
+def test_steps_without_drafts_bypass_the_speculator_with_unchanged_counts(
     folder, model, monkeypatch
 ):
     found, asked, told, calls = Landmarks(monkeypatch), prompts(*FEW, seed=2), [], [0]
@@ -446,7 +448,7 @@ def test_a_step_is_idle_if_it_neither_verifies_drafts_nor_makes_any(drafts, to_v
     assert drafting.plan == DraftPlan(drafts, budget=1)
 
 
-def test_the_speculator_has_any_drafter_propose_what_is_planned():
+def test_the_speculator_passes_its_plan_to_any_drafter():
     asked = []
     drafting = SimpleNamespace(
         drafter=SimpleNamespace(propose=lambda *what: asked.append(what) or "drafts"),
@@ -480,10 +482,12 @@ def test_the_speculator_has_any_drafter_propose_what_is_planned():
     assert not asked  # vLLM measures its memory with such runs
 
 
-# --- what vLLM does around a cycle ---
+# --- vLLM's handling of requests around a cycle ---
 
 
-def test_rows_are_chunked_preempted_and_cut_at_the_end_of_the_context(folder, model, monkeypatch):
+def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(
+    folder, model, monkeypatch
+):
     preempted = []
     stock = Scheduler._preempt_request
     monkeypatch.setattr(
@@ -503,7 +507,7 @@ def test_rows_are_chunked_preempted_and_cut_at_the_end_of_the_context(folder, mo
     assert_greedy_and_dense(model, asked, got)
 
 
-def test_drafts_see_as_many_blocks_as_kernels_have_a_workspace_for(folder, model):
+def test_drafts_see_no_more_blocks_than_the_workspace_covers(folder, model):
     asked = prompts(90, 17, seed=3)
     with engine(
         folder, lossless(4), max_model_len=130
@@ -521,7 +525,7 @@ def test_drafts_see_as_many_blocks_as_kernels_have_a_workspace_for(folder, model
     assert_greedy_and_dense(model, asked, got)
 
 
-def test_a_second_turn_finds_a_dense_cache(folder, model):
+def test_a_second_turn_reuses_a_dense_cache(folder, model):
     asked = prompts(150, 33, 70, seed=4)
     with engine(folder, lossless(4)) as llm:
         first = generate(llm, asked, 40)
@@ -550,7 +554,7 @@ def test_responses_end_inside_accepted_drafts(folder, model):
     assert counts["accepted"] > 0.5 * counts["drafted"]
 
 
-def test_cancelled_requests_leave_the_others_alone(folder, model):
+def test_cancelled_requests_do_not_affect_the_others(folder, model):
     asked = prompts(*FEW, *FEW, seed=6)
     done = {}
     with engine(folder, lossless(4), max_num_seqs=4) as llm:
@@ -581,7 +585,7 @@ PROCESSORS = [
 ]
 
 
-def test_greedy_tokens_under_logits_processors_are_stock_vllms(folder):
+def test_greedy_tokens_with_logits_processors_match_stock_vllm(folder):
     asked = prompts(64, 33, seed=7)
     answers = []
     for decoding in (None, lossless(4)):
@@ -601,7 +605,7 @@ def test_greedy_tokens_under_logits_processors_are_stock_vllms(folder):
         assert ours == stock, each
 
 
-def test_bad_words_are_never_said(folder):
+def test_bad_words_are_never_generated(folder):
     asked = prompts(64, 33, seed=7)
     with engine(folder, lossless(4)) as llm:
         first = tokens_of(generate(llm, asked, 16))
@@ -615,7 +619,7 @@ def test_bad_words_are_never_said(folder):
     assert first[0][0] not in ours[0]
 
 
-def test_a_seed_repeats_to_the_bit_and_logprobs_are_dense(folder, model):
+def test_a_seed_reproduces_samples_bit_for_bit_with_dense_log_probs(folder, model):
     asked = prompts(64, 33, seed=8)
     with engine(folder, lossless(4)) as llm:
         answers = []
@@ -646,7 +650,7 @@ SEEDED = [
 
 
 def seeded(llm, asked, tokens=24):
-    """The tokens of every response under each of ``SEEDED``."""
+    """Return the tokens of every response with each of ``SEEDED``."""
     answers = []
     for each in SEEDED:
         wanted = [parameters(tokens, seed=100 + i, **each) for i in range(len(asked))]
@@ -655,9 +659,9 @@ def seeded(llm, asked, tokens=24):
     return answers
 
 
-def test_a_seeds_tokens_are_stock_vllms_whatever_drafts(tmp_path, monkeypatch):
-    """With ``drafter_invariant``: any number of drafts, pages and batches, and a number of drafts
-    that changes.
+def test_tokens_of_a_seed_match_stock_vllm_whatever_is_drafted(tmp_path, monkeypatch):
+    """With ``drafter_invariant`` any number of drafts, pages and batches is allowed, even if the
+    number of drafts changes.
     """
     tiny.checkpoint(tmp_path, num_hidden_layers=2, initializer_range=0.15)
     asked = prompts(*FEW, seed=13)
@@ -677,12 +681,12 @@ def test_a_seeds_tokens_are_stock_vllms_whatever_drafts(tmp_path, monkeypatch):
         assert 0 < counts["accepted"] < counts["drafted"]
         assert len(cycles) == 4 if decoding.adapt_draft_tokens else len(cycles) == 1
     with engine(tmp_path, lossless(4)) as llm:
-        assert seeded(llm, asked[:2])[0] != expected[0][:2]  # drafts with noise of their own
+        assert seeded(llm, asked[:2])[0] != expected[0][:2]  # drafts with their own noise
 
 
-def test_drafts_drawn_with_the_tokens_own_noise_are_mostly_kept(folder, monkeypatch):
-    """At least a / (2 - a) of them and at most a, where a is their acceptance; with other noise far
-    fewer.
+def test_drafts_drawn_with_the_noise_of_the_tokens_are_mostly_kept(folder, monkeypatch):
+    """At least a / (2 - a) and at most a of the drafts are kept, where a is their acceptance; with
+    separate noise far fewer.
     """
     asked = prompts(*FEW, *FEW, seed=14)
     stock, shares = sparse_drafter.gumbel_sample, []
@@ -706,7 +710,7 @@ def test_drafts_drawn_with_the_tokens_own_noise_are_mostly_kept(folder, monkeypa
 
 
 def enumerated(model, prompt, tokens, temperature):
-    """Probabilities ``[V ** tokens]`` of all continuations, by transformers."""
+    """Return probabilities ``[V ** tokens]`` of all continuations, by transformers."""
     V = model.config.vocab_size
     p, written = np.ones(1), np.zeros((1, 0), int)
     for _ in range(tokens):
@@ -722,7 +726,9 @@ def enumerated(model, prompt, tokens, temperature):
 
 
 def likelihood(counts, p):
-    """P-value of these counts under the probabilities p: chi-square, rare outcomes taken together."""
+    """Return the p-value of these counts given probabilities p: chi-square, with rare outcomes
+    merged.
+    """
     expected = p * counts.sum()
     rare = expected < 5
     seen, expected = (np.append(x[~rare], x[rare].sum()) for x in (counts, expected))
@@ -741,14 +747,16 @@ EXACT = ("exact", "any number of drafts", "worst drafts")
 
 
 @pytest.mark.parametrize("variant", SAMPLES)
-def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
-    """The dense policy's, whatever is drafted; and two defects that it would show."""
+def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, variant):
+    """Continuations follow the dense policy, whatever is drafted, and the test detects
+    two defects.
+    """
     # Of 108 models tried, the one whose drafts, three in ten of them rejected, would show shared
     # noise best.
     adapts = (
         variant == "any number of drafts"
     )  # which changes with every step, at a temperature below 1
-    V, T = 12, 3 if variant in EXACT[:2] else 2  # in fewer outcomes a bias is found sooner
+    V, T = 12, 3 if variant in EXACT[:2] else 2  # with fewer outcomes a bias is found sooner
     model = tiny.checkpoint(
         tmp_path, vocab_size=V, num_hidden_layers=2, initializer_range=0.35, seed=7
     )
@@ -757,7 +765,7 @@ def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
     if adapts:
         turns = iter(range(10**6))
         monkeypatch.setattr(DraftChooser, "choose", lambda *_: (2, 0, 1)[next(turns) % 3])
-    elif variant == "worst drafts":  # rejected as often as can be
+    elif variant == "worst drafts":  # rejected as often as possible
         monkeypatch.setattr(
             sparse_drafter,
             "gumbel_sample",
@@ -765,13 +773,13 @@ def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
         )
     elif (
         variant == "shared noise"
-    ):  # real drafts, drawn from the noise that replaces them when they are rejected
+    ):  # real drafts, drawn from the noise that replaces them if rejected
         monkeypatch.setattr(
             sparse_drafter,
             "gumbel_sample",
             lambda *args, **named: stock(*args, **{**named, "is_drafting": False}),
         )
-    elif variant == "no resampling":  # a rejected draft stays
+    elif variant == "no resampling":  # a rejected draft is kept
         from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
         verify = rejection_sampler.rejection_sample
@@ -780,9 +788,7 @@ def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
         def keep_rejected(*args, **named):
             tokens, count = verify(*args, **named)
             draft_sampled, first = args[2], args[3]
-            at = (
-                first[:-1] + count
-            )  # the draft that was judged last is the token after those that were accepted
+            at = first[:-1] + count  # the last verified draft is the token after the accepted ones
             rows = torch.arange(len(count))
             rejected = at < first[1:]
             tokens[rows[rejected], count[rejected].long() - 1] = draft_sampled[
@@ -805,14 +811,14 @@ def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
     p_value = likelihood(
         np.bincount(code, minlength=V**T), enumerated(model, prompt, T, temperature)
     )
-    print(variant, p_value)  # shown where the test fails
+    print(variant, p_value)  # shown if the test fails
     assert p_value > 1e-3 if variant in EXACT else p_value < 1e-4
 
 
 # --- what changes while an engine runs ---
 
 
-def test_the_draft_schedule_changes_between_calls(folder, model):
+def test_the_draft_schedule_may_change_between_calls(folder, model):
     asked = prompts(*FEW, seed=9)
     shares = {}
     with engine(folder, lossless(4)) as llm:
@@ -825,13 +831,13 @@ def test_the_draft_schedule_changes_between_calls(folder, model):
             assert_greedy_and_dense(model, asked, generate(llm, asked, 15))
             counts = counters(llm)
             shares[pages] = counts["accepted"] / counts["drafted"]
-    # The context's and the response's end cut off some that would have been accepted.
+    # The end of the context and of the response cut off some drafts that would have been accepted.
     assert shares[1] < 0.4 and shares[40] > 0.7
 
 
-def test_what_drafts_read_changes_with_every_cycle(folder, model, monkeypatch):
-    """Each budget's drafts are verified, and counted, as its own; tokens and counters are those of
-    the budgets held.
+def test_the_draft_budget_may_change_with_every_cycle(folder, model, monkeypatch):
+    """Drafts of each budget are verified and counted under that budget; tokens and counters equal
+    those of constant budgets.
     """
     asked = prompts(*FEW, seed=9)
     found = Landmarks(monkeypatch)
@@ -869,12 +875,12 @@ def test_what_drafts_read_changes_with_every_cycle(folder, model, monkeypatch):
     assert 1.2 * few < mixed < many / 1.2
 
 
-def test_each_draft_step_reads_what_the_schedule_says_at_its_length(folder, monkeypatch):
+def test_each_draft_step_reads_the_pages_of_the_schedule_at_its_length(folder, monkeypatch):
     from sparrow import attention
 
     schedule = DRAFTS.replace(
         top_k=tuple(range(1, 21)), bin_tokens=16
-    )  # some cycles end in another bin
+    )  # some cycles end in a different bin
     decode, steps = attention.paged_decode, []
 
     @wraps(decode)
@@ -898,7 +904,7 @@ def test_each_draft_step_reads_what_the_schedule_says_at_its_length(folder, monk
     )
 
 
-def test_weights_change_between_rollouts(folder, model, tmp_path):
+def test_weights_may_change_between_rollouts(folder, model, tmp_path):
     asked = prompts(64, 33, 150, seed=10)
     new = tiny.tiny_model(num_hidden_layers=2, seed=1)
     with engine(folder, lossless(4)) as llm:
@@ -924,7 +930,7 @@ def test_scheduling_does_not_change_greedy_tokens(folder, model, options):
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_steps_leave_nothing_to_the_garbage_collector(folder, monkeypatch, drafts):
+def test_steps_leave_no_tensors_to_the_garbage_collector(folder, monkeypatch, drafts):
     def tensors():
         return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
 

@@ -1,6 +1,4 @@
-"""What happens to an engine in lossless mode while it lives, in a real vLLM; see
-``test_lossless.py``.
-"""
+"""Events in the life of an engine in lossless mode, in a real vLLM; see ``test_lossless.py``."""
 
 import gc
 import weakref
@@ -33,7 +31,7 @@ SIZES = (100, 1500, 1500)
 
 
 def lose(worker, level):
-    """What is left of a worker's memory after vLLM's sleep: neither the KV cache, nor at level 2
+    """Overwrite what vLLM's sleep drops from the memory of a worker: the KV cache, and at level 2
     the weights.
     """
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
@@ -45,14 +43,14 @@ def lose(worker, level):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_nothing_is_read_that_sleep_has_dropped(old_and_new, monkeypatch, level):
-    """On a CPU vLLM itself does not sleep; here what its allocator would drop is overwritten."""
+def test_memory_dropped_by_sleep_is_never_read(old_and_new, monkeypatch, level):
+    """vLLM does not sleep on a CPU; here memory that its allocator would drop is overwritten."""
     folder, model, new, weights = old_and_new
     found = Landmarks(monkeypatch)
     with cases.engine(folder, cases.lossless(4)) as llm:
         assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 12))
         llm.collective_rpc(lose, args=(level,))
-        llm.reset_prefix_cache()  # as ``LLM.sleep`` does
+        llm.reset_prefix_cache()  # like ``LLM.sleep``
         if level == 2:
             llm.collective_rpc("sparrow_load_weights", args=(weights,))
         assert_greedy_and_dense(model if level == 1 else new, ASKED, generate(llm, ASKED, 24))
@@ -64,16 +62,16 @@ def test_nothing_is_read_that_sleep_has_dropped(old_and_new, monkeypatch, level)
 
 
 class StaleGraph:
-    """A draft step captured over an earlier cache: nothing may replay it."""
+    """A draft step captured over an earlier cache, which must never be replayed."""
 
     def replay(self):
         raise AssertionError("a graph over a freed cache was replayed")
 
 
 def initialise_again(worker):
-    """Make the cache anew, as vLLM does after it has measured the memory of CUDA graphs.
+    """Create a new cache, as vLLM does after it has measured the memory of CUDA graphs.
 
-    Returns whether a layer still holds a view of the cache before.
+    Returns whether any layer still has a view of the old cache.
     """
     runner = worker.model_runner
     runner.speculator.drafter._graphs.update({rows: StaleGraph() for rows in range(1, 65)})
@@ -84,12 +82,12 @@ def initialise_again(worker):
         layer.kv_cache = torch.empty(0)
 
     runner.initialize_kv_cache(runner.kv_cache_config)
-    gc.unfreeze()  # vLLM freezes what stands after its start, rubbish included
+    gc.unfreeze()  # vLLM freezes all objects that exist after its start, garbage included
     gc.collect()
     return before() is not None
 
 
-def test_a_cache_that_is_initialised_again_is_the_one_that_drafts_use(old_and_new):
+def test_drafts_use_the_cache_after_it_is_initialised_again(old_and_new):
     folder, model, *_ = old_and_new
     with cases.engine(folder, cases.lossless(4)) as llm:
         assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 12))
@@ -102,14 +100,14 @@ def test_a_cache_that_is_initialised_again_is_the_one_that_drafts_use(old_and_ne
 # --- drafts that are chosen by speed ---
 
 
-def test_an_engine_repeats_what_another_chose_and_so_its_samples(old_and_new, monkeypatch):
-    """With a seed, samples depend on how much was drafted, which depends on the clock."""
+def test_replaying_the_choices_of_another_engine_repeats_its_samples(old_and_new, monkeypatch):
+    """With a seed, samples depend on the number of drafts, which depends on the clock."""
     folder, *_ = old_and_new
     asked, sampling = prompts(150, 17, 64, 33, 90, seed=32) * 2, Sampling(24, top_n=2, seed=4)
     decoding = cases.lossless(4, adapt=True, pages=4, adapt_draft_budget=True)
     answers, kept = [], []
     for seed, replayed in ((1, False), (2, False), (3, True)):
-        clock = np.random.default_rng(seed)  # stands in for it
+        clock = np.random.default_rng(seed)  # in place of the clock
         monkeypatch.setattr(
             DraftChooser, "choose", lambda *_, clock=clock: int(clock.choice((0, 1, 3, 4)))
         )
@@ -117,7 +115,7 @@ def test_an_engine_repeats_what_another_chose_and_so_its_samples(old_and_new, mo
             DraftChooser, "choose_budget", lambda *_, clock=clock: int(clock.integers(3))
         )
         with engine(folder, decoding, max_num_seqs=4) as made:
-            made.generate(asked[:2], sampling)  # something else was sampled before
+            made.generate(asked[:2], sampling)  # different requests came first
             made.counters()
             made.drop_prefixes()
             if replayed:
@@ -132,7 +130,7 @@ def test_an_engine_repeats_what_another_chose_and_so_its_samples(old_and_new, mo
     assert kept[2] == kept[0] != kept[1] and len(kept[0]) > 5
 
 
-# --- weights that change in flight ---
+# --- weights that change during a rollout ---
 
 
 def tokens_cached(worker):
@@ -145,15 +143,15 @@ def tokens_cached(worker):
 
 @torch.no_grad()
 def mixed(old, new, ids, cached):
-    """Log-probs ``[T, V]`` after each token where one model has read the first ``cached`` of them,
-    another the rest.
+    """Return log-probs ``[T, V]`` after each token if one model has read the first ``cached``
+    tokens and another the rest.
     """
     first = old(torch.tensor([ids[:cached]]), use_cache=True)
     rest = new(torch.tensor([ids[cached:]]), past_key_values=first.past_key_values)
     return torch.cat([first.logits[0], rest.logits[0]]).double().log_softmax(-1).numpy()
 
 
-def test_drafts_of_old_weights_are_verified_by_new_ones(old_and_new):
+def test_drafts_of_old_weights_are_verified_by_new_weights(old_and_new):
     folder, old, new, weights = old_and_new
     done, cached = {}, None
     with cases.engine(folder, cases.lossless(4)) as llm:
@@ -186,7 +184,7 @@ def test_drafts_of_old_weights_are_verified_by_new_ones(old_and_new):
 # --- a run that is resumed ---
 
 
-def test_a_new_engine_repeats_samples_only_with_as_many_drafts(old_and_new, monkeypatch):
+def test_a_new_engine_repeats_samples_only_with_the_same_number_of_drafts(old_and_new, monkeypatch):
     folder, *_ = old_and_new
     first, second = (dict(tokens=10, temperature=1.0, seed=seed) for seed in (7, 8))
     with cases.engine(folder, cases.lossless(4)) as llm:
@@ -201,20 +199,20 @@ def test_a_new_engine_repeats_samples_only_with_as_many_drafts(old_and_new, monk
         assert list(a.token_ids) == list(b.token_ids) and np.array_equal(
             logprobs_of(a), logprobs_of(b)
         )
-    assert tokens_of(other) != tokens_of(wanted)  # what was drafted takes other random numbers
+    assert tokens_of(other) != tokens_of(wanted)  # other drafts use other random numbers
 
 
 # --- thousands of requests ---
 
 
 def idle(llm):
-    """Assert that nothing of any request is left; how many tensors there are."""
-    generate(llm, [[1, 2, 3]], 1)  # a worker forgets requests when it is given others
+    """Check that no state of any request remains; return the number of tensors."""
+    generate(llm, [[1, 2, 3]], 1)  # a worker forgets requests when it receives others
     core = llm.llm_engine.engine_core.engine_core
     scheduler = core.scheduler
     assert not scheduler.requests and not scheduler.running and not scheduler.waiting
     pool = scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one belongs to vLLM
     [states] = llm.collective_rpc(lambda worker: worker.model_runner.req_states)
     assert len(states.req_id_to_index) <= 1 and len(states.free_indices) >= states.max_num_reqs - 1
     del states
@@ -226,7 +224,7 @@ def metrics(llm):
     return {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
 
 
-def test_what_it_takes_is_said_at_start(old_and_new, monkeypatch):
+def test_memory_use_is_logged_at_start(old_and_new, monkeypatch):
     said, init = [], logger.init_logger
     ours = SimpleNamespace(info=said.append)
     monkeypatch.setattr(
@@ -248,7 +246,7 @@ def test_what_it_takes_is_said_at_start(old_and_new, monkeypatch):
     )
 
 
-def test_thousands_of_requests_leave_nothing_behind(old_and_new):
+def test_thousands_of_requests_leave_no_state_behind(old_and_new):
     folder, *_ = old_and_new
     rng = np.random.default_rng(33)
     tensors = []
@@ -267,7 +265,7 @@ def test_thousands_of_requests_leave_nothing_behind(old_and_new):
             theirs = {name: count - before.get(name, 0) for name, count in metrics(llm).items()}
             ours = cases.counters(llm)
             assert theirs["vllm:generation_tokens"] == sum(lengths)
-            # vLLM does not count what was drafted after a response had ended.
+            # vLLM does not count drafts after the end of a response.
             assert 0 < theirs["vllm:spec_decode_num_draft_tokens"] <= ours["drafted"]
             assert 0 < theirs["vllm:spec_decode_num_accepted_tokens"] <= ours["accepted"]
             tensors.append(idle(llm))

@@ -20,12 +20,12 @@ from tests.vllm.tiny_vllm import checkpoint, prompts
 
 K, PAGES = 4, 2
 LENGTHS = (300, 17, 150, 64)
-BUDGETS = ((0, 2), (1.5, 0.5))  # means of 1, whichever layers are dense
+BUDGETS = ((0, 2), (1.5, 0.5))  # with mean 1, whichever layers are dense
 
 
 def recorded_cycles(monkeypatch):
-    """Every verification of a sequence by vLLM: its place, tokens before it, drafts, logits of
-    both, what came out.
+    """Record every verification by vLLM: the position in the sequence, tokens before it, drafts,
+    logits of both, and the result.
     """
     found = []
     stock = rejection_sampler.rejection_sample
@@ -57,7 +57,9 @@ def cycles(monkeypatch):
 
 
 def by_sequence(cycles, written):
-    """The cycles of each sequence, in order; which it is, the tokens say."""
+    """Return the cycles of each sequence in order; a cycle is assigned to its sequence by the
+    tokens.
+    """
     found = {}
     for place in {c["place"] for c in cycles}:
         own = [c for c in cycles if c["place"] == place]
@@ -71,7 +73,7 @@ def by_sequence(cycles, written):
 
 
 def reference_cycle(model, monkeypatch, ids, cycle, temperature):
-    """The reference's distributions p, q and acceptance for the drafts that vLLM made here."""
+    """Compute the distributions p, q and the acceptance of vLLM's drafts by the reference."""
     seen = []
     stock = speculative.verify
     given = [torch.tensor([token]) for token in cycle["ids"][1:]]
@@ -108,7 +110,7 @@ def made(tmp_path_factory):
 @pytest.mark.parametrize(
     "changes", [dict(landmark_dtype="fp8_e4m3"), dict(head_budgets=BUDGETS), {}]
 )
-def test_distributions_and_acceptance_equal_the_references(made, monkeypatch, cycles, changes):
+def test_distributions_and_acceptance_match_the_reference(made, monkeypatch, cycles, changes):
     (folder, model), asked = made, prompts(*LENGTHS, seed=21)
     set_schedule(model, DRAFTS.replace(top_k=(PAGES,), **changes))  # the other tests' at last
     with cases.engine(folder, cases.lossless(K, pages=PAGES, **changes)) as llm:
@@ -131,9 +133,9 @@ def test_distributions_and_acceptance_equal_the_references(made, monkeypatch, cy
 
 
 @torch.no_grad()
-def test_another_schedule_is_measured_on_the_way(made, cycles):
-    """What it measures is the reference's, and tokens, log-probs and counts are as without it, to
-    the bit.
+def test_a_meter_schedule_is_measured_without_changing_samples(made, cycles):
+    """The measured acceptance equals the reference's, and tokens, log-probs and counts are
+    unchanged bit for bit.
     """
     (folder, model), asked = made, prompts(*LENGTHS, seed=23)
     drafts = DRAFTS.replace(top_k=(PAGES,), head_budgets=BUDGETS)
@@ -180,7 +182,7 @@ def test_another_schedule_is_measured_on_the_way(made, cycles):
     assert 0.3 < half.drafts / measured.drafts < 0.7
 
 
-def test_greedy_tokens_and_tokens_of_each_cycle_equal_the_references(made, cycles):
+def test_greedy_tokens_and_tokens_per_cycle_match_the_reference(made, cycles):
     (folder, model), asked = made, prompts(*LENGTHS, seed=22)
     with cases.engine(folder, cases.lossless(K, pages=PAGES)) as llm:
         completions = generate(llm, asked, 24)

@@ -1,5 +1,5 @@
-"""What engines with an 8-bit KV cache are held against: transformers with every key and value
-rounded likewise.
+"""The reference for engines with an 8-bit KV cache: transformers with every key and value rounded
+in the same way.
 """
 
 import contextlib
@@ -16,11 +16,13 @@ from sparrow.vllm.runtime import find
 from tests.vllm.tiny_vllm import prompts
 
 PROMPTS = prompts(5, 40, 130, 300)
-PROMPTS.append(PROMPTS[2])  # it reads the blocks of the other in the step that fills them
+PROMPTS.append(PROMPTS[2])  # it reads blocks of the other in the step that fills them
 
 
 def scales_of(sparrow):
-    """Of an fp8 cache, the keys' and the values' scales of every layer, ``[K]`` each; of int8 None."""
+    """Return the key and value scales of every layer of an fp8 cache, ``[K]`` each;
+    None for int8.
+    """
     runtime = find(sparrow.llm.llm_engine.vllm_config)
     if runtime.cache.in_8_bits == torch.int8:
         return None
@@ -33,11 +35,11 @@ def flat(scales):
 
 @contextlib.contextmanager
 def rounded(scales):
-    """Inside, transformers attends to keys and values rounded to e4m3 or, without scales, to int8;
-    lists what they were, by layer.
+    """Make transformers attend to keys and values rounded to e4m3 or, without scales, to int8;
+    yield the originals by layer.
 
-    Of e4m3, it is given keys as they are stored, without their scale, and queries times that scale:
-    what 8-bit landmarks are is then the same too.
+    With e4m3, keys are passed as stored, without their scale, and queries are multiplied by that
+    scale, so that 8-bit landmarks are the same as well.
     """
     seen = []
 
@@ -63,12 +65,12 @@ def gaps(a, b):
 
 
 def agree(a, b, few=0.0):
-    """Whether log-probs are the same, up to numbers so close between two e4m3 values that 1e-7
-    rounds them apart.
+    """Return whether log-probs agree, except where numbers lie so close to the middle of two e4m3
+    values that 1e-7 changes the rounding.
 
-    A batch of these prompts has 400,000 keys and values, so that a few are. Tokens that read one
-    differ by 1e-3, the others by 1e-5; where a page was selected by it, a ``few`` differ by more.
-    Without rounding the median is 0.05.
+    A batch of these prompts has 400,000 keys and values, so there are a few such numbers. Tokens
+    that read one differ by 1e-3, and others by 1e-5; if one decided the selection of a page, a
+    ``few`` differ by more. Without rounding the median is 0.05.
     """
     apart = gaps(a, b)
     return bool(np.quantile(apart, 0.5) < 5e-4 and np.quantile(apart, 1 - few) < 1e-2)
@@ -82,7 +84,7 @@ def as_rounded(rollouts, reference, schedule, sparrow):
 
 
 def as_prompts(sparrow, rollouts):
-    """The log-probs that the engine gives the tokens of these rollouts as the ends of prompts."""
+    """Return the engine's log-probs for the tokens of these rollouts, read as ends of prompts."""
     from vllm import SamplingParams
 
     parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)

@@ -1,4 +1,6 @@
-"""The self-check of an engine in lossless mode; ``test_lossless.py`` runs this in its own process."""
+"""The self-check of an engine in lossless mode; ``test_lossless.py`` runs this file in its own
+process.
+"""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -29,7 +31,7 @@ def worker(llm):
     return llm.llm_engine.model_executor.driver_worker.worker
 
 
-def test_an_engine_checks_itself_and_leaves_nothing_behind(llm, worker):
+def test_an_engine_checks_itself_and_leaves_no_state_behind(llm, worker):
     assert sum("self-check passed" in line for line in llm.said) == 1
     assert set(cases.counters(llm).values()) == {0}
     for layer in selfcheck.layers_of(worker.vllm_config):
@@ -56,8 +58,8 @@ def test_drafts_that_differ_from_verification_are_refused(worker, monkeypatch):
         check(worker)
 
 
-def test_a_capture_notes_what_it_reads_and_a_new_cache_forgets_it(worker, monkeypatch):
-    """There are no CUDA graphs here, so the capture is of no sizes."""
+def test_a_capture_records_its_cache_and_a_new_cache_clears_the_record(worker, monkeypatch):
+    """There are no CUDA graphs here, so no sizes are captured."""
     speculator = worker.model_runner.speculator
     drafter = speculator.drafter
     assert drafter.captured_over == {}
@@ -70,8 +72,10 @@ def test_a_capture_notes_what_it_reads_and_a_new_cache_forgets_it(worker, monkey
     assert drafter.captured_over == {}
 
 
-def test_a_graph_over_memory_that_is_not_the_cache_any_more_is_refused(worker, monkeypatch):
-    """A captured step cannot say what it reads: what it was captured over is noted."""
+def test_a_graph_over_a_replaced_cache_is_refused(worker, monkeypatch):
+    """A captured step cannot report its cache, so the cache is recorded when the step
+    is captured.
+    """
     drafter = worker.model_runner.speculator.drafter
     monkeypatch.setattr(drafter, "captured_over", drafter.addresses())
     selfcheck.check_addresses(drafter)
@@ -103,7 +107,7 @@ def test_a_sampler_without_a_parameter_is_refused(worker, monkeypatch):
 
 
 @tiny.CACHE_IN_8_BITS
-def test_a_scale_of_the_cache_that_is_not_vllms_is_refused(old_and_new):
+def test_a_cache_scale_that_differs_from_vllms_is_refused(old_and_new):
     decoding = cases.lossless(2, pages=4)
     with cases.engine(old_and_new[0], decoding, kv_cache_dtype="fp8") as llm:
         worker = llm.llm_engine.model_executor.driver_worker.worker

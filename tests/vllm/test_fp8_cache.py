@@ -29,7 +29,7 @@ def kv_clipped(sparrow):
 
 @tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
-def test_new_weights_get_new_scales(tmp_path, folder):
+def test_new_weights_lead_to_new_scales(tmp_path, folder):
     louder = tiny.tiny_model(seed=1)
     with torch.no_grad():
         for layer in louder.model.layers:
@@ -41,7 +41,7 @@ def test_new_weights_get_new_scales(tmp_path, folder):
     with fp8_engine(folder) as sparrow:
         first, old = sparrow.generate(PROMPTS, SAMPLED), flat(scales_of(sparrow))
         assert (new > old).all()
-        for in_process in (True, False):  # False: the way other processes get weights
+        for in_process in (True, False):  # False: the path used by other processes
             sparrow._in_process = in_process
             sparrow.update_weights(louder.named_parameters())
             assert sparrow.describe()["kv_scales"] is None
@@ -52,7 +52,7 @@ def test_new_weights_get_new_scales(tmp_path, folder):
 
 
 @tiny.CACHE_IN_8_BITS
-def test_scales_stay_while_something_is_cached(folder):
+def test_scales_are_kept_while_anything_is_cached(folder):
     with fp8_engine(folder) as sparrow:
         first = sparrow.generate(PROMPTS, SAMPLED)
         sparrow.drop_prefixes()
@@ -67,7 +67,7 @@ def test_scales_stay_while_something_is_cached(folder):
 
 
 @tiny.CACHE_IN_8_BITS
-def test_scales_are_not_taken_from_one_token(folder):
+def test_scales_are_not_computed_from_a_single_token(folder):
     with (
         fp8_engine(folder) as sparrow,
         pytest.raises(ConfigError, match="only one token; start with prompts of two tokens"),
@@ -76,7 +76,7 @@ def test_scales_are_not_taken_from_one_token(folder):
 
 
 @tiny.CACHE_IN_8_BITS
-def test_what_is_beyond_the_range_is_clamped_and_counted(folder, reference, monkeypatch):
+def test_values_beyond_the_range_are_clamped_and_counted(folder, reference, monkeypatch):
     monkeypatch.setattr(fp8, "MARGIN", 0.75)
     prompt, cached = (
         PROMPTS[2:3],
@@ -85,13 +85,13 @@ def test_what_is_beyond_the_range_is_clamped_and_counted(folder, reference, monk
     with fp8_engine(folder, UNBOUNDED) as sparrow:
         rollouts = sparrow.generate(prompt, SAMPLED)
         counted, scales = kv_clipped(sparrow), scales_of(sparrow)
-        assert kv_clipped(sparrow) == 0  # the last call has reset it
+        assert kv_clipped(sparrow) == 0  # reset by the last call
     with rounded(scales) as seen:
         assert agree(rollouts, reference.score(rollouts, UNBOUNDED, 1.0))
     beyond = torch.zeros(2, len(scales), cached, dtype=torch.bool)  # keys, values
     for i, (layer, its_scales) in enumerate(zip(seen, scales, strict=True)):
         for which, ([x_KTD], scale_K) in enumerate(zip(layer, its_scales, strict=True)):
-            largest_K = x_KTD[:, : len(prompt[0])].abs().amax((1, 2))  # the prompt alone sets them
+            largest_K = x_KTD[:, : len(prompt[0])].abs().amax((1, 2))  # only the prompt sets them
             assert torch.equal(scale_K, (0.75 * largest_K / 448).log2().ceil().exp2())
             beyond[which, i] = (x_KTD.abs().amax(2) > 448 * scale_K[:, None]).any(0)[:cached]
     assert counted == beyond.any(0).sum()
@@ -116,12 +116,12 @@ def test_what_is_beyond_the_range_is_clamped_and_counted(folder, reference, monk
         ),  # the smallest e4m3, 2^-9, times this is the smallest float16
     ],
 )
-def test_scales_are_the_least_powers_of_two_that_leave_room(largest, dtype, scale):
+def test_scales_are_the_smallest_powers_of_two_with_headroom(largest, dtype, scale):
     assert fp8.power_of_two(torch.tensor([largest, 0.0]), dtype).tolist() == [scale, 1.0]
     assert torch.isfinite(torch.tensor(448.0 * scale).to(dtype))
 
 
-def test_only_tokens_that_the_step_stores_may_be_read():
+def test_only_tokens_stored_in_the_step_may_be_read():
     cache = fp8.Fp8Cache(torch.device("cpu"))
     table = torch.tensor([[3, 4, 0], [3, 7, 9]], dtype=torch.int32)
     slots = torch.cat([torch.arange(48, 80), torch.arange(112, 128)])  # blocks 3, 4 and 7
@@ -139,7 +139,7 @@ def test_only_tokens_that_the_step_stores_may_be_read():
     assert cache.reads_beyond(torch.tensor([53]))
 
 
-def test_weights_that_are_quantised_come_in_one_file(monkeypatch):
+def test_quantised_weights_are_sent_in_one_file(monkeypatch):
     monkeypatch.setattr(client, "CHUNK_BYTES", 70)
     weights = {f"w{i}": torch.randn(7, 2) for i in range(5)}
     assert sum(1 for _ in client.weight_files(weights.items())) == 3
@@ -168,7 +168,7 @@ GATE, UP, DOWN = (f"mlp.{x}_proj.weight" for x in ("gate", "up", "down"))
         ),
     ],
 )
-def test_what_is_quantised_as_one_is_given_as_one(names, message):
+def test_weights_that_are_quantised_together_must_be_sent_together(names, message):
     model = SimpleNamespace(
         packed_modules_mapping={
             "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -179,4 +179,4 @@ def test_what_is_quantised_as_one_is_given_as_one(names, message):
     refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
     with refused:
         assert list(control._whole(weights, model)) == weights
-    assert list(control._whole(weights, object())) == weights  # a model that packs nothing
+    assert list(control._whole(weights, object())) == weights  # a model without packed modules

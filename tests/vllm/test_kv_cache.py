@@ -1,5 +1,5 @@
 """An 8-bit KV cache: real vLLM engines on CPU, against transformers with every key and value
-rounded likewise.
+rounded in the same way.
 """
 
 import numpy as np
@@ -19,20 +19,20 @@ from tests.vllm.tiny_vllm import SMALL, UNBOUNDED, engine, logprob_gap, same_tok
 SAMPLED = Sampling(max_new_tokens=24, temperature=1.0, top_n=0, seed=3)
 GREEDY = Sampling(
     max_new_tokens=24, temperature=0.0, top_n=0
-)  # log-probs are those at a temperature of 1
-TOLD = {"fp8": None, INT8: 0}  # of scales, before the first prompts
+)  # log-probs are computed at temperature 1
+TOLD = {"fp8": None, INT8: 0}  # number of scales, before the first prompts
 CACHES = pytest.mark.parametrize("name", ["fp8", INT8])
 
 
 def is_far_from(rollouts, exact, name):
-    """Whether log-probs are further from those without rounding than ``agree`` takes for the same."""
+    """Return whether log-probs differ more from unrounded ones than ``agree`` allows."""
     median, most = {"fp8": (1e-2, 0.3), INT8: (3e-3, 0.03)}[name]
     return np.quantile(gaps(rollouts, exact), 0.5) > median and logprob_gap(rollouts, exact) > most
 
 
 @pytest.fixture
 def grouped(monkeypatch):
-    """The groups of rows that each prefill was divided into."""
+    """Record the groups of rows that each prefill is divided into."""
     seen, groups = [], kv_cache.groups
     monkeypatch.setattr(
         "sparrow.vllm.backend.groups",
@@ -43,7 +43,7 @@ def grouped(monkeypatch):
 
 @tiny.CACHE_IN_8_BITS
 @CACHES
-def test_log_probs_are_those_of_rounded_keys_and_values(
+def test_log_probs_match_those_of_rounded_keys_and_values(
     name, folder, reference, monkeypatch, grouped
 ):
     with engine(folder, SMALL, kv_cache_dtype=name) as sparrow:
@@ -83,12 +83,12 @@ def test_prefill_agrees_with_decoding(name, folder, reference):
         longer = [[*r.prompt_ids, *r.response_ids.tolist()] for r in rollouts]
         assert as_rounded(sparrow.generate(longer, SAMPLED), reference, UNBOUNDED, sparrow)
         [cached] = sparrow.llm.generate([{"prompt_token_ids": longer[3]}], use_tqdm=False)
-        assert cached.num_cached_tokens == 320  # so it was: whole blocks of 324 tokens
+        assert cached.num_cached_tokens == 320  # it was: whole blocks of 324 tokens
 
 
 @tiny.CACHE_IN_8_BITS
 @CACHES
-def test_landmarks_in_8_bits_are_those_of_stored_keys(name, folder, reference):
+def test_eight_bit_landmarks_are_computed_from_stored_keys(name, folder, reference):
     schedule = SMALL.replace(landmark_dtype="fp8_e4m3")
     with engine(folder, schedule, kv_cache_dtype=name) as sparrow:
         rollouts = sparrow.generate(PROMPTS, SAMPLED)
@@ -114,12 +114,12 @@ def test_landmarks_in_8_bits_are_those_of_stored_keys(name, folder, reference):
     ],
     ids=["chunked-prefill", "preemption"],
 )
-def test_scheduling_does_not_matter(
+def test_scheduling_does_not_change_results(
     name, folder, reference, monkeypatch, grouped, schedule, options, copied_tokens
 ):
     monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
     with engine(folder, schedule, kv_cache_dtype=name, **options) as sparrow:
-        for _ in range(2):  # the second time from the prefix cache, where there is one
+        for _ in range(2):  # the second time from the prefix cache, if enabled
             rollouts = sparrow.generate(PROMPTS, GREEDY)
             assert as_rounded(rollouts, reference, schedule, sparrow)
             assert (sparrow.counters().preemptions > 0) == ("num_gpu_blocks_override" in options)
@@ -128,7 +128,7 @@ def test_scheduling_does_not_matter(
 
 @tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
-def test_new_weights_need_no_new_scales_in_int8(tmp_path, folder):
+def test_an_int8_cache_needs_no_new_scales_for_new_weights(tmp_path, folder):
     louder = tiny.tiny_model(seed=1)
     with torch.no_grad():
         for layer in louder.model.layers:
@@ -151,7 +151,7 @@ def test_new_weights_need_no_new_scales_in_int8(tmp_path, folder):
             sparrow.rpc("sparrow_renew_kv_scales")
 
 
-def test_on_a_gpu_int8_needs_nothing_of_vllms_attention(monkeypatch):
+def test_an_int8_cache_on_a_gpu_does_not_depend_on_vllms_attention(monkeypatch):
     pytest.importorskip("vllm.version")
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
@@ -175,7 +175,7 @@ def test_on_a_gpu_int8_needs_nothing_of_vllms_attention(monkeypatch):
     assert not FlashAttentionBackend.supports_kv_cache_dtype(INT8) and seen == ["auto", "fp8"] * 2
 
 
-def test_a_copy_is_what_is_stored_times_its_scale():
+def test_a_copy_equals_stored_codes_times_their_scale():
     codes = torch.arange(256, dtype=torch.uint8).view(FP8)
     codes = codes[codes.float().isfinite()][:252].view(3, 2, 6, 7)
     scale_K = torch.tensor([0.125, 4.0])
@@ -192,7 +192,7 @@ def test_a_copy_is_what_is_stored_times_its_scale():
     )
 
 
-def test_copied_blocks_are_every_block_of_the_rows_once_and_in_order():
+def test_every_block_of_the_rows_is_copied_once_and_in_order():
     table = torch.arange(100, 148, dtype=torch.int32).view(4, 12)[1:, :8]  # a part of vLLM's table
     lengths = np.array([17, 16, 65])
     copied = kv_cache.copied_blocks(table, lengths, 16)
@@ -216,10 +216,10 @@ def test_copied_blocks_are_every_block_of_the_rows_once_and_in_order():
         ([5], [(0, 1)]),
         ([5, 5, 1], [(0, 2), (2, 3)]),
         ([5, 5], [(0, 2)]),
-        ([40, 3, 40, 40], [(0, 1), (1, 2), (2, 3), (3, 4)]),  # a sequence that is longer is alone
+        ([40, 3, 40, 40], [(0, 1), (1, 2), (2, 3), (3, 4)]),  # the longer sequence is on its own
         ([1, 9, 10, 2], [(0, 2), (2, 3), (3, 4)]),
     ],
 )
-def test_groups_are_as_large_as_may_be_copied_at_once(lengths, expected, monkeypatch):
+def test_groups_are_as_large_as_the_copy_limit_allows(lengths, expected, monkeypatch):
     monkeypatch.setattr(kv_cache, "COPIED_TOKENS", 10)
     assert list(kv_cache.groups(np.array(lengths))) == expected

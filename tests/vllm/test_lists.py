@@ -1,4 +1,4 @@
-"""Lists kept as arrays say what vLLM's own would, in a tenth of the memory."""
+"""Lists stored as arrays have the contents of vLLM's own lists, in a tenth of the memory."""
 
 import tracemalloc
 from dataclasses import fields
@@ -14,7 +14,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from sparrow.vllm import patches
 
-STEPS = (1, 3, 2)  # tokens that come at once, as speculation brings them
+STEPS = (1, 3, 2)  # tokens that arrive at once, as with speculation
 
 
 def processor(num_logprobs: int) -> LogprobsProcessor:
@@ -31,7 +31,7 @@ def steps(width: int, counts=STEPS):
 
 @pytest.fixture
 def update(monkeypatch):
-    """vLLM's own method and what takes its place."""
+    """Return vLLM's own method and its replacement."""
     (patch,) = patches.LISTS
     owner, name, stock = patch.find()
     monkeypatch.setattr(owner, name, getattr(stock, "__wrapped__", stock))
@@ -40,7 +40,7 @@ def update(monkeypatch):
 
 
 @pytest.mark.parametrize(("asked", "width"), [(4, 5), (4, 8), (0, 1), (-1, 6)])
-def test_they_read_as_the_stock_lists_do(update, asked, width):
+def test_compact_lists_read_like_stock_lists(update, asked, width):
     stock, ours = (processor(asked) for _ in update)
     for each in steps(width):
         update[0](stock, each)
@@ -56,7 +56,7 @@ def test_they_read_as_the_stock_lists_do(update, asked, width):
     assert ours.cumulative_logprob == pytest.approx(stock.cumulative_logprob)
 
 
-def test_lists_with_text_stay_stock(update):
+def test_lists_with_decoded_text_stay_stock(update):
     class Tokenizer:
         def decode(self, ids):
             return "a"
@@ -75,7 +75,7 @@ def test_lists_with_text_stay_stock(update):
     )
 
 
-def test_they_take_a_tenth_of_the_memory(update):
+def test_compact_lists_use_a_tenth_of_the_memory(update):
     taken = []
     for each in update:
         held = processor(20)

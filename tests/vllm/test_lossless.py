@@ -1,4 +1,4 @@
-"""The cases of lossless mode, on vLLM's V2 model runner and in Triton's interpreter."""
+"""Runs the cases of lossless mode on vLLM's V2 model runner with Triton's interpreter."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ FOLDER = Path(__file__).parent
 PARTS = {
     "distribution": ("lossless_cases.py", "distribution"),
     "64_ragged": ("lossless_cases.py", "64_ragged"),
-    "greedy_tokens_are": ("lossless_cases.py", "greedy_tokens_are"),
-    "cases": ("lossless_cases.py", "not (distribution or 64_ragged or greedy_tokens_are)"),
+    "greedy_tokens_match": ("lossless_cases.py", "greedy_tokens_match"),
+    "cases": ("lossless_cases.py", "not (distribution or 64_ragged or greedy_tokens_match)"),
     "life": ("lossless_life_cases.py", ""),
     "reference": ("lossless_reference_cases.py", ""),
     "draft_weights": ("draft_weights_cases.py", ""),
@@ -36,5 +36,5 @@ def runs(request):
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_lossless_mode(runs, part):
+def test_lossless_cases_pass_in_their_own_processes(runs, part):
     own_process.passed(runs[part].result())

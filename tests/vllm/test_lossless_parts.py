@@ -1,4 +1,6 @@
-"""What lossless mode tells vLLM before a model is loaded, and what it refuses by name."""
+"""The configuration of vLLM in lossless mode before a model is loaded, and what is
+refused by name.
+"""
 
 import contextlib
 from types import SimpleNamespace
@@ -43,7 +45,7 @@ def cuda_version(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.26.1")
 
 
-def test_vllm_is_told_that_the_model_drafts_for_itself():
+def test_vllm_is_configured_to_draft_with_the_model_itself():
     made = prepared(Decoding.lossless(draft_tokens=5, adapt_draft_tokens=False))
     assert made.speculative_config == {
         "method": "draft_model",
@@ -54,7 +56,7 @@ def test_vllm_is_told_that_the_model_drafts_for_itself():
     assert made.async_scheduling is True and made.scheduler_cls is None
 
 
-def test_a_number_of_drafts_that_adapts_names_its_choices_and_its_scheduler():
+def test_an_adaptive_draft_count_sets_its_choices_and_its_scheduler():
     made = prepared(Decoding.lossless(draft_tokens=7))
     ranges = made.speculative_config["num_speculative_tokens_per_batch_size"]
     assert ranges == [(1, 1, 0), (2, 2, 2), (3, 3, 5), (4, 4, 7)]
@@ -72,7 +74,7 @@ def test_preparing_twice_changes_nothing(cuda_version, on_cpu, adapts, monkeypat
     assert vars(made) == before
 
 
-def test_on_a_gpu_the_backend_and_the_sizes_of_graphs_are_chosen(cuda_version):
+def test_the_backend_and_graph_sizes_are_set_on_a_gpu(cuda_version):
     made = prepared(
         Decoding.lossless(draft_tokens=8, adapt_draft_tokens=False), on_cpu=False, max_num_seqs=3
     )
@@ -85,13 +87,13 @@ def test_on_a_gpu_the_backend_and_the_sizes_of_graphs_are_chosen(cuda_version):
     assert prepared(on_cpu=False, enforce_eager=True).cudagraph_capture_sizes is None
 
 
-def test_the_choices_of_drafts():
+def test_choices_of_the_draft_count_by_hand():
     assert setup.draft_choices(Decoding.lossless(draft_tokens=8)) == (0, 3, 5, 8)
     assert setup.draft_choices(Decoding.lossless(draft_tokens=1)) == (0, 1)
     assert setup.draft_choices(Decoding.lossless(draft_tokens=8, adapt_draft_tokens=False)) == (8,)
 
 
-def test_synthetic_acceptance_may_be_asked_for():
+def test_synthetic_acceptance_can_be_requested():
     made = prepared(
         speculative_config={
             "rejection_sample_method": "synthetic",
@@ -123,12 +125,12 @@ def test_synthetic_acceptance_may_be_asked_for():
         ),
     ],
 )
-def test_options_that_exclude_it_are_refused(given, message):
+def test_options_incompatible_with_lossless_mode_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         prepared(**given)
 
 
-def test_drafts_cannot_be_both_compared_and_rejected_by_given_rates():
+def test_synthetic_acceptance_excludes_comparing_drafts():
     rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.9]}
     with pytest.raises(
         ConfigError, match="rejection_sample_method is 'synthetic'; leave out one of the two"
@@ -140,8 +142,10 @@ def test_drafts_cannot_be_both_compared_and_rejected_by_given_rates():
     )
 
 
-def test_compiled_models_of_other_settings_are_kept_apart(monkeypatch):
-    """Also where a variable asks for them: vLLM tells them apart by its configuration."""
+def test_compiled_models_are_cached_separately_for_different_settings(monkeypatch):
+    """This also holds if a variable requests them, because vLLM distinguishes models by its
+    configuration.
+    """
     monkeypatch.setenv("SPARROW_MODE", '{"mode": "lossless", "draft_weights": "fp8"}')
     decoding = config.requested(arguments())
     made = arguments(additional_config={"theirs": 1})
@@ -151,7 +155,7 @@ def test_compiled_models_of_other_settings_are_kept_apart(monkeypatch):
     assert config.requested(made) == decoding and "theirs" in made.additional_config
 
 
-def test_a_fixed_number_of_drafts_takes_other_schedulers():
+def test_a_fixed_draft_count_accepts_other_schedulers():
     fixed = Decoding.lossless(adapt_draft_tokens=False)
     assert prepared(fixed, async_scheduling=False).async_scheduling is False
     assert prepared(fixed, scheduler_cls="mine.Scheduler").scheduler_cls == "mine.Scheduler"
@@ -164,7 +168,7 @@ def test_a_fixed_number_of_drafts_takes_other_schedulers():
         ("0.31.0", True, "on CPU from vLLM 0.32 on, not with 0.31.0"),
     ],
 )
-def test_versions_it_cannot_run_in_are_refused(version, on_cpu, message, monkeypatch):
+def test_unsupported_versions_are_refused(version, on_cpu, message, monkeypatch):
     monkeypatch.setattr(vllm, "__version__", version)
     with pytest.raises(ConfigError, match=message):
         versions.check(on_cpu)
@@ -224,7 +228,7 @@ def test_engines_that_would_not_draft_are_refused(wrong, message):
         ({}, 89, None),
     ],
 )
-def test_engines_whose_weights_cannot_have_a_copy_are_refused(
+def test_engines_whose_weights_cannot_be_copied_are_refused(
     monkeypatch, wrong, capability, message
 ):
     from vllm import platforms
@@ -250,7 +254,7 @@ def test_a_batch_invariant_engine_has_no_draft_weights(monkeypatch):
         )
 
 
-def test_a_copy_of_the_weights_is_made_again_whichever_way_vllm_changes_them(monkeypatch):
+def test_the_copy_of_the_weights_is_renewed_however_vllm_changes_them(monkeypatch):
     from sparrow.vllm import patches
 
     stale, done = [], []
@@ -282,7 +286,7 @@ def test_a_copy_of_the_weights_is_made_again_whichever_way_vllm_changes_them(mon
 
 
 @pytest.mark.parametrize("name", ["structured_outputs", "min_p", "logit_bias"])
-def test_requests_that_drafts_do_not_serve_are_refused_by_name(name):
+def test_requests_unsupported_by_drafts_are_refused_by_name(name):
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import StructuredOutputsParams
@@ -306,11 +310,11 @@ def test_requests_that_drafts_do_not_serve_are_refused_by_name(name):
         match=f"^mode 'lossless' does not support {name}, got .*; leave {name} out, or start",
     ):
         asked._validate_spec_decode(ours)
-    with contextlib.suppress(VLLMValidationError):  # vLLM's own word, where it has one
+    with contextlib.suppress(VLLMValidationError):  # vLLM's own message, if it has one
         asked._validate_spec_decode(other)
 
 
-def test_acceptance_is_counted_in_the_buckets_that_read_it():
+def test_acceptance_is_counted_in_the_buckets_used_for_reading():
     from sparrow.mismatch import drafts
     from sparrow.vllm.lossless import meter
 

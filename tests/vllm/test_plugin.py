@@ -1,4 +1,4 @@
-"""The plugin's parts on their own; only what is marked so needs vLLM itself."""
+"""The parts of the plugin on their own; only tests marked accordingly need vLLM itself."""
 
 import contextlib
 import importlib
@@ -73,14 +73,14 @@ def step(
         (dict(dense_layers=(0, 2), top_k=(9,), bin_tokens=32), None),
     ],
 )
-def test_a_schedule_to_meter_reads_the_cache_of_drafts(other, message):
+def test_a_meter_schedule_must_fit_the_draft_cache(other, message):
     made = runtime()
     refused = pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext()
     with refused:
         made.check_metered(SCHEDULE.replace(**other))
 
 
-def test_steps_under_another_table_are_not_counted():
+def test_steps_with_a_different_schedule_are_not_counted():
     made, other = runtime(), SCHEDULE.replace(top_k=(7,))
     step(made, lengths(100, 30))
     with made.uncounted(made.pages.of(other)):
@@ -90,7 +90,7 @@ def test_steps_under_another_table_are_not_counted():
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.25.0"])
-def test_other_versions_are_refused_by_name(version, monkeypatch):
+def test_unsupported_versions_are_refused_by_name(version, monkeypatch):
     monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", version)
     message = f"does not run in vLLM {version}; install 'vllm{versions.SUPPORTED}'"
     with pytest.raises(ConfigError, match=message):
@@ -101,18 +101,18 @@ def test_other_versions_are_refused_by_name(version, monkeypatch):
     "version, on_cpu",
     [("0.26.0", 0), ("0.31.2", 0), ("0.32.0rc1", 1), ("0.33.1+cpu", 1), ("0.41.0", 0)],
 )
-def test_versions_that_it_runs_in_are_taken(version, on_cpu, monkeypatch):
+def test_supported_versions_are_accepted(version, on_cpu, monkeypatch):
     monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", version)
     versions.check(on_cpu)
 
 
-def test_the_extra_installs_what_sparrow_runs_in():
+def test_the_extra_installs_the_supported_versions():
     project = Path(versions.__file__).parents[2] / "pyproject.toml"
     extras = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
     assert extras["vllm"] == [f"vllm{versions.SUPPORTED}"]
 
 
-def test_a_worker_of_another_version_is_refused_before_it_takes_memory(monkeypatch):
+def test_a_worker_with_an_unsupported_version_is_refused_before_it_allocates_memory(monkeypatch):
     monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", "0.25.1")
     monkeypatch.setattr(config, "requested", lambda of: Decoding.lossy(SCHEDULE))
     from sparrow.vllm import patches
@@ -123,7 +123,7 @@ def test_a_worker_of_another_version_is_refused_before_it_takes_memory(monkeypat
         )
 
 
-def test_the_cache_is_viewed_as_kernels_want_it():
+def test_the_cache_is_viewed_in_the_layout_of_the_kernels():
     blocks, K, N, D = 3, 2, 32, 4
     k, v = torch.randn(2, blocks, K, N, D)
     side_by_side = torch.cat([k, v], -1)
@@ -141,7 +141,7 @@ def test_the_cache_is_viewed_as_kernels_want_it():
         versions.cpu_key_value(cache, "amx")
 
 
-def test_where_a_schedule_reads_the_cache_a_cpu_takes_kernels_that_leave_keys_in_order(monkeypatch):
+def test_sparse_engines_on_a_cpu_use_kernels_that_keep_keys_in_order(monkeypatch):
     pytest.importorskip("vllm.version")
     from sparrow.vllm import cpu
 
@@ -161,13 +161,13 @@ def test_where_a_schedule_reads_the_cache_a_cpu_takes_kernels_that_leave_keys_in
     assert cpu.CpuBuilder("spec", ["layer"], None, "cpu").isa == "amx" and len(told) == 1
 
 
-def test_workers_that_would_not_find_the_plugin_are_refused(monkeypatch):
+def test_workers_that_cannot_find_the_plugin_are_refused(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     with pytest.raises(ConfigError, match=r"VLLM_PLUGINS=other.*add 'sparrow' to VLLM_PLUGINS"):
         engine.check_discoverable()
 
 
-def test_page_counts_of_a_step():
+def test_page_counts_of_a_step_by_hand():
     made = runtime()
     # A length of 64 fills four pages and is in the second bin already, as the published edges are.
     assert step(made, lengths(0, 48, 49, 63, 64, 400)).tolist() == [ALL_PAGES, 2, 4, 4, 4, 4]
@@ -182,13 +182,13 @@ def test_page_counts_of_a_step():
     assert step(made, lengths(96, 97, 400)).tolist() == [7, 8, 9]
     made.set_schedule(
         SparsitySchedule.dense(dense_layers=(5,), page_size=8)
-    )  # reads everything, so no layout matters
+    )  # reads everything, so the layout does not matter
     assert step(made, lengths(1)).tolist() == [ALL_PAGES]
     with pytest.raises(ConfigError, match=r"'page_size': 16.*'page_size': 8"):
         made.set_schedule(SCHEDULE.replace(page_size=8))
 
 
-def test_the_settings_of_lossless_mode_are_told():
+def test_settings_of_lossless_mode_are_reported():
     asked = Decoding.lossless(
         SCHEDULE, draft_tokens=3, adapt_draft_tokens=False, meter_schedule=SCHEDULE
     )
@@ -199,7 +199,7 @@ def test_the_settings_of_lossless_mode_are_told():
     assert runtime().describe()["mode"] == "lossy" and "draft_tokens" not in runtime().describe()
 
 
-def test_page_counts_stay_where_a_graph_captured_them():
+def test_page_counts_keep_the_address_captured_by_a_graph():
     made = runtime()
     first = step(made, lengths(48, 64))
     made.set_schedule(SCHEDULE.replace(top_k=(1, 9)))
@@ -230,7 +230,7 @@ def test_counters_by_hand():
     assert made.counters()["dense_rows_schedule"] == 1
 
 
-def test_counters_know_which_budget_drafts_read():
+def test_counters_use_the_budget_of_the_drafts():
     decoding = Decoding.lossless(
         SparsitySchedule.fixed(5, dense_layers=()), adapt_draft_budget=True
     )
@@ -246,13 +246,13 @@ def test_counters_know_which_budget_drafts_read():
     counts = made.counters()
     assert (counts["pages_read"], counts["drafted"]) == (8 + 4 + 4 + 16, 4)
     made.set_schedule(SparsitySchedule.fixed(9, dense_layers=()))
-    assert step(made, lengths(400)).tolist() == [21]  # of the new schedule twice as much, too
+    assert step(made, lengths(400)).tolist() == [21]  # the new schedule is doubled as well
     assert made.counters()["pages_read"] == 24
     assert not any(made.counters().values())
 
 
 @pytest.mark.parametrize("passes", [1, PLAIN_PASSES - 1, PLAIN_PASSES, 2 * PLAIN_PASSES + 3])
-def test_passes_without_drafts_are_counted_whenever_they_are_summed(passes):
+def test_passes_without_drafts_are_counted_regardless_of_when_they_are_summed(passes):
     made = Runtime(
         Decoding.lossless(SCHEDULE), max_rows=8, max_length=400, device=torch.device("cpu")
     )
@@ -272,13 +272,13 @@ def test_passes_without_drafts_are_counted_whenever_they_are_summed(passes):
 UNEVEN = SCHEDULE.replace(head_budgets=((1,) * 4, (0, 1, 2, 3), (0.5, 0.5, 0.5, 0.5), (0, 1, 1, 2)))
 
 
-def test_counters_count_what_the_mean_head_reads():
+def test_counters_use_the_mean_over_heads():
     made = runtime(UNEVEN, sparse=3, dense=1)
     step(made, lengths(400, 40))  # 400: 4 pages on average and three more, of 25; 40: all 3
     counts = made.counters()
     assert counts["tokens_read"] == 440 + 3 * (16 * 7 + 40) and counts["pages_read"] == 3 * (7 + 3)
     assert counts["dense_rows_short"] == 1
-    step(made, lengths(100))  # of 7 pages, some heads keep 3 and some all
+    step(made, lengths(100))  # some heads keep 3 of 7 pages and some all
     kept = [3, 7, 7, 7, 5, 5, 5, 5, 3, 7, 7, 7]
     counts = made.counters()
     assert counts["tokens_read"] == int(100 + 3 * np.mean([min(100, 16 * n) for n in kept]))
@@ -304,7 +304,7 @@ def test_a_running_engine_keeps_its_budgets():
         made.check_metered(SCHEDULE)
 
 
-def test_a_worker_has_the_budgets_of_its_heads():
+def test_a_worker_uses_the_budgets_of_its_own_heads():
     made = runtime(UNEVEN)
     assert made.head_budgets(1, 4, 0, 1).tolist() == [0, 256, 512, 768]
     assert [made.head_budgets(1, 2, rank, 2).tolist() for rank in range(2)] == [
@@ -317,7 +317,7 @@ def test_a_worker_has_the_budgets_of_its_heads():
         [512],
         [768],
     ]
-    copies = [made.head_budgets(3, 1, rank, 8) for rank in range(8)]  # a head on two ranks each
+    copies = [made.head_budgets(3, 1, rank, 8) for rank in range(8)]  # each head on two ranks
     assert [int(x) for x in copies] == [0, 0, 256, 256, 256, 256, 512, 512] and copies[
         0
     ].dtype == torch.int32
@@ -328,7 +328,7 @@ def test_a_worker_has_the_budgets_of_its_heads():
 @given(
     st.lists(st.lists(st.integers(0, 400), min_size=1, max_size=8), max_size=6), st.integers(1, 64)
 )
-def test_counters_add_up_over_any_steps(steps, bin_pages):
+def test_counters_add_up_over_any_sequence_of_steps(steps, bin_pages):
     schedule = SCHEDULE.replace(bin_tokens=16 * bin_pages, top_k=(1, 2, 5))
     made = runtime(schedule, sparse=2, dense=2)
     for each in steps:
@@ -348,12 +348,12 @@ def test_counters_add_up_over_any_steps(steps, bin_pages):
         ("FULL_DECODE_ONLY", 60, "Steps of 57 to 60 sequences .* set max_num_seqs to 56 or 64"),
         ("FULL_AND_PIECEWISE", 3, "Steps of 3 to 3 sequences .* set max_num_seqs to 2 or 4"),
         ("FULL_DECODE_ONLY", 64, ""),
-        ("FULL_DECODE_ONLY", 1000, ""),  # above all sizes that vLLM captures, as its default is
+        ("FULL_DECODE_ONLY", 1000, ""),  # larger than any captured size, as its default is
         ("FULL", 60, ""),
         ("NONE", 60, ""),
     ],
 )
-def test_batches_that_no_graph_holds_are_named_in_the_log(mode, most, said, monkeypatch):
+def test_batches_not_covered_by_a_graph_are_logged(mode, most, said, monkeypatch):
     vllm = pytest.importorskip("vllm.config")
     warnings = []
     logger = SimpleNamespace(info=lambda text: None, warning=warnings.append)
@@ -372,7 +372,7 @@ def test_batches_that_no_graph_holds_are_named_in_the_log(mode, most, said, monk
     assert len(warnings) == bool(said) and re.match(said, "".join(warnings))
 
 
-def test_kernels_are_those_asked_for_or_the_best_that_can(monkeypatch):
+def test_kernels_are_the_requested_ones_or_the_best_supported(monkeypatch):
     def asked(additional):
         return config.kernels(SimpleNamespace(additional_config=additional))
 
@@ -388,9 +388,7 @@ def test_kernels_are_those_asked_for_or_the_best_that_can(monkeypatch):
         asked({"sparrow_kernels": "flash"})
 
 
-def test_a_schedule_comes_from_the_config_first_and_from_the_environment_otherwise(
-    monkeypatch, tmp_path
-):
+def test_a_schedule_in_the_config_overrides_the_environment(monkeypatch, tmp_path):
     def asked(additional):
         decoding = config.requested(SimpleNamespace(additional_config=additional))
         return decoding and decoding.schedule
@@ -428,9 +426,7 @@ def test_a_schedule_comes_from_the_config_first_and_from_the_environment_otherwi
         (' {"mode": "lossless", "draft_tokens": 4}', "", Decoding.lossless(draft_tokens=4)),
     ],
 )
-def test_the_environment_says_the_mode_and_what_is_read_or_drafted(
-    mode, schedule, expected, monkeypatch
-):
+def test_the_environment_specifies_mode_and_schedule(mode, schedule, expected, monkeypatch):
     monkeypatch.setenv("SPARROW_MODE", mode)
     monkeypatch.setenv("SPARROW_SCHEDULE", schedule)
     assert config.from_environment() == expected
@@ -522,14 +518,14 @@ def vllm_config(model=None, **parts):
         ),
     ],
 )
-def test_what_would_be_dense_or_wrong_is_refused_by_name(wrong, message):
+def test_configurations_that_would_be_dense_or_wrong_are_refused_by_name(wrong, message):
     config.check_supported(vllm_config(), Decoding.lossy(SCHEDULE), on_cpu=True)
     with pytest.raises((UnsupportedModel, ConfigError), match=message):
         config.check_supported(vllm_config(**wrong), Decoding.lossy(SCHEDULE), on_cpu=True)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_lossless_mode_takes_fp8_caches_alone(monkeypatch, on_cpu):
+def test_lossless_mode_accepts_fp8_but_not_int8_caches(monkeypatch, on_cpu):
     monkeypatch.setattr("sparrow.vllm.lossless.setup.check_supported", lambda _: None)
     for name in ("fp8", "fp8_e4m3", "int8_per_token_head"):
         made = vllm_config(cache_config=SimpleNamespace(cache_dtype=name))
@@ -543,7 +539,7 @@ def test_lossless_mode_takes_fp8_caches_alone(monkeypatch, on_cpu):
         config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu)
 
 
-def test_what_an_fp8_cache_is_and_clips_is_told(monkeypatch):
+def test_an_fp8_cache_is_reported_with_its_clipped_values(monkeypatch):
     made, said = runtime(), []
     worker = SimpleNamespace(
         vllm_config=SimpleNamespace(
@@ -591,7 +587,7 @@ def test_what_an_fp8_cache_is_and_clips_is_told(monkeypatch):
         )
 
 
-def test_what_an_int8_cache_is_is_told():
+def test_an_int8_cache_is_reported():
     made = runtime()
     made.cache.in_8_bits = torch.int8
     assert (
@@ -608,12 +604,12 @@ def test_what_an_int8_cache_is_is_told():
         control.sparrow_renew_kv_scales(worker)
 
 
-def test_in_lossless_mode_an_fp8_cache_has_vllms_scales(monkeypatch):
+def test_an_fp8_cache_uses_vllms_scales_in_lossless_mode(monkeypatch):
     decoding = Decoding.lossless(SCHEDULE)
     made = Runtime(decoding, 4, 100, torch.device("cpu"))
     made.cache.in_8_bits = torch.float8_e4m3fn
     made.drafting.meter = SimpleNamespace(metered=None)
-    monkeypatch.setattr(made, "acceptance", dict)  # the meter has nothing to tell
+    monkeypatch.setattr(made, "acceptance", dict)  # the meter has no data
     cache = made.cache.fp8 = fp8.Fp8Cache(torch.device("cpu"), sets_scales=False)
     for of_layer, expected in (
         (torch.tensor(0.25), [0.25, 0.25]),
@@ -655,8 +651,8 @@ def test_in_lossless_mode_an_fp8_cache_has_vllms_scales(monkeypatch):
         )
 
 
-def test_a_schedule_that_is_measured_on_the_way_is_said_at_start(monkeypatch):
-    pytest.importorskip("vllm.triton_utils")  # it logs, too, when it is imported
+def test_a_meter_schedule_is_logged_at_start(monkeypatch):
+    pytest.importorskip("vllm.triton_utils")  # importing it logs as well
     other = SCHEDULE.replace(top_k=(3, 5))
     decoding = Decoding.lossless(SCHEDULE, meter_schedule=other, meter_every=7)
     made = Runtime(decoding, 4, 100, torch.device("cpu"))
@@ -674,7 +670,7 @@ def test_a_schedule_that_is_measured_on_the_way_is_said_at_start(monkeypatch):
     )
 
 
-def test_heads_that_kernels_do_not_take_are_refused_on_a_gpu_alone():
+def test_unsupported_head_sizes_are_refused_only_on_a_gpu():
     odd = vllm_config(dict(get_head_size=lambda: 48))
     config.check_supported(odd, Decoding.lossy(SCHEDULE), on_cpu=True)
     config.check_supported(vllm_config(), Decoding.lossy(SCHEDULE), on_cpu=False)
@@ -694,7 +690,7 @@ def test_heads_that_kernels_do_not_take_are_refused_on_a_gpu_alone():
         (dict(kv_sharing_target_layer_name="model.layers.0"), "a KV cache shared"),
     ],
 )
-def test_layers_with_another_attention_are_refused_by_name(wrong, message):
+def test_layers_with_a_different_attention_are_refused_by_name(wrong, message):
     plain = dict(
         kv_cache_dtype="auto",
         sliding_window=None,
@@ -709,7 +705,7 @@ def test_layers_with_another_attention_are_refused_by_name(wrong, message):
         config.check_layer(plain | wrong)
 
 
-def test_find_looks_through_a_models_layers():
+def test_the_runtime_is_found_among_the_layers_of_a_model():
     made = runtime()
     layers = {
         "a": object(),
@@ -721,7 +717,7 @@ def test_find_looks_through_a_models_layers():
         assert find(of) is expected
 
 
-def test_weight_files_carry_every_tensor_and_leave_nothing(monkeypatch):
+def test_weight_files_contain_every_tensor_and_are_deleted(monkeypatch):
     monkeypatch.setattr(client, "CHUNK_BYTES", 70)
     weights = {
         f"w{i}": torch.randn(5, 3).T if i % 2 else torch.randn(7, dtype=torch.bfloat16)
@@ -738,7 +734,7 @@ def test_weight_files_carry_every_tensor_and_leave_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("free, in_memory", [(64, False), (10**6, True)])
-def test_weights_that_shared_memory_cannot_hold_go_to_the_disk(
+def test_weights_too_large_for_shared_memory_are_written_to_disk(
     monkeypatch, tmp_path, free, in_memory
 ):
     (shared := tmp_path / "shared").mkdir()
@@ -750,7 +746,7 @@ def test_weights_that_shared_memory_cannot_hold_go_to_the_disk(
 
 
 @pytest.mark.parametrize("as_text", [True, False], ids=["0.26", "0.32"])
-def test_a_servers_lists_are_cut_and_sorted(as_text):
+def test_lists_from_a_server_are_truncated_and_sorted(as_text):
     def entry(token, logprob):
         return (
             {"token": f"token_id:{token}", "logprob": logprob}
@@ -758,7 +754,7 @@ def test_a_servers_lists_are_cut_and_sorted(as_text):
             else {"token_id": token, "logprob": logprob}
         )
 
-    def position(sampled, *best):  # the sampled token in front, three entries in all
+    def position(sampled, *best):  # the sampled token first, three entries in all
         return {**entry(*sampled), "top_logprobs": [entry(*e) for e in (sampled, *best)][:3]}
 
     content = [
@@ -777,7 +773,7 @@ def test_a_servers_lists_are_cut_and_sorted(as_text):
     assert rollout.top_logprobs.ravel().tolist() == pytest.approx([-0.1, -0.2] * 2)
 
 
-def test_no_server_is_one_clear_sentence():
+def test_an_unreachable_server_is_reported_in_one_sentence():
     with pytest.raises(
         EngineError, match=r"no vLLM server answers at http://localhost:9 .*start one"
     ):
@@ -813,8 +809,8 @@ def engine_arguments(**given):
         ({"attention_config": SimpleNamespace(backend=None)}, "CUSTOM"),
     ],
 )
-def test_an_engine_asked_by_the_environment_is_settled_as_if_asked_by_its_config(given, backend):
-    """Also where a plain engine came first, so that FlashAttention is not Sparrow's."""
+def test_the_environment_configures_an_engine_like_its_config_does(given, backend):
+    """This also holds if a plain engine started first, so that FlashAttention is not Sparrow's."""
     made = engine_arguments(**given, additional_config={"theirs": 1})
     config.settle(made, Decoding.lossy(SCHEDULE), on_cpu=False)
     assert made.attention_backend == backend and made.additional_config["theirs"] == 1
@@ -827,7 +823,7 @@ def test_an_engine_asked_by_the_environment_is_settled_as_if_asked_by_its_config
     assert on_cpu.attention_backend is None
 
 
-def test_flash_attention_is_stock_again_for_an_engine_that_was_not_asked(monkeypatch):
+def test_flash_attention_is_stock_again_for_an_engine_without_sparrow(monkeypatch):
     vllm = pytest.importorskip("vllm")
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends import flash_attn
@@ -845,7 +841,7 @@ def test_flash_attention_is_stock_again_for_an_engine_that_was_not_asked(monkeyp
         assert cuda.CudaFlashBackend.supports_kv_cache_dtype("int8_per_token_head")
 
 
-def test_the_environment_is_what_it_was_whatever_happens_inside(monkeypatch):
+def test_the_environment_is_restored_even_after_an_exception(monkeypatch):
     monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:3")
     monkeypatch.delenv("SPARROW_MODE", raising=False)
     with (
@@ -880,7 +876,7 @@ def test_every_name_that_is_patched_exists_with_the_parameters_relied_on():
             assert set(patch.parameters) <= set(inspect.signature(stock).parameters), patch.target
 
 
-def test_a_patch_of_a_name_that_moved_stops_with_its_name(monkeypatch):
+def test_patching_a_missing_name_fails_with_that_name(monkeypatch):
     vllm = pytest.importorskip("vllm")
     from sparrow.vllm import patches
 
@@ -896,7 +892,7 @@ def test_a_patch_of_a_name_that_moved_stops_with_its_name(monkeypatch):
 
     patches.apply(patch(versions="<0.1"))
     assert vllm.sparrow_test is stock
-    for _ in range(2):  # the second time changes nothing
+    for _ in range(2):  # the second call changes nothing
         patches.apply(patch())
         assert vllm.sparrow_test(1) == 2
     monkeypatch.setattr(vllm, "sparrow_test", stock)
@@ -907,9 +903,9 @@ def test_a_patch_of_a_name_that_moved_stops_with_its_name(monkeypatch):
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_a_worker_is_watched_whoever_calls_its_runner(drafts, monkeypatch):
-    """Ray's executor calls the model runner itself; warm-up steps preempt nothing and are no
-    user's. Once they are over, the engine is checked.
+def test_preemptions_are_counted_whichever_executor_calls_the_runner(drafts, monkeypatch):
+    """Ray's executor calls the model runner itself. Warm-up steps preempt nothing and do not belong
+    to a user; the engine is checked once they are over.
     """
     from sparrow.vllm import patches, selfcheck
 

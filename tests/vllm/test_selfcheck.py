@@ -1,5 +1,5 @@
-"""The self-check of an engine at start, in real vLLM engines on CPU: each thing that it checks is
-broken once. Lossless mode: ``selfcheck_cases.py``.
+"""The self-check of an engine at start, in real vLLM engines on CPU: everything that it checks is
+broken once. Lossless mode is covered by ``selfcheck_cases.py``.
 """
 
 import json
@@ -29,7 +29,7 @@ def check(worker):
 
 
 def double_queries(monkeypatch):
-    """Have decode steps attend with twice their queries, which only a whole step can show."""
+    """Make decode steps attend with doubled queries, which only a full step can reveal."""
     from sparrow.vllm import backend
 
     monkeypatch.setattr(selfcheck, "check_layers", lambda *_: 0.0)
@@ -42,7 +42,7 @@ def double_queries(monkeypatch):
 
 
 def log_of(monkeypatch):
-    """What Sparrow says in vLLM's log from now on."""
+    """Record Sparrow's messages in vLLM's log from now on."""
     from vllm import logger
 
     said, init = [], logger.init_logger
@@ -71,18 +71,18 @@ def worker(sparrow):
     return worker_of(sparrow)
 
 
-# --- engines that are as they should be ---
+# --- engines without defects ---
 
 
 @pytest.mark.slow
-def test_an_engine_says_at_start_that_it_checked_itself(sparrow):
+def test_an_engine_logs_its_self_check_at_start(sparrow):
     [line] = [line for line in sparrow.said if "self-check" in line]
     assert f"with vLLM {vllm.__version__} and torch {torch.__version__}" in line
     assert "found exact on GPUs before: vLLM 0.26, 0.29, " in line
 
 
 @pytest.mark.slow
-def test_the_check_leaves_nothing_behind(sparrow, worker):
+def test_the_check_leaves_no_state_behind(sparrow, worker):
     check(worker)
     for layer in selfcheck.layers_of(worker.vllm_config):
         assert not selfcheck._bytes_of(layer).any()
@@ -90,7 +90,7 @@ def test_the_check_leaves_nothing_behind(sparrow, worker):
     assert "compute_logits" not in vars(worker.model_runner.model)
 
 
-# --- engines that are not ---
+# --- engines with defects ---
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_landmarks_one_block_off_are_refused(worker, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_wrong_scale_of_scores_is_refused(worker, monkeypatch):
+def test_a_wrong_score_scale_is_refused(worker, monkeypatch):
     for layer in selfcheck.layers_of(worker.vllm_config):
         impl = layer.impl
         monkeypatch.setattr(impl, "forward", rescaled(impl, impl.scale * 1.1))
@@ -119,7 +119,7 @@ def test_a_wrong_scale_of_scores_is_refused(worker, monkeypatch):
 
 
 def rescaled(impl, scale):
-    """``impl.forward`` with another scale."""
+    """Return ``impl.forward`` with a different scale."""
     stock, right = impl.forward, impl.scale
 
     def forward(*arguments):
@@ -133,7 +133,7 @@ def rescaled(impl, scale):
 
 
 @pytest.mark.slow
-def test_a_wrong_scale_of_the_cache_is_refused(sparrow, worker, monkeypatch):
+def test_a_wrong_cache_scale_is_refused(sparrow, worker, monkeypatch):
     from sparrow.attention import CacheScales
     from sparrow.vllm import backend
 
@@ -151,7 +151,7 @@ def test_a_wrong_scale_of_the_cache_is_refused(sparrow, worker, monkeypatch):
 
 
 @pytest.mark.slow
-def test_storing_outside_of_a_block_is_refused(worker, monkeypatch):
+def test_storing_outside_a_block_is_refused(worker, monkeypatch):
     from sparrow.vllm.cpu import CpuImpl
 
     stock = CpuImpl.do_kv_cache_update
@@ -166,13 +166,13 @@ def test_storing_outside_of_a_block_is_refused(worker, monkeypatch):
 
 
 def moved(cache):
-    """A cache like this one, elsewhere in memory."""
+    """Return a copy of this cache elsewhere in memory."""
     storage = cache.untyped_storage().clone()
     return cache.new_empty(0).set_(storage, cache.storage_offset(), cache.shape, cache.stride())
 
 
 @pytest.mark.slow
-def test_views_of_a_cache_that_is_gone_are_refused(worker, monkeypatch):
+def test_views_of_a_replaced_cache_are_refused(worker, monkeypatch):
     check(worker)
     for layer in selfcheck.layers_of(worker.vllm_config):
         monkeypatch.setattr(layer, "kv_cache", moved(layer.kv_cache))
@@ -207,7 +207,7 @@ def test_a_renamed_parameter_is_refused_before_memory_is_taken(name, folder, mon
         pass
 
 
-def test_names_are_looked_for_in_classes_dataclasses_and_functions():
+def test_names_are_looked_up_in_classes_dataclasses_and_functions():
     selfcheck.check_name("vllm.v1.core.sched.output:SchedulerOutput", ("finished_req_ids",))
     selfcheck.check_name("vllm.v1.worker.worker_base:WorkerBase.compile_or_warm_up_model")
     with pytest.raises(ConfigError, match="SchedulerOutput has no parameter 'renamed'"):
@@ -219,7 +219,7 @@ def test_names_are_looked_for_in_classes_dataclasses_and_functions():
 # --- what is compared ---
 
 
-def test_distance_is_relative_to_the_spread_of_log_probs():
+def test_the_distance_is_relative_to_the_spread_of_log_probs():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 5000, generator=generator)
     other = logits + 0.01 * torch.randn(3, 5000, generator=generator)
@@ -231,10 +231,10 @@ def test_distance_is_relative_to_the_spread_of_log_probs():
     assert not selfcheck.distance(torch.full_like(other, torch.nan), other) <= 1
 
 
-# --- what was run ---
+# --- tested versions ---
 
 
-def test_versions_said_to_be_exact_are_those_that_were_found_so():
+def test_versions_listed_as_exact_match_the_results():
     found = {}
     for path in RESULTS.glob("*.json"):
         result = json.loads(path.read_text())
@@ -245,7 +245,7 @@ def test_versions_said_to_be_exact_are_those_that_were_found_so():
     assert dict(sorted(found.items())) == versions.PROVEN
 
 
-def test_a_version_that_was_never_run_is_supported(monkeypatch):
+def test_an_untested_version_is_supported(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.41.0")
     versions.check(on_cpu=False)
     assert "vLLM 0.41.0 and torch" in versions.known()

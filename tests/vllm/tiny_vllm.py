@@ -19,7 +19,7 @@ from sparrow.schedule import SparsitySchedule
 from tests.conftest import VOCAB, tiny_model
 
 torch.set_num_threads(1)
-# Before vLLM reads them: threads that others may use too, nothing compiled, nothing fetched.
+# Set before vLLM reads them: few threads, no compilation, no downloads.
 for name, value in dict(
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -47,15 +47,15 @@ CACHE_IN_8_BITS = pytest.mark.skipif(
 
 
 def checkpoint(folder: Path, **changes: Any) -> PreTrainedModel:
-    """A random model, written to ``folder`` as well."""
+    """Return a random model that is also written to ``folder``."""
     model = tiny_model(**changes)
     model.save_pretrained(folder)
     return model
 
 
 def discoverable(folder: Path) -> str:
-    """A ``PYTHONPATH`` with which other processes find the plugin, also in a checkout that was not
-    installed.
+    """Return a ``PYTHONPATH`` with which other processes find the plugin, even in a checkout that
+    is not installed.
     """
     path = [str(Path(__file__).parents[2]), *sys.path]
     if not entry_points(group="vllm.general_plugins", name="sparrow"):
@@ -70,7 +70,7 @@ def discoverable(folder: Path) -> str:
 
 
 def on_v2(folder: Path) -> str:
-    """The same, for processes that are to run vLLM's V2 model runner, which lossless mode needs."""
+    """Return the same for processes that run vLLM's V2 model runner, which lossless mode needs."""
     (folder / "sitecustomize.py").write_text("import tests.vllm.v2_on_cpu\n")
     return os.pathsep.join([str(folder), discoverable(folder)])
 
@@ -96,7 +96,7 @@ def same_tokens(a: list[Rollout], b: list[Rollout]) -> bool:
 
 
 def logprob_gap(a: list[Any], b: list[Any]) -> float:
-    """Largest difference of the sampled tokens' log-probs, over rollouts or scores of the same
-    tokens.
+    """Return the largest difference of log-probs of the sampled tokens, over rollouts or scores of
+    the same tokens.
     """
     return max(float(np.abs(x.logprobs - y.logprobs).max()) for x, y in zip(a, b, strict=True))

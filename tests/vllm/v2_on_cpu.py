@@ -1,8 +1,8 @@
-"""vLLM's V2 model runner on a CPU, which GPUs run by default: its Triton kernels in Triton's
+"""Runs vLLM's V2 model runner, the default on GPUs, on a CPU with its Triton kernels in Triton's
 interpreter.
 
-Import it before vLLM. vLLM asks only whether Triton has a backend for the device; nothing is
-compiled.
+Import this module before vLLM. vLLM only checks whether Triton has a backend for the device;
+nothing is compiled.
 """
 
 import os
@@ -23,8 +23,8 @@ _patch_tensor = interpreter._patch_lang_tensor
 
 
 def _patched_tensor(tensor, scope):
-    """numpy 2.4 makes no number of an array with one element any more; Triton 3.6's interpreter
-    relies on that.
+    """Convert an array with one element to a number, which numpy 2.4 no longer does and Triton
+    3.6's interpreter relies on.
     """
     _patch_tensor(tensor, scope)
     for name in ("__index__", "__int__"):

@@ -1,5 +1,5 @@
-"""What can be held about the CUDA kernel without a GPU: it compiles, and says why where it cannot
-serve.
+"""Tests of the CUDA kernel that need no GPU: it compiles, and refuses unsupported devices with a
+reason.
 """
 
 import ctypes
@@ -69,7 +69,7 @@ def test_the_source_compiles_for_hopper(changes, cache, FP8_LANDMARKS):
     ],
 )
 @pytest.mark.parametrize("items", [8, 512])
-def test_shipped_configurations_spill_nothing_and_their_programs_fit_side_by_side(
+def test_shipped_configurations_do_not_spill_and_fit_their_programs_per_multiprocessor(
     items, D, G, cache, FP8_LANDMARKS
 ):
     pytest.importorskip("cuda.bindings.nvrtc")
@@ -90,7 +90,7 @@ def test_shipped_configurations_spill_nothing_and_their_programs_fit_side_by_sid
     assert 64 < registers * 32 * config.warps * config.resident <= 65536
 
 
-def test_the_launcher_hands_over_what_the_source_declares():
+def test_the_launcher_passes_the_fields_that_the_source_declares():
     source = Path(launch.__file__).with_name("program.cuh").read_text()
     declared = re.search(r"struct Args \{(.*?)\};", source, re.DOTALL)[1]
     kinds = {"float": ctypes.c_float, "int": ctypes.c_int, "i64": ctypes.c_longlong}
@@ -103,7 +103,7 @@ def test_the_launcher_hands_over_what_the_source_declares():
     assert tuple(fields) == launch._Arguments._fields_
 
 
-def test_the_compilers_words_reach_the_user():
+def test_compiler_errors_reach_the_user():
     pytest.importorskip("cuda.bindings.nvrtc")
     with pytest.raises(RuntimeError, match=r'decode\.cu did not compile.*"WARPS" is undefined'):
         compiled(
@@ -123,13 +123,13 @@ def test_the_compilers_words_reach_the_user():
         (dict(FP8_CACHE=1, INT8_CACHE=1), "the cache has one format"),
     ],
 )
-def test_what_the_source_takes_for_granted_is_said_where_it_does_not_hold(changed, reason):
+def test_violated_assumptions_of_the_source_are_reported(changed, reason):
     pytest.importorskip("cuda.bindings.nvrtc")
     with pytest.raises(RuntimeError, match=reason):
         compiled("decode.cu", tuple((DEFINES | changed).items()), "sm_90")
 
 
-def test_a_gpu_that_is_not_there_is_named():
+def test_devices_other_than_hopper_gpus_are_refused():
     assert "needs a Hopper GPU" in unsupported_reason(
         16, 128, 2, torch.bfloat16, torch.device("cpu")
     )
@@ -152,7 +152,7 @@ def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacit
     assert config.parts == 1 or division.extra_programs == (config.parts - 1) * items
 
 
-def test_the_shared_memory_holds_what_the_source_lays_out():
+def test_shared_memory_is_large_enough_for_the_layout_of_the_source():
     ring, bins, candidates, words = 4 * 3 * 2 * 16 * 256, 4 * 1024, 8 * 256, 4 * (3 * 4 + 2)
     assert (
         CudaConfig(4, 3, 2).shared_bytes(256, 2560)

@@ -46,8 +46,8 @@ from tests.conftest import tiny_model  # noqa: E402
 
 @dataclass
 class Case:
-    """What ``teacher_forced`` takes, on ``DEVICE``, and the gradient of its result; NaN outside the
-    sequences.
+    """The arguments of ``teacher_forced`` on ``DEVICE`` and the gradient of its result; NaN outside
+    the sequences.
     """
 
     q: torch.Tensor
@@ -64,7 +64,7 @@ class Case:
     def results(
         self, implementation: str, dtype: torch.dtype, device: str = DEVICE
     ) -> list[torch.Tensor]:
-        """Output and gradients of q, k and v, in float64 on the CPU; the reference is given 1 in
+        """Return output and gradients of q, k and v in float64 on the CPU; the reference reads 1 in
         place of NaN.
         """
         outside = 1.0 if implementation == "reference" else float("nan")
@@ -98,8 +98,8 @@ def make_case(
     dtype: torch.dtype = torch.float16,
     seed: int = 0,
 ) -> Case:
-    """``rows`` are (start, length, prompt); ``top_k`` None: another number of pages at every
-    column.
+    """Build a case from ``rows`` of (start, length, prompt); without ``top_k`` every column has a
+    different number of pages.
     """
     generator = torch.Generator().manual_seed(seed)
     T = max(start + length for start, length, _ in rows) + 3
@@ -146,7 +146,7 @@ def check(case: Case, dtype: torch.dtype) -> None:
 
 
 def kept(case: Case) -> torch.Tensor:
-    """What the kernels select: bool ``[B, K, T, N]`` by position."""
+    """Return the selection of the kernels: bool ``[B, K, T, N]`` by position."""
     call = Call(case.q, case.k, case.v, case.start, case.length, case.layout, 1.0)
     masks, lists, counts = call.select(case.prompt, case.top_k, case.budgets)
     for mask, pages, count in zip(
@@ -161,7 +161,7 @@ def kept(case: Case) -> torch.Tensor:
 
 
 def expected_pages(case: Case, b: int) -> torch.Tensor:
-    """The same for row b by the definition, bool ``[K, length, N of the row]``."""
+    """Return the selection of row b by definition: bool ``[K, length, N of the row]``."""
     start, length, P = int(case.start[b]), int(case.length[b]), case.layout.page_size
     own = slice(start, start + length)
     q, k = case.q[b : b + 1, :, own].cpu(), case.k[b : b + 1, :, own].cpu()
@@ -190,12 +190,12 @@ ROWS = [(0, 46, 11), (5, 33, 1), (2, 1, 1)]
 
 
 @pytest.mark.parametrize(("G", "page_size"), [(1, 4), (2, 8), (3, 4), (8, 16)])
-def test_selects_what_decoding_selects(G, page_size):
+def test_it_selects_the_same_pages_as_decoding(G, page_size):
     check_selection(make_case(ROWS, K=1, G=G, D=16, layout=PageLayout(page_size)))
 
 
 @pytest.mark.parametrize("budgets", [(0, 4 * 256), (384, 128), (64 * 256, 1)])
-def test_heads_have_budgets_of_their_own(budgets):
+def test_each_head_has_its_own_budget(budgets):
     case = make_case(ROWS, G=2, D=16, layout=PageLayout(4))
     even = expected_pages(case, 0)
     case.budgets = torch.tensor(budgets, dtype=torch.int32, device=DEVICE)
@@ -205,10 +205,10 @@ def test_heads_have_budgets_of_their_own(budgets):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_selects_what_decoding_selects_by_landmarks_in_8_bits(dtype):
+def test_it_selects_the_same_pages_as_decoding_with_8_bit_landmarks(dtype):
     layout = PageLayout(16, landmark_dtype="fp8_e4m3")
     case = make_case([(1, 250, 3)], K=1, G=2, D=16, layout=layout, dtype=dtype)
-    # Means of 16 such keys need more bits, so that other pages rank first.
+    # Means of 16 such keys need more bits, so a different set of pages ranks first.
     case.k.copy_(torch.randint(-20, 21, case.k.shape, generator=torch.Generator().manual_seed(1)))
     check_selection(case)
     assert not torch.equal(
@@ -216,7 +216,7 @@ def test_selects_what_decoding_selects_by_landmarks_in_8_bits(dtype):
     )
 
 
-def test_positions_in_several_chunks(monkeypatch):
+def test_positions_may_be_split_into_chunks(monkeypatch):
     monkeypatch.setattr(forced, "SCORE_BYTES", 1)
     check_selection(make_case([(0, 75, 3), (3, 30, 1)], K=1, D=16, layout=PageLayout(4)))
 
@@ -232,11 +232,11 @@ def test_positions_in_several_chunks(monkeypatch):
         (4, 32, 2, torch.float32),
     ],
 )
-def test_output_and_gradients(G, D, page_size, dtype):
+def test_output_and_gradients_match_the_reference(G, D, page_size, dtype):
     check(make_case(ROWS[:2], K=2 if G == 2 else 1, G=G, D=D, layout=PageLayout(page_size)), dtype)
 
 
-def test_other_layouts():
+def test_other_layouts_match_the_reference():
     small = dict(K=1, D=16)
     check(
         make_case(
@@ -267,7 +267,7 @@ def prompted(case: Case) -> Case:
     return replace(case, prompt=case.length, top_k=torch.zeros_like(case.top_k))
 
 
-def test_strided_inputs_and_other_integers_change_nothing():
+def test_strided_inputs_and_int32_arguments_give_the_same_output():
     case = make_case(ROWS[1:], K=1, D=16, layout=PageLayout(4))
     apart = [
         torch.empty(*x.transpose(1, 2).shape[:-1], 24, dtype=x.dtype, device=DEVICE)
@@ -282,7 +282,7 @@ def test_strided_inputs_and_other_integers_change_nothing():
     assert torch.equal(teacher_forced(q, k, case.v, *(x.int() for x in rows), **options), expected)
 
 
-def test_autocast_casts_as_dense_attention_does():
+def test_autocast_casts_inputs_as_in_dense_attention():
     case = make_case(ROWS[1:], K=1, D=16, layout=PageLayout(4), dtype=torch.float32)
     rows = (case.start, case.length, case.prompt, case.top_k)
     options = dict(layout=case.layout, implementation="triton")
@@ -322,11 +322,12 @@ def test_a_model_trains_through_the_kernels(autocast):
         assert forcing.implementation == implementation
         loss.backward()
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    # bfloat16 rounds every layer's result by 2**-8; a selection that differs would show more.
+    # bfloat16 rounds the result of every layer by 2**-8; a different selection would cause a larger
+    # error.
     assert (found[0] - found[1]).norm() < (0.05 if autocast else 1e-4) * found[0].norm()
 
 
-def test_a_checkpointed_layer_runs_neither_selection_nor_attention_again(monkeypatch):
+def test_a_checkpointed_layer_does_not_recompute_selection_or_attention(monkeypatch):
     calls, gradients = {"select": 0, "attend": 0}, []
     for name in calls:
         method = getattr(Call, name)
@@ -351,7 +352,7 @@ def test_a_checkpointed_layer_runs_neither_selection_nor_attention_again(monkeyp
         for ids in torch.arange(2, 50, device=DEVICE).view(2, 1, 24):
             with actor.teacher_forced(model, [7], implementation="triton"):
                 losses.append(model(input_ids=ids, use_cache=False).logits.float().square().mean())
-        # Two passes are under way at once, and the first is the first to go back.
+        # Two passes overlap, and the first one is the first to run backward.
         losses[0].backward()
         losses[1].backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
@@ -375,7 +376,7 @@ def refuse(match: str, case: Case, **changes) -> None:
         )
 
 
-def test_what_the_kernels_cannot_serve_is_refused_by_name():
+def test_unsupported_inputs_are_refused_by_name():
     case = make_case([(0, 20, 1)], D=16, layout=PageLayout(4))
     refuse("pages of 12 tokens", case, layout=PageLayout(12))
     refuse("must all be float16", case, q=case.q.double(), k=case.k.double(), v=case.v.double())
@@ -403,7 +404,7 @@ def sum_kernel(out, count, COMPENSATED: tl.constexpr):
     tl.store(out + tl.arange(0, 1), total)
 
 
-def test_compensated_sums_do_not_lose_with_their_length():
+def test_the_error_of_a_compensated_sum_does_not_grow_with_length():
     count, off = 4000, {}
     for compensated in (False, True):
         out = torch.zeros(1, device=DEVICE)
@@ -431,7 +432,7 @@ def test_compensated_sums_do_not_lose_with_their_length():
         (16, 128, 16, torch.bfloat16),
     ],
 )
-def test_thousands_of_positions(G, D, page_size, dtype):
+def test_thousands_of_positions_match_the_reference(G, D, page_size, dtype):
     case = make_case(
         [(0, 2001, 300), (77, 1500, 1)],
         G=G,
@@ -447,7 +448,7 @@ def test_thousands_of_positions(G, D, page_size, dtype):
 
 
 @pytest.mark.gpu
-def test_memory_and_many_chunks_at_32k():
+def test_memory_stays_bounded_at_32k_tokens():
     case = make_case([(0, 32_768, 300)], K=8, G=2, D=128, top_k=253, dtype=torch.bfloat16)
     case = replace(
         case, q=torch.randn_like(case.q), k=torch.randn_like(case.k), v=torch.randn_like(case.v)
@@ -472,5 +473,6 @@ def test_memory_and_many_chunks_at_32k():
         case.layout,
         128**-0.5,
     )
-    # Landmarks are rounded to bfloat16 here and not there: a page in a thousand may change places.
+    # Landmarks are rounded to bfloat16 here but not in the reference: one page in a thousand may
+    # rank differently.
     assert (out[0, :, t].transpose(0, 1).float() - picked).abs().mean() < 2e-3

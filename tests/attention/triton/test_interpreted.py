@@ -1,4 +1,4 @@
-"""The tests of the Triton kernels in Triton's interpreter."""
+"""Runs the tests of the Triton kernels in Triton's interpreter."""
 
 from pathlib import Path
 
@@ -24,5 +24,5 @@ def runs(request):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_kernels_in_the_interpreter(runs, name):
+def test_kernels_pass_their_tests_in_the_interpreter(runs, name):
     own_process.passed(runs[name].result())

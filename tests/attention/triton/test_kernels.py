@@ -74,7 +74,9 @@ LENGTHS = [0, 1, 5, 15, 16, 17, 40, 47, 48, 49, 200, 256, 333, 517]
 
 @dataclass
 class Case:
-    """Everything ``paged_decode`` takes, on ``DEVICE``; the caches hold NaN outside the sequences."""
+    """The arguments of ``paged_decode`` on ``DEVICE``; the caches contain NaN outside the
+    sequences.
+    """
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -105,7 +107,7 @@ class Case:
         )
 
     def expected(self, dtype: torch.dtype) -> torch.Tensor:
-        """The reference with queries in ``dtype``, on the CPU."""
+        """Return the result of the reference with queries in ``dtype``, on the CPU."""
         q, *rest = (x.cpu() for x in self.inputs())
         names = ("k_cache", "v_cache", "landmark_cache", "table", "length", "top_k")
         scales = self.scales and CacheScales(*(x.cpu() for x in (self.scales.k, self.scales.v)))
@@ -126,10 +128,9 @@ def make_caches(
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys, values and landmarks as views of one NaN-filled allocation; the landmarks in each
-    block's padded tail.
-
-    ``make_scales`` has the room for scales of keys and values in int8 before them.
+    """Return keys, values and landmarks as views of one NaN-filled allocation, with the landmarks
+    in the padded tail of each block and, before them, room for the scales of int8 keys and
+    values (``make_scales``).
     """
     tail, pages, mark = 64, block_tokens // layout.page_size, layout.landmark_type(dtype)
     dtype = cache_dtype or dtype
@@ -139,7 +140,7 @@ def make_caches(
     if dtype == torch.int8:
         memory = torch.full(
             (blocks * stride,), -128, dtype=dtype, device=DEVICE
-        )  # which no token has
+        )  # a value that no token has
     else:
         memory = torch.full((blocks * stride,), float("nan"), device=DEVICE).to(dtype)
     if kind == "2NHD":  # keys and values as two planes: (blocks, 2, N, H, D)
@@ -168,8 +169,8 @@ def make_caches(
 
 
 def make_scales(k: torch.Tensor) -> CacheScales:
-    """Room for the scales of a cache in int8 from ``make_caches``; 255, which reads as NaN, where
-    no token is.
+    """Return the room for the scales of an int8 cache from ``make_caches``; 255, which reads as
+    NaN, where there is no token.
     """
     blocks, K, N, D = k.shape
     memory = torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(
@@ -180,7 +181,7 @@ def make_scales(k: torch.Tensor) -> CacheScales:
 
 
 def put(to: torch.Tensor, at: tuple[torch.Tensor | slice, ...], values: torch.Tensor) -> None:
-    """``to[at] = values``, which torch has no kernel for in float8."""
+    """Assign ``to[at] = values``, for which torch has no float8 kernel."""
     if to.itemsize == 1:
         to, values = to.view(torch.uint8), values.view(torch.uint8)
     to[at] = values
@@ -203,8 +204,8 @@ def make_case(
     spread: int = 3,
     budgets: tuple[float, ...] = (),
 ) -> Case:
-    """Random keys and values; those in int8 differ by up to 2^``spread`` between tokens, a few
-    values are all zero.
+    """Build a case of random keys and values; in int8 they differ by up to 2^``spread`` between
+    tokens, and a few are all zero.
     """
     rng = torch.Generator().manual_seed(seed)
     P, B = layout.page_size, len(lengths)
@@ -275,7 +276,7 @@ def make_workspace(case: Case) -> DecodeWorkspace:
     B, H, D = case.q.shape
     K, pages = case.k_cache.shape[1], case.k_cache.shape[2] // case.layout.page_size
     workspace = DecodeWorkspace(B, K, H // K, D, case.table.shape[1] * pages, DEVICE)
-    # Room for any configuration a test asks for.
+    # Room for any configuration that a test requests.
     workspace.partial = torch.empty(3 * B * K + 500, H // K, D, device=DEVICE)
     workspace.stats = torch.empty(3 * B * K + 500, 2, H // K, device=DEVICE)
     workspace.plan = torch.empty(3 * B + 500, 8, dtype=torch.int32, device=DEVICE)
@@ -283,14 +284,14 @@ def make_workspace(case: Case) -> DecodeWorkspace:
         buffer.fill_(float("nan"))
     workspace.plan.fill_(
         -(2**20)
-    )  # no row: who reads what was not planned reads outside the tensors
+    )  # no row: a program that reads outside its plan indexes outside the tensors
     return workspace
 
 
 def decode(
     config: Config, batch: DecodeBatch, workspace: DecodeWorkspace, reuse_plan: bool = False
 ) -> torch.Tensor:
-    """By the implementation that ``config`` is for."""
+    """Decode with the implementation that ``config`` belongs to."""
     if isinstance(config, cuda.CudaConfig):
         cuda.check(batch, workspace)
         return cuda.run(batch, workspace, reuse_plan, config)
@@ -299,8 +300,8 @@ def decode(
 
 
 def run(case: Case, config: Config, workspace: DecodeWorkspace | None = None) -> torch.Tensor:
-    """The kernels' output, written into a strided, NaN-filled view; the counters must be back at
-    zero.
+    """Return the kernels' output, written into a strided, NaN-filled view; the counters must be
+    back at zero.
     """
     workspace = workspace or make_workspace(case)
     B, H, D = case.q.shape
@@ -315,7 +316,7 @@ def run(case: Case, config: Config, workspace: DecodeWorkspace | None = None) ->
 
 def check(case: Case, config: Config) -> None:
     out = run(case, config)
-    if not INTERPRETED:  # where programs run one after another, nothing could differ
+    if not INTERPRETED:  # programs that run one after another always give the same result
         assert torch.equal(out, run(case, config))
     exact, low = case.expected(torch.float64), case.expected(case.q.dtype).double()
     error = (out.cpu().double() - exact).norm(dim=-1)
@@ -334,12 +335,12 @@ def kept_pages(workspace: DecodeWorkspace, item: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("top_k", [0, 1, 4, 1000, ALL_PAGES])
-def test_every_length(config, top_k):
+def test_every_length_matches_the_reference(config, top_k):
     check(make_case(LENGTHS, [top_k] * len(LENGTHS), K=1), config)
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_rows_of_a_batch_have_their_own_length_and_budget(config):
+def test_each_row_of_a_batch_has_its_own_length_and_budget(config):
     check(
         make_case([517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], pages_per_block=2),
         config,
@@ -351,9 +352,9 @@ def test_rows_of_a_batch_have_their_own_length_and_budget(config):
 @pytest.mark.parametrize(
     "budgets", [(0.0, 4.0, 0.125, 1.0), (1.5, 0.5, 1.0, 1.0), (64.0, 0.0, 1 / 256, 3.9)]
 )
-def test_heads_have_budgets_of_their_own(config, split, budgets):
-    """Rows where some heads keep every page and others do not, in one part or in many, and some
-    none by score.
+def test_each_head_has_its_own_budget(config, split, budgets):
+    """Check rows in which some heads keep every page, others some, and others none by score, in one
+    part or in many.
     """
     case = make_case(
         [700, 517, 0, 333, 333, 48, 200, 16],
@@ -370,7 +371,7 @@ def test_heads_have_budgets_of_their_own(config, split, budgets):
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_one_plan_serves_layers_of_other_budgets(config):
+def test_one_plan_serves_layers_with_different_budgets(config):
     fine = small_parts(config)
     case = make_case([700, 517, 333], [12, 3, 9], budgets=(1.75, 0.25))
     other = replace(case, budgets=case.budgets.flip(0))
@@ -384,14 +385,14 @@ def test_one_plan_serves_layers_of_other_budgets(config):
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_equal_budgets_are_no_budgets_to_the_bit(config):
+def test_equal_head_budgets_match_no_head_budgets_bit_for_bit(config):
     case = make_case([700, 333, 200, 48], [7, 5, ALL_PAGES, 2], budgets=(1.0, 1.0))
     assert torch.equal(run(case, config), run(replace(case, budgets=None), config))
 
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("relative", [1, 127, 128, 383, 64 * 256])
-def test_a_budget_is_rounded_as_the_reference_rounds_it(config, relative):
+def test_budgets_are_rounded_as_in_the_reference(config, relative):
     budgets = torch.tensor([relative], dtype=torch.int32)
     for top_k in (1, 3, 2560, ALL_PAGES - 1, ALL_PAGES):
         check_selection([float(n % 29) for n in range(40)], top_k, config, budgets=budgets)
@@ -426,7 +427,7 @@ SHAPES = [
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
 @CACHES
 @pytest.mark.parametrize("G, D, P, per_block, dtype, kind, config", SHAPES)
-def test_shapes_dtypes_and_cache_layouts(
+def test_any_shape_dtype_and_cache_layout_matches_the_reference(
     G, D, P, per_block, dtype, kind, config, cache_dtype, landmark_dtype
 ):
     layout = PageLayout(P, landmark_dtype=landmark_dtype)
@@ -452,7 +453,7 @@ def test_shapes_dtypes_and_cache_layouts(
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_cache_in_8_bits(config, dtype):
+def test_an_fp8_cache_matches_the_reference(config, dtype):
     case = make_case(
         [517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], dtype=dtype, cache_dtype=E4M3
     )
@@ -476,9 +477,9 @@ def test_a_cache_in_8_bits(config, dtype):
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("spread", [8, 21])
-def test_a_cache_in_int8(config, dtype, spread):
-    """Values whose scales differ by 2^20, among them some that are all zero; keys and values tiny
-    and huge.
+def test_an_int8_cache_matches_the_reference(config, dtype, spread):
+    """Check values whose scales differ by 2^20, some of them all zero, with tiny and huge keys and
+    values.
     """
     shape = dict(
         dtype=dtype, cache_dtype=INT8, spread=min(spread, 13) if dtype == torch.float16 else spread
@@ -503,7 +504,7 @@ def test_a_cache_in_int8(config, dtype, spread):
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("token", [0, 100, 332])
-def test_what_is_not_finite_is_nan_in_int8(config, which, token):
+def test_values_that_are_not_finite_become_nan_in_int8(config, which, token):
     case = make_case([333, 333, 40], [ALL_PAGES, 4, 1], cache_dtype=INT8)
     expected = run(case, config).clone()
     block, head, place = case.table[0, token // 16].long(), 1, token % 16
@@ -515,7 +516,7 @@ def test_what_is_not_finite_is_nan_in_int8(config, which, token):
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_a_row_of_zeros_in_int8_is_zero(config):
+def test_a_row_of_zeros_stays_zero_in_int8(config):
     case = make_case([333, 40], [4, 1], cache_dtype=INT8)
     for cache, scales in ((case.k_cache, case.scales.k), (case.v_cache, case.scales.v)):
         cache.zero_()
@@ -525,7 +526,7 @@ def test_a_row_of_zeros_in_int8_is_zero(config):
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("cache_dtype", [E4M3, INT8], ids=["fp8", "int8"])
-def test_every_key_and_value_in_8_bits_is_read_exactly(config, cache_dtype):
+def test_every_8_bit_key_and_value_is_read_exactly(config, cache_dtype):
     every = torch.arange(256, dtype=torch.uint8).view(cache_dtype).float()
     every = every[~every.isnan() & (every > -128 if cache_dtype == INT8 else True)].to(DEVICE)
     case = make_case(
@@ -547,7 +548,7 @@ def test_every_key_and_value_in_8_bits_is_read_exactly(config, cache_dtype):
         rows[: len(every)] = x_TD
         cache[blocks, 0] = rows.view(-1, 16, 64).to(cache_dtype)
 
-    # all tokens weigh the same: each dimension holds one of them, times what is left of the mean
+    # all tokens weigh the same: each dimension contains one of them times the rest of the mean
     case.q.zero_()
     for first in range(0, len(every), 64):
         own = torch.arange(64, device=DEVICE) + first
@@ -557,7 +558,7 @@ def test_every_key_and_value_in_8_bits_is_read_exactly(config, cache_dtype):
         fill(case.v_cache, held)
         out = run(scaled(1.0, 256.0), config)[0, 0][inside].float() * len(every) / 256
         assert torch.allclose(out, every[own[inside]], rtol=2**-10, atol=0)
-    # The weight of a token says what its key was.
+    # The weight of a token reveals its key.
     fill(case.k_cache, every[:, None] * (torch.arange(64, device=DEVICE) == 7))
     fill(case.v_cache, torch.zeros(len(every), 64, device=DEVICE))
     case.q[..., 7] = 1.0
@@ -574,7 +575,7 @@ def test_every_key_and_value_in_8_bits_is_read_exactly(config, cache_dtype):
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_ranking_by_landmarks_in_8_bits(config, dtype):
+def test_pages_are_ranked_by_8_bit_landmarks(config, dtype):
     case = make_case(
         [517, 0, 333, 333, 48, 200],
         [3, 5, ALL_PAGES, 0, 1, 9],
@@ -593,7 +594,7 @@ def test_ranking_by_landmarks_in_8_bits(config, dtype):
 
 @pytest.mark.parametrize("layout", [PageLayout(16, 0, 1), PageLayout(16, 3, 4)])
 @pytest.mark.parametrize("config", PATHS)
-def test_other_numbers_of_sink_and_recent_pages(config, layout):
+def test_any_number_of_sink_and_recent_pages_matches_the_reference(config, layout):
     check(make_case([1, 90, 400], [1, 2, 4], layout=layout), config)
 
 
@@ -605,8 +606,8 @@ def test_the_shipped_table_serves_small_and_large_batches():
 def scored_case(
     scores: list[float], top_k: int, dtype: torch.dtype, layout: PageLayout = PageLayout()
 ) -> Case:
-    """One sequence whose page n is scored ``scores[n]``: the query picks dimension 0 of the
-    landmarks.
+    """Build a sequence whose page n has the score ``scores[n]``: the query selects dimension 0 of
+    the landmarks.
     """
     case = make_case(
         [16 * len(scores)], [top_k], K=1, G=1, dtype=dtype, layout=layout, extra_blocks=0
@@ -620,7 +621,7 @@ def scored_case(
     marks_ND[:, 0] = (
         scores_N  # and zeros of its sign, so that -0.0 stays -0.0 when the products are added
     )
-    # As bytes: not every torch assigns to an index in 8 bits.
+    # Assigned as bytes, because some versions of torch cannot index-assign 8-bit floats.
     cache, marks = (
         x.view(torch.uint8 if layout is FP8 else x.dtype)
         for x in (case.landmark_cache, marks_ND.to(case.landmark_cache.dtype))
@@ -640,7 +641,7 @@ def check_selection(
     budgets = budgets if budgets is None else budgets.to(DEVICE)
     case = replace(scored_case(scores, top_k, dtype, layout), budgets=budgets)
     if isinstance(config, cuda.CudaConfig):
-        return check(case, config)  # it leaves no list of all pages kept
+        return check(case, config)  # no list of kept pages is written
     workspace = make_workspace(case)
     run(case, config, workspace)
     rounded = torch.tensor(scores).to(dtype).float()
@@ -654,13 +655,13 @@ def check_selection(
     if budgets is not None:
         check(case, config)
     if keep_N.all():
-        return  # read from the block table: there is no list
+        return  # read from the block table, without a list
     pages = case.table[0, : len(scores)].cpu()[keep_N].tolist()
     assert kept_pages(workspace, 0, len(pages)) == pages
 
 
 @pytest.mark.parametrize("config", TRITON)
-def test_equal_scores_keep_the_earlier_pages(config):
+def test_the_earlier_of_two_pages_with_equal_scores_is_kept(config):
     case = scored_case([2.0] * 40, 5, torch.float16)
     workspace = make_workspace(case)
     run(case, config, workspace)
@@ -687,7 +688,7 @@ def test_selection_is_exact_for_extreme_scores(config, scores):
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_landmark_in_8_bits_is_read_exactly(config, dtype):
+def test_every_8_bit_landmark_is_read_exactly(config, dtype):
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     order = torch.randperm(254, generator=torch.Generator().manual_seed(0))
     scores = every[~every.isnan()][order].tolist()
@@ -713,7 +714,7 @@ def test_selection_is_exact(scores, top_k, config):
     check_selection(scores, top_k, config)
 
 
-def test_a_full_budget_is_the_dense_result_bit_for_bit():
+def test_a_full_budget_matches_dense_attention_bit_for_bit():
     case = make_case([333, 517], [ALL_PAGES, ALL_PAGES])
     dense = run(case, ONE)
     case.top_k[:] = torch.tensor([-(-333 // 16) - 3, -(-517 // 16) - 3])
@@ -733,8 +734,10 @@ def small_parts(config: Config) -> Config:
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("top_k", [2, ALL_PAGES])
-def test_long_rows_are_shared_out(config, top_k):
-    """Rows far longer than the mean, dense and ranked, and more work than the programs of a launch."""
+def test_long_rows_are_split_across_programs(config, top_k):
+    """Check rows far longer than the mean, dense and ranked, with more work than the programs of a
+    launch.
+    """
     case = make_case(
         [700, 17, 64, 333, 40], [ALL_PAGES, 1, ALL_PAGES, top_k, 3], G=3, pages_per_block=2
     )
@@ -768,7 +771,7 @@ def test_extra_programs_without_a_plan_are_refused():
         [130, 100, 90, 80, 70],
     ],
 )
-def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target, P):
+def test_parts_cover_every_row_and_are_nearly_as_small_as_possible(lengths, target, P):
     tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     everything = torch.full_like(tokens, ALL_PAGES)
     plan = torch.full((len(lengths) + target, 8), -1, dtype=torch.int32, device=DEVICE)
@@ -796,7 +799,7 @@ def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target
         assert parts == [[part, of, slot] for part in range(of)]
         slots |= set(range(slot, slot + of))
         largest = max(largest, length / of)
-    assert slots == set(range(len(entries)))  # nobody writes to another's slot
+    assert slots == set(range(len(entries)))  # no program writes to the slot of another row
     best = next(s for s in range(64, 10_000) if sum(max(n - 1, 0) // s for n in lengths) <= target)
     assert largest <= 1.1 * best
 
@@ -851,7 +854,7 @@ def test_decoding_completes_landmarks(config, dtype, layout, cache_dtype):
 
 @pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_8_bit_landmarks_equal_the_references(kind, dtype):
+def test_8_bit_landmarks_match_the_reference(kind, dtype):
     P, K, D, layout = 8, 2, 80, PageLayout(8, landmark_dtype="fp8_e4m3")
     k, _, marks = make_caches(kind, 6, K, 2 * P, D, layout, dtype)
     # Multiples of 2^-10, whose sums are exact; means from below e4m3's smallest value to beyond its
@@ -896,7 +899,7 @@ def test_landmarks_are_recomputed_when_a_page_is_completed(kind, dtype):
 
 @pytest.mark.parametrize("layout", [PageLayout(), FP8], ids=["auto", "fp8"])
 @pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["16-bit cache", "int8 cache"])
-def test_landmarks_of_a_long_prefill_equal_the_references_in_all_layers(layout, cache_dtype):
+def test_landmarks_of_a_long_prefill_match_the_reference_in_all_layers(layout, cache_dtype):
     keys, _, marks = make_caches("HN2D", 3 * 70, 1, 16, 64, layout, torch.float16, cache_dtype)
     scales = [make_scales(keys).k] if cache_dtype else []
     for scale in scales:
@@ -931,7 +934,7 @@ def test_tokens_are_stored_in_their_slots(kind):
 
 
 @pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
-def test_tokens_are_stored_in_8_bits_as_the_reference_stores_them(kind):
+def test_tokens_are_stored_in_fp8_as_in_the_reference(kind):
     K, D, slots = 3, 80, torch.tensor([37, -1, 64, 3, 5], device=DEVICE)
     qkv = torch.randn(5, 9, D).to(DEVICE, torch.bfloat16) * 2.0 ** torch.randint(
         -12, 6, (5, 9, D)
@@ -954,7 +957,7 @@ def test_tokens_are_stored_in_8_bits_as_the_reference_stores_them(kind):
 
 @pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_tokens_are_stored_in_int8_as_the_reference_stores_them(kind, dtype):
+def test_tokens_are_stored_in_int8_as_in_the_reference(kind, dtype):
     K, D, slots = 3, 80, torch.tensor([37, -1, 64, 3, 5], device=DEVICE)
     low = 8 if dtype == torch.float16 else 40
     magnitude = 2.0 ** torch.randint(-low, low, (5, 9, 1)).to(DEVICE)
@@ -991,7 +994,7 @@ def test_tokens_are_stored_in_int8_as_the_reference_stores_them(kind, dtype):
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["16-bit cache", "int8 cache"])
-def test_decoding_reads_what_was_stored_just_before(config, cache_dtype):
+def test_decoding_reads_tokens_stored_just_before(config, cache_dtype):
     case = make_case([700, 333, 48, 160, 97], [5, 4, 1, 2, 0], cache_dtype=cache_dtype)
     expected, workspace, out = run(case, config), make_workspace(case), torch.empty_like(case.q)
     last = case.length.long() - 1
@@ -1017,7 +1020,7 @@ def test_decoding_reads_what_was_stored_just_before(config, cache_dtype):
         assert torch.equal(out, expected)
 
 
-def test_the_public_operation_takes_exactly_the_implementation_asked_for():
+def test_the_public_operation_uses_exactly_the_requested_implementation():
     case = make_case([100], [2])
     workspace = make_workspace(case)
     out = torch.empty_like(case.q)
@@ -1041,8 +1044,8 @@ def test_the_public_operation_takes_exactly_the_implementation_asked_for():
 
 
 def check_shipped_cuda(one_row: Case) -> None:
-    """Asked for by name, the CUDA kernel decodes one row as it decodes forty: these bits and no
-    others.
+    """Check that the CUDA kernel, requested by name, decodes one row bit for bit like forty
+    rows.
     """
     for case in (one_row, make_case([333] * 40, [4] * 40, K=4)):
         out, capacity = torch.empty_like(case.q), -(-case.table.shape[1] // 32) * 32
@@ -1058,9 +1061,9 @@ def check_shipped_cuda(one_row: Case) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the kernel itself is tested")
-def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
-    """All of a launch but the kernel, which no CPU runs: the division, the macros, and every field
-    of its argument.
+def test_the_cuda_kernel_receives_all_arguments_of_a_step(monkeypatch):
+    """Check everything in a launch except the kernel, which needs a GPU: the division, the macros,
+    and every field of its argument.
     """
     launched = []
 
@@ -1199,7 +1202,7 @@ def refuse(match: str, case: Case, workspace: DecodeWorkspace | None = None, **c
         )
 
 
-def test_what_the_kernels_cannot_serve_is_refused_by_name():
+def test_unsupported_inputs_are_refused_by_name():
     case = make_case([100], [2])
     workspace = make_workspace(case)
     refuse("pages have 12 tokens and blocks 16", case, workspace, layout=PageLayout(12))
@@ -1254,7 +1257,7 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
 @pytest.mark.parametrize("layout", [PageLayout(), FP8], ids=["auto", "fp8"])
 @pytest.mark.parametrize("config", [*PATHS, pytest.param(None, id="shipped")])
 @pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["16-bit cache", "int8 cache"])
-def test_long_sequences(config, layout, cache_dtype):
+def test_long_sequences_match_the_reference(config, layout, cache_dtype):
     shape = dict(D=128, dtype=torch.bfloat16, layout=layout, cache_dtype=cache_dtype)
     check(make_case([3001, 40000, 7919, 1], [61, 1000, 221, 7], **shape), config)
     check(make_case([131072, 5001, 100000], [253, 61, ALL_PAGES], K=1, **shape), config)
@@ -1297,7 +1300,7 @@ def test_a_captured_graph_follows_lengths_budgets_and_queries():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["16-bit cache", "int8 cache"])
-def test_addresses_beyond_two_gigaelements(cache_dtype):
+def test_caches_larger_than_two_billion_elements_are_addressed_correctly(cache_dtype):
     case = make_case([333, 90], [3, 2], K=2, D=128, dtype=torch.bfloat16, cache_dtype=cache_dtype)
     blocks, itemsize = case.k_cache.shape[0], case.k_cache.itemsize
     gap = (2**31 // (blocks - 1) // 16 * 16 + case.k_cache.stride(0)) * itemsize

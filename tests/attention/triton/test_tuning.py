@@ -1,5 +1,5 @@
-"""Launch configurations: they fit the device, cover every batch, and depend on shapes alone.
-Nothing is launched.
+"""Launch configurations: they fit the device, cover every batch, and depend only on shapes. Nothing
+is launched.
 """
 
 import json
@@ -61,7 +61,7 @@ def test_buffers_fit_and_tiles_suit_the_tensor_cores(rows, kv_heads, head_bytes,
         (512, 1, 256),
     ],
 )
-def test_several_programs_rank_an_item_of_a_small_batch_and_long_rows_are_shared_out(
+def test_small_batches_use_several_ranking_programs_per_item_and_extra_programs(
     items, splits, extra
 ):
     config = choose(items, 8, 256, H200)
@@ -69,8 +69,8 @@ def test_several_programs_rank_an_item_of_a_small_batch_and_long_rows_are_shared
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
-def test_the_batches_vllm_captures_compile_what_any_batch_needs(kv_heads):
-    def compiled(rows):  # of a configuration, what a kernel is compiled for
+def test_the_batches_that_vllm_captures_compile_every_kernel_needed(kv_heads):
+    def compiled(rows):  # the part of a configuration that a kernel is compiled for
         return replace(
             choose(rows * kv_heads, kv_heads, 256, H200), extra_programs=0, rank_splits=0
         )
@@ -82,19 +82,19 @@ def test_the_batches_vllm_captures_compile_what_any_batch_needs(kv_heads):
 @pytest.mark.parametrize(
     "items, stages", [(400, 1), (512, 1), (768, 2), (1024, 1), (1056, 1), (1188, 2)]
 )
-def test_the_fuller_last_wave_decides_the_tile(items, stages):
+def test_the_tile_with_the_fuller_last_wave_is_chosen(items, stages):
     # 512 items fill 4 x 132 places to 97 % and two rounds of 3 x 132 to 65 %; 768 fill them to 73 %
     # and 97 %.
     assert choose(items, 8, 256, H200).attend_stages == stages
 
 
-def test_the_published_measurements_are_of_this_table():
-    """And of the CUDA kernel's, where that is shipped."""
+def test_the_published_measurements_used_the_shipped_table():
+    """Check the table of the CUDA kernel as well, if it is shipped."""
     for case in json.loads(RESULTS.read_text())["cases"]:
         items = case["B"] * 8
         few = case["B"] <= cuda.few_rows(
             8, torch.device("cpu")
-        )  # where there is no GPU, an H200's limits
+        )  # without a GPU, the limits of an H200
         shipped = (
             choose(items, 8, 256, H200)
             if few
@@ -104,7 +104,7 @@ def test_the_published_measurements_are_of_this_table():
 
 
 @given(st.integers(1, 40), st.sampled_from([1, 2, 8]))
-def test_a_workspace_has_room_for_every_batch_up_to_its_own(max_batch, kv_heads):
+def test_a_workspace_has_room_for_every_batch_up_to_its_maximum(max_batch, kv_heads):
     workspace = DecodeWorkspace(max_batch, kv_heads, 2, 64, 100, "cpu")
     for batch in range(1, max_batch + 1):
         assert (

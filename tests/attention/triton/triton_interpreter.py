@@ -47,7 +47,7 @@ def _patch_lang(fn):
 
 _storages = np.zeros(
     (0, 2), np.uint64
-)  # first and last byte of what the running kernel was given, in order
+)  # first and last byte of each tensor passed to the running kernel, in order
 
 
 def _init_args_hst(self, arguments, options):

@@ -1,4 +1,4 @@
-"""``sparrow audit``: its verdicts as exit statuses, and what it writes and prints."""
+"""``sparrow audit``: its verdicts as exit statuses, and its written and printed output."""
 
 import json
 from types import SimpleNamespace
@@ -17,13 +17,13 @@ SMALL = [*MODEL, "--count", "60", "--max-new-tokens", "12", "--resolution", "0.2
 
 
 def status(capsys, *argv):
-    """Exit status and what was printed."""
+    """Return the exit status and the printed text."""
     with pytest.raises(SystemExit) as stopped:
         main(argv)
     return stopped.value.code, capsys.readouterr().out
 
 
-def test_an_exact_engine_ends_with_0_and_says_what_would_have_been_seen(tmp_path, capsys):
+def test_an_exact_engine_exits_with_0_and_reports_the_detectable_bias(tmp_path, capsys):
     out = tmp_path / "audit.json"
     code, printed = status(capsys, *SMALL, "--mode", "lossless", "--out", str(out))
     assert code == 0
@@ -37,14 +37,14 @@ def test_an_exact_engine_ends_with_0_and_says_what_would_have_been_seen(tmp_path
     assert {f["place"] for f in written["findings"]} > {"all", "draft 1"}
 
 
-def test_a_sparse_actor_ends_with_1_and_says_by_how_much(capsys):
+def test_a_sparse_actor_exits_with_1_and_reports_its_bias(capsys):
     blind = '{"top_k": [0], "page_size": 4, "sink_pages": 0, "recent_pages": 1, "dense_layers": []}'
     code, printed = status(capsys, *SMALL, "--mode", "lossy", "--schedule", blind)
     assert code == 1
     assert "biased, at a significance level of 0.01" in printed and "corrected p =" in printed
 
 
-def test_too_few_tokens_end_with_2(capsys):
+def test_too_few_tokens_exit_with_2(capsys):
     code, printed = status(capsys, *MODEL, "--count", "32", "--max-new-tokens", "2")
     assert code == 2
     assert "cannot tell" in printed and "times as many tokens" in printed
@@ -67,11 +67,11 @@ def test_too_few_tokens_end_with_2(capsys):
         (["--config", "no.toml"], "cannot read the configuration"),
     ],
 )
-def test_bad_input_ends_with_2_for_1_is_a_verdict(options, reason, capsys):
+def test_bad_input_exits_with_2_because_1_is_a_verdict(options, reason, capsys):
     assert reason in fails(capsys, *SMALL, *options, code=2)
 
 
-def test_a_model_is_asked_for_with_2(capsys):
+def test_a_missing_model_exits_with_2(capsys):
     assert "sparrow audit needs --model" in fails(capsys, "audit", "--task", "trace", code=2)
 
 
@@ -100,7 +100,7 @@ def test_a_server_has_no_dense_arm_unless_one_is_named():
         parse([*SMALL, "--engine", "http://a:1"])._dense_engine()
 
 
-def test_an_engine_that_fails_ends_with_2(monkeypatch, capsys):
+def test_a_failing_engine_exits_with_2(monkeypatch, capsys):
     from sparrow.cli import loading
 
     def engine(*_, **__):
@@ -115,7 +115,7 @@ def test_an_engine_that_fails_ends_with_2(monkeypatch, capsys):
     assert fails(capsys, *SMALL, code=2) == "sparrow: no room"
 
 
-def test_what_is_biased_at_a_place_is_shown_and_the_rest_counted(capsys):
+def test_biased_places_are_listed_and_the_others_counted(capsys):
     from sparrow.cli.terminal import print_audit
 
     mean = Mean(0.01, 0.001, 100, 50)

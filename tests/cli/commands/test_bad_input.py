@@ -1,5 +1,5 @@
-"""What a user gets wrong ends in one sentence, before any work is done: settings out of range,
-files, faults.
+"""User errors end in one sentence before any work is done: settings out of range, bad files,
+faults.
 """
 
 import errno
@@ -84,7 +84,7 @@ TRAIN = ["train", *PROMPTS]
         (COST, "--cutoff 0", "cutoff is 0, but must be greater than or equal to 1"),
     ],
 )
-def test_an_option_out_of_range(command, option, message, capsys):
+def test_an_option_out_of_range_is_refused(command, option, message, capsys):
     assert fails(capsys, *command, *option.split(), code=2).startswith(f"sparrow: {message}")
 
 
@@ -93,7 +93,7 @@ def test_an_option_out_of_range(command, option, message, capsys):
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Nothing may be loaded: what is wrong is to be found before."""
+    """Forbid loading anything: errors must be found before any work."""
     import sparrow.cli.loading
 
     def load_model(*args):
@@ -112,7 +112,7 @@ WRITERS = [
 
 
 @pytest.mark.parametrize(("command", "kind"), WRITERS)
-def test_a_read_only_place_to_write_to_is_refused_before_the_work(command, kind, capsys, no_work):
+def test_a_read_only_output_folder_is_refused_before_the_work(command, kind, capsys, no_work):
     assert fails(capsys, *command, "/proc/self/new").startswith(
         "sparrow: cannot write to /proc/self"
     )
@@ -132,7 +132,7 @@ def test_a_full_disk_is_noticed_before_the_work(
 
 
 @pytest.mark.parametrize(("command", "kind"), WRITERS)
-def test_a_file_as_run_directory_or_a_folder_as_file_is_refused(
+def test_a_file_in_place_of_a_folder_or_a_folder_in_place_of_a_file_is_refused(
     command, kind, capsys, tmp_path, no_work
 ):
     file = tmp_path / "there"
@@ -146,7 +146,7 @@ def test_a_file_as_run_directory_or_a_folder_as_file_is_refused(
     assert "Not a directory" in below or f"{file} is a file, expected a folder" in below
 
 
-def test_a_run_directory_that_holds_a_run_is_refused_before_the_work(capsys, tmp_path, no_work):
+def test_a_run_directory_that_contains_a_run_is_refused_before_the_work(capsys, tmp_path, no_work):
     (tmp_path / "metrics.jsonl").touch()
     there = ["--run-dir", str(tmp_path)]
     assert "already contains a run; resume it (--resume) or" in fails(capsys, *TRAIN, *there)
@@ -154,7 +154,7 @@ def test_a_run_directory_that_holds_a_run_is_refused_before_the_work(capsys, tmp
     assert "has no checkpoint to resume from; start it" in fails(capsys, *TRAIN, *there, "--resume")
 
 
-def test_a_missing_folder_for_out_is_made_before_the_work(checkpoint, tmp_path, capsys):
+def test_a_missing_output_folder_is_created_before_the_work(checkpoint, tmp_path, capsys):
     out = tmp_path / "not" / "there" / "report.json"
     main(
         [
@@ -172,7 +172,7 @@ def test_a_missing_folder_for_out_is_made_before_the_work(checkpoint, tmp_path, 
     assert json.loads(out.read_text())["n_sequences"] == 2
 
 
-def test_a_disk_that_is_full_at_the_end_loses_nothing_that_was_printed(
+def test_a_disk_that_is_full_at_the_end_does_not_lose_the_printed_results(
     checkpoint, tmp_path, capsys
 ):
     with pytest.raises(SystemExit):
@@ -198,7 +198,7 @@ def test_a_disk_that_is_full_at_the_end_loses_nothing_that_was_printed(
 
 
 def broken(checkpoint: str, tmp_path: Path, **changes: object) -> Path:
-    """A copy of a checkpoint with some fields of its config changed."""
+    """Copy a checkpoint with some fields of its config changed."""
     folder = tmp_path / "model"
     shutil.copytree(checkpoint, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -206,7 +206,7 @@ def broken(checkpoint: str, tmp_path: Path, **changes: object) -> Path:
     return folder
 
 
-def test_truncated_weights(checkpoint, tmp_path, capsys):
+def test_truncated_weights_are_refused(checkpoint, tmp_path, capsys):
     folder = broken(checkpoint, tmp_path)
     with open(folder / "model.safetensors", "r+b") as file:
         file.truncate(1000)
@@ -214,7 +214,7 @@ def test_truncated_weights(checkpoint, tmp_path, capsys):
     assert refused.startswith(f"sparrow: cannot load model '{folder}' (SafetensorError: ")
 
 
-def test_weights_of_another_shape(checkpoint, tmp_path, capsys):
+def test_weights_with_a_different_shape_are_refused(checkpoint, tmp_path, capsys):
     refused = fails(
         capsys, *MEASURE, "--model", str(broken(checkpoint, tmp_path, intermediate_size=80))
     )
@@ -224,7 +224,7 @@ def test_weights_of_another_shape(checkpoint, tmp_path, capsys):
     )
 
 
-def test_weights_that_are_missing(checkpoint, tmp_path, capsys):
+def test_missing_weights_are_refused(checkpoint, tmp_path, capsys):
     folder = broken(checkpoint, tmp_path)
     weights = load_file(folder / "model.safetensors")
     kept = {name: weight for name, weight in weights.items() if "layers.3.mlp" not in name}
@@ -233,7 +233,7 @@ def test_weights_that_are_missing(checkpoint, tmp_path, capsys):
     assert "model.layers.3.mlp.down_proj.weight and 2 more weights are missing" in refused
 
 
-def test_a_tokenizer_without_tokens(checkpoint, tmp_path, capsys):
+def test_an_empty_tokenizer_is_refused(checkpoint, tmp_path, capsys):
     folder = broken(checkpoint, tmp_path)
     for file in folder.glob("tokenizer*"):
         file.unlink()
@@ -247,7 +247,7 @@ def test_a_tokenizer_without_tokens(checkpoint, tmp_path, capsys):
 @pytest.mark.parametrize(
     "name", ["/nowhere", "./nowhere", "tests/nowhere", "a/b/c", "no where", ""]
 )
-def test_a_mistyped_path_is_not_asked_of_the_hub(name, capsys, monkeypatch):
+def test_a_mistyped_path_is_not_looked_up_on_the_hub(name, capsys, monkeypatch):
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
     assert f"cannot load model '{name}': there is no such file or folder" in fails(
@@ -259,7 +259,7 @@ def test_a_mistyped_path_is_not_asked_of_the_hub(name, capsys, monkeypatch):
     )
 
 
-def test_bf16_on_a_cpu_in_measure(checkpoint, tmp_path, capsys):
+def test_measure_runs_in_bf16_on_a_cpu(checkpoint, tmp_path, capsys):
     out = tmp_path / "report.json"
     small = ["--model", checkpoint, "--max-new-tokens", "16", "--count", "2", "--out", str(out)]
     main(["measure", "--schedule", "dense", *PROMPTS, *small, "--precision", "bf16"])
@@ -283,7 +283,7 @@ def test_bf16_on_a_cpu_in_measure(checkpoint, tmp_path, capsys):
         ),
     ],
 )
-def test_a_broken_config_for_cost(config, message, tmp_path, capsys):
+def test_cost_refuses_a_broken_config(config, message, tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_bytes(config.encode("latin-1"))
     assert message in fails(capsys, "cost", "--schedule", "fixed:1", "--model", str(path))
@@ -311,7 +311,7 @@ def test_a_broken_config_for_cost(config, message, tmp_path, capsys):
         ("empty.txt", b"\n \n", "{path} contains no prompts"),
     ],
 )
-def test_prompts_that_cannot_be_read(name, content, message, tmp_path, capsys, no_work):
+def test_unreadable_prompts_are_refused(name, content, message, tmp_path, capsys, no_work):
     path = tmp_path / name
     path.write_bytes(content)
     assert message.format(path=path) in fails(
@@ -319,7 +319,9 @@ def test_prompts_that_cannot_be_read(name, content, message, tmp_path, capsys, n
     )
 
 
-def test_prompts_without_room_are_left_out_counted_and_named(checkpoint, tmp_path, capsys, caplog):
+def test_prompts_without_room_for_a_response_are_skipped_and_reported(
+    checkpoint, tmp_path, capsys, caplog
+):
     path, out = tmp_path / "prompts.txt", tmp_path / "report.json"
     path.write_text("ba = 7\n" + "ba " * 2000 + "\nku = 5\n")
     arguments = [
@@ -356,7 +358,7 @@ def train(checkpoint: str, tmp_path: Path, *argv: str) -> list[str]:
     return ["train", "--model", checkpoint, "--run-dir", str(tmp_path / "run"), *small, *argv]
 
 
-def test_a_row_too_long_for_the_model_is_left_out_and_counted(checkpoint, tmp_path, capsys, caplog):
+def test_rows_too_long_for_the_model_are_skipped_and_counted(checkpoint, tmp_path, capsys, caplog):
     path = tmp_path / "rows.jsonl"
     rows = [{"question": f"trace ba {i}", "answer": "1"} for i in range(3)]
     rows.insert(1, {"question": "ba " * 2000, "answer": "1"})
@@ -373,7 +375,7 @@ def test_a_problem_too_long_is_named(checkpoint, tmp_path, capsys):
     )
 
 
-def test_max_new_tokens_beyond_the_context(checkpoint, capsys):
+def test_max_new_tokens_beyond_the_context_are_refused(checkpoint, capsys):
     refused = fails(capsys, *MEASURE, "--model", checkpoint, "--max-new-tokens", "1024")
     assert "max_new_tokens=1024 leaves no room for a prompt in the context of 1024" in refused
 
@@ -394,7 +396,7 @@ def test_max_new_tokens_beyond_the_context(checkpoint, capsys):
         ("template=hello", "the prompt template has no {question}, got 'hello'"),
     ],
 )
-def test_an_option_of_a_dataset_that_it_cannot_have(option, message, checkpoint, tmp_path, capsys):
+def test_invalid_options_of_a_dataset_are_refused(option, message, checkpoint, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "ba", "answer": "1"}\n')
     assert message in fails(
@@ -443,7 +445,7 @@ def raises(response, answer):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A module in the working directory, and a dataset."""
+    """Create a module in the working directory, and a dataset."""
     name = f"own_{uuid.uuid4().hex}"  # modules are imported once
     (tmp_path / f"{name}.py").write_text(OWN)
     (tmp_path / "rows.jsonl").write_text(
@@ -453,7 +455,7 @@ def own(tmp_path, monkeypatch):
     return name
 
 
-def test_a_task_of_ones_own_by_module_and_class(own, checkpoint, tmp_path, capsys):
+def test_a_custom_task_is_given_by_module_and_class(own, checkpoint, tmp_path, capsys):
     main(train(checkpoint, tmp_path, "--task", f"{own}:Reverse:digits=6"))
     logged = [
         json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
@@ -466,7 +468,7 @@ def test_a_task_of_ones_own_by_module_and_class(own, checkpoint, tmp_path, capsy
     assert f"{own}:Reverse" in capsys.readouterr().out
 
 
-def test_a_reward_of_ones_own_by_module_and_function(own, checkpoint, tmp_path, capsys):
+def test_a_custom_reward_is_given_by_module_and_function(own, checkpoint, tmp_path, capsys):
     rows = "qa:path=rows.jsonl,template={question}"
     main(train(checkpoint, tmp_path, "--dataset", rows, "--reward", f"{own}:judge"))
     (step,) = [
@@ -513,7 +515,7 @@ def test_a_reward_of_ones_own_by_module_and_function(own, checkpoint, tmp_path, 
         ("--task trace:lines", "the option 'lines' in 'trace:lines' should read name=value"),
     ],
 )
-def test_a_task_or_reward_of_ones_own_that_fails_says_where(
+def test_a_failing_custom_task_or_reward_is_located(
     options, message, own, checkpoint, tmp_path, capsys
 ):
     options = options.replace("OWN", own).replace("ROWS", "qa:path=rows.jsonl,template={question}")
@@ -522,7 +524,7 @@ def test_a_task_or_reward_of_ones_own_that_fails_says_where(
         assert part in refused
 
 
-def test_a_verifier_that_hangs_has_a_time_limit(own, checkpoint, tmp_path, capsys):
+def test_a_hanging_verifier_has_a_time_limit(own, checkpoint, tmp_path, capsys):
     arguments = train(checkpoint, tmp_path, "--task", f"{own}:Hangs", "--reward.time-limit", "0.5")
     refused = fails(capsys, *arguments)
     assert (
@@ -531,7 +533,7 @@ def test_a_verifier_that_hangs_has_a_time_limit(own, checkpoint, tmp_path, capsy
     )
 
 
-def test_an_interrupted_command_says_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_command_says_how_to_resume(checkpoint, tmp_path, capsys, monkeypatch):
     from sparrow.engines.hf import HFEngine
 
     def interrupted(*args):
@@ -560,7 +562,7 @@ def test_an_interrupted_command_says_how_to_go_on(checkpoint, tmp_path, capsys, 
 # --- going on with a run ---
 
 
-def test_sizes_that_differ_on_resume(checkpoint, tmp_path, capsys):
+def test_weights_with_different_sizes_are_refused_on_resume(checkpoint, tmp_path, capsys):
     main(train(checkpoint, tmp_path, "--task", "trace:lines=4"))
     (weights,) = (tmp_path / "run" / "checkpoints" / "step-1").glob("model*.safetensors")
     tensors = load_file(weights)
@@ -573,7 +575,7 @@ def test_sizes_that_differ_on_resume(checkpoint, tmp_path, capsys):
     assert "give the model that the run started with" in refused
 
 
-def test_a_log_that_is_no_text_does_not_stop_a_resumed_run(checkpoint, tmp_path, capsys):
+def test_a_log_that_is_not_text_does_not_stop_a_resumed_run(checkpoint, tmp_path, capsys):
     main(train(checkpoint, tmp_path, "--task", "trace:lines=4"))
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes() + b'{"step": 2, "\xff')

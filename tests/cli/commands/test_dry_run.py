@@ -1,4 +1,4 @@
-"""A dry run: what it predicts, and that it names every problem and loads nothing."""
+"""A dry run: its predictions, and that it names every problem and loads nothing."""
 
 import re
 
@@ -43,7 +43,7 @@ def nothing_is_loaded(monkeypatch):
     monkeypatch.setattr(loading, "load_engine", refuse)
 
 
-def test_a_dry_run_predicts_memory_and_hours_as_the_cluster_model_does(tmp_path, capsys):
+def test_a_dry_run_predicts_the_memory_and_hours_of_the_cluster_model(tmp_path, capsys):
     main([*RUN, "--run-dir", str(tmp_path / "run")])
     printed = " ".join(re.sub("[│┌┐└┘─┬┴]", " ", capsys.readouterr().out).split())
     found = cluster.plan(
@@ -62,7 +62,7 @@ def test_a_dry_run_predicts_memory_and_hours_as_the_cluster_model_does(tmp_path,
     assert not (tmp_path / "run").exists()
 
 
-def test_lossless_is_predicted_where_it_is_what_would_run(tmp_path, capsys):
+def test_a_lossless_run_is_predicted_as_lossless(tmp_path, capsys):
     lossless = [
         *RUN,
         "--schedule",
@@ -77,7 +77,7 @@ def test_lossless_is_predicted_where_it_is_what_would_run(tmp_path, capsys):
     assert "lossless step" in printed and "lossy" not in printed
 
 
-def test_every_problem_is_a_sentence_of_its_own(tmp_path, capsys):
+def test_each_problem_is_reported_in_its_own_sentence(tmp_path, capsys):
     wrong = [
         "--run-dir",
         str(tmp_path / "run"),
@@ -125,5 +125,5 @@ def test_every_problem_is_a_sentence_of_its_own(tmp_path, capsys):
         (["--optimizer.precision", "fp32"], "optimizer.precision is 'fp32'"),
     ],
 )
-def test_what_a_run_would_stumble_over(option, reason, tmp_path, capsys):
+def test_a_dry_run_reports_what_would_stop_the_run(option, reason, tmp_path, capsys):
     assert reason in fails(capsys, *RUN, "--run-dir", str(tmp_path / "run"), *option)

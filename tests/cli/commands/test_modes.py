@@ -1,4 +1,4 @@
-"""``mode`` as a user writes it: what every command makes of it, and what it refuses."""
+"""``mode`` as a user writes it: how every command interprets it, and what is refused."""
 
 import json
 from dataclasses import fields
@@ -56,7 +56,7 @@ from tests.conftest import fails
         ),
     ],
 )
-def test_mode_and_schedule_say_together_how_to_decode(options, schedule, expected):
+def test_mode_and_schedule_together_determine_decoding(options, schedule, expected):
     assert DecodingOptions(**options).decoding(schedule) == expected
 
 
@@ -118,14 +118,14 @@ def test_contradictions_are_refused_with_the_remedy(options, schedule, message):
         DecodingOptions(**options).decoding(schedule)
 
 
-def test_drafts_of_mode_auto_have_the_models_weights():
+def test_draft_weights_are_refused_in_auto_mode():
     with pytest.raises(
         ConfigError, match="draft_weights is 'fp8', but must be left out unless mode is lossless"
     ):
         RolloutConfig(mode="auto", draft_weights="fp8").decoding("fixed:9")
 
 
-def test_a_schedule_that_training_moves_begins_where_it_says():
+def test_an_auto_schedule_begins_with_the_schedule_it_names():
     assert RolloutConfig().decoding("auto") == Decoding.load("dense")
     assert RolloutConfig(mode="lossy").decoding("auto:fixed:9") == Decoding.load("fixed:9")
 
@@ -135,7 +135,7 @@ def test_every_setting_of_lossless_mode_is_an_option():
     assert options == list(LOSSLESS_SETTINGS)
 
 
-def test_auto_drafts_and_decodes_under_one_schedule():
+def test_auto_mode_drafts_and_decodes_under_one_schedule():
     found = RolloutConfig(mode="auto", draft_tokens=4).decoding("fixed:9")
     assert found == Decoding("auto", SparsitySchedule.fixed(9), draft_tokens=4)
     assert found.with_schedule(SparsitySchedule.fixed(2)) == Decoding(
@@ -153,7 +153,7 @@ def test_auto_drafts_and_decodes_under_one_schedule():
 
 
 @pytest.mark.parametrize("engine", ["vllm", "vllm:max_num_seqs=4", "http://localhost:8000"])
-def test_auto_is_refused_where_verification_cannot_end_on_the_way(
+def test_auto_mode_is_refused_if_verification_cannot_stop_mid_response(
     engine, checkpoint, tmp_path, capsys
 ):
     message = fails(
@@ -183,7 +183,7 @@ def test_auto_is_refused_where_verification_cannot_end_on_the_way(
         Decoding.load(Decoding("auto", SparsitySchedule.fixed(1)))
 
 
-def test_settings_that_lossless_rollouts_cannot_have_are_refused():
+def test_settings_incompatible_with_lossless_rollouts_are_refused():
     with pytest.raises(
         ConfigError, match=r"tau is None, but must be given with rollout\.mode auto"
     ):
@@ -264,8 +264,8 @@ def test_a_lossless_run_trains_on_the_policys_own_samples(checkpoint, tmp_path, 
 @pytest.mark.parametrize(
     ("asked", "adapts"), [((), False), (("--adapt-draft-budget", "True"), True)]
 )
-def test_measuring_is_about_one_draft_schedule(asked, adapts, monkeypatch, capsys):
-    """An engine that changes what drafts read would tell the acceptance of a mixture."""
+def test_a_measurement_uses_a_fixed_draft_schedule(asked, adapts, monkeypatch, capsys):
+    """An engine that changes its draft schedule would measure the acceptance of a mixture."""
     given = []
 
     def load_sampler(self, decoding):
@@ -279,7 +279,7 @@ def test_measuring_is_about_one_draft_schedule(asked, adapts, monkeypatch, capsy
     assert (len(given[0].draft_budgets) > 1) is adapts
 
 
-def test_measuring_lossless_tells_how_drafts_fare(checkpoint, tmp_path, capsys):
+def test_measuring_lossless_mode_reports_the_acceptance_of_drafts(checkpoint, tmp_path, capsys):
     out = tmp_path / "report.json"
     sampled = [
         "--model",
@@ -311,7 +311,9 @@ def test_measuring_lossless_tells_how_drafts_fare(checkpoint, tmp_path, capsys):
     assert "nothing to measure; give --schedule" in fails(capsys, "measure", *sampled)
 
 
-def test_evaluating_losslessly_samples_what_dense_does(checkpoint, tmp_path, monkeypatch):
+def test_evaluating_losslessly_samples_the_same_tokens_as_dense_decoding(
+    checkpoint, tmp_path, monkeypatch
+):
     sampled = {}
     generate = HFEngine.generate
 
@@ -368,7 +370,7 @@ def test_the_demo_runs_in_every_mode(mode, monkeypatch):
     assert decoding.draft_tokens == (4 if mode == "lossless" else DRAFT_TOKENS)
 
 
-def test_vllm_is_told_how_to_decode(monkeypatch, checkpoint):
+def test_vllm_engines_receive_the_decoding_settings(monkeypatch, checkpoint):
     from sparrow.engines.vllm import engine, server
 
     told = []
@@ -385,7 +387,7 @@ def test_vllm_is_told_how_to_decode(monkeypatch, checkpoint):
         )
 
 
-def test_an_auto_run_says_what_it_left_unverified_and_why(checkpoint, tmp_path):
+def test_an_auto_run_reports_what_it_left_unverified_and_why(checkpoint, tmp_path):
     run = tmp_path / "run"
     schedule = SparsitySchedule((0,), bin_tokens=64, page_size=8, dense_layers=(0,)).to_json()
     main(
@@ -419,7 +421,7 @@ def test_an_auto_run_says_what_it_left_unverified_and_why(checkpoint, tmp_path):
     )
     rows = [json.loads(line)["dial"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["verified_up_to"] is None and rows[0]["unverified_fraction"] == 0
-    # A model of a few layers gains nothing on an H200, whatever its tail is like.
+    # A model with few layers gains nothing on an H200, whatever its acceptance tail.
     assert {b["mode"] for b in rows[0]["bins"]} == {"lossless"} and all(
         b["speedup"] < 1.01 for b in rows[0]["bins"]
     )

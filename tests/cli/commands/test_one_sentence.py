@@ -1,4 +1,6 @@
-"""Bad inputs that went on, hung or ended in another program's words: each is one sentence."""
+"""Bad inputs that once were ignored, hung or ended in another program's message: each is reported
+in one sentence.
+"""
 
 import json
 
@@ -75,12 +77,12 @@ def test_a_setting_that_cannot_work_is_refused_before_anything_is_loaded(
     command, message, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    code = 1 if command[0] == "report" else 2  # 2: of the arguments, before the command runs
+    code = 1 if command[0] == "report" else 2  # 2: an argument error, before the run
     assert message in fails(capsys, *command, code=code)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_demo_says_what_a_demo_can_do(capsys, tmp_path):
+def test_a_second_demo_in_one_directory_is_not_told_to_resume(capsys, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     refused = fails(capsys, "demo", "--run-dir", str(tmp_path))
     assert (
@@ -94,7 +96,7 @@ def test_two_sources_of_problems_are_named():
         load_problems("trace", ("gsm8k", "taco"), None)
 
 
-def test_a_limit_is_named_as_the_command_names_it():
+def test_an_error_uses_the_commands_name_for_a_limit():
     with pytest.raises(ConfigError, match="as in --limit 64"):
         load_benchmark("trace:lines=4", None, None)
     with pytest.raises(ConfigError, match=r"as in --eval\.limit 64"):
@@ -102,7 +104,7 @@ def test_a_limit_is_named_as_the_command_names_it():
 
 
 @pytest.mark.parametrize("path", ["my/judges.py:right", "judges.py:right"])
-def test_a_reward_given_as_a_path_is_told_its_module(path):
+def test_a_reward_given_as_a_path_is_refused_with_its_module_name(path):
     with pytest.raises(ConfigError, match="write judges:right in its folder"):
         load_object(path, "reward")
 
@@ -114,7 +116,7 @@ def test_a_module_that_ends_the_program_when_imported_is_named(tmp_path, monkeyp
         load_object("ends_at_once:judge", "reward")
 
 
-def test_half_a_character_is_named_with_its_row(tmp_path):
+def test_a_lone_surrogate_is_reported_with_its_row(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(
         json.dumps({"question": "a", "answer": "1"})
@@ -137,7 +139,7 @@ def test_half_a_character_is_named_with_its_row(tmp_path):
         (Problem("p", "text", 1.0), "has a verify that is a float"),
     ],
 )
-def test_a_problem_of_the_wrong_kind_is_named_when_it_is_drawn(problem, message):
+def test_a_problem_of_the_wrong_type_is_reported_when_drawn(problem, message):
     class Task:
         def problem(self, index, seed=0):
             return problem
@@ -146,7 +148,7 @@ def test_a_problem_of_the_wrong_kind_is_named_when_it_is_drawn(problem, message)
         draw(Task(), 0, 0)
 
 
-def test_schedules_from_python_are_refused_in_a_sentence():
+def test_invalid_schedules_from_python_are_refused_in_a_sentence():
     with pytest.raises(ConfigError, match="got unknown"):
         SparsitySchedule.load({1: 2, "a": 3})
     for model, target in ((None, 0.86), ("qwen3-4b", None), ("qwen3-4b", "0.86"), (4, 0.86)):
@@ -154,7 +156,7 @@ def test_schedules_from_python_are_refused_in_a_sentence():
             SparsitySchedule.preset(model, target)
 
 
-def test_models_and_lengths_that_are_none_are_refused_in_a_sentence():
+def test_missing_models_and_lengths_are_refused_in_a_sentence():
     schedule = SparsitySchedule.fixed(2, dense_layers=(0,))
     with pytest.raises(ConfigError, match="the model is None, not a transformers model"):
         set_schedule(None, schedule)
@@ -170,11 +172,11 @@ def test_models_and_lengths_that_are_none_are_refused_in_a_sentence():
             pass
 
 
-def test_a_vocabulary_under_eight_is_scored():
+def test_a_vocabulary_of_fewer_than_eight_tokens_is_scored():
     TokenScorer(tiny_model(vocab_size=5))
 
 
-def test_teacher_forcing_without_triton_names_it(monkeypatch):
+def test_teacher_forcing_without_triton_names_the_missing_package(monkeypatch):
     import sys
 
     from sparrow import attention
@@ -190,7 +192,7 @@ def test_teacher_forcing_without_triton_names_it(monkeypatch):
         model(torch.arange(40)[None], use_cache=False)
 
 
-def test_a_full_disk_is_called_so_and_not_by_a_place_in_torch(tmp_path):
+def test_a_full_disk_is_reported_as_such_rather_than_as_a_torch_error(tmp_path):
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0\nmore")
     reason = _cut_short(error, tmp_path)
     assert reason.startswith("a file was cut short, with ") and "MB left on the disk" in reason
@@ -221,7 +223,7 @@ def test_a_lora_larger_than_the_model_is_refused_before_the_model_is_loaded(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_rank_of_a_lora_may_be_as_large_as_the_model():
+def test_the_rank_of_a_lora_may_equal_the_model_size():
     from sparrow.engines.hf import load_shape
     from sparrow.train.config import LoraConfig
     from sparrow.train.lora import check_lora
@@ -229,6 +231,6 @@ def test_the_rank_of_a_lora_may_be_as_large_as_the_model():
     model = load_shape(loading.model_path("reasoner"))
     assert all(parameter.is_meta for parameter in model.parameters())
     check_lora(model, 128, LoraConfig().target_modules, "lora.r")
-    check_lora(model, 64, ("k_proj",), "lora.r")  # a model of 2 kv heads of 64
+    check_lora(model, 64, ("k_proj",), "lora.r")  # a model with 2 kv heads of 64
     with pytest.raises(ConfigError, match=r"lora\.r is 129"):
         check_lora(model, 129, ("k_proj",), "lora.r")

@@ -1,11 +1,11 @@
-"""``sparrow train`` beside other users of torch in one process."""
+"""``sparrow train`` next to other users of torch in one process."""
 
 import torch
 
 from sparrow.cli import main
 
 
-def test_a_process_group_that_was_there_before_stays(tmp_path):
+def test_an_existing_process_group_is_kept(tmp_path):
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )

@@ -1,4 +1,4 @@
-"""Sparrow in a real vLLM on CPU, against stock vLLM, transformers and itself under every way of
+"""Sparrow in a real vLLM on CPU, against stock vLLM, transformers and itself with every kind of
 scheduling.
 """
 
@@ -50,7 +50,7 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def stock(folder):
-    """Greedy tokens and log-probs of vLLM without Sparrow."""
+    """Return greedy tokens and log-probs of vLLM without Sparrow."""
     llm = LLM(model=str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
     with pytest.raises(ConfigError, match="started without a Sparrow schedule"):
         llm.collective_rpc("sparrow_describe")
@@ -74,13 +74,13 @@ def stock(folder):
     [
         {},
         dict(max_num_batched_tokens=96, max_num_seqs=4),  # prompts in chunks, among decode rows
-        TIGHT,  # too few blocks for all of them
+        TIGHT,  # too few blocks for all sequences
     ],
     ids=["prefix-caching", "chunked-prefill", "preemption"],
 )
-def test_unbounded_budget_equals_stock_vllm(folder, stock, options):
+def test_an_unbounded_budget_matches_stock_vllm(folder, stock, options):
     with engine(folder, UNBOUNDED, **options) as sparrow:
-        for _ in range(2):  # the second time from the prefix cache, where there is one
+        for _ in range(2):  # the second time from the prefix cache, if enabled
             rollouts = sparrow.generate(RAGGED, GREEDY)
             counters = sparrow.counters()
             assert [r.response_ids.tolist() for r in rollouts] == [tokens for tokens, _ in stock]
@@ -92,7 +92,7 @@ def test_unbounded_budget_equals_stock_vllm(folder, stock, options):
             assert (counters.preemptions > 0) == (options == TIGHT)
 
 
-def test_small_budgets_follow_the_schedule_and_the_run_can_change_it(folder, model):
+def test_small_budgets_follow_a_schedule_that_may_change_during_the_run(folder, model):
     wider = SMALL.replace(top_k=(5, 9))
     reference = HFEngine(model, SMALL, eos_ids=[])
     with engine(folder) as sparrow:
@@ -108,8 +108,8 @@ def test_small_budgets_follow_the_schedule_and_the_run_can_change_it(folder, mod
                 logprob_gap(rollouts, reference.score(rollouts, schedule, SAMPLED.temperature))
                 < 1e-4
             )
-            # What was read follows from the lengths alone: every token but the first of a response
-            # is a decode step.
+            # The amount read follows from the lengths alone: every token of a response except the
+            # first is a decode step.
             cached = np.concatenate(
                 [
                     np.arange(len(p) + 1, len(p) + len(r))
@@ -125,7 +125,7 @@ def test_small_budgets_follow_the_schedule_and_the_run_can_change_it(folder, mod
             sparrow.set_schedule(SMALL.replace(recent_pages=3))
 
 
-def test_layers_and_kv_heads_have_budgets_of_their_own(folder, model):
+def test_each_layer_and_kv_head_has_its_own_budget(folder, model):
     uneven = SMALL.replace(top_k=(4, 8), head_budgets=((1, 1), (0, 3), (1.5, 0.5), (0.5, 0.5)))
     wider = uneven.replace(top_k=(6, 12))
     reference = HFEngine(model, uneven, eos_ids=[])
@@ -157,7 +157,7 @@ def test_layers_and_kv_heads_have_budgets_of_their_own(folder, model):
             sparrow.set_schedule(SMALL)
 
 
-def test_rollouts_say_what_was_sampled(folder, model):
+def test_rollouts_record_what_was_sampled(folder, model):
     with engine(folder) as sparrow:
         first, again = sparrow.generate(RAGGED, SAMPLED), sparrow.generate(RAGGED, SAMPLED)
         other = sparrow.generate(
@@ -201,7 +201,7 @@ def test_scheduling_does_not_change_sparse_rollouts(folder):
         assert same_tokens(rollouts, expected) and logprob_gap(rollouts, expected) < 1e-5
 
 
-def test_preemption_is_counted_and_leaves_what_was_recorded(folder, model):
+def test_preemption_is_counted_and_does_not_change_recorded_tokens(folder, model):
     with engine(folder, **TIGHT) as sparrow:
         rollouts = sparrow.generate(RAGGED, SAMPLED)
         assert sparrow.counters().preemptions > 0
@@ -220,7 +220,7 @@ def test_preemption_is_counted_and_leaves_what_was_recorded(folder, model):
         assert np.abs(a.logprobs[:8] - b.logprobs[:8]).max() < 1e-5
 
 
-def test_an_interrupted_rollout_leaves_nothing_behind(folder, monkeypatch):
+def test_an_interrupted_rollout_leaves_no_requests_behind(folder, monkeypatch):
     with engine(folder) as vllm:
         expected = vllm.generate(RAGGED[:2], GREEDY)
         core, steps = vllm.llm.llm_engine, []
@@ -240,14 +240,14 @@ def test_an_interrupted_rollout_leaves_nothing_behind(folder, monkeypatch):
     assert [list(r.response_ids) for r in again] == [list(r.response_ids) for r in expected]
 
 
-def test_the_last_token_of_a_prompt_is_prefill_even_alone(folder):
+def test_the_last_token_of_a_prompt_is_prefilled_even_when_alone(folder):
     prompt = prompts(257)
     with engine(folder) as sparrow:
         expected = sparrow.generate(prompt, GREEDY)
         sparrow.llm.reset_prefix_cache()
         sparrow.generate([prompt[0][:256]], Sampling(max_new_tokens=1))
         sparrow.rpc("sparrow_counters")
-        # 256 tokens are in the cache, so that the prompt's last is a batch of one query token.
+        # 256 tokens are cached, so the last token of the prompt forms a batch of one query token.
         rollouts = sparrow.generate(prompt, GREEDY)
         assert sparrow.rpc("sparrow_counters")[0]["dense_rows_prefill"] == 1
     assert same_tokens(rollouts, expected) and logprob_gap(rollouts, expected) < 1e-5
@@ -255,7 +255,7 @@ def test_the_last_token_of_a_prompt_is_prefill_even_alone(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_updated_weights_equal_a_fresh_engine(tmp_path, tied):
+def test_updated_weights_behave_like_a_fresh_engine(tmp_path, tied):
     old = checkpoint(tmp_path / "old", tie_word_embeddings=tied)
     new = checkpoint(tmp_path / "new", tie_word_embeddings=tied, seed=1)
     assert ("lm_head.weight" in dict(new.named_parameters())) != tied
@@ -267,7 +267,7 @@ def test_updated_weights_equal_a_fresh_engine(tmp_path, tied):
         after = sparrow.generate(RAGGED, SAMPLED)
         assert not same_tokens(before, expected)
         assert same_tokens(after, expected) and logprob_gap(after, expected) < 1e-5
-        # Back again, the way other processes get them.
+        # Back again, through the path used by other processes.
         sparrow._in_process = False
         sparrow.update_weights(old.named_parameters())
         assert logprob_gap(sparrow.generate(RAGGED, SAMPLED), before) < 1e-5
@@ -306,7 +306,7 @@ def test_lora_adapters_and_merged_weights_agree(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_tensor_parallel_workers_equal_one(tmp_path, folder, monkeypatch):
+def test_two_tensor_parallel_workers_match_one(tmp_path, folder, monkeypatch):
     other = tiny.tiny_model(seed=1)
     results = []
     monkeypatch.setenv("PYTHONPATH", tiny.discoverable(tmp_path))
@@ -325,7 +325,7 @@ def test_two_tensor_parallel_workers_equal_one(tmp_path, folder, monkeypatch):
     assert counted == counted_too and not same_tokens(one, updated)
 
 
-def test_pages_of_other_sizes(folder, model):
+def test_other_page_sizes_match_transformers(folder, model):
     for page_size in (8, 32):
         schedule = SMALL.replace(page_size=page_size, top_k=(1, 2, 3), sink_pages=2, recent_pages=1)
         with engine(folder, schedule) as sparrow:
@@ -341,7 +341,7 @@ def test_pages_of_other_sizes(folder, model):
         pass
 
 
-def test_landmarks_in_8_bits_select_the_same_pages_as_in_transformers(folder, model):
+def test_eight_bit_landmarks_select_the_same_pages_as_in_transformers(folder, model):
     schedule = SMALL.replace(landmark_dtype="fp8_e4m3")
     with engine(folder, schedule) as sparrow:
         assert sparrow.describe()["schedule"]["landmark_dtype"] == "fp8_e4m3"
@@ -354,10 +354,10 @@ def test_landmarks_in_8_bits_select_the_same_pages_as_in_transformers(folder, mo
     assert logprob_gap(rollouts, scoring.score(rollouts, schedule, SAMPLED.temperature)) < 1e-4
     assert (
         logprob_gap(rollouts, scoring.score(rollouts, SMALL, SAMPLED.temperature)) > 1e-2
-    )  # other pages are chosen
+    )  # different pages are chosen
 
 
-def test_the_environment_alone_is_enough(folder, monkeypatch):
+def test_an_engine_can_be_configured_by_the_environment_alone(folder, monkeypatch):
     monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
     llm = LLM(model=str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
     [described] = llm.collective_rpc("sparrow_describe")
@@ -367,7 +367,7 @@ def test_the_environment_alone_is_enough(folder, monkeypatch):
 
 @pytest.mark.slow
 def test_an_engine_keeps_its_mode_and_the_next_one_is_stock(folder, stock, monkeypatch):
-    """Whatever becomes of the environment that the first was asked through."""
+    """Check this although the environment that requested the first engine changes."""
     monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
     sparse = LLM(model=str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
     monkeypatch.delenv("SPARROW_SCHEDULE")
@@ -396,7 +396,7 @@ def test_an_engine_keeps_its_mode_and_the_next_one_is_stock(folder, stock, monke
         llm.llm_engine.engine_core.shutdown()
 
 
-def test_an_engine_leaves_the_environment_as_it_was(folder, monkeypatch):
+def test_an_engine_does_not_change_the_environment(folder, monkeypatch):
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
     before = dict(os.environ)
     with engine(folder):
@@ -407,8 +407,8 @@ def test_an_engine_leaves_the_environment_as_it_was(folder, monkeypatch):
     assert not {name for name in changed if name.startswith(("SPARROW", "VLLM_ENABLE"))}
 
 
-def test_a_stock_engine_is_stock_and_leaves_the_environment_as_it_was(folder, stock, monkeypatch):
-    """Even where the environment asks every engine of vLLM to decode sparsely."""
+def test_a_stock_engine_is_stock_and_does_not_change_the_environment(folder, stock, monkeypatch):
+    """Check this even if the environment requests sparse decoding from every vLLM engine."""
     monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
     plain = StockEngine(str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
@@ -423,7 +423,7 @@ def test_a_stock_engine_is_stock_and_leaves_the_environment_as_it_was(folder, st
 
 
 @pytest.mark.slow
-def test_the_trainer_runs_on_it_unchanged(tmp_path):
+def test_the_trainer_runs_unchanged_on_vllm(tmp_path):
     options = "enforce_eager=true,kv_cache_memory_bytes=67108864,block_size=32,max_model_len=512"
     arguments = [
         "train",
@@ -453,7 +453,7 @@ def test_the_trainer_runs_on_it_unchanged(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_sparse_is_refused_by_name(tmp_path, folder, monkeypatch):
+def test_unsupported_models_and_options_are_refused_by_name(tmp_path, folder, monkeypatch):
     checkpoint(tmp_path / "mistral", name="mistral-mqa", sliding_window=64)
     with (
         pytest.raises(UnsupportedModel, match="sliding window of 64"),
@@ -476,10 +476,10 @@ def test_what_cannot_be_sparse_is_refused_by_name(tmp_path, folder, monkeypatch)
         engine(folder, SMALL.replace(dense_layers=(4,))),
     ):
         pass
-    assert not torch.distributed.is_initialized()  # nothing that vLLM had set up stays
+    assert not torch.distributed.is_initialized()  # no state of the first vLLM remains
 
 
-def test_another_plugin_in_the_slot_is_noticed(folder):
+def test_a_different_backend_in_the_same_slot_is_noticed(folder):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.attention.selector import _cached_get_attn_backend
 

@@ -1,4 +1,4 @@
-"""Two training processes, each with a vLLM of its own on CPU, sample and train what one does."""
+"""Two training processes, each with its own vLLM on CPU, sample and train like one process."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ def train(folder: Path, run: str) -> None:
         Trainer(config, model, tokenizer, EarlyWords(), engine, SCHEDULE).train()
 
 
-def test_two_processes_with_an_engine_each_train_what_one_does(tmp_path):
+def test_two_processes_with_one_engine_each_train_like_one_process(tmp_path):
     tiny.checkpoint(tmp_path / "model", vocab_size=len(build_tokenizer()), initializer_range=0.3)
     code = f"import sys; sys.path[:0] = {sys.path!r}; import pathlib; from tests.engines.vllm import test_ranks as t\n"
     code += "from accelerate import PartialState; PartialState(cpu=True)\n"
@@ -59,7 +59,7 @@ def test_two_processes_with_an_engine_each_train_what_one_does(tmp_path):
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
-def test_an_engine_over_several_devices_is_refused_beside_others(tmp_path, monkeypatch):
+def test_an_engine_on_several_devices_is_refused_in_multi_process_training(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     with pytest.raises(
         ConfigError, match=r"2 training processes .* 4 devices per engine; run this model"

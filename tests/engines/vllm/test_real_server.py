@@ -1,5 +1,5 @@
-"""Server mode against a real vLLM server on CPU, which finds Sparrow by its entry point, in
-processes of its own.
+"""Server mode with a real vLLM server on CPU, which finds Sparrow by its entry point, in separate
+processes.
 """
 
 import contextlib
@@ -46,7 +46,9 @@ SAMPLED = Sampling(max_new_tokens=32, temperature=0.8, top_n=5, seed=3)
 
 @contextlib.contextmanager
 def serving(folder, sparrow, path, *more, patience=180):
-    """Address and process of a server of the model in ``folder``, whose ``PYTHONPATH`` is ``path``."""
+    """Yield address and process of a server for the model in ``folder``, started with
+    ``PYTHONPATH`` set to ``path``.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -103,7 +105,7 @@ def serving(folder, sparrow, path, *more, patience=180):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """Address and process of a server."""
+    """Return address and process of a server."""
     folder = tmp_path_factory.mktemp("served")
     checkpoint(folder / "model")
     with serving(
@@ -112,7 +114,7 @@ def served(tmp_path_factory):
         yield server
 
 
-def test_a_server_is_an_engine_too(served):
+def test_a_server_behaves_like_any_other_engine(served):
     url, _ = served
     model = tiny_model()
     scorer = HFEngine(model, SMALL, eos_ids=[])
@@ -142,16 +144,16 @@ def test_a_server_is_an_engine_too(served):
         )
         < 1e-4
     )
-    # Who connects with a schedule gets it.
+    # A client that connects with a schedule sets it.
     server.update_weights(model.named_parameters())
     assert same_tokens(rollouts, VLLMServer(url, SMALL).generate(RAGGED, SAMPLED))
     with pytest.raises(ConfigError, match="not their layout"):
         server.set_schedule(SMALL.replace(page_size=8))
 
 
-def test_a_probe_over_plain_http_sees_the_acceptance_that_an_engine_computes(served):
-    """The actor's lists from decoding, the policy's from a dense prefill that must not read what
-    the actor cached.
+def test_a_probe_over_plain_http_measures_the_same_acceptance_as_an_engine(served):
+    """Compare lists of the actor from decoding with lists of the policy from a dense prefill that
+    must not read the actor's cache.
     """
     from sparrow.integrations.probe import probe
 
@@ -174,7 +176,7 @@ def test_a_probe_over_plain_http_sees_the_acceptance_that_an_engine_computes(ser
         probe(["http://localhost:1"], asked, SMALL, 1)
 
 
-def test_a_probe_logs_the_tail_beside_what_dense_rollouts_score(served):
+def test_a_probe_logs_the_acceptance_tail_beside_that_of_dense_rollouts(served):
     from sparrow.integrations.probe import Probe
 
     url, _ = served
@@ -185,7 +187,7 @@ def test_a_probe_logs_the_tail_beside_what_dense_rollouts_score(served):
     for length in (
         "200-300",
         "300-400",
-    ):  # lists of the whole vocabulary: dense rollouts lack nothing but rounding
+    ):  # lists of the whole vocabulary: dense rollouts differ only by rounding
         assert (
             found[f"sparrow/p5/{length}"]
             < 0.97
@@ -204,7 +206,7 @@ def test_a_probe_logs_the_tail_beside_what_dense_rollouts_score(served):
     assert short["sparrow/p5/200-300/ceiling"] == found["sparrow/p5/200-300/ceiling"]
 
 
-def test_a_server_that_is_killed_is_one_sentence(served):
+def test_a_killed_server_is_reported_in_one_sentence(served):
     url, process = served
     server = VLLMServer(url, SMALL)
     threading.Timer(2, process.kill).start()

@@ -1,4 +1,4 @@
-"""A vLLM server that dies, refuses or stalls, played by a few lines of HTTP."""
+"""A vLLM server that dies, refuses or stalls, simulated by a few lines of HTTP."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from tests.train.test_trainer import SCHEDULE, make_trainer, metrics_of
 
 
 class Pretender(BaseHTTPRequestHandler):
-    """Answers as a server that decodes one token a prompt, until it is told to misbehave."""
+    """A server that decodes one token per prompt until told to misbehave."""
 
     def do_GET(self) -> None:
         state = self.server.state
@@ -100,7 +100,7 @@ def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
         "wait": threading.Event(),
     }
     threading.Thread(target=made.serve_forever, daemon=True).start()
-    for name in ("HTTP_PROXY", "ALL_PROXY"):  # a server on this machine is not asked through one
+    for name in ("HTTP_PROXY", "ALL_PROXY"):  # a local server is not reached through a proxy
         monkeypatch.setenv(name, "http://localhost:1")
     monkeypatch.setattr(server, "CHECK_S", 0.1)
     monkeypatch.setattr(server, "STALL_S", 0.5)
@@ -123,11 +123,11 @@ SAMPLING = Sampling(max_new_tokens=4, top_n=1)
     ],
     ids=["dies", "refuses", "stalls"],
 )
-def test_a_server_that_fails_is_one_sentence(pretender, monkeypatch, generate, message):
+def test_a_failing_server_is_reported_in_one_sentence(pretender, monkeypatch, generate, message):
     url, state = pretender
     if (
         generate != 60.0
-    ):  # a busy machine may take longer to tell of the failure than a stalled server is given here
+    ):  # a busy machine may need longer to report the failure than a stalled server is given here
         monkeypatch.setattr(server, "STALL_S", 30.0)
     before = threading.active_count()
     client = VLLMServer(url, SCHEDULE)
@@ -150,9 +150,9 @@ def test_a_slow_server_that_makes_progress_is_waited_for(pretender):
 
 
 @pytest.mark.slow
-def test_a_slow_server_that_counts_nothing_is_waited_for(pretender):
-    """vLLM has no counters of tokens with ``--disable-log-stats``: no progress and no counting look
-    alike.
+def test_a_slow_server_without_counters_is_waited_for(pretender):
+    """With ``--disable-log-stats`` vLLM has no token counters, so a stalled server looks like one
+    that does not count.
     """
     url, state = pretender
     client = VLLMServer(url, SCHEDULE)
@@ -161,7 +161,7 @@ def test_a_slow_server_that_counts_nothing_is_waited_for(pretender):
 
 
 @pytest.mark.parametrize("end", ["abort", "repetition"])
-def test_a_response_that_was_cut_off_is_none(pretender, end):
+def test_an_aborted_response_is_an_error(pretender, end):
     url, state = pretender
     client = VLLMServer(url, SCHEDULE)
     state["end"] = "length"
@@ -171,7 +171,7 @@ def test_a_response_that_was_cut_off_is_none(pretender, end):
         client.generate([[1], [2]], SAMPLING)
 
 
-def test_memory_that_training_has_freed_is_there_when_the_server_wakes(pretender, monkeypatch):
+def test_cached_gpu_memory_is_released_before_the_server_wakes(pretender, monkeypatch):
     url, state = pretender
     client = VLLMServer(url, SCHEDULE)
     led = VLLMServer(url, SCHEDULE, controls=False)
@@ -182,7 +182,7 @@ def test_memory_that_training_has_freed_is_there_when_the_server_wakes(pretender
     assert state["calls"] == ["empty_cache", "empty_cache", "/wake_up"]
 
 
-def test_a_notebook_whose_event_loop_runs_can_generate(pretender):
+def test_generation_works_inside_a_running_event_loop(pretender):
     url, _ = pretender
     client = VLLMServer(url, SCHEDULE)
 
@@ -192,7 +192,7 @@ def test_a_notebook_whose_event_loop_runs_can_generate(pretender):
     assert [r.response_ids.tolist() for r in asyncio.run(cell())] == [[3], [3]]
 
 
-def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
+def test_a_server_in_a_different_mode_is_refused_with_the_remedy(pretender):
     url, _ = pretender
     with pytest.raises(
         ConfigError,
@@ -217,12 +217,10 @@ def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
         (dict(draft_weights="fp8"), "has draft_weights 'auto', not 'fp8', and cannot change it"),
         (dict(meter_schedule=SCHEDULE), "has meter_schedule None, not {'top_k'.*"),
         (dict(draft_tokens=4), None),
-        ({}, None),  # what is left out is as the server has it
+        ({}, None),  # settings that are left out keep the values of the server
     ],
 )
-def test_settings_of_lossless_mode_that_the_server_does_not_have_are_refused(
-    pretender, asked, message
-):
+def test_lossless_settings_that_differ_from_the_servers_are_refused(pretender, asked, message):
     url, state = pretender
     state["described"] = {
         "mode": "lossless",
@@ -234,7 +232,7 @@ def test_settings_of_lossless_mode_that_the_server_does_not_have_are_refused(
         VLLMServer(url, Decoding.lossless(SCHEDULE, **asked))
 
 
-def test_truncation_is_asked_for_and_refused_where_drafts_would_not_follow_it(pretender):
+def test_truncation_is_requested_but_refused_in_lossless_mode(pretender):
     url, state = pretender
     engine = VLLMServer(url, SCHEDULE)
     engine.generate([[1]], Sampling(4, top_n=1, top_k=20, top_p=0.7))
@@ -250,7 +248,7 @@ def test_truncation_is_asked_for_and_refused_where_drafts_would_not_follow_it(pr
     engine.generate([[1]], SAMPLING)
 
 
-def test_of_several_clients_one_controls(pretender):
+def test_only_one_of_several_clients_controls_the_server(pretender):
     url, state = pretender
     led, leader = VLLMServer(url, SCHEDULE, controls=False), VLLMServer(url, SCHEDULE)
     state["calls"].clear()
@@ -275,7 +273,7 @@ def test_of_several_clients_one_controls(pretender):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", ["generate", "update_weights"])
-def test_an_engine_that_fails_costs_no_finished_step(tmp_path, failing):
+def test_an_engine_failure_loses_no_finished_step(tmp_path, failing):
     trainer = make_trainer(tmp_path, steps=4, save_every=100)
     works, calls = getattr(trainer.engine, failing), []
 
@@ -283,7 +281,7 @@ def test_an_engine_that_fails_costs_no_finished_step(tmp_path, failing):
         calls.append(1)
         if (
             len(calls) == 4
-        ):  # in step 3, and after step 2: before step 1 weights are sent and the ceiling is sampled
+        ):  # in step 3, after step 2: weights are sent and the ceiling is sampled before step 1
             raise EngineError("it died")
         return works(*args)
 

@@ -9,7 +9,7 @@ from sparrow.errors import ConfigError, EngineError
 
 
 class CacheConfig(BaseModel):
-    """Validates as vLLM's do."""
+    """A config that validates like those of vLLM."""
 
     gpu_memory_utilization: float = Field(default=0.9, le=1)
     max_model_len: int = 1
@@ -83,11 +83,11 @@ def refused(**options) -> ValidationError:
         (RuntimeError(), "RuntimeError; change the options of the engine"),
     ],
 )
-def test_a_reason_has_its_remedy(error, expected):
+def test_each_cause_is_reported_with_its_remedy(error, expected):
     assert sentence(error) == expected
 
 
-def test_of_a_setting_out_of_range_the_name_and_the_rule_are_told():
+def test_a_setting_out_of_range_is_reported_with_its_name_and_rule():
     assert sentence(refused(gpu_memory_utilization=2)) == (
         "gpu_memory_utilization: Input should be less than or equal to 1; change the options of "
         "the engine"
@@ -98,14 +98,14 @@ def test_of_a_setting_out_of_range_the_name_and_the_rule_are_told():
     )
 
 
-def test_what_sparrow_refuses_and_what_is_no_error_of_the_start_is_left_as_it_is():
+def test_errors_that_are_not_start_errors_pass_through_unchanged():
     for error in (ConfigError("refused"), KeyboardInterrupt(), AssertionError("a bug")):
         with pytest.raises(type(error)) as raised, starting():
             raise error
         assert raised.value is error
 
 
-def test_a_worker_process_that_died_is_told():
+def test_the_death_of_a_worker_process_is_reported():
     with pytest.raises(EngineError, match="its message is above"), starting():
         raise Exception("WorkerProc initialization failed due to an exception. See stack trace.")
 

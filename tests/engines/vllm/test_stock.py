@@ -1,4 +1,4 @@
-"""A server without Sparrow, played by a few lines of HTTP, and lists as vLLM gives them."""
+"""A server without Sparrow, simulated by a few lines of HTTP, and lists in the format of vLLM."""
 
 import json
 import threading
@@ -15,7 +15,9 @@ from sparrow.schedule import SparsitySchedule
 
 
 class Completions(BaseHTTPRequestHandler):
-    """Answers every prompt with its last token and the next two, each at a probability of 1/2."""
+    """A server that answers every prompt with its last token and the next two, each with
+    probability 1/2.
+    """
 
     def do_GET(self):
         if self.path == "/metrics":
@@ -50,7 +52,7 @@ class Completions(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_):
-        """Say nothing."""
+        """Suppress log messages."""
 
 
 @pytest.fixture
@@ -81,13 +83,13 @@ def test_completions_become_rollouts(served):
     assert engine.counters() == Counters(0, 0)
 
 
-def test_lists_are_those_of_the_response(served):
+def test_top_lists_cover_the_response_only(served):
     rollouts = [
         Rollout([9, 9], np.array([2, 5]), None, None, None, "length"),
         Rollout([9], np.array([30]), None, None, None, "length"),
     ]
     first, second = connected(served).top_lists(rollouts, 3)
-    assert first.logprobs.tolist() == [-2.0, -5.0]  # the second is in no list, but it has its own
+    assert first.logprobs.tolist() == [-2.0, -5.0]  # the second is not listed but has its log-prob
     assert first.top_ids.tolist() == [[1, 2, 3], [1, 2, 3]]
     assert first.top_logprobs.tolist() == [[-1.0, -2.0, -3.0]] * 2
     assert second.logprobs.tolist() == [-30.0]
@@ -95,20 +97,20 @@ def test_lists_are_those_of_the_response(served):
     assert prompts == [[9, 9, 2, 5], [9, 30]]
 
 
-def test_lists_shorter_than_asked_for_are_refused(served):
+def test_lists_shorter_than_requested_are_refused(served):
     served.longest = 5
     rollout = Rollout([9], np.array([2]), None, None, None, "length")
     with pytest.raises(EngineError, match=r"a list of 5 tokens, expected 8; .*--max-logprobs"):
         connected(served).top_lists([rollout], 8)
 
 
-def test_a_server_that_gives_no_token_ids_is_refused(served):
+def test_a_server_that_returns_no_token_ids_is_refused(served):
     served.knows_ids = False
     with pytest.raises(EngineError, match="without token ids"):
         connected(served).generate([[1]], Sampling(3, top_n=0))
 
 
-def test_what_does_not_fit_and_schedules_are_refused(served):
+def test_long_prompts_and_schedules_are_refused(served):
     engine = connected(served)
     with pytest.raises(PromptError, match="does not fit the model's context of 100"):
         engine.generate([[1] * 98], Sampling(3, top_n=0))
@@ -116,6 +118,6 @@ def test_what_does_not_fit_and_schedules_are_refused(served):
         engine.set_schedule(SparsitySchedule.dense())
 
 
-def test_no_server_is_told():
+def test_an_unreachable_server_is_reported():
     with pytest.raises(EngineError, match="no vLLM server answers at http://localhost:1"):
         StockServer("http://localhost:1")

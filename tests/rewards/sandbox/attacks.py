@@ -32,7 +32,7 @@ ANSWER: dict[Kind, str] = {
     "assert": "\ndef f(x): return 2 * x\n",
 }
 
-# Raw system calls, by their numbers on x86-64 and arm64; a refused one raises.
+# Raw system calls by their numbers on x86-64 and arm64; a refused call raises.
 PRELUDE = """
 import ctypes, os, platform
 libc = ctypes.CDLL(None, use_errno=True)
@@ -47,7 +47,7 @@ def call(x86, arm, *arguments):
 
 @dataclass(frozen=True)
 class Attack:
-    """One program, and the kind of tests it is judged by."""
+    """One program, and the kind of tests that judge it."""
 
     group: str
     name: str
@@ -59,8 +59,8 @@ class Attack:
 
 
 def _cut(group: str, text: str, kind: Kind = "stdio", answered: bool = True) -> list[Attack]:
-    """Attacks from a text in which ``### name`` heads each; ``answered`` lets those that come
-    through pass.
+    """Split a text into attacks at its ``### name`` headings; ``answered`` makes those that succeed
+    pass their tests.
     """
     attacks = []
     for part in text.split("### ")[1:]:
@@ -1125,7 +1125,7 @@ print("\u0664\u0662.0e0\u0661")
 
 
 def main(names: list[str]) -> int:
-    """Print the score of each isolation and what came through."""
+    """Print the score of each isolation and the attacks that succeeded."""
     import json
 
     from harness import score

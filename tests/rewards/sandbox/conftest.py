@@ -1,7 +1,7 @@
-"""The walls that the sandbox's tests ask for.
+"""The isolation mechanisms that tests of the sandbox require.
 
-This folder is a package so that its ``conftest`` is not taken for the one above, from which other
-tests import.
+This folder is a package so that its ``conftest`` is not mistaken for the one above, from which
+other tests import.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What an attack is run against: a judging process of its own, watched from outside."""
+"""A judging process that is attacked, and checks of it from outside."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from sparrow.rewards.sandbox.walls import Held
 
 SECRET = "nobody's business"
 PATIENCE_S = (
-    30.0  # for an answer; a program may use 15 s by its own limits, and the machine may be busy
+    30.0  # for an answer; a program may use 15 s within its own limits, and the machine may be busy
 )
-GROWTH_MB = 128.0  # what the judging process may need for one answer, beyond what it has
+GROWTH_MB = 128.0  # additional memory that the judging process may need for one answer
 
-# Judges what it reads, together with an honest program at the same time.
+# Judges the attack that it reads, together with an honest program at the same time.
 _JUDGE = """
 import json, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -68,7 +68,9 @@ for line in sys.stdin:
 
 
 def require(held: Held) -> None:
-    """Skip a test of a wall that does not stand here; where everything must be tested, fail it."""
+    """Skip a test of an isolation that does not work here; fail it where everything must be
+    tested.
+    """
     if (fault := box._fault(box._wall(held))) is not None:
         missing = f"{held} does not work here: {fault}"
         if os.environ.get("CI"):
@@ -77,7 +79,7 @@ def require(held: Held) -> None:
 
 
 class Rig:
-    """A judging process, and all around it that an attack must not reach.
+    """A judging process, and everything around it that an attack must not reach.
 
     Args:
         isolation: how the process confines programs.
@@ -99,7 +101,7 @@ class Rig:
         self.process: subprocess.Popen[str] | None = None
 
     def _lay_out(self) -> None:
-        """Everything outside as it was."""
+        """Restore everything outside the sandbox to its original state."""
         for end in self.sockets:
             end.close()
         shutil.rmtree(self.outside, ignore_errors=True)
@@ -131,7 +133,7 @@ class Rig:
         return self.process
 
     def run(self, attack: Attack) -> str | None:
-        """What came through; None if the attack was held."""
+        """Return what the attack achieved, or None if it was contained."""
         process = self._start()
         program = attack.program
         for name, value in (
@@ -175,7 +177,7 @@ class Rig:
         return faults
 
     def _left(self) -> list[str]:
-        """What an attack left or changed."""
+        """Return what an attack left behind or changed."""
         faults = []
         deadline = time.monotonic() + 5
         while (alive := self._alive()) and time.monotonic() < deadline:
@@ -225,7 +227,7 @@ class Rig:
             self.process = None
 
     def close(self) -> None:
-        """Stop the judging process and remove what is its."""
+        """Stop the judging process and remove its files."""
         self._stop()
         self._left()
         for end in self.sockets:
@@ -241,7 +243,7 @@ class Rig:
 
 
 def score(attacks: Iterable[Attack], isolation: str) -> dict[str, str]:
-    """Name of each attack that was not held -> what came through."""
+    """Return name -> achievement for each attack that was not contained."""
     failed = {}
     with Rig(isolation) as rig:
         for attack in attacks:

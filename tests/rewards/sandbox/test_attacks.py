@@ -1,4 +1,6 @@
-"""Every attack is held, in bubblewrap and in a session: see ``attacks.py`` for what that means."""
+"""Every attack is contained, in bubblewrap and in a session; ``attacks.py`` defines what that
+means.
+"""
 
 import pytest
 from attacks import ATTACKS
@@ -15,7 +17,7 @@ def rig(request):
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=str)
-def test_an_attack_is_held(attack, rig):
+def test_every_attack_is_contained(attack, rig):
     assert rig.run(attack) is None
 
 

@@ -1,9 +1,9 @@
-"""Control groups: found where they can be had, bounded, entered from the start, and removed with
-what is in them.
+"""Control groups: found where available, limited, entered from the start, and removed with their
+contents.
 
-Where limits are written is tested on a copy of the kernel's layout; entering, killing and removing
-on the kernel itself where this process may make groups of any kind, and what the limits do where
-they may bound memory and tasks.
+Where limits are written is tested on a copy of the kernel's file layout. Entering, killing and
+removing are tested on the kernel itself if this process may create groups of any kind, and the
+effect of limits if groups may limit memory and tasks.
 """
 
 import errno
@@ -22,7 +22,7 @@ ONE = {"inputs": ["1"], "outputs": ["1"]}
 
 
 def layout(tmp_path, monkeypatch, controllers, own="/trainer"):
-    """A group ``trainer`` below a root with these controllers for its groups."""
+    """Create a group ``trainer`` below a root with these controllers enabled for its groups."""
     root = tmp_path / "root"
     (root / "trainer").mkdir(parents=True)
     (root / "cgroup.subtree_control").write_text(controllers)
@@ -48,7 +48,7 @@ def anew():
         cache.cache_clear()
 
 
-def test_groups_are_made_beside_the_trainer_s_where_both_controllers_are(tmp_path, monkeypatch):
+def test_groups_are_created_beside_the_trainers_if_both_controllers_exist(tmp_path, monkeypatch):
     root = layout(tmp_path, monkeypatch, "cpu memory pids\n")
     assert cgroup.parent() == root and sorted(path.name for path in root.iterdir()) == [
         "cgroup.subtree_control",
@@ -62,7 +62,7 @@ def test_without_both_controllers_there_are_no_groups(controllers, tmp_path, mon
     assert cgroup.parent() is None
 
 
-def test_groups_that_may_be_made_but_not_entered_are_none(tmp_path, monkeypatch):
+def test_groups_that_cannot_be_entered_are_not_used(tmp_path, monkeypatch):
     root = layout(tmp_path, monkeypatch, "memory pids")
     monkeypatch.setattr(
         cgroup,
@@ -80,14 +80,14 @@ def test_without_version_2_there_are_no_groups(tmp_path, monkeypatch):
     assert cgroup.parent() is None
 
 
-def test_a_group_has_the_program_s_limits(tmp_path):
+def test_a_group_has_the_limits_of_its_program(tmp_path):
     limits = Limits(memory_bytes=1 << 30, files_bytes=64 << 20, output_bytes=8 << 20, tasks=100)
     made = cgroup.make(tmp_path, limits)
     assert (made / "pids.max").read_text() == "116"
     assert (made / "memory.max").read_text() == str((1024 + 64 + 24 + 128) << 20)
 
 
-def test_a_sandbox_runs_in_its_group_and_takes_it_along(tmp_path, monkeypatch, mode, caplog):
+def test_a_sandbox_runs_in_its_group_and_removes_it(tmp_path, monkeypatch, mode, caplog):
     root = layout(tmp_path, monkeypatch, "memory pids")
     seen = []
     real = cgroup.remove
@@ -108,7 +108,9 @@ def test_a_sandbox_runs_in_its_group_and_takes_it_along(tmp_path, monkeypatch, m
     assert "and all of it by a control group of its own" in caplog.text
 
 
-def test_a_group_that_stays_busy_is_named_and_stops_nothing(tmp_path, monkeypatch, caplog):
+def test_a_group_that_stays_busy_is_reported_without_stopping_anything(
+    tmp_path, monkeypatch, caplog
+):
     def busy(path):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
@@ -126,7 +128,7 @@ def _writable() -> list[Path]:
 
 
 @pytest.mark.parametrize("mount", _writable(), ids=str)
-def test_the_kernel_s_own_groups_are_entered_and_emptied(mount):
+def test_real_kernel_groups_are_entered_and_emptied(mount):
     group = mount / f"sparrow-test-{os.getpid()}"
     group.mkdir()
     process = subprocess.Popen(cgroup.enter(group, ["sh", "-c", "sleep 60 & sleep 60"]))
@@ -142,7 +144,7 @@ def test_the_kernel_s_own_groups_are_entered_and_emptied(mount):
 
 @pytest.fixture
 def kernel_s() -> Path:
-    """Where the kernel lets this process make groups that bound memory and tasks."""
+    """Return where the kernel lets this process create groups that limit memory and tasks."""
     if (group := cgroup.parent()) is None:
         pytest.skip(
             "the kernel gives this process no control groups of version 2 with memory and pids"
@@ -150,7 +152,7 @@ def kernel_s() -> Path:
     return group
 
 
-def test_the_kernel_bounds_the_tasks_of_a_group(kernel_s):
+def test_the_kernel_limits_the_tasks_of_a_group(kernel_s):
     group = cgroup.make(kernel_s, Limits(tasks=10))
     forks = "for i in $(seq 40); do sleep 60 & done; wait"
     with subprocess.Popen(
@@ -165,7 +167,7 @@ def test_the_kernel_bounds_the_tasks_of_a_group(kernel_s):
     assert not group.exists()
 
 
-def test_the_kernel_bounds_the_memory_of_a_group(kernel_s, monkeypatch):
+def test_the_kernel_limits_the_memory_of_a_group(kernel_s, monkeypatch):
     monkeypatch.setattr(cgroup, "_HARNESS_BYTES", 0)
     group = cgroup.make(kernel_s, Limits(memory_bytes=64 << 20, files_bytes=1, output_bytes=1))
     try:
@@ -177,11 +179,11 @@ def test_the_kernel_bounds_the_memory_of_a_group(kernel_s, monkeypatch):
         cgroup.remove(group)
 
 
-def test_a_program_over_its_group_s_memory_is_a_verdict_and_the_next_is_judged(
+def test_exceeding_the_memory_of_a_group_is_a_verdict_and_the_next_program_runs(
     kernel_s, monkeypatch, mode
 ):
-    """The group is made narrower than the limit of address space, which would refuse the memory
-    before.
+    """The group is narrower than the limit on address space, which would otherwise refuse the
+    memory first.
     """
     monkeypatch.setattr(cgroup, "_HARNESS_BYTES", -(1 << 30) + (64 << 20))
     before = sorted(path.name for path in kernel_s.iterdir() if path.is_dir())

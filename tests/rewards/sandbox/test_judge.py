@@ -1,4 +1,4 @@
-"""What outputs and values count as those expected; ``tests/rewards/test_code.py`` judges whole
+"""Which outputs and values count as the expected ones; ``tests/rewards/test_code.py`` judges whole
 programs.
 """
 
@@ -43,7 +43,7 @@ from sparrow.rewards.sandbox.judge import same_output, same_value
         ("0.00000000125", "1.25e-09", True),
     ],
 )
-def test_outputs_that_agree(actual, expected, same):
+def test_same_output_tells_equal_from_different_output(actual, expected, same):
     assert same_output(actual, expected) is same
 
 
@@ -60,12 +60,12 @@ def test_outputs_that_agree(actual, expected, same):
         ("8.5", "08.50"),
     ],
 )
-def test_an_expected_word_that_is_no_number_in_its_plain_form_is_text(actual, expected):
+def test_an_expected_word_that_is_not_a_plain_number_is_compared_as_text(actual, expected):
     assert not same_output(actual, expected) and same_output(expected, expected)
 
 
 @pytest.mark.parametrize("actual", ["1e3", "1E3", "10e2", "1000.0e0", "\u0661000", "1_000"])
-def test_a_whole_number_is_not_taken_in_scientific_or_foreign_notation(actual):
+def test_an_integer_in_scientific_or_foreign_notation_is_rejected(actual):
     assert not same_output(actual, "1000")
 
 
@@ -105,5 +105,5 @@ def test_an_output_agrees_with_itself(text):
         ({"a": 1}, ["a"], False),
     ],
 )
-def test_values_that_agree(actual, expected, same):
+def test_same_value_tells_equal_from_different_values(actual, expected, same):
     assert same_value(actual, expected) is same

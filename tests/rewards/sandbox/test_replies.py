@@ -1,5 +1,5 @@
-"""Replies are hostile: whatever comes, reading it is a verdict, cheap, and never an exception that
-stops a run.
+"""Replies may be hostile: reading any of them leads to a verdict, cheaply, and never to an
+exception that stops a run.
 """
 
 import json
@@ -16,11 +16,11 @@ from sparrow.rewards import CodeVerifier, Limits
 from sparrow.rewards.sandbox import Child, ChildEndedError, judge, pack, unpack
 from sparrow.rewards.sandbox.inside.wire import parse
 
-PRIME = 2**61 - 1  # integers that differ by it have the same hash
+PRIME = 2**61 - 1  # integers that differ by this number have the same hash
 
 
 class Said(Child):
-    """A child that has said something, without its process."""
+    """A child process that has replied, without a real process."""
 
     def __init__(self, said: bytes) -> None:
         self._unread = bytearray(said)
@@ -38,7 +38,7 @@ class Said(Child):
 
 
 def verdict(said: bytes, expected: object = 42) -> tuple[str, str]:
-    """The verdict on a called function whose process says this."""
+    """Return the verdict on a called function whose process sends this reply."""
     run = judge._Run("", "", Limits(), "bwrap")
     try:
         return run._call(Said(said), "f", [1], judge._Readings({"outputs": [expected]}))
@@ -89,14 +89,14 @@ EXPECTED = [42, 0.5, "x", [1, 2], {"a": [1]}, None]
 @example({"value": {"bytes": 7}}, 42)
 @example({"value": {"set": [[1]]}}, 42)
 @example({"raised": [1]}, 42)
-def test_every_object_is_a_verdict(reply, expected):
+def test_every_json_object_leads_to_a_verdict(reply, expected):
     found, detail = verdict(json.dumps(reply).encode() + b"\n", expected)
     assert (
         found in ("pass", "wrong", "error", "memory")
         and isinstance(detail, str)
         and len(detail) < 1000
     )
-    if found == "pass":  # only a reply that says so
+    if found == "pass":  # only a reply that reports a pass
         value = unpack(reply["value"])
         assert judge.same_value(value, expected) and detail == ""
 
@@ -107,15 +107,17 @@ def test_every_object_is_a_verdict(reply, expected):
 @example(b'{"value": "\\ud800"}\n')
 @example(b'{"value": 1e999}\n')
 @example(b'"' + b'\\"' * 50)
-def test_every_line_is_a_verdict(line):
+def test_every_line_of_bytes_leads_to_a_verdict(line):
     found, detail = verdict(line)
     assert found in ("pass", "wrong", "error") and len(detail) < 1000
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60), st.integers(1, 7), st.integers(1, 30))
-def test_a_reply_may_come_in_any_pieces(body, size, most):
-    """Read piece by piece, a reply is what it is read as at once, and never longer than its limit."""
+def test_a_reply_may_arrive_in_pieces_of_any_size(body, size, most):
+    """Check that a reply read piece by piece equals the same reply read at once, and never exceeds
+    its limit.
+    """
 
     class Pieces(Said):
         def _read(self, deadline):
@@ -157,12 +159,12 @@ def test_a_reply_may_come_in_any_pieces(body, size, most):
     ],
     ids=["values", "containers", "strings", "depth", "digits", "no JSON", "no object"],
 )
-def test_what_is_over_a_limit_is_refused_by_name(line, message):
+def test_replies_over_a_limit_are_refused_by_name(line, message):
     with pytest.raises(ValueError, match=message):
         parse(line)
 
 
-def test_what_is_within_the_limits_is_read():
+def test_replies_within_the_limits_are_read():
     for value in (
         [0] * ((1 << 20) - 2),
         [[]] * ((1 << 18) - 2),
@@ -177,7 +179,7 @@ def test_what_is_within_the_limits_is_read():
     assert parse(json.dumps({"value": deep}).encode()) == {"value": deep}
 
 
-def test_digits_are_bounded_where_the_interpreter_was_told_not_to(monkeypatch):
+def test_digits_are_limited_even_if_the_interpreter_sets_no_limit(monkeypatch):
     monkeypatch.setattr(sys, "get_int_max_str_digits", lambda: 0)
     with pytest.raises(ValueError, match="a number of 5000 digits"):
         parse(b'{"value": ' + b"7" * 5000 + b"}")
@@ -186,7 +188,7 @@ def test_digits_are_bounded_where_the_interpreter_was_told_not_to(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["set", "frozenset", "dict"])
 @pytest.mark.parametrize("inside", ["int", "tuple"])
-def test_keys_of_one_hash_are_refused(kind, inside):
+def test_many_keys_with_the_same_hash_are_refused(kind, inside):
     keys = [i * PRIME for i in range(1, 34)]
     if inside == "tuple":
         keys = [{"tuple": [key]} for key in keys]
@@ -196,7 +198,7 @@ def test_keys_of_one_hash_are_refused(kind, inside):
     assert len(unpack({kind: content[:16]})) == 16
 
 
-def test_a_subclass_of_complex_crosses_as_the_number_that_it_is():
+def test_a_subclass_of_complex_arrives_as_a_plain_complex_number():
     class Sly(complex):
         real = 10**400
 
@@ -222,7 +224,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_eight_megabytes_of_anything_cost_little(name):
+def test_eight_megabytes_of_hostile_input_cost_little(name):
     line = HOSTILE[name] + b"\n"
     assert len(line) < 8 << 20
     tracemalloc.start()
@@ -236,10 +238,10 @@ def test_eight_megabytes_of_anything_cost_little(name):
     assert seconds < 10 and peak < 96 << 20, (
         seconds,
         peak >> 20,
-    )  # tracing makes it several times as slow
+    )  # tracing makes reading several times as slow
 
 
-def test_words_are_compared_without_holding_them():
+def test_words_are_compared_without_storing_them_all():
     for output in ("\n" * 8_000_000 + "x", "x " * 4_000_000, "x\n" * 4_000_000):
         tracemalloc.start()
         try:
@@ -257,7 +259,7 @@ def test_words_are_compared_without_holding_them():
     "raised",
     ["StopIteration", "StopAsyncIteration", "GeneratorExit", "type('S', (StopIteration,), {})"],
 )
-def test_no_exception_of_a_program_ends_a_test_s_loop_early(raised, bwrap):
+def test_exceptions_of_a_program_do_not_end_the_loop_of_a_test_early(raised, bwrap):
     tests = {"test": "assert all(map(lambda case: f(case[0]) == case[1], [(21, 42), (4, 8)]))"}
     judged = CodeVerifier().judge(f"def f(x): raise {raised}", tests)
     assert judged.verdicts == ("error",) and judged.detail in (raised, "S")

@@ -50,7 +50,7 @@ DOUBLE = {"inputs": ["21\n", "4\n"], "outputs": ["42\n", "8\n"]}
 GOOD = "print(int(input()) * 2)"
 SECRET = "the parent's secret"
 
-# name: program, verdicts that are right for it. PARENT is filled in.
+# name: program, acceptable verdicts. PARENT is filled in.
 HOSTILE = {
     "fork bomb": ("import os\nwhile True: os.fork()", {"error"}),
     "fork bomb in assembly's place": (
@@ -156,8 +156,8 @@ HOSTILE = {
 
 @pytest.fixture
 def marked(monkeypatch):
-    """A function that waits until no sandboxed process of this test is left, and fails if one
-    stays.
+    """Return a function that waits until no sandboxed process of this test remains, and fails if
+    one stays.
     """
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     monkeypatch.setitem(walls.ENVIRONMENT, "MARK", mark)
@@ -186,7 +186,7 @@ def marked(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_program_is_stopped_and_the_next_is_served(name, mode, marked):
+def test_a_hostile_program_is_stopped_and_the_next_one_runs(name, mode, marked):
     program, verdicts = HOSTILE[name]
     verifier = CodeVerifier(LIMITS, mode, workers=1)
     judgement = verifier.judge(program.replace("PARENT", str(os.getpid())), DOUBLE)
@@ -197,8 +197,10 @@ def test_a_hostile_program_is_stopped_and_the_next_is_served(name, mode, marked)
     assert verifier.judge(GOOD, DOUBLE).passed
 
 
-def test_what_a_program_sees(bwrap):
-    """Its own environment, an empty private folder it can write, no processes and no network."""
+def test_a_program_sees_only_its_private_environment(bwrap):
+    """A program sees its own environment and an empty, writable private folder, but no processes
+    and no network.
+    """
     os.environ["SECRET"] = SECRET
     program = """
         import os, socket
@@ -217,7 +219,7 @@ def test_what_a_program_sees(bwrap):
     assert seen.passed, seen.detail
 
 
-def test_no_program_sees_another_s_files(mode):
+def test_programs_do_not_see_each_others_files(mode):
     verifier = CodeVerifier(LIMITS, mode)
     tests = {"inputs": [""], "outputs": ["[]\n"]}
     program = "import os\nprint(os.listdir('.'))\nopen('left', 'w').write('x')"
@@ -226,8 +228,10 @@ def test_no_program_sees_another_s_files(mode):
 
 
 @pytest.mark.parametrize("parent", ["/tmp", "/dev/shm"])
-def test_an_environment_below_a_folder_of_the_program_s_own_does_not_show_there(bwrap, parent):
-    """Such as that of a clone below /tmp; its packages are found, and nothing of it can be written."""
+def test_an_environment_below_a_private_folder_is_hidden_there(bwrap, parent):
+    """An environment in a clone below /tmp, for example, is readable for its packages and not
+    writable.
+    """
     if not os.access(parent, os.W_OK):
         pytest.skip(f"{parent} cannot be written here")
     program = """
@@ -240,7 +244,7 @@ def test_an_environment_below_a_folder_of_the_program_s_own_does_not_show_there(
         os.chmod(folder, 0o755)
         venv.create(folder / "venv", symlinks=True)
         packages = next((folder / "venv" / "lib").glob("python*/site-packages"))
-        (packages / "numpy.py").write_text("")  # a package that only this environment has so
+        (packages / "numpy.py").write_text("")  # a package only in this environment
         (folder / "secret").write_text(SECRET)
         code = f"""
 from sparrow.rewards import CodeVerifier
@@ -269,7 +273,7 @@ def test_a_session_leaves_no_folder_behind(marked, monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == [] and Path("/etc/passwd").exists()
 
 
-def test_huge_input_is_delivered_whole_or_ignored_at_will(mode):
+def test_huge_input_may_be_read_in_full_or_ignored(mode):
     numbers = "1\n" * 5_000_000
     tests = {"inputs": [numbers] * 2, "outputs": ["5000000\n"] * 2}
     verifier = CodeVerifier(Limits(cpu_s=5, wall_s=20), mode)
@@ -277,7 +281,7 @@ def test_huge_input_is_delivered_whole_or_ignored_at_will(mode):
     assert verifier.judge("print(5000000)", tests).passed
 
 
-def test_output_up_to_the_limit(mode):
+def test_output_up_to_the_limit_is_accepted(mode):
     tests = {"inputs": [""], "outputs": ["x" * (LIMITS.output_bytes - 1)]}
     verifier = CodeVerifier(LIMITS, mode)
     assert verifier.judge(f"print('x' * {LIMITS.output_bytes - 1})", tests).passed
@@ -285,7 +289,7 @@ def test_output_up_to_the_limit(mode):
     assert longer.verdicts == ("error",) and longer.detail == "OSError: [Errno 27] File too large"
 
 
-def test_honest_programs_of_many_kinds(mode):
+def test_honest_programs_of_many_kinds_pass(mode):
     verifier = CodeVerifier(Limits(cpu_s=5, wall_s=20), mode)
     for program in (
         "import sys\nfor line in sys.stdin: print(int(line) * 2)",
@@ -305,9 +309,9 @@ def test_honest_programs_of_many_kinds(mode):
         assert verifier.judge(program, DOUBLE).passed, program
 
 
-def test_python_starts_as_ever_but_for_pth_files(mode):
-    """The files that installed packages leave to be run at every start of Python, 25 ms of them
-    here, are not.
+def test_python_starts_as_usual_except_for_pth_files(mode):
+    """Installed packages add files that run at every start of Python (25 ms here); sandboxed
+    programs skip these files.
     """
     program = "import sys\nprint(any(p.endswith('-packages') for p in sys.path), quit, help)\n"
     program += (
@@ -319,7 +323,7 @@ def test_python_starts_as_ever_but_for_pth_files(mode):
     assert judged.passed, judged.detail
 
 
-def test_the_harness_is_compiled_before_it_cannot_be(monkeypatch, tmp_path):
+def test_the_harness_is_compiled_before_it_becomes_read_only(monkeypatch, tmp_path):
     (tmp_path / "module.py").write_text("x = 1")
     monkeypatch.setattr(walls, "_INSIDE", tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -340,14 +344,14 @@ def test_hash_order_is_the_same_in_every_run(mode):
     "program",
     ["import time\ntime.sleep(99)", "while True: pass", "import os\nos.closerange(0, 99)"],
 )
-def test_a_sandbox_closed_in_mid_run_is_gone(program, mode, marked):
+def test_a_sandbox_closed_during_a_run_is_gone(program, mode, marked):
     with Sandbox(
         {"mode": "stdio", "prelude": "", "code": program},
         Limits(wall_s=60, cpu_s=60),
         choose_isolation(mode),
     ) as held:
         held.send({"stdin": ""}, time.monotonic() + 60)
-        runs_on = "close" not in program  # the other may have ended by the time that this looks
+        runs_on = "close" not in program  # the other may already have ended
         with (
             pytest.raises(ChildTimeoutError) if runs_on else contextlib.suppress(ChildTimeoutError)
         ):
@@ -355,7 +359,7 @@ def test_a_sandbox_closed_in_mid_run_is_gone(program, mode, marked):
     assert marked()
 
 
-def test_programs_end_with_a_trainer_that_is_killed(mode, marked, tmp_path):
+def test_programs_end_when_the_trainer_is_killed(mode, marked, tmp_path):
     program = f"""
         import os, tempfile, threading, time
         from sparrow.rewards import CodeVerifier, Limits
@@ -373,12 +377,12 @@ def test_programs_end_with_a_trainer_that_is_killed(mode, marked, tmp_path):
     assert marked()
 
 
-def test_a_time_limit_may_strike_just_as_the_program_ends(monkeypatch, tmp_path):
+def test_a_time_limit_may_expire_just_as_the_program_ends(monkeypatch, tmp_path):
     reap = os.wait4
 
     def slowly(*arguments):
         found = reap(*arguments)
-        time.sleep(0.3)  # the alarm rings meanwhile
+        time.sleep(0.3)  # the alarm fires meanwhile
         return found
 
     monkeypatch.setattr(programs.os, "wait4", slowly)
@@ -399,7 +403,7 @@ def test_a_time_limit_may_strike_just_as_the_program_ends(monkeypatch, tmp_path)
     assert reply == {"outcome": "ok", "detail": ""}
 
 
-def test_files_and_processes_do_not_pile_up(mode, marked):
+def test_files_and_processes_do_not_accumulate(mode, marked):
     verifier = CodeVerifier(LIMITS, mode, workers=1)
     verifier.judge(GOOD, DOUBLE)
     me = psutil.Process()
@@ -414,7 +418,7 @@ def test_files_and_processes_do_not_pile_up(mode, marked):
 
 @pytest.fixture
 def forgetful():
-    """Lets a test find out anew what works here, and those after it."""
+    """Let this test, and later ones, detect again which isolation works here."""
     caches = box._fault, box._wall, box._announce
     for cache in caches:
         cache.cache_clear()
@@ -424,7 +428,9 @@ def forgetful():
 
 
 @pytest.mark.parametrize("isolation", ["auto", "bwrap"])
-def test_without_bubblewrap_nothing_runs_unless_told_so(isolation, forgetful, monkeypatch, caplog):
+def test_without_bubblewrap_nothing_runs_unless_explicitly_allowed(
+    isolation, forgetful, monkeypatch, caplog
+):
     monkeypatch.setattr(box.shutil, "which", lambda name: None)
     with pytest.raises(
         RewardError,
@@ -444,7 +450,9 @@ def test_without_landlock_a_session_is_refused(forgetful, monkeypatch):
         CodeVerifier(LIMITS, "session").judge(GOOD, DOUBLE)
 
 
-def test_no_isolation_is_a_word_and_a_loud_warning(forgetful, caplog, tmp_path):
+def test_running_without_isolation_must_be_requested_and_logs_one_loud_warning(
+    forgetful, caplog, tmp_path
+):
     (tmp_path / "secret").write_text(SECRET)
     verifier = CodeVerifier(LIMITS, "none")
     program = f"print(open('{tmp_path}/secret').read())"
@@ -464,7 +472,7 @@ def test_no_isolation_is_a_word_and_a_loud_warning(forgetful, caplog, tmp_path):
         ("session", r"confined by Landlock: tasks are bounded by counting, .* files by counting"),
     ],
 )
-def test_what_is_enforced_is_said_at_start(held, said, forgetful, caplog):
+def test_enforced_limits_are_logged_at_start(held, said, forgetful, caplog):
     require(held)
     with caplog.at_level("INFO"):
         choose_isolation(held)
@@ -473,7 +481,7 @@ def test_what_is_enforced_is_said_at_start(held, said, forgetful, caplog):
     assert re.search(said, record.message)
 
 
-def test_bubblewrap_that_is_installed_and_fails_is_not_used(forgetful, monkeypatch, tmp_path):
+def test_bubblewrap_is_not_used_if_it_is_installed_but_fails(forgetful, monkeypatch, tmp_path):
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
@@ -483,7 +491,7 @@ def test_bubblewrap_that_is_installed_and_fails_is_not_used(forgetful, monkeypat
             choose_isolation(isolation)
 
 
-def test_a_wall_that_is_missing_fails_where_everything_must_be_tested(forgetful, monkeypatch):
+def test_a_missing_isolation_mechanism_fails_the_tests_in_ci(forgetful, monkeypatch):
     monkeypatch.setattr(box.shutil, "which", lambda name: None)
     monkeypatch.setenv("CI", "true")
     with pytest.raises(
@@ -495,7 +503,7 @@ def test_a_wall_that_is_missing_fails_where_everything_must_be_tested(forgetful,
         require("bwrap")
 
 
-def test_a_sandbox_that_sends_nonsense(monkeypatch):
+def test_invalid_replies_of_a_sandbox_are_errors(monkeypatch):
     for reply, message in (
         (b"\xff" * 1001, "over the limit"),
         (b"{\n", "not JSON"),
@@ -516,21 +524,21 @@ def test_a_sandbox_that_sends_nonsense(monkeypatch):
 
 
 @pytest.mark.parametrize("limits", [{"cpu_s": 0}, {"wall_s": -1.0}, {"memory_bytes": 0}])
-def test_limits_are_positive(limits):
+def test_limits_must_be_positive(limits):
     (name,) = limits
     with pytest.raises(ValueError, match=f"limits are positive, got {name}="):
         Limits(**limits)
 
 
-def test_isolation_is_one_of_four():
+def test_unknown_isolation_is_refused():
     with pytest.raises(ValueError, match="isolation is auto, bwrap, session or none, got 'docker'"):
         choose_isolation("docker")
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_filter_is_a_valid_program_for_both_processors(machine, monkeypatch):
-    """Jumps stay inside and the last instruction returns, as the kernel demands; verdicts by
-    interpretation.
+    """Jumps stay inside and the last instruction returns, as the kernel requires; verdicts are
+    checked by interpretation.
     """
     monkeypatch.setattr(platform, "machine", lambda: machine)
     code = program_filter()
@@ -601,18 +609,18 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_values_cross_the_wall_unchanged(value):
+def test_values_are_sent_through_the_sandbox_unchanged(value):
     back = unpack(json.loads(json.dumps(pack(value))))
     assert back == value and repr(back) == repr(value)
 
 
 @given(st.sets(st.integers()) | st.frozensets(st.tuples(st.text(), st.integers())))
-def test_sets_cross_the_wall_unchanged(value):
+def test_sets_are_sent_through_the_sandbox_unchanged(value):
     back = unpack(json.loads(json.dumps(pack(value))))
     assert back == value and type(back) is type(value)
 
 
-def test_only_plain_values_cross_the_wall():
+def test_only_plain_values_can_be_sent_through_the_sandbox():
     class Sly(int):
         def __eq__(self, other):
             return True

@@ -1,4 +1,4 @@
-"""The sandbox stands alone: the standard library and the errors of this package are all it imports."""
+"""The sandbox stands alone: it imports only the standard library and the errors of this package."""
 
 import ast
 import subprocess
@@ -26,7 +26,7 @@ def imported(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     "path", sorted(FOLDER.rglob("*.py")), ids=lambda path: str(path.relative_to(FOLDER))
 )
-def test_a_module_imports_the_standard_library_the_errors_and_its_own_package(path):
+def test_modules_import_only_the_standard_library_the_errors_and_their_own_package(path):
     inside = path.parent.name == "inside"
     own = (".",) if inside else ("sparrow.errors", OWN)
     foreign = {
@@ -37,13 +37,13 @@ def test_a_module_imports_the_standard_library_the_errors_and_its_own_package(pa
     assert foreign == set()
 
 
-def test_it_is_imported_without_torch():
+def test_importing_the_sandbox_does_not_load_torch():
     code = f"import sys; sys.modules['torch'] = None; import {OWN} as s; print(s.Limits().cpu_s)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "6.0\n", done.stderr
 
 
-def test_what_runs_inside_needs_no_installed_package():
+def test_code_inside_the_sandbox_needs_no_installed_package():
     code = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); from inside import main; print('sparrow' in sys.modules)"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr

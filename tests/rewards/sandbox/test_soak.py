@@ -1,4 +1,6 @@
-"""The soak of ``benchmarks/sandbox.py`` in short: attacks and honest programs side by side."""
+"""A short run of the soak test in ``benchmarks/sandbox.py``: attacks and honest programs side by
+side.
+"""
 
 import json
 import mmap
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 
 
-def test_honest_programs_get_their_verdicts_beside_attacks_and_nothing_is_left(tmp_path, bwrap):
+def test_honest_programs_get_correct_verdicts_beside_attacks_and_nothing_remains(tmp_path, bwrap):
     command = [
         sys.executable,
         ROOT / "benchmarks" / "sandbox.py",
@@ -56,8 +58,8 @@ def test_honest_programs_get_their_verdicts_beside_attacks_and_nothing_is_left(t
 
 
 @pytest.mark.parametrize(("leak_bytes", "flat"), [(0, True), (100_000, False)])
-def test_a_soak_tells_a_leak(leak_bytes, flat, monkeypatch):
-    """A tenth of a megabyte left by each of 400 programs is told from none."""
+def test_a_soak_detects_a_leak(leak_bytes, flat, monkeypatch):
+    """A tenth of a megabyte leaked by each of 400 programs is distinguished from no leak."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / "sandbox.py"))
     kept = []
@@ -66,7 +68,7 @@ def test_a_soak_tells_a_leak(leak_bytes, flat, monkeypatch):
         if leak_bytes:
             kept.append(
                 mmap.mmap(-1, leak_bytes)
-            )  # new pages: a heap that other tests have used may have room
+            )  # new pages: the heap of earlier tests may have free room
             kept[-1].write(b"x" * leak_bytes)
         return Judgement(("pass",), 1, "", 0.01)
 

@@ -1,5 +1,5 @@
-"""What is counted beside a program, what the kernel counts, what is removed after it, and starting
-again.
+"""What is counted while a program runs, what the kernel counts, what is removed afterwards, and
+retries of a failed start.
 """
 
 import logging
@@ -32,7 +32,7 @@ def request(folder, **limits):
         "files_bytes": 1 << 20,
         "tasks": 10**6,
         **limits,
-    }  # the process that tests has threads
+    }  # the process that runs the tests has threads
     return {"limits": whole, "folder": str(folder), "own_files": False, "own_tasks": False}
 
 
@@ -46,7 +46,7 @@ def test_files_folders_and_links_are_counted_at_any_depth(tmp_path):
     )
 
 
-def test_bytes_are_counted_as_the_disk_does(tmp_path):
+def test_bytes_are_counted_as_disk_usage(tmp_path):
     with open(tmp_path / "hole", "wb") as file:
         file.truncate(1 << 30)
     assert Watch(request(tmp_path)).over(os.getpid()) is None
@@ -72,7 +72,7 @@ def test_threads_are_counted(tmp_path):
     assert Watch(request(tmp_path)).over(2**22 + 1) is None  # a process that has ended
 
 
-def test_a_look_that_took_long_is_followed_by_a_pause(tmp_path, monkeypatch):
+def test_a_slow_check_is_followed_by_a_pause(tmp_path, monkeypatch):
     watch = Watch(request(tmp_path))
     looks = []
     monkeypatch.setattr(watch, "_files", lambda: looks.append(time.sleep(0.05)))
@@ -92,7 +92,7 @@ time.sleep(0.2)
 
 
 @pytest.mark.parametrize("tests", [ONE, CALL], ids=["stdio", "call"])
-def test_a_program_has_the_tasks_and_files_that_it_is_given(tests, mode):
+def test_a_program_is_limited_to_its_tasks_and_files(tests, mode):
     tail = "print(1)" if tests is ONE else "def f(x): return x"
     verifier = CodeVerifier(Limits(tasks=20, files=30), mode)
     assert verifier.judge(THREADS.format(15) + tail, tests).passed
@@ -107,7 +107,7 @@ def test_a_program_has_the_tasks_and_files_that_it_is_given(tests, mode):
     )
 
 
-def test_root_s_programs_have_a_user_id_each(bwrap):
+def test_under_root_each_program_has_its_own_user_id(bwrap):
     if os.geteuid():
         assert box._wall("bwrap") == Wall("bwrap")
         return
@@ -128,13 +128,13 @@ def test_root_s_programs_have_a_user_id_each(bwrap):
     ("ids", "low", "high"),
     [("0 0 4294967295", 1 << 30, 1 << 31), ("0 1000 1\n1 100000 65536", 1 << 15, 65537)],
 )
-def test_a_user_id_of_its_own_is_one_that_this_machine_has(ids, low, high, monkeypatch):
+def test_private_user_ids_are_mapped_on_this_machine(ids, low, high, monkeypatch):
     monkeypatch.setattr(walls.Path, "read_text", lambda path: ids)
     found = {walls._user_id() for _ in range(1000)}
     assert len(found) == 1000 and low <= min(found) and max(found) < high
 
 
-def test_anything_is_removed(tmp_path, caplog):
+def test_any_kind_of_file_is_removed(tmp_path, caplog):
     folder = tmp_path / "left"
     folder.mkdir()
     script = """
@@ -153,7 +153,9 @@ for i in range(3000):
     files.remove(str(folder))  # already gone
 
 
-def test_what_cannot_be_removed_is_named_and_stops_nothing(tmp_path, caplog, monkeypatch):
+def test_files_that_cannot_be_removed_are_reported_without_stopping_anything(
+    tmp_path, caplog, monkeypatch
+):
     folder = tmp_path / "left"
     (folder / "a").mkdir(parents=True)
 
@@ -168,8 +170,8 @@ def test_what_cannot_be_removed_is_named_and_stops_nothing(tmp_path, caplog, mon
     )
 
 
-def test_a_start_that_fails_is_tried_again(monkeypatch, caplog):
-    require("session")  # whether it works is found out, by a start of its own, before starts fail
+def test_a_failed_start_is_retried(monkeypatch, caplog):
+    require("session")  # detected by a separate start, before starts fail
     real, failures = box.Child.__init__, [BlockingIOError(11, "no process"), MemoryError]
 
     def start(self, *args, **kwargs):
@@ -191,7 +193,7 @@ def test_a_start_that_fails_is_tried_again(monkeypatch, caplog):
     assert len(failures) == 1
 
 
-def test_a_group_is_killed_though_its_leader_is_dead():
+def test_a_process_group_is_killed_even_if_its_leader_is_dead():
     """A process that the harness leaves behind ends with the sandbox."""
     script = r"""
 import os, time
@@ -214,12 +216,12 @@ os.write(1, b"%d\n" % os.getpid()); os.close(1); time.sleep(60)
     held.process.__exit__(None, None, None)
 
 
-def test_the_readme_s_example_runs(bwrap):
+def test_the_example_in_the_readme_runs(bwrap):
     (block,) = re.findall(r"```python\n(.*?)```", (FOLDER / "README.md").read_text(), re.DOTALL)
     exec(block, {})
 
 
-def test_the_threat_model_names_the_attacks_and_the_files_there_are():
+def test_the_threat_model_names_only_existing_attacks_and_files():
     page, readme = ((FOLDER / name).read_text() for name in ("THREATS.md", "README.md"))
     named = {
         word

@@ -1,4 +1,4 @@
-"""How many tokens to draft, on simulated times; needs no vLLM."""
+"""The choice of how many tokens to draft, with simulated times; needs no vLLM."""
 
 from collections import Counter
 
@@ -30,7 +30,7 @@ def best(acceptance, machine):
 def simulate(
     chooser, cycles, acceptance, machine, rows=64, length=15_000, seed=0, hiccup=lambda i: 1.0
 ):
-    """Drafts of each cycle, and tokens per second of all of them together."""
+    """Return the drafts of each cycle, and tokens per second over all cycles."""
     rng = np.random.default_rng(seed)
     chosen, seconds, tokens = [], 0.0, 0
     for i in range(cycles):
@@ -51,7 +51,7 @@ def simulate(
     ("acceptance", "machine", "expected"),
     [(0.95, LONG, 8), (0.7, LONG, 4), (0.3, LONG, 0), (0.95, SHORT, 0)],
 )
-def test_it_settles_on_the_fastest_number_of_drafts(acceptance, machine, expected):
+def test_the_chooser_settles_on_the_fastest_number_of_drafts(acceptance, machine, expected):
     assert best(acceptance, machine) == expected
     chosen, _ = simulate(DraftChooser(CHOICES), 900, acceptance, machine)
     assert Counter(chosen[200:]).most_common(1)[0][0] == expected
@@ -79,9 +79,11 @@ def test_one_hiccup_does_not_change_the_choice():
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "growth", [0, 5]
-)  # tokens per cycle, at which the batch soon counts as another one
-def test_dense_steps_that_were_slow_at_first_are_found_to_be_the_fastest(seed, growth):
-    """One sequence, every step waiting for the host: four drafts are a fifth slower than none."""
+)  # tokens per cycle, so the batch soon falls into a new length class
+def test_dense_steps_that_seem_slow_at_first_can_still_win(seed, growth):
+    """Simulate one sequence whose every step waits for the host: four drafts are a fifth slower
+    than none.
+    """
     machine, chooser, chosen = dict(dense=2.1, draft=2.0, verified=0.0), DraftChooser(CHOICES), []
     for i in range(120):
         machine["dense"] = 3.4 if i < 3 else 2.1
@@ -92,7 +94,7 @@ def test_dense_steps_that_were_slow_at_first_are_found_to_be_the_fastest(seed, g
     assert chosen[40:].count(0) >= 0.9 * len(chosen[40:])
 
 
-def test_dense_steps_are_timed_again_however_late_drafts_came_into_use():
+def test_dense_steps_are_timed_again_even_if_drafting_started_late():
     machine, chooser = dict(dense=2.1, draft=2.0, verified=0.0), DraftChooser(CHOICES)
     assert simulate(chooser, 1100, 0.9, machine, rows=1)[0][-1] == 0
     for seed in range(800):  # dense steps are slow for a while
@@ -103,9 +105,9 @@ def test_dense_steps_are_timed_again_however_late_drafts_came_into_use():
     assert chosen[30:].count(0) >= 27
 
 
-def test_one_slow_dense_step_does_not_hide_what_is_known_of_others():
-    """Four drafts win by a third. At the next length the only dense step so far seems to take as
-    long as a pause.
+def test_one_slow_dense_step_does_not_override_earlier_measurements():
+    """Four drafts win by a third, but at the next length the only dense step so far seems to take
+    as long as a pause.
     """
     machine, chooser = dict(dense=7.0, draft=3.8, verified=0.15), DraftChooser(CHOICES)
     assert simulate(chooser, 100, 0.95, machine, length=1000)[0][-1] == 4
@@ -114,15 +116,15 @@ def test_one_slow_dense_step_does_not_hide_what_is_known_of_others():
     assert simulate(chooser, 60, 0.95, machine, length=1500)[0].count(0) >= measured.DENSE_ALIKE
 
 
-def test_what_lost_is_tried_again_when_acceptance_has_changed():
+def test_rejected_choices_are_retried_when_acceptance_changes():
     chooser = DraftChooser(CHOICES)
     assert simulate(chooser, 300, 0.3, LONG)[0][-1] == 0
     chosen, _ = simulate(chooser, 4 * draft_length.TRY_AGAIN, 0.95, LONG, seed=1)
     assert Counter(chosen[-100:]).most_common(1)[0][0] == 8
 
 
-def test_what_lost_is_tried_again_less_and_less_often():
-    """Sequences grow to lengths that are told apart meanwhile; the count of cycles goes on."""
+def test_rejected_choices_are_retried_less_and_less_often():
+    """Meanwhile sequences grow into new length classes; the count of cycles continues."""
     chooser, first, most = (
         DraftChooser(CHOICES),
         draft_length.TRY_AGAIN,
@@ -144,9 +146,9 @@ def test_what_lost_is_tried_again_less_and_less_often():
     )
 
 
-def test_sequences_that_outgrow_the_lengths_seen_so_far():
-    """A batch grows past lengths at which drafting nothing lost, and nothing else was timed at the
-    new ones yet.
+def test_drafting_continues_when_sequences_outgrow_known_lengths():
+    """A batch grows past lengths at which drafting nothing lost, and nothing else has been timed at
+    the new lengths yet.
     """
     chooser = DraftChooser(CHOICES)
     for length in range(4_000, 30_000, 8):
@@ -157,8 +159,8 @@ def test_sequences_that_outgrow_the_lengths_seen_so_far():
 
 
 @pytest.mark.parametrize("acceptance", [0.95, 0.5])
-def test_growing_sequences_are_not_timed_from_nothing_at_every_length(acceptance):
-    """A step waits for what was chosen two steps before it, as under async scheduling."""
+def test_growing_sequences_reuse_times_from_shorter_lengths(acceptance):
+    """A step waits for the choice made two steps before it, as with async scheduling."""
     chooser, rng, share = DraftChooser(CHOICES), np.random.default_rng(0), []
     for _rollout in range(2):
         under_way, last, length, seconds, ideal = [], None, 320.0, 0.0, 0.0
@@ -189,11 +191,9 @@ def test_growing_sequences_are_not_timed_from_nothing_at_every_length(acceptance
     ("rows", "length", "dense", "draft"),
     [(64, 320, 3.9, 3.75), (64, 1024, 4.9, 3.95), (8, 1024, 2.5, 2.3)],
 )
-def test_where_drafting_hardly_pays_it_is_left_alone_though_times_scatter(
-    rows, length, dense, draft, acceptance
-):
-    """Short contexts on an H200: drafts gain or lose a few percent, less than the times of dense
-    steps scatter by.
+def test_noisy_times_do_not_cause_drafting_that_hardly_pays(rows, length, dense, draft, acceptance):
+    """In short contexts on an H200, drafts gain or lose a few percent, less than the scatter of
+    dense step times.
     """
     machine, floor = dict(dense=dense, draft=draft, verified=0.0), []
     for seed in range(8):
@@ -211,7 +211,7 @@ def test_where_drafting_hardly_pays_it_is_left_alone_though_times_scatter(
 
 
 @pytest.mark.parametrize(("acceptance", "drafts", "watched"), [(0.3, 0, 9), (0.95, 8, 96)])
-def test_few_steps_are_watched_where_nothing_is_drafted(acceptance, drafts, watched):
+def test_few_steps_are_timed_while_nothing_is_drafted(acceptance, drafts, watched):
     chooser = DraftChooser(CHOICES)
     simulate(chooser, 180, acceptance, LONG)
     seen = 0
@@ -222,9 +222,9 @@ def test_few_steps_are_watched_where_nothing_is_drafted(acceptance, drafts, watc
 
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.95])
-def test_a_choice_that_may_be_repeated_is_the_one_that_would_be_made(acceptance):
-    """Two choosers see the same times. One is asked at every step, the other only where it has to
-    be.
+def test_a_repeated_choice_equals_the_choice_that_would_be_made(acceptance):
+    """Two choosers see the same times. One is consulted at every step, the other only when
+    required.
     """
     always, seldom = DraftChooser(CHOICES), DraftChooser(CHOICES)
     rng, repeated, asked, drafts, before = np.random.default_rng(0), 0, 0, 0, 0
@@ -248,7 +248,7 @@ def test_a_choice_that_may_be_repeated_is_the_one_that_would_be_made(acceptance)
     assert asked < 700 if acceptance == 0.3 else asked > 5500
 
 
-def test_what_is_far_too_slow_is_timed_twice_only():
+def test_far_too_slow_choices_are_timed_only_twice():
     chooser = DraftChooser(CHOICES)
     simulate(chooser, 60, 0.5, SHORT)
     assert chooser.chosen[4] == 2 and chooser.chosen[8] == 0
@@ -256,8 +256,8 @@ def test_what_is_far_too_slow_is_timed_twice_only():
 
 
 def late(chooser, steps, machine, acceptance, rows=8, length=1024, under_way=2):
-    """Drafts of each cycle, where the times of a cycle are known ``under_way`` cycles later, as in
-    vLLM.
+    """Return the drafts of each cycle if the time of a cycle is known ``under_way`` cycles later,
+    as in vLLM.
     """
     rng, chosen = np.random.default_rng(0), [0]
     for _ in range(steps):
@@ -279,19 +279,19 @@ def late(chooser, steps, machine, acceptance, rows=8, length=1024, under_way=2):
     return chosen[1:]
 
 
-def test_what_loses_is_not_drafted_while_its_first_times_are_under_way():
+def test_a_losing_choice_is_not_extended_while_its_first_times_are_pending():
     machine = dict(dense=7.3, draft=6.1, verified=0.1)
     chosen = late(DraftChooser((0, 4, 8, 12)), 300, machine, 0.5)
     assert Counter(chosen) == {0: 298, 4: measured.TRIED}
 
 
-def test_what_wins_is_drafted_though_its_first_times_come_late():
+def test_a_winning_choice_is_used_even_if_its_first_times_come_late():
     chosen = late(DraftChooser((0, 4, 8)), 300, LONG, 0.95)
     assert set(chosen[-200:]) == {8} and chosen.count(0) <= measured.DENSE_ALIKE + 8
 
 
-def test_a_first_time_speaks_only_against_a_number():
-    """The cycle after some with other drafts may seem short."""
+def test_the_first_time_after_a_change_counts_only_against_a_choice():
+    """The cycle after a change of the number of drafts may seem short."""
     machine = dict(dense=4.1, draft=3.8, verified=0.15)
     chooser = DraftChooser((0, 4))
     for _ in range(measured.DENSE_PROBES):
@@ -307,7 +307,7 @@ def test_a_first_time_speaks_only_against_a_number():
 @pytest.mark.parametrize(
     ("scatter", "steps"), [(0.005, measured.DENSE_ALIKE), (0.2, measured.DENSE_PROBES)]
 )
-def test_dense_steps_that_are_alike_are_timed_less_often(scatter, steps):
+def test_dense_steps_with_similar_times_are_timed_less_often(scatter, steps):
     chooser, rng, taken = DraftChooser((0, 4)), np.random.default_rng(1), 0
     while chooser.choose(64, 15_000) == 0:
         chooser.observe(64, 15_000, 0, 0.026 * (1 + scatter * rng.random()), 0, 0)
@@ -315,7 +315,7 @@ def test_dense_steps_that_are_alike_are_timed_less_often(scatter, steps):
     assert taken == steps
 
 
-def test_batches_and_lengths_are_told_apart():
+def test_batch_sizes_and_lengths_are_distinguished():
     chooser = DraftChooser(CHOICES)
     for seed in range(40):
         long, _ = simulate(chooser, 10, 0.95, LONG, seed=seed)
@@ -324,14 +324,14 @@ def test_batches_and_lengths_are_told_apart():
     assert chooser.in_use() == {"64 x 16384": 8, "64 x 1024": 0}
 
 
-def test_acceptance_is_that_of_the_length():
+def test_acceptance_is_recorded_by_length():
     chooser = DraftChooser(CHOICES)
     for length, acceptance, expected in ((15_000, 0.95, 8), (60_000, 0.3, 0), (15_000, 0.95, 8)):
         chosen, _ = simulate(chooser, 600, acceptance, LONG, length=length)
         assert Counter(chosen[300:]).most_common(1)[0][0] == expected
 
 
-def test_acceptance_of_a_length_not_seen_is_that_of_the_nearest():
+def test_an_unseen_length_uses_the_acceptance_of_the_nearest_length():
     chooser = DraftChooser(CHOICES)
     for length, accepted in ((1_000, 1), (30_000, 9)):
         chooser.observe(1, length, 4, 0.01, accepted * 100, 1000)
@@ -340,12 +340,12 @@ def test_acceptance_of_a_length_not_seen_is_that_of_the_nearest():
         assert accepted / judged == pytest.approx(share, abs=0.01)
 
 
-def test_what_is_predicted_to_be_hopeless_is_never_drafted():
+def test_a_choice_predicted_to_be_hopeless_is_never_tried():
     chosen, _ = simulate(DraftChooser(CHOICES), 300, 0.95, SHORT)
     assert set(chosen) == {0, 4}, "four are half as fast as none, so eight are not tried"
 
 
-def test_of_the_times_the_middle_half_counts():
+def test_the_typical_time_is_the_mean_of_the_middle_half():
     assert measured.typical([3.0, 1.0, 90.0, 2.0]) == 2.5 and measured.typical([5.0]) == 5.0
     assert (
         measured.typical([9.0, 1.0]) == 5.0 and measured.typical([1.0, 3.0, 3.5, 4.0, 70.0]) == 3.5
@@ -361,9 +361,9 @@ def test_of_the_times_the_middle_half_counts():
         (1, 1024, dict(dense=6.7, draft=6.7, verified=0.0)),
     ],
 )
-def test_a_host_that_looks_late_is_not_misled(rows, length, machine, acceptance):
-    """Every 0.4 seconds the host pauses while two cycles end, and so believes that the second took
-    no time.
+def test_pauses_of_the_host_do_not_mislead_the_chooser(rows, length, machine, acceptance):
+    """Every 0.4 seconds the host pauses while two cycles end, so the second seems to
+    take no time.
     """
     floor = []
     for seed in range(6):
@@ -387,9 +387,9 @@ def test_a_host_that_looks_late_is_not_misled(rows, length, machine, acceptance)
     assert np.mean(floor) >= 0.98
 
 
-def test_times_of_another_batch_follow_the_number_of_drafts_that_was_timed_first():
-    """Milliseconds of 4B: 48 sequences, then 21 longer ones, which begin with four drafts; eight
-    are 7 % faster.
+def test_times_for_a_new_batch_size_scale_with_its_first_timed_choice():
+    """Times are in milliseconds of the 4B model: 48 sequences, then 21 longer ones that begin with
+    four drafts, where eight are 7 % faster.
     """
     chooser = DraftChooser(CHOICES)
     many, few = (
@@ -403,9 +403,9 @@ def test_times_of_another_batch_follow_the_number_of_drafts_that_was_timed_first
     assert 8 in chosen[:2] and chosen[30:].count(8) >= 26
 
 
-def test_a_smaller_batch_tries_dense_steps_though_only_drafts_were_timed_there():
-    """Eight drafts win by little. In a smaller batch a cycle of theirs gains more time than a dense
-    step takes.
+def test_a_smaller_batch_tries_dense_steps_even_if_only_drafts_were_timed():
+    """Eight drafts win narrowly. In a smaller batch, one of their cycles saves more time than a
+    dense step takes.
     """
     chooser = DraftChooser((0, 8))
     many, few = dict(dense=7.0, draft=6.0, verified=0.1), dict(dense=4.5, draft=5.3, verified=0.1)
@@ -416,9 +416,10 @@ def test_a_smaller_batch_tries_dense_steps_though_only_drafts_were_timed_there()
     assert chosen[30:].count(0) >= 26
 
 
-def test_times_at_other_lengths_follow_those_of_dense_steps():
-    """Four drafts lose by a seventh at 320 tokens. At longer sequences dense steps are timed first,
-    and tell that four drafts lose there as well."""
+def test_times_at_new_lengths_scale_with_those_of_dense_steps():
+    """Four drafts lose by a seventh at 320 tokens. For longer sequences dense steps are timed
+    first, and imply that four drafts lose there as well.
+    """
     chooser, drafted = DraftChooser(CHOICES), []
     for length in range(320, 1344):
         machine = dict(dense=9.5 + 0.0003 * length, draft=8.6, verified=0.5)
@@ -427,7 +428,7 @@ def test_times_at_other_lengths_follow_those_of_dense_steps():
     assert drafted[:40].count(4) >= measured.TRIED and drafted[40:].count(4) <= 2 * measured.PROBES
 
 
-# --- what drafts read ---
+# --- the draft budget ---
 
 BASE = DRAFT_BUDGETS.index(1.0)
 # As above, but of a draft's time so much is for what it reads.
@@ -439,9 +440,11 @@ MIDDLE = dict(dense=26.0, draft=2.5, read=2.0, verified=0.4)  # 64 x 15,000
 def with_budgets(
     cycles, acceptance, dense, draft, read, verified, rows=64, length=15_000, seed=0, scatter=0.01
 ):
-    """The chooser, its budgets by cycle, and tokens per second over those with the best drafts; as
-    under async scheduling, a cycle is known three cycles after it was chosen. ``acceptance`` is by
-    budget."""
+    """Return the chooser, its budgets by cycle, and tokens per second relative to the best drafts.
+
+    A cycle is known three cycles after its choice, as with async scheduling. ``acceptance`` is by
+    budget.
+    """
     chooser, rng = DraftChooser((0, 4, 8, 12), DRAFT_BUDGETS), np.random.default_rng(seed)
 
     def took(drafts, budget):
@@ -488,7 +491,7 @@ def as_expected(acceptance):
     ("acceptance", "machine", "rows", "multiple"),
     [(0.97, AT_4K, 64, 0.5), (0.99, MIDDLE, 64, 0.5), (0.9, FEW, 8, 2.0), (0.93, MIDDLE, 64, 1.0)],
 )
-def test_drafts_read_what_makes_them_fastest(acceptance, machine, rows, multiple):
+def test_the_fastest_draft_budget_is_chosen(acceptance, machine, rows, multiple):
     for seed in range(4):
         chooser, budgets, share = with_budgets(
             1500, as_expected(acceptance), **machine, rows=rows, seed=seed
@@ -498,20 +501,22 @@ def test_drafts_read_what_makes_them_fastest(acceptance, machine, rows, multiple
         assert share > 0.97
 
 
-def test_budgets_that_are_nearly_as_fast_are_not_taken():
+def test_budgets_that_are_only_marginally_faster_are_not_chosen():
     shares = [with_budgets(1500, as_expected(0.93), **MIDDLE, seed=seed)[2] for seed in range(6)]
     assert np.mean(shares) > 0.992
 
 
-def test_another_budget_is_taken_back_where_its_drafts_are_rejected():
-    """Half as much would be faster if the rejected share grew as usual; here it grows more."""
+def test_a_budget_whose_drafts_are_rejected_is_abandoned():
+    """Half the budget would be faster if the rejected share grew as usual, but here it
+    grows more.
+    """
     assert set(with_budgets(600, as_expected(0.97), **AT_4K)[1][-100:]) == {0}
     _, budgets, share = with_budgets(1500, [0.9, 0.97, 0.975], **AT_4K)
     assert budgets.count(0) <= 6 * draft_budget.BUDGET_PROBES and budgets[-1] == BASE
     assert share > 0.98
 
 
-def test_other_budgets_are_tried_with_the_settled_number_of_drafts_only():
+def test_other_budgets_are_tried_only_with_the_settled_number_of_drafts():
     chooser, tried = DraftChooser(CHOICES, DRAFT_BUDGETS), 0
     simulate(chooser, 40, 0.95, LONG)
     for seed in range(60):
@@ -523,7 +528,7 @@ def test_other_budgets_are_tried_with_the_settled_number_of_drafts_only():
     assert tried == 2 * draft_budget.BUDGET_PROBES
 
 
-def test_a_schedule_that_was_given_is_held():
+def test_an_explicit_draft_schedule_is_never_changed():
     chooser = DraftChooser(CHOICES)
     simulate(chooser, 400, 0.99, LONG)
     assert (
@@ -533,9 +538,9 @@ def test_a_schedule_that_was_given_is_held():
     assert chooser.budgets_in_use() == {}
 
 
-def test_few_sequences_do_not_wander_between_budgets():
-    """Of one sequence five cycles say little about acceptance, and here drafts take as long
-    whatever they read.
+def test_the_budget_of_a_small_batch_does_not_fluctuate():
+    """Five cycles of one sequence say little about acceptance, and drafts take equally long with
+    any budget here.
     """
     machine, shares = dict(FEW, read=0.02), []
     for seed in range(6):
@@ -554,7 +559,7 @@ def test_longer_sequences_begin_with_the_budget_of_shorter_ones():
     assert chooser.choose_budget(64, 60_000, 8) == BASE  # too far away
 
 
-def test_tokens_of_a_cycle_by_hand():
+def test_tokens_per_cycle_by_hand():
     assert tokens_per_cycle(0.5, 2) == 1.75  # 1 + 1/2 + 1/4
     assert tokens_per_cycle(1.0, 8) == 9
     assert tokens_per_cycle(0.0, 8) == 1

@@ -1,5 +1,5 @@
-"""The operation that a linear layer with an fp8 copy calls: on a GPU vLLM's kernels, on a CPU their
-arithmetic.
+"""The operation called by a linear layer with an fp8 copy: vLLM's kernels on a GPU, their
+arithmetic on a CPU.
 """
 
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ def random(*shape, seed=1):
 
 
 def copied(weight):
-    """A layer with this weight ``[N, K]``, and how it multiplies."""
+    """Return a layer with this weight ``[N, K]``, and its method of multiplication."""
     layer = SimpleNamespace(weight=weight)
     method = DraftLinearMethod(layer)
     method.scales.copy_(quantize(weight, method.values))
@@ -30,7 +30,7 @@ def copied(weight):
 
 
 def rounded(x):
-    """``[..., columns]`` in double precision, each row rounded to fp8 under a scale of its own."""
+    """Return ``[..., columns]`` in double precision, each row rounded to fp8 with its own scale."""
     scale = (x.float().abs().amax(-1, keepdim=True) / 448).clamp(min=1e-9)
     return (x.float() / scale).to(torch.float8_e4m3fn).double() * scale
 
@@ -41,9 +41,7 @@ def error(found, expected):
 
 @pytest.mark.parametrize("tokens", [(1,), (3, 5), (64,), (257,)])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_drafts_get_the_product_of_rounded_tokens_and_weights_and_others_the_layers_own(
-    tokens, has_bias
-):
+def test_only_drafts_use_the_product_of_rounded_tokens_and_weights(tokens, has_bias):
     x, weight, bias = (
         random(*tokens, 512),
         random(192, 512, seed=2),
@@ -60,7 +58,7 @@ def test_drafts_get_the_product_of_rounded_tokens_and_weights_and_others_the_lay
     assert torch.equal(method.apply(layer, x, bias), linear(x, weight, bias))
 
 
-def test_rows_have_scales_of_their_own_and_zeros_stay_zeros():
+def test_each_row_has_its_own_scale_and_zeros_stay_zeros():
     weight = random(16, 64) * (torch.arange(16, device=DEVICE) ** 4)[:, None].to(DTYPE)
     layer, method = copied(weight)
     own = method.values.float() * method.scales
@@ -73,7 +71,7 @@ def test_rows_have_scales_of_their_own_and_zeros_stay_zeros():
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
-def test_a_cuda_graph_holds_the_product_that_it_was_captured_with():
+def test_a_cuda_graph_keeps_the_product_it_was_captured_with():
     x, weight, other = random(8, 512), random(192, 512, seed=2), random(192, 512, seed=3)
     layer, method = copied(weight)
     outputs, graphs = [], []

@@ -1,5 +1,5 @@
-"""For which batches lossless mode has CUDA graphs, and that each batch is served by one; captures
-none.
+"""The batches for which lossless mode has CUDA graphs, and the graph that serves each batch;
+captures none.
 """
 
 import inspect
@@ -28,8 +28,8 @@ def test_graphs_are_captured_for_every_batch_with_and_without_drafts():
 
 
 def manager(init_candidates):
-    """vLLM's chooser of graphs for ``ROWS`` sequences, with what it would have after capturing
-    them.
+    """Return vLLM's graph dispatcher for ``ROWS`` sequences, in its state after capturing the
+    graphs.
     """
     made = CudaGraphManager.__new__(CudaGraphManager)
     sizes = graphs.capture_sizes(ROWS, CHOICES)
@@ -78,21 +78,21 @@ def served(manager, rows, drafts):
     return manager.dispatch(rows, rows * (drafts + 1), drafts + 1, 0)
 
 
-def test_a_whole_graph_serves_every_number_of_sequences_and_drafts(stock_and_ours):
+def test_a_full_graph_serves_every_number_of_sequences_and_drafts(stock_and_ours):
     stock, ours = stock_and_ours
     steps = [(rows, drafts) for rows in range(1, ROWS + 1) for drafts in CHOICES]
     assert any(
         served(stock, *step).cg_mode != CUDAGraphMode.FULL for step in steps
-    )  # else the patch may go
+    )  # otherwise the patch can be removed
     for rows, drafts in steps:
         graph = served(ours, rows, drafts)
         assert graph.cg_mode == CUDAGraphMode.FULL and graph.uniform_token_count == drafts + 1
         larger = {n for n in graphs.capture_sizes(ROWS, (0,)) if n >= rows}
         assert rows <= graph.num_reqs <= min(larger)
-    assert ours._capture_descs == stock._capture_descs  # the graphs are vLLM's
+    assert ours._capture_descs == stock._capture_descs  # the graphs are those of vLLM
 
 
-def test_a_batch_of_uneven_steps_has_the_smallest_piecewise_graph(stock_and_ours):
+def test_a_batch_of_uneven_steps_uses_the_smallest_piecewise_graph(stock_and_ours):
     _, ours = stock_and_ours
     sizes = graphs.capture_sizes(ROWS, CHOICES)
     for tokens in range(1, sizes[-1] + 1):
@@ -103,6 +103,6 @@ def test_a_batch_of_uneven_steps_has_the_smallest_piecewise_graph(stock_and_ours
 
 
 @pytest.mark.parametrize("decoding", [None, Decoding.lossy("fixed:8")])
-def test_other_modes_keep_the_candidates_of_vllm(monkeypatch, decoding):
+def test_other_modes_keep_the_graph_sizes_of_vllm(monkeypatch, decoding):
     stock, patched = stock_and_patched(monkeypatch, decoding)
     assert patched._candidates == stock._candidates

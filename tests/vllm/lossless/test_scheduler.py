@@ -1,4 +1,6 @@
-"""What the scheduler of lossless mode chooses and notes of each step; vLLM's own part is left out."""
+"""What the scheduler of lossless mode chooses and records for each step; vLLM's own part is left
+out.
+"""
 
 import pickle
 from types import SimpleNamespace
@@ -23,7 +25,9 @@ UNKNOWN = DraftPlan(-1, budget=-1)
 
 @pytest.fixture
 def make(monkeypatch):
-    """A scheduler for so many sequences at most, with a clock that a test moves by hand."""
+    """Make a scheduler for at most this many sequences, with a clock that the test
+    moves by hand.
+    """
 
     adapts_budget = False
 
@@ -34,7 +38,7 @@ def make(monkeypatch):
         self.vllm_config = SimpleNamespace(speculative_config=spec, additional_config=setting)
         self.dynamic_sd_lookup = [0, *CHOICES, *[CHOICES[-1]] * most][
             : most + 1
-        ]  # as vLLM makes it of the ranges
+        ]  # as vLLM derives it from the ranges
         self.running, self.requests = [], {}
 
     monkeypatch.setattr(AsyncScheduler, "__init__", init)
@@ -58,7 +62,7 @@ def make(monkeypatch):
 
 
 def run(scheduler, lengths):
-    """Sequences of these lengths, by name."""
+    """Add running sequences of these lengths, by name."""
     scheduler.requests = {
         name: SimpleNamespace(num_computed_tokens=n) for name, n in lengths.items()
     }
@@ -66,8 +70,8 @@ def run(scheduler, lengths):
 
 
 def step(scheduler, names, drafts, emitted, seconds=0.01, budget=0):
-    """One step of these sequences, each with so many drafts of one budget, that gave each
-    ``emitted`` tokens.
+    """Run one step of these sequences, each with this many drafts of one budget, that yields
+    ``emitted`` tokens for each.
     """
     scheduler.clock.now += seconds
     output = SimpleNamespace(
@@ -106,10 +110,10 @@ def test_every_number_of_drafts_may_be_chosen_however_few_sequences_run(make, mo
     assert chosen == set(CHOICES)
 
 
-def test_a_step_is_noted_with_what_it_accepted_and_judged(make, observed):
+def test_a_step_is_recorded_with_its_accepted_and_judged_drafts(make, observed):
     scheduler = make()
     run(scheduler, {"a": 100, "b": 300, "c": 200})
-    for emitted in ([1, 1, 1], [1, 3, 5]):  # the first has no step before it
+    for emitted in ([1, 1, 1], [1, 3, 5]):  # no step precedes the first
         step(scheduler, ["a", "b", "c"], 4, emitted)
     # Accepted: 0, 2 and 4 of 4. Judged: the accepted ones and the first rejected one.
     assert observed == [(3, 200.0, 4, pytest.approx(0.01), 6, 1 + 3 + 4, False, 0)]
@@ -118,7 +122,7 @@ def test_a_step_is_noted_with_what_it_accepted_and_judged(make, observed):
         step(scheduler, ["a", "b", "c"], 0, [1, 1, 1])
     assert observed == [
         (3, 200.0, 0, pytest.approx(0.01), 0, 0, False, 0)
-    ]  # not the first, which came after drafts
+    ]  # not the first, which followed drafts
 
 
 @pytest.mark.parametrize(
@@ -126,19 +130,20 @@ def test_a_step_is_noted_with_what_it_accepted_and_judged(make, observed):
     [(2.9, 3.9, 2.8, 0), (26.0, 27.6, 4.5, 4)],
     ids=["short", "long"],
 )
-def test_a_dense_step_does_not_seem_slow_because_the_next_one_drafts(
+def test_a_dense_step_does_not_seem_slow_because_the_next_step_drafts(
     make, dense, verified, draft, drafts
 ):
-    """The host launches a step before it sees the end of the one before, and takes twice as long
-    for one with drafts.
+    """The host launches a step before the previous one ends, and takes twice as long for a step
+    with drafts.
 
-    Milliseconds of the GPU. Where contexts are short, dense steps wait for the host, and drafts
-    give fewer tokens.
+    Times are milliseconds of the GPU. In short contexts dense steps wait for the host, and drafts
+    yield fewer tokens.
     """
     scheduler, names, rng = make(), ["a", "b", "c", "d"], np.random.default_rng(0)
     run(scheduler, dict.fromkeys(names, 320))
     host = free = end = (
-        # when the host has launched a step, the GPU has done all so far, and the pass has ended
+        # when the host has launched a step, the GPU has done all earlier work, and the pass has
+        # ended
         0.0
     )
     verifies, makes, chosen = None, 0, []
@@ -156,7 +161,7 @@ def test_a_dense_step_does_not_seem_slow_because_the_next_one_drafts(
     assert chosen[-300:].count(drafts) >= 270
 
 
-def test_steps_that_the_chooser_does_not_watch_are_not_noted(make, observed):
+def test_steps_that_the_chooser_does_not_watch_are_not_recorded(make, observed):
     scheduler = make()
     run(scheduler, {"a": 100})
     for is_watching, noted in ((True, 0), (True, 1), (False, 1), (False, 1), (True, 1), (True, 2)):
@@ -166,7 +171,7 @@ def test_steps_that_the_chooser_does_not_watch_are_not_noted(make, observed):
     assert observed[1][3] == pytest.approx(0.01)
 
 
-def test_the_first_step_with_other_drafts_is_marked(make, observed):
+def test_the_first_step_with_a_different_draft_count_is_marked(make, observed):
     scheduler = make()
     run(scheduler, {"a": 100, "b": 300})
     for drafts in (0, 0, 2, 2, 4, 0, 0):
@@ -180,8 +185,8 @@ def test_the_first_step_with_other_drafts_is_marked(make, observed):
     ]
 
 
-def test_a_step_is_noted_for_what_its_drafts_read(make, observed):
-    """They were drafted in the step before; dense steps read everything whatever drafts do."""
+def test_a_step_is_recorded_under_the_budget_of_its_drafts(make, observed):
+    """Drafts come from the step before; dense steps read everything, whatever drafts read."""
     scheduler = make(budgets=True)
     run(scheduler, {"a": 100, "b": 300})
     for drafts, budget in ((2, 1), (2, 1), (2, 0), (2, 0), (0, 0), (0, 0), (0, 1)):
@@ -195,9 +200,7 @@ def test_a_step_is_noted_for_what_its_drafts_read(make, observed):
     ]
 
 
-def test_workers_are_told_what_drafts_read_and_the_scheduler_what_those_it_verifies_read(
-    make, monkeypatch
-):
+def test_workers_receive_the_budget_of_new_drafts_and_of_those_being_verified(make, monkeypatch):
     scheduler, budgets = make(budgets=True), iter((1, 2, 2, 0))
     run(scheduler, {"a": 100})
     monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: 2)
@@ -205,14 +208,14 @@ def test_workers_are_told_what_drafts_read_and_the_scheduler_what_those_it_verif
     told = [scheduler.schedule() for _ in range(4)]
     assert [plan.drafts_after(each, UNKNOWN) for each in told] == [(2, b) for b in (1, 2, 2, 0)]
     assert [plan.verified_by(each, UNKNOWN).budget for each in told] == [1, 1, 2, 2]
-    scheduler.running = []  # the last response has ended; another comes in
+    scheduler.running = []  # the last response has ended; another one arrives
     assert plan.drafts_after(scheduler.schedule(), UNKNOWN).budget == 0
     assert plan.drafts_after(make().schedule(), UNKNOWN) == (0, 0)
 
 
-def test_what_drafts_would_read_is_not_asked_of_dense_steps(make, monkeypatch):
-    """They keep the budget that drafts of such batches have: a dense step is timed for the batch
-    with that budget.
+def test_no_budget_is_chosen_for_dense_steps(make, monkeypatch):
+    """Dense steps keep the draft budget of such batches, because their times are recorded for that
+    budget.
     """
     scheduler = make(budgets=True)
     run(scheduler, {"a": 100})
@@ -221,7 +224,7 @@ def test_what_drafts_would_read_is_not_asked_of_dense_steps(make, monkeypatch):
     assert plan.drafts_after(scheduler.schedule(), UNKNOWN) == (0, 2)
 
 
-def test_the_chooser_is_asked_as_seldom_as_it_says_and_when_sequences_come_or_go(make, monkeypatch):
+def test_the_chooser_is_consulted_when_due_and_when_the_batch_changes(make, monkeypatch):
     scheduler, asked = make(), []
     monkeypatch.setattr(scheduler.chooser.draft_length, "repeats", 3)
     monkeypatch.setattr(module.DraftChooser, "choose", lambda _, *what: asked.append(what) or 0)
@@ -251,7 +254,7 @@ def test_after_a_replay_steps_without_drafts_have_none(make, monkeypatch):
 
 
 def chosen(scheduler, choices, monkeypatch):
-    """What a scheduler tells the workers in so many steps, before the first of which nothing runs."""
+    """Return what a scheduler sends the workers in these steps, when nothing has run before."""
     numbers, budgets = (iter(column) for column in zip(*choices, strict=True))
     monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: next(numbers))
     monkeypatch.setattr(module.DraftChooser, "choose_budget", lambda *_: next(budgets))
@@ -262,7 +265,7 @@ def chosen(scheduler, choices, monkeypatch):
     return told
 
 
-def test_what_was_chosen_is_kept_and_can_be_repeated(make, monkeypatch):
+def test_choices_are_recorded_and_can_be_replayed(make, monkeypatch):
     first, again = make(budgets=True, keeps=True), make(budgets=True, keeps=True)
     told = chosen(first, [(4, 1), (4, 1), (2, 0), (2, 2), (2, 2)], monkeypatch)
     choices = first.take_choices()
@@ -273,7 +276,7 @@ def test_what_was_chosen_is_kept_and_can_be_repeated(make, monkeypatch):
     again.replay(choices)
     assert chosen(again, [(0, 1)] * 5, monkeypatch) == told
     assert again.take_choices() == choices
-    unread = make(budgets=True)  # in a server nobody would ever take them
+    unread = make(budgets=True)  # in a server they would never be retrieved
     chosen(unread, [(4, 1)], monkeypatch)
     assert unread.take_choices() == []
     assert chosen(again, [(0, 1)] * 2, monkeypatch)[1:] == [(0, 1)] * 2, (
@@ -281,7 +284,7 @@ def test_what_was_chosen_is_kept_and_can_be_repeated(make, monkeypatch):
     )
 
 
-def test_steps_between_two_choices_are_kept_too(make, monkeypatch):
+def test_steps_between_two_choices_are_recorded(make, monkeypatch):
     scheduler = make(keeps=True)
     run(scheduler, {"a": 100})
     asked = []
@@ -296,7 +299,7 @@ def test_steps_between_two_choices_are_kept_too(make, monkeypatch):
     ("steps", "warning"),
     [(1, "no recorded draft choices left"), (9, "were not repeated"), (6, None)],
 )
-def test_a_replay_that_does_not_fit_is_told(make, monkeypatch, steps, warning):
+def test_a_replay_that_does_not_fit_is_reported(make, monkeypatch, steps, warning):
     scheduler, said = make(), []
     scheduler._logger = SimpleNamespace(info=lambda *_: None, warning=said.append)
     scheduler.replay([(2, 1.0, steps)])
@@ -305,7 +308,7 @@ def test_a_replay_that_does_not_fit_is_told(make, monkeypatch, steps, warning):
     assert len(said) == bool(warning) and all(warning in text for text in said)
 
 
-def test_drafts_that_an_engine_does_not_choose_among_are_not_repeated(make):
+def test_choices_unavailable_to_an_engine_cannot_be_replayed(make):
     for choice in ((3, 1.0, 1), (2, 0.5, 1)):
         with pytest.raises(
             ConfigError,
@@ -314,8 +317,8 @@ def test_drafts_that_an_engine_does_not_choose_among_are_not_repeated(make):
             make().replay([choice])
 
 
-def test_what_is_added_to_a_step_reaches_the_workers():
-    """vLLM sends workers of other processes its steps pickled."""
+def test_plans_attached_to_a_step_reach_the_workers():
+    """vLLM sends steps pickled to workers in other processes."""
     scheduled = SchedulerOutput.make_empty()
     scheduled.num_spec_tokens_to_schedule = 4
     plan.attach(scheduled, DraftPlan(4, budget=2), verified=DraftPlan(3, budget=1))
@@ -324,15 +327,15 @@ def test_what_is_added_to_a_step_reaches_the_workers():
     assert plan.verified_by(received, UNKNOWN) == (3, 1)
 
 
-def test_a_step_without_a_plan_has_vllms_number_of_drafts_and_the_budget_before_it():
-    """Steps of vLLM's warm-up have none, and those that are repeated without choosing."""
+def test_a_step_without_a_plan_uses_vllms_draft_count_and_the_previous_budget():
+    """Steps of vLLM's warm-up have no plan, nor do steps repeated without a choice."""
     scheduled = SchedulerOutput.make_empty()
     scheduled.num_spec_tokens_to_schedule = 4
     assert plan.drafts_after(scheduled, DraftPlan(8, budget=2)) == (4, 2)
     assert plan.verified_by(scheduled, DraftPlan(8, budget=2)) == (8, 2)
 
 
-def test_steps_that_are_not_alike_are_not_timed(make, observed):
+def test_unequal_steps_are_not_timed(make, observed):
     scheduler = make()
     run(scheduler, {"a": 100, "b": 300})
     for names, drafts in (
@@ -342,15 +345,15 @@ def test_steps_that_are_not_alike_are_not_timed(make, observed):
         (["a", "b"], 3),
         (["a", "b"], 3),
     ):
-        step(scheduler, names, drafts, [1] * len(names))  # 3 is none of the choices
+        step(scheduler, names, drafts, [1] * len(names))  # 3 is not one of the choices
     step(scheduler, ["a", "b"], 2, [1, 1])
     step(scheduler, ["a", "b"], 2, [0, 1])  # "a" was in prefill
     assert observed == []
 
 
-def test_the_length_of_a_step_is_that_of_the_sequences_that_are_left(make, observed):
-    """The next step is under way when a response ends, so a step's sequences may have ended before
-    it is noted.
+def test_the_length_of_a_step_is_the_mean_over_remaining_sequences(make, observed):
+    """The next step is in flight when a response ends, so sequences of a step may have ended before
+    the step is recorded.
     """
     scheduler = make()
     run(scheduler, {"a": 1000, "b": 3000})
@@ -363,7 +366,7 @@ def test_the_length_of_a_step_is_that_of_the_sequences_that_are_left(make, obser
     assert len(observed) == 1
 
 
-def test_what_is_in_use_is_looked_at_seldom_and_said_once(make, monkeypatch):
+def test_choices_in_use_are_checked_rarely_and_logged_once(make, monkeypatch):
     scheduler, asked, said = make(), [], []
     run(scheduler, {"a": 100})
     in_use = module.DraftChooser.in_use
@@ -373,5 +376,5 @@ def test_what_is_in_use_is_looked_at_seldom_and_said_once(make, monkeypatch):
         scheduler.schedule()
         drafts = scheduler.dynamic_sd_lookup[1]
         step(scheduler, ["a"], drafts, [1], seconds=0.01 * (1 + drafts))
-    # Until something is in use, which costs nothing to find out, and then once in so many cycles.
+    # Until something is in use, which is free to check, and then once in this many cycles.
     assert len(asked) <= 30 and said == [({"1 x 91": 0}, "")]
