@@ -110,9 +110,9 @@ def fitted() -> str:
         [
             "shape",
             "cycles",
-            "mean size of the error",
-            "largest",
-            "largest, shape left out of the fit",
+            "mean absolute error",
+            "largest error",
+            "the same, shape left out of the fit",
         ],
         rows,
     )

@@ -60,8 +60,8 @@ def limits(requests: str = "240") -> str:
             cells.append(f"{dense / ours:.2f}x")
         speedup = trace_seconds(stock, requests, "none") / trace_seconds(sparse, requests, "none")
         rows.append([SHAPES[shape], f"{speedup:.2f}x", *cells])
-    head = ["shape", "measured", "rows in balance", "sparse layers at the cost of their bytes"]
-    return table([*head, "nothing costs but bytes"], rows)
+    head = ["shape", "measured", "predicted", "sparse layers at the read limit"]
+    return table([*head, "only bytes cost time"], rows)
 
 
 def roofline() -> str:
@@ -88,11 +88,17 @@ def roofline() -> str:
         for p, s, error, out in sorted(points, key=lambda row: -abs(row[2]))[:5]
     ]
     summary = table(
-        ["", "steps", "mean size of the error", "largest", "largest, shape left out of the fit"],
+        [
+            "",
+            "steps",
+            "mean absolute error",
+            "largest error",
+            "the same, shape left out of the fit",
+        ],
         rows,
     )
     head = [
-        "largest: shape, batch x length",
+        "largest errors: shape, batch x length",
         "measured ms",
         "predicted",
         "error",
@@ -103,14 +109,14 @@ def roofline() -> str:
 
 def overheads() -> str:
     names = [
-        "a layer",
-        "a sparse layer, further",
-        "a sequence",
-        "its top-20 lists, further",
-        "share of the read limit",
+        "per layer",
+        "extra per sparse layer",
+        "per sequence",
+        "extra for its top-20 lists",
+        "share of the read bandwidth",
     ]
     cells = (f"{1e6 * x:.2f}" if x < 0.1 else f"{x:.3f}" for x in astuple(VLLM_H200))
-    return table([*names, "a sequence, on the host"], [list(cells)])
+    return table([*names, "per sequence, on the host"], [list(cells)])
 
 
 def ragged() -> str:
@@ -190,10 +196,10 @@ def predicted() -> str:
         ["step, published", *(f"{x:.2f}" for x in STEPS.values())],
         ["step, predicted", *(f"{p.step_speedup:.2f}" for p in predictions.values())],
         [
-            "rollout's share of a dense step: the published pairs imply",
+            "rollout's share of a dense step, implied by the published speed-ups",
             *(f"{x:.2f}" for x in shares),
         ],
-        ["the same, predicted", *(f"{x:.2f}" for x in mine)],
+        ["rollout's share of a dense step, predicted", *(f"{x:.2f}" for x in mine)],
     ]
     return table(["", *SHAPES.values()], rows)
 
@@ -283,7 +289,7 @@ def paper_runs() -> str:
         "run",
         "H200s",
         "training, GiB per GPU",
-        "full responses an engine holds",
+        "full responses per engine",
         "dense",
         "lossy",
         "lossless",

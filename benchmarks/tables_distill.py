@@ -85,9 +85,9 @@ def distill_runs() -> str:
         )
     head = [
         "lowest p5, held out",
-        "by the adapter, mean of bins",
+        "gain from the adapter, mean of bins",
         "lowest p5, last 10 steps",
-        "holds 0.86 from step",
+        "above 0.86 from step",
     ]
     return table(["trained with", *head], rows)
 
@@ -143,10 +143,10 @@ def distill_overhead() -> str:
     head = [
         "update",
         f"seconds, {reads[0]}",
-        "added",
+        "added time",
         f"seconds, {reads[1]}",
-        "added",
-        "GiB at most",
+        "added time",
+        "peak GiB",
     ]
     return table(head, rows)
 

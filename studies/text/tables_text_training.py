@@ -116,7 +116,7 @@ def text_wall_clock() -> str:
         "update",
         "new weights",
         "step, s",
-        "rollout's part",
+        "rollout's share",
     ]
     head += ["rollout over dense", "decoding a token, ms", "attention", "other kernels", "neither"]
     return table([*head, "saved by attention"], rows)
