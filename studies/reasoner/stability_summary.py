@@ -185,7 +185,7 @@ def thresholds(runs: list[Run]) -> str:
             count = f"{title}: {len(chosen)} runs, {sum(bad[id(run)] for run in chosen)} collapsed"
             rows.append([count, name, "{:.3f} [{:.3f}, {:.3f}]".format(*estimate), wrong])
     return table(
-        ["fixed schedules with", "statistic", "cut, step 1", "runs on the wrong side"], rows
+        ["fixed schedules with", "statistic", "threshold, step 1", "runs misclassified"], rows
     )
 
 
@@ -245,7 +245,7 @@ def guard(runs: list[Run]) -> str:
     head = [
         "run",
         "p5 below tau - 0.02",
-        "p1 below half of its best",
+        "p1 below half of its highest",
         "reward halved",
         "held-out accuracy halved",
     ]
