@@ -267,10 +267,10 @@ def loops(study: Study) -> str:
         "seeds",
         "steps",
         "9 of 10 bins within 0.02 at step",
-        "within 0.02 from then on",
+        "share within 0.02 after that step",
     ]
     head += [
-        "at tau - 0.02 or above",
+        "share at tau - 0.02 or above",
         "KV read settled at step",
         "p5 by bin, last half",
         "KV read, last half",
@@ -322,14 +322,14 @@ def dials(study: Study) -> str:
         "tau",
         "seeds",
         "tokens unverified",
-        "by seed",
+        "tokens unverified by seed",
         "returns",
         "predicted speed, last half",
     ]
     head += [
         "actor's reward minus dense",
         "held-out accuracy minus dense",
-        "the same over the last 20 steps",
+        "held-out accuracy minus dense, last 20 steps",
     ]
     rows = []
     for model in ("dial", "dial_deep"):

@@ -223,7 +223,7 @@ def text_metered() -> str:
     """
     result = load("text_vllm_metered")["metered"]
     pairs = (
-        f"{name} {result['measured'][name]:.3f}, where the model itself has {interval(result['predicted'][name], 3)}"
+        f"{name} {result['measured'][name]:.3f}, where the model predicts {interval(result['predicted'][name], 3)}"
         for name in ("mean", "p5")
     )
     return f"{result['budget']} tokens read, {result['drafts']:,} drafts measured: {'; '.join(pairs)}.\n"
@@ -337,7 +337,7 @@ def text_distill_setting() -> str:
         f"Prompts of {s['prompt']} tokens, {s['train']} responses of {s['tokens']} tokens to train on and "
         f"{s['held_out']} held-out ones, temperature 1, float32, {result['machine']}. Schedule: {pages} pages of "
         f"{schedule['page_size']} tokens, sink and recent ones included; dense layers: {dense}. Adapter: rank "
-        f"{s['rank']}, AdamW, {s['update']} responses an update, lists of "
+        f"{s['rank']}, AdamW, {s['update']} responses per update, lists of "
         f"{s['top_n']} tokens, seed {s['seed']}.\n"
     )
 

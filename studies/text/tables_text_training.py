@@ -118,8 +118,8 @@ def text_wall_clock() -> str:
         "step, s",
         "rollout's share",
     ]
-    head += ["rollout over dense", "decoding a token, ms", "attention", "other kernels", "neither"]
-    return table([*head, "saved by attention"], rows)
+    head += ["rollout speed-up", "decoding, ms per token", "attention", "other kernels", "GPU idle"]
+    return table([*head, "share of savings from attention"], rows)
 
 
 def text_wall_clock_paired() -> str:
@@ -138,7 +138,7 @@ def text_wall_clock_paired() -> str:
             "rollouts",
             "models",
             "pairs of steps",
-            "step over dense",
+            "step speed-up",
             "reward minus dense's, by model",
         ],
         rows,
