@@ -239,7 +239,7 @@ def calibration_cost() -> str:
             f"{sampling + scoring:,.0f}",
         ]
         rows.append([label, *cells, f"{anew / (sampling + scoring):.1f}x"])
-    return table(["", "sampling, s", "scoring, s", "in all, s", "less by"], rows)
+    return table(["", "sampling, s", "scoring, s", "total, s", "reduction"], rows)
 
 
 def scoring_passes() -> str:
@@ -252,9 +252,7 @@ def scoring_passes() -> str:
     for number, row in enumerate(load("calibration_search")["rounds"]):
         passes = [f"{span(p['top_k'])}: {np.mean(p['sequence_s']):.2f}" for p in row["passes"]]
         rows.append([number, span(row["sampled_under"]), "; ".join(passes)])
-    return table(
-        ["round", "sampled with", "pages of each pass, and its seconds per sequence"], rows
-    )
+    return table(["round", "sampled with", "pages of each pass: seconds per sequence"], rows)
 
 
 TABLES = {"calibration cost": calibration_cost, "scoring passes": scoring_passes}

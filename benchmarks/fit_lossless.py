@@ -113,8 +113,8 @@ def fitted() -> str:
             "shape",
             "cycles",
             "mean absolute error",
-            "largest",
-            "largest, shape left out of the fit",
+            "largest error",
+            "the same, shape left out of the fit",
         ],
         rows,
     )

@@ -60,7 +60,7 @@ def limits(requests: str = "240") -> str:
             cells.append(f"{dense / ours:.2f}x")
         speedup = trace_seconds(stock, requests, "none") / trace_seconds(sparse, requests, "none")
         rows.append([SHAPES[shape], f"{speedup:.2f}x", *cells])
-    head = ["shape", "measured", "rows in balance", "sparse layers at the cost of their bytes"]
+    head = ["shape", "measured", "predicted", "sparse layers at the read limit"]
     return table([*head, "only bytes cost time"], rows)
 
 
@@ -88,11 +88,17 @@ def roofline() -> str:
         for p, s, error, out in sorted(points, key=lambda row: -abs(row[2]))[:5]
     ]
     summary = table(
-        ["", "steps", "mean absolute error", "largest", "largest, shape left out of the fit"],
+        [
+            "",
+            "steps",
+            "mean absolute error",
+            "largest error",
+            "the same, shape left out of the fit",
+        ],
         rows,
     )
     head = [
-        "largest: shape, batch x length",
+        "largest errors: shape, batch x length",
         "measured ms",
         "predicted",
         "error",
@@ -104,10 +110,10 @@ def roofline() -> str:
 def overheads() -> str:
     names = [
         "per layer",
-        "per sparse layer, additional",
+        "extra per sparse layer",
         "per sequence",
-        "per sequence with top-20 lists, additional",
-        "share of the read limit",
+        "extra for its top-20 lists",
+        "share of the read bandwidth",
     ]
     cells = (f"{1e6 * x:.2f}" if x < 0.1 else f"{x:.3f}" for x in astuple(VLLM_H200))
     return table([*names, "per sequence, on the host"], [list(cells)])
@@ -190,10 +196,10 @@ def predicted() -> str:
         ["step, published", *(f"{x:.2f}" for x in STEPS.values())],
         ["step, predicted", *(f"{p.step_speedup:.2f}" for p in predictions.values())],
         [
-            "rollout's share of a dense step: the published pairs imply",
+            "rollout's share of a dense step, implied by the published speed-ups",
             *(f"{x:.2f}" for x in shares),
         ],
-        ["the same, predicted", *(f"{x:.2f}" for x in mine)],
+        ["rollout's share of a dense step, predicted", *(f"{x:.2f}" for x in mine)],
     ]
     return table(["", *SHAPES.values()], rows)
 
@@ -285,7 +291,7 @@ def paper_runs() -> str:
         "run",
         "H200s",
         "training, GiB per GPU",
-        "full responses that fit per engine",
+        "full responses per engine",
         "dense",
         "lossy",
         "lossless",

@@ -87,7 +87,7 @@ def distill_runs() -> str:
         "lowest p5, held out",
         "gain from the adapter, mean of bins",
         "lowest p5, last 10 steps",
-        "holds 0.86 from step",
+        "above 0.86 from step",
     ]
     return table(["trained with", *head], rows)
 
@@ -145,9 +145,9 @@ def distill_overhead() -> str:
     head = [
         "update",
         f"seconds, {reads[0]}",
-        "added",
+        "added time",
         f"seconds, {reads[1]}",
-        "added",
+        "added time",
         "peak GiB",
     ]
     return table(head, rows)

@@ -43,12 +43,12 @@ def rollouts() -> str:
     head = [
         "shape",
         "",
-        "at a time",
+        "sequences at a time",
         "tokens/s",
-        "over stock in bfloat16, its most",
-        "the same at a time",
+        "over stock bfloat16, full cache",
+        "over stock bfloat16, same requests",
     ]
-    return table([*head, "over stock in fp8, its most"], rows)
+    return table([*head, "over stock fp8, full cache"], rows)
 
 
 def attention() -> str:
@@ -69,7 +69,7 @@ def attention() -> str:
     for name in ("fp8", "int8"):
         cells |= {
             f"{name}, us": f"{{{name}[step][us]:.0f}}",
-            f"{name}, of its limit": lambda row, name=name: (
+            f"{name}, of limit": lambda row, name=name: (
                 f"{row[name]['limit_us'] / row[name]['step']['us']:.0%}"
             ),
             f"{name}, every page, us": f"{{{name}[dense][us]:.0f}}",
@@ -134,11 +134,11 @@ def equalities() -> str:
 ROUNDED = {
     "all to bfloat16": "everything, to bfloat16",
     "nothing": "nothing",
-    "cache": "keys and values, to fp8",
-    "matrices": "matrices and their inputs, to fp8",
-    "both": "both, to fp8",
-    "int8 cache": "keys and values, to int8",
-    "int8 cache, matrices": "keys and values to int8, matrices to fp8",
+    "cache": "KV cache, to fp8",
+    "matrices": "weights and activations, to fp8",
+    "both": "KV cache, weights and activations, to fp8",
+    "int8 cache": "KV cache, to int8",
+    "int8 cache, matrices": "KV cache to int8, weights and activations to fp8",
 }
 
 
@@ -149,8 +149,10 @@ def _rounded(row: Row) -> list[str]:
 
 
 def acceptance() -> str:
-    """Tabulate the acceptance lost by each rounding, alone and with sparse attention."""
-    return table(["tokens read", "rounded", "mean", "p5"], map(_rounded, load("text_bits")["rows"]))
+    """What each rounding costs in acceptance, alone and with sparse attention."""
+    return table(
+        ["tokens read", "rounding", "mean", "p5"], map(_rounded, load("text_bits")["rows"])
+    )
 
 
 def acceptance_bf16() -> str:
@@ -164,9 +166,7 @@ def acceptance_bf16() -> str:
         ]
         for row in load("text_bits_bf16")["rows"]
     )
-    return table(
-        ["tokens read", "rounded in addition to bfloat16", "mean", "p5", "change in p5"], rows
-    )
+    return table(["tokens read", "rounding beyond bfloat16", "mean", "p5", "change of p5"], rows)
 
 
 TABLES = {

@@ -79,7 +79,7 @@ def lossless_speed() -> str:
     head = [
         "shape",
         "sequences x tokens",
-        "drafts read",
+        "draft budget",
         "landmarks",
         "stock tokens/s",
         "no drafts",
@@ -102,10 +102,11 @@ def lossless_fp8_cache() -> str:
     equal = load("lossless_equal_fp8_cache")
     missed = [equal[name]["missed"]["mean"] for name in ("stock vLLM with this cache", "sampled")]
     return (
-        f"{point[0]} x {point[1]:,} at 1.7B, drafts of 1,024 tokens at 0.95: stock vLLM {speed:,.0f} tokens/s "
-        f"({wide[point]:,.0f} with a cache in bfloat16), lossless **{gains[0]:.2f}x** in the first four seconds and "
-        f"{gains[1]:.2f}x after. Log-probs miss those of transformers in float32 by {missed[1]:.3f} on average, stock "
-        f"vLLM's by {missed[0]:.3f}. {beside_stock(equal)}\n"
+        f"{point[0]} x {point[1]:,} at 1.7B, drafts that read 1,024 tokens, acceptance 0.95: "
+        f"stock vLLM {speed:,.0f} tokens/s ({wide[point]:,.0f} with a cache in bfloat16), "
+        f"lossless **{gains[0]:.2f}x** in the first four seconds and {gains[1]:.2f}x after. "
+        f"Log-probs differ from those of transformers in float32 by {missed[1]:.3f} on average, "
+        f"those of stock vLLM by {missed[0]:.3f}. {beside_stock(equal)}\n"
     )
 
 
@@ -120,9 +121,9 @@ def beside_stock(result: Row) -> str:
         )
     )
     return (
-        f"Greedy: {agreed} tokens come before the first that differs from stock's; where {len(gaps)} of 8 responses "
-        f"part, the float32 model puts {min(gaps):.3f} to {max(gaps):.3f} nats between the two tokens. A seed repeats "
-        f"{repeated} responses to the bit."
+        f"Greedy decoding: {agreed} tokens come before the first difference from stock vLLM; where "
+        f"{len(gaps)} of 8 responses diverge, the float32 model puts {min(gaps):.3f} to "
+        f"{max(gaps):.3f} nats between the two tokens. With a seed, {repeated} responses repeat bit for bit."
     )
 
 
@@ -171,9 +172,9 @@ def lossless_exact_draft_weights() -> str:
     missed, yardstick = ([row[of]["mean"] for row in sampled] for of in ("missed", "yardstick"))
     repeated = result["responses that a seed repeats"]
     return (
-        f"Log-probs miss those of transformers in float32 by {min(missed):.4f} to {max(missed):.4f} on average, where "
-        f"transformers in bfloat16 misses them by {min(yardstick):.4f} to {max(yardstick):.4f}; a seed repeats "
-        f"{repeated} responses to the bit.\n"
+        f"Log-probs differ from those of transformers in float32 by {min(missed):.4f} to {max(missed):.4f} on "
+        f"average; those of transformers in bfloat16 by {min(yardstick):.4f} to {max(yardstick):.4f}. With a "
+        f"seed, {repeated} responses repeat bit for bit.\n"
     )
 
 
@@ -201,7 +202,15 @@ def lossless_rollout() -> str:
         ]
         rows.append([label, trace["slots"], landmarks(load(f"lossless_{shape}")), *cells])
     return table(
-        ["shape", "sequences at a time", "landmarks", "stock", "lossless", "", "drafts settled on"],
+        [
+            "shape",
+            "sequences at a time",
+            "landmarks",
+            "stock",
+            "lossless",
+            "",
+            "numbers of drafts chosen",
+        ],
         rows,
     )
 
@@ -241,7 +250,8 @@ def short_contexts() -> str:
                 ]
             )
     return table(
-        ["shape", "sequences", "tokens", "runs", "stock step, ms", "stock twice", *columns], rows
+        ["shape", "sequences", "tokens", "runs", "stock step, ms", "second stock run", *columns],
+        rows,
     )
 
 
@@ -290,7 +300,7 @@ def lossless_budgets() -> str:
         f"{usual // 2:,}",
         f"{2 * usual:,}",
         "chosen",
-        "budget chosen",
+        "chosen budget",
     ]
     return table(["shape", "sequences x tokens", "acceptance", *labels], rows)
 
@@ -326,7 +336,9 @@ def lossless_exact() -> str:
         f"chi-square {samples['chi-square']:.0f} with {samples['degrees of freedom']} degrees of freedom, "
         f"p = {samples['p']:.2f}.\n"
     )
-    return table(["", "missed: mean", "99 %", "yardstick: mean", "99 %"], rows) + text
+    return (
+        table(["", "error: mean", "error: p99", "yardstick: mean", "yardstick: p99"], rows) + text
+    )
 
 
 def lossless_invariant() -> str:
@@ -379,7 +391,7 @@ def lossless_training() -> str:
         "p5, actor and trainer",
         "KL",
     ]
-    return table([*head, "tokens per cycle", "rollout of a step"], rows)
+    return table([*head, "tokens per cycle", "rollout per step"], rows)
 
 
 TABLES = {

@@ -132,7 +132,7 @@ def failures() -> str:
     ]
     head = [
         "killed",
-        "steps before the failure",
+        "after this many steps",
         "seconds until the run ended",
         "exit code",
         "steps after `--resume`",
@@ -173,7 +173,7 @@ def trainers() -> str:
         "p5, first and last (times measured)",
         "mean acceptance",
     ]
-    return table([*head, "floor of p5, mean", "s per step, median"], rows)
+    return table([*head, "floor under p5, mean", "s per step, median"], rows)
 
 
 TABLES = {

@@ -89,7 +89,14 @@ def decode_steps() -> str:
         cells = [f"{dense:.2f}", f"{unbounded:.2f}", f"{ours:.2f}", f"{dense / ours:.2f}x"]
         rows.append([shape, f"{batch} x {length:,}", *cells])
     return table(
-        ["shape", "sequences x tokens", "stock, ms", "unbounded, ms", "0.86 table, ms", "speed-up"],
+        [
+            "shape",
+            "sequences x tokens",
+            "stock, ms",
+            "every page, ms",
+            "0.86 table, ms",
+            "speed-up",
+        ],
         rows,
     )
 
@@ -103,7 +110,7 @@ def rollouts(logprobs: str, requests: str = "240") -> str:
             cells = (*(f"{x:,.0f}" for x in (dense, ours)), speedup(*runs, requests, logprobs))
             theirs = "{:,} {:,} {:.2f}x".format(*PUBLISHED[shape]).split()
             rows.append([SHAPES[shape], runs[0]["slots"], *cells, *theirs])
-    head = ["shape", "at a time", "stock, tokens/s", "Sparrow, tokens/s", "speed-up"]
+    head = ["shape", "sequences at a time", "stock, tokens/s", "Sparrow, tokens/s", "speed-up"]
     return table([*head, "published: dense", "sparse", "speed-up"], rows)
 
 
@@ -142,11 +149,11 @@ def landmarks() -> str:
         "heads per kv head": "{G}",
         "pages kept": "{k}",
         "16 bits, us": "{us:.0f}",
-        "of limit": lambda row: f"{row['limit_us'] / row['us']:.0%}",
+        "of 16-bit limit": lambda row: f"{row['limit_us'] / row['us']:.0%}",
         "8 bits, us": "{fp8[us]:.0f}",
-        "of its limit": lambda row: f"{row['fp8']['limit_us'] / row['fp8']['us']:.0%}",
-        "bytes": lambda row: f"{row['fp8']['limit_us'] / row['limit_us']:.2f}",
-        "time": lambda row: f"{row['fp8']['us'] / row['us']:.2f}",
+        "of 8-bit limit": lambda row: f"{row['fp8']['limit_us'] / row['fp8']['us']:.0%}",
+        "relative bytes": lambda row: f"{row['fp8']['limit_us'] / row['limit_us']:.2f}",
+        "relative time": lambda row: f"{row['fp8']['us'] / row['us']:.2f}",
     }
     return declared(rows, cells)
 
@@ -212,9 +219,9 @@ def head_budgets() -> str:
         "heads per kv head": "{G}",
         "pages kept": "{k}",
         "kernel": "{kernel}",
-        "alike, us": "{even[us]:.0f}",
-        "own budgets, us": "{uneven[us]:.0f}",
-        "time": lambda case: f"{case['uneven']['us'] / case['even']['us']:.2f}",
+        "equal budgets, us": "{even[us]:.0f}",
+        "budgets by head, us": "{uneven[us]:.0f}",
+        "relative time": lambda case: f"{case['uneven']['us'] / case['even']['us']:.2f}",
     }
     cases = load("head_budgets")["cases"]
     return declared(
@@ -230,7 +237,7 @@ def shapes() -> str:
         "read limit, us": "{limit_us:.0f}",
         "sparse, us": "{step[us]:.0f}",
         "of limit": lambda case: f"{case['limit_us'] / case['step']['us']:.0%}",
-        "dense, of its limit": lambda case: f"{case['dense_limit_us'] / case['dense']['us']:.0%}",
+        "dense, of limit": lambda case: f"{case['dense_limit_us'] / case['dense']['us']:.0%}",
         "speed-up": lambda case: f"{case['dense']['us'] / case['step']['us']:.2f}x",
     }
     return declared(load("kernels")["shapes"], cells)
@@ -273,7 +280,7 @@ PHASES = {
     "rollout": "rollout, top-20 log-probs",
     "score": "dense log-probs, acceptance",
     "update": "update",
-    "sync": "vLLM awake again, with the new weights",
+    "sync": "waking vLLM with the new weights",
 }
 
 
@@ -300,7 +307,7 @@ def grpo_step() -> str:
     whole = [sum(step.values()) for step in steps]
     rows.append(["whole step", *(f"{seconds:,.1f}" for seconds in whole)])
     parts = (step["rollout"] / seconds for step, seconds in zip(steps, whole, strict=True))
-    rows.append(["rollout's part", *(f"{part:.0%}" for part in parts)])
+    rows.append(["rollout's share", *(f"{part:.0%}" for part in parts)])
     rows.append(
         [
             "speed-up",
@@ -339,7 +346,7 @@ def grpo_steps() -> str:
         for name, run in runs.items()
     ]
     rows.append(
-        ["rollout's part", *(with_limits(part, ttest_1samp(part, 0), ".1%") for part in parts)]
+        ["rollout's share", *(with_limits(part, ttest_1samp(part, 0), ".1%") for part in parts)]
     )
     gains = []
     for name in ("sparse", "lossless"):
@@ -375,7 +382,8 @@ def host_time() -> str:
         gain = f"{speed / variants['stock']['tokens/s']:.2f}x"
         rows.append([name, f"{speed:,.0f}", gain, *(f"{x:.1f}" for x in us), f"{sum(us):.1f}"])
     return table(
-        ["", "tokens/s", "over stock", *(f"{part}, us" for part in parts), "together, us"], rows
+        ["", "tokens/s", "speed-up over stock", *(f"{part}, us" for part in parts), "total, us"],
+        rows,
     )
 
 

@@ -362,7 +362,7 @@ def calibration_summary() -> str:
         "",
         "within 0.02 of the target",
         "above by more",
-        "of these held up by a shorter bin",
+        "of these, because of a shorter bin",
         "below by more",
     ]
     return table([*head, "lowest", "highest"], rows)
@@ -386,8 +386,8 @@ def shortcut_cost() -> str:
     head = [
         "top-k pages",
         "p5 by bin, dense responses",
-        "p5 by bin, its own",
-        "own less dense: mean, worst bin",
+        "p5 by bin, own responses",
+        "own minus dense: mean, worst bin",
         "intervals overlap",
         "seconds: teacher-forced, sampled",
     ]
@@ -400,7 +400,7 @@ def beta_tail() -> str:
         "tokens below 0.999": "{fraction_in_tail:.1%} [{fraction_interval[0]:.1%}, {fraction_interval[1]:.1%}]",
         "fit": "Beta({a:.2f}, {b:.2f})",
         "KS, 95 % interval": "{ks:.3f} [{ks_interval[0]:.3f}, {ks_interval[1]:.3f}]",
-        "95th percentile of KS, were it true": "{ks_if_beta_95:.3f}",
+        "95th percentile of KS under the claim": "{ks_if_beta_95:.3f}",
         "variance, measured and fitted": "{variance_measured:.3f}, {variance_fitted:.3f}",
         "p5, measured and fitted": "{p5_measured:.3f}, {p5_fitted:.3f}",
     }

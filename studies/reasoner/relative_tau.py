@@ -283,9 +283,9 @@ def relative_tau() -> str:
         "ceiling",
         "tau",
         "relative: pages by bin",
-        "times those of the first pair",
+        "ratio to the first pair",
         "absolute: pages by bin",
-        "times those of the first pair",
+        "ratio to the first pair",
     ]
     return table(head, rows)
 

@@ -34,9 +34,9 @@ def sampled_tail() -> str:
     cells = {
         "pages of 8": "{pages}",
         "mean acceptance": "{mean:.4f}",
-        "from sampled tokens": "{mean_sampled:.4f}",
+        "estimate from sampled tokens": "{mean_sampled:.4f}",
         "p5": "{p5[0]:.3f}",
-        "its floor (95 % interval)": "{p5_floor[0]:.3f} ({p5_floor[1]:.3f} to {p5_floor[2]:.3f})",
+        "floor under p5 (95 % interval)": "{p5_floor[0]:.3f} ({p5_floor[1]:.3f} to {p5_floor[2]:.3f})",
         "p5 of min(1, p/q)": "{p5_of_sampled:.3f}",
     }
     return declared(load("sampled_tail")["rows"], cells)

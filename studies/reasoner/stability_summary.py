@@ -187,7 +187,7 @@ def thresholds(runs: list[Run]) -> str:
             count = f"{title}: {len(chosen)} runs, {sum(bad[id(run)] for run in chosen)} collapsed"
             rows.append([count, name, "{:.3f} [{:.3f}, {:.3f}]".format(*estimate), wrong])
     return table(
-        ["fixed schedules with", "statistic", "cut, step 1", "runs on the wrong side"], rows
+        ["fixed schedules with", "statistic", "threshold, step 1", "runs misclassified"], rows
     )
 
 
@@ -247,7 +247,7 @@ def guard(runs: list[Run]) -> str:
     head = [
         "run",
         "p5 below tau - 0.02",
-        "p1 below half of its best",
+        "p1 below half of its highest",
         "reward halved",
         "held-out accuracy halved",
     ]
@@ -269,10 +269,10 @@ def loops(study: Study) -> str:
         "seeds",
         "steps",
         "9 of 10 bins within 0.02 at step",
-        "within 0.02 from then on",
+        "share within 0.02 after that step",
     ]
     head += [
-        "at tau - 0.02 or above",
+        "share at tau - 0.02 or above",
         "KV read settled at step",
         "p5 by bin, last half",
         "KV read, last half",
@@ -324,14 +324,14 @@ def dials(study: Study) -> str:
         "tau",
         "seeds",
         "tokens unverified",
-        "by seed",
+        "tokens unverified by seed",
         "returns",
         "predicted speed, last half",
     ]
     head += [
         "actor's reward minus dense",
         "held-out accuracy minus dense",
-        "the same over the last 20 steps",
+        "held-out accuracy minus dense, last 20 steps",
     ]
     rows = []
     for model in ("dial", "dial_deep"):

@@ -83,7 +83,8 @@ def text_tail() -> str:
         ]
         rows.append([f"{budget:,}", dense, *cells, interval(distance, 3)])
     return table(
-        ["tokens read", "dense layers", "above 0.999", "fit to the others", "KS distance"], rows
+        ["tokens read", "dense layers", "above 0.999", "fit to all other tokens", "KS distance"],
+        rows,
     )
 
 
@@ -120,7 +121,7 @@ def text_shared_noise() -> str:
         rows.append([f"{row['budget']:,}", *cells])
     head = [
         "tokens read",
-        "kept by rejection sampling",
+        "accepted by rejection sampling",
         "with the same Gumbel noise",
         "at least, a / (2 - a)",
     ]
@@ -222,7 +223,7 @@ def text_metered() -> str:
     """
     result = load("text_vllm_metered")["metered"]
     pairs = (
-        f"{name} {result['measured'][name]:.3f}, where the model itself has {interval(result['predicted'][name], 3)}"
+        f"{name} {result['measured'][name]:.3f}, where the model predicts {interval(result['predicted'][name], 3)}"
         for name in ("mean", "p5")
     )
     return f"{result['budget']} tokens read, {result['drafts']:,} drafts measured: {'; '.join(pairs)}.\n"
@@ -238,9 +239,7 @@ def _bytes(study: str, cells: Callable[[Row], list[str]], head: list[str]) -> st
                 f"{row['tokens_a_cycle']['8'][0]:.2f}",
             ]
             rows.append([*cells(row), f"{row['tokens_read']:,.0f}", *shown])
-    return table(
-        [*head, "bytes read, in tokens of a layer", "mean", "p5", "tokens per cycle, k = 8"], rows
-    )
+    return table([*head, "bytes read, in KV tokens", "mean", "p5", "tokens per cycle, k = 8"], rows)
 
 
 def text_pages() -> str:
@@ -264,7 +263,7 @@ def text_layers() -> str:
     return _bytes(
         "one dense layer",
         lambda r: [r["dense_layers"][0]],
-        ["dense layer, the others read 512 tokens"],
+        ["dense layer (all others read 512 tokens)"],
     )
 
 
@@ -292,7 +291,7 @@ def text_uneven(study: str) -> str:
             )
     head = [
         "tokens read",
-        "bytes read, in tokens of a layer",
+        "bytes read, in KV tokens",
         "mean",
         "p5",
         "tokens per cycle, k = 8",
@@ -315,8 +314,8 @@ def text_uneven_target() -> str:
     return table(
         [
             "",
-            f"p5 at {whole / 2:,.0f} tokens' worth",
-            f"tokens' worth at a p5 of {result['target']:.2f}",
+            f"p5 at {whole / 2:,.0f} KV tokens",
+            f"KV tokens at a p5 of {result['target']:.2f}",
         ],
         rows,
     )
@@ -338,7 +337,7 @@ def text_distill_setting() -> str:
         f"Prompts of {s['prompt']} tokens, {s['train']} responses of {s['tokens']} tokens to train on and "
         f"{s['held_out']} held-out ones, temperature 1, float32, {result['machine']}. Schedule: {pages} pages of "
         f"{schedule['page_size']} tokens, sink and recent ones included; dense layers: {dense}. Adapter: rank "
-        f"{s['rank']}, AdamW, {s['update']} responses an update, lists of "
+        f"{s['rank']}, AdamW, {s['update']} responses per update, lists of "
         f"{s['top_n']} tokens, seed {s['seed']}.\n"
     )
 
@@ -412,7 +411,7 @@ def drafter_invariance() -> str:
         rows.append([row["tokens"], *kept, *cycles, f"{as_dense} of {result['problems']}"])
     head = [
         "tokens read",
-        "kept by rejection sampling",
+        "accepted by rejection sampling",
         "with the same Gumbel noise",
         "with the same uniform number",
     ]
@@ -421,7 +420,7 @@ def drafter_invariance() -> str:
         for how in ("rejection", "drafter-invariant")
         for k in (4, 8)
     ]
-    return table([*head, *cycles, "responses as dense decoding's"], rows)
+    return table([*head, *cycles, "responses identical to dense decoding"], rows)
 
 
 TABLES = {

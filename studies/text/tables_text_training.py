@@ -118,10 +118,10 @@ def text_wall_clock() -> str:
         "update",
         "new weights",
         "step, s",
-        "rollout's part",
+        "rollout's share",
     ]
-    head += ["rollout over dense", "decoding a token, ms", "attention", "other kernels", "neither"]
-    return table([*head, "saved by attention"], rows)
+    head += ["rollout speed-up", "decoding, ms per token", "attention", "other kernels", "GPU idle"]
+    return table([*head, "share of savings from attention"], rows)
 
 
 def text_wall_clock_paired() -> str:
@@ -140,7 +140,7 @@ def text_wall_clock_paired() -> str:
             "rollouts",
             "models",
             "pairs of steps",
-            "step over dense",
+            "step speed-up",
             "reward minus dense's, by model",
         ],
         rows,
