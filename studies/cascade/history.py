@@ -244,7 +244,7 @@ def groups(path: Path) -> Iterator[Group]:
         names = [name.removesuffix("/prompt") for name in file.files if name.endswith("/prompt")]
         for name in names:
             kind, temperature, _ = name.split("/")
-            responses = []
+            responses: list[list[int]] = []
             nats = 0.0
             while f"{name}/{len(responses)}" in file.files:
                 key = f"{name}/{len(responses)}"
