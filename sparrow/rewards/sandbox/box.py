@@ -23,7 +23,7 @@ from sparrow.rewards.sandbox import cgroup, files
 from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
 from sparrow.rewards.sandbox.inside.confine import LANDLOCK_NEEDED, landlock_version
 from sparrow.rewards.sandbox.limits import Limits
-from sparrow.rewards.sandbox.seccomp import program_filter
+from sparrow.rewards.sandbox.seccomp import packed_filter
 from sparrow.rewards.sandbox.walls import ENVIRONMENT, Held, Wall
 
 Isolation = Literal["auto", "bwrap", "session", "none"]
@@ -205,7 +205,7 @@ class Sandbox(Child):
                 **self._wall.request(folder),
                 "limits": {**asdict(limits), **whole},
             }
-            self.send({**request, "filter": program_filter()}, time.monotonic() + _START_S)
+            self.send({**request, "filter": packed_filter()}, time.monotonic() + _START_S)
             self.receive(time.monotonic() + _START_S)
             self._undo = stack.pop_all()
 

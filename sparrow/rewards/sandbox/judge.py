@@ -251,8 +251,8 @@ class _Run:
     held: Held
     spent_s: float = 0.0  # of the program's own time (``OwnTime``), in all tests so far
 
-    def _sandbox(self, mode: Literal["stdio", "serve"], *, exchange: bool = False) -> Sandbox:
-        request = {"mode": mode, "prelude": self.prelude, "code": self.code, "exchange": exchange}
+    def _sandbox(self, mode: Literal["stdio", "serve", "exchange"]) -> Sandbox:
+        request = {"mode": mode, "prelude": self.prelude, "code": self.code}
         return Sandbox(request, self.limits, self.held)
 
     def _send(self, box: Sandbox, message: Mapping[str, Any]) -> None:
@@ -380,7 +380,7 @@ class _Run:
         roomy = replace(self.limits, memory_bytes=max(self.limits.memory_bytes, 1 << 30))
         with (
             Sandbox(judge_request, roomy, self.held) as judge,
-            self._sandbox("serve", exchange=True) as program,
+            self._sandbox("exchange") as program,
         ):
             while True:
                 try:

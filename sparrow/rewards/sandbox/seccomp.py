@@ -10,7 +10,9 @@ interfaces. Of the calls that are newer than the ones listed here, it may make o
 from __future__ import annotations
 
 import platform
+import struct
 from collections.abc import Iterable
+from functools import cache
 
 from sparrow.errors import RewardError
 
@@ -260,3 +262,16 @@ def program_filter() -> list[Instruction]:
         if (number := both[column]) is not None:
             code += _call(number, [refuse])
     return [*code, _PASS]
+
+
+@cache
+def packed_filter() -> tuple[str, list[int]]:
+    """The filter as the kernel takes it, in hexadecimal, and where in its bytes the filtered
+    process's own id goes.
+    """
+    code = program_filter()
+    packed = b"".join(
+        struct.pack("HBBI", *rest, 0 if constant == "pid" else constant) for *rest, constant in code
+    )
+    own_ids = [8 * at + 4 for at, (*_, constant) in enumerate(code) if constant == "pid"]
+    return packed.hex(), own_ids

@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ from sparrow.rewards.sandbox import (
     walls,
 )
 from sparrow.rewards.sandbox.inside import programs, watch
-from sparrow.rewards.sandbox.seccomp import program_filter
+from sparrow.rewards.sandbox.seccomp import packed_filter, program_filter
 
 LIMITS = Limits(
     cpu_s=1,
@@ -323,6 +324,13 @@ def test_python_starts_as_usual_except_for_pth_files(mode):
     assert judged.passed, judged.detail
 
 
+def test_a_program_runs_with_garbage_collection_and_without_modules_for_test_code(mode):
+    """Imports of the harness are made with the collector off, and only those that a mode needs."""
+    program = "import gc, sys\nprint(gc.isenabled(), 'inside.exchange' in sys.modules)\n"
+    judged = CodeVerifier(LIMITS, mode).judge(program, {"inputs": [""], "outputs": ["True False"]})
+    assert judged.passed, judged.detail
+
+
 def test_the_harness_is_compiled_before_it_becomes_read_only(monkeypatch, tmp_path):
     (tmp_path / "module.py").write_text("x = 1")
     monkeypatch.setattr(walls, "_INSIDE", tmp_path)
@@ -589,6 +597,15 @@ def test_the_filter_is_a_valid_program_for_both_processors(machine, monkeypatch)
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(RewardError, match="not on 'riscv64'"):
         program_filter()
+
+
+def test_the_filter_is_packed_with_room_for_the_program_s_own_number():
+    packed, own_ids = packed_filter()
+    assert list(struct.iter_unpack("HBBI", bytes.fromhex(packed))) == [
+        (*rest, 0 if constant == "pid" else constant) for *rest, constant in program_filter()
+    ]
+    numbered = [at for at, (*_, constant) in enumerate(program_filter()) if constant == "pid"]
+    assert numbered and own_ids == [8 * at + 4 for at in numbered]
 
 
 VALUES = st.recursive(

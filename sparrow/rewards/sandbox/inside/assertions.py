@@ -4,19 +4,20 @@ sandbox.
 
 from __future__ import annotations
 
+import ast
 import builtins
 import sys
 from collections.abc import Mapping
 
 from . import collected
 from .confine import confine
-from .exchange import Exchange, RemoteError, describe
+from .errors import RemoteError, describe
+from .exchange import Exchange
 from .programs import execute, run_source
 from .remote import CannotCrossError, Remote
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import ast
     from typing import Any
 
     from .wire import Channel
@@ -47,8 +48,6 @@ def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
 
     Raises ValueError: the tests call several, and any of them may be meant.
     """
-    import ast  # imported here, and again below: at the top, every program would pay for it
-
     nodes = list(ast.walk(tree))
     bound = defined | {
         node.id
@@ -116,8 +115,6 @@ def run_tests(exchange: Exchange, request: Mapping[str, Any]) -> None:
     Raises what the first of them raises. RemoteError: the program cannot be loaded. ValueError: no
     test has called the program or looked anything of it up.
     """
-    import ast
-
     setup = request["setup"]
     test = request["test"]
     entry_point = request["entry_point"]

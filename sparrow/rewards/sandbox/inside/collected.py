@@ -5,11 +5,11 @@ unittest and pytest would find and call them; here ``run`` does.
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import ast
     from collections.abc import Callable, Iterable
     from typing import Any
 
@@ -18,8 +18,6 @@ _ENTERED = "_entered_tests"
 
 def mark(tree: ast.Module) -> ast.Module:
     """The tests, changed so that every function named ``test_...`` notes that it was called."""
-    import ast
-
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_test(node.name):
             note = ast.parse(f"{_ENTERED}.add({node.name!r})").body

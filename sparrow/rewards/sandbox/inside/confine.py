@@ -11,6 +11,7 @@ import signal
 import struct
 import time
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ def confine(request: Mapping[str, Any], cpu_s: int) -> None:
     """
     pid = os.getpid()
     limits = request["limits"]
-    instructions = request["filter"]
     for kind, value in (
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_FSIZE, limits["output_bytes"]),
@@ -68,11 +68,12 @@ def confine(request: Mapping[str, Any], cpu_s: int) -> None:
     _lower(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
     _lower(resource.RLIMIT_STACK, _STACK_BYTES, resource.RLIM_INFINITY)
 
-    filter = b"".join(
-        struct.pack("HBBI", *code, pid if k == "pid" else k) for *code, k in instructions
-    )
-    buffer = ctypes.create_string_buffer(filter, len(filter))
-    program = struct.pack("HxxxxxxP", len(instructions), ctypes.addressof(buffer))
+    packed, own_ids = request["filter"]
+    filter = bytearray.fromhex(packed)
+    for at in own_ids:
+        struct.pack_into("I", filter, at, pid)
+    buffer = ctypes.create_string_buffer(bytes(filter), len(filter))
+    program = struct.pack("HxxxxxxP", len(filter) // 8, ctypes.addressof(buffer))
 
     _prctl(_DEATH_SIGNAL, signal.SIGKILL)
     _prctl(_NO_NEW_PRIVS, 1)
@@ -127,6 +128,7 @@ def landlock(readable: Iterable[str], own: str) -> None:
     os.close(rules)
 
 
+@cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 

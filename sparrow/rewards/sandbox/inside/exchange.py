@@ -18,6 +18,9 @@ import time
 from collections.abc import Iterator
 from importlib import import_module
 
+from .confine import allow_cpu
+from .errors import DETAIL_CHARS, RemoteError, describe
+from .programs import Printed, load
 from .remote import (
     LIKE,
     MOST_AHEAD,
@@ -34,11 +37,10 @@ from .wire import pack, unpack
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from typing import Any
+    from typing import Any, NoReturn
 
     from .wire import Channel
 
-DETAIL_CHARS = 400
 _AHEAD_S = 0.02  # seconds that an iterator may take for items that nobody has asked for yet
 _ANSWERS = {"value", "raised", "refused"}
 _OWN = ("program", "tests", "__main__")  # the modules of the classes of either side
@@ -101,14 +103,6 @@ _KINDS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any], Any]]]
 # Every exception is one of the first two; the others would end a test's ``map`` or generator as if
 # it had finished.
 _NEVER_RAISED = (BaseException, Exception, StopIteration, StopAsyncIteration, GeneratorExit)
-
-
-class RemoteError(Exception):
-    """The other side raised an exception; raised as a subclass of the same built-in one too, where
-    there is one.
-    """
-
-    detail = ""
 
 
 class Exchange:
@@ -507,19 +501,6 @@ def _kept(old: Any, new: Any) -> Any:
     return old
 
 
-def describe(error: BaseException) -> str:
-    """Type and message of an exception, in one short line; safe with exceptions whose own text
-    fails.
-    """
-    if isinstance(error, RemoteError):
-        return error.detail
-    try:
-        text = str(error)
-    except BaseException:
-        text = ""
-    return " ".join([type(error).__name__ + ":" * bool(text.strip()), *text.split()])[:DETAIL_CHARS]
-
-
 def _raised(error: BaseException, pack: Callable[[Any], Any]) -> dict[str, Any]:
     kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
     reply: dict[str, Any] = {"raised": describe(error), "kinds": kinds}
@@ -546,3 +527,16 @@ def _error(reply: Mapping[str, Any], unpack: Callable[[Any], Any]) -> RemoteErro
     error = RemoteError(detail)
     error.detail = detail
     return error
+
+
+def serve(channel: Channel, request: Mapping[str, Any]) -> NoReturn:
+    """Mode ``exchange``: answer the tests' calls with all that can be handed over."""
+    printed = Printed()
+    sys.stdout = printed
+    program = load(channel, request)
+    printed.take()  # what it printed while it was loaded
+    exchange = Exchange(channel, program.find, program.loaded)
+    while True:
+        header = channel.receive()
+        allow_cpu(request["limits"])
+        exchange.answer(header, printed.take)

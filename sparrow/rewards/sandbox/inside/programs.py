@@ -21,7 +21,7 @@ from contextlib import suppress
 
 from .clock import OwnTime
 from .confine import allow_cpu, confine
-from .exchange import DETAIL_CHARS, Exchange, describe
+from .errors import DETAIL_CHARS, describe
 from .watch import EVERY_S, Watch
 from .wire import pack, unpack, write_whole
 
@@ -279,9 +279,9 @@ class Printed(io.StringIO):
         return text
 
 
-def serve(channel: Channel, request: Mapping[str, Any]) -> None:
-    """Mode ``serve``: answer calls with plain values or, with ``exchange``, with all that tests can
-    hand over.
+def load(channel: Channel, request: Mapping[str, Any]) -> Program:
+    """Load the program in a forked process, and return there; the process that was forked from
+    ends with it.
     """
     limits = request["limits"]
     if pid := os.fork():
@@ -293,18 +293,15 @@ def serve(channel: Channel, request: Mapping[str, Any]) -> None:
 
     confine(request, limits["program_s"])
     allow_cpu(limits)
-    printed = Printed()
-    if request["exchange"]:
-        sys.stdout = printed
-    program = Program(request["prelude"], request["code"])
-    printed.take()
-    exchange = Exchange(channel, program.find, program.loaded)
+    return Program(request["prelude"], request["code"])
+
+
+def serve(channel: Channel, request: Mapping[str, Any]) -> NoReturn:
+    """Mode ``serve``: answer calls with plain values."""
+    program = load(channel, request)
     while True:
         header = channel.receive()
-        allow_cpu(limits)
-        if request["exchange"]:
-            exchange.answer(header, printed.take)
-            continue
+        allow_cpu(request["limits"])
         try:
             function = program.find(header["call"])
             reply = {"value": pack(function(*unpack(header["args"]), **unpack(header["kwargs"])))}

@@ -1,0 +1,183 @@
+"""Groups of responses of an instruction-tuned model to prompts of four kinds, from stock vLLM.
+
+    python studies/cascade/samples.py MODEL --questions gsm8k_test.jsonl --out runs/samples.npz
+
+Mathematics and stories are asked for through the model's chat template; sources and manuals are
+continued from the middle of a text. Sources are files of Python's standard library, manuals the
+long descriptions of installed packages.
+
+The file is written anew after each kind at each temperature, so a run that is cut leaves all that
+it had finished. Its arrays are ``KIND/TEMPERATURE/PROMPT/prompt`` and ``KIND/TEMPERATURE/PROMPT/N``,
+token ids of a prompt and of its Nth response, and ``KIND/TEMPERATURE/PROMPT/N/logprobs``, the
+log-probs of the response's tokens at that temperature.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+PEOPLE = ("a lighthouse keeper", "a watchmaker", "two sisters", "a retired sailor", "a young nurse")
+THINGS = ("an old map", "a broken radio", "a letter", "a garden in winter", "a borrowed violin")
+PLACES = ("a harbour town", "a night train", "an empty school", "a mountain village", "a library")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to sample."""
+
+    model: Annotated[str, tyro.conf.Positional]  # An instruction-tuned checkpoint.
+    questions: Path  # Lines of JSON with a field `question`: the prompts of mathematics.
+    out: Path  # The .npz file of samples.
+    temperatures: tuple[float, ...] = (0.7, 1.0)
+    prompts: int = 12  # Prompts of each kind.
+    samples: int = 16  # Responses per prompt.
+    max_new_tokens: int = 1024
+    context: int = 1024  # Tokens of a source or manual before the response.
+    memory: float = 0.9  # Share of the GPU's memory that vLLM may use.
+    cache_gib: int = 20  # GiB of it for keys and values.
+    seed: int = 0
+
+
+def chat(tokenizer: PreTrainedTokenizerBase, request: str) -> list[int]:
+    """Token ids of a conversation that begins with a request."""
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": request}], tokenize=False, add_generation_prompt=True
+    )
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def mathematics(path: Path, drawn: random.Random) -> Iterator[str]:
+    """Questions, each with the request to think before answering."""
+    questions = [json.loads(line)["question"] for line in path.read_text("utf-8").splitlines()]
+    for question in drawn.sample(questions, len(questions)):
+        yield f"{question}\nThink step by step, then check your answer in another way."
+
+
+def stories(drawn: random.Random) -> Iterator[str]:
+    """Requests for stories."""
+    while True:
+        person, thing, place = (drawn.choice(words) for words in (PEOPLE, THINGS, PLACES))
+        yield f"Write a long story about {person} and {thing} in {place}."
+
+
+def sources() -> Iterator[str]:
+    """The files of Python's standard library."""
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        yield path.read_text("utf-8", errors="ignore")
+
+
+def manuals() -> Iterator[str]:
+    """The long descriptions of installed packages."""
+    found = {d.metadata["Name"]: d.metadata.get_payload() for d in metadata.distributions()}
+    for name in sorted(name for name in found if name):
+        yield str(found[name])
+
+
+def continued(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], tokens: int, drawn: random.Random
+) -> Iterator[list[int]]:
+    """Passages of ``tokens`` tokens, one from each text that is long enough."""
+    passages = []
+    for text in texts:
+        ids = tokenizer(text[: 40 * tokens], add_special_tokens=False).input_ids
+        if len(ids) > 2 * tokens:
+            begin = drawn.randrange(len(ids) - tokens)
+            passages.append(ids[begin : begin + tokens])
+    drawn.shuffle(passages)
+    yield from passages
+
+
+def prompts(tokenizer: PreTrainedTokenizerBase, options: Options) -> dict[str, list[list[int]]]:
+    """Token ids of the prompts of each kind.
+
+    Raises ValueError: fewer texts than prompts.
+    """
+    drawn = random.Random(options.seed)
+    kinds = {
+        "mathematics": (chat(tokenizer, q) for q in mathematics(options.questions, drawn)),
+        "stories": (chat(tokenizer, request) for request in stories(drawn)),
+        "sources": continued(tokenizer, sources(), options.context, drawn),
+        "manuals": continued(tokenizer, manuals(), options.context, drawn),
+    }
+    taken = {}
+    for kind, found in kinds.items():
+        taken[kind] = [ids for ids, _ in zip(found, range(options.prompts), strict=False)]
+        if len(taken[kind]) < options.prompts:
+            raise ValueError(
+                f"{len(taken[kind])} prompts of {kind}, but {options.prompts} are wanted; "
+                "ask for fewer with --prompts, or shorter ones with --context"
+            )
+    return taken
+
+
+def save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write the arrays so that whoever reads the file, or cuts the run, finds a whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new.npz")
+    np.savez_compressed(new, **arrays)
+    os.replace(new, path)
+
+
+def main(options: Options) -> None:
+    """Sample, and save the responses with their log-probs."""
+    from vllm import LLM, SamplingParams
+
+    asked = prompts(AutoTokenizer.from_pretrained(options.model), options)
+    llm = LLM(
+        options.model,
+        seed=options.seed,
+        max_model_len=options.context + 2 * options.max_new_tokens,
+        gpu_memory_utilization=options.memory,
+        kv_cache_memory_bytes=options.cache_gib << 30,
+        logprobs_mode="processed_logprobs",
+    )
+    saved: dict[str, np.ndarray] = {}
+    requests = 0
+    for temperature in options.temperatures:
+        for kind, kind_prompts in asked.items():
+            began = time.monotonic()
+            settings = [
+                SamplingParams(
+                    n=options.samples,
+                    temperature=temperature,
+                    max_tokens=options.max_new_tokens,
+                    logprobs=0,
+                    seed=options.seed + requests + number + 1,
+                )
+                for number in range(len(kind_prompts))
+            ]
+            requests += len(kind_prompts)
+            inputs = [{"prompt_token_ids": ids} for ids in kind_prompts]
+            outputs = llm.generate(inputs, settings, use_tqdm=False)
+
+            tokens = 0
+            for number, (ids, output) in enumerate(zip(kind_prompts, outputs, strict=True)):
+                key = f"{kind}/{temperature}/{number}"
+                saved[f"{key}/prompt"] = np.array(ids, np.int32)
+                for place, response in enumerate(output.outputs):
+                    sampled = list(response.token_ids)
+                    steps = zip(response.logprobs, sampled, strict=True)
+                    logprobs = [step[token].logprob for step, token in steps]
+                    saved[f"{key}/{place}"] = np.array(sampled, np.int32)
+                    saved[f"{key}/{place}/logprobs"] = np.array(logprobs, np.float16)
+                    tokens += len(sampled)
+            save(options.out, saved)
+            seconds = time.monotonic() - began
+            print(f"{kind} at {temperature}: {tokens:,} tokens, {seconds:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

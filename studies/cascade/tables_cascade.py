@@ -1,0 +1,71 @@
+"""Tables of the first stage of a cascade: what history guesses, and what that is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from common import Row, interval, load, table
+from history import HISTORIES, speed
+
+RESULT = "cascade_history"
+LABELS = {
+    "own": "prompt and response",
+    "siblings": "and siblings",
+    "epoch": "and an earlier epoch",
+}
+
+
+def _cells() -> Iterator[dict[str, Row]]:
+    """Rows of each kind, temperature and number of guesses, by history."""
+    cells: dict[tuple[str, float, int], dict[str, Row]] = {}
+    for row in load(RESULT)["rows"]:
+        key = (row["kind"], row["temperature"], row["guesses"])
+        cells.setdefault(key, {})[row["history"]] = row
+    yield from cells.values()
+
+
+def _where(cell: dict[str, Row]) -> list[str]:
+    row = cell["own"]
+    return [row["kind"], f"{row['temperature']:g}", f"{row['nats'][0]:.2f}", str(row["guesses"])]
+
+
+def cascade_history() -> str:
+    """Tokens per sparse pass, by what guesses are looked up in."""
+    rows = [
+        [*_where(cell), *(interval(cell[name]["tokens_per_pass"], 2) for name in HISTORIES)]
+        for cell in _cells()
+    ]
+    head = ["text", "temperature", "nats per token", "guesses"]
+    return table([*head, *(LABELS[name] for name in HISTORIES)], rows)
+
+
+def cascade_speed() -> str:
+    """Speed over dense at each state whose parts were measured: with rows that do not wait for each
+    other and, in brackets, if every cycle waits for the slowest row of a batch.
+    """
+    result = load(RESULT)
+    drafts = result["settings"]["drafts"]
+    rows = []
+    for cell in _cells():
+        guesses = str(cell["own"]["guesses"])
+        for part in result["parts"]:
+            times = {
+                "tokens_per_cycle": part["tokens_per_cycle"],
+                "drafts": drafts,
+                "verify_ms": part["verify_ms"],
+                "dense_ms": part["dense_ms"],
+            }
+            today = speed(1, guess_ms=0, sparse_ms=part["sparse_ms"]["0"], **times)
+            times |= {"guess_ms": part["guess_ms"], "sparse_ms": part["sparse_ms"][guesses]}
+            speeds = []
+            for name in HISTORIES:
+                row = cell[name]
+                alone = speed(row["tokens_per_pass"][0], **times)
+                waiting = speed(drafts / row["slowest"], **times)
+                speeds.append(f"{alone:.2f}x ({waiting:.2f}x)")
+            rows.append([*_where(cell), part["state"], f"{today:.2f}x", *speeds])
+    head = ["text", "temperature", "nats per token", "guesses", "state", "without guesses"]
+    return table([*head, *(LABELS[name] for name in HISTORIES)], rows)
+
+
+TABLES = {"cascade history": cascade_history, "cascade speed": cascade_speed}
