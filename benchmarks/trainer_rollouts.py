@@ -1,0 +1,573 @@
+"""Rollouts by the classes of other trainers: stock, lossless and lossy, before and after an update.
+
+    python benchmarks/trainer_rollouts.py skyrl    # also: trl, prime-rl
+
+Each trainer is installed without its dependencies, beside the vLLM that it pins and what it
+imports. Its own class starts vLLM, generates and loads new weights; Sparrow is switched on in the
+way that docs/integrations.md gives. Every mode has a process of its own, and the same tiny random
+Qwen3. The exit status is 0 if
+
+- lossless: drafts were proposed and accepted, and greedy tokens are stock's up to ties,
+- lossy: fewer tokens of the cache were read than held,
+
+both before and after the update. On a GPU, lossless runs with CUDA graphs. On a CPU, only lossy
+runs in stock vLLM; name the modes with ``--modes``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import RESULTS, ROOT, machine, parser, write
+from numpy.typing import ArrayLike
+
+MODES = ("stock", "lossless", "lossy")
+WEIGHTS = ("before", "after")
+"""The two checkpoints; the trainer loads the second into the running engine."""
+SCHEDULE = {
+    "top_k": [4],
+    "page_size": 16,
+    "bin_tokens": 4096,
+    "sink_pages": 1,
+    "recent_pages": 1,
+    "dense_layers": [],
+}
+VOCAB = 512
+LENGTHS = (120, 200, 260, 310, 350, 390)
+TOKENS = 40
+CONTEXT = 1024
+TIE = 0.05
+"""Two tokens are tied if their logits are within this share of the standard deviation of all."""
+LIMIT_S = 300
+CUDA = torch.cuda.is_available()
+DTYPE = "bfloat16" if CUDA else "float32"
+CACHE_BYTES = 2**30
+MEMORY = 0.1
+"""The share of the GPU's memory that an engine needs free at its start."""
+Batch = list[list[int]]
+
+
+class TRL:
+    """``VLLMGeneration``, colocated. It has no field for vLLM's arguments, so Sparrow is switched
+    on in the environment, and CUDA graphs cannot be switched off. vLLM measures what memory is
+    free, so its engines start one after another.
+    """
+
+    packages = ("trl", "accelerate")
+    at_once = False
+
+    @staticmethod
+    def variables(mode: str) -> dict[str, str]:
+        return environment(mode)
+
+    def __init__(self, folder: Path, mode: str) -> None:
+        from accelerate import Accelerator
+        from transformers import AutoTokenizer
+        from trl.generation.vllm_generation import VLLMGeneration
+
+        accelerator = Accelerator()
+        self.rollouts = VLLMGeneration(
+            load(folder, DTYPE).to(accelerator.device),
+            accelerator,
+            AutoTokenizer.from_pretrained(folder),
+            gpu_memory_utilization=3 * MEMORY,
+            max_model_length=CONTEXT,
+            max_num_seqs=len(LENGTHS),
+            temperature=0.0,
+            max_completion_length=TOKENS,
+            generation_kwargs={"ignore_eos": True},
+        )
+
+    async def start(self) -> None:
+        """vLLM was started already, in this process."""
+
+    async def call(self, method: str) -> Any:
+        return self.rollouts.llm.collective_rpc(method)[0]
+
+    async def generate(self, prompts: Batch) -> Batch:
+        return [list(tokens) for tokens in self.rollouts.generate(prompts, None, 1)[1]]
+
+    async def update(self, folder: Path) -> None:
+        self.rollouts.model.load_state_dict(load(folder, DTYPE).state_dict())
+        self.rollouts.sync_weights()
+
+
+class SkyRL:
+    """``VLLMServerActor`` outside a Ray actor, and ``RemoteInferenceClient``. Weights travel by
+    SkyRL's backend ``delta``, since NCCL needs a second GPU.
+    """
+
+    packages = ("skyrl", "ray")
+    at_once = True
+
+    @staticmethod
+    def variables(mode: str) -> dict[str, str]:
+        return {}
+
+    def __init__(self, folder: Path, mode: str) -> None:
+        from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
+        from skyrl.backends.skyrl_train.inference_servers.vllm_server_actor import VLLMServerActor
+        from skyrl.train.config import SkyRLTrainConfig
+
+        engine = "generator.inference_engine."
+        options = engine_options(mode)
+        if not CUDA:  # SkyRL names vLLM's worker for GPUs, if no worker is named
+            options["worker_cls"] = "vllm.v1.worker.cpu_worker.CPUWorker"
+        self.config = SkyRLTrainConfig.from_cli_overrides(
+            {
+                "trainer.policy.model.path": str(folder),
+                "trainer.placement.colocate_all": False,
+                engine + "model_dtype": DTYPE,
+                engine + "gpu_memory_utilization": MEMORY,
+                engine + "max_num_seqs": 16,
+                engine + "enforce_eager": options.pop("enforce_eager"),
+                engine + "weight_sync_backend": "delta",
+                engine + "delta_weight_sync": {"sync_dir": str(folder.parent / f"sync-{mode}")},
+                engine + "engine_init_kwargs": options,
+            }
+        )
+        self.server = VLLMServerActor(
+            build_vllm_cli_args(self.config),
+            start_port=free_port(),
+            distributed_executor_backend="mp",
+            enable_ray_prometheus_stats=False,
+        )
+        self.folder = folder
+
+    async def start(self) -> None:
+        from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (
+            RemoteInferenceClient,
+        )
+        from transformers import AutoTokenizer
+
+        self.url = (await self.server.start()).url
+        self.client = RemoteInferenceClient(
+            proxy_url=self.url,
+            server_urls=[self.url],
+            data_parallel_size=1,
+            model_name=str(self.folder),
+            tokenizer=AutoTokenizer.from_pretrained(self.folder),
+        )
+
+    async def call(self, method: str) -> Any:
+        answer = await asyncio.to_thread(post, self.url + "/collective_rpc", {"method": method})
+        return answer["results"][0]
+
+    async def generate(self, prompts: Batch) -> Batch:
+        outputs = await self.client.generate(
+            {"prompt_token_ids": prompts, "sampling_params": greedy()}
+        )
+        return outputs["response_ids"]
+
+    async def update(self, folder: Path) -> None:
+        from skyrl.backends.skyrl_train.weight_sync.sources import FsdpWeightSource
+        from skyrl.backends.skyrl_train.weight_sync.weight_senders import build_trainer_engine
+
+        model = load(folder, DTYPE)
+
+        def send() -> None:
+            sender = build_trainer_engine(
+                ie_cfg=self.config.generator.inference_engine,
+                colocate_all=False,
+                rank=0,
+                inference_world_size=1,
+                source_factory=lambda dtype, backend: FsdpWeightSource(model, dtype),
+                draft_source_factory=lambda dtype: FsdpWeightSource(model, dtype),
+                server_urls=[self.url],
+                data_parallel_size=1,
+                base_model_path=str(self.folder),
+            )
+            sender.send_weights()
+
+        await asyncio.to_thread(send)
+
+
+class PrimeRL:
+    """``inference_local``, which starts prime-rl's server, without the router in front of it.
+    Weights travel by its backend ``filesystem``.
+    """
+
+    packages = ("prime-rl",)
+    at_once = True
+
+    @staticmethod
+    def variables(mode: str) -> dict[str, str]:
+        return {}
+
+    def __init__(self, folder: Path, mode: str) -> None:
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self.folder = folder
+        options = engine_options(mode)
+        variables = environment(mode)
+        del options["additional_config"], options["attention_backend"]  # the variables instead
+        if mode == "lossless":
+            variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        settings = {
+            "server": {"host": "127.0.0.1", "port": port},
+            "router": None,
+            "model": {
+                "name": str(folder),
+                "dtype": DTYPE,
+                "max_model_len": CONTEXT,
+                "enforce_eager": options.pop("enforce_eager"),
+            },
+            "gpu_memory_utilization": MEMORY,
+            "enable_fp32_lm_head": CUDA,  # made for GPUs
+            "env_vars": variables,
+            "vllm_extra": options,
+        }
+        self.server = multiprocessing.get_context("spawn").Process(target=serve, args=(settings,))
+
+    async def start(self) -> None:
+        self.server.start()
+        while True:
+            with contextlib.suppress(urllib.error.URLError):
+                return await asyncio.to_thread(post, self.url + "/health", None)
+            if not self.server.is_alive():
+                raise RuntimeError("prime-rl's server ended while it started; see its log above")
+            await asyncio.sleep(1)
+
+    async def call(self, method: str) -> Any:
+        return (await asyncio.to_thread(post, f"{self.url}/sparrow/{method}", {}))[0]
+
+    async def generate(self, prompts: Batch) -> Batch:
+        async def one(prompt: list[int]) -> list[int]:
+            body = {
+                "model": str(self.folder),
+                "token_ids": prompt,
+                "sampling_params": greedy(),
+            }
+            answer = await asyncio.to_thread(post, self.url + "/inference/v1/generate", body)
+            return answer["choices"][0]["token_ids"]
+
+        return await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+    async def update(self, folder: Path) -> None:
+        for path, body in (
+            ("/pause", {}),
+            ("/update_weights", {"weight_dir": str(folder)}),
+            ("/resume", {}),
+        ):
+            await asyncio.to_thread(post, self.url + path, body)
+
+
+TRAINERS = {"trl": TRL, "skyrl": SkyRL, "prime-rl": PrimeRL}
+
+
+def serve(settings: dict[str, Any]) -> None:
+    """Run prime-rl's server in this process, with a route to the methods of vLLM's workers."""
+    from prime_rl.configs.inference import InferenceConfig
+    from prime_rl.entrypoints.inference import inference_local
+    from prime_rl.inference.server import setup_vllm_env
+
+    config = InferenceConfig(**settings)
+    os.environ.update(config.env_vars)  # the module below imports vLLM, which reads them
+    setup_vllm_env(config)
+    from prime_rl.inference.vllm.server import engine_client, router
+    from starlette.responses import JSONResponse
+
+    async def answer(request: Any) -> JSONResponse:
+        method = request.path_params["method"]
+        return JSONResponse(await engine_client(request).collective_rpc(method))
+
+    router.add_route("/sparrow/{method}", answer, methods=["POST"])
+    inference_local(config)
+
+
+def environment(mode: str) -> dict[str, str]:
+    """The variables that have every vLLM of a process decode in this mode."""
+    if mode == "stock":
+        return {}
+    chosen = {"SPARROW_MODE": "lossless"} if mode == "lossless" else {}
+    return chosen | {"SPARROW_SCHEDULE": json.dumps(SCHEDULE)}
+
+
+def engine_options(mode: str) -> dict[str, Any]:
+    """Options of vLLM's engine with which it decodes in this mode."""
+    sparrow = {
+        "stock": {},
+        "lossless": {"sparrow": {"mode": "lossless", "draft_schedule": SCHEDULE}},
+        "lossy": {"sparrow": SCHEDULE},
+    }
+    return {
+        "additional_config": sparrow[mode],
+        "attention_backend": "CUSTOM" if CUDA and mode == "lossy" else None,
+        "enforce_eager": not CUDA or mode != "lossless",
+        "max_model_len": CONTEXT,
+        "kv_cache_memory_bytes": CACHE_BYTES,
+        "max_num_seqs": 16,
+    }
+
+
+def greedy() -> dict[str, Any]:
+    return {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def post(url: str, body: Any) -> Any:
+    """What a server answers to this JSON; ``None`` asks with GET."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as response:
+            return json.loads(response.read() or b"null")
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"{url} answered {error.code}: {error.read().decode()}") from error
+
+
+def prompts(seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, length).tolist() for length in LENGTHS]
+
+
+def make_model(folder: Path, seed: int) -> None:
+    """Write a random Qwen3 with heads of 128, whose attention is so even that drafts are often
+    right, and a tokenizer whose words are numbers.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=128,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=False,
+            initializer_range=0.05,
+            eos_token_id=0,
+            bos_token_id=None,
+            pad_token_id=0,
+        )
+    )
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_()
+    model.to(getattr(torch, DTYPE)).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="0", eos_token="0", pad_token="0"
+    ).save_pretrained(folder)
+
+
+def load(folder: Path, dtype: str) -> Any:
+    from transformers import Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+
+def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
+    """The first place where two responses differ; None if they are equal."""
+    if list(expected) == list(found):
+        return None
+    pairs = zip(expected, found, strict=False)
+    ends = min(len(expected), len(found))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), ends)
+
+
+def tied(logits: ArrayLike, first: int, second: int) -> bool:
+    """Whether either of two tokens may be the greedy one, given rounding."""
+    values = np.asarray(logits, dtype=np.float64)
+    return bool(min(values[first], values[second]) >= values.max() - TIE * values.std())
+
+
+def compare(folder: Path, asked: Batch, expected: Batch, found: Batch) -> dict[str, int]:
+    """How many greedy responses are the expected ones, how many differ first at a tie, and how many
+    are wrong; and how many tokens this compared.
+    """
+    model = load(folder, "float32")
+    result = {"equal": 0, "differ at a tie": 0, "wrong": 0, "tokens compared": 0}
+    for prompt, wanted, response in zip(asked, expected, found, strict=True):
+        at = first_difference(wanted, response)
+        if at is None:
+            result["equal"] += 1
+            result["tokens compared"] += len(wanted)
+            continue
+        result["tokens compared"] += at + 1
+        is_tie = False
+        if at < min(len(wanted), len(response)):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + wanted[:at]])).logits[0, -1].numpy()
+            is_tie = tied(logits, wanted[at], response[at])
+        result["differ at a tie" if is_tie else "wrong"] += 1
+    return result
+
+
+def failures(mode: str, counts: Mapping[str, int], against_stock: Mapping[str, int]) -> list[str]:
+    """What a mode's counters and responses leave to be desired, in words."""
+    cases = {
+        "lossless": (
+            (not counts.get("drafted"), "no drafts were proposed"),
+            (not counts.get("accepted"), "no drafts were accepted"),
+            (against_stock["wrong"] > 0, "responses are not those of stock vLLM"),
+        ),
+        "lossy": (
+            (not counts.get("tokens_held"), "nothing was decoded by Sparrow"),
+            (
+                counts.get("tokens_read", 0) >= counts.get("tokens_held", 0),
+                "no fewer tokens were read than held",
+            ),
+        ),
+    }
+    return [words for is_so, words in cases.get(mode, ()) if is_so]
+
+
+async def roll_out(trainer: str, mode: str, folder: Path) -> None:
+    """Write responses and counters of a trainer's engine with the first weights, then with the
+    second, to ``MODE.json``.
+    """
+    import vllm
+
+    started = time.monotonic()
+    engine = TRAINERS[trainer](folder / WEIGHTS[0], mode)
+    await engine.start()
+    packages = (*TRAINERS[trainer].packages, "torch", "transformers")
+    versions = {"vllm": vllm.__version__, "python": platform.python_version()}
+    found: dict[str, Any] = {
+        "seconds to start": round(time.monotonic() - started, 1),
+        "versions": versions | {name: importlib.metadata.version(name) for name in packages},
+        "rounds": [],
+    }
+    if mode != "stock":
+        found["described"] = await engine.call("sparrow_describe")
+    for i, weights in enumerate(WEIGHTS):
+        if i:
+            await engine.update(folder / weights)
+        if mode != "stock":
+            await engine.call("sparrow_counters")
+        responses = await engine.generate(prompts(i))
+        counts = {} if mode == "stock" else await engine.call("sparrow_counters")
+        found["rounds"].append({"responses": responses, "counts": counts})
+        (folder / f"{mode}.json").write_text(json.dumps(found))
+
+
+@contextlib.contextmanager
+def in_a_process_of_its_own(trainer: str, mode: str, folder: Path) -> Iterator[subprocess.Popen]:
+    """Run ``roll_out`` with a log, ``MODE.log``; the process group is ended afterwards, as vLLM's
+    engine does not end by itself.
+    """
+    variables = {name: value for name, value in os.environ.items() if "SPARROW_" not in name}
+    variables |= {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "RAY_ADDRESS": "local",  # outside an actor Ray looks for a cluster
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # as this module asks CUDA whether it is there
+        **TRAINERS[trainer].variables(mode),
+    }
+    if port := variables.get("VLLM_PORT"):  # engines that start at once would race for it
+        variables["VLLM_PORT"] = str(int(port) + 100 * MODES.index(mode))
+    with (folder / f"{mode}.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, trainer, "--inside", mode, "--folder", str(folder)],
+            env=variables,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # the group has already ended
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def roll_out_all(trainer: str, modes: Sequence[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """What ``roll_out`` found in each mode, nothing for a mode that returned nothing; logs of modes
+    that stopped early are printed.
+    """
+    at_once = CUDA and TRAINERS[trainer].at_once
+    for group in [modes] if at_once else [[mode] for mode in modes]:
+        with contextlib.ExitStack() as stack:
+            processes = [
+                stack.enter_context(in_a_process_of_its_own(trainer, mode, folder))
+                for mode in group
+            ]
+            end = time.monotonic() + LIMIT_S
+            for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it may be done all the same
+                    process.wait(max(0, end - time.monotonic()))
+    results = {}
+    for mode in modes:
+        out = folder / f"{mode}.json"
+        results[mode] = json.loads(out.read_text()) if out.exists() else {"rounds": []}
+        if len(results[mode]["rounds"]) < len(WEIGHTS):
+            print(f"{trainer}, {mode}, stopped early:\n{(folder / f'{mode}.log').read_text()}")
+    return results
+
+
+def judged(mode: str, found: dict[str, Any], stock: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A mode's result as it is written: comparisons with stock in place of responses."""
+    result = {name: found[name] for name in ("described", "seconds to start") if name in found}
+    result["faults"] = []
+    if len(found["rounds"]) < len(WEIGHTS):
+        result["faults"].append(f"it stopped in round {len(found['rounds']) + 1}")
+    for i, (one, wanted) in enumerate(zip(found["rounds"], stock["rounds"], strict=False)):
+        name = WEIGHTS[i]
+        against = compare(folder / name, prompts(i), wanted["responses"], one["responses"])
+        result[name] = {"counts": one["counts"], "against stock": against}
+        result["faults"] += [f"{name}: {fault}" for fault in failures(mode, one["counts"], against)]
+    return result
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("trainer", choices=TRAINERS)
+    options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="stock first")
+    options.add_argument("--out", type=Path, help="the JSON file, results/TRAINER_rollouts.json")
+    options.add_argument("--inside", choices=MODES, help="for itself: the mode of this process")
+    options.add_argument("--folder", type=Path, help="for itself: where the checkpoints are")
+    given = options.parse_args()
+    if given.inside:
+        asyncio.run(roll_out(given.trainer, given.inside, given.folder))
+        os._exit(0)
+    if given.modes[0] != "stock":
+        options.error(f"--modes starts with {given.modes[0]}; start with stock, the yardstick")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its process groups end with it
+    name = given.trainer.replace("-", "_")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for seed, weights in enumerate(WEIGHTS):
+            make_model(folder / weights, seed)
+        found = roll_out_all(given.trainer, given.modes, folder)
+        stock = found["stock"]
+        results = {mode: judged(mode, found[mode], stock, folder) for mode in given.modes}
+    about = {"versions": stock.get("versions"), "machine": machine(), "dtype": DTYPE}
+    write(given.out or RESULTS / f"{name}_rollouts.json", about | results)
+    faults = [f"{mode}: {fault}" for mode in given.modes for fault in results[mode]["faults"]]
+    print("\n".join(faults) or f"{given.trainer}: as expected in {', '.join(given.modes)}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""What the script that drives other trainers makes of their responses and counters; it never starts
+one here.
+"""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from sparrow.decoding import Decoding
+from sparrow.vllm import config
+
+ROOT = Path(__file__).parents[2]
+EQUAL = {"equal": 6, "differ at a tie": 0, "wrong": 0, "tokens compared": 240}
+DRAFTED = {"drafted": 90, "accepted": 70}
+READ = {"tokens_read": 10, "tokens_held": 30}
+
+
+@pytest.fixture(scope="module")
+def script():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("trainer_rollouts")
+
+
+def test_equal_responses_differ_nowhere(script):
+    assert script.first_difference([1, 2, 3], [1, 2, 3]) is None
+
+
+def test_the_first_of_two_differences_counts(script):
+    assert script.first_difference([1, 2, 3, 4], [1, 5, 3, 6]) == 1
+
+
+def test_a_response_that_stops_early_differs_where_it_ends(script):
+    assert script.first_difference([1, 2, 3], [1, 2]) == 2
+
+
+def test_tokens_are_tied_if_rounding_could_swap_them(script):
+    logits = [0.0, 5.0, 4.99, 1.0]
+    assert script.tied(logits, 1, 2)
+    assert not script.tied(logits, 1, 3)
+    assert not script.tied(logits, 3, 1)
+
+
+def test_two_tokens_far_below_the_greedy_one_are_not_tied(script):
+    assert not script.tied([0.0, 5.0, 1.0, 1.0], 2, 3)
+
+
+def test_drafts_that_are_accepted_and_stock_tokens_are_what_lossless_has_to_give(script):
+    assert script.failures("lossless", DRAFTED, EQUAL) == []
+
+
+@pytest.mark.parametrize(
+    ("counts", "wrong", "words"),
+    [
+        ({}, 0, "no drafts were proposed"),
+        ({"drafted": 90, "accepted": 0}, 0, "no drafts were accepted"),
+        (DRAFTED, 1, "responses are not those of stock vLLM"),
+    ],
+)
+def test_each_fault_of_lossless_rollouts_is_named(script, counts, wrong, words):
+    assert words in script.failures("lossless", counts, EQUAL | {"wrong": wrong})
+
+
+def test_lossy_rollouts_may_differ_from_stock_but_have_to_read_less(script):
+    others = EQUAL | {"wrong": 6}
+    assert script.failures("lossy", READ, others) == []
+    assert script.failures("lossy", READ | {"tokens_read": 30}, others)
+    assert "nothing was decoded by Sparrow" in script.failures("lossy", {}, others)
+
+
+def test_a_mode_that_stopped_before_the_update_is_a_fault(script, monkeypatch, tmp_path):
+    monkeypatch.setattr(script, "compare", lambda *_: EQUAL)
+    rounds = [{"responses": [], "counts": DRAFTED}]
+    stock = {"rounds": rounds * 2}
+    stopped = script.judged("lossless", {"rounds": rounds}, stock, tmp_path)
+    assert stopped["faults"] == ["it stopped in round 2"]
+    assert stopped["before"]["counts"] == DRAFTED
+    assert script.judged("lossless", stock, stock, tmp_path)["faults"] == []
+
+
+@pytest.mark.parametrize("mode", ["stock", "lossless", "lossy"])
+def test_options_and_variables_ask_for_the_same_decoding(script, mode, monkeypatch):
+    for name in ("SPARROW_MODE", "SPARROW_SCHEDULE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in script.environment(mode).items():
+        monkeypatch.setenv(name, value)
+    option = script.engine_options(mode)["additional_config"].get("sparrow")
+    asked = config.from_environment()
+    assert (asked is None) == (option is None) == (mode == "stock")
+    if asked is not None:
+        assert asked.mode == mode
+        assert Decoding.load(json.loads(json.dumps(option))) == asked
