@@ -145,10 +145,8 @@ class Bench:
         **more: Any,
     ) -> None:
         self.served = 0  # requests so far; they are named by number
-        self.shape, self.slots = (
-            shape,
-            max(slots, SLOTS[shape], max(batch for batch, _ in POINTS[shape])),
-        )
+        batches = [batch for batch, _ in POINTS.get(shape, ())]
+        self.shape, self.slots = shape, max(slots, SLOTS.get(shape, 0), *batches)
         qwen3(shape, dtype="bfloat16").save_pretrained(folder)
         options: dict[str, Any] = dict(
             load_format="dummy",
