@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, SIZES, last_error, parser, qwen3, save, write
+from common import RESULTS, SIZES, last_error, machine, parser, qwen3, save, write
 
 POINTS = (
     (32, 15_000),
@@ -363,9 +363,7 @@ def measure(arguments: argparse.Namespace) -> None:
         print(f"{out} has all of them")
         return
     engines: dict[str, Any] = {}
-    run = {"vllm": vllm.__version__, "engines": engines}
-    run["gpu"] = gpu()
-    result["runs"].append(run)
+    result["runs"].append({"gpu": machine(), "vllm": vllm.__version__, "engines": engines})
     until = time.time() + arguments.deadline
     waiting = ["none", *wanted]
     with tempfile.TemporaryDirectory() as folder:
@@ -384,13 +382,6 @@ def measure(arguments: argparse.Namespace) -> None:
                 child.end()
                 print(f"no time left for {', '.join([child.drafter, *waiting])}")
                 return
-
-
-def gpu() -> str:
-    """The name of the GPU, without starting to use it."""
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
 
 
 def pair(text: str) -> tuple[int, int]:
