@@ -74,7 +74,7 @@ def test_drafters_read_layers_that_the_model_has(scripts, shape):
     config = script.dflash(shape)
     layers = config["num_target_layers"]
     read = config["dflash_config"]["target_layer_ids"]
-    assert read == sorted(set(read)) and 0 < read[0] and read[-1] == layers - 3
+    assert read == sorted(set(read)) and read[0] > 0 and read[-1] == layers - 3
     assert config["hidden_size"] == script.qwen3(shape).hidden_size
 
 
@@ -166,7 +166,7 @@ def test_a_run_that_ends_early_is_completed_beside_dense_decoding_of_its_own(run
 
 
 def test_an_engine_that_fails_is_written_down_and_measured_by_the_next_run(run):
-    children, result = run(("eagle3", "dspark"), failing=("eagle3",))
+    _, result = run(("eagle3", "dspark"), failing=("eagle3",))
     engines = result["runs"][0]["engines"]
     assert engines["eagle3"]["failed"] == "ValueError: what" and engines["dspark"]["finished"]
     assert run(("eagle3", "dspark"))[0].measured == ["none", "eagle3"]
@@ -204,3 +204,11 @@ def test_without_results_there_is_no_table(scripts, tmp_path, monkeypatch):
     _, tables = scripts
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.break_even() == ""
+
+
+def test_the_figure_can_be_drawn(scripts, tmp_path):
+    pytest.importorskip("matplotlib")
+    figure = importlib.import_module("break_even_figure")
+    figure.draw(RESULT, tmp_path / "first.png")
+    figure.draw(RESULT, tmp_path / "second.png")
+    assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()
