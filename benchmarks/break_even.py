@@ -184,7 +184,9 @@ def graph_sizes(drafter: str, batches: Sequence[int]) -> list[int]:
     """Tokens of the batches that an engine makes CUDA graphs for: of drafting, token by token or as
     a block, and of verifying.
     """
-    per_sequence = {1, *(k + more for k in drafts_of(drafter) for more in (0, 1))} - {0}
+    per_sequence = {1, *(k + 1 for k in drafts_of(drafter))}
+    if drafter in ("dspark", "dflash"):
+        per_sequence.add(RIVALS[drafter].drafts)
     return sorted({batch * tokens for batch in batches for tokens in per_sequence})
 
 

@@ -54,10 +54,17 @@ RESULT = {
 
 def test_points_that_the_cache_or_the_context_has_no_room_for_are_left_out(scripts):
     script, _ = scripts
-    points = [(2, 1000), (4, 1000), (1, 3000), (1, 8000)]
+    points = [(2, 1000), (2, 1001), (1, 3000), (1, 8000)]
     room = 2 * (1000 + script.SPARE)
     assert script.fitting(points, room, 8000) == [(2, 1000)]
     assert script.fitting(points, 100_000, 3000 + script.SPARE) == points[:3]
+
+
+def test_a_drafter_that_was_cut_short_is_not_finished(scripts):
+    script, _ = scripts
+    first = {"runs": RESULT["runs"][:1]}
+    assert script.finished(first) == {"none", "sparse"}
+    assert script.finished(RESULT) == {"none", "sparse", "dspark", "none_v1"}
 
 
 def test_graphs_are_made_for_drafting_and_for_verifying(scripts):
