@@ -22,12 +22,25 @@ REASONER = ROOT / "sparrow" / "reasoner"
 SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
 """The shapes that are measured, and what tables call them."""
 SIZES = {
+    "qwen3-0.6b": (1024, 3072, 28, 16, True),
     "qwen3-1.7b": (2048, 6144, 28, 16, True),
     "qwen3-4b": (2560, 9728, 36, 32, True),
     "qwen3-8b": (4096, 12_288, 36, 32, False),
     "qwen3-14b": (5120, 17_408, 40, 40, False),
+    "qwen3-30b-a3b": (2048, 6144, 48, 32, False),
 }
 """Width, width of the MLP, layers, query heads, and whether embeddings are tied."""
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": dict(
+        num_key_value_heads=4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+}
+"""What a mixture of experts has besides, or in place of what other shapes share."""
 LINE = 300
 """Characters of a line of a result that lists and objects may fill unbroken."""
 Row = dict[str, Any]
@@ -80,10 +93,10 @@ def parse_states(
 
 def qwen3(shape: str, **changed: Any) -> Any:
     """Return the configuration of a Qwen3 in which no token ends a response."""
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
     width, mlp, layers, heads, tied = SIZES[shape]
-    settings = dict(
+    settings: dict[str, Any] = dict(
         vocab_size=151_936,
         hidden_size=width,
         intermediate_size=mlp,
@@ -98,7 +111,8 @@ def qwen3(shape: str, **changed: Any) -> Any:
         bos_token_id=None,
         pad_token_id=None,
     )
-    return Qwen3Config(**settings | changed)
+    kind = Qwen3MoeConfig if shape in EXPERTS else Qwen3Config
+    return kind(**settings | EXPERTS.get(shape, {}) | changed)
 
 
 def tracing(
@@ -139,6 +153,12 @@ def clock() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def last_error(log: Path, code: int) -> str:
+    """The last error that a process printed to ``log``, or else its exit status."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
+    return lines[-1][-300:] if lines else f"exit status {code}"
 
 
 def load(name: str) -> Any:

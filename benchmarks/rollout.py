@@ -146,10 +146,9 @@ class Bench:
         **more: Any,
     ) -> None:
         self.served = 0  # number of requests so far, which gives them their names
-        self.shape, self.slots = (
-            shape,
-            max(slots, SLOTS[shape], max(batch for batch, _ in POINTS[shape])),
-        )
+        batches = [batch for batch, _ in POINTS.get(shape, ())]
+        self.shape = shape
+        self.slots = max(slots, SLOTS.get(shape, 0), *batches)
         qwen3(shape, dtype="bfloat16").save_pretrained(folder)
         options: dict[str, Any] = dict(
             load_format="dummy",

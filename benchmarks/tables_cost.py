@@ -21,6 +21,7 @@ from sparrow.cost import (
     Overheads,
     Prediction,
     decode_step,
+    drafters,
     predict,
     response_lengths,
 )
@@ -160,7 +161,10 @@ def planned() -> str:
 
 def cost_example() -> str:
     """Report the result of the first code block in docs/cost.md."""
-    return table(["", ""], cost_rows(*priced("qwen3-4b", 14_000, 240)))
+    lossy, lossless = priced("qwen3-4b", 14_000, 240)
+    setting = SHAPES_OF["qwen3-4b"], MACHINES["h200"], response_lengths(14_000, 32_768, 240)
+    needed = drafters.rows(*setting, lossy.dense, lossless)
+    return table(["", ""], [*cost_rows(lossy, lossless), *needed])
 
 
 def priced(shape: str, median: int, count: int) -> tuple[Prediction, LosslessPrediction]:

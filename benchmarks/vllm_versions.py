@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import parser, save
+from common import last_error, parser, save
 
 HERE = Path(__file__).parent
 SHAPE = "qwen3-1.7b"
@@ -161,10 +161,7 @@ def child(arguments: list[str], log: Path, allowed: Sequence[int]) -> str | None
             ).returncode
         except subprocess.TimeoutExpired:
             return f"not done after {PATIENCE_S} s"
-    if code in allowed:
-        return None
-    lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
-    return lines[-1][-300:] if lines else f"exit status {code}"
+    return None if code in allowed else last_error(log, code)
 
 
 def part(

@@ -59,7 +59,7 @@ class Cycle:
 CYCLE_H200 = Cycle(45.55e-6, 0.774, 7.64e-6, 0.762)
 
 
-def _flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
+def flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
     """Return the seconds to pass ``tokens`` through the weights at the machine's peak FLOP/s."""
     return 2 * shape.weights * tokens / machine.flops
 
@@ -116,7 +116,7 @@ def lossless_step(
 
     further = length.size * drafting.tokens
     given = drafting.tokens_per_cycle
-    weight_s = sum(p.weight_s for p in parts) + _flops_s(shape, machine, further) / cycle.peak_share
+    weight_s = sum(p.weight_s for p in parts) + flops_s(shape, machine, further) / cycle.peak_share
     attention_s = sum(p.attention_s for p in parts)
     overhead_s = sum(p.overhead_s for p in parts)
     overhead_s += overheads.lists_s * length.size * given  # once per output token
@@ -159,6 +159,15 @@ def choices(
     return candidates
 
 
+def typical_batch(
+    dense: RolloutEstimate, responses: ArrayLike, prompt: int = 256
+) -> tuple[int, float]:
+    """The mean batch size of a dense rollout, and the mean length at which a token is sampled."""
+    final = np.atleast_1d(np.asarray(responses, dtype=np.int64))
+    mean = prompt + float(np.average(final, weights=final)) / 2
+    return max(1, round(dense.mean_batch)), mean
+
+
 @dataclass(frozen=True)
 class LosslessPrediction:
     """A predicted lossless rollout. Each cycle drafts ``drafting.tokens`` tokens, half as many, or
@@ -195,8 +204,7 @@ def predict_lossless(
     if not 0 <= acceptance <= 1:
         raise ValueError(f"acceptance is {acceptance}, expected a probability in [0, 1]")
     final = np.atleast_1d(np.asarray(responses, dtype=np.int64))
-    batch = max(1, round(dense.mean_batch))
-    mean = prompt + float(np.average(final, weights=final)) / 2
+    batch, mean = typical_batch(dense, final, prompt)
     typical = [np.full(batch, max(1, int(mean * share))) for share in (0.5, 1.0, 1.5)]
 
     def cost(lengths: NDArray[np.int64], drafting: Drafting) -> StepCost:

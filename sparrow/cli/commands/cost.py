@@ -78,7 +78,7 @@ class Cost(Command):
     def run(self) -> None:
         from sparrow import cost as one_gpu
         from sparrow.cli.terminal import print_rows
-        from sparrow.cost import MACHINES, cluster
+        from sparrow.cost import MACHINES, cluster, drafters
         from sparrow.cost.lossless import predict_lossless
         from sparrow.cost.lossless import rows as lossless_rows
 
@@ -114,6 +114,7 @@ class Cost(Command):
                 draft_weights=self.draft_weights,
             )
             rows = lossless_rows(lossy, lossless)
+            rows += drafters.rows(shape, machine, lengths, lossy.dense, lossless, self.prompt)
         machines = f"{self.gpus} {self.gpu.upper()}"
         responses = f"{self.responses} responses of {lengths.mean():,.0f} tokens"
         print_rows(f"{self.model} on {machines}, {responses}, {self.schedule}", rows)

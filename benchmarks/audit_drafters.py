@@ -1,0 +1,225 @@
+"""Audit vLLM's drafters on a GPU with ten seeds each: lossless mode, and stock vLLM's EAGLE-3.
+
+    python benchmarks/audit_drafters.py    # writes benchmarks/results/audit_drafters.json
+
+The test is that of ``sparrow audit`` at a level of 1 %, on the bundled reasoner in bfloat16. Drafts
+of lossless mode read few pages. The EAGLE-3 head has random weights: most of its drafts are
+rejected, and some are not. One engine samples all seeds of an arm. The two drafters and their
+engines' dense decoding run at the same time, each in a process of its own, which ranks its tokens
+with transformers once its engine is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common import REASONER, parser, save
+from vllm_versions import AUDITED, FEW_PAGES
+
+if TYPE_CHECKING:
+    from sparrow.audit.statistics import Tokens
+
+TASK = "trace:lines=24"
+SEEDS = 10
+COUNT = 768  # responses of a seed
+NEW_TOKENS = 128
+LEVEL = 0.01
+DRAFTS = 3  # of EAGLE-3
+ARMS = {"lossless": "lossless, dense", "eagle3": "stock"}
+"""The drafters, and the arm with the dense decoding of each one's engine."""
+TEMPERATURES = dict.fromkeys(("lossless", "lossless, dense"), 1.0)
+TEMPERATURES |= dict.fromkeys(("eagle3", "stock"), 2.0)
+"""At the higher temperature distributions are flat, and more random drafts are accepted."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What an arm sampled."""
+
+    seeds: list[Tokens]
+    drafts: dict[str, int]  # how many there were, and how many were accepted; empty without any
+
+
+def head(folder: Path) -> dict[str, Any]:
+    """Write an EAGLE-3 head with random weights for the reasoner; what vLLM is asked for."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((REASONER / "config.json").read_text())
+    width, mlp, words = (config[x] for x in ("hidden_size", "intermediate_size", "vocab_size"))
+    heads = config["num_attention_heads"] * config["head_dim"]
+    kv_heads = config["num_key_value_heads"] * config["head_dim"]
+    for name in ("layer_types", "max_window_layers", "tie_word_embeddings"):
+        del config[name]
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": words,
+        "tie_word_embeddings": False,
+    }
+
+    sizes = {
+        "fc": (width, 3 * width),
+        "midlayer.self_attn.q_proj": (heads, 2 * width),
+        "midlayer.self_attn.k_proj": (kv_heads, 2 * width),
+        "midlayer.self_attn.v_proj": (kv_heads, 2 * width),
+        "midlayer.self_attn.o_proj": (width, heads),
+        "midlayer.mlp.gate_proj": (mlp, width),
+        "midlayer.mlp.up_proj": (mlp, width),
+        "midlayer.mlp.down_proj": (width, mlp),
+        "lm_head": (words, width),
+    }
+    torch.manual_seed(0)
+    weights = {f"{name}.weight": torch.randn(size) / size[1] ** 0.5 for name, size in sizes.items()}
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    for norm in ("norm", *(f"midlayer.{name}" for name in norms)):
+        weights[f"{norm}.weight"] = torch.ones(width)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return {
+        "method": "eagle3",
+        "model": str(folder),
+        "num_speculative_tokens": DRAFTS,
+        "draft_sample_method": "probabilistic",
+    }
+
+
+def sample(arm: str, folder: str, options: str, seeds: int, count: int) -> Sampled:
+    """Sample an arm with every seed, in this process, and rank its tokens densely.
+
+    Args:
+        options: of vLLM, as ``sparrow audit --engine`` takes them.
+    """
+    # Engines that start at once must neither write the same files nor share a port.
+    os.environ["VLLM_CACHE_ROOT"] = f"{folder}/{arm}/cache"
+    os.environ.pop("VLLM_PORT", None)
+
+    from sparrow.audit.run import tokens_of
+    from sparrow.audit.statistics import COMMON
+    from sparrow.cli import loading
+    from sparrow.decoding import Decoding
+    from sparrow.rollout import Sampling
+    from sparrow.schedule import SparsitySchedule
+
+    dense = Decoding.lossy("dense")
+    decoding = dense
+    if arm == "lossless":
+        decoding = Decoding.lossless(SparsitySchedule.from_dict(FEW_PAGES))
+    spec = f"{'vllm' if arm in ('lossless', ARMS['lossless']) else 'stock'}:{options}"
+    if arm == "eagle3":
+        asked = json.dumps(head(Path(folder) / "eagle3"))
+        spec += f",disable_log_stats=false,speculative_config={asked}"
+
+    model, tokenizer = loading.load_model("reasoner", "bf16")
+    room = loading.prompt_room(loading.context_of(model), spec, NEW_TOKENS)
+    task = loading.load_problems(TASK, (), tokenizer, room)
+    prompts = loading.encode_prompts(loading.draw_prompts(task, count, 0), count, tokenizer, room)
+
+    # The arms of a drafter have different seeds, so that their tokens are independent.
+    first = SEEDS * [*ARMS, *ARMS.values()].index(arm)
+    wanted = [
+        Sampling(NEW_TOKENS, TEMPERATURES[arm], top_n=0, seed=first + seed) for seed in range(seeds)
+    ]
+    engine = loading.load_engine(spec, "reasoner", model, tokenizer, decoding, "bf16", audits=True)
+    began = time.monotonic()
+    rollouts = [engine.generate(prompts, sampling) for sampling in wanted]
+    drafts = drafts_of(engine, arm)
+    engine.close()
+    print(f"{arm}: sampled in {time.monotonic() - began:.0f} s", flush=True)
+
+    began = time.monotonic()
+    scorer = loading.load_scorer(model, tokenizer, dense, "bf16")
+    ranked = [
+        tokens_of(made, scorer.rank(made, sampling, COMMON))
+        for made, sampling in zip(rollouts, wanted, strict=True)
+    ]
+    print(f"{arm}: ranked in {time.monotonic() - began:.0f} s", flush=True)
+    return Sampled(ranked, drafts)
+
+
+def drafts_of(engine: Any, arm: str) -> dict[str, int]:
+    """The drafts of an arm's engine since its start, and how many of them were accepted."""
+    if arm == "lossless":
+        counters = engine.counters()
+        return {"drafted": counters.drafted, "accepted": counters.accepted}
+    if arm == "eagle3":
+        found = {each.name: each for each in engine.llm.get_metrics()}
+        return {
+            name: int(found[f"vllm:spec_decode_num_{counted}_tokens"].value)
+            for name, counted in (("drafted", "draft"), ("accepted", "accepted"))
+        }
+    return {}
+
+
+def judged(seed: int, tested: Tokens, dense: Tokens) -> dict[str, Any]:
+    """The verdict on a seed, its smallest p-value, and what it would have seen."""
+    from sparrow.audit.statistics import audit
+
+    verdict = audit(tested, dense, LEVEL, seed=seed)
+    return {
+        "seed": seed,
+        "status": verdict.status,
+        "p": min(finding.corrected for finding in verdict.findings),
+        "detectable share of tokens": verdict.detectable,
+        "tokens": len(tested),
+        "reasons": list(verdict.reasons),
+    }
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    import vllm
+
+    arms = [arm for drafter in arguments.drafters for arm in (drafter, ARMS[drafter])]
+    spawn = multiprocessing.get_context("spawn")
+    result: dict[str, Any] = {
+        "vllm": vllm.__version__,
+        "model": "reasoner",
+        "task": TASK,
+        "level": LEVEL,
+        "responses": arguments.count,
+        "draft_schedule": FEW_PAGES,
+        "drafters": {},
+    }
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(len(arms), spawn) as pool:
+        asked = (folder, arguments.options, arguments.seeds, arguments.count)
+        futures = {arm: pool.submit(sample, arm, *asked) for arm in arms}
+        for drafter in arguments.drafters:
+            tested = futures[drafter].result()
+            dense = futures[ARMS[drafter]].result()
+            pairs = zip(tested.seeds, dense.seeds, strict=True)
+            rows = [judged(seed, *pair) for seed, pair in enumerate(pairs)]
+            exact = sum(row["status"] == "exact" for row in rows)
+            found = {
+                "exact": exact,
+                "temperature": TEMPERATURES[drafter],
+                "drafts": tested.drafts,
+                "seeds": rows,
+            }
+            result["drafters"][drafter] = found
+            save(arguments.out, result)
+            print(f"{drafter}: {exact} of {len(rows)} exact, {found['drafts']}", flush=True)
+
+
+def main() -> None:
+    options = parser(__doc__, "audit_drafters")
+    options.add_argument("--drafters", nargs="+", choices=ARMS, default=tuple(ARMS))
+    options.add_argument("--seeds", type=int, default=SEEDS)
+    options.add_argument("--count", type=int, default=COUNT, help="responses of each seed")
+    options.add_argument("--options", default=AUDITED, help="vLLM's, of every engine")
+    measure(options.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,421 @@
+"""What a cycle of each drafter costs: its time over that of a dense step of stock vLLM.
+
+    python benchmarks/break_even.py --shape qwen3-1.7b    # writes results/break_even_qwen3-1.7b.json
+    python benchmarks/break_even.py --shape qwen3-8b --drafters sparse dspark --points 32x4096 8x15000
+
+This ratio is the number of tokens per cycle at which a drafter breaks even. The drafters are those
+of stock vLLM (n-gram, EAGLE-3, DSpark, DFlash, a small draft model) and the sparse actor. Nothing
+is downloaded: models and drafters have published shapes and random weights, and vLLM is told to
+reject every draft (its synthetic rejection sampler with rates of zero). A cycle then yields one
+token, and its time is that of drafting and verifying.
+
+Each drafter has an engine in a process of its own, which times all points. A point is a number of
+sequences, and the tokens in the cache of each; points that the cache has no room for are left out.
+States are reached without prefill, as in ``benchmarks/rollout.py``. While one engine runs, the
+process of the next one imports vLLM and waits.
+
+A run starts with dense decoding, and ratios are formed within a run. ``--deadline`` ends a run
+early. The JSON file is written after each engine, and a later run with the same file adds the
+drafters that no run before has finished, beside dense decoding of its own.
+
+vLLM runs a drafter with its V1 model runner where the V2 runner, its default, cannot; ``runner``
+says which one ran. ``none_v1`` is dense decoding by the V1 runner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, SIZES, last_error, machine, parser, qwen3, save, write
+
+POINTS = (
+    (32, 15_000),
+    (64, 4_096),
+    (8, 15_000),
+    (8, 30_000),
+    (32, 4_096),
+    (8, 4_096),
+    (64, 1_024),
+    (32, 1_024),
+    (8, 1_024),
+    (64, 15_000),
+    (32, 30_000),
+    (64, 30_000),
+)
+"""Sequences, and tokens in the cache of each; the first points matter most."""
+SPARE = 256  # tokens of the cache that a sequence may need besides
+STEPS, SECONDS = 24, 0.25
+"""A point is timed for at least so many cycles, and for so long."""
+LEAST_S = 25.0
+"""No engine is started with less time left: it could not time a single point."""
+GRACE_S = 10.0
+"""An engine stops between points at the deadline, and is killed so much later."""
+
+DRAFT_PAGES = 61
+SPARSE_DRAFTS = (6, 12)
+DRAFT_SHAPE = "qwen3-0.6b"
+DRAFT_WORDS = 32_000  # the vocabulary of published EAGLE-3 heads
+BLOCK_LAYERS = 5
+MASK_TOKEN = 151_669
+LIKE_THE_MODEL = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+)
+"""What a drafter's layers have in common with the model's."""
+
+
+def like(shape: str, **further: Any) -> dict[str, Any]:
+    """The configuration of a drafter with dense layers as wide as the model's."""
+    model = qwen3(shape).to_dict()
+    return {name: model[name] for name in LIKE_THE_MODEL} | {"dtype": "bfloat16"} | further
+
+
+def eagle3(shape: str) -> dict[str, Any]:
+    """One layer, and an output layer for some of the vocabulary."""
+    return like(
+        shape,
+        architectures=["LlamaForCausalLMEagle3"],
+        model_type="llama",
+        num_hidden_layers=1,
+        draft_vocab_size=DRAFT_WORDS,
+        tie_word_embeddings=False,
+    )
+
+
+def block(shape: str, architecture: str, size: int, **further: Any) -> dict[str, Any]:
+    """Five layers that draft a block of tokens in one pass from hidden states of five layers of the
+    model.
+    """
+    layers = SIZES[shape][2]
+    read = [round(1 + i * (layers - 4) / (BLOCK_LAYERS - 1)) for i in range(BLOCK_LAYERS)]
+    return like(
+        shape,
+        architectures=[architecture],
+        model_type="qwen3",
+        num_hidden_layers=BLOCK_LAYERS,
+        block_size=size,
+        target_layer_ids=read,
+        num_target_layers=layers,
+        mask_token_id=MASK_TOKEN,
+        tie_word_embeddings=False,
+        **further,
+    )
+
+
+def dspark(shape: str) -> dict[str, Any]:
+    """A block drafter with a Markov head of rank 256."""
+    return block(shape, "Qwen3DSparkModel", 7, markov_rank=256)
+
+
+def dflash(shape: str) -> dict[str, Any]:
+    """A block drafter whose tokens do not depend on each other."""
+    made = block(shape, "DFlashDraftModel", 16)
+    named = ("target_layer_ids", "mask_token_id")
+    return made | {"dflash_config": {name: made[name] for name in named}}
+
+
+def draft_model(shape: str) -> dict[str, Any]:
+    """A small model of the same family."""
+    return {**qwen3(DRAFT_SHAPE, dtype="bfloat16").to_dict()}
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A drafter of stock vLLM."""
+
+    method: str
+    drafts: int
+    config: Callable[[str], dict[str, Any]] | None = None  # of its checkpoint; None: it has none
+    sampling: str = "probabilistic"  # how it samples drafts, at temperature 1
+
+    def speculative_config(self, shape: str, folder: Path) -> dict[str, Any]:
+        """Write the drafter's checkpoint, a configuration only, and say what vLLM is asked for."""
+        asked: dict[str, Any] = {
+            "method": self.method,
+            "num_speculative_tokens": self.drafts,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": [0.0] * self.drafts,
+        }
+        if self.config is None:
+            return asked | {"prompt_lookup_max": 4}
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config(shape)))
+        return asked | {"model": str(folder), "draft_sample_method": self.sampling}
+
+
+RIVALS = {
+    "eagle3": Rival("eagle3", 3, eagle3, sampling="greedy"),
+    "dspark": Rival("dspark", 7, dspark),
+    "ngram": Rival("ngram", 4),
+    "dflash": Rival("dflash", 15, dflash),
+    "draft_model": Rival("draft_model", 4, draft_model),
+}
+DRAFTERS = ("none", "sparse", *RIVALS, "none_v1")
+"""In the order of their engines: the first matter most."""
+
+
+def drafts_of(drafter: str) -> tuple[int, ...]:
+    """The numbers of drafts that a drafter's engine times, one after the other."""
+    if drafter == "sparse":
+        return SPARSE_DRAFTS
+    return (RIVALS[drafter].drafts if drafter in RIVALS else 0,)
+
+
+def graph_sizes(drafter: str, batches: Sequence[int]) -> list[int]:
+    """Tokens of the batches that an engine makes CUDA graphs for: of drafting, token by token or as
+    a block, and of verifying.
+    """
+    per_sequence = {1, *(k + 1 for k in drafts_of(drafter))}
+    if drafter in ("dspark", "dflash"):
+        per_sequence.add(RIVALS[drafter].drafts)
+    return sorted({batch * tokens for batch in batches for tokens in per_sequence})
+
+
+def fitting(
+    points: Sequence[tuple[int, int]], kv_tokens: int, context: int
+) -> list[tuple[int, int]]:
+    """The points that a cache of so many tokens, and a model of so many, have room for."""
+    return [
+        (batch, length)
+        for batch, length in points
+        if batch * (length + SPARE) <= kv_tokens and length + SPARE <= context
+    ]
+
+
+def start(shape: str, drafter: str, folder: Path, batches: Sequence[int]) -> Any:
+    """Start the engine of a drafter."""
+    from lossless import runner
+    from rollout import Bench
+
+    from sparrow import SparsitySchedule
+    from sparrow.decoding import Decoding
+
+    options: dict[str, Any] = {
+        "slots": max(batches),
+        "cudagraph_capture_sizes": graph_sizes(drafter, batches),
+    }
+    if drafter == "sparse":
+        # The numbers to choose from are 0, a third, two thirds and all of ``draft_tokens``.
+        decoding = Decoding.lossless(
+            SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=()),
+            draft_tokens=3 * SPARSE_DRAFTS[0],
+        )
+        bench = Bench(shape, "lossless", str(folder), lossless=decoding, **options)
+        runner(bench).rejection_sampler.synthetic_conditional_rates.fill_(0.0)
+        return bench
+    if drafter in RIVALS:
+        options["speculative_config"] = RIVALS[drafter].speculative_config(
+            shape, folder / "drafter"
+        )
+    if drafter == "eagle3":
+        # Loading a checkpoint that has an output layer sets this. Without it, the drafter would
+        # multiply with the model's output layer, which has more words.
+        from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+
+        Eagle3LlamaForCausalLM.has_own_lm_head = True
+
+    bench = Bench(shape, "stock", str(folder), **options)
+    if drafter == "eagle3":
+        words = runner(bench).speculator.model.lm_head.weight.shape[0]
+        assert words == DRAFT_WORDS, f"EAGLE-3 multiplies with {words} words"
+    return bench
+
+
+def time_points(
+    shape: str, drafter: str, points: Sequence[tuple[int, int]], until: float, out: Path
+) -> None:
+    """Time the points of a drafter in this process, and write them after each, until the clock
+    (``time.time``) says ``until``.
+    """
+    from lossless import abandon, begin, hold, timed
+    from rollout import CONTEXT, PROMPT
+
+    began = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        bench = start(shape, drafter, Path(folder), [batch for batch, _ in points])
+        for prefilled in (1, 8):  # compiles what is left to compile
+            bench.start([PROMPT] * prefilled, [4] * prefilled, None)
+            bench.finish()
+
+        fit = fitting(points, bench.kv_tokens, CONTEXT)
+        found: dict[str, Any] = {
+            "runner": "V2" if bench.vllm_config.use_v2_model_runner else "V1",
+            "kv_tokens": bench.kv_tokens,
+            "start_s": time.monotonic() - began,
+            "points": rows,
+            "finished": False,
+        }
+        for batch, length in fit:
+            for drafts in drafts_of(drafter):
+                if time.time() > until:
+                    return
+                if drafter == "sparse":
+                    hold(bench, drafts)
+                lengths = [length] * batch
+                begin(bench, lengths)
+                cycle = timed(bench, lengths, STEPS, SECONDS)
+                abandon(bench, batch)
+                assert cycle["tokens_per_cycle"] < 1.1, f"drafts were accepted: {cycle}"
+                rows.append({"drafts": drafts, "batch": batch, "length": length, **cycle})
+                write(out, found)
+                print(f"{time.monotonic() - began:6.1f} s  {json.dumps(rows[-1])}", flush=True)
+        found["finished"] = True
+        write(out, found)
+
+
+class Child:
+    """The process of a drafter's engine, which has imported vLLM and waits to be told to start."""
+
+    def __init__(self, arguments: argparse.Namespace, drafter: str, folder: Path) -> None:
+        self.drafter = drafter
+        self._written = folder / f"{drafter}.json"
+        self._log = arguments.out.with_name(f"{arguments.out.stem}_{drafter}.log")
+        environment = dict(os.environ)
+        if drafter == "none_v1":
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        again = [Path(__file__).name, "--shape", arguments.shape, "--child", drafter]
+        again += ["--points", *(f"{batch}x{length}" for batch, length in arguments.points)]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *again, "--out", str(self._written)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=Path(__file__).parent,
+                env=environment,
+                text=True,
+            )
+
+    def measure(self, until: float) -> dict[str, Any]:
+        """Have the engine time its points until then: what it found, and why it failed if it did.
+
+        ``until`` is by ``time.time``.
+        """
+        code = None
+        with suppress(BrokenPipeError):
+            assert self._process.stdin is not None
+            self._process.stdin.write(f"{until}\n")
+            self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(max(0.0, until + GRACE_S - time.time()))
+        self.end()
+
+        found: dict[str, Any] = {"points": [], "finished": False}
+        if self._written.exists():
+            found = json.loads(self._written.read_text())
+        if code == 0:
+            self._log.unlink()
+        else:
+            found["failed"] = (
+                "killed at the deadline" if code is None else last_error(self._log, code)
+            )
+        return found
+
+    def end(self) -> None:
+        """Kill the process if it still runs."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def finished(result: Mapping[str, Any]) -> set[str]:
+    """The drafters of which some run has timed every point that fits."""
+    return {
+        drafter
+        for run in result["runs"]
+        for drafter, engine in run["engines"].items()
+        if engine["finished"]
+    }
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    import vllm
+
+    arguments.out = (arguments.out or RESULTS / f"break_even_{arguments.shape}.json").resolve()
+    out = arguments.out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"shape": arguments.shape, "runs": []}
+    if out.exists():
+        result = json.loads(out.read_text())
+    assert result["shape"] == arguments.shape, f"{out} is of {result['shape']}; give another --out"
+
+    done = finished(result)
+    wanted = [name for name in arguments.drafters if name not in done and name != "none"]
+    if not wanted and "none" in done:
+        print(f"{out} has all of them")
+        return
+    engines: dict[str, Any] = {}
+    result["runs"].append({"gpu": machine(), "vllm": vllm.__version__, "engines": engines})
+    until = time.time() + arguments.deadline
+    waiting = ["none", *wanted]
+    with tempfile.TemporaryDirectory() as folder:
+        child: Child | None = Child(arguments, waiting.pop(0), Path(folder))
+        while child is not None:
+            following = Child(arguments, waiting.pop(0), Path(folder)) if waiting else None
+            engines[child.drafter] = found = child.measure(until)
+            save(out, result)
+            print(
+                f"{until - time.time():6.1f} s left  {child.drafter}: {len(found['points'])} points"
+                f"{', ' + found['failed'] if 'failed' in found else ''}",
+                flush=True,
+            )
+            child = following
+            if child is not None and until - time.time() < LEAST_S:
+                child.end()
+                print(f"no time left for {', '.join([child.drafter, *waiting])}")
+                return
+
+
+def pair(text: str) -> tuple[int, int]:
+    """Sequences and tokens of a point such as ``32x15000``."""
+    batch, length = text.split("x")
+    return int(batch), int(length)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument(
+        "--shape", choices=[shape for shape in SIZES if shape != DRAFT_SHAPE], required=True
+    )
+    options.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=DRAFTERS)
+    options.add_argument(
+        "--points", nargs="+", type=pair, default=POINTS, help="sequences x tokens, as 32x15000"
+    )
+    options.add_argument("--deadline", type=float, default=3600.0, help="seconds of the whole run")
+    options.add_argument(
+        "--out", type=Path, help="JSON, results/break_even_SHAPE.json by default; runs are added"
+    )
+    options.add_argument("--child", choices=DRAFTERS, help=argparse.SUPPRESS)
+    arguments = options.parse_args()
+
+    if arguments.child is None:
+        measure(arguments)
+        return
+    import rollout  # noqa: F401  imports vLLM, while another engine runs
+
+    until = float(sys.stdin.readline() or "inf")
+    time_points(arguments.shape, arguments.child, arguments.points, until, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

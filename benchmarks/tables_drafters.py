@@ -1,0 +1,95 @@
+"""The tables of drafters, from what ``benchmarks/break_even.py`` measured."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from common import RESULTS, SHAPES, Row, table
+
+NAMES = {
+    "ngram": "n-gram",
+    "eagle3": "EAGLE-3",
+    "draft_model": "draft model (0.6B)",
+    "dspark": "DSpark",
+    "dflash": "DFlash",
+    "sparse": "sparse actor",
+    "none_v1": "none, V1 model runner",
+}
+"""The drafters in the order of the table, and what it calls them."""
+PUBLISHED = {
+    ("eagle3", 3): (2.05, 2.47),
+    ("dspark", 7): (4.9, 6.2),
+    ("sparse", 6): (5.9, 5.9),
+    ("sparse", 12): (9.4, 9.4),
+}
+"""Tokens per cycle, from lowest to highest; ``docs/which-drafter.md`` has the sources."""
+CALLED = SHAPES | {"qwen3-30b-a3b": "30B-A3B"}
+
+
+def results() -> list[Row]:
+    """One result for each shape that was measured, the smallest first."""
+    paths = [RESULTS / f"break_even_{shape}.json" for shape in CALLED]
+    return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
+def at(row: Row) -> tuple[int, int]:
+    """The point that a row is of."""
+    return row["batch"], row["length"]
+
+
+def dense(result: Row) -> dict[tuple[int, int], float]:
+    """Milliseconds of a dense step at each point, as the last run that timed it found them."""
+    return {
+        at(row): row["ms"]
+        for run in result["runs"]
+        for row in run["engines"].get("none", {"points": []})["points"]
+    }
+
+
+def ratios(result: Row) -> list[Row]:
+    """The points of all drafters with their break-even tokens per cycle, which are formed within
+    a run. Of several runs that timed a point of a drafter, the last one counts.
+    """
+    found: dict[tuple[Any, ...], Row] = {}
+    for run in result["runs"]:
+        steps = dense({"runs": [run]})
+        for drafter, engine in run["engines"].items():
+            for row in engine["points"] if drafter != "none" else ():
+                if at(row) in steps:
+                    key = (drafter, row["drafts"], *at(row))
+                    ratio = row["ms"] / steps[at(row)]
+                    found[key] = {**row, "drafter": drafter, "break_even": ratio}
+    return list(found.values())
+
+
+def gpu(result: Row) -> str:
+    """The GPUs of all runs, by their short names."""
+    known = ("H100", "H200")
+    cards = {next(name for name in known if name in run["gpu"]) for run in result["runs"]}
+    return ", ".join(sorted(cards))
+
+
+def break_even() -> str:
+    """One row per shape, drafter and number of drafts; one column per point."""
+    measured = results()
+    if not measured:
+        return ""
+    points = sorted({point for result in measured for point in dense(result)})
+    rows = []
+    for result in measured:
+        about = f"{CALLED[result['shape']]}, {gpu(result)}"
+        steps = dense(result)
+        cells = [f"{steps[point]:.2f}" if point in steps else "" for point in points]
+        rows.append([about, "none: ms of a step", "0", *cells])
+        by_point = {(row["drafter"], row["drafts"], *at(row)): row for row in ratios(result)}
+        for drafter, name in NAMES.items():
+            for drafts in sorted({key[1] for key in by_point if key[0] == drafter}):
+                found = [by_point.get((drafter, drafts, *point)) for point in points]
+                cells = [f"{row['break_even']:.2f}" if row else "" for row in found]
+                rows.append([about, name, str(drafts), *cells])
+    columns = [f"{batch} x {length:,}" for batch, length in points]
+    return table(["shape, GPU", "drafter", "drafts", *columns], rows)
+
+
+TABLES = {"break-even": break_even}

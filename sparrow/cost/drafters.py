@@ -1,0 +1,130 @@
+"""Predicted break-even of drafters: the tokens per cycle from which they are faster than dense
+decoding.
+
+A cycle drafts some tokens and verifies them in a dense pass. Its time over that of a dense step is
+the break-even. A trained drafter is priced like a decode step of a few layers; nothing is fitted to
+measured drafters. ``docs/cost.md`` compares the predictions with measurements.
+
+Shapes: B sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from sparrow.cost.lossless import (
+    CYCLE_H200,
+    Cycle,
+    LosslessPrediction,
+    flops_s,
+    lossless_step,
+    typical_batch,
+)
+from sparrow.cost.roofline import (
+    VLLM_H200,
+    Machine,
+    ModelShape,
+    Overheads,
+    RolloutEstimate,
+    decode_step,
+)
+
+
+@dataclass(frozen=True)
+class TrainedDrafter:
+    """A drafter with some layers as wide as the model's, and an output layer."""
+
+    name: str
+    drafts: int  # tokens of a cycle
+    passes: int  # in which it drafts them
+    layers: int
+    output_share: float  # of the model's output layer
+
+
+EAGLE3 = TrainedDrafter("EAGLE-3", 3, 3, 1, 0.21)
+"""One layer, and 32,000 of the 151,936 words of Qwen3, as published heads have."""
+DSPARK = TrainedDrafter("DSpark", 7, 1, 5, 1.0)
+"""A block drafter of five layers, as published; its Markov head is left out."""
+TRAINED = (EAGLE3, DSPARK)
+
+
+def break_even(
+    shape: ModelShape,
+    machine: Machine,
+    lengths: ArrayLike,
+    drafter: TrainedDrafter,
+    overheads: Overheads = VLLM_H200,
+    cycle: Cycle = CYCLE_H200,
+) -> float:
+    """Tokens per cycle at which a trained drafter breaks even, over sequences of ``lengths``
+    ``[B]`` cached tokens.
+
+    Raises ValueError: see ``decode_step``.
+    """
+    length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
+    plain = replace(overheads, lists_s=0.0, host_s=0.0)
+    dense_s = decode_step(shape, machine, length, None, plain).seconds
+
+    layer = (shape.weights - shape.output) / shape.layers
+    output = drafter.output_share * shape.output
+    head = replace(
+        shape, layers=drafter.layers, weights=round(drafter.layers * layer + output), output=0
+    )
+    one_token = replace(plain, row_s=0.0)  # a cycle is scheduled once
+    pass_s = decode_step(head, machine, length, None, one_token).seconds
+    further = length.size * (drafter.drafts - drafter.passes)  # tokens beyond one per pass
+    drafting_s = drafter.passes * pass_s + flops_s(head, machine, further) / cycle.peak_share
+
+    verified_s = flops_s(shape, machine, length.size * drafter.drafts) / cycle.peak_share
+    return (dense_s + verified_s + drafting_s) / dense_s
+
+
+def sparse_break_even(
+    shape: ModelShape,
+    machine: Machine,
+    lengths: ArrayLike,
+    lossless: LosslessPrediction,
+    overheads: Overheads = VLLM_H200,
+    cycle: Cycle = CYCLE_H200,
+) -> float:
+    """Tokens per cycle at which the sparse actor breaks even; see ``break_even``."""
+    plain = replace(overheads, lists_s=0.0, host_s=0.0)
+    rejected = replace(lossless.drafting, acceptance=0.0)  # a cycle then yields one token
+    cycle_s = lossless_step(shape, machine, lengths, rejected, plain, cycle).seconds
+    return cycle_s / decode_step(shape, machine, lengths, None, plain).seconds
+
+
+def rows(
+    shape: ModelShape,
+    machine: Machine,
+    responses: ArrayLike,
+    dense: RolloutEstimate,
+    lossless: LosslessPrediction,
+    prompt: int = 256,
+) -> list[tuple[str, str]]:
+    """Break-evens as (name, value) pairs for printing, at the mean batch size and the mean length
+    at which a token is sampled.
+    """
+    batch, mean = typical_batch(dense, responses, prompt)
+    lengths = np.full(batch, max(1, int(mean)))
+    found = [
+        (
+            f"break-even, {drafter.name}",
+            f"{break_even(shape, machine, lengths, drafter):.2f} tokens per cycle "
+            f"of {drafter.drafts} drafts",
+        )
+        for drafter in TRAINED
+    ]
+    drafting = lossless.drafting
+    needed = sparse_break_even(shape, machine, lengths, lossless)
+    found.append(
+        (
+            "break-even, sparse actor",
+            f"{needed:.2f} tokens per cycle of {drafting.tokens} drafts, "
+            f"which yield {drafting.tokens_per_cycle:.2f}",
+        )
+    )
+    return found

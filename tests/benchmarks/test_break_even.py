@@ -1,0 +1,221 @@
+"""The script that times a cycle of each drafter, and the table that its results make."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHAPES = ("qwen3-1.7b", "qwen3-8b", "qwen3-30b-a3b")
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("break_even"), importlib.import_module("tables_drafters")
+
+
+def point(batch, length, drafts, ms):
+    return {"drafts": drafts, "batch": batch, "length": length, "ms": ms}
+
+
+def engine(*points, finished=True, runner="V2"):
+    return {"runner": runner, "points": list(points), "finished": finished}
+
+
+DENSE = engine(point(32, 15_000, 0, 10.0), point(8, 1_024, 0, 2.0))
+RESULT = {
+    "shape": "qwen3-1.7b",
+    "machine": "NVIDIA H100 80GB HBM3",
+    "runs": [
+        {
+            "vllm": "0.33.0",
+            "gpu": "NVIDIA H100 80GB HBM3",
+            "engines": {
+                "none": DENSE,
+                "sparse": engine(point(32, 15_000, 6, 26.0), point(32, 15_000, 12, 43.0)),
+                "dspark": engine(point(32, 15_000, 7, 13.0), finished=False),
+            },
+        },
+        {
+            "vllm": "0.33.0",
+            "gpu": "NVIDIA H100 80GB HBM3",
+            "engines": {
+                "none": engine(point(32, 15_000, 0, 20.0)),
+                "dspark": engine(point(32, 15_000, 7, 30.0)),
+                "none_v1": engine(point(32, 15_000, 0, 22.0), runner="V1"),
+            },
+        },
+    ],
+}
+
+
+def test_points_that_the_cache_or_the_context_has_no_room_for_are_left_out(scripts):
+    script, _ = scripts
+    points = [(2, 1000), (2, 1001), (1, 3000), (1, 8000)]
+    room = 2 * (1000 + script.SPARE)
+    assert script.fitting(points, room, 8000) == [(2, 1000)]
+    assert script.fitting(points, 100_000, 3000 + script.SPARE) == points[:3]
+
+
+def test_a_drafter_that_was_cut_short_is_not_finished(scripts):
+    script, _ = scripts
+    first = {"runs": RESULT["runs"][:1]}
+    assert script.finished(first) == {"none", "sparse"}
+    assert script.finished(RESULT) == {"none", "sparse", "dspark", "none_v1"}
+
+
+def test_graphs_are_made_for_drafting_and_for_verifying(scripts):
+    script, _ = scripts
+    assert script.graph_sizes("none", [8, 32]) == [8, 32]
+    # One token, a block of 7, and the token before with 7 drafts, of 8 sequences.
+    assert script.graph_sizes("dspark", [8]) == [8, 56, 64]
+    assert {8 * 7, 8 * 13} <= set(script.graph_sizes("sparse", [8]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_drafters_read_layers_that_the_model_has(scripts, shape):
+    script, _ = scripts
+    config = script.dflash(shape)
+    layers = config["num_target_layers"]
+    read = config["dflash_config"]["target_layer_ids"]
+    assert read == sorted(set(read)) and read[0] > 0 and read[-1] == layers - 3
+    assert config["hidden_size"] == script.qwen3(shape).hidden_size
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["eagle3", "dspark", "ngram", "dflash", "draft_model"])
+def test_vllm_accepts_a_drafter_and_rejects_all_its_drafts(scripts, shape, name, tmp_path):
+    arguments = pytest.importorskip("vllm.engine.arg_utils")
+    config = pytest.importorskip("vllm.config")
+    script, _ = scripts
+    script.qwen3(shape, dtype="bfloat16").save_pretrained(tmp_path)
+    rival = script.RIVALS[name]
+    asked = rival.speculative_config(shape, tmp_path / "drafter")
+    engine = arguments.EngineArgs(str(tmp_path), skip_tokenizer_init=True, load_format="dummy")
+    made = config.SpeculativeConfig(
+        target_model_config=engine.create_model_config(),
+        target_parallel_config=config.ParallelConfig(),
+        **asked,
+    )
+    assert (made.method, made.num_speculative_tokens) == (rival.method, rival.drafts)
+    assert made.synthetic_acceptance_rates == [0.0] * rival.drafts
+    if rival.config is not None:
+        assert made.draft_model_config.hf_config.num_hidden_layers in (1, 5, 28)
+
+
+class Children:
+    """Stands for the processes of engines: each finds one point, and takes ``seconds``."""
+
+    def __init__(self, clock, seconds, failing=()):
+        self.clock, self.seconds, self.failing = clock, seconds, failing
+        self.measured, self.ended = [], []
+
+    def __call__(self, arguments, drafter, folder):
+        made = Child()
+        made.all, made.drafter = self, drafter
+        return made
+
+
+class Child:
+    def measure(self, until):
+        self.all.clock[0] += self.all.seconds
+        self.all.measured.append(self.drafter)
+        if self.drafter in self.all.failing:
+            return {"points": [], "finished": False, "failed": "ValueError: what"}
+        return engine(point(32, 15_000, 0, 10.0))
+
+    def end(self):
+        self.all.ended.append(self.drafter)
+
+
+@pytest.fixture
+def run(scripts, tmp_path, monkeypatch):
+    """Run the script with processes that do nothing: the drafters measured, and the file."""
+    pytest.importorskip("vllm.version")
+    script, _ = scripts
+
+    def measured(drafters, seconds=10.0, deadline=1000.0, failing=()):
+        clock = [0.0]
+        children = Children(clock, seconds, failing)
+        monkeypatch.setattr(script, "Child", children)
+        monkeypatch.setattr(script.time, "time", lambda: clock[0])
+        out = tmp_path / "found.json"
+        arguments = script.argparse.Namespace(
+            shape="qwen3-1.7b",
+            drafters=drafters,
+            points=script.POINTS,
+            deadline=deadline,
+            out=out,
+        )
+        script.measure(arguments)
+        return children, json.loads(out.read_text())
+
+    return measured
+
+
+def test_a_run_that_ends_early_is_completed_beside_dense_decoding_of_its_own(run):
+    drafters = ("none", "sparse", "eagle3", "dspark")
+    children, result = run(drafters, seconds=40.0, deadline=100.0)
+    assert children.measured == ["none", "sparse"] and children.ended == ["eagle3"]
+
+    children, result = run(drafters)
+    assert children.measured == ["none", "eagle3", "dspark"]
+    assert [list(run["engines"]) for run in result["runs"]] == [
+        ["none", "sparse"],
+        ["none", "eagle3", "dspark"],
+    ]
+
+    children, again = run(drafters)
+    assert children.measured == [] and again == result
+
+
+def test_an_engine_that_fails_is_written_down_and_measured_by_the_next_run(run):
+    _, result = run(("eagle3", "dspark"), failing=("eagle3",))
+    engines = result["runs"][0]["engines"]
+    assert engines["eagle3"]["failed"] == "ValueError: what" and engines["dspark"]["finished"]
+    assert run(("eagle3", "dspark"))[0].measured == ["none", "eagle3"]
+
+
+def test_ratios_are_formed_within_a_run(scripts):
+    _, tables = scripts
+    rows = {(row["drafter"], row["drafts"], row["batch"]): row for row in tables.ratios(RESULT)}
+    assert rows["sparse", 6, 32]["break_even"] == 2.6
+    assert rows["sparse", 12, 32]["break_even"] == 4.3
+    # The second run's, which replaces that of the run which was cut short.
+    assert rows["dspark", 7, 32]["break_even"] == 1.5
+    assert rows["none_v1", 0, 32]["break_even"] == 1.1
+    assert not any(drafter == "none" for drafter, _, _ in rows)
+
+
+def test_the_table_has_a_row_for_each_drafter_and_a_column_for_each_point(
+    scripts, tmp_path, monkeypatch
+):
+    _, tables = scripts
+    (tmp_path / "break_even_qwen3-1.7b.json").write_text(json.dumps(RESULT))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    lines = [line.strip("| ").split(" | ") for line in tables.break_even().splitlines()]
+    assert lines[0] == ["shape, GPU", "drafter", "drafts", "8 x 1,024", "32 x 15,000"]
+    assert lines[2] == ["1.7B, H100", "none: ms of a step", "0", "2.00", "20.00"]
+    assert lines[3:] == [
+        ["1.7B, H100", "DSpark", "7", "", "1.50"],
+        ["1.7B, H100", "sparse actor", "6", "", "2.60"],
+        ["1.7B, H100", "sparse actor", "12", "", "4.30"],
+        ["1.7B, H100", "none, V1 model runner", "0", "", "1.10"],
+    ]
+
+
+def test_without_results_there_is_no_table(scripts, tmp_path, monkeypatch):
+    _, tables = scripts
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.break_even() == ""
+
+
+def test_the_figure_can_be_drawn(scripts, tmp_path):
+    pytest.importorskip("matplotlib")
+    figure = importlib.import_module("break_even_figure")
+    figure.draw(RESULT, tmp_path / "first.png")
+    figure.draw(RESULT, tmp_path / "second.png")
+    assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()

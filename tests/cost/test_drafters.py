@@ -1,0 +1,89 @@
+"""Break-even of other drafters: by hand, and beside what was measured."""
+
+import numpy as np
+import pytest
+
+from sparrow.cost import MACHINES, SHAPES, Machine, ModelShape, Overheads, predict
+from sparrow.cost.drafters import DSPARK, EAGLE3, TrainedDrafter, break_even, rows
+from sparrow.cost.drafters import sparse_break_even as sparse
+from sparrow.cost.lossless import Cycle, Drafting, LosslessPrediction, predict_lossless
+from sparrow.schedule import SparsitySchedule
+
+H200 = MACHINES["h200"]
+# Ten layers of 10 weights and an output layer of 20; 4 bytes of cache per token and layer.
+SMALL = ModelShape("small", 10, 1, 1, 1, 120, output=20)
+# Reads 100 bytes and computes 1,000 FLOPs in a second.
+SLOW = Machine("slow", 100.0, 100.0, 1000.0, 1e9)
+
+
+def test_a_cycle_by_hand():
+    drafter = TrainedDrafter("two layers", 3, 3, 2, 0.5)
+    # Dense: 240 bytes of weights and 5 x 40 of cache. A pass: 60 of weights and 5 x 8 of cache.
+    # Verifying three drafts: 2 x 120 x 3 FLOPs, at half of the peak.
+    found = break_even(SMALL, SLOW, [5], drafter, Overheads(), Cycle(0.0, 0.5))
+    assert found == pytest.approx((4.4 + 3 * 1.0 + 1.44) / 4.4)
+
+
+def test_a_block_reads_its_layers_once_and_computes_all_its_tokens():
+    drafter = TrainedDrafter("block", 3, 1, 2, 0.5)
+    # Two further tokens through 30 weights: 120 FLOPs, at half of the peak.
+    found = break_even(SMALL, SLOW, [5], drafter, Overheads(), Cycle(0.0, 0.5))
+    assert found == pytest.approx((4.4 + 1.0 + 0.24 + 1.44) / 4.4)
+
+
+def test_overheads_of_a_layer_count_for_every_pass_and_those_of_a_sequence_once():
+    drafter = TrainedDrafter("two layers", 3, 3, 2, 0.5)
+    overheads = Overheads(layer_s=1.0, row_s=7.0, lists_s=5.0, host_s=100.0)
+    found = break_even(SMALL, SLOW, [5], drafter, overheads, Cycle(0.0, 0.5))
+    dense = 4.4 + 10 + 7
+    assert found == pytest.approx((dense + 3 * (1.0 + 2) + 1.44) / dense)
+
+
+@pytest.mark.parametrize(
+    "batch, length, eagle3, dspark, six, twelve",
+    [(32, 15_000, 1.08, 1.30, 2.63, 4.29), (64, 4_096, 1.20, 1.52, 4.02, 7.06)],
+)
+def test_predictions_are_within_12_percent_of_what_was_measured_on_an_h200(
+    batch, length, eagle3, dspark, six, twelve
+):
+    shape = SHAPES["qwen3-1.7b"]
+    setting = shape, H200, [length] * batch
+    assert break_even(*setting, EAGLE3) == pytest.approx(eagle3, rel=0.12)
+    assert break_even(*setting, DSPARK) == pytest.approx(dspark, rel=0.12)
+    for drafts, measured in ((6, six), (12, twelve)):
+        schedule = SparsitySchedule.fixed(61, dense_layers=())
+        drafting = Drafting(drafts, schedule, 0.945)
+        assert sparse(*setting, LosslessPrediction(drafting, None, 1.0)) == pytest.approx(
+            measured, rel=0.12
+        )
+
+
+def test_lossless_decoding_pays_where_drafts_yield_more_than_they_need():
+    shape = SHAPES["qwen3-4b"]
+    for length in (500, 16_000):
+        responses = np.full(64, length)
+        lossy = predict(shape, H200, responses, SparsitySchedule.preset("qwen3-4b"))
+        lossless = predict_lossless(shape, H200, responses, lossy.dense, 0.94)
+        needed = sparse(shape, H200, np.full(64, 256 + length // 2), lossless)
+        pays = needed < lossless.drafting.tokens_per_cycle
+        assert pays == (lossless.speedup > 1.05)
+
+
+def test_the_command_prints_a_row_for_each_drafter(capsys):
+    from sparrow.cli import main
+
+    main(["cost", "--model", "qwen3-4b", "--schedule", "qwen3-4b-0.86", "--responses", "8"])
+    printed = capsys.readouterr().out
+    assert all(f"break-even, {name}" in printed for name in ("EAGLE-3", "DSpark", "sparse actor"))
+
+
+def test_rows_are_about_the_rollouts_own_batch_and_length():
+    shape = SHAPES["qwen3-1.7b"]
+    found = []
+    for length in (1_000, 30_000):
+        responses = np.full(32, length)
+        lossy = predict(shape, H200, responses, SparsitySchedule.preset("qwen3-1.7b"))
+        lossless = predict_lossless(shape, H200, responses, lossy.dense, 0.94)
+        table = dict(rows(shape, H200, responses, lossy.dense, lossless))
+        found.append(float(table["break-even, DSpark"].split()[0]))
+    assert found[0] > found[1] > 1
