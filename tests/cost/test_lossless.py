@@ -155,7 +155,8 @@ def test_more_is_drafted_where_drafts_are_right_and_nothing_is_lost_where_they_a
 
 def test_a_larger_model_verifies_at_the_flops_and_gains_less():
     responses = np.full(240, 12_000)
-    found = [predicted(shape, responses)[1].speedup for shape in SHAPES]
+    dense = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b")
+    found = [predicted(shape, responses)[1].speedup for shape in dense]
     assert found == sorted(found, reverse=True) and found[0] > 1.3 * found[3]
 
 
