@@ -26,7 +26,7 @@ from sparrow.cost import (
     response_lengths,
 )
 from sparrow.cost import SHAPES as SHAPES_OF
-from sparrow.cost.cluster import Cluster, plan
+from sparrow.cost.cluster import Cluster, engine_machine, plan
 from sparrow.cost.lossless import (
     REFERENCE_TOKENS,
     LosslessPrediction,
@@ -250,6 +250,45 @@ def draft_budgets() -> str:
     return table(["shape", "sequences x tokens", *(f"acceptance {a}" for a in acceptances)], rows)
 
 
+MIXTURES = {"qwen3-30b-a3b": 1, "qwen3-next-80b-a3b": 2}
+"""Shapes with experts, and the GPUs of an engine of each."""
+MIXTURE_STATES = ((8, 15_000), (32, 15_000), (64, 15_000), (8, 60_000), (32, 60_000))
+MIXTURE_PAGES = 253
+
+
+def mixtures() -> str:
+    """What sparse decoding is predicted to gain for a mixture, and for a hybrid of one."""
+    plain = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
+    lossy = SparsitySchedule.fixed(MIXTURE_PAGES, dense_layers=())
+    rows = []
+    for name, gpus in MIXTURES.items():
+        shape = SHAPES_OF[name]
+        machine = engine_machine(Cluster(MACHINES["h200"], gpus, gpus))
+        for batch, length in MIXTURE_STATES:
+            lengths = [length] * batch
+            dense = decode_step(shape, machine, lengths, None, plain)
+            sparse = decode_step(shape, machine, lengths, lossy, plain)
+            drafted = [
+                lossless_step(shape, machine, lengths, drafting, plain)
+                for drafting in choices(0.945)
+            ]
+            lossless = min(step.seconds for step in drafted)
+            refused = shape.attention_layers is not None
+            rows.append(
+                [
+                    f"{shape.name}, {gpus} x H200",
+                    f"{batch} x {length:,}",
+                    f"{1e3 * dense.seconds:.1f}",
+                    f"{dense.weight_s / dense.seconds:.0%}",
+                    f"{dense.attention_s / dense.seconds:.0%}",
+                    f"{dense.seconds / sparse.seconds:.2f}x",
+                    "" if refused else f"{dense.seconds / lossless:.2f}x",
+                ]
+            )
+    head = ["shape", "sequences x tokens", "dense step, ms", "weights", "attention"]
+    return table([*head, "lossy", "lossless"], rows)
+
+
 def published_run() -> str:
     """Tabulate the hours of 53,000 examples, 14B, on 32 H200s."""
     schedule, rows = SparsitySchedule.preset("qwen3-14b"), []
@@ -311,6 +350,7 @@ TABLES = {
     "overheads": overheads,
     "cost example": cost_example,
     "predicted": predicted,
+    "mixtures": mixtures,
     "short responses": short_responses,
     "published run": published_run,
     "paper runs": paper_runs,

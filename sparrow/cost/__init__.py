@@ -6,10 +6,8 @@ from sparrow import _moved
 from sparrow.cost.roofline import (
     MACHINES,
     MEMORY_FRACTION,
-    SHAPES,
     VLLM_H200,
     Machine,
-    ModelShape,
     Overheads,
     Prediction,
     RolloutEstimate,
@@ -21,6 +19,7 @@ from sparrow.cost.roofline import (
     simulate_rollout,
     train_seconds,
 )
+from sparrow.cost.shapes import SHAPES, Experts, ModelShape
 
 if not TYPE_CHECKING:
     __getattr__ = _moved.attributes_of(__name__)

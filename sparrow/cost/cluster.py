@@ -20,10 +20,10 @@ from sparrow.cost.roofline import (
     MEMORY_FRACTION,
     VLLM_H200,
     Machine,
-    ModelShape,
     Overheads,
     RolloutEstimate,
 )
+from sparrow.cost.shapes import ModelShape
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 

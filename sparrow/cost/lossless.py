@@ -2,9 +2,10 @@
 lossless rollouts.
 
 A cycle consists of k draft steps and one verification, which reads weights and cache like a dense
-step but computes k more tokens per sequence. A cycle yields (1 - a^(k+1)) / (1 - a) tokens if
-drafts are accepted independently with probability a (Leviathan et al., arXiv 2211.17192, equation
-1). ``docs/cost.md`` explains what is fitted and what is assumed.
+step but computes k more tokens per sequence; in a mixture these tokens use further experts. A cycle
+yields (1 - a^(k+1)) / (1 - a) tokens if drafts are accepted independently with probability a
+(Leviathan et al., arXiv 2211.17192, equation 1). ``docs/cost.md`` explains what is fitted and what
+is assumed.
 
 Shapes: B sequences, k drafts per cycle.
 """
@@ -19,7 +20,6 @@ from numpy.typing import ArrayLike, NDArray
 from sparrow.cost.roofline import (
     VLLM_H200,
     Machine,
-    ModelShape,
     Overheads,
     Prediction,
     RolloutEstimate,
@@ -27,7 +27,9 @@ from sparrow.cost.roofline import (
     decode_step,
     simulate_rollout,
 )
+from sparrow.cost.shapes import ModelShape
 from sparrow.decoding import DraftWeights, acceptance_at
+from sparrow.errors import ConfigError
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
 REFERENCE_TOKENS = 1024  # the draft budget at which an acceptance is given
@@ -61,7 +63,7 @@ CYCLE_H200 = Cycle(45.55e-6, 0.774, 7.64e-6, 0.762)
 
 def flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
     """Return the seconds to pass ``tokens`` through the weights at the machine's peak FLOP/s."""
-    return 2 * shape.weights * tokens / machine.flops
+    return 2 * shape.active_weights * tokens / machine.flops
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,11 @@ def lossless_step(
 
     further = length.size * drafting.tokens
     given = drafting.tokens_per_cycle
+    more_bytes = shape.weight_bytes * (
+        shape.weights_read(length.size + further) - shape.weights_read(length.size)
+    )
     weight_s = sum(p.weight_s for p in parts) + flops_s(shape, machine, further) / cycle.peak_share
+    weight_s += more_bytes / (machine.read_bytes_s * overheads.read_fraction)
     attention_s = sum(p.attention_s for p in parts)
     overhead_s = sum(p.overhead_s for p in parts)
     overhead_s += overheads.lists_s * length.size * given  # once per output token
@@ -125,7 +131,7 @@ def lossless_step(
     host_s = overheads.host_s * length.size * given
     overhead_s += max(0.0, host_s - overhead_s - weight_s - attention_s)
     return StepCost(
-        weight_bytes=sum(p.weight_bytes for p in parts) / given,
+        weight_bytes=(sum(p.weight_bytes for p in parts) + more_bytes) / given,
         kv_bytes=sum(p.kv_bytes for p in parts) / given,
         landmark_bytes=sum(p.landmark_bytes for p in parts) / given,
         overhead_s=overhead_s / given,
@@ -138,7 +144,14 @@ def lossless_step(
 def _copied(shape: ModelShape, draft_weights: DraftWeights) -> int:
     """Return the bytes of the fp8 copy of the weights that draft steps use: one for each weight
     outside the output layer.
+
+    Raises ConfigError: the model is a mixture of experts, for which there is no such copy.
     """
+    if draft_weights != "auto" and shape.experts is not None:
+        raise ConfigError(
+            f"draft_weights={draft_weights!r} is not available for mixtures of experts such as "
+            f"{shape.name}; leave it at 'auto'"
+        )
     return 0 if draft_weights == "auto" else shape.weights - shape.output
 
 

@@ -8,20 +8,17 @@ Shapes: B sequences.
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sparrow.errors import ConfigError, UnsupportedModel
+from sparrow.cost.shapes import ModelShape
+from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # share of device memory for weights and KV; predicts the H200's known KV capacities within 4 %
 MEMORY_FRACTION = 0.85
 PREFILL_MFU = 0.5  # assumed share of the peak FLOP/s
@@ -29,130 +26,6 @@ PREFILL_MFU = 0.5  # assumed share of the peak FLOP/s
 SCORE_MFU = 0.24
 UPDATE_MFU = 0.28
 CHUNK = 256  # decode steps predicted at once, at their middle length
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a dense decoder-only model, which determine the bytes and FLOPs of a decode step."""
-
-    name: str
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    weights: int  # parameters that every decode step reads: all but an untied input embedding
-    embedding: int = 0  # parameters of an untied input embedding; a step reads only B rows of it
-    weight_bytes: float = 2.0  # per parameter
-    # per cached element; 1 for an fp8 cache, 1 + 1 / head_dim for an int8 cache with its scales
-    kv_bytes: float = 2.0
-    context: int | None = None  # maximum number of tokens in a sequence
-    output: int = 0  # parameters of the output layer, included in ``weights``
-
-    @property
-    def kv_width(self) -> int:
-        """Cached elements per token, keys and values of all layers together."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any] | str | Path) -> ModelShape:
-        """Read the shape from a Hugging Face ``config.json``, given as its contents, its path or
-        the path of its folder.
-
-        Raises UnsupportedModel: the model is a mixture of experts or has another unsupported
-        architecture, a sliding window or quantized weights. ConfigError: the file does not exist or
-        is not a model config, or a field is missing or invalid.
-        """
-        if not isinstance(config, Mapping):
-            path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
-            if not path.is_file():
-                raise ConfigError(
-                    f"there is no model config at {path}; give a config.json or its folder"
-                )
-            try:
-                config = {
-                    "_name_or_path": path.parent.name,
-                    **json.loads(path.read_text(encoding="utf-8")),
-                }
-            except (OSError, ValueError, TypeError, RecursionError) as error:
-                raise ConfigError(
-                    f"{path} is not a model config ({error}); expected a JSON object"
-                ) from error
-
-        get = config.get
-        kind = config.get("model_type")
-        is_mistral = kind == "mistral"  # its sliding window is on by default
-        windowed = get("sliding_window", is_mistral) and get("use_sliding_window", is_mistral)
-        windowed = bool(windowed or "sliding_attention" in (get("layer_types") or ()))
-        quantized = bool(get("quantization_config"))
-        if kind not in MODEL_TYPES or windowed or quantized:
-            raise UnsupportedModel(
-                f"the cost model supports {', '.join(MODEL_TYPES)} without sliding window or "
-                f"quantization, got model_type {kind!r}, {windowed=}, {quantized=}; describe this "
-                "model with a ModelShape of your own"
-            )
-
-        sizes = (
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "intermediate_size",
-            "vocab_size",
-        )
-        for key in (*sizes, "num_key_value_heads", "head_dim"):
-            value = get(key)
-            if key in sizes and value is None:
-                raise ConfigError(f"the model config has no {key!r}; give a complete config.json")
-            is_whole = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and (not is_whole or value < 1):
-                raise ConfigError(
-                    f"the model config's {key!r} is {value!r}, "
-                    "but must be a whole number of at least 1"
-                )
-
-        hidden, layers, heads, mlp, vocab = (config[key] for key in sizes)
-        kv_heads = get("num_key_value_heads") or heads
-        head_dim = get("head_dim") or hidden // heads
-        qkv = (heads + 2 * kv_heads) * head_dim
-        layer = hidden * (qkv + heads * head_dim + 3 * mlp + 2)  # projections, MLP, two norms
-        if kind == "qwen2":
-            layer += qkv  # biases
-        if kind == "qwen3":
-            layer += 2 * head_dim  # norms of queries and keys
-        if get("attention_bias"):
-            layer += qkv + hidden
-
-        name = str(get("_name_or_path") or kind)
-        head = vocab * hidden
-        embedding = 0 if get("tie_word_embeddings") else head
-        weights = layers * layer + hidden + head
-        context = get("max_position_embeddings")
-        return cls(
-            name,
-            layers,
-            heads,
-            kv_heads,
-            head_dim,
-            weights,
-            embedding,
-            context=context,
-            output=head,
-        )
-
-
-SHAPES = {
-    "qwen3-1.7b": ModelShape(
-        "Qwen3-1.7B", 28, 16, 8, 128, 1_720_574_976, context=40960, output=311_164_928
-    ),
-    "qwen3-4b": ModelShape(
-        "Qwen3-4B", 36, 32, 8, 128, 4_022_468_096, context=40960, output=388_956_160
-    ),
-    "qwen3-8b": ModelShape(
-        "Qwen3-8B", 36, 32, 8, 128, 7_568_405_504, 622_329_856, context=40960, output=622_329_856
-    ),
-    "qwen3-14b": ModelShape(
-        "Qwen3-14B", 40, 40, 8, 128, 13_990_394_880, 777_912_320, context=40960, output=777_912_320
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -204,7 +77,7 @@ class StepCost:
     """
 
     weight_bytes: float
-    kv_bytes: float
+    kv_bytes: float  # and those of the states of linear attention, read and written
     landmark_bytes: float
     overhead_s: float
     weight_s: float
@@ -223,8 +96,9 @@ def decode_step(
     tokens.
 
     A step reads the weights (or computes with them, if that takes longer), the KV of dense layers,
-    the kept pages of sparse layers, and the landmarks of sequences that are not read in full. KV
-    writes, activations and logits are part of the overheads.
+    the kept pages of sparse layers, and the landmarks of sequences that are not read in full. Layers
+    of linear attention read and write their state. KV writes, activations and logits are part of the
+    overheads.
 
     Raises ValueError: there are no sequences, or a sequence has no tokens. ConfigError: the
     schedule is for a different model.
@@ -239,21 +113,23 @@ def decode_step(
 
     read = schedule.tokens_read(length)
     partial = read < length
-    sparse_layers = (shape.layers - len(set(schedule.dense_layers))) * bool(partial.any())
+    sparse_layers = max(0, shape.kv_layers - len(set(schedule.dense_layers)))
+    sparse_layers *= bool(partial.any())
     bandwidth = machine.read_bytes_s * overheads.read_fraction
     key_bytes = shape.kv_heads * shape.head_dim * shape.kv_bytes
-    dense_layers = shape.layers - sparse_layers
+    dense_layers = shape.kv_layers - sparse_layers
     kv = 2 * key_bytes * float(dense_layers * length.sum() + sparse_layers * read.sum())
     landmark_bytes = key_bytes
     if schedule.landmark_dtype != "auto":
         landmark_bytes = shape.kv_heads * shape.head_dim
     ranked_pages = (-(-length[partial] // schedule.page_size)).sum()
     landmarks = landmark_bytes * float(sparse_layers * ranked_pages)
-    weights = shape.weights * shape.weight_bytes
+    kv += 2 * shape.state_bytes * length.size
+    weights = shape.weights_read(length.size) * shape.weight_bytes
 
     overhead_s = overheads.layer_s * shape.layers + overheads.sparse_layer_s * sparse_layers
     overhead_s += (overheads.row_s + overheads.lists_s) * length.size
-    weight_s = max(weights / bandwidth, 2 * shape.weights * length.size / machine.flops)
+    weight_s = max(weights / bandwidth, 2 * shape.active_weights * length.size / machine.flops)
     attention_s = (kv + landmarks) / bandwidth
     device_s = overhead_s + weight_s + attention_s
     overhead_s += max(0.0, overheads.host_s * length.size - device_s)
@@ -384,7 +260,7 @@ def simulate_rollout(
         left = left[left > 0]
 
     overhead_s, weight_s, attention_s = spent.tolist()
-    prefill_s = 2 * shape.weights * prefilled / (PREFILL_MFU * machine.flops)
+    prefill_s = 2 * shape.active_weights * prefilled / (PREFILL_MFU * machine.flops)
     total = overhead_s + weight_s + attention_s + prefill_s
     n = int(final.sum())
     return RolloutEstimate(
@@ -401,7 +277,7 @@ def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tup
     """
     total = np.asarray(totals, dtype=np.float64)
     attention = shape.kv_width * shape.heads / shape.kv_heads
-    forward = float(2 * shape.weights * total.sum() + attention * (total**2).sum())
+    forward = float(2 * shape.active_weights * total.sum() + attention * (total**2).sum())
     return forward / (SCORE_MFU * machine.flops), 4 * forward / (UPDATE_MFU * machine.flops)
 
 

@@ -155,7 +155,8 @@ def test_higher_acceptance_means_more_drafts_and_never_a_slowdown():
 
 def test_larger_models_gain_less_from_lossless_mode():
     responses = np.full(240, 12_000)
-    found = [predicted(shape, responses)[1].speedup for shape in SHAPES]
+    dense = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b")
+    found = [predicted(shape, responses)[1].speedup for shape in dense]
     assert found == sorted(found, reverse=True) and found[0] > 1.3 * found[3]
 
 

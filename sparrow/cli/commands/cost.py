@@ -21,8 +21,8 @@ class Cost(Command):
     and lossless.
     """
 
-    # qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, reasoner or smollm2; a model's name on the hub; or
-    # its config.json.
+    # qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-30b-a3b, qwen3-next-80b-a3b, reasoner or
+    # smollm2; a model's name on the hub; or its config.json.
     model: str
     schedule: str  # fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file.
     gpu: Literal["a100", "h100", "h200", "b200"] = "h200"  # The kind of GPU.

@@ -1,0 +1,260 @@
+"""Sizes of models: what a decode step reads and computes, by shape.
+
+``ModelShape.from_config`` counts parameters from a Hugging Face config without loading the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparrow.errors import ConfigError, UnsupportedModel
+
+DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MIXTURE_TYPES = ("mixtral", "qwen3_moe", "glm4_moe")
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of a mixture."""
+
+    layers: int  # layers with experts
+    count: int  # experts per layer
+    per_token: int  # experts per layer that a token is routed to
+    weights: int  # parameters of one expert
+
+    def unread(self, tokens: int) -> float:
+        """Return the expected parameters of experts to which none of ``tokens`` tokens is routed.
+
+        Routing is taken to be uniform and independent. Real routers prefer some experts, so a pass
+        reads fewer of them.
+        """
+        missed = (1 - self.per_token / self.count) ** tokens
+        return missed * self.layers * self.count * self.weights
+
+    @property
+    def inactive(self) -> int:
+        """Parameters of the experts to which a token is not routed."""
+        return self.layers * (self.count - self.per_token) * self.weights
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder-only model."""
+
+    name: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    weights: int  # parameters that a decode step can read: all but an untied input embedding
+    embedding: int = 0  # parameters of an untied input embedding; a step reads only B rows of it
+    weight_bytes: float = 2.0  # per parameter
+    # per cached element; 1 for an fp8 cache, 1 + 1 / head_dim for an int8 cache with its scales
+    kv_bytes: float = 2.0
+    context: int | None = None  # maximum number of tokens in a sequence
+    output: int = 0  # parameters of the output layer, included in ``weights``
+    experts: Experts | None = None  # their parameters are included in ``weights``
+    attention_layers: int | None = None  # layers with a KV cache; None: all
+    # bytes of a sequence's states in layers of linear attention, which a step reads and writes
+    state_bytes: float = 0.0
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers with a KV cache."""
+        return self.layers if self.attention_layers is None else self.attention_layers
+
+    @property
+    def kv_width(self) -> int:
+        """Cached elements per token, keys and values of all layers together."""
+        return 2 * self.kv_layers * self.kv_heads * self.head_dim
+
+    @property
+    def active_weights(self) -> int:
+        """Parameters that a token is multiplied with."""
+        return self.weights - (0 if self.experts is None else self.experts.inactive)
+
+    def weights_read(self, tokens: int) -> float:
+        """Return the expected parameters that a pass over ``tokens`` tokens reads."""
+        return self.weights - (0 if self.experts is None else self.experts.unread(tokens))
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | str | Path) -> ModelShape:
+        """Compute the shape of a model from its Hugging Face config.
+
+        Args:
+            config: the contents of a ``config.json``, its path, or its folder's path.
+
+        Raises UnsupportedModel: the model has an unsupported architecture, a sliding window or
+        quantized weights. ConfigError: the file does not exist or is not a model config, or a field
+        is missing or invalid.
+        """
+        if not isinstance(config, Mapping):
+            config = _read(Path(config))
+        _check(config)
+        hidden, layers, heads, _, vocab = (config[key] for key in SIZES)
+        kv_heads = config.get("num_key_value_heads") or heads
+        head_dim = config.get("head_dim") or hidden // heads
+        head = vocab * hidden
+        attention = _attention_weights(config, heads, kv_heads, head_dim)
+        mlps, experts = _mlp_weights(config)
+        return cls(
+            str(config.get("_name_or_path") or config["model_type"]),
+            layers,
+            heads,
+            kv_heads,
+            head_dim,
+            layers * attention + mlps + hidden + head,
+            0 if config.get("tie_word_embeddings") else head,
+            context=config.get("max_position_embeddings"),
+            output=head,
+            experts=experts,
+        )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Read a ``config.json``, given its path or its folder's."""
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"there is no model config at {path}; give a config.json or its folder")
+    try:
+        return {
+            "_name_or_path": path.parent.name,
+            **json.loads(path.read_text(encoding="utf-8")),
+        }
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is not a model config ({error}); expected a JSON object"
+        ) from error
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    """Check that a config's parameters can be counted. Raises as ``ModelShape.from_config``."""
+    get = config.get
+    kind = get("model_type")
+    is_mistral = kind == "mistral"  # its sliding window is on by default
+    windowed = get("sliding_window", is_mistral) and get("use_sliding_window", is_mistral)
+    windowed = bool(windowed or "sliding_attention" in (get("layer_types") or ()))
+    quantized = bool(get("quantization_config"))
+    if kind not in DENSE_TYPES + MIXTURE_TYPES or windowed or quantized:
+        raise UnsupportedModel(
+            f"the cost model supports {', '.join(DENSE_TYPES + MIXTURE_TYPES)} without sliding "
+            f"window or quantization, got model_type {kind!r}, {windowed=}, {quantized=}; "
+            "describe this model with a ModelShape of your own"
+        )
+    required = SIZES + _expert_sizes(config)
+    for key in (*required, "num_key_value_heads", "head_dim"):
+        value = get(key)
+        if key in required and value is None:
+            raise ConfigError(f"the model config has no {key!r}; give a complete config.json")
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and (not is_whole or value < 1):
+            raise ConfigError(
+                f"the model config's {key!r} is {value!r}, but must be a whole number of at least 1"
+            )
+
+
+def _attention_weights(config: Mapping[str, Any], heads: int, kv_heads: int, head_dim: int) -> int:
+    """Count the parameters of a layer's attention and of its two norms."""
+    hidden = config["hidden_size"]
+    kind = config["model_type"]
+    qkv = (heads + 2 * kv_heads) * head_dim
+    weights = hidden * (qkv + heads * head_dim + 2)
+    if kind == "qwen2":
+        weights += qkv  # biases
+    if kind in ("qwen3", "qwen3_moe") or config.get("use_qk_norm"):
+        weights += 2 * head_dim
+    if config.get("attention_bias"):
+        weights += qkv
+        if kind != "glm4_moe":
+            weights += hidden
+    return int(weights)
+
+
+def _expert_sizes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Name the config's fields for the number of experts, those per token, and their width."""
+    kind = config["model_type"]
+    if kind not in MIXTURE_TYPES:
+        return ()
+    # transformers saves some configs with another name than the one that models are published with
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    count = next((name for name in names if config.get(name) is not None), names[0])
+    width = "intermediate_size" if kind == "mixtral" else "moe_intermediate_size"
+    return count, "num_experts_per_tok", width
+
+
+def _mlp_weights(config: Mapping[str, Any]) -> tuple[int, Experts | None]:
+    """Count the parameters of all MLPs, routed experts included, and describe the experts."""
+    hidden, layers, _, width, _ = (config[key] for key in SIZES)
+    kind = config["model_type"]
+    dense = 3 * hidden * width
+    if kind not in MIXTURE_TYPES:
+        return layers * dense, None
+
+    count, per_token, expert_width = (config[key] for key in _expert_sizes(config))
+    mixed = layers
+    if kind == "qwen3_moe":
+        every = config.get("decoder_sparse_step") or 1
+        plain = set(config.get("mlp_only_layers") or ())
+        mixed = sum(n not in plain and (n + 1) % every == 0 for n in range(layers))
+    elif kind == "glm4_moe":
+        mixed -= config.get("first_k_dense_replace") or 0
+    expert = 3 * hidden * expert_width
+    shared = (config.get("n_shared_experts") or 0) * expert if kind == "glm4_moe" else 0
+    experts = Experts(mixed, count, per_token, expert)
+    router = hidden * count
+    total = (layers - mixed) * dense + mixed * (count * expert + shared + router)
+    return total, experts
+
+
+SHAPES = {
+    "qwen3-1.7b": ModelShape(
+        "Qwen3-1.7B", 28, 16, 8, 128, 1_720_574_976, context=40960, output=311_164_928
+    ),
+    "qwen3-4b": ModelShape(
+        "Qwen3-4B", 36, 32, 8, 128, 4_022_468_096, context=40960, output=388_956_160
+    ),
+    "qwen3-8b": ModelShape(
+        "Qwen3-8B", 36, 32, 8, 128, 7_568_405_504, 622_329_856, context=40960, output=622_329_856
+    ),
+    "qwen3-14b": ModelShape(
+        "Qwen3-14B", 40, 40, 8, 128, 13_990_394_880, 777_912_320, context=40960, output=777_912_320
+    ),
+    "qwen3-30b-a3b": ModelShape(
+        "Qwen3-30B-A3B",
+        48,
+        32,
+        4,
+        128,
+        30_220_957_696,
+        311_164_928,
+        context=40960,
+        output=311_164_928,
+        experts=Experts(48, 128, 8, 4_718_592),
+    ),
+    "qwen3-next-80b-a3b": ModelShape(
+        "Qwen3-Next-80B-A3B",
+        48,
+        16,
+        2,
+        256,
+        79_363_226_368,
+        311_164_928,
+        context=262_144,
+        output=311_164_928,
+        experts=Experts(48, 512, 10, 3_145_728),
+        attention_layers=12,
+        # 36 layers with 32 states of 128 x 128 in float32, and 3 inputs of 8,192 channels in bf16
+        state_bytes=36 * (4 * 32 * 128 * 128 + 2 * 3 * 8192),
+    ),
+}

@@ -1,0 +1,157 @@
+"""Shapes of mixtures and hybrids: their parameters, and what a pass over them reads."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+
+from sparrow import SparsitySchedule
+from sparrow.cost import MACHINES, SHAPES, Experts, ModelShape, Overheads, decode_step
+from sparrow.cost.lossless import Cycle, Drafting, lossless_step
+from sparrow.errors import ConfigError, UnsupportedModel
+
+H200 = MACHINES["h200"]
+NOTHING = Overheads()
+SMALL = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=100,
+)
+QWEN3 = SMALL | dict(head_dim=16, moe_intermediate_size=32, num_experts=6, num_experts_per_tok=2)
+GLM = SMALL | dict(head_dim=16, moe_intermediate_size=32, n_routed_experts=6, n_shared_experts=1)
+A3B = Qwen3MoeConfig(
+    vocab_size=151_936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    tie_word_embeddings=False,
+)
+TINY = ModelShape(
+    "tiny", 2, 4, 2, 16, weights=1000, experts=Experts(layers=2, count=4, per_token=1, weights=100)
+)
+
+
+def parameters(config):
+    with torch.device("meta"):
+        return dict(AutoModelForCausalLM.from_config(config).named_parameters())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3MoeConfig(**QWEN3),
+        Qwen3MoeConfig(**QWEN3, decoder_sparse_step=2, mlp_only_layers=[3]),
+        Qwen3MoeConfig(**QWEN3, attention_bias=True, tie_word_embeddings=True),
+        MixtralConfig(**SMALL, num_local_experts=6, sliding_window=None),
+        Glm4MoeConfig(**GLM, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True),
+        Glm4MoeConfig(**GLM, first_k_dense_replace=2, use_qk_norm=False, attention_bias=False),
+        A3B,
+    ],
+)
+def test_a_mixture_has_the_parameters_that_transformers_makes(config):
+    made = parameters(config)
+    shape = ModelShape.from_config(config.to_dict())
+    routed = [p for name, p in made.items() if ".experts." in name]
+    assert shape.weights + shape.embedding == sum(p.numel() for p in made.values())
+    assert shape.experts.layers * shape.experts.count * shape.experts.weights == sum(
+        p.numel() for p in routed
+    )
+
+
+def test_the_named_mixture_is_that_of_its_config():
+    found = ModelShape.from_config(A3B.to_dict() | {"max_position_embeddings": 40960})
+    named = SHAPES["qwen3-30b-a3b"]
+    assert found == ModelShape(**{**vars(named), "name": found.name})
+    assert found.active_weights == pytest.approx(3.04e9, rel=0.01)
+
+
+def test_the_named_hybrid_has_the_parameters_that_transformers_makes():
+    config = Qwen3NextConfig()
+    made = parameters(config)
+    shape = SHAPES["qwen3-next-80b-a3b"]
+    routed = sum(p.numel() for name, p in made.items() if ".experts." in name)
+    assert shape.weights + shape.embedding == sum(p.numel() for p in made.values())
+    assert shape.experts.layers * shape.experts.count * shape.experts.weights == routed
+    assert config.layer_types.count("full_attention") == shape.kv_layers == 12
+    assert shape.kv_width * 2 == 12 * 2 * 2 * 256 * 2
+
+
+def test_a_published_config_may_name_its_experts_otherwise():
+    config = Qwen3MoeConfig(**QWEN3).to_dict()
+    config["num_experts"] = config.pop("num_local_experts")
+    assert ModelShape.from_config(config).experts.count == 6
+
+
+def test_a_mixture_without_the_number_of_its_experts_is_refused():
+    config = Qwen3MoeConfig(**QWEN3).to_dict()
+    del config["num_local_experts"]
+    with pytest.raises(ConfigError, match="no 'num_experts'"):
+        ModelShape.from_config(config)
+
+
+def test_a_mixture_of_another_kind_is_refused():
+    with pytest.raises(UnsupportedModel, match="'deepseek_v3'"):
+        ModelShape.from_config({**A3B.to_dict(), "model_type": "deepseek_v3"})
+
+
+@pytest.mark.parametrize(("tokens", "read"), [(1, 400), (2, 200 + 800 * 7 / 16), (10**6, 1000)])
+def test_a_pass_reads_the_experts_that_its_tokens_are_routed_to(tokens, read):
+    """Of 800 parameters in experts, a token misses three quarters, and two tokens 9 / 16."""
+    assert TINY.weights_read(tokens) == pytest.approx(read)
+    assert TINY.active_weights == 400
+
+
+def test_a_dense_model_reads_all_its_weights():
+    shape = SHAPES["qwen3-4b"]
+    assert shape.weights_read(1) == shape.active_weights == shape.weights
+
+
+def test_a_decode_step_reads_the_experts_of_its_batch():
+    one, many = (decode_step(TINY, H200, [50] * rows, overheads=NOTHING) for rows in (1, 2))
+    assert one.weight_bytes == 2 * 400
+    assert many.weight_bytes == 2 * 550
+
+
+def test_verification_reads_the_experts_of_all_its_tokens():
+    """One sequence with one draft: the draft step reads 400 parameters, verification of two tokens
+    550, and a cycle yields 1.5 tokens.
+    """
+    drafting = Drafting(1, SparsitySchedule.fixed(1, dense_layers=()), 0.5)
+    cycle = lossless_step(TINY, H200, [50], drafting, NOTHING, Cycle(0.0, 1.0))
+    assert cycle.weight_bytes == pytest.approx(2 * (400 + 550) / 1.5)
+    reads = 2 * (400 + 550) / H200.read_bytes_s
+    computes = 2 * 400 / H200.flops
+    assert cycle.weight_s == pytest.approx((reads + computes) / 1.5)
+
+
+def test_drafts_in_fp8_are_refused_for_a_mixture():
+    drafting = Drafting(1, SparsitySchedule.fixed(1), 0.5, "fp8")
+    with pytest.raises(ConfigError, match="not available for mixtures of experts such as tiny"):
+        lossless_step(TINY, H200, [50], drafting)
+
+
+def test_a_hybrid_caches_its_attention_layers_alone_and_moves_its_states():
+    hybrid = ModelShape("hybrid", 4, 4, 2, 16, 1000, attention_layers=1, state_bytes=500)
+    plain = ModelShape("plain", 1, 4, 2, 16, 1000)
+    length = np.array([1000, 2000])
+    schedule = SparsitySchedule.fixed(10, dense_layers=())
+    ours, theirs = (
+        decode_step(shape, H200, length, schedule, NOTHING) for shape in (hybrid, plain)
+    )
+    assert ours.kv_bytes == theirs.kv_bytes + 2 * 500 * len(length)
+    assert ours.landmark_bytes == theirs.landmark_bytes
