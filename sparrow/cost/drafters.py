@@ -22,15 +22,16 @@ from sparrow.cost.lossless import (
     flops_s,
     lossless_step,
     typical_batch,
+    verify_s,
 )
 from sparrow.cost.roofline import (
     VLLM_H200,
     Machine,
-    ModelShape,
     Overheads,
     RolloutEstimate,
     decode_step,
 )
+from sparrow.cost.shapes import ModelShape
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,25 @@ def break_even(
     plain = replace(overheads, lists_s=0.0, host_s=0.0)
     dense_s = decode_step(shape, machine, length, None, plain).seconds
 
-    layer = (shape.weights - shape.output) / shape.layers
+    # A drafter's layers are dense, also for a mixture.
+    layer = (shape.active_weights - shape.output) / shape.layers
     output = drafter.output_share * shape.output
     head = replace(
-        shape, layers=drafter.layers, weights=round(drafter.layers * layer + output), output=0
+        shape,
+        layers=drafter.layers,
+        weights=round(drafter.layers * layer + output),
+        output=0,
+        experts=None,
+        attention_layers=None,
+        state_bytes=0.0,
     )
     one_token = replace(plain, row_s=0.0)  # a cycle is scheduled once
     pass_s = decode_step(head, machine, length, None, one_token).seconds
     further = length.size * (drafter.drafts - drafter.passes)  # tokens beyond one per pass
     drafting_s = drafter.passes * pass_s + flops_s(head, machine, further) / cycle.peak_share
 
-    verified_s = flops_s(shape, machine, length.size * drafter.drafts) / cycle.peak_share
+    drafts = length.size * drafter.drafts
+    verified_s = verify_s(shape, machine, length.size, drafts, overheads, cycle)
     return (dense_s + verified_s + drafting_s) / dense_s
 
 

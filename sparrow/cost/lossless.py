@@ -66,6 +66,30 @@ def flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
     return 2 * shape.active_weights * tokens / machine.flops
 
 
+def expert_bytes(shape: ModelShape, tokens: int, further: int) -> float:
+    """Return the bytes of experts that a pass over ``tokens`` tokens reads in addition if it gets
+    ``further`` more; 0 for a dense model.
+    """
+    return shape.weight_bytes * (shape.weights_read(tokens + further) - shape.weights_read(tokens))
+
+
+def verify_s(
+    shape: ModelShape,
+    machine: Machine,
+    sequences: int,
+    further: int,
+    overheads: Overheads,
+    cycle: Cycle,
+) -> float:
+    """Return the seconds by which verifying ``further`` drafts prolongs a dense step of
+    ``sequences`` sequences.
+    """
+    read_s = expert_bytes(shape, sequences, further) / (
+        machine.read_bytes_s * overheads.read_fraction
+    )
+    return flops_s(shape, machine, further) / cycle.peak_share + read_s
+
+
 @dataclass(frozen=True)
 class Drafting:
     """How a cycle drafts: the number of drafts, the pages and weights they read, and their
@@ -118,11 +142,9 @@ def lossless_step(
 
     further = length.size * drafting.tokens
     given = drafting.tokens_per_cycle
-    more_bytes = shape.weight_bytes * (
-        shape.weights_read(length.size + further) - shape.weights_read(length.size)
-    )
-    weight_s = sum(p.weight_s for p in parts) + flops_s(shape, machine, further) / cycle.peak_share
-    weight_s += more_bytes / (machine.read_bytes_s * overheads.read_fraction)
+    verified_bytes = expert_bytes(shape, length.size, further)
+    weight_s = sum(p.weight_s for p in parts)
+    weight_s += verify_s(shape, machine, length.size, further, overheads, cycle)
     attention_s = sum(p.attention_s for p in parts)
     overhead_s = sum(p.overhead_s for p in parts)
     overhead_s += overheads.lists_s * length.size * given  # once per output token
@@ -131,7 +153,7 @@ def lossless_step(
     host_s = overheads.host_s * length.size * given
     overhead_s += max(0.0, host_s - overhead_s - weight_s - attention_s)
     return StepCost(
-        weight_bytes=(sum(p.weight_bytes for p in parts) + more_bytes) / given,
+        weight_bytes=(sum(p.weight_bytes for p in parts) + verified_bytes) / given,
         kv_bytes=sum(p.kv_bytes for p in parts) / given,
         landmark_bytes=sum(p.landmark_bytes for p in parts) / given,
         overhead_s=overhead_s / given,

@@ -1,5 +1,7 @@
 """Shapes of mixtures and hybrids: their parameters, and what a pass over them reads."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,15 @@ from transformers import (
 )
 
 from sparrow import SparsitySchedule
-from sparrow.cost import MACHINES, SHAPES, Experts, ModelShape, Overheads, decode_step
+from sparrow.cost import (
+    MACHINES,
+    SHAPES,
+    Experts,
+    ModelShape,
+    Overheads,
+    decode_step,
+    drafters,
+)
 from sparrow.cost.lossless import Cycle, Drafting, lossless_step
 from sparrow.errors import ConfigError, UnsupportedModel
 
@@ -155,3 +165,11 @@ def test_a_hybrid_caches_its_attention_layers_alone_and_moves_its_states():
     )
     assert ours.kv_bytes == theirs.kv_bytes + 2 * 500 * len(length)
     assert ours.landmark_bytes == theirs.landmark_bytes
+
+
+def test_a_drafter_of_a_mixture_is_dense_and_its_verification_reads_more_experts():
+    mixture = SHAPES["qwen3-30b-a3b"]
+    dense = replace(mixture, weights=mixture.active_weights, experts=None)
+    eagle = drafters.TRAINED[0]
+    assert drafters.break_even(mixture, H200, [15_000] * 4, eagle) > 1.5
+    assert drafters.break_even(dense, H200, [15_000] * 4, eagle) < 1.5

@@ -96,7 +96,7 @@ def test_each_problem_is_reported_in_its_own_sentence(tmp_path, capsys):
     )
     assert (
         "max_new_tokens=40960 leaves no room" in said
-        and "recompute them (optimizer.gradient_checkpointing)" in said
+        and "recompute activations (optimizer.gradient_checkpointing)" in said
     )
 
 

@@ -105,7 +105,7 @@ def test_an_error_uses_the_commands_name_for_a_limit():
 
 @pytest.mark.parametrize("path", ["my/judges.py:right", "judges.py:right"])
 def test_a_reward_given_as_a_path_is_refused_with_its_module_name(path):
-    with pytest.raises(ConfigError, match="write judges:right in its folder"):
+    with pytest.raises(ConfigError, match="give judges:right in its folder"):
         load_object(path, "reward")
 
 
