@@ -141,7 +141,7 @@ CASES = (
     Case("lossless, wrong scale", LOSSLESS, GRAPHS, wrong_scale, "every page"),
     Case("lossy, wrong scale", LOSSY, EAGER, wrong_scale, "every page"),
     Case("lossless, doubled fp8 scales", LOSSLESS, EAGER | FP8, doubled_cache_scales, "every page"),
-    Case("lossless, moved block table", LOSSLESS, GRAPHS, moved_block_table, "captured while"),
+    Case("lossless, moved block table", LOSSLESS, GRAPHS, moved_block_table, "were captured"),
 )
 
 

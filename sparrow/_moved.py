@@ -49,11 +49,11 @@ ATTRIBUTES = {
     "sparrow.cost": {
         "sparrow.cost.roofline": {
             "CHUNK",
-            "MODEL_TYPES",
             "PREFILL_MFU",
             "SCORE_MFU",
             "UPDATE_MFU",
         },
+        "sparrow.cost.shapes": {"MODEL_TYPES"},
     },
 }
 """Module that names were moved out of -> module that the code is in now -> the names that were

@@ -327,12 +327,12 @@ def _repeated(tokens: Tokens) -> dict[str, Floats]:
 
 
 def _earlier(*keys: Ints) -> Floats:
-    """Count the earlier entries with the same keys, ``[T]``."""
+    """For each entry, count the earlier entries with the same keys, ``[T]``."""
     return _earlier_sum(_numbered(keys), np.ones(len(keys[0]), dtype=bool))
 
 
 def _earlier_sum(key: Ints, counted: Flags) -> Floats:
-    """Count the earlier entries with the same key for which ``counted`` is true, ``[T]``."""
+    """For each entry, count the earlier entries with the same key and ``counted`` set, ``[T]``."""
     order = np.argsort(key, kind="stable")
     before: Ints = np.cumsum(counted[order]) - counted[order]
     starts = np.flatnonzero(np.diff(key[order], prepend=key[order][:1] - 1))

@@ -269,11 +269,14 @@ def simulate_rollout(
 
 
 def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tuple[float, float]:
-    """Predict the seconds for the log-probs and for the update of sequences of ``totals`` tokens.
+    """Predict the seconds to compute log-probs of sequences and the seconds to update on them.
 
-    The log-probs are one forward pass; the update is two forward passes and a backward pass, which
-    counts as two. The FLOPs of a pass are those of the weights and of causal attention (half of the
-    square).
+    Log-probs take one forward pass. An update takes two forward passes, one of which recomputes
+    activations, and a backward pass, which costs as much as two. The FLOPs of a pass are those of
+    the weights and of causal attention, which needs half of the T x T matrix.
+
+    Args:
+        totals: tokens of each sequence, prompt and response together.
     """
     total = np.asarray(totals, dtype=np.float64)
     attention = shape.kv_width * shape.heads / shape.kv_heads

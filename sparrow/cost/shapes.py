@@ -15,6 +15,7 @@ from sparrow.errors import ConfigError, UnsupportedModel
 
 DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MIXTURE_TYPES = ("mixtral", "qwen3_moe", "glm4_moe")
+MODEL_TYPES = DENSE_TYPES + MIXTURE_TYPES
 SIZES = (
     "hidden_size",
     "num_hidden_layers",
@@ -146,9 +147,9 @@ def _check(config: Mapping[str, Any]) -> None:
     windowed = get("sliding_window", is_mistral) and get("use_sliding_window", is_mistral)
     windowed = bool(windowed or "sliding_attention" in (get("layer_types") or ()))
     quantized = bool(get("quantization_config"))
-    if kind not in DENSE_TYPES + MIXTURE_TYPES or windowed or quantized:
+    if kind not in MODEL_TYPES or windowed or quantized:
         raise UnsupportedModel(
-            f"the cost model supports {', '.join(DENSE_TYPES + MIXTURE_TYPES)} without sliding "
+            f"the cost model supports {', '.join(MODEL_TYPES)} without sliding "
             f"window or quantization, got model_type {kind!r}, {windowed=}, {quantized=}; "
             "describe this model with a ModelShape of your own"
         )

@@ -315,14 +315,14 @@ class HFEngine(Engine, Scorer, Ranker):
         parameters = dict(self.model.named_parameters())
         for name, tensor in weights:
             if name not in parameters or parameters[name].shape != tensor.shape:
-                expected = (
-                    f"the shape {tuple(parameters[name].shape)}"
-                    if name in parameters
-                    else "no such parameter"
-                )
+                reason = "the engine's model has no such parameter"
+                if name in parameters:
+                    reason = (
+                        f"its shape is {tuple(parameters[name].shape)} in the engine's model and "
+                        f"{tuple(tensor.shape)} in the new weights"
+                    )
                 raise ConfigError(
-                    f"cannot update {name!r} with a tensor of shape {tuple(tensor.shape)}, because "
-                    f"the engine's model has {expected}; pass the weights of this model"
+                    f"cannot update {name!r}: {reason}; pass weights of the same model"
                 )
             if parameters[name].data_ptr() != tensor.data_ptr():
                 parameters[name].data.copy_(tensor)

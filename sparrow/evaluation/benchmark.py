@@ -206,8 +206,8 @@ def _by_problem(values: list[Any], k: int) -> list[list[Any]]:
 
 @torch.no_grad()
 def weights_digest(model: nn.Module) -> str:
-    """Return 16 hex digits that change with any parameter value, computed from sums of the values'
-    bits as integers.
+    """Return a digest of the parameters, 16 hex digits, computed from each parameter's sum of bit
+    patterns read as integers.
     """
     whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []

@@ -205,7 +205,7 @@ class _Worker(Child):
         except (ChildTimeoutError, ChildEndedError) as error:
             self.close()
             raise RewardError(
-                f"the worker {WORKER.name} did not start: {error}; install what is missing"
+                f"the worker {WORKER.name} did not start: {error}; check that math-verify works here"
             ) from error
 
     def kill(self) -> None:

@@ -131,7 +131,7 @@ class CacheViews(NamedTuple):
     keys: Tensor  # [blocks, K, N, D]
     values: Tensor  # [blocks, K, N, D]
     landmarks: Tensor  # [blocks, N / P, K, D]
-    # of an 8-bit cache; only the scales of int8 are stored in the cache itself
+    # set only for an 8-bit cache; int8 scales are stored in the cache itself, fp8 scales are not
     scales: attention.CacheScales | None
 
 

@@ -299,7 +299,7 @@ def check_addresses(drafter: Drafter) -> None:
     for name, address in drafter.captured_over.items():
         if now.get(name) != address:
             raise _refusal(
-                f"the CUDA graphs of draft steps were captured while {name} was elsewhere in memory"
+                f"{name} has moved in memory since the CUDA graphs of draft steps were captured"
             )
 
 
@@ -522,9 +522,10 @@ def _decode(
     for layer, error in zip(layers, by_layer, strict=True):
         if not error <= bound:
             raise _refusal(
-                f"{layer.layer_name}, decoding {rows} rows from a cache in {layer.kv_cache.dtype} "
-                f"with {'every page' if top_k == ALL_PAGES else 'the best pages'} kept, is off "
-                f"by {error:.2g}, where rounding explains only {bound}"
+                f"the output of {layer.layer_name} is off by {error:.2g} when it decodes {rows} "
+                f"rows from a {layer.kv_cache.dtype} cache with "
+                f"{'every page' if top_k == ALL_PAGES else 'the best pages'} kept, but rounding "
+                f"accounts for at most {bound}"
             )
     return max(by_layer)
 
@@ -690,7 +691,7 @@ def _hold(found_TV: Tensor, expected_TV: Tensor, bound: float, what: str) -> flo
     if not error <= bound:
         raise _refusal(
             f"log-probs of {what} differ from those of a dense pass by {error:.2g} of their "
-            f"spread, where rounding explains only {bound}"
+            f"spread, but rounding accounts for at most {bound}"
         )
     return error
 

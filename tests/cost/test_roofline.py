@@ -132,7 +132,7 @@ def test_parameters_are_counted_as_transformers_builds_them(kind, tied):
         ({"quantization_config": {"bits": 4}}, "quantized=True"),
     ],
 )
-def test_models_it_would_misjudge_are_refused_by_name(change, message):
+def test_unsupported_models_are_refused_with_the_reason(change, message):
     with pytest.raises(UnsupportedModel, match=message):
         ModelShape.from_config(QWEN3_14B | change)
 

@@ -343,9 +343,9 @@ def test_a_damaged_line_is_refused(tmp_path):
     text = (path / "metrics.jsonl").read_text()
     for damage, message in (
         ("{oops\n", "line 1 of .*metrics.jsonl is not valid JSON"),
-        ("[1]\n", "holds a list"),
+        ("[1]\n", "contains a list"),
         ('{"loss": 1}\n', "line 1 of .* has no step"),
-        ('{"step": 1}\n', "step 1 of .*metrics.jsonl lacks 'correction'"),
+        ('{"step": 1}\n', "step 1 of .*metrics.jsonl has no 'correction'"),
     ):
         (path / "metrics.jsonl").write_text(damage + text)
         with pytest.raises(ConfigError, match=message):

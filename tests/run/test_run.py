@@ -243,7 +243,7 @@ def test_resuming_accepts_a_new_schedule_but_refuses_a_new_layout(stopped, monke
 
     monkeypatch.setattr(test_trainer, "SCHEDULE", test_trainer.SCHEDULE.replace(page_size=4))
     with pytest.raises(
-        ConfigError, match=r"another schedule.page_size; .* schedule.page_size 8 -> 4"
+        ConfigError, match=r"a different schedule.page_size; .* schedule.page_size 8 -> 4"
     ):
         make_trainer(stopped, resume=True)
     monkeypatch.undo()

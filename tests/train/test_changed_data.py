@@ -57,7 +57,7 @@ def test_a_resumed_run_notices_a_changed_benchmark(tmp_path):
     held = [draw(Trace(2), i, 1) for i in range(3)]
     settings = {"eval": EvalConfig(every=1, benchmark=("trace",), limit=3)}
     make_trainer(tmp_path, steps=1, benchmarks={"trace": held[:2]}, **settings).train()
-    with pytest.raises(ConfigError, match="other problems: trace: problems was 2 and is 3"):
+    with pytest.raises(ConfigError, match="different problems: trace: problems was 2 and is now 3"):
         make_trainer(tmp_path, steps=2, benchmarks={"trace": held}, resume=True, **settings)
 
 

@@ -43,8 +43,8 @@ class Sampled(Command):
 class FromPrompts(Sampled):
     """Options shared by commands that read prompts from a file, a task or a dataset."""
 
-    # File of prompts, which are used unchanged after the tokenizer's BOS: a .jsonl file with a
-    # "prompt" field, or a text file with one prompt per line.
+    # File of prompts: a .jsonl file with a "prompt" field, or a text file with one prompt per line.
+    # Prompts are used verbatim, after the tokenizer's BOS token if it has one.
     prompts: str | None = None
     # Instead of a file of prompts: a synthetic task, such as trace:lines=24.
     task: str | None = None

@@ -101,7 +101,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "capset": (126, 91),
     "personality": (135, 92),
     "seccomp": (317, 277),
-    # sockets: the program has only its own pair, which asyncio needs
+    # sockets: only socketpair is allowed, because asyncio needs it
     "socket": (41, 198),
     "connect": (42, 203),
     "bind": (49, 200),
