@@ -104,7 +104,7 @@ def test_landmarks_one_block_off_are_refused(worker, monkeypatch):
 
     monkeypatch.setattr(backend.attention, "update_landmarks", one_block_off)
     with pytest.raises(
-        ConfigError, match=r"self-check fails in vLLM .*layers\.\d.* the best pages kept, is "
+        ConfigError, match=r"self-check fails in vLLM .*layers\.\d.* the best pages kept, but "
     ):
         check(worker)
 
@@ -114,7 +114,7 @@ def test_a_wrong_score_scale_is_refused(worker, monkeypatch):
     for layer in selfcheck.layers_of(worker.vllm_config):
         impl = layer.impl
         monkeypatch.setattr(impl, "forward", rescaled(impl, impl.scale * 1.1))
-    with pytest.raises(ConfigError, match=r"every page kept, is .* explains only 0\.0001;"):
+    with pytest.raises(ConfigError, match=r"every page kept, .* accounts for at most 0\.0001;"):
         check(worker)
 
 
@@ -146,7 +146,7 @@ def test_a_wrong_cache_scale_is_refused(sparrow, worker, monkeypatch):
         return stock(*arguments, cache_scales=wrong, **options)
 
     monkeypatch.setattr(backend.attention, "paged_decode", decode)
-    with pytest.raises(ConfigError, match=r"from a cache in .*with every page kept, is "):
+    with pytest.raises(ConfigError, match=r"from a .* cache with every page kept, but "):
         check(worker)
 
 
@@ -176,7 +176,7 @@ def test_views_of_a_replaced_cache_are_refused(worker, monkeypatch):
     check(worker)
     for layer in selfcheck.layers_of(worker.vllm_config):
         monkeypatch.setattr(layer, "kv_cache", moved(layer.kv_cache))
-    with pytest.raises(ConfigError, match="with the best pages kept, is "):
+    with pytest.raises(ConfigError, match="with the best pages kept, but "):
         check(worker)
 
 
@@ -185,7 +185,7 @@ def test_steps_of_the_model_that_differ_from_a_dense_pass_are_refused(worker, mo
     double_queries(monkeypatch)
     with pytest.raises(
         ConfigError,
-        match=r"log-probs of a decode step that keeps every page differ .* explains only 0\.001;",
+        match=r"log-probs of a decode step that keeps every page differ .* accounts for at most 0\.001;",
     ):
         check(worker)
 
