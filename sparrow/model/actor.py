@@ -319,7 +319,7 @@ def _route(
     own = routing.LayerPass()
     dense = routing.LayerPass()
     covering = routing.LayerPass()
-    # the model was loaded with Sparrow's attention, or got new layers
+    # This is the case if the model was loaded with Sparrow's attention or got new layers.
     if config._attn_implementation == NAME:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     own_attention = config._attn_implementation

@@ -44,7 +44,7 @@ class Drafting:
     tokens_per_cycle: float
     # exact acceptance of drafts by length bin, at the last step that drafted
     bins: tuple[DraftBin, ...]
-    metered: tuple[DraftBin, ...]  # the same for drafts under meter_schedule
+    metered: tuple[DraftBin, ...]  # exact acceptance that meter_schedule's drafts would have had
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from sparrow.train.lora import base_weights, inject, layers, merged_weights, swi
 from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks
 
-BASE = "sparrow_base"  # key in a saved adapter's metadata for a sample of the base's weights
+BASE = "sparrow_base"  # metadata key, in a saved adapter, of a sample of the base model's weights
 
 
 class Adapter:

@@ -99,7 +99,7 @@ class Trainer:
                 "auto cannot use it; use mode lossless or lossy"
             )
         self.ceiling = Ceiling()
-        # By step, the draft choices that a stopped run had logged after its last checkpoint; the
+        # Maps steps to the draft choices that a stopped run logged after its last checkpoint. The
         # resumed run repeats them.
         self._logged_choices: dict[int, list[tuple[int, float, int]]] = {}
         self.run_dir = RunDir(config.run_dir, config.resume)

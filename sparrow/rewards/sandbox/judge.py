@@ -361,7 +361,7 @@ class _Run:
                 f"{name}(*{_show(given)}) is {_show(actual)}, expected {_show(expected)}",
             )
         except Exception as error:
-            # A result must not stop a run, whatever the program has made of it.
+            # An unreadable result must not stop the run, whatever the program has made of it.
             detail = f"the result cannot be read: {type(error).__name__}: {error}"
             return "wrong", detail[:_DETAIL_CHARS]
 
