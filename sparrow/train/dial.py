@@ -23,8 +23,8 @@ MIN_SEQUENCES = 8
 """The number of responses that must reach a bin before it can become lossy. A lossy bin with fewer
 responses becomes lossless again only if it is certain to fail.
 """
-# a bin becomes lossy if lossy decoding is predicted to be at least this many times as fast, and
-# lossless again if the prediction is below 1
+# minimum predicted speed-up over lossless decoding for a bin to become lossy; below 1, it becomes
+# lossless again
 FASTER = 1.01
 WAIT = 8  # steps before a bin that failed is tried again; doubled after each further failure
 

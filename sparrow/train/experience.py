@@ -74,7 +74,7 @@ class Assessment:
     """The dense policy's view of the rollouts."""
 
     logp_BT: Tensor  # float32 log-probs of the sampled tokens under the policy, zero on padding
-    logq_BT: Tensor  # float32 log-probs of the sampled tokens under the actor, zero on padding
+    logq_BT: Tensor  # log-probs under the actor, otherwise like ``logp_BT``
     mask_BT: Tensor  # bool, true on response tokens
     # per response, float32 [T, n], the policy's log-probs of the rollout's top-n tokens
     policy_top: list[np.ndarray]

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-# Config names that transformers 5 has changed. What a checkpoint has under these names is saved
-# under them as well as under the new ones.
+# Config names that transformers 5 has changed. Values that a checkpoint has under these names are
+# also saved under them.
 FORMER_NAMES = ("torch_dtype", "rope_theta", "rope_scaling")
 ANY_TOKENIZER = "PreTrainedTokenizerFast"  # loads a tokenizer.json in every transformers version
 

@@ -28,8 +28,7 @@ from sparrow.rewards.sandbox.walls import ENVIRONMENT, Held, Wall
 
 Isolation = Literal["auto", "bwrap", "session", "none"]
 
-# seconds that a sandbox may take to start; generous, because no program runs yet and the machine
-# may be busy
+# seconds that a sandbox may take to start; generous, because the machine may be busy
 _START_S = 60.0
 _STARTS = 4  # number of attempts to start: processes or memory may be used up for a moment
 _log = logging.getLogger(__name__)

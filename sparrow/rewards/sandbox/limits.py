@@ -13,8 +13,8 @@ class Limits:
     # wall-clock seconds per test, including sleep; on a busy machine, a test needs more of these
     # than of ``cpu_s``
     wall_s: float = 12.0
-    # seconds for all tests of a program; if the tests call the program, its processor seconds in
-    # total have the same limit, rounded up
+    # seconds for all tests of a program; if the tests call the program, also the limit of its
+    # processor seconds, rounded up
     program_s: float = 60.0
     memory_bytes: int = 1 << 30  # maximum address space
     # maximum size of the output and of each file; results for assertions may have an eighth of it
