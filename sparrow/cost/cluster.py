@@ -29,8 +29,8 @@ from sparrow.schedule import SparsitySchedule
 
 STATE_BYTES = 12  # bytes per parameter between steps: a float32 weight and AdamW's two moments
 GRADIENT_BYTES = 4
-# memory for one chunk of logits in the log-prob pass: 4096 tokens by 152K words, float32, three
-# times
+# memory of one chunk of logits in the log-prob pass: three float32 copies of 4096 tokens by 152K
+# words
 HEAD_BYTES = 7.5e9
 # activation bytes per token and unit of width in the layer being computed; every layer that is kept
 # adds 2

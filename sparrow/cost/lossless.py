@@ -35,8 +35,7 @@ from sparrow.schedule import LandmarkDtype, SparsitySchedule
 REFERENCE_TOKENS = 1024  # the draft budget, in tokens, for which an acceptance is given
 WORTHWHILE = 1.15  # a smaller rollout speed-up is within the predictions' error
 DRAFT_TOKENS = (2, 4, 8, 16)
-# pages of 16 tokens kept by score in every layer, in addition to the sink page and the two recent
-# pages
+# pages of 16 tokens in every layer, besides the sink page and the two recent pages
 DRAFT_PAGES = (
     29,
     61,

@@ -152,7 +152,7 @@ class RolloutEstimate:
     overhead_s: float
     weight_s: float
     attention_s: float
-    prefill_s: float  # for prompts, and for responses recomputed after preemption
+    prefill_s: float  # prefill of prompts, and of responses recomputed after preemption
     seconds: float  # sum of the seconds above
     drain_s: float  # the part of ``seconds`` after the last response entered the batch
     tokens: int

@@ -188,7 +188,7 @@ def _expert_sizes(config: Mapping[str, Any]) -> tuple[str, ...]:
     kind = config["model_type"]
     if kind not in MIXTURE_TYPES:
         return ()
-    # For some models, transformers saves another name than the one in published configs.
+    # For some models, transformers saves a different name from that in published configs.
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     count = next((name for name in names if config.get(name) is not None), names[0])
     width = "intermediate_size" if kind == "mixtral" else "moe_intermediate_size"

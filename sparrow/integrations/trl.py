@@ -220,7 +220,7 @@ def _check_sampling(config: GRPOConfig) -> None:
     """Check that TRL's settings make vLLM sample from the whole softmax. Raises ConfigError: a
     setting changes the distribution.
     """
-    further: Any = config.generation_kwargs or {}  # generation_kwargs override the fields
+    further: Any = config.generation_kwargs or {}  # these override the config's fields
     fields = {name: getattr(config, name, None) for name in NEUTRAL}
     fields["structured_outputs"] = config.vllm_structured_outputs_regex
     check_whole_softmax({**fields, **further}, "GRPOConfig: ")

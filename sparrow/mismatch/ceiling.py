@@ -24,7 +24,7 @@ from sparrow.mismatch.tail import FloatArray
 # the number of measured responses
 CEILING_RESPONSES = 64
 
-ENOUGH = 8  # minimum number of responses for a reliable ceiling of a bin
+ENOUGH = 8  # minimum number of responses in a bin for a reliable ceiling
 RESOLVED = 1e-6  # a left-over mass below this is float32 rounding
 LEAST = -100.0  # the log-prob given to impossible tokens, including padding
 

@@ -49,7 +49,7 @@ def watch_generate(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, GenerationMixin):
-            # A partial can be unpickled, unlike a bound method, and a copy of the model gets its
+            # Unlike a bound method, a partial can be unpickled, and a copy of the model gets its
             # own.
             vars(module)["generate"] = partial(_generate, module)
 

@@ -307,7 +307,8 @@ class Distiller:
 
             phi = self._adapter.parameters
             if self._ranks.count > 1 and not self._ranks.is_sharded:
-                # Sharded gradients were averaged in the backward pass; whole gradients were not.
+                # Sharded gradients were averaged in the backward pass; unsharded gradients were
+                # not.
                 for p in phi:
                     p.grad = accelerator.reduce(p.grad, "mean")
             norm = accelerator.clip_grad_norm_(phi, self.config.optimizer.max_grad_norm)

@@ -40,7 +40,7 @@ class LayerScales:
         )
         self.cache = cache
         self.is_set = not cache.sets_scales
-        if not cache.sets_scales:  # vLLM has one scale per layer, or one per kv head
+        if not cache.sets_scales:  # vLLM has one scale per layer or per KV head
             self.values.k.copy_(layer._k_scale)
             self.values.v.copy_(layer._v_scale)
         cache.layers.append(self)

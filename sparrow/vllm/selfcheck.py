@@ -233,8 +233,8 @@ def _refusal(what: str) -> ConfigError:
 class Differences:
     """The largest differences that a check found, all of them within their bounds."""
 
-    layers: float  # in attention outputs
-    steps: float  # in log-probs, relative to their spread
+    layers: float  # largest difference in attention outputs
+    steps: float  # largest difference in log-probs, relative to their spread
 
 
 @torch.inference_mode()
@@ -316,7 +316,7 @@ class Known:
         Tensor  # factors by which keys and values are multiplied before the layer stores them
     )
     value_scale_K: Tensor
-    query_BHD: Tensor  # in the model's dtype
+    query_BHD: Tensor  # queries in the model's dtype
 
 
 @dataclass(frozen=True)

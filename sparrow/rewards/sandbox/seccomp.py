@@ -162,7 +162,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "quotactl": (179, 60),
     "open_by_handle_at": (304, 265),
     "truncate": (76, 45),
-    # namespaces, mounts, the machine, and the kernel's larger interfaces
+    # namespaces, mounts, machine-wide settings, and kernel interfaces such as bpf
     "unshare": (272, 97),
     "setns": (308, 268),
     "mount": (165, 40),

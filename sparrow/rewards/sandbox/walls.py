@@ -127,8 +127,8 @@ def _bwrap(limits: Limits, own_user: bool) -> list[str]:
     binary = shutil.which("bwrap") or "bwrap"
     command = [binary, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     if own_user:
-        # No user namespace is used: the kernel still treats root inside one as root, and limits on
-        # tasks have no effect.
+        # A user namespace is not used: root inside it is still root to the kernel, so limits on
+        # tasks would not apply.
         command += [
             "--unshare-ipc",
             "--unshare-pid",
@@ -204,9 +204,9 @@ def _python(folder: str, executable: str) -> list[str]:
     """Python running the package ``inside`` of a folder, which programs then do not find on their
     path.
     """
-    # Skipping the .pth files of installed packages, such as editable ones, cuts Python's start to a
-    # third. Imports make no garbage, and with collection disabled the harness starts in a twentieth
-    # less time.
+    # Skipping the .pth files of installed packages, such as editable ones, cuts Python's startup
+    # time to a third. Imports make no garbage, so disabling collection saves the harness another
+    # twentieth.
     start = "import gc, sys, site; gc.disable(); site.addpackage = lambda *_: None; site.main(); "
     start += (
         f"sys.path.insert(0, {folder!r}); from inside.main import main; del sys.path[0]; main()"

@@ -72,7 +72,7 @@ class Case:
     first_seconds: dict[int, float] = field(default_factory=dict)
     # seconds of a cycle in the nearest case, taken over when this case was new
     taken_over: dict[int, float] = field(default_factory=dict)
-    begun: Counter[int] = field(default_factory=Counter)  # cycles since a number was first tried
+    begun: Counter[int] = field(default_factory=Counter)  # cycles since each number was first tried
     in_use: int | None = None  # the number of drafts that won the latest comparison
     is_being_timed: bool = False  # whether different numbers of drafts are being timed
     cycles: int = 0
