@@ -478,7 +478,7 @@ def _detectable(test: _Test, level: float) -> float:
     """Compute the difference that the strictest step of the correction finds with probability
     ``POWER``.
     """
-    if test.error == 0:  # no event was observed; at this share, one would have been
+    if test.error == 0:  # no event was observed; with this share, one would have been
         return -log(level) / max(test.tested.tokens, 1)
     normal = NormalDist()
     threshold = -normal.inv_cdf(level if test.name == _REPORTED else level / 2)

@@ -134,8 +134,8 @@ def lossless_step(
         layer_s += cycle.fp8_layer_s + copy_s * (1 / cycle.fp8_share - 1) / shape.layers
     graph = replace(plain, layer_s=layer_s, sparse_layer_s=0.0, row_s=0.0)
 
-    # Fp8 only saves bytes: its products are assumed to cost as much as 16-bit products, and scales
-    # are ignored.
+    # Fp8 saves only bytes: its products are assumed to cost as much as 16-bit ones, and scales are
+    # ignored.
     read = shape.weight_bytes - copied / shape.weights
     drafts = replace(shape, weight_bytes=read)
     parts = [decode_step(drafts, machine, length, drafting.schedule, graph)] * drafting.tokens

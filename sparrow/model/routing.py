@@ -33,7 +33,7 @@ EXTRAS = {
     "cache": "a paged cache",
 }
 # Maximum difference between the model's own attention and Sparrow's with every page kept, relative
-# to the largest entry of the former. The two add in different orders.
+# to the former's largest entry. The two add in different orders.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # float32 may be TF32 on a GPU
 HALF_TOLERANCE = 3e-2
 # Maximum number of tokens on which a changed model is compared with the original.

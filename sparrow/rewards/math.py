@@ -62,7 +62,7 @@ _GAP = r"(?:[\s$]|\\[()\[\],;! ]|\\q?quad)*"
 _JOINT = re.compile(rf"(?:{_GAP}(?:[,;]|and|or|\\text\{{\s*(?:and|or)\s*\}}))+{_GAP}")
 _CUT_OFF = re.compile(r"\\(?:b|bo|box|boxe|boxed|f|fb|fbo|fbox)\s*\Z")
 _HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
-# How models mark their thinking: Qwen, DeepSeek and others by tags; Magistral, Kimi and Sky-T1.
+# Marks of thinking in the output of Qwen, DeepSeek and others (tags), Magistral, Kimi and Sky-T1.
 _THOUGHT = re.compile(
     r"(<(?:think|thinking|thought|reasoning|seed:think)>"
     r"|\[THINK\]|◁think▷|<\|begin_of_thought\|>)"

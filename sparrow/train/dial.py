@@ -144,8 +144,8 @@ class Dial:
         low = scaled.interval_low
         enough = b.n_sequences >= MIN_SEQUENCES
         measured = f"{self._tau.statistic} of unverified tokens, {p5:.3f},"
-        # With few responses, the bin fails only if its whole interval is below tau. Because of the
-        # negation, an unknown p5 counts as failing.
+        # With few responses, the bin fails only if its whole interval is below tau. The negation
+        # makes an unknown p5 fail.
         is_below = not p5 >= self._tau.value
         is_surely_below = scaled.interval_high < self._tau.value
         verdict: Literal["holds", "fails", "unknown"]

@@ -217,7 +217,7 @@ class Guard:
         self._reads_all = self._lossless or not sparse
         if not (self.alarm and self._config.action == "raise"):
             return proposed
-        # Bins that another mover has already raised are not raised twice.
+        # Bins that ``proposed`` already raises are not raised twice.
         unraised = [b for b in sparse if _pages(proposed, b) <= _pages(now, b)]
         return _densest(raise_bins(now, unraised), proposed) if unraised else proposed
 

@@ -49,8 +49,8 @@ class Prefill(NamedTuple):
 
     tokens: slice  # the rows' tokens in the batch
     # vLLM's metadata for these rows; None if that of the whole batch applies. The latter refers to
-    # the ``Step``, so a reference back to it would form a cycle, and only the garbage collector
-    # would free each step's tensors.
+    # the ``Step``, and a reference back would form a cycle, so only the garbage collector would
+    # free each step's tensors.
     metadata: Any = None
     # the blocks of an 8-bit cache that vLLM reads from a copy; None if it reads the cache itself
     blocks: Tensor | None = None

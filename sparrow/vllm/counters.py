@@ -71,7 +71,7 @@ class DensePasses:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cycles: Counter[int] = Counter()  # cycles by the number of drafts that followed
+        self._cycles: Counter[int] = Counter()  # cycles by number of drafts that followed
         # tokens read, held and emitted, and number of rows
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)
         # Sequences in passes without drafts, and tokens read by these passes.

@@ -63,8 +63,7 @@ class CudaConfig:
         first part, which starts earlier and never waits.
         """
         if self.parts > 1:
-            # The number of resident programs is not limited: parts are as small as their number
-            # allows.
+            # Resident programs are not limited: parts are as small as their number allows.
             extra = (self.parts - 1) * items
             resident = 2**30
         else:

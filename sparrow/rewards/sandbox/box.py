@@ -223,8 +223,8 @@ class Sandbox(Child):
             return
         if self._report is not None and (first := self._first_process()):
             # Killing the namespace's first process ends all others in it. Killing bubblewrap itself
-            # would do so too, but would leave the first process to be reaped by process 1 of this
-            # machine or container, which might never do so.
+            # would too, but would leave the first process for process 1 of this machine or
+            # container to reap, which might never happen.
             with suppress(ProcessLookupError):
                 os.kill(first, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):

@@ -61,7 +61,7 @@ class DraftLength:
     def __init__(self, choices: Iterable[int], measured: Measured) -> None:
         self.choices = tuple(sorted(choices))
         self.chosen: Counter[int] = Counter()  # cycles by number of drafts
-        self.is_watching = True  # whether the latest chosen cycle is to be observed
+        self.is_watching = True  # whether to time the latest chosen cycle
         # Number of further cycles without drafts for which no new choice is needed, as long as the
         # number of sequences does not change.
         self.repeats = 0

@@ -115,7 +115,7 @@ def landlock(readable: Iterable[str], own: str) -> None:
     for path, access in allowed:
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except OSError:  # the path does not exist on this machine
+        except OSError:  # no such path on this machine
             continue
         try:
             if not os.path.isdir(path):

@@ -520,7 +520,7 @@ def _error(reply: Mapping[str, Any], unpack: Callable[[Any], Any]) -> RemoteErro
         if isinstance(kind, type) and issubclass(kind, BaseException) and kind not in _NEVER_RAISED:
             try:
                 error = type(kind.__name__, (RemoteError, kind), {})(*unpack(reply.get("with", [])))
-            except TypeError:  # an exception that needs certain arguments; use its base instead
+            except TypeError:  # an exception that needs certain arguments; use its base
                 continue
             error.detail = detail
             return error

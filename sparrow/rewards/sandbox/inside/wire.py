@@ -61,7 +61,7 @@ def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": bytes(value).decode("latin-1")}
     if isinstance(value, complex):
-        plain = complex(value)  # a plain complex, since the parts of a subclass could be anything
+        plain = complex(value)  # a subclass's parts could be anything
         return {"complex": [plain.real, plain.imag]}
     if hasattr(value, "tolist"):  # arrays and array scalars
         return pack(value.tolist(), other)
