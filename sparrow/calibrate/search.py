@@ -22,7 +22,7 @@ PERCENTILE = 5
 MIN_SEQUENCES = 20  # with fewer sequences, p5 has no confidence interval
 # Budgets further apart than this factor are bisected before p5 is interpolated between them.
 WIDE = 1.5
-STEP = 4 / 3  # factor of the first step away from a budget that is too small or larger than needed
+STEP = 4 / 3  # factor of the first change to a budget that is too small or needlessly large
 
 
 class Acceptance(NamedTuple):
@@ -75,7 +75,7 @@ class Calibration:
 
     schedule: SparsitySchedule  # dense beyond the last measured bin
     bins: tuple[BinChoice, ...]  # one choice per measured bin
-    curves: Curves  # the tail by bin, for every pass
+    curves: Curves  # the tails of the bins in every pass
 
 
 def calibrate(

@@ -212,7 +212,7 @@ class LosslessPrediction:
 
     drafting: Drafting
     rollout: RolloutEstimate
-    speedup: float  # compared with the dense rollout
+    speedup: float  # speed-up over the dense rollout
 
 
 def predict_lossless(

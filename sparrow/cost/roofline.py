@@ -19,7 +19,8 @@ from sparrow.cost.shapes import ModelShape
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 
-# share of device memory for weights and KV; predicts the H200's known KV capacities within 4 %
+# share of device memory for weights and KV cache; predicts the H200's known KV capacities within 4
+# %
 MEMORY_FRACTION = 0.85
 PREFILL_MFU = 0.5  # assumed share of the peak FLOP/s that prefill reaches
 # shares of the peak FLOP/s in the trainer's log-prob passes and updates, as measured by

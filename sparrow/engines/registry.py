@@ -96,7 +96,7 @@ class Asked:
 
     spec: EngineSpec
     checkpoint: str  # the model's folder or hub name
-    model: Any  # the same model, loaded by transformers
+    model: Any  # the model, as loaded by transformers
     tokenizer: Any
     decoding: Decoding
     precision: Literal["fp32", "bf16"]

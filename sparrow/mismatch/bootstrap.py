@@ -81,7 +81,7 @@ class BinMismatch:
     lower_bound: float
     interval_low: float
     interval_high: float
-    # the same percentile of the upper bound on acceptance
+    # the percentile of the upper bound on acceptance
     upper_bound: float
     # the percentile of the lower bound for dense rollouts at these lengths, and its 95 % interval
     # (see ``ceiling.Ceiling``); nan if not measured

@@ -51,7 +51,7 @@ class Drafting:
 class RunLog:
     """The record of a run."""
 
-    run_dir: Path  # the directory it was read from
+    run_dir: Path  # the directory that the log was read from
     train: Row  # the resolved options of the command line, from ``config.json``
     metrics: tuple[Row, ...]  # one row per finished step, at least one
     # [S], the schedule under which the rollouts of each step were decoded

@@ -81,7 +81,7 @@ def verify(problem: Problem, text: str) -> float:
         raise RewardError(f"{verifier} raised {place(error)}; fix it and resume the run") from error
 
     number = math.nan
-    if not isinstance(reward, str | bytes | bytearray):  # float() would parse their text
+    if not isinstance(reward, str | bytes | bytearray):  # float() would parse text as a number
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = float(reward)
     if not math.isfinite(number):

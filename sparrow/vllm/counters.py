@@ -132,7 +132,7 @@ def _decode_counts(
         decoded: rows decoded at each length.
         sparse, dense: numbers of layers.
     """
-    decoded[0] = 0  # padding rows, and rows in prefill
+    decoded[0] = 0  # length 0 stands for padding rows and rows in prefill
     length = np.flatnonzero(decoded)
     rows = decoded[length]
     read = schedule.tokens_read(length)

@@ -95,7 +95,7 @@ def choose_config(
         # multiprocessors idle.
         parts = 4 if items <= 1.5 * limits.multiprocessors else 1
         config = CudaConfig(warps=4, stages=3, resident=2, parts=parts)
-    # Smaller elements get more stages, so that as many bytes are in flight.
+    # Smaller elements get more stages, which keeps the number of bytes in flight.
     config = replace(config, stages=config.stages * 2 // dtype.itemsize)
 
     def fits(config: CudaConfig) -> bool:

@@ -10,8 +10,8 @@ class Limits:
     """Limits on the resources of one program."""
 
     cpu_s: float = 6.0  # processor seconds per test, rounded up to whole seconds
-    # wall-clock seconds per test, including sleep; on a busy machine, a test needs more of these
-    # than of ``cpu_s``
+    # wall-clock seconds per test, including sleep; a busy machine adds waits that ``cpu_s`` does
+    # not count
     wall_s: float = 12.0
     # seconds for all tests of a program; if the tests call the program, also the limit of its
     # processor seconds, rounded up

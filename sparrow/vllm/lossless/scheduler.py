@@ -44,7 +44,7 @@ class LosslessScheduler(AsyncScheduler):
         # The latest choice, which still applies to a step that starts without running sequences.
         self._plan = DraftPlan(self.chooser.choices[0], self.chooser.budgets.index(1.0))
         self._rows = 0  # number of sequences at the latest choice
-        self._repeated = 0  # steps since that choice
+        self._repeated = 0  # steps since the latest choice
         self.keeps_choices = False  # set by a caller that will call ``take_choices``
         self._choices: list[tuple[int, float]] = []  # one per step since the last ``take_choices``
         self._replayed: Iterator[DraftPlan] | None = None

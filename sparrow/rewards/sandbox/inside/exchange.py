@@ -100,8 +100,8 @@ _KINDS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any], Any]]]
 }
 
 
-# The first two are bases of every exception. The others would end a test's ``map`` or generator as
-# if it had finished.
+# Every exception derives from one of the first two. The others would end a test's ``map`` or
+# generator as if it had finished.
 _NEVER_RAISED = (BaseException, Exception, StopIteration, StopAsyncIteration, GeneratorExit)
 
 
