@@ -65,7 +65,7 @@ class Overheads:
     # additional seconds per sequence, for the lists of the 20 most likely tokens
     lists_s: float = 0.0
     read_fraction: float = 1.0  # share of Machine.read_bytes_s that the kernels reach
-    host_s: float = 0.0  # host seconds per sequence with its lists, overlapping with the device
+    host_s: float = 0.0  # host seconds per sequence and lists, overlapping with the device
 
 
 VLLM_H200 = Overheads(49.65e-6, 0.0, 1.191e-6, 4.985e-6, 0.9362, 47e-6)

@@ -33,11 +33,10 @@ START_LIMIT_S = 120.0
 """Seconds that a worker may take to import its libraries; generous, because imports are slow on a
 busy machine.
 """
-# number of comparisons after which a worker is replaced, because libraries' caches grow without
-# bound
+# comparisons after which a worker is replaced, because libraries' caches grow without bound
 RECYCLE = 5000
 WORKER = Path(__file__).with_name("math_worker")
-# number of characters at the end of a response in which a cut-off box command is sought
+# characters at the end of a response in which a cut-off box command is sought
 CUT_OFF_CHARS = 40
 PATIENCE_S = 0.5  # seconds after which a comparison no longer makes others wait
 # a comparison that gets no processor time is given up after this many times its limit

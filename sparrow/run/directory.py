@@ -138,9 +138,9 @@ class LoggedResponse:
 class TrainerState:
     """The part of a checkpoint other than weights, optimiser and random states."""
 
-    step: int  # number of finished steps
+    step: int  # finished steps
     cursor: int  # index of the next problem
-    schedule: SparsitySchedule  # the schedule for the next rollouts
+    schedule: SparsitySchedule  # schedule for the next rollouts
     steering: Row  # the state of everything that changes the schedule
 
     def save(self, folder: Path) -> None:

@@ -126,7 +126,7 @@ class DatasetTask:
                 content.update(_bytes(prompt, question.answer))
             seen.add(key)
 
-        self.digest = content.hexdigest()[:16]  # digest of the kept prompts and answers, in order
+        self.digest = content.hexdigest()[:16]  # digest of kept prompts and answers, in order
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         if not self._kept:
             raise ConfigError(

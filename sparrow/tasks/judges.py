@@ -33,7 +33,7 @@ class Judge:
     """A user's reward function, and how to call it according to its signature."""
 
     function: Callable[..., Any]
-    name: str  # the name as the user wrote it, for messages
+    name: str  # name as the user wrote it, for messages
     style: Style
     takes: tuple[str, ...]  # parameters that are passed by name
     needs: tuple[str, ...]  # parameters in ``takes`` that have no default

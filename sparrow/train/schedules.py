@@ -46,7 +46,7 @@ FALLEN = 0.5
 class Control(NamedTuple):
     """The last decision of the closed loop."""
 
-    schedule: SparsitySchedule  # the schedule for the next rollouts
+    schedule: SparsitySchedule  # schedule for the next rollouts
     room_steps: tuple[int, ...] = ()  # per length bin, the number of consecutive steps with room
     floor: tuple[int, ...] = ()  # per length bin, the top-k below which the bin is not lowered
 
