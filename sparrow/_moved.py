@@ -30,7 +30,7 @@ MODULES = {
     "sparrow.mode": "sparrow.decoding",
     "sparrow.terminal": "sparrow.cli.terminal",
 }
-"""Old name -> new name, for modules and for packages with everything in them."""
+"""Old name -> new name of modules, and of packages including their submodules."""
 
 ATTRIBUTES = {
     "sparrow.calibrate": {
@@ -56,9 +56,7 @@ ATTRIBUTES = {
         "sparrow.cost.shapes": {"MODEL_TYPES"},
     },
 }
-"""Module that names were moved out of -> module that the code is in now -> the names that were
-moved.
-"""
+"""Former module -> current module -> the names that were moved."""
 
 
 def new_name(module: str) -> str | None:
@@ -100,7 +98,7 @@ class _Finder(MetaPathFinder, Loader):
         old = module.__name__
         new = new_name(old)
         assert new is not None
-        _warn(old, new, level=3)  # frames of the import system do not count
+        _warn(old, new, level=3)  # the import statement: warnings skip the import system's frames
         sys.modules[old] = importlib.import_module(new)
 
 

@@ -54,7 +54,7 @@ def write_text(path: Path, text: str) -> None:
     Raises ConfigError: the file cannot be written.
     """
     with _writing(path):
-        if path.exists() and not path.is_file():  # a device or a pipe
+        if path.exists() and not path.is_file():  # a device or a pipe, which must not be replaced
             path.write_text(text, encoding="utf-8")
             return
         partial = path.with_name(path.name + ".partial")

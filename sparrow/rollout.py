@@ -19,12 +19,12 @@ from sparrow.errors import PromptError
 class Sampling:
     """Parameters of sampling."""
 
-    max_new_tokens: int  # responses are cut here (``finish_reason == "length"``)
+    max_new_tokens: int  # longer responses are cut (``finish_reason == "length"``)
     # softmax temperature of actor and policy; 0 is greedy, with log-probs at temperature 1
     temperature: float = 1.0
     top_n: int = 20  # length of the recorded lists of most likely tokens; 0 records none
     seed: int = 0  # samples are reproducible on the same engine and hardware
-    # one seed per prompt, so its samples do not depend on the other prompts of the same call; by
+    # one seed per prompt, so that its samples do not depend on the call's other prompts; by
     # default, seeds are derived from ``seed`` and the prompt's index
     seeds: Sequence[int] | None = None
     # Actor and policy both sample only from the ``top_k`` likeliest tokens, and among these only
@@ -91,7 +91,7 @@ class Rollout:
     # [T], the actor's log-prob of each sampled token at the sampling temperature
     logprobs: NDArray[np.float32]
     top_ids: NDArray[np.int32]  # [T, n], the actor's most likely tokens, best first
-    top_logprobs: NDArray[np.float32]  # [T, n], their log-probs
+    top_logprobs: NDArray[np.float32]  # [T, n], log-probs of ``top_ids``
     # ``"stop"`` if an end-of-sequence token was sampled, ``"length"`` if the limit was reached
     finish_reason: Literal["stop", "length"]
     # only with ``mode=auto``; in other modes all tokens are sampled in the same way
@@ -108,9 +108,9 @@ class Rollout:
 class Scores:
     """Log-probs of a rollout's tokens under one model and schedule, at one temperature."""
 
-    logprobs: NDArray[np.float32]  # [T], of the response tokens
-    top_logprobs: NDArray[np.float32]  # [T, n], of the rollout's ``top_ids``
-    entropy: NDArray[np.float32]  # [T], of the whole distribution, in nats
+    logprobs: NDArray[np.float32]  # [T], log-probs of the response tokens
+    top_logprobs: NDArray[np.float32]  # [T, n], log-probs of the rollout's ``top_ids``
+    entropy: NDArray[np.float32]  # [T], entropy of the whole distribution, in nats
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,11 @@ class Standing:
     # mass of the likelier tokens, and of equally likely ones with smaller ids
     before: NDArray[np.float64]
     p: NDArray[np.float64]  # the token's own probability
-    entropy: NDArray[np.float64]  # of the distribution, in nats
-    common: NDArray[np.float64]  # mass of all tokens with at least the given probability
-    is_common: NDArray[np.bool_]  # whether the token is one of these
-    raw_logprobs: NDArray[np.float64]  # at temperature 1 and without truncation
+    entropy: NDArray[np.float64]  # entropy of the distribution, in nats
+    # mass of the common tokens, which have at least the given probability
+    common: NDArray[np.float64]
+    is_common: NDArray[np.bool_]  # whether the token is a common one
+    raw_logprobs: NDArray[np.float64]  # log-probs at temperature 1 and without truncation
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,9 @@ class TopLists:
     truncation.
     """
 
-    logprobs: NDArray[np.float32]  # [T], of the rollout's own tokens
-    top_ids: NDArray[np.int32]  # [T, n], best first
-    top_logprobs: NDArray[np.float32]  # [T, n]
+    logprobs: NDArray[np.float32]  # [T], log-probs of the rollout's own tokens
+    top_ids: NDArray[np.int32]  # [T, n], the likeliest tokens, best first
+    top_logprobs: NDArray[np.float32]  # [T, n], log-probs of ``top_ids``
 
 
 def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:

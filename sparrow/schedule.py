@@ -31,7 +31,7 @@ LandmarkDtype = Literal["auto", "fp8_e4m3"]
 BUDGET_UNIT = 256
 LARGEST_BUDGET = 64
 PAGE_LAYOUT = ("page_size", "sink_pages", "recent_pages", "landmark_dtype")
-"""The fields of a schedule that describe pages but not their number: the fields of
+"""Fields of a schedule that describe pages but not their number, the same as in
 ``attention.PageLayout``.
 """
 
@@ -45,19 +45,19 @@ class SparsitySchedule:
 
     # pages kept by score in each length bin; the last entry also applies to all longer lengths
     top_k: tuple[int, ...]
-    # width of a length bin in tokens; a length belongs to bin ``ceil(length / page_size) *
-    # page_size // bin_tokens``. With 16 and 2,000, the edges are exactly the published ones
-    # (lengths are rounded up to whole pages)
+    # width of a length bin in tokens. Lengths are first rounded up to whole pages: the bin of a
+    # length is ``ceil(length / page_size) * page_size // bin_tokens``. With pages of 16 tokens and
+    # bins of 2,000, the edges are exactly the published ones
     bin_tokens: int = 2000
     page_size: int = 16  # tokens in a page
     sink_pages: int = 1  # pages always kept at the start of the sequence
     recent_pages: int = 2  # pages always kept at the end, including the partly filled one
-    dense_layers: tuple[int, ...] = (0, 1)  # layers that always attend to everything
-    # pages' mean keys are stored in the cache's dtype or in 8 bits
+    dense_layers: tuple[int, ...] = (0, 1)  # layers that always attend to all tokens
+    # format of landmarks (pages' mean keys): the cache's dtype or 8 bits
     landmark_dtype: LandmarkDtype = "auto"
-    # factors of ``top_k``: one row for each layer of the model, including dense layers, with a
-    # number for each kv head. Their mean over the sparse layers is 1, so ``top_k`` is the mean
-    # number of pages. Empty: all heads have the same budget
+    # factors that multiply ``top_k``: one row per layer of the model, including dense layers, with
+    # one factor per KV head. Their mean over the sparse layers is 1, so ``top_k`` is the mean
+    # number of pages. If empty, all heads have the same budget
     head_budgets: tuple[tuple[float, ...], ...] = ()
     # where the table comes from: a preset's name, or the model, data and intervals of a calibration
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)

@@ -27,7 +27,7 @@ MAX_GROUP = 16
 MAX_PAGES = 16384
 CACHES_IN_8_BITS = (FP8, torch.int8)
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs that convert e4m3
-PLAN_ENTRY = 8  # numbers in an entry of the plan, listed in ``division``
+PLAN_ENTRY = 8  # numbers per entry of the plan; ``division`` lists them
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class DecodeWorkspace:
         self.max_pages = max_pages
 
         items = max_batch * kv_heads
-        # No launch makes this many parts.
+        # An upper bound: no launch divides its rows into this many parts.
         parts = items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads
         # Scores, later overwritten with the ids of the kept pages; row lengths are multiples of 16
         # to keep loads aligned.
@@ -191,7 +191,7 @@ class DecodeWorkspace:
         self.partial = torch.empty(parts, group, head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(parts, 2, group, dtype=torch.float32, device=device)
         self.plan = torch.empty(parts // kv_heads, PLAN_ENTRY, dtype=torch.int32, device=device)
-        # Numbers of programs that have arrived at an item, for ranking and for attention; every
+        # Count the programs that have reached each item, for ranking and for attention. Every
         # launch resets its counters to zero.
         self.counters = torch.zeros(2, items, dtype=torch.int32, device=device)
 

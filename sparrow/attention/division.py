@@ -30,11 +30,11 @@ SIZES = tl.constexpr(16)  # number of candidate sizes for the parts of a batch
 class Division:
     """Requirements of a launch for the plan."""
 
-    # programs for further parts of rows, beyond one per item; a multiple of the number of kv heads
+    # programs for additional parts, beyond one per item; a multiple of the number of KV heads
     extra_programs: int
     resident_programs: int  # programs that run at the same time
     part_tokens: int  # minimum number of kept tokens per part
-    ranks: bool  # whether a row's first program ranks the pages while the row's others wait
+    ranks: bool  # whether a row's first program ranks the pages while its other programs wait
 
 
 def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -> None:
@@ -122,7 +122,7 @@ def plan_kernel(
     low = tl.maximum(
         tl.maximum(MIN_PART, total // (count + extra)), tl.maximum(whole, total // resident)
     )
-    # At this size, at most ``extra`` further parts are needed, whatever the lengths.
+    # At this size, at most ``extra`` additional parts are needed, whatever the lengths.
     high = tl.maximum(low, total // extra + 1)
     size_S = high - (high - low) // (SIZES - 1) * tl.arange(0, SIZES)
     needed_S = tl.sum(tl.maximum(tokens_R - 1, 0)[:, None] // size_S[None, :], 0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 INT8_MAX = 127
 BIAS = 127  # the byte for exponent 0
-NOT_FINITE = 255  # the byte for a vector with an infinite or NaN element: every element reads NaN
+NOT_FINITE = 255  # byte of a vector with an infinite or NaN element; all its elements read as NaN
 
 
 def exponent_limits(dtype: torch.dtype) -> tuple[int, int]:
@@ -38,7 +38,7 @@ def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     bits = x.abs().amax(-1).contiguous().view(torch.int32)
     # 127 * 2^e is 1.984375 * 2^(e + 6), and its mantissa bits are 0x7E0000. Adding 0x1FFFF carries
-    # into the exponent exactly for larger mantissas.
+    # into the exponent if and only if the mantissa is larger.
     exponent = ((bits + 0x1FFFF) >> 23) - 6
     exponent = exponent.clamp(least + BIAS, most + BIAS).masked_fill(bits >= 0x7F800000, NOT_FINITE)
     codes = (x / scale_of(exponent)[..., None]).round().clamp(-INT8_MAX, INT8_MAX).nan_to_num(0.0)

@@ -25,9 +25,7 @@ FP8_MAX = torch.finfo(FP8).max
 ALL_PAGES = 2**30
 """A number of pages that means all pages of any sequence, whatever a head's relative budget."""
 BUDGET_UNIT = 256
-"""Relative budgets are multiples of 1 / 256, and products are rounded half up in all
-implementations.
-"""
+"""Relative budgets are multiples of 1 / 256. All implementations round products half up."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ def select_pages(
     if most == 0:
         return always[:, None].expand_as(scores_BKTN)
 
-    # Of the pages that score exactly the threshold, keep the first until ``top_k`` are kept.
+    # Among pages whose score equals the threshold, keep the first ones until ``top_k`` are kept.
     best = scores.topk(most, dim=-1).values
     threshold = best.gather(-1, (k_BKT1 - 1).clamp(min=0).expand(*scores.shape[:-1], 1))
     above = scores > threshold

@@ -16,8 +16,9 @@ from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Rollout, Sampling, Standing, TopLists, derived_seed
 
 Logprobs = Literal["processed", "raw", "none"]
-"""The log-probs that the engine reports: after temperature and truncation, at temperature 1 without
-truncation, or none that could be compared."""
+"""``processed``: the engine reports log-probs after temperature and truncation. ``raw``: at
+temperature 1 without truncation. ``none``: it reports none that could be compared.
+"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Audit:
     verdict: Verdict
     sampling: Sampling
     prompts: int
-    tokens: int  # tokens of the tested arm
+    tokens: int  # number of tokens in the tested arm
     dense_tokens: int | None
     tested_counters: dict[str, Any]  # the tested engine's counters, from ``Counters.to_dict``
 

@@ -56,14 +56,15 @@ LEAST_SEQUENCES = 30
 MOVED = (0.4330127, 0.4303315, 0.4299346, 0.4298850)
 """Half the mean absolute value of each of the four polynomials.
 
-A mean of delta corresponds to a density 1 + delta h(u), in which the share delta MOVED of all
-tokens has moved elsewhere."""
+A mean of delta corresponds to a density 1 + delta h(u), in which a share ``delta * MOVED`` of all
+tokens has moved."""
 
 ROUNDING_RATIO = 2.0
 ROUNDING_FLOOR = 1e-4
-"""Reported log-probs may differ from scored log-probs by ``ROUNDING_RATIO`` times as much as in the
-dense arm, plus the floor (in nats), because a pass over several tokens adds in a different order
-from a pass over one token."""
+"""Reported log-probs may deviate from scored ones by ``ROUNDING_RATIO`` times the dense arm's
+deviation plus this floor (in nats), because a pass over several tokens sums in a different order
+than a pass over one token.
+"""
 
 COMMON = 0.02
 """Tokens with at least this probability are counted individually in repeated contexts."""
@@ -80,22 +81,22 @@ class Tokens:
     excluded by truncation has ``p`` 0 and ``before`` 1; a token whose rank is unknown has nan.
     """
 
-    before: Floats  # [T], mass of the tokens sorted before this token, most likely first
+    before: Floats  # [T], mass of the tokens before this one, sorted by descending probability
     p: Floats  # [T], the token's probability
     entropy: Floats  # [T], entropy of the distribution, in nats
     sequence: Ints  # [T], number of the token's sequence, ascending
     # [T], the token's position in its draft cycle, from 0; -1 for tokens from a prefill or a step
     # without drafts. None if no positions are known.
     place: Ints | None = None
-    # [T] each, or None if contexts are not compared: the token; the number of its context, which
-    # tokens with the same preceding tokens share; the mass of tokens with at least the probability
-    # ``COMMON``; and whether the token is one of these
+    # Each [T], or None if contexts are not compared: the token; the id of its context, which tokens
+    # with the same preceding tokens share; the total probability of the common tokens (those with a
+    # probability of at least ``COMMON``); whether this token is common.
     token: Ints | None = None
     context: Ints | None = None
     common: Floats | None = None
     is_common: Flags | None = None
     reported: Floats | None = None  # [T], the log-prob that the engine reported
-    scored: Floats | None = None  # [T], the dense model's log-prob of the same kind
+    scored: Floats | None = None  # [T], the same log-prob, computed by the dense model
 
     def __len__(self) -> int:
         return len(self.p)
@@ -121,7 +122,7 @@ class Finding:
     place: str  # ``"all"``, or the position in the cycle
     unit: Unit
     tested: Mean
-    dense: Mean | None  # None without a dense arm
+    dense: Mean | None  # None if there is no dense arm
     difference: float  # tested mean minus dense mean; without a dense arm, the tested mean
     detectable: float  # a difference of this size would have been found with probability ``POWER``
     p_value: float
@@ -136,8 +137,8 @@ class Verdict:
     reasons: tuple[str, ...]
     findings: tuple[Finding, ...]
     level: float  # the probability of calling an exact engine biased
-    resolution: float  # the largest detectable share with which an engine may be called exact
-    detectable: float  # the share of tokens, moved to likelier ranks, that would have been detected
+    resolution: float  # the largest ``detectable`` at which an engine may be called exact
+    detectable: float  # the share of tokens that, moved to likelier ranks, would have been detected
     notes: tuple[str, ...] = field(default=())  # what could not be tested
 
     def to_dict(self) -> dict[str, Any]:
@@ -169,7 +170,7 @@ def audit(
             without this arm, rounding differences between engine and scorer count as bias.
         seed: seed of the numbers U.
     """
-    notes: list[str] = []  # ``_tests`` adds to them
+    notes: list[str] = []  # ``_tests`` appends to this list
     tests = _tests(tested, dense, np.random.default_rng(seed), notes)
     raw = [each for each in tests if each.tested.tokens]
     corrected = holm(np.array([each.p_value for each in raw]))
@@ -477,7 +478,7 @@ def _detectable(test: _Test, level: float) -> float:
     """Compute the difference that the strictest step of the correction finds with probability
     ``POWER``.
     """
-    if test.error == 0:  # no event was observed, but a share of this size would have been
+    if test.error == 0:  # no event was observed; with this share, one would have been
         return -log(level) / max(test.tested.tokens, 1)
     normal = NormalDist()
     threshold = -normal.inv_cdf(level if test.name == _REPORTED else level / 2)

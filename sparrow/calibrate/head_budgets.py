@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 By = Literal["layers", "heads"]
-UNITS = 16  # units of pages in the mean budget
+UNITS = 16  # the mean budget is divided into this many units
 # Every layer is assumed to lose at least this share of the acceptance that the most sensitive layer
 # loses.
 LEAST = 0.01

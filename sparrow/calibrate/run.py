@@ -82,7 +82,7 @@ def calibrate_engine(
         )
     fewest = min(budgets)
     tau = Tau(target, relative)
-    ceiling: tuple[BinMismatch, ...] = ()  # for the last rollouts, if they had been dense
+    ceiling: tuple[BinMismatch, ...] = ()  # tails of the last rollouts if they had been dense
 
     def search(
         number: int, behaviour: SparsitySchedule, trials: Sequence[SparsitySchedule]

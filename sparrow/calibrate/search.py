@@ -19,10 +19,10 @@ from sparrow.mismatch import PercentileInterval, percentile_by_bin_interval, pla
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PERCENTILE = 5
-MIN_SEQUENCES = 20  # with fewer, p5 has no confidence interval
+MIN_SEQUENCES = 20  # with fewer sequences, p5 has no confidence interval
 # Budgets further apart than this factor are bisected before p5 is interpolated between them.
 WIDE = 1.5
-STEP = 4 / 3  # factor of the first step away from a budget that is too small or larger than needed
+STEP = 4 / 3  # factor of the first change to a budget that is too small or needlessly large
 
 
 class Acceptance(NamedTuple):
@@ -36,11 +36,11 @@ class Acceptance(NamedTuple):
 
 
 Measure = Callable[[SparsitySchedule], Acceptance]
-"""A function that returns the actor's acceptance under a schedule, always on the same trajectories,
-which the caller chose.
+"""Returns the actor's acceptance under a schedule. Every call measures the same trajectories, which
+the caller chose.
 """
 
-# for every pass: from top-k by bin to tail by bin
+# for every pass, maps the bins' top-k values to the bins' tails
 Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]
 
 
@@ -48,15 +48,16 @@ Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]
 class BinChoice:
     """The budget chosen in one length bin, and the evidence for it."""
 
-    # lengths in tokens; the first may span several bins of the schedule, see ``calibrate``
+    # range of lengths in tokens; the first range may span several bins of the schedule, see
+    # ``calibrate``
     start: int
     end: int
-    top_k: int  # pages in the schedule
-    # p5 at that budget and its confidence interval, interpolated; NaN for a dense bin
+    top_k: int  # pages kept by score in this bin
+    # interpolated p5 at that budget, with its confidence interval; NaN for a dense bin
     p5: float
     lower: float
     upper: float
-    # the sample that p5 and its interval were computed from
+    # size of the sample from which p5 and its interval were computed
     n_tokens: int
     n_sequences: int
     # whether the bin alone had too few tokens; if so, shorter lengths were pooled in, and 1.5 times
@@ -74,7 +75,7 @@ class Calibration:
 
     schedule: SparsitySchedule  # dense beyond the last measured bin
     bins: tuple[BinChoice, ...]  # one choice per measured bin
-    curves: Curves  # the tail by bin, for every pass
+    curves: Curves  # the tails of the bins in every pass
 
 
 def calibrate(
@@ -122,8 +123,8 @@ def calibrate(
         )
     layout = trials[0].replace(provenance={})
     curves: Curves = {}
-    judged: Curves = {}  # the same curves on the target's scale
-    thin: dict[int, bool] = {}  # from bin to whether it has too few tokens; the same in every pass
+    judged: Curves = {}  # ``curves`` on the target's scale
+    thin: dict[int, bool] = {}  # whether a bin has too few tokens, which is the same in every pass
 
     def tails(acceptance: Acceptance) -> tuple[PercentileInterval, ...]:
         bins = _joined(acceptance, layout.bin_tokens)
@@ -187,7 +188,7 @@ def _table(bins: Iterable[int], pages: Iterable[int]) -> tuple[int, ...]:
     return tuple(rising[i] for i in np.searchsorted(measured, range(measured[-1] + 1)))
 
 
-Tried = dict[int, PercentileInterval]  # for one bin: from top-k to tail, by rising top-k
+Tried = dict[int, PercentileInterval]  # maps top-k to the tail of one bin, in ascending order
 
 
 def _by_bin(curves: Curves) -> list[Tried]:
@@ -257,7 +258,7 @@ def _bin_choice(
             (1 + fails) * ((1 + top_k) / (1 + fails)) ** ((target - low) / (high - low)) - 1
         )
     if borrowed:
-        # The pooled shorter lengths raise the measured tail above the bin's own.
+        # Pooling in shorter lengths raises the measured tail above the bin's own.
         top_k = min(ALL_PAGES, math.ceil(WIDE * top_k))
     top_k = max(top_k, at_least)
     p5, lower, upper = (
@@ -313,7 +314,7 @@ def _tail(
             first -= 1
         alpha = acceptance.alpha[inside]
         sequence = acceptance.sequence[inside]
-        # puts all pooled tokens into a single bin
+        # With position 0, all pooled tokens are in one bin.
         position = np.zeros(len(alpha), np.int64)
         (interval,) = percentile_by_bin_interval(
             alpha, position, sequence, 1, PERCENTILE, seed=seed

@@ -91,8 +91,8 @@ def parse(argv: list[str]) -> Command:
     if argv[:1] == ["train"] and [a for a in argv if a in ("--resume", "--no-resume")][-1:] == [
         "--resume"
     ]:
-        # Settings that the command line leaves out keep their recorded values; one kind of tau
-        # replaces the other.
+        # Settings that the command line leaves out keep their recorded values, except that ``tau``
+        # and ``relative_tau`` replace each other.
         given = {argument.partition("=")[0].replace("_", "-") for argument in argv}
         other = {"--tau": "--relative-tau", "--relative-tau": "--tau"}
         before = [
@@ -115,7 +115,7 @@ def parse(argv: list[str]) -> Command:
             ),
             config=(tyro.conf.ConsolidateSubcommandArgs,),
         )
-    except ConfigError as error:  # an option out of range
+    except ConfigError as error:  # an option's value is out of range
         _stop(error, code=2)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sparrow.mismatch import BinMismatch, MismatchReport
     from sparrow.mismatch.tau import Span, Tau
 
-QUIET_S = 30.0  # phases are shown too if steps take longer than this
+QUIET_S = 30.0  # if steps take longer than this, their phases are shown too
 
 
 class Progress:

@@ -27,19 +27,22 @@ from sparrow.cost.shapes import ModelShape
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 
-STATE_BYTES = 12  # per parameter between steps: float32 weight and AdamW's two moments
+STATE_BYTES = 12  # bytes per parameter between steps: a float32 weight and AdamW's two moments
 GRADIENT_BYTES = 4
-# for one chunk of logits in the log-prob pass: 4096 tokens by 152K words, float32, three times
+# memory of one chunk of logits in the log-prob pass: three float32 copies of 4096 tokens by 152K
+# words
 HEAD_BYTES = 7.5e9
-# per token and unit of width while a layer is computed, plus 2 for every layer that is kept
+# activation bytes per token and unit of width in the layer being computed; every layer that is kept
+# adds 2
 LAYER_BYTES = 34
-LINK_BYTES_S = 350e9  # between GPUs of one host
-NETWORK_BYTES_S = 40e9  # from one GPU to another host
-HOST_BYTES_S = 13e9  # between a GPU and its host's memory, as measured in vLLM's sleep and wake
-# measured seconds per response token, for sending the tokens to all processes after the rollout, and
-# once more with their log-probs
+LINK_BYTES_S = 350e9  # bandwidth between GPUs of one host
+NETWORK_BYTES_S = 40e9  # bandwidth from a GPU to another host
+HOST_BYTES_S = 13e9  # bandwidth between a GPU and host memory, as measured in vLLM's sleep and wake
+# measured seconds per response token to send the tokens to all processes twice: after the rollout,
+# and again with their log-probs
 GATHER_S = 1.4e-6
-# share of a GPU's memory that vLLM uses by default; weights and KV get MEMORY_FRACTION of it
+# share of a GPU's memory that vLLM uses by default; MEMORY_FRACTION is the part for weights and KV
+# cache
 VLLM_SHARE = 0.9
 # share of a GPU's memory that an engine and the training state may fill; the driver and NCCL need
 # the rest
@@ -112,7 +115,7 @@ class Plan:
     memory: Memory
     dense: Step
     sparse: Step | None  # None without a schedule
-    lossless: Step | None = None  # None without the drafts' acceptance
+    lossless: Step | None = None  # None if the drafts' acceptance is not given
 
 
 def fit(
@@ -143,7 +146,7 @@ def fit(
     width = shape.heads * shape.head_dim
     state = STATE_BYTES * parameters / cluster.gpus
     gradients = GRADIENT_BYTES * parameters / cluster.gpus
-    # three layers in bf16: the current layer, the next, and the gradient of the last
+    # Three layers in bf16: the current layer, the next, and the gradient of the previous one.
     gathered = 3 * 2 * parameters / shape.layers
     kept = 2 * shape.layers + LAYER_BYTES if recompute else LAYER_BYTES * shape.layers
     activations = max(token_budget, longest) * width * kept + HEAD_BYTES + gathered

@@ -39,14 +39,14 @@ class TrainedDrafter:
     """A drafter with some layers as wide as the model's, and an output layer."""
 
     name: str
-    drafts: int  # tokens of a cycle
-    passes: int  # in which it drafts them
+    drafts: int  # tokens drafted per cycle
+    passes: int  # the drafter's forward passes per cycle
     layers: int
-    output_share: float  # of the model's output layer
+    output_share: float  # size of the drafter's output layer, relative to the model's
 
 
 EAGLE3 = TrainedDrafter("EAGLE-3", 3, 3, 1, 0.21)
-"""One layer, and 32,000 of the 151,936 words of Qwen3, as published heads have."""
+"""One layer, with an output layer for 32,000 of Qwen3's 151,936 tokens, as in published heads."""
 DSPARK = TrainedDrafter("DSpark", 7, 1, 5, 1.0)
 """A block drafter of five layers, as published; its Markov head is left out."""
 TRAINED = (EAGLE3, DSPARK)
@@ -69,7 +69,7 @@ def break_even(
     plain = replace(overheads, lists_s=0.0, host_s=0.0)
     dense_s = decode_step(shape, machine, length, None, plain).seconds
 
-    # A drafter's layers are dense, also for a mixture.
+    # A drafter's layers are dense even if the model is a mixture of experts.
     layer = (shape.active_weights - shape.output) / shape.layers
     output = drafter.output_share * shape.output
     head = replace(
@@ -81,9 +81,9 @@ def break_even(
         attention_layers=None,
         state_bytes=0.0,
     )
-    one_token = replace(plain, row_s=0.0)  # a cycle is scheduled once
+    one_token = replace(plain, row_s=0.0)  # a cycle is scheduled once, which ``dense_s`` includes
     pass_s = decode_step(head, machine, length, None, one_token).seconds
-    further = length.size * (drafter.drafts - drafter.passes)  # tokens beyond one per pass
+    further = length.size * (drafter.drafts - drafter.passes)  # drafted tokens beyond one per pass
     drafting_s = drafter.passes * pass_s + flops_s(head, machine, further) / cycle.peak_share
 
     drafts = length.size * drafter.drafts

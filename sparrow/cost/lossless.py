@@ -32,10 +32,10 @@ from sparrow.decoding import DraftWeights, acceptance_at
 from sparrow.errors import ConfigError
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
-REFERENCE_TOKENS = 1024  # the draft budget at which an acceptance is given
-WORTHWHILE = 1.15  # a smaller rollout speed-up is within the error of these predictions
+REFERENCE_TOKENS = 1024  # the draft budget, in tokens, for which an acceptance is given
+WORTHWHILE = 1.15  # a smaller rollout speed-up is within the predictions' error
 DRAFT_TOKENS = (2, 4, 8, 16)
-# pages of 16 tokens, besides the sink page and the two recent pages, in every layer
+# pages of 16 tokens in every layer, besides the sink page and the two recent pages
 DRAFT_PAGES = (
     29,
     61,
@@ -48,13 +48,14 @@ DRAFT_PAGES = (
 class Cycle:
     """Costs of a cycle beyond the bytes of its steps and a dense step's overheads."""
 
-    # seconds per layer of a draft step, instead of all ``Overheads``; a draft is one CUDA graph
+    # seconds per layer of a draft step, which replace all ``Overheads`` because a draft is one CUDA
+    # graph
     draft_layer_s: float
-    # share of the machine's peak FLOP/s that the additional tokens of a verification reach
+    # share of the machine's peak FLOP/s that a verification reaches for its additional tokens
     peak_share: float
-    # additional seconds per layer of a draft step in fp8, which has to round its activations
+    # additional seconds per layer of an fp8 draft step, which has to round its activations
     fp8_layer_s: float = 0.0
-    fp8_share: float = 1.0  # read bandwidth of weights in fp8 steps, as a share of other steps'
+    fp8_share: float = 1.0  # bandwidth for reading weights in fp8 steps, relative to other steps
 
 
 # Fitted to benchmarks/results/lossless_*.json by benchmarks/fit_lossless.py.
@@ -96,7 +97,7 @@ class Drafting:
     acceptance.
     """
 
-    tokens: int  # k; 0 is plain dense decoding
+    tokens: int  # drafts per cycle (k); 0 is plain dense decoding
     schedule: SparsitySchedule  # schedule of the draft steps
     acceptance: float  # mean probability that a draft is accepted, in [0, 1]
     weights: DraftWeights = "auto"  # weights of the draft steps
@@ -133,8 +134,8 @@ def lossless_step(
         layer_s += cycle.fp8_layer_s + copy_s * (1 / cycle.fp8_share - 1) / shape.layers
     graph = replace(plain, layer_s=layer_s, sparse_layer_s=0.0, row_s=0.0)
 
-    # Only fewer bytes are read: fp8 products are assumed to cost as much as 16-bit products, and
-    # scales are ignored.
+    # Fp8 saves only bytes: its products are assumed to cost as much as 16-bit ones, and scales are
+    # ignored.
     read = shape.weight_bytes - copied / shape.weights
     drafts = replace(shape, weight_bytes=read)
     parts = [decode_step(drafts, machine, length, drafting.schedule, graph)] * drafting.tokens
@@ -211,7 +212,7 @@ class LosslessPrediction:
 
     drafting: Drafting
     rollout: RolloutEstimate
-    speedup: float  # compared with the dense rollout
+    speedup: float  # speed-up over the dense rollout
 
 
 def predict_lossless(

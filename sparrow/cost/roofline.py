@@ -19,13 +19,15 @@ from sparrow.cost.shapes import ModelShape
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 
-# share of device memory for weights and KV; predicts the H200's known KV capacities within 4 %
+# share of device memory for weights and KV cache; predicts the H200's known KV capacities within 4
+# %
 MEMORY_FRACTION = 0.85
-PREFILL_MFU = 0.5  # assumed share of the peak FLOP/s
-# for the trainer's log-probs and update, as measured by benchmarks/grpo_step.py
+PREFILL_MFU = 0.5  # assumed share of the peak FLOP/s that prefill reaches
+# shares of the peak FLOP/s in the trainer's log-prob passes and updates, as measured by
+# benchmarks/grpo_step.py
 SCORE_MFU = 0.24
 UPDATE_MFU = 0.28
-CHUNK = 256  # decode steps predicted at once, at their middle length
+CHUNK = 256  # decode steps predicted together, at the length in their middle
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Machine:
     """
 
     name: str
-    hbm_bytes_s: float  # according to the data sheet
-    read_bytes_s: float  # reached by a plain read
+    hbm_bytes_s: float  # bandwidth according to the data sheet
+    read_bytes_s: float  # bandwidth that a plain read reaches
     # dense bf16 FLOP/s according to the data sheet, half of the figure "with sparsity"
     flops: float
     memory_bytes: float
@@ -63,7 +65,7 @@ class Overheads:
     # additional seconds per sequence, for the lists of the 20 most likely tokens
     lists_s: float = 0.0
     read_fraction: float = 1.0  # share of Machine.read_bytes_s that the kernels reach
-    host_s: float = 0.0  # host seconds per sequence and its lists, parallel to the device
+    host_s: float = 0.0  # host seconds per sequence and lists, overlapping with the device
 
 
 VLLM_H200 = Overheads(49.65e-6, 0.0, 1.191e-6, 4.985e-6, 0.9362, 47e-6)
@@ -77,12 +79,12 @@ class StepCost:
     """
 
     weight_bytes: float
-    kv_bytes: float  # and those of the states of linear attention, read and written
+    kv_bytes: float  # includes the states of linear attention, which are read and written
     landmark_bytes: float
     overhead_s: float
     weight_s: float
     attention_s: float
-    seconds: float  # the sum
+    seconds: float  # sum of the seconds above
 
 
 def decode_step(
@@ -151,8 +153,8 @@ class RolloutEstimate:
     overhead_s: float
     weight_s: float
     attention_s: float
-    prefill_s: float  # for prompts, and for responses recomputed after preemption
-    seconds: float  # the sum
+    prefill_s: float  # prefill of prompts, and of responses recomputed after preemption
+    seconds: float  # sum of the seconds above
     drain_s: float  # the part of ``seconds`` after the last response entered the batch
     tokens: int
     mean_batch: float
@@ -222,8 +224,9 @@ def simulate_rollout(
             f"{need}, which has room for {capacity}; use a larger Machine or shorter responses"
         )
 
-    waiting = deque((prompt, int(n)) for n in final)  # cached tokens, tokens left to sample
-    # the same two numbers for running responses
+    # For waiting responses: cached tokens, and tokens left to sample.
+    waiting = deque((prompt, int(n)) for n in final)
+    # For running responses: cached tokens, and tokens left to sample.
     length = np.empty(0, np.int64)
     left = np.empty(0, np.int64)
     spent = np.zeros(3)
@@ -290,7 +293,7 @@ class Prediction:
 
     dense: RolloutEstimate
     sparse: RolloutEstimate
-    train_s: float  # the rest of the RL step
+    train_s: float  # seconds for the rest of the RL step
     speedup: float  # speed-up of the rollout
     step_speedup: float
 

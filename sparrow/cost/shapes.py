@@ -60,14 +60,15 @@ class ModelShape:
     head_dim: int
     weights: int  # parameters that a decode step can read: all but an untied input embedding
     embedding: int = 0  # parameters of an untied input embedding; a step reads only B rows of it
-    weight_bytes: float = 2.0  # per parameter
-    # per cached element; 1 for an fp8 cache, 1 + 1 / head_dim for an int8 cache with its scales
+    weight_bytes: float = 2.0  # bytes per parameter
+    # bytes per cached element; 1 for an fp8 cache, 1 + 1 / head_dim for an int8 cache with its
+    # scales
     kv_bytes: float = 2.0
     context: int | None = None  # maximum number of tokens in a sequence
     output: int = 0  # parameters of the output layer, included in ``weights``
-    experts: Experts | None = None  # their parameters are included in ``weights``
-    attention_layers: int | None = None  # layers with a KV cache; None: all
-    # bytes of a sequence's states in layers of linear attention, which a step reads and writes
+    experts: Experts | None = None  # ``weights`` includes their parameters
+    attention_layers: int | None = None  # number of layers with a KV cache; None if all have one
+    # bytes per sequence of linear attention's states, which a step reads and writes
     state_bytes: float = 0.0
 
     @property
@@ -172,7 +173,7 @@ def _attention_weights(config: Mapping[str, Any], heads: int, kv_heads: int, hea
     qkv = (heads + 2 * kv_heads) * head_dim
     weights = hidden * (qkv + heads * head_dim + 2)
     if kind == "qwen2":
-        weights += qkv  # biases
+        weights += qkv  # biases of the query, key and value projections
     if kind in ("qwen3", "qwen3_moe") or config.get("use_qk_norm"):
         weights += 2 * head_dim
     if config.get("attention_bias"):
@@ -187,7 +188,7 @@ def _expert_sizes(config: Mapping[str, Any]) -> tuple[str, ...]:
     kind = config["model_type"]
     if kind not in MIXTURE_TYPES:
         return ()
-    # transformers saves some configs with another name than the one that models are published with
+    # For some models, transformers saves a different name from that in published configs.
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     count = next((name for name in names if config.get(name) is not None), names[0])
     width = "intermediate_size" if kind == "mixtral" else "moe_intermediate_size"

@@ -36,8 +36,8 @@ class Counters:
     acceptance: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
     # acceptance that ``meter_schedule`` would have had at the first drafts of some cycles
     metered: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
-    # the choices of an engine that adapts its drafts, in the order of its steps: the number of
-    # tokens to draft, the drafts' budget as a multiple of their schedule, and the number of steps
+    # the choices of an engine that adapts its drafts, in the order of its steps: (tokens to draft,
+    # the drafts' budget as a multiple of their schedule, number of steps)
     choices: tuple[tuple[int, float, int], ...] = field(default=(), compare=False)
 
     def __add__(self, other: Counters) -> Counters:

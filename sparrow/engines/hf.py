@@ -48,9 +48,11 @@ from sparrow.model.unread import unread
 from sparrow.rollout import Rollout, Sampling, Scores, Standing, derived_seed, split
 from sparrow.schedule import SparsitySchedule
 
-LOOKED_AT = 64  # tokens of a response whose attention is measured
+LOOKED_AT = 64  # number of tokens per response whose attention is measured
 DECODE_TOKENS = 2**19
-"""The most tokens in a batch at its greatest length, such as 128 sequences of 4,096 tokens."""
+"""Maximum number of tokens in a batch once all its sequences have their full length, such as 128
+sequences of 4,096 tokens.
+"""
 
 
 class HFEngine(Engine, Scorer, Ranker):
@@ -453,7 +455,7 @@ def load_model(
             output_loading_info=True,
         )
     except Exception as error:
-        # transformers, safetensors, tokenizers and the hub raise many unrelated types.
+        # transformers, safetensors, tokenizers and the hub raise many unrelated exceptions.
         raise ConfigError(
             f"cannot load model {name!r} ({_reason(error)}); give the path of a complete local "
             "checkpoint folder, or a hub name if the hub can be reached"

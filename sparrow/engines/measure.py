@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 SHORTEST_LISTS = 20
 LONGEST_LISTS = 1280
 LENGTHEN = 4
-"""Lengths of the actor's lists of tokens if no length is given: the initial and the greatest one,
-and the factor by which lists grow as long as they do not show whether the target is met.
+"""If no length is given for the actor's lists of tokens, they start with ``SHORTEST_LISTS`` tokens
+and grow by this factor, up to ``LONGEST_LISTS``, until they show whether the target is met.
 """
 
 

@@ -24,7 +24,7 @@ class Kind:
 
     names: tuple[str, ...]  # a spec of this engine begins with one of these names
     start: str  # the function that starts the engine from an ``Asked``, as module:function
-    takes: Literal["nothing", "options", "address"]  # what follows the name
+    takes: Literal["nothing", "options", "address"]  # what may follow the name in a spec
     # The engine samples with the loaded model itself, not with a copy. It can therefore also score,
     # skip verification at some lengths, and change the head budgets.
     shares_model: bool = False
@@ -67,7 +67,7 @@ KINDS = (
         length_option="max_model_len",
     ),
 )
-"""A spec belongs to the first kind that claims it."""
+"""The kinds of engine. A spec belongs to the first kind that claims it."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Asked:
 
     spec: EngineSpec
     checkpoint: str  # the model's folder or hub name
-    model: Any  # the same model, loaded by transformers
+    model: Any  # the model, as loaded by transformers
     tokenizer: Any
     decoding: Decoding
     precision: Literal["fp32", "bf16"]

@@ -26,7 +26,7 @@ from sparrow.tasks import Problem
 from sparrow.tasks.prompts import encode
 from sparrow.tasks.verify import TIME_LIMIT, verify_all
 
-CHUNK = 32  # problems sampled between writes to disk
+CHUNK = 32  # number of problems sampled between two writes to disk
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]
         most = max(votes.values(), default=0)
         winners = [answer for answer, count in votes.items() if count == most]
         # Equal answers may have different rewards (because of a wrong format), so an answer scores
-        # the mean reward of the responses that contain it.
+        # the mean reward of the responses that give it.
         means = []
         for winner in winners:
             of_winner = [r for r, a in zip(reward, given, strict=True) if a == winner]
@@ -92,7 +92,7 @@ def _over_problems(values: np.ndarray) -> Score:
     value = float(values[0])
     if (values == value).all() and 0 <= value <= 1:
         # Resampling equal values yields no interval. With 97.5 % confidence, at most this share of
-        # all problems are of a kind that was not drawn, and these may score 0 or 1.
+        # all problems differ from those that were drawn, and these may score 0 or 1.
         unseen = 1 - 0.025 ** (1 / len(values))
         low = value * (1 - unseen)
         high = value + (1 - value) * unseen

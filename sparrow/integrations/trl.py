@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 else:
     Trainer = GRPOTrainer
 
-CHUNK_TOKENS = 1024  # response tokens whose log-softmax over the vocabulary is in memory at a time
+CHUNK_TOKENS = 1024  # response tokens per chunk, to bound the memory of their log-softmax
 
 
 class SparseGRPOTrainer(Trainer):
@@ -220,7 +220,7 @@ def _check_sampling(config: GRPOConfig) -> None:
     """Check that TRL's settings make vLLM sample from the whole softmax. Raises ConfigError: a
     setting changes the distribution.
     """
-    further: Any = config.generation_kwargs or {}  # these override the fields
+    further: Any = config.generation_kwargs or {}  # these override the config's fields
     fields = {name: getattr(config, name, None) for name in NEUTRAL}
     fields["structured_outputs"] = config.vllm_structured_outputs_regex
     check_whole_softmax({**fields, **further}, "GRPOConfig: ")

@@ -87,7 +87,7 @@ class SparsePPOTrainer(Trainer):
         self._sequences = options.get("sequences", 32)
         self._prompts: list[list[int]] = []
         self._ceiling = Ceiling()
-        # The rest of verl recognises a synchronous trainer, which this one is, by this name.
+        # This trainer is synchronous, and the rest of verl recognises one by this name.
         config.trainer.v1.trainer_mode = "sync"
         super().__init__(config)
 
@@ -217,7 +217,7 @@ def push_schedule(replicas: Sequence[Any], schedule: SparsitySchedule) -> None:
     except ray.exceptions.RayError as error:
         reason = (
             str(error).strip().splitlines()[-1]
-        )  # the lines before are a traceback from the other process
+        )  # the preceding lines are the traceback of the other process
         raise ConfigError(f"a vLLM replica refused the schedule: {reason}") from error
 
 

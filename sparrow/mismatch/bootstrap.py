@@ -81,7 +81,7 @@ class BinMismatch:
     lower_bound: float
     interval_low: float
     interval_high: float
-    # the same percentile of the upper bound on acceptance
+    # the percentile of the upper bound on acceptance
     upper_bound: float
     # the percentile of the lower bound for dense rollouts at these lengths, and its 95 % interval
     # (see ``ceiling.Ceiling``); nan if not measured
@@ -164,7 +164,7 @@ def weighted_percentile(
     n_tokens = values.size
     n_sequences = weights_RB.shape[1]
 
-    # Blocks of at least B tokens keep the table of counts no larger than the tokens themselves.
+    # With at least B tokens per block, the table of counts is no larger than the array of tokens.
     block_tokens = max(isqrt(n_tokens), n_sequences)
     n_blocks = max(ceil(n_tokens / block_tokens), 1)
     nobody = n_sequences  # owner of the padding in the last block, with weight 0
@@ -177,7 +177,7 @@ def weighted_percentile(
     counts = np.bincount(cells.ravel(), minlength=n_blocks * n_owners)
     tokens_of = counts.reshape(n_blocks, n_owners)
     weights = np.append(weights_RB, np.zeros((len(weights_RB), 1)), axis=1)
-    # The counts are whole numbers and therefore exact in float64.
+    # Counts are whole numbers, which float64 represents exactly.
     through_block = np.cumsum(weights @ tokens_of.T.astype(np.float64), axis=1)
 
     def order_statistic(rank: FloatArray) -> FloatArray:

@@ -20,11 +20,11 @@ from numpy.typing import ArrayLike
 from sparrow.mismatch.bootstrap import BinMismatch, MismatchReport
 from sparrow.mismatch.tail import FloatArray
 
-# maximum number of responses that are sampled densely if the ceiling is not measured otherwise;
-# never more than the number of measured responses
+# maximum number of responses sampled densely if nothing else measures the ceiling; never more than
+# the number of measured responses
 CEILING_RESPONSES = 64
 
-ENOUGH = 8  # minimum number of responses for a reliable ceiling of a bin
+ENOUGH = 8  # minimum number of responses in a bin for a reliable ceiling
 RESOLVED = 1e-6  # a left-over mass below this is float32 rounding
 LEAST = -100.0  # the log-prob given to impossible tokens, including padding
 
@@ -33,7 +33,7 @@ class Ceiling:
     """The most recently measured tail of dense rollouts, by length."""
 
     def __init__(self) -> None:
-        # keys: the lengths at which bins start and end
+        # maps the (start, end) of a bin to its statistics
         self._bins: dict[tuple[int, int], dict[str, float]] = {}
 
     def measure(self, dense: MismatchReport, up_to: float = float("inf")) -> None:

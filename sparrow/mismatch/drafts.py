@@ -42,7 +42,7 @@ class DraftAcceptance:
 
     bin_tokens: int
     counts: IntArray  # [N, BUCKETS]
-    sums: FloatArray  # [N], sums of the acceptances themselves
+    sums: FloatArray  # [N], sums of the acceptance rates
 
     @classmethod
     def empty(cls) -> DraftAcceptance:

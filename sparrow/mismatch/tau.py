@@ -30,7 +30,7 @@ class Tau(NamedTuple):
     """A target for p5, in (0, 1)."""
 
     value: float
-    relative: bool = False  # whether p5 is relative to each bin's ceiling, or as measured
+    relative: bool = False  # whether p5 is taken relative to each bin's ceiling
 
     @classmethod
     def chosen(cls, absolute: float | None, relative: float | None) -> Tau:

@@ -62,8 +62,8 @@ class _TeacherForcing:
     windows: routing.Windows | None = None  # set only while the model is checked
     # called with each layer's number, queries, keys and scale
     watch: Callable[[int, Tensor, Tensor, float | None], None] | None = None
-    # the last mask, which all layers of a pass share, with the shape of that pass; then the rows of
-    # that mask
+    # the latest mask, which all layers of a pass share, with the pass's shape; ``_rows`` are
+    # computed from it
     _mask: tuple[Tensor | None, tuple[int, ...]] | None = None
     _rows: masks.Rows | None = None
 
@@ -287,7 +287,8 @@ def _check_schedule(schedule: SparsitySchedule, model: PreTrainedModel) -> None:
         )
     config = model.config.get_text_config()
     kv_heads = 0
-    if schedule.head_budgets:  # otherwise heads are not needed, and not every config has them
+    # Only head budgets need the number of heads, which not every config has.
+    if schedule.head_budgets:
         if len(attention_layers(config)) < config.num_hidden_layers:
             raise ConfigError(
                 f"{type(model).__name__} has layers without attention, which would be included in "
@@ -318,7 +319,8 @@ def _route(
     own = routing.LayerPass()
     dense = routing.LayerPass()
     covering = routing.LayerPass()
-    if config._attn_implementation == NAME:  # loaded with Sparrow's attention, or with new layers
+    # This is the case if the model was loaded with Sparrow's attention or got new layers.
+    if config._attn_implementation == NAME:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     own_attention = config._attn_implementation
 

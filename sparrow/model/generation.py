@@ -49,7 +49,8 @@ def watch_generate(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, GenerationMixin):
-            # With a partial, a copy of the model gets its own; bound methods cannot be unpickled.
+            # Unlike a bound method, a partial can be unpickled, and a copy of the model gets its
+            # own.
             vars(module)["generate"] = partial(_generate, module)
 
 
@@ -82,7 +83,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         return scores
 
     processors = LogitsProcessorList([*(given.get("logits_processor") or []), first_token])
-    if "logits_processor" in bound.arguments:  # possibly a positional argument
+    if "logits_processor" in bound.arguments:  # it may be a positional argument
         bound.arguments["logits_processor"] = processors
     else:
         bound = inspect.signature(generate).bind(self, *args, **kwargs, logits_processor=processors)

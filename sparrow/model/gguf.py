@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from sparrow.errors import ConfigError
 
-# from llama.cpp's names of tensors to the names in transformers
+# llama.cpp's name of a tensor -> the name in transformers
 TENSORS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",

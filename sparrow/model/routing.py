@@ -22,8 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from sparrow.errors import UnsupportedModel
 from sparrow.model.scoring import evaluating
 
-# Arguments that some models pass to their attention besides queries, keys, values and a mask, with
-# their meaning.
+# Additional arguments that some models pass to their attention, with their meaning.
 EXTRAS = {
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -33,8 +32,8 @@ EXTRAS = {
     "block_indices": "a selection of its own",
     "cache": "a paged cache",
 }
-# Maximum difference between the model's own attention and Sparrow's with every page, relative to
-# the largest entry of the model's own: the two compute the same sums in different orders.
+# Maximum difference between the model's own attention and Sparrow's with every page kept, relative
+# to the former's largest entry. The two add in different orders.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # float32 may be TF32 on a GPU
 HALF_TOLERANCE = 3e-2
 # Maximum number of tokens on which a changed model is compared with the original.
@@ -125,7 +124,7 @@ def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) 
         for name, value in list(vars(config).items()):
             if value is text:
                 setattr(config, name, changed_text)
-        with init_empty_weights(include_buffers=False):  # the weights are the model's own
+        with init_empty_weights(include_buffers=False):  # the weights will be the model's own
             changed = type(model)._from_config(
                 config, attn_implementation=model.config._attn_implementation
             )

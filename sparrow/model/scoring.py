@@ -185,7 +185,7 @@ class TokenScorer(nn.Module):
         # logits with or without a cap.
         vocabulary = self.model.config.get_text_config().vocab_size
         ids = torch.arange(8, device=next(self.model.parameters()).device)[None] % vocabulary
-        with evaluating(self.model):  # dropout would make the two differ
+        with evaluating(self.model):  # dropout would make the two passes differ
             direct = self.model(input_ids=ids, use_cache=False).logits
             hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
             ours = self.model.get_output_embeddings()(hidden)

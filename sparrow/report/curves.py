@@ -22,7 +22,7 @@ RUNS = "AB"  # letters by which two runs are named
 DASHES = ("-", (0, (2.2, 1.4)))  # line styles of the runs
 # markers of the runs; those of the second run are hollow, so that its dashes can be seen
 MARKERS = ("o", "D")
-MARKS = 12  # the most markers on a curve
+MARKS = 12  # maximum number of markers on a curve
 UNSMOOTHED_STEPS = 60  # longer runs also show a rolling mean, in bold
 
 
@@ -33,9 +33,9 @@ class Panel(NamedTuple):
 
     title: str
     axis: str
-    # label -> [S]; nan at steps without a recorded value
+    # label -> values [S], with nan at steps without a recorded value
     series: Callable[[RunLog], Mapping[str, FloatArray]]
-    floor: float | None = None  # lower end of the axis; None for the lower end of the curves
+    floor: float | None = None  # lower end of the axis; None for the lowest value of the curves
     at: Callable[[RunLog], NDArray[np.int64]] = attrgetter("steps")  # the steps of the series
     meaning: str = ""  # a caption, if title and labels do not say everything
 

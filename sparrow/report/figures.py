@@ -155,7 +155,8 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
                 lw=0,
             )
             ax.hlines(b.ceiling, x - 0.2, x + 0.2, color=theme.MUTED, linewidth=1.5)
-            # Lines, not error bars, because a bootstrap interval may not contain its estimate.
+            # Lines are drawn instead of error bars, because a bootstrap interval may not contain
+            # its estimate.
             ax.vlines(x, b.interval_low, b.interval_high, color=color, linewidth=4, alpha=0.4)
             ax.plot(x, b.lower_bound, MARKERS[i], color=color, markersize=5)
             ax.plot(x, b.upper_bound, "^", color=theme.MUTED, markersize=4.5, fillstyle="none")

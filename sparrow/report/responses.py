@@ -16,7 +16,7 @@ from sparrow.run.log import RunLog
 
 # A page with more tokens is slow to open, so the middle of long responses is omitted.
 MOST_TOKENS = 100_000
-MOST_STEPS = 40  # steps shown of a longer run, unless steps are specified
+MOST_STEPS = 40  # number of steps shown of a longer run, unless the steps are specified
 
 Span = tuple[str, str, str]  # style class, title and text of one token
 

@@ -21,11 +21,11 @@ DARK = {
     "below": "#f2955b",
 }
 """The page's colours in dark mode, in which the colours of figures are inverted."""
-# where the tail is below tau, and where it is above
+# colours for a tail below tau and for one above it
 BELOW = "#c2500a"
 ABOVE = "#1f6fb5"
 SERIES = ("#1f6fb5", "#d9730d", "#16826b", "#a14690")
-# from the shortest length to the longest, increasingly dark
+# colours of length bins, darker for longer lengths
 BINS = (
     "#c28400",
     "#cf4a5a",

@@ -33,19 +33,19 @@ START_LIMIT_S = 120.0
 """Seconds that a worker may take to import its libraries; generous, because imports are slow on a
 busy machine.
 """
-# comparisons after which a worker is replaced, so the caches of libraries do not grow without bound
+# comparisons after which a worker is replaced, because libraries' caches grow without bound
 RECYCLE = 5000
 WORKER = Path(__file__).with_name("math_worker")
-# characters at the end of a response in which a box command may have been cut off
+# characters at the end of a response in which a cut-off box command is sought
 CUT_OFF_CHARS = 40
 PATIENCE_S = 0.5  # seconds after which a comparison no longer makes others wait
 # a comparison that gets no processor time is given up after this many times its limit
 WALL_LIMITS = 2.5
 GRACE_S = 0.5  # seconds after which a process that should have ended itself is killed
 BUDGET_S = 20.0
-"""Processor seconds that comparisons may lose within ``WINDOW_S``. While more are lost, each
-comparison may use a quarter of its limit, so a step with many answers that hang still makes
-progress.
+"""Processor seconds that comparisons without a result may use up within ``WINDOW_S``. While they
+use more, each comparison gets only a quarter of its limit, so a step with many hanging answers
+still makes progress.
 """
 WINDOW_S = 60.0
 HUNG_PAIRS = 1000  # number of hanging comparisons to remember
@@ -61,8 +61,7 @@ _GAP = r"(?:[\s$]|\\[()\[\],;! ]|\\q?quad)*"
 _JOINT = re.compile(rf"(?:{_GAP}(?:[,;]|and|or|\\text\{{\s*(?:and|or)\s*\}}))+{_GAP}")
 _CUT_OFF = re.compile(r"\\(?:b|bo|box|boxe|boxed|f|fb|fbo|fbox)\s*\Z")
 _HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
-# Marks of thinking in models' output: Qwen and DeepSeek, other models with tags, Magistral, Kimi
-# and Sky-T1.
+# Marks of thinking in the output of Qwen, DeepSeek and others (tags), Magistral, Kimi and Sky-T1.
 _THOUGHT = re.compile(
     r"(<(?:think|thinking|thought|reasoning|seed:think)>"
     r"|\[THINK\]|◁think▷|<\|begin_of_thought\|>)"
@@ -243,9 +242,9 @@ class MathVerifier:
         self.limit_s = limit_s
         self.lost = 0
         self._pid = os.getpid()
-        # the limit at which each comparison was stopped
+        # maps a hanging comparison to the limit at which it was stopped
         self._hung: dict[tuple[str, str], float] = {}
-        # time of each loss, and the seconds lost
+        # (time, seconds lost) for each comparison without a result
         self._losses: deque[tuple[float, float]] = deque()
         self._losing = threading.Lock()
         self._slow = threading.BoundedSemaphore(workers)

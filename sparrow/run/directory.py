@@ -36,7 +36,7 @@ ROLLOUTS = "rollouts.jsonl"
 STATE = "state.json"
 LOCK = "lock"
 EVALUATIONS = "evaluations.jsonl"
-# keys that every step has
+# keys that the record of every step has
 RECORDED = {
     "step",
     "reward",
@@ -101,7 +101,7 @@ class LoggedResponse:
     """One of the few responses of a step that are logged, token by token."""
 
     step: int
-    problem: str  # its id
+    problem: str  # the problem's id
     prompt: str
     # what each token adds to the text; a character made of several tokens is listed at its first
     # token
@@ -111,8 +111,8 @@ class LoggedResponse:
     acceptance: Sequence[float | None]
     reward: float
     finish_reason: str
-    answer: str | None = None  # the expected answer, where it is text
-    ids: Sequence[int] | None = None  # of the tokens; None in runs of older versions
+    answer: str | None = None  # the expected answer, if it is text
+    ids: Sequence[int] | None = None  # token ids; None in runs of older versions
     # upper bound on the acceptance rate of each token; None in runs of older versions
     acceptance_upper: Sequence[float | None] | None = None
 
@@ -140,7 +140,7 @@ class TrainerState:
 
     step: int  # finished steps
     cursor: int  # index of the next problem
-    schedule: SparsitySchedule  # of the next rollouts
+    schedule: SparsitySchedule  # schedule for the next rollouts
     steering: Row  # the state of everything that changes the schedule
 
     def save(self, folder: Path) -> None:

@@ -44,14 +44,14 @@ class Drafting:
     tokens_per_cycle: float
     # exact acceptance of drafts by length bin, at the last step that drafted
     bins: tuple[DraftBin, ...]
-    metered: tuple[DraftBin, ...]  # the same for drafts under meter_schedule
+    metered: tuple[DraftBin, ...]  # exact acceptance that meter_schedule's drafts would have had
 
 
 @dataclass(frozen=True)
 class RunLog:
     """The record of a run."""
 
-    run_dir: Path  # the directory it was read from
+    run_dir: Path  # the directory that the log was read from
     train: Row  # the resolved options of the command line, from ``config.json``
     metrics: tuple[Row, ...]  # one row per finished step, at least one
     # [S], the schedule under which the rollouts of each step were decoded

@@ -126,7 +126,7 @@ class DatasetTask:
                 content.update(_bytes(prompt, question.answer))
             seen.add(key)
 
-        self.digest = content.hexdigest()[:16]  # of the kept prompts and answers, in order
+        self.digest = content.hexdigest()[:16]  # digest of kept prompts and answers, in order
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         if not self._kept:
             raise ConfigError(
@@ -301,7 +301,7 @@ def load_hub_rows(format: Format, split: str) -> Sequence[Row]:
             kind = "parquet" if paths[0].endswith(".parquet") else "json"
             return datasets.load_dataset(kind, data_files={split: paths}, split=split)
         return datasets.load_dataset(format.hub, format.config, split=split)
-    except Exception as error:  # the hub's client raises many unrelated types
+    except Exception as error:  # the hub's client raises many unrelated exceptions
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"cannot load {format.hub} ({format.config or 'default'}, "

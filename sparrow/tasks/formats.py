@@ -69,8 +69,8 @@ class Question:
     """The question in a row of a dataset."""
 
     text: str  # the question as the model receives it
-    # what the verifier compares with: text for mathematics, tests for code; None if the answer is
-    # only in the solution
+    # what the verifier compares responses with: text for mathematics, tests for code; None if the
+    # answer is only in the solution
     answer: Any
     solution: str | None = None  # a reference response, if the dataset has one
 
@@ -80,13 +80,13 @@ class Format:
     """A dataset's place, and the function that reads its rows."""
 
     hub: str | None  # name on the Hugging Face hub, None for local files only
-    # row -> question, or None for a row that is known to be unusable; raises KeyError or ValueError
-    # for a row that lacks something
+    # maps a row to its question, or to None if the row is known to be unusable; raises KeyError or
+    # ValueError if the row lacks something
     read: Callable[[Row], Question | None]
     kind: str = "math"  # the kind of verifier for the answers, ``math`` or ``code``
     template: str = BOXED  # the default prompt; ``{question}`` stands for the question
     config: str | None = None  # the hub's configuration name
-    split: str = "train"  # the usual split
+    split: str = "train"  # the default split
     # patterns of files in the hub repository, for a repository that cannot be loaded by name;
     # ``{split}`` stands for the split
     files: tuple[str, ...] = ()
@@ -261,7 +261,7 @@ def _executed(test: str, candidate: bool) -> str:
     compile.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # about escapes such as \d
+        with warnings.catch_warnings(action="ignore"):  # warnings about escapes such as \d
             body = ast.parse(test).body
     except SyntaxError as error:
         raise ValueError(f"its tests do not compile ({error.msg}, line {error.lineno})") from error

@@ -33,10 +33,10 @@ class Judge:
     """A user's reward function, and how to call it according to its signature."""
 
     function: Callable[..., Any]
-    name: str  # as the user wrote it, for messages
+    name: str  # name as the user wrote it, for messages
     style: Style
     takes: tuple[str, ...]  # parameters that are passed by name
-    needs: tuple[str, ...]  # the parameters among these without a default
+    needs: tuple[str, ...]  # parameters in ``takes`` that have no default
     takes_all: bool  # whether it takes ``**columns``
 
     @classmethod

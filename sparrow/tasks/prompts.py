@@ -24,7 +24,7 @@ UNREAD = 0.5
 """The share of unread characters at which prompts are refused, because the model would not see the
 questions.
 """
-NOTABLE = 0.01  # the share at which a warning is logged
+NOTABLE = 0.01  # share of unread characters at which a warning is logged
 _PROBE = "7 + 5"  # a question to test a chat template with
 
 
@@ -176,7 +176,7 @@ def chat_template(
 class Prompt(NamedTuple):
     """A text for a model to continue."""
 
-    name: str  # for messages
+    name: str  # the prompt's name in messages
     text: str
     rendered: bool = False  # whether the text already has the special tokens that the model expects
 
@@ -238,7 +238,7 @@ def unread(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
     """
     unknown = tokenizer.unk_token_id
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):
-        unknown = None  # byte-level tokenizers do this, and can encode every text
+        unknown = None  # byte-level tokenizers reuse such a token, and can encode every text
     if not tokenizer.is_fast:
         ids = tokenizer(text, add_special_tokens=False).input_ids
         return ids.count(unknown) / max(len(ids), 1)

@@ -14,12 +14,12 @@ from typing import Any
 from sparrow.errors import RewardError, place
 from sparrow.tasks.base import Problem
 
-# in absolute value; beyond this, the spread of a group's rewards is meaningless
+# maximum absolute value of a reward; beyond it, the spread of a group's rewards is meaningless
 LARGEST_REWARD = 1e6
 TIME_LIMIT = 300.0  # after this many seconds without a verdict, a verifier is assumed to hang
 VERIFYING = 64
-"""Responses verified at a time. Verifiers that need processors wait for their own pools, so a bad
-program delays only itself.
+"""Number of responses verified at a time. Verifiers that need processors wait for their own pools,
+so a bad program delays only itself.
 """
 
 
@@ -39,7 +39,7 @@ def verify_all(
 
     def work(i: int) -> None:
         if i > min(failed, default=i):
-            return  # earlier ones have started and are waited for, to raise the first error
+            return  # skip responses after a failed one; the earliest error is raised
         try:
             rewards[i] = verify(problems[i], texts[i])
         except BaseException as error:  # otherwise, the pool's thread would end unnoticed
@@ -81,7 +81,7 @@ def verify(problem: Problem, text: str) -> float:
         raise RewardError(f"{verifier} raised {place(error)}; fix it and resume the run") from error
 
     number = math.nan
-    if not isinstance(reward, str | bytes | bytearray):  # float() would parse their text
+    if not isinstance(reward, str | bytes | bytearray):  # float() would parse text as a number
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = float(reward)
     if not math.isfinite(number):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparrow.train.config import AdvantageKind
 
-EPS = 1e-6  # added to standard deviations
+EPS = 1e-6  # added to standard deviations before dividing by them
 
 
 def compute_advantages(
@@ -65,7 +65,7 @@ def compute_advantages(
             advantage_B = deviation_B / (std[group_B] + EPS)
         case "dr_grpo":
             advantage_B = deviation_B
-        case "rloo":  # r - (n mean - r) / (n - 1)
+        case "rloo":  # equals r - (n mean - r) / (n - 1)
             advantage_B = deviation_B * (size / other_count)[group_B]
         case _:
             assert_never(kind)

@@ -148,7 +148,7 @@ def sparse_rl(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Pa
 
     Sparse-RL, arXiv 2601.10079: sparsity-aware rejection sampling and importance-based reweighting.
     """
-    # padding has log ratio 0
+    # Padding has log ratio 0, so it is never anomalous.
     anomalous_B1 = (log_r_BT < _log(config.reject_below)).any(1, keepdim=True)
     kept_BT = mask_BT & ~anomalous_B1 & _inside(log_r_BT, config.band or SPARSE_RL_BAND)
     return log_r_BT.exp(), kept_BT, None
@@ -163,7 +163,7 @@ def m2po(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
     policy.
     """
     m2, order = log_r_BT[mask_BT].square().sort(stable=True)
-    # this never falls, because m2 is sorted
+    # These means never fall, because m2 is sorted.
     mean_of_smallest = m2.cumsum(0) / torch.arange(1, len(m2) + 1, device=m2.device)
     kept = torch.zeros_like(order, dtype=torch.bool)
     kept[order[: int((mean_of_smallest <= config.m2_bound).sum())]] = True
@@ -270,5 +270,5 @@ def compute_correction(
         "kl_k3": (log_r.expm1() - log_r).mean(),
         "weight_mean": weight_BT[mask_BT].mean(),
     }
-    values = torch.stack(list(metrics.values())).tolist()  # one transfer from the device
+    values = torch.stack(list(metrics.values())).tolist()  # a single transfer from the device
     return Correction(weight_BT.float(), kept_BT, dict(zip(metrics, values, strict=True)))

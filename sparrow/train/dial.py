@@ -23,7 +23,8 @@ MIN_SEQUENCES = 8
 """The number of responses that must reach a bin before it can become lossy. A lossy bin with fewer
 responses becomes lossless again only if it is certain to fail.
 """
-# minimum predicted speed-up over lossless for a bin to become lossy; below 1, it becomes lossless
+# minimum predicted speed-up over lossless decoding for a bin to become lossy; below 1, it becomes
+# lossless again
 FASTER = 1.01
 WAIT = 8  # steps before a bin that failed is tried again; doubled after each further failure
 
@@ -37,9 +38,9 @@ class DialBin:
 
     start: int
     end: int
-    mode: Literal["lossless", "lossy"]  # in the step that was measured
-    # p5 of drafts if the bin is lossless, of its unverified tokens if it is lossy; on the scale of
-    # tau
+    mode: Literal["lossless", "lossy"]  # the bin's mode in the step that was measured
+    # p5, on the scale of tau, of the drafts in a lossless bin or of the unverified tokens in a
+    # lossy bin
     p5: float
     low: float  # lower limit of the 95 % interval of p5
     tokens: int  # number of tokens that p5 is computed from
@@ -144,7 +145,7 @@ class Dial:
         enough = b.n_sequences >= MIN_SEQUENCES
         measured = f"{self._tau.statistic} of unverified tokens, {p5:.3f},"
         # With few responses, the bin fails only if its whole interval is below tau. The negation
-        # counts an unknown p5 as failing.
+        # makes an unknown p5 fail.
         is_below = not p5 >= self._tau.value
         is_surely_below = scaled.interval_high < self._tau.value
         verdict: Literal["holds", "fails", "unknown"]

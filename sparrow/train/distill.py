@@ -39,7 +39,7 @@ from sparrow.train.lora import base_weights, inject, layers, merged_weights, swi
 from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks
 
-BASE = "sparrow_base"  # key in a saved adapter's metadata for a sample of the base's weights
+BASE = "sparrow_base"  # metadata key, in a saved adapter, of a sample of the base model's weights
 
 
 class Adapter:
@@ -307,7 +307,8 @@ class Distiller:
 
             phi = self._adapter.parameters
             if self._ranks.count > 1 and not self._ranks.is_sharded:
-                # Sharded gradients were averaged in the backward pass; whole gradients were not.
+                # Sharded gradients were averaged in the backward pass; unsharded gradients were
+                # not.
                 for p in phi:
                     p.grad = accelerator.reduce(p.grad, "mean")
             norm = accelerator.clip_grad_norm_(phi, self.config.optimizer.max_grad_norm)

@@ -20,7 +20,7 @@ from sparrow.tasks import Problem
 from sparrow.train.config import TrainConfig
 from sparrow.train.ranks import Ranks
 
-Benchmarks = Mapping[str, Sequence[Problem]]  # by the name that the benchmark is logged under
+Benchmarks = Mapping[str, Sequence[Problem]]  # keyed by the name under which a benchmark is logged
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from sparrow.tasks import Problem
 class Group:
     """The responses to one prompt."""
 
-    problem: Problem  # what was asked
+    problem: Problem  # the problem that the prompt poses
     rollouts: list[Rollout]
     parts: list[dict[str, float]]  # for each response, the parts of its reward by name
 
@@ -35,8 +35,8 @@ class Group:
 class Experience:
     """The data of one training step; row i of each field up to ``groups`` belongs to response i."""
 
-    problems: list[Problem]  # per response
-    rollouts: list[Rollout]  # per response
+    problems: list[Problem]  # the problem of each response
+    rollouts: list[Rollout]  # the responses
     rewards: np.ndarray  # float64 [B]
     groups: np.ndarray  # int64 [B], equal for responses to one prompt
     drawn: list[Group]  # all sampled groups, including those that were replaced
@@ -74,7 +74,7 @@ class Assessment:
     """The dense policy's view of the rollouts."""
 
     logp_BT: Tensor  # float32 log-probs of the sampled tokens under the policy, zero on padding
-    logq_BT: Tensor  # the same under the actor
+    logq_BT: Tensor  # log-probs under the actor, otherwise like ``logp_BT``
     mask_BT: Tensor  # bool, true on response tokens
     # per response, float32 [T, n], the policy's log-probs of the rollout's top-n tokens
     policy_top: list[np.ndarray]

@@ -116,7 +116,7 @@ def policy_loss(
         name: sums.double() / normalizers.tokens for name, sums in totals.items()
     }
     metrics["log_ratio_abs_max"] = log_ratio_BT.detach().abs().amax()
-    # one transfer from the device
+    # A single transfer from the device.
     values = torch.stack([value.double() for value in metrics.values()]).tolist()
     return loss, dict(zip(metrics, values, strict=True))
 

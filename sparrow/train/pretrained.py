@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-# Names that transformers 5 has changed; a checkpoint's values under these names are also saved
-# under them.
+# Config names that transformers 5 has changed. Values that a checkpoint has under these names are
+# also saved under them.
 FORMER_NAMES = ("torch_dtype", "rope_theta", "rope_scaling")
-ANY_TOKENIZER = "PreTrainedTokenizerFast"  # loads a tokenizer.json in every version
+ANY_TOKENIZER = "PreTrainedTokenizerFast"  # loads a tokenizer.json in every transformers version
 
 
 def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path) -> None:

@@ -34,7 +34,7 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
     def write() -> None:
         try:
             learner.accelerator.save_state(str(folder))
-        except (RuntimeError, CheckpointException) as error:  # torch reports a full disk with these
+        except (RuntimeError, CheckpointException) as error:  # how torch reports a full disk
             raise OSError(_cut_short(error, folder)) from error
         if ranks.is_main:
             state.save(folder)
@@ -72,7 +72,7 @@ def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
             learner.accelerator.load_state(str(folder))
         state = TrainerState.load(folder)
     except Exception as error:
-        # torch, safetensors, pickle and accelerate raise many unrelated types.
+        # torch, safetensors, pickle and accelerate raise many unrelated exceptions.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         first = lines[0] if lines else ""
         reason = next((line for line in lines if "size mismatch" in line), first)
@@ -93,7 +93,7 @@ def export(
     """
     distiller = learner.distiller
     ranks = learner.ranks
-    # left out, because the weights that they are tied to are written
+    # Tied weights are left out, because the weights that they are tied to are written.
     tied = learner.model.all_tied_weights_keys
     parameters = dict(learner.model.named_parameters(remove_duplicate=False))
     buffers = [item for item in learner.model.state_dict().items() if item[0] not in parameters]

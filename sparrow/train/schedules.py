@@ -28,7 +28,7 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.train.config import TrainConfig
 
 STEP_UP = 2.0  # largest factor by which the pages read in a bin change in one step
-STEP_DOWN = 0.75  # smallest factor by which they change in one step
+STEP_DOWN = 0.75  # smallest factor by which the pages read in a bin change in one step
 # A bin has room while its rejected share is at most this fraction of the share that tau allows; the
 # remainder is the hysteresis.
 ROOM = 0.9
@@ -46,7 +46,7 @@ FALLEN = 0.5
 class Control(NamedTuple):
     """The last decision of the closed loop."""
 
-    schedule: SparsitySchedule  # for the next rollouts
+    schedule: SparsitySchedule  # schedule for the next rollouts
     room_steps: tuple[int, ...] = ()  # per length bin, the number of consecutive steps with room
     floor: tuple[int, ...] = ()  # per length bin, the top-k below which the bin is not lowered
 
@@ -217,7 +217,7 @@ class Guard:
         self._reads_all = self._lossless or not sparse
         if not (self.alarm and self._config.action == "raise"):
             return proposed
-        # Bins that another mover has already raised are not raised twice.
+        # Bins that ``proposed`` already raises are not raised twice.
         unraised = [b for b in sparse if _pages(proposed, b) <= _pages(now, b)]
         return _densest(raise_bins(now, unraised), proposed) if unraised else proposed
 

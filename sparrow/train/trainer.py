@@ -99,7 +99,7 @@ class Trainer:
                 "auto cannot use it; use mode lossless or lossy"
             )
         self.ceiling = Ceiling()
-        # By step, the draft choices that a stopped run had logged after its last checkpoint; the
+        # Maps steps to the draft choices that a stopped run logged after its last checkpoint. The
         # resumed run repeats them.
         self._logged_choices: dict[int, list[tuple[int, float, int]]] = {}
         self.run_dir = RunDir(config.run_dir, config.resume)
@@ -255,7 +255,7 @@ class Trainer:
         """
         if self.config.rollout.mode == "lossless":
             return float("inf")
-        if self.learner.distiller:  # the actor is another model even where it reads everything
+        if self.learner.distiller:  # with an adapter, the actor differs even where it is dense
             return 0
         verified_up_to = self.dial.verified_up_to if self.dial else 0
         return max(verified_up_to, self.schedule.dense_up_to)
@@ -342,7 +342,7 @@ class Trainer:
         elif self.config.rollout.mode == "lossless":
             self.ceiling.measure(report)
         elif not self.learner.distiller:
-            # With an adapter, the actor is another model even where it reads everything.
+            # With an adapter, the actor differs from the policy even where it is dense.
             self.ceiling.measure(report, self.schedule.dense_up_to)
         report = self.ceiling.on(report)
         tokens, ended = np.array(

@@ -47,10 +47,10 @@ else:
 class Prefill(NamedTuple):
     """Rows of a batch whose attention vLLM computes itself."""
 
-    tokens: slice  # of the batch
-    # vLLM's metadata for these rows; None for the metadata of the whole batch. That metadata refers
-    # to the ``Step``, so referring back to it would be a reference cycle, and only the garbage
-    # collector would free each step's tensors.
+    tokens: slice  # the rows' tokens in the batch
+    # vLLM's metadata for these rows; None if that of the whole batch applies. The latter refers to
+    # the ``Step``, and a reference back would form a cycle, so only the garbage collector would
+    # free each step's tensors.
     metadata: Any = None
     # the blocks of an 8-bit cache that vLLM reads from a copy; None if it reads the cache itself
     blocks: Tensor | None = None
@@ -92,7 +92,8 @@ class LayerGroup:
         after the last layer.
         """
         impl = self._layers[-1].impl
-        # All layers have run by now. vLLM makes a new builder when it replaces the KV cache.
+        # All layers have run by now, so their caches exist. When vLLM replaces the KV cache, it
+        # makes a new builder.
         if self._caches is None:
             self._caches = attention.CachedLayers(
                 [layer.impl.cached_keys() for layer in self._layers]
@@ -114,7 +115,7 @@ class Step(NamedTuple):
     # the first attention layer
     top_k: Tensor
     block_table: Tensor  # int32 [B, M]
-    prefills: tuple[Prefill, ...]  # the remaining rows
+    prefills: tuple[Prefill, ...]  # the batch's remaining rows
     # the layers whose landmarks ``prefills`` update; None if the step has no prefill rows
     layers: LayerGroup | None = None
     # int32 [B], ``ALL_PAGES`` in every row; set only if dense layers run Sparrow's kernels as well,
@@ -155,7 +156,7 @@ class SparseBuilder(VLLMClass):
             self._init_reorder_batch_threshold(1)
             return
         # Everything that vLLM itself runs in lossless mode is dense: prefill, verification, and
-        # steps without drafts. Such a step is set as the layers' default here, so vLLM can build
+        # steps without drafts. A dense step is set as the layers' default here, so vLLM can build
         # the metadata alone.
         nothing = torch.empty(0, dtype=torch.int32, device=device)
         whole_batch = Prefill(slice(None))
@@ -259,8 +260,8 @@ class SparseImpl(VLLMClass):
     is_sparse_layer = False
     # true for sparse layers, and for all layers in lossless mode or with an 8-bit cache
     has_landmarks = False
-    fp8_scales: fp8.LayerScales | None = None  # of an fp8 cache
-    head_budgets: Tensor | None = None  # of a sparse layer whose heads have different budgets
+    fp8_scales: fp8.LayerScales | None = None  # scales of an fp8 cache; None for other caches
+    head_budgets: Tensor | None = None  # set for a sparse layer whose heads have different budgets
     group: LayerGroup | None = None  # the layers whose landmarks are updated together
     dense_step: Step | None = None  # describes the batches that vLLM runs itself in lossless mode
     begins_step = False

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sparrow.attention import Implementation
 
 KEY = setup.ENGINE_KEY
-# the entry that names the decode kernels; without this entry, the fastest supported ones are used
+# the entry that names the decode kernels; without it, the fastest supported ones are used
 KERNELS_KEY = "sparrow_kernels"
 # environment variables for frameworks that cannot pass options to vLLM
 MODE_ENVIRONMENT = "SPARROW_MODE"

@@ -29,7 +29,7 @@ class DecodedRows:
 
     def __init__(self, budgets: int, max_rows: int, max_length: int, device: torch.device) -> None:
         self.at_length = torch.zeros(max_length + 1, dtype=torch.int64, device=device)
-        # the same by budget, without the latest steps
+        # ``at_length`` for each budget, without the latest steps
         self._before = self.at_length.repeat(budgets, 1)
         self._one_B = torch.ones(max_rows, dtype=torch.int64, device=device)
         self.in_prefill = (
@@ -71,10 +71,10 @@ class DensePasses:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cycles: Counter[int] = Counter()  # keyed by how many tokens were drafted afterwards
-        # tokens read, held, emitted; rows
+        self._cycles: Counter[int] = Counter()  # cycles by number of drafts that followed
+        # tokens read, held and emitted, and number of rows
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)
-        # Sequences and tokens read in passes without drafts.
+        # Sequences in passes without drafts, and tokens read by these passes.
         self._plain_rows = 0
         self._plain_tokens = 0
         self._plain: list[np.ndarray] = []  # passes not yet added to the two sums above
@@ -132,7 +132,7 @@ def _decode_counts(
         decoded: rows decoded at each length.
         sparse, dense: numbers of layers.
     """
-    decoded[0] = 0  # padding rows, and rows in prefill
+    decoded[0] = 0  # length 0 stands for padding rows and rows in prefill
     length = np.flatnonzero(decoded)
     rows = decoded[length]
     read = schedule.tokens_read(length)

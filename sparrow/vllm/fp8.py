@@ -40,7 +40,7 @@ class LayerScales:
         )
         self.cache = cache
         self.is_set = not cache.sets_scales
-        if not cache.sets_scales:  # vLLM has one scale per layer, or one per kv head
+        if not cache.sets_scales:  # vLLM has one scale per layer or per KV head
             self.values.k.copy_(layer._k_scale)
             self.values.v.copy_(layer._v_scale)
         cache.layers.append(self)
@@ -78,10 +78,10 @@ class Fp8Cache:
     def __init__(self, device: torch.device, sets_scales: bool = True) -> None:
         self.sets_scales = sets_scales
         self.layers: list[LayerScales] = []
-        # tokens with a key or value beyond the range of its scale
+        # number of tokens with a key or value beyond the range of its scale
         self.clipped = torch.zeros(1, dtype=torch.int64, device=device)
         self.is_serving = False  # false while vLLM warms up with made-up prompts
-        # the arguments of ``begin_step``: table, computed, block_tokens
+        # arguments of the latest ``begin_step``: table, computed, block_tokens
         self._cached: tuple[Tensor, np.ndarray, int] | None = None
 
     def renew(self) -> None:

@@ -34,7 +34,8 @@ class PageTables:
         device: torch.device,
     ) -> None:
         self.budgets = budgets
-        self.budget = self.base_budget = budgets.index(1.0)  # in use; of the multiple 1
+        # indices of the budget in use and of the base budget
+        self.budget = self.base_budget = budgets.index(1.0)
         self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
         # Page counts at every length, so that bins can have any width. Rows in prefill use length
         # 0, where the count means all pages.

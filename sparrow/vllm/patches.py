@@ -392,7 +392,7 @@ ALWAYS = (
         ("speculative_config",),
     ),
 )
-"""Patches made wherever the plugin is loaded. They do not affect engines without Sparrow."""
+"""Patches applied wherever the plugin is loaded. They do not affect engines without Sparrow."""
 
 ATTENTION = (
     Patch(
@@ -404,7 +404,7 @@ ATTENTION = (
         ("vllm_config",),
     ),
 )
-"""Patches made when one of Sparrow's backends is chosen for a model."""
+"""Patches applied when one of Sparrow's backends is chosen for a model."""
 
 LOSSLESS = (
     Patch(
@@ -451,7 +451,7 @@ LOSSLESS = (
         ),
     ),
 )
-"""Patches made in the workers of a lossless engine, before the model is loaded."""
+"""Patches applied in the workers of a lossless engine, before the model is loaded."""
 
 CPU_WEIGHTS = (
     Patch(
@@ -464,7 +464,7 @@ CPU_WEIGHTS = (
         ("layer", "remove_weight"),
     ),
 )
-"""Patches made when Sparrow's CPU backend is chosen for a model."""
+"""Patches applied when Sparrow's CPU backend is chosen for a model."""
 
 LISTS = (
     Patch(
@@ -476,7 +476,7 @@ LISTS = (
         ("logprobs_lists",),
     ),
 )
-"""Patches made when a trainer's engine requests top lists for every token."""
+"""Patches applied when a trainer's engine requests top lists for every token."""
 
 
 def needed(mode: str, on_cpu: bool) -> tuple[Patch, ...]:

@@ -55,7 +55,8 @@ class Model:
 class CacheLayout:
     """Layout of the KV cache; ``backend.attach`` fills this in."""
 
-    in_8_bits: torch.dtype | None = None  # float8_e4m3fn or int8; None for the model's dtype
+    # dtype of an 8-bit cache (float8_e4m3fn or int8); None for other caches
+    in_8_bits: torch.dtype | None = None
     fp8: Fp8Cache | None = None  # scales of an engine with an fp8 KV cache
     landmark_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     landmark_share: float = 0.0  # the landmarks' share of the KV cache
@@ -96,7 +97,7 @@ class Runtime:
         self.pages = PageTables(decoding.schedule, budgets, max_rows, max_length, device)
         self.rows = DecodedRows(len(budgets), max_rows, max_length, device)
         self.passes = DensePasses(device)
-        self._counts: Counter[str] = Counter()  # of schedules before the current one
+        self._counts: Counter[str] = Counter()  # counts under earlier schedules
 
     @property
     def schedule(self) -> SparsitySchedule:

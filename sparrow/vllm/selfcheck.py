@@ -47,11 +47,11 @@ values between -1 and 1, by the dtype of the queries. Keys and values are exact 
 the kernels' rounding is the only source of error.
 """
 STEP_TOKENS = 160
-"""The most tokens in the sequence with which the model is checked."""
+"""Maximum length of the sequence with which the model is checked."""
 LOG_PROB_BOUNDS = {4: 1e-3, 2: 0.2}
 FP8_WEIGHTS_BOUND = 0.5
-"""The largest distance allowed between log-probs and those of a dense pass, relative to the spread
-of the latter, by the bytes of the model's dtype. Passes of different shapes round differently.
+"""Bounds on the distance between log-probs and those of a dense pass, relative to the latter's
+spread, by the size of the model's dtype in bytes. Passes of different shapes round differently.
 ``FP8_WEIGHTS_BOUND`` is for drafts with 8-bit weights.
 """
 
@@ -233,8 +233,8 @@ def _refusal(what: str) -> ConfigError:
 class Differences:
     """The largest differences that a check found, all of them within their bounds."""
 
-    layers: float  # outputs of attention
-    steps: float  # log-probs, relative to their spread
+    layers: float  # largest difference in attention outputs
+    steps: float  # largest difference in log-probs, relative to their spread
 
 
 @torch.inference_mode()
@@ -316,7 +316,7 @@ class Known:
         Tensor  # factors by which keys and values are multiplied before the layer stores them
     )
     value_scale_K: Tensor
-    query_BHD: Tensor  # in the model's dtype
+    query_BHD: Tensor  # queries in the model's dtype
 
 
 @dataclass(frozen=True)
@@ -640,7 +640,7 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
 
     vocabulary = config.model_config.get_vocab_size()
     prompt = [(7919 * n + 13) % vocabulary for n in range(T)]
-    used: dict[int, list[int]] = {}  # by group
+    used: dict[int, list[int]] = {}  # blocks used in each group
     sequences: list[_Sequence] = []
     for name in ("_sparrow_decode_", "_sparrow_dense_"):
         blocks = []

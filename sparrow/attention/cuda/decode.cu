@@ -1,9 +1,9 @@
-// Page-sparse decode attention in one launch, for Hopper: rank a row's pages, select, attend to the
-// kept ones.
+// Page-sparse decode attention in one launch, for Hopper: rank a row's pages, select the best ones,
+// and attend to them.
 //
-// Three things that the Triton kernels cannot do: each warp has its own tiles in flight and never
-// waits for another warp's; scores come from the tensor cores and stay in shared memory; and the
-// pages that are nearly always kept (the first, the newest, each warp's best) are already being
+// This does three things that the Triton kernels cannot do. Each warp has its own tiles in flight
+// and never waits for another warp's. Scores come from the tensor cores and stay in shared memory.
+// Pages that are nearly always kept (the first, the newest, each warp's best) are already being
 // fetched while the selection is computed.
 //
 // The files build on each other: tiles.cuh (a warp and its tiles), program.cuh (the work of a
@@ -15,7 +15,7 @@
 // specification for both. A page is 16 tokens, the rows of a tensor-core tile; the up to 8 query
 // heads of a group are the tile's columns. Logits are in base 2.
 //
-// Macros defined at compilation: D head dim, G query heads per kv head, K kv heads, PER_BLOCK pages
+// Macros defined at compilation: D head dim, G query heads per KV head, K KV heads, PER_BLOCK pages
 // per block of the cache, SINK and RECENT always-kept pages, BF16 (otherwise float16), FP8_CACHE
 // and FP8_LANDMARKS (e4m3, otherwise the queries' dtype), INT8_CACHE (scales per token and head,
 // attention/int8.py), WARPS, STAGES pages in flight per warp, RESIDENT programs that should fit on
@@ -224,7 +224,7 @@ DEVICE Prefetch prefetch(const Program& p, const Seen& seen) {
 }
 
 // Shares the list with the row's other parts, and returns how many of its entries this part attends
-// to itself: together with the prefetched pages, as many pages as every other part.
+// to itself. Together with the prefetched pages, these are as many pages as any other part has.
 DEVICE int share_list(const Program& p, int listed) {
   const int all = ALWAYS + p.budget;
   const int equal = (all + p.parts - 1) / p.parts;
@@ -267,7 +267,7 @@ DEVICE Range wait_for_list(const Program& p) {
 }
 
 constexpr bool NARROW = CACHE != BITS16;
-// The two of 16 dimensions that a thread owns: 8-bit dimensions come in adjacent pairs.
+// A thread owns two of every 16 dimensions; 8-bit dimensions come in adjacent pairs.
 constexpr int OWN = NARROW ? 2 : 1;
 constexpr int OTHER = NARROW ? 1 : 8;
 
@@ -281,7 +281,7 @@ constexpr int OTHER = NARROW ? 1 : 8;
 // sum. A token at the maximum contributes 2^-e, so sums are normal floats. Warps and parts are
 // merged as for other caches, with one maximum for both weights and sums.
 struct Softmax {
-  float acc[STEPS][4];  // for the value's dimensions j * 16 + OWN * row8, and that plus OTHER
+  float acc[STEPS][4];  // value dimensions d = j * 16 + OWN * row8 and d + OTHER
   float max0;
   float max1;
   float sum0;
@@ -425,14 +425,14 @@ DEVICE void attend_pages(
   const int first = range.begin + p.warp;
   const int own = first < range.end ? (range.end - range.begin - p.warp + WARPS - 1) / WARPS : 0;
   const int all = fetched + own;
-  auto page_of = [&](int i) {  // id of this warp's i-th page, prefetched pages not counted
+  auto page_of = [&](int i) {  // id of this warp's i-th page, not counting prefetched pages
     const int at = first + i * WARPS;
     if (i >= own) return 0;
     if (!p.listed) return p.page_at(at);
     if (p.part == 0) return p.page_at(p.list[at]);
     return __ldcg(ids + at);
   };
-  // Page ids, one per lane, starting with the `known`-th.
+  // Holds one page id per lane, starting with the `known`-th.
   int known = 0;
   int page_now = page_of(p.lane);
   int page_next = page_of(p.lane + 32);
@@ -608,7 +608,7 @@ attend(const __grid_constant__ Args a) {
       wait_for_all_but<0>();
       __syncthreads();
     }
-    if (a.rank_before_wait) wait_for_launch_before();  // that launch stores the newest tokens
+    if (a.rank_before_wait) wait_for_launch_before();  // the launch before stores the newest tokens
     const Prefetch prefetched = prefetch(p, seen);
     fetched = prefetched.count;
     const float low = from_order(__reduce_min_sync(ALL, order_of(seen.low)));

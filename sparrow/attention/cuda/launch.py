@@ -33,7 +33,8 @@ MAX_GROUP = 8
 BINS = 1024
 CANDIDATES = 256
 SHARED = 16  # words in program.cuh's struct ``Shared``, besides 3 per warp
-# items per multiprocessor below which Triton is faster, since several programs rank one row
+# Triton is faster below this many items per multiprocessor, because it ranks a row with several
+# programs.
 FEW_ITEMS = 0.3
 
 
@@ -62,7 +63,7 @@ class CudaConfig:
         first part, which starts earlier and never waits.
         """
         if self.parts > 1:
-            # No limit on resident programs: parts are as small as their number allows.
+            # Resident programs are not limited: parts are as small as their number allows.
             extra = (self.parts - 1) * items
             resident = 2**30
         else:
@@ -94,7 +95,8 @@ def choose_config(
         # multiprocessors idle.
         parts = 4 if items <= 1.5 * limits.multiprocessors else 1
         config = CudaConfig(warps=4, stages=3, resident=2, parts=parts)
-    config = replace(config, stages=config.stages * 2 // dtype.itemsize)  # as many bytes in flight
+    # Smaller elements get more stages, which keeps the number of bytes in flight.
+    config = replace(config, stages=config.stages * 2 // dtype.itemsize)
 
     def fits(config: CudaConfig) -> bool:
         needed = config.shared_bytes(key_bytes(head_dim, dtype), capacity)

@@ -22,7 +22,7 @@ template <Format FORMAT> struct Scales { typedef float Type; };                 
 template <> struct Scales<INT8> { typedef unsigned char Type; };                // one per token and head
 typedef Scales<CACHE>::Type Scale;
 
-// head_budgets: factors of top_k, in units of 1 / 256; null if all heads keep top_k pages.
+// head_budgets: factors that multiply top_k, in units of 1 / 256; null if all heads keep top_k pages.
 struct Args {
   const u16 *q;
   const Entry *k, *v;
@@ -62,8 +62,8 @@ struct Program {
   int* candidate_index;
   Shared* shared;
   float* scores;           // [capacity] scores of the row's pages
-  int* list;               // same memory: first the row's blocks, in the end the kept pages' indices in the row
-  u32 *prefetched, *kept;  // one bit per page: fetched by a warp before the selection; kept
+  int* list;               // in the scores' memory: first the row's blocks, finally the kept pages' indices
+  u32 *prefetched, *kept;  // one bit per page: whether it was prefetched, and whether it is kept
   int b;
   int head;
   int part;

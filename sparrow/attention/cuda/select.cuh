@@ -31,7 +31,7 @@ DEVICE int total_of(int x, Shared* s) {
   return x;
 }
 
-// A page is kept if its score is above the threshold, or equals the threshold and the page is not after the index.
+// A page is kept if its score is above `score`, or if the scores are equal and the page's index is at most `index`.
 struct Threshold {
   float score;
   int index;
@@ -40,7 +40,7 @@ struct Threshold {
   }
 };
 
-// Finds the threshold bit by bit, for hundreds of ties or for scores whose range does not fit in a float.
+// Finds the threshold bit by bit, which copes with hundreds of ties and with scores whose range overflows a float.
 __device__ __noinline__ Threshold bisect(const float* scores, int begin, int end, int budget, Shared* s) {
   u32 key = 0;
   for (int bit = 31; bit >= 0; --bit) {
@@ -70,7 +70,7 @@ struct Bin {
   DEVICE int of(float x) const { return min(BINS - 1, (int)((high - x) * per_unit)); }
 };
 
-// Finds the bin of the last of the `budget` pages that are kept among pages begin .. end - 1.
+// Finds the bin that contains the last of the `budget` pages to keep among pages begin .. end - 1.
 DEVICE Bin find_bin(const float* scores, int* bins, int begin, int end, int budget, Shared* s) {
   const int lane = threadIdx.x % 32;
   float low = s->low[lane % WARPS], high = s->high[lane % WARPS];

@@ -209,8 +209,8 @@ def round_to_e4m3(x):
     x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     # The exponent is at least that of 2^-6, because smaller values are subnormal in e4m3.
     exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
-    # ``large`` is 20 binary places larger, so its last float32 place is the last e4m3 place of x,
-    # and the addition rounds to that place.
+    # ``large`` has an exponent 20 higher, so its last float32 place is x's last e4m3 place, and the
+    # addition rounds x to that place.
     large = ((exponent + (20 << 23)) | 0x400000).to(tl.float32, bitcast=True)
     return (x + large) - large
 
@@ -226,11 +226,11 @@ def _to_int8(x_KD, LEAST: tl.constexpr, MOST: tl.constexpr):
     """Compute ``to_int8`` of ``attention/int8.py``: codes, and exponent bytes between ``LEAST`` and
     ``MOST``.
     """
-    # The bit patterns have the same order as the floats, with NaN above all others.
+    # Bit patterns of non-negative floats sort like the floats, with NaN last.
     bits = tl.max(x_KD.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     exponent = tl.minimum(tl.maximum(((bits + 0x1FFFF) >> 23) - 6, LEAST), MOST)
     x_KD *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     x_KD = tl.where((bits < 0x7F800000)[:, None], tl.minimum(tl.maximum(x_KD, -127.0), 127.0), 0.0)
-    # After adding 1.5 * 2^23, no fractional bits are left: the sum is rounded to nearest even.
+    # Adding 1.5 * 2^23 leaves no fractional bits, so the sum is rounded to nearest even.
     codes = ((x_KD + 12582912.0) - 12582912.0).to(tl.int8)
     return codes, tl.where(bits >= 0x7F800000, 255, exponent).to(tl.uint8)

@@ -21,10 +21,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 16
 MAX_PAGES = 16384
-SCORE_BYTES = 2**27  # scratch for the scores of a chunk of positions
-# Tile sizes for heads of 256 bytes. Output and query gradients: keys per step of the loop, warps
-# and pipeline stages. Key and value gradients: rows of queries per step, keys per program, warps
-# and stages.
+SCORE_BYTES = 2**27  # scratch memory for the scores of one chunk of positions
+# Tile sizes for heads of 256 bytes. For the output and the queries' gradients: keys per loop
+# iteration, warps and pipeline stages. For the keys' and values' gradients: query rows per
+# iteration, keys per program, warps and stages.
 FORWARD_TILES = (64, 4, 3)
 QUERY_TILES = (64, 4, 2)
 KEY_TILES = (32, 64, 4, 3)
@@ -176,7 +176,8 @@ class Call:
         N = self.N
         P = layout.page_size
         K = self.K
-        # Positions per chunk: a power of 2, as large as the scratch memory for scores allows.
+        # A chunk has as many positions as the scratch memory for scores allows, rounded down to a
+        # power of 2.
         room = 2 ** ((SCORE_BYTES // (4 * N * self.items)).bit_length() - 1)
         C = max(32, min(triton.next_power_of_2(self.T), room))
 

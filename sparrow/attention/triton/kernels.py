@@ -20,9 +20,9 @@ from sparrow.attention.triton.cache import complete_page, scale_of
 
 LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
-# Number of steps that split the range of scores as floats, enough for ordinary scores. Difficult
-# cases (ties, or an outlier that stretches the range) continue on the bit patterns of the scores,
-# for at most 21 further steps.
+# The search for the threshold splits the range of scores this many times, which is enough for
+# ordinary scores. Difficult cases (ties, or an outlier that stretches the range) continue on the
+# scores' bit patterns, for at most 21 more steps.
 FLOAT_STEPS = tl.constexpr(12)
 
 
@@ -106,7 +106,7 @@ def above_and_tied(score, is_ranked, ranked, budget):
     """
     score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0
     key = tl.where(is_ranked, _order(score.to(tl.int32, bitcast=True)), LOWEST)
-    # ``at_low`` keys reach ``low`` and ``at_high`` keys reach ``high``; at_high <= budget <= at_low.
+    # ``at_low`` counts keys >= ``low``, ``at_high`` keys >= ``high``; at_high <= budget <= at_low.
     low = tl.min(tl.where(is_ranked, key, HIGHEST), 0)
     high = tl.max(key, 0) + 1
     low = tl.where(budget == 0, high, low)
@@ -121,13 +121,13 @@ def above_and_tied(score, is_ranked, ranked, budget):
             first = _order((low_score + width * (1 / 3)).to(tl.int32, bitcast=True))
             second = _order((low_score + width * (2 / 3)).to(tl.int32, bitcast=True))
         else:
-            # The difference can overflow an int32.
+            # The difference fits in a uint32, but may overflow an int32.
             third = ((high - low).to(tl.uint32) // 3).to(tl.int32)
             first = low + third
             second = high - third
         first = tl.minimum(tl.maximum(first, low + 1), high - 1)
         second = tl.minimum(tl.maximum(second, first), high - 1)
-        # One sum contains both counts; its upper half counts the keys that reach the second guess.
+        # One sum holds both counts: its upper half counts the keys that reach the second guess.
         count = tl.sum(tl.where(key >= second, 0x10001, tl.where(key >= first, 1, 0)), 0)
         at_first = count & 0xFFFF
         at_second = count >> 16
@@ -261,7 +261,7 @@ def _attend(
         inside = first + r < end  # tokens beyond the end may be NaN, and 0 * NaN is NaN
         if TILE % P == 0:
             n = first // P + r // P
-            token = r % P  # the same in every tile; only the block of an address changes
+            token = r % P  # the same in every tile; only an address's block changes
         else:
             n = (first + r) // P
             token = (first + r) % P

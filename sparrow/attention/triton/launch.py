@@ -85,8 +85,8 @@ class Launches:
             SINK=layout.sink_pages,
             RECENT=layout.recent_pages,
         )
-        # From Hopper on, a launch may begin before the preceding launch has ended, and wait for it
-        # on the device.
+        # From Hopper on, a launch may begin before the preceding one has ended, and then wait for
+        # it on the device.
         overlap = _can_overlap(batch.q_BHD)
         self.options = dict(PDL=overlap, launch_pdl=overlap)
 

@@ -24,7 +24,7 @@ class LaunchConfig:
     rank_warps: int  # warps per ranking program
     attend_tokens: int  # tokens per tile of keys and values
     attend_stages: int  # tiles of keys and values in flight
-    # attention programs beyond one per item; a multiple of the number of kv heads
+    # attention programs beyond one per item; a multiple of the number of KV heads
     extra_programs: int
     attend_warps: int  # warps per attention program
     part_tokens: int  # minimum number of kept tokens per part
@@ -109,7 +109,7 @@ def choose(items: int, kv_heads: int, head_bytes: int, limits: DeviceLimits) -> 
 
 def _fit(config: LaunchConfig, head_bytes: int, limits: DeviceLimits) -> LaunchConfig:
     """Reduce the number of tiles in flight, then the size of tiles, until the buffers fit."""
-    spare = limits.shared_memory - 16 * 1024  # queries, page ids and reductions
+    spare = limits.shared_memory - 16 * 1024  # 16 KiB are for queries, page ids and reductions
     while config.attend_stages * config.attend_tokens * 2 * head_bytes > spare:
         if config.attend_stages > 1:
             config = replace(config, attend_stages=config.attend_stages - 1)

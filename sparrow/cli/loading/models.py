@@ -18,9 +18,7 @@ Precision = Literal["fp32", "bf16"]
 REASONER = "reasoner"
 SMOLLM2 = "smollm2"
 OWN_NAMES = (REASONER, SMOLLM2)
-"""Names of models that Sparrow finds by itself: the first is bundled, the second is in another
-package.
-"""
+"""Names of models that Sparrow provides: the first is bundled, the second is in another package."""
 
 
 def load_model(

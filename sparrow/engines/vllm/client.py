@@ -136,7 +136,7 @@ def tally(
     copies = len(counts) // len(stages)
     read = sum(count["tokens_read"] for count in counts) // copies
     held = sum(count["tokens_held"] for count in counts) // copies
-    # Every worker counts all preemptions, except with the plugin of Sparrow 0.1.0, which has none.
+    # Every worker counts all preemptions. The plugin of Sparrow 0.1.0 does not count them.
     preemptions = counts[0].get("preemptions", 0)
     if described[0]["mode"] != "lossless":
         return Counters(read, held, preemptions)

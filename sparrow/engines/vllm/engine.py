@@ -77,7 +77,7 @@ class VLLMEngine(Client):
             attention_backend="CUSTOM",
             additional_config=additional,
             enable_sleep_mode=self._has_memory,
-            logprobs_mode="processed_logprobs",  # at the sampling temperature
+            logprobs_mode="processed_logprobs",  # log-probs at the sampling temperature
             max_logprobs=-1,
             # With several training processes, vLLM must get its rank from the launcher's
             # environment, and must not interact with the engines of the other processes.
@@ -91,7 +91,7 @@ class VLLMEngine(Client):
             self.llm = LLM(model=model, **{**defaults, **options})
         vllm_config = self.llm.llm_engine.vllm_config
         self._in_process = vllm_config.parallel_config.world_size == 1
-        self._scheduler: Any = None  # if it chooses drafts and there is one training process
+        self._scheduler: Any = None  # set if it chooses drafts and there is one training process
         self.connect(vllm_config.model_config.max_model_len)
         if self._described[0].get("adapt_draft_tokens") and training_processes == 1:
             core: Any = (

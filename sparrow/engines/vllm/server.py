@@ -29,8 +29,8 @@ from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
 
 T = TypeVar("T")
-CONNECTIONS = 256  # most requests in flight; vLLM itself would only queue more
-ANSWER_S = 600.0  # longest wait for an answer to a request other than a prompt
+CONNECTIONS = 256  # maximum number of requests in flight; vLLM would only queue more
+ANSWER_S = 600.0  # maximum wait for the answer to a request other than a prompt
 CHECK_S = 15.0
 STALL_S = 300.0
 """While no prompt is answered, the server's progress is checked every ``CHECK_S`` seconds, and a
@@ -296,7 +296,7 @@ def _rollout(prompt: Sequence[int], choice: dict[str, Any], top_n: int) -> Rollo
 
 
 def _token_id(entry: dict[str, Any]) -> int:
-    # vLLM 0.32 sends numbers, older versions send strings such as "token_id:17".
+    # vLLM 0.32 sends token ids as numbers, older versions as strings such as "token_id:17".
     return (
         entry["token_id"] if "token_id" in entry else int(entry["token"].removeprefix("token_id:"))
     )

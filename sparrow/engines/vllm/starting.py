@@ -31,7 +31,7 @@ REMEDIES = (
 )
 """Phrases in vLLM's reason, in lower case, and the remedy for each; the first match is used."""
 ADVICE = ("Try ", "See ", "Please ", "If ", "Consider ", "Decrease ", "Increase ")
-"""Beginnings of sentences in vLLM's message that give advice, and are not part of the reason."""
+"""Sentences in vLLM's message that begin like this give advice, and are not part of the reason."""
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ class StockEngine(VLLMEngine):
 
         wanted = SamplingParams(max_tokens=1, prompt_logprobs=n, detokenize=False)
         requests: list[Any] = [{"prompt_token_ids": _whole(each)} for each in rollouts]
-        # By their types, vLLM's lists may also be missing or flat, but not with these options.
+        # vLLM's type hints also allow missing or flat lists, which do not occur with these options.
         outputs: list[Any] = list(self.llm.generate(requests, wanted, use_tqdm=False))
 
         def by_token(position: Any) -> dict[int, float]:

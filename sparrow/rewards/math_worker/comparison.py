@@ -58,9 +58,9 @@ def chain(answer: str) -> str | None:
     parts = [part.strip() for part in _EQUALS.split(answer)]
     last = parts[-1]
     if approximations and not _is_number(last):
-        return rf"{answer} \approx {approximations[0]}"  # x is about 3
-    # This applies only to a single number: after an equation, an approximation is a remark, and
-    # math-verify's labels ignore a slip there.
+        return rf"{answer} \approx {approximations[0]}"  # for example, x is about 3
+    # Approximations are checked only for a single number: after an equation they are remarks, and
+    # math-verify's labels ignore slips there.
     if last == answer and any(
         _is_number(part) and not _approximate(answer, part) for part in approximations
     ):
@@ -245,7 +245,7 @@ def same(answer: str, reference: str) -> bool:
         given = [exact(reading) for reading in given]
         value = given[0].rhs if getattr(given[0], "is_Equality", False) else given[0]
         if getattr(value, "is_rational", False) and expected[0].is_number:
-            # returned early, as sympy would search for a power of ten that is a power of two
+            # Return early, because sympy would search for a power of ten that is a power of two.
             return False
     return _verify(expected, given)
 
@@ -382,7 +382,7 @@ def equal(answer: str, reference: str) -> bool:
     answer = _PERCENT.sub("", answer)
     reference = _PERCENT.sub("", reference)
     if _is_number(reference) and (counted := _COUNT.fullmatch(answer)):
-        answer = counted[1]  # 18 dollars
+        answer = counted[1]  # such as 18 dollars
     kept = chain(answer)
     if kept is None:
         return False

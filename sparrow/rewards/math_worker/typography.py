@@ -54,7 +54,7 @@ _INVISIBLE = re.compile(
     r"(?![a-zA-Z])"
 )
 _BRACES = re.compile(r"\{([^{}]*)\}")
-# Markdown's emphasis is around words, whereas Python's power is between two operands.
+# Asterisks around words are Markdown's emphasis; between two operands, they are Python's power.
 _EMPHASIS = re.compile(r"(?<![\w)}\]*\\])(\*{1,3})(?=[^\s*])(.+?)(?<=[^\s*])\1(?![\w({\\*])")
 _LAST_POWER = re.compile(
     r"\s*\*\*\s*([-+]?(?:\d+(?:\.\d+)?|\\?[a-zA-Z]+)(?:\^\{.*?\}+)?|(?=\(|\\))(?!.*\*\*)", re.DOTALL
@@ -160,8 +160,9 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"\\sqrt\s*(\[3\])?\s*\(([^()]*)\)"), r"\\sqrt\1{\2}"),
     (re.compile(r"\\sqrt\s*(\[3\])?\s*(\d+|[a-zA-Z])"), r"\\sqrt\1{\2}"),
     (re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?!\w)"), r"\1\\times 10^{\2}"),
-    (re.compile(r"(?<![\d./])(\d+)\s+(\d+)/(\d+)(?![\d.])"), r"\1\\frac{\2}{\3}"),  # 3 1/2
-    # 5^{th}
+    # mixed numbers such as 3 1/2
+    (re.compile(r"(?<![\d./])(\d+)\s+(\d+)/(\d+)(?![\d.])"), r"\1\\frac{\2}{\3}"),
+    # ordinals such as 5^{th}
     (re.compile(rf"(?<=\d)\^?\s*\{{?\s*(?:{TEXT}\{{)?(?:st|nd|rd|th)(?![a-z])[\s}}]*$"), ""),
 ]
 _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?: \d{3})+(?!\d| \d)")

@@ -70,7 +70,7 @@ _LETTERS = re.compile(r"(?<![\\a-z])[a-z']+")
 _ALTERNATIVE = re.compile(r"\b(?:or|and)\b")
 _JOINT = re.compile(r"[\s,]*(?:or|and)\s*")
 _APART = re.compile(r"(?<![_^\d.])(?<!frac)(?<!frac )\d[\d.]*\s+\d")
-# 5 ft 6 in
+# two quantities with units, as in 5 ft 6 in
 _SECOND = re.compile(r"\d[^=]*\\text\s*\{(?!\s*(?:or|and|,)\s*\})[^{}]*\}(?!\s*\^)[^=<>\\]*\d")
 
 

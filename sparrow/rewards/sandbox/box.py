@@ -28,9 +28,9 @@ from sparrow.rewards.sandbox.walls import ENVIRONMENT, Held, Wall
 
 Isolation = Literal["auto", "bwrap", "session", "none"]
 
-# seconds a sandbox may take to start: no program runs yet, and the machine may be busy
+# seconds that a sandbox may take to start; generous, because the machine may be busy
 _START_S = 60.0
-_STARTS = 4  # how many starts are tried: others may have taken all processes or memory for a moment
+_STARTS = 4  # number of attempts to start: processes or memory may be used up for a moment
 _log = logging.getLogger(__name__)
 
 _INSTALL = (
@@ -223,15 +223,15 @@ class Sandbox(Child):
             return
         if self._report is not None and (first := self._first_process()):
             # Killing the namespace's first process ends all others in it. Killing bubblewrap itself
-            # would do so too, but that process would then be left for process 1 of this machine or
-            # container to reap, and that one might never do so.
+            # would too, but would leave the first process for process 1 of this machine or
+            # container to reap, which might never happen.
             with suppress(ProcessLookupError):
                 os.kill(first, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
                 return
-        # The group outlives a leader that has ended, and keeps its number as long as the leader is
-        # not waited for.
+        # The process group outlives its leader, and its number is not reused before the leader has
+        # been waited for.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -216,7 +216,7 @@ class Child:
 
     def _read(self, deadline: float) -> None:
         self._await(self._output, select.POLLIN, deadline)
-        data = os.read(self._output, 1 << 16)  # the capacity of a pipe
+        data = os.read(self._output, 1 << 16)  # at most the capacity of a pipe
         if not data:
             raise self._ended()
         self._unread += data

@@ -46,8 +46,8 @@ Verdict = Literal["pass", "wrong", "error", "timeout", "memory"]
 Tests = Mapping[str, Any]
 
 FLOAT_TOLERANCE = 1e-6
-"""Relative, and absolute below 1; it applies only if the expected number is written with a point or
-an exponent.
+"""Tolerance for numbers that are expected with a decimal point or an exponent; relative, and
+absolute below 1.
 """
 
 _show = Repr().repr
@@ -55,24 +55,22 @@ _WORD = re.compile(r"\S+|\n")
 _EXPONENT = r"[eE][-+]?\d{1,3}"
 _DECIMAL = re.compile(rf"[-+]?(?:\d+\.?\d*|\.\d+)(?:{_EXPONENT})?", re.ASCII)
 _WHOLE = re.compile(r"[-+]?\d+(?:\.0*)?", re.ASCII)
-# The plain forms, in which programs print numbers. ``007``, ``+7`` and ``1e5`` may be a name, a
-# code or the digits of a word, so they are text.
+# The forms in which programs print numbers. ``007``, ``+7`` and ``1e5`` may be names, codes or
+# parts of words, so they are compared as text.
 _PLAIN_WHOLE = re.compile(r"-?(?:0|[1-9]\d*)", re.ASCII)
 _PLAIN_DECIMAL = re.compile(
     rf"-?(?:(?:0|[1-9]\d*)?\.\d+(?:{_EXPONENT})?|[1-9][eE][-+]\d{{1,3}})", re.ASCII
 )
 _DETAIL_CHARS = 400
 _MARGIN_S = 5.0
-"""Seconds beyond a test's limits before this side stops waiting for the sandbox, which enforces
-them itself.
-"""
+"""The sandbox enforces a test's limits itself; this side waits for it this many seconds longer."""
 _ROOM_BYTES = 1 << 16
 _ROOM_TIMES = 16
 """Output is not read if it is longer than ``_ROOM_TIMES`` times the expected output plus
 ``_ROOM_BYTES``.
 """
-_SHARE = 8  # a result that crosses to assertions may have at most ``output_bytes`` divided by this
-_TESTS_BYTES = 64 << 20  # longest message of test code, which is trusted
+_SHARE = 8  # a result passed to assertions has at most ``output_bytes / _SHARE`` bytes
+_TESTS_BYTES = 64 << 20  # maximum size of a message from test code, which is trusted
 _RELAYED = (
     "value",
     "raised",
@@ -101,9 +99,9 @@ class Judgement:
     """The verdicts of a program's tests."""
 
     verdicts: tuple[Verdict, ...]  # one per test that was run, in order
-    tests: int  # how many there are
+    tests: int  # number of all tests, whether run or not
     detail: str  # what went wrong in the first test that was not passed; empty if none
-    wall_s: float  # seconds it took
+    wall_s: float  # seconds that judging took
 
     @property
     def passed(self) -> bool:
@@ -127,7 +125,7 @@ def _same_token(actual: str, expected: str) -> bool:
 def _close(actual: float, expected: float) -> bool:
     try:
         return math.isclose(actual, expected, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer that is too large for a float
         return False
 
 
@@ -137,7 +135,7 @@ def same_output(actual: str, expected: str) -> bool:
     A word that is expected to be a number in its plain form is compared as one: a whole number
     exactly and without an exponent, a decimal one within tolerance. ``0011`` is text.
     """
-    # One word at a time: a list of its words would take a hundred times the size of a hostile
+    # Compare one word at a time: a list of words could take a hundred times the memory of a hostile
     # output.
     words = (_WORD.finditer(side.rstrip()) for side in (actual, expected))
     return all(a and b and _same_token(a[0], b[0]) for a, b in zip_longest(*words))
@@ -164,7 +162,7 @@ def same_value(actual: Any, expected: Any) -> bool:
         and not isinstance(actual, bool)
     ):
         return _close(actual, expected)
-    return bool(actual == expected)  # as Python has it: 3.0 equals 3, and True equals 1
+    return bool(actual == expected)  # as in Python, 3.0 equals 3 and True equals 1
 
 
 class Judge:
@@ -249,7 +247,7 @@ class _Run:
     code: str
     limits: Limits
     held: Held
-    spent_s: float = 0.0  # of the program's own time (``OwnTime``), in all tests so far
+    spent_s: float = 0.0  # the program's own time (``OwnTime``) in all tests so far
 
     def _sandbox(self, mode: Literal["stdio", "serve", "exchange"]) -> Sandbox:
         request = {"mode": mode, "prelude": self.prelude, "code": self.code}
@@ -363,7 +361,7 @@ class _Run:
                 f"{name}(*{_show(given)}) is {_show(actual)}, expected {_show(expected)}",
             )
         except Exception as error:
-            # Whatever a program has made of its result, it must not stop a run.
+            # An unreadable result must not stop the run, whatever the program has made of it.
             detail = f"the result cannot be read: {type(error).__name__}: {error}"
             return "wrong", detail[:_DETAIL_CHARS]
 
@@ -398,7 +396,8 @@ class _Run:
                     )
                 except (ChildTimeoutError, ChildEndedError) as error:
                     return _broken(error, program)
-                with suppress(ChildTimeoutError, ChildEndedError):  # the next receive reports it
+                # The next ``receive`` reports these errors.
+                with suppress(ChildTimeoutError, ChildEndedError):
                     self._send(judge, {key: reply[key] for key in _RELAYED if key in reply})
 
 

@@ -10,18 +10,18 @@ class Limits:
     """Limits on the resources of one program."""
 
     cpu_s: float = 6.0  # processor seconds per test, rounded up to whole seconds
-    # seconds per test, including sleep; on a busy machine, a test needs more of these than of
-    # ``cpu_s``
+    # wall-clock seconds per test, including sleep; a busy machine adds waits that ``cpu_s`` does
+    # not count
     wall_s: float = 12.0
-    # seconds for all tests of a program; if the tests call the program, also its processor seconds,
-    # rounded up
+    # seconds for all tests of a program; if the tests call the program, also the limit of its
+    # processor seconds, rounded up
     program_s: float = 60.0
-    memory_bytes: int = 1 << 30  # address space
-    # size of the output, and of any file; results for assertions may have an eighth of this size
+    memory_bytes: int = 1 << 30  # maximum address space
+    # maximum size of the output and of each file; results for assertions may have an eighth of it
     output_bytes: int = 8 << 20
-    files_bytes: int = 64 << 20  # total size of all files
-    files: int = 1000  # number of files, folders and links at a time
-    tasks: int = 128  # number of threads at a time
+    files_bytes: int = 64 << 20  # maximum total size of all files
+    files: int = 1000  # maximum number of files, folders and links at a time
+    tasks: int = 128  # maximum number of threads at a time
 
     def __post_init__(self) -> None:
         wrong = [f"{name}={value}" for name, value in asdict(self).items() if value <= 0]

@@ -48,25 +48,25 @@ _PRCTL = (157, 167)
 _SENDTO = (44, 206)
 _TO_SELF_ONLY = ((62, 129), (234, 131))  # kill, tgkill
 
-# From 424 on, both processors have the same numbers. Allowed are close_range, openat2, faccessat2,
-# epoll_pwait2, futex_waitv, cachestat, futex_wake, futex_wait, futex_requeue and mseal. clone3 is
-# not among them: it hides its flags behind a pointer, and the C library uses clone in its place.
+# From 424 on, both architectures have the same numbers. Allowed are close_range, openat2,
+# faccessat2, epoll_pwait2, futex_waitv, cachestat, futex_wake, futex_wait, futex_requeue and mseal.
+# clone3 is denied because it hides its flags behind a pointer; the C library uses clone instead.
 _FIRST_NEW = 424
 _NEW = (436, 437, 439, 441, 449, 451, 454, 455, 456, 462)
 
-# Signals to a chosen process when a file has something (F_SETOWN, F_SETSIG, F_SETOWN_EX), leases,
-# notification of changes in a folder, and pipes with more memory than usual.
+# Refused: signals to a chosen process when a file becomes ready (F_SETOWN, F_SETSIG, F_SETOWN_EX),
+# leases, notifications of changes in a folder, and pipes with larger buffers.
 _FCNTL_REFUSED = (8, 10, 15, 1024, 1026, 1031)
 _F_SETFL = 4
-# Whether a file is a terminal, its size, how many bytes can be read, whether it blocks, whether
-# programs inherit it.
+# Allowed: asking whether a file is a terminal, how large that is and how many bytes can be read;
+# setting whether a file blocks and whether programs inherit it.
 _IOCTL_ALLOWED = (0x5401, 0x802C542A, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
-# Names of threads and mappings, huge pages, timers, and reading what is set; nothing that lets it
-# outlive its parent.
+# Allowed: names of threads and mappings, huge pages, timers, and reading settings, but nothing that
+# lets the program outlive its parent.
 _PRCTL_ALLOWED = (2, 3, 15, 16, 21, 23, 29, 30, 38, 39, 41, 42, 0x53564D41)
 
 _DENIED: dict[str, tuple[int | None, int | None]] = {
-    # other processes
+    # calls that start or affect other processes
     "fork": (57, None),
     "vfork": (58, None),
     "execve": (59, 221),
@@ -88,7 +88,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
     "kcmp": (312, 272),
-    # who it is: with another user or group, the program would also no longer end with its parent
+    # identity: with another user or group, the program would also no longer end with its parent
     "setuid": (105, 146),
     "setgid": (106, 144),
     "setreuid": (113, 145),
@@ -111,7 +111,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "sendmsg": (46, 211),
     "sendmmsg": (307, 269),
     "setsockopt": (54, 208),
-    # memory that no limit counts, and objects that all processes of a user or a machine share
+    # memory that no limit counts, and objects shared by all processes of a user or a machine
     "memfd_create": (319, 279),
     "shmget": (29, 194),
     "shmat": (30, 196),
@@ -134,7 +134,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    # files: other means bound what they contain, but not who owns them and what else they carry
+    # files: other limits bound their contents, but not their owners, permissions and attributes
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -162,7 +162,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "quotactl": (179, 60),
     "open_by_handle_at": (304, 265),
     "truncate": (76, 45),
-    # namespaces, mounts, the machine, and the kernel's larger interfaces
+    # namespaces, mounts, machine-wide settings, and kernel interfaces such as bpf
     "unshare": (272, 97),
     "setns": (308, 268),
     "mount": (165, 40),
@@ -250,7 +250,7 @@ def program_filter() -> list[Instruction]:
                 _PASS,
             ],
         ),
-        # Sending is allowed to the pair's other end, never to an address.
+        # Sending is allowed only over a socket pair, never to an address.
         *_call(
             _SENDTO[column],
             [_load(4), (_EQUAL, 1, 0, 0), refuse, _load(4, True), (_EQUAL, 1, 0, 0), refuse, _PASS],

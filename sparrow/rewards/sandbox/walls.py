@@ -39,7 +39,7 @@ class Wall:
     """One way of holding programs."""
 
     held: Held
-    # bubblewrap of a privileged user, who gives each sandbox a user id that nobody else has
+    # bubblewrap started by a privileged user, who gives each sandbox a user id of its own
     own_user: bool = False
 
     @property
@@ -85,7 +85,7 @@ def _folders() -> list[str]:
     return sorted({"/usr", sys.prefix, sys.base_prefix, sys.exec_prefix, installed})
 
 
-_OWN_FOLDERS = ("/tmp", "/dev")  # those that bubblewrap makes anew for each sandbox
+_OWN_FOLDERS = ("/tmp", "/dev")  # folders that bubblewrap creates for each sandbox
 _MOVED = "/sandbox/python"
 
 
@@ -127,8 +127,8 @@ def _bwrap(limits: Limits, own_user: bool) -> list[str]:
     binary = shutil.which("bwrap") or "bwrap"
     command = [binary, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     if own_user:
-        # No user namespace: in one, root is still root to the kernel, and limits on tasks have no
-        # effect.
+        # A user namespace is not used: root inside it is still root to the kernel, so limits on
+        # tasks would not apply.
         command += [
             "--unshare-ipc",
             "--unshare-pid",
@@ -204,9 +204,9 @@ def _python(folder: str, executable: str) -> list[str]:
     """Python running the package ``inside`` of a folder, which programs then do not find on their
     path.
     """
-    # Without the .pth files of installed packages, such as editable ones, Python starts in a third
-    # of the time. Imports make no garbage, and without looking for any, the harness starts in a
-    # twentieth less.
+    # Skipping the .pth files of installed packages, such as editable ones, cuts Python's startup
+    # time to a third. Imports make no garbage, so disabling collection saves the harness another
+    # twentieth.
     start = "import gc, sys, site; gc.disable(); site.addpackage = lambda *_: None; site.main(); "
     start += (
         f"sys.path.insert(0, {folder!r}); from inside.main import main; del sys.path[0]; main()"

@@ -29,7 +29,7 @@ class DraftChooser:
         self.measured = Measured(budgets)
         self.draft_length = DraftLength(choices, self.measured)
         self.draft_budget = DraftBudget(self.measured)
-        self._budget = self.draft_budget.base  # in use for batches like that of the latest cycle
+        self._budget = self.draft_budget.base  # in use for batches like the latest cycle's
 
     @property
     def choices(self) -> tuple[int, ...]:

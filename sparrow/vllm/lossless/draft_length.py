@@ -18,8 +18,8 @@ from sparrow.vllm.lossless.measured import (
 
 THINK_EVERY = 8
 THINK_DENSE = 32
-"""Cycles between two comparisons of speed, with drafts in use and without. Each comparison takes
-time on the host.
+"""Cycles between two comparisons of speed: ``THINK_EVERY`` while drafts are in use, and
+``THINK_DENSE`` while they are not. Each comparison takes time on the host.
 """
 WATCHED = 2
 """Number of cycles timed after a comparison when no drafts are in use, since timing takes host time
@@ -61,7 +61,7 @@ class DraftLength:
     def __init__(self, choices: Iterable[int], measured: Measured) -> None:
         self.choices = tuple(sorted(choices))
         self.chosen: Counter[int] = Counter()  # cycles by number of drafts
-        self.is_watching = True  # whether the latest chosen cycle is to be observed
+        self.is_watching = True  # whether to time the latest chosen cycle
         # Number of further cycles without drafts for which no new choice is needed, as long as the
         # number of sequences does not change.
         self.repeats = 0
@@ -83,7 +83,7 @@ class DraftLength:
         if current is not None:
             case.drafting = case.drafting + 1 if current else 0
         if current and self._dense_is_due(case):
-            # Forget earlier times, which may mislead, before the first of these steps.
+            # Forget earlier times, which may mislead, before the first of these dense steps.
             if case.drafting.bit_count() == 1:
                 case.seconds.pop(0, None)
             choice = 0
@@ -151,7 +151,7 @@ class DraftLength:
 
     def _dense_is_due(self, case: Case) -> bool:
         cycles = case.drafting
-        since = cycles - (1 << cycles.bit_length() - 1)  # after a power of two
+        since = cycles - (1 << cycles.bit_length() - 1)  # cycles since the last power of two
         if cycles < DENSE_AGAIN or since >= DENSE_PROBES:
             return False
         speed = self._measured.expected_speeds(case)

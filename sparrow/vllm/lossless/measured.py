@@ -17,8 +17,8 @@ from sparrow.decoding import acceptance_at
 
 PROBES = 4
 DENSE_PROBES = 6
-"""How many cycles with a number of drafts, and how many dense steps, are timed before their speed
-is compared. Dense steps need more, since everything is compared with them and their times scatter
+"""A number of drafts is timed for ``PROBES`` cycles, and dense decoding for ``DENSE_PROBES`` steps,
+before their speed is compared. Everything is compared with dense steps, and their times scatter
 most.
 """
 DENSE_ALIKE = 3
@@ -48,11 +48,11 @@ BUDGET_PRIOR = 500.0
 weight is large because the five cycles of a trial judge few drafts.
 """
 REACH = 2
-"""Largest distance, in steps, of a case whose times are taken over."""
+"""Largest distance, in steps, to a case whose times a new case takes over."""
 FORGET = 0.98
 """Factor by which the weight of earlier accepted and judged drafts falls with each cycle."""
 KEPT = 12
-"""Number of times kept for each number of drafts: the latest ones."""
+"""Number of latest times kept for each number of drafts."""
 
 Batch = tuple[int, int]
 """The number of sequences and their mean length, both in steps of a factor of sqrt(2)."""
@@ -66,13 +66,13 @@ class Case:
     """
 
     batch: Batch
-    budget: int  # an index of ``Measured.budgets``
-    seconds: dict[int, deque[float]] = field(default_factory=dict)  # of the latest cycles
-    # seconds of the first cycle after a different number of drafts or budget
+    budget: int  # an index into ``Measured.budgets``
+    seconds: dict[int, deque[float]] = field(default_factory=dict)  # seconds of the latest cycles
+    # seconds of the first cycle after the number of drafts or the budget changed
     first_seconds: dict[int, float] = field(default_factory=dict)
     # seconds of a cycle in the nearest case, taken over when this case was new
     taken_over: dict[int, float] = field(default_factory=dict)
-    begun: Counter[int] = field(default_factory=Counter)  # cycles since a number was first tried
+    begun: Counter[int] = field(default_factory=Counter)  # cycles since each number was first tried
     in_use: int | None = None  # the number of drafts that won the latest comparison
     is_being_timed: bool = False  # whether different numbers of drafts are being timed
     cycles: int = 0
@@ -94,7 +94,7 @@ class Measured:
     def __init__(self, budgets: tuple[float, ...]) -> None:
         self.budgets = budgets
         self.cases: dict[tuple[Batch, int], Case] = {}
-        # by length and budget: drafts accepted, and drafts judged
+        # numbers of accepted and of judged drafts, by length and budget
         self._verdicts: dict[tuple[int, int], list[float]] = {}
 
     def find(self, batch: Batch, budget: int) -> Case | None:

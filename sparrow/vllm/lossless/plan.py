@@ -16,7 +16,7 @@ class DraftPlan(NamedTuple):
     """The plan for the drafts that follow a step."""
 
     tokens: int  # drafts per sequence, 0 for none
-    budget: int  # how much the drafts read: an index of ``Runtime.budgets``
+    budget: int  # how much the drafts read, as an index into ``Runtime.budgets``
 
 
 class _Planned(NamedTuple):

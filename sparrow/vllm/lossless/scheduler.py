@@ -18,7 +18,7 @@ from sparrow.vllm.lossless import plan
 from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.plan import DraftPlan
 
-LOG_EVERY = 200  # least number of cycles between two log lines
+LOG_EVERY = 200  # minimum number of cycles between two log lines
 Choice = tuple[int, float, int]
 """A number of drafts, their budget as a multiple of their schedule, and the number of steps."""
 
@@ -34,8 +34,8 @@ class LosslessScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.dynamic_sd_lookup is not None
-        # The choices cannot be read from the table, which has only ``max_num_seqs`` entries, the
-        # first of which is 0.
+        # The choices cannot be read from vLLM's table, which has only ``max_num_seqs`` entries and
+        # begins with 0.
         speculative: Any = self.vllm_config.speculative_config
         decoding = config.requested_lossless(self.vllm_config)
         assert decoding is not None
@@ -44,9 +44,9 @@ class LosslessScheduler(AsyncScheduler):
         # The latest choice, which still applies to a step that starts without running sequences.
         self._plan = DraftPlan(self.chooser.choices[0], self.chooser.budgets.index(1.0))
         self._rows = 0  # number of sequences at the latest choice
-        self._repeated = 0  # steps since that choice
+        self._repeated = 0  # steps since the latest choice
         self.keeps_choices = False  # set by a caller that will call ``take_choices``
-        self._choices: list[tuple[int, float]] = []  # of each step since the last ``take_choices``
+        self._choices: list[tuple[int, float]] = []  # one per step since the last ``take_choices``
         self._replayed: Iterator[DraftPlan] | None = None
         rows = len(self.dynamic_sd_lookup)
         self._tables = {drafts: [drafts] * rows for drafts in self.chooser.choices}

@@ -177,7 +177,7 @@ def _advance_kernel(
     tl.store(positions_R + row, position, mask=held)
     tl.store(lengths_R + row, length, mask=held)
     tl.debug_barrier()  # all warps have read the step
-    tl.store(step, (now + 1) % K)  # the warm-up before captures runs more than k steps
+    tl.store(step, (now + 1) % K)  # wraps: the warm-up before captures runs more than k steps
     _set_up(
         row, held, position, length, slots_R, top_k_R, top_k_at_length, blocks_SM, stride, TOKENS
     )

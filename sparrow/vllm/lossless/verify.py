@@ -23,7 +23,7 @@ from sparrow.vllm import versions
 if TYPE_CHECKING:
     from sparrow.vllm.runtime import Runtime
 
-# keyed by the tensor of the drafts' logits, the only object that vLLM passes on to verification
+# runtimes by the tensor of the drafts' logits, the only object that vLLM passes to verification
 _runtimes: Any = WeakTensorKeyDictionary()
 
 

@@ -31,7 +31,7 @@ class Names(dict[str, "Any"]):
     def __init__(self, defined: Mapping[str, Any], exchange: Exchange, own: set[str]) -> None:
         super().__init__(defined)
         self._exchange = exchange
-        self.own = own  # the names of built-in functions that are the program's
+        self.own = own  # names of built-in functions that the program redefines
 
     def __missing__(self, name: str) -> Any:
         if (name in dir(builtins) and name not in self.own) or name.startswith("__"):
@@ -128,7 +128,7 @@ def run_tests(exchange: Exchange, request: Mapping[str, Any]) -> None:
     if entry_point:
         names[entry_point] = Remote(exchange, entry_point)
 
-    # ``if __name__ == "__main__"`` is how a file of tests says that it is run.
+    # A file of tests runs its tests under ``if __name__ == "__main__"``.
     names["__name__"] = "__main__"
     sys.modules["__main__"] = sys.modules["tests"]
     try:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 
 STARVED = 10
-"""A program that gets no processor is given up after this many times its limit."""
-# fraction of the time between two checks; a program that ran for less than this was asleep
+"""A program that gets no processor time is stopped after this many times its limit."""
+# a program that ran for less than this share of the time between two checks was asleep
 _AWAKE = 1 / 20
 
 

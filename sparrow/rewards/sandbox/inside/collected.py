@@ -59,7 +59,7 @@ def guard_numpy() -> None:
         """True if one side has elements and the other has none."""
         try:
             sizes = [numpy.size(side) for side in pair]
-        except Exception:  # of different lengths inside; numpy's own function says so
+        except Exception:  # ragged sequences, which numpy's own function reports
             return False
         return 0 in sizes and any(sizes)
 

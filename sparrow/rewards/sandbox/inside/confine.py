@@ -21,7 +21,7 @@ _NO_NEW_PRIVS = 38
 _SECCOMP = 22
 _DUMPABLE = 4
 _DEATH_SIGNAL = 1
-# as far as the main thread's stack can always grow: the kernel leaves 128 MiB
+# size to which the main thread's stack can always grow: the kernel leaves a gap of 128 MiB
 _STACK_BYTES = 112 << 20
 _TIMERS = 128
 _CAPABILITY_VERSION = 0x20080522
@@ -29,17 +29,17 @@ _MEMLOCK = 8
 _MSGQUEUE = 12
 _SIGPENDING = 11
 
-# Landlock's system calls have the same numbers on both processors.
+# Landlock's system calls have the same numbers on both architectures.
 _CREATE_RULESET = 444
 _ADD_RULE = 445
 _RESTRICT_SELF = 446
-LANDLOCK_NEEDED = 3  # the first version that keeps a file that may only be read from being emptied
+LANDLOCK_NEEDED = 3  # the first version that keeps read-only files from being truncated
 _WRITE_FILE = 1 << 1
 _READ_FILE = 1 << 2
 _READ_DIR = 1 << 3
 _TRUNCATE = 1 << 14
-_EVERYTHING = {3: (1 << 15) - 1, 4: (1 << 15) - 1}  # from version 5 on, also device control
-# folders, files, links; no devices, no sockets
+_EVERYTHING = {3: (1 << 15) - 1, 4: (1 << 15) - 1}  # version 5 added device control
+# folders, files and links can be removed and made, but not devices or sockets
 _REMOVE = (1 << 4) | (1 << 5)
 _MAKE = (1 << 7) | (1 << 8) | (1 << 12)
 _REFER = 1 << 13
@@ -62,8 +62,8 @@ def confine(request: Mapping[str, Any], cpu_s: int) -> None:
         (_SIGPENDING, _TIMERS),
     ):
         _lower(kind, value, value)
-    if request["own_tasks"]:  # no other tasks are counted with the program's
-        # The harness has a few tasks too.
+    if request["own_tasks"]:  # the kernel counts only the program's tasks
+        # Add four for the harness's own tasks.
         _lower(resource.RLIMIT_NPROC, limits["tasks"] + 4, limits["tasks"] + 4)
     _lower(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
     _lower(resource.RLIMIT_STACK, _STACK_BYTES, resource.RLIM_INFINITY)
@@ -95,7 +95,7 @@ def landlock(readable: Iterable[str], own: str) -> None:
     """
     version = landlock_version()
     handled = _EVERYTHING.get(version, (1 << 16) - 1)
-    # TCP; abstract sockets and signals
+    # ``network`` restricts TCP; ``scoped`` restricts abstract sockets and signals.
     network = 3 * (version >= 4)
     scoped = 3 * (version >= 6)
     attributes = struct.pack("QQQ", handled, network, scoped)
@@ -115,7 +115,7 @@ def landlock(readable: Iterable[str], own: str) -> None:
     for path, access in allowed:
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except OSError:  # not on this machine
+        except OSError:  # no such path on this machine
             continue
         try:
             if not os.path.isdir(path):

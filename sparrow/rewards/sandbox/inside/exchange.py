@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
     from .wire import Channel
 
-_AHEAD_S = 0.02  # seconds that an iterator may take for items that nobody has asked for yet
+_AHEAD_S = 0.02  # seconds that an iterator may spend on items that are not requested yet
 _ANSWERS = {"value", "raised", "refused"}
-_OWN = ("program", "tests", "__main__")  # the modules of the classes of either side
+_OWN = ("program", "tests", "__main__")  # modules of the classes that either side defines
 _MODULES = (
     "builtins",
     "math",
@@ -73,8 +73,8 @@ def _array(content: Any) -> Any:
     return import_module("numpy").array(content[1], dtype=content[0])
 
 
-# By module and name: how a value is written, and how it is read back. A class is imported only when
-# a value needs it.
+# For each class, by module and name: how to write a value, and how to read it back. A class is
+# imported only when a value needs it.
 _KINDS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     ("decimal", "Decimal"): (str, lambda c: import_module("decimal").Decimal(c)),
     ("fractions", "Fraction"): (str, lambda c: import_module("fractions").Fraction(c)),
@@ -100,8 +100,8 @@ _KINDS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any], Any]]]
 }
 
 
-# Every exception is one of the first two; the others would end a test's ``map`` or generator as if
-# it had finished.
+# Every exception derives from one of the first two. The others would end a test's ``map`` or
+# generator as if it had finished.
 _NEVER_RAISED = (BaseException, Exception, StopIteration, StopAsyncIteration, GeneratorExit)
 
 
@@ -127,14 +127,14 @@ class Exchange:
         self._find = find
         self._loaded = loaded
         self.strict = strict
-        self.asked = 0  # calls and look-ups that the other side has answered
-        self.changes = 0  # how often something was done that may change objects of the other side
+        self.asked = 0  # number of calls and look-ups that the other side has answered
+        self.changes = 0  # number of operations that may have changed the other side's objects
         self._kept: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._remotes: dict[int, Any] = {}
         self._failed: dict[int, BaseException] = {}
-        # Parts of the other side's objects that were read and can be changed in place here, by
-        # object, kind of part and name: with what they were when they were read.
+        # Parts of the other side's objects that were read and can be changed in place here, with
+        # their contents when they were read; keyed by object, kind of part and name.
         self._borrowed: dict[str, tuple[list[Any], Any, Any]] = {}
 
     def call(
@@ -520,7 +520,7 @@ def _error(reply: Mapping[str, Any], unpack: Callable[[Any], Any]) -> RemoteErro
         if isinstance(kind, type) and issubclass(kind, BaseException) and kind not in _NEVER_RAISED:
             try:
                 error = type(kind.__name__, (RemoteError, kind), {})(*unpack(reply.get("with", [])))
-            except TypeError:  # one that needs certain arguments; its base will do
+            except TypeError:  # an exception that needs certain arguments; use its base
                 continue
             error.detail = detail
             return error
@@ -534,7 +534,7 @@ def serve(channel: Channel, request: Mapping[str, Any]) -> NoReturn:
     printed = Printed()
     sys.stdout = printed
     program = load(channel, request)
-    printed.take()  # what it printed while it was loaded
+    printed.take()  # discard what the program printed while it was loaded
     exchange = Exchange(channel, program.find, program.loaded)
     while True:
         header = channel.receive()

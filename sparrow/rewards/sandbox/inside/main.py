@@ -50,7 +50,7 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     request = channel.receive()
     run = _runs(request["mode"])
-    gc.enable()  # it was off for the imports, see ``walls``
+    gc.enable()  # collection was off for the imports, see ``walls``
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)
     hide(request["uid"])

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from .wire import Channel
 
-_PRINTED_CHARS = 1 << 16  # how much of what a called function prints the tests can see
+_PRINTED_CHARS = 1 << 16  # the tests see at most this much of what a called function prints
 _LOOK_S = 0.1  # seconds between two looks at a running program
 _STDIN = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 
@@ -73,12 +73,12 @@ def open_standard_input() -> None:
 
 def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
     """Mode ``stdio``."""
-    # Import here once what ``finish`` would import in every copy of this process.
+    # Import once here what ``finish`` would import in every copy of this process.
     import atexit  # noqa: F401
     import gc
     import threading  # noqa: F401
 
-    # a forked process that looks for garbage would copy all memory it shares with this one
+    # Otherwise, garbage collection in a forked process would copy all memory shared with this one.
     gc.freeze()
     watch = Watch(request)
     while True:
@@ -193,8 +193,8 @@ def reap(
         waited = now - looked
         ran = 0.0
         looked = now
-        with suppress(OSError):  # it has just ended by itself
-            # the processor time of another process
+        with suppress(OSError):  # the process has just ended by itself
+            # The clock with this id is the processor time of process ``pid``.
             ran = time.clock_gettime((~pid << 3) | 2) - seen
         seen += ran
         clock.count(waited, ran)
@@ -209,7 +209,7 @@ def reap(
             why = "" if late() else watch.over(pid)
         looking = False
         if why is not None:
-            with suppress(ProcessLookupError):  # it has just ended by itself
+            with suppress(ProcessLookupError):  # the process has just ended by itself
                 os.kill(pid, signal.SIGKILL)
 
     signal.signal(signal.SIGALRM, look)

@@ -118,9 +118,9 @@ class Remote:
             "_key": key,
             "_compares": compares,
             "_identity": key if identity is None else identity,
-            "_owner": None,  # the stand-in that this is a method of, if it is a ``Like``
+            "_owner": None,  # the stand-in whose method this is, if it is a ``Like``
             "_way": None,  # how the object was read: by index or by iteration
-            "_read_at": -1,  # the number of changes after which the following values were read
+            "_read_at": -1,  # the exchange's ``changes`` when the following values were read
             "_items": [],
             "_parts": {},
             "_source": None,
@@ -394,7 +394,7 @@ MUTABLE_LIKE = (LikeList, LikeDict, LikeSet)
 
 def stand_in(value: Any) -> Remote | None:
     """Return the stand-in that ``value`` is or has; None if it is a value of this side."""
-    kind = type(value)  # ``isinstance`` would ask the value for its class
+    kind = type(value)  # ``isinstance`` would trust the value's own ``__class__``
     if issubclass(kind, Remote):
         return value
     return value._remote if issubclass(kind, Like) else None

@@ -10,14 +10,13 @@ import re
 import sys
 from collections.abc import Hashable, Iterator, Mapping
 
-# typing.TYPE_CHECKING without importing typing, as every import here delays every program
+# stands in for typing.TYPE_CHECKING, because importing typing would delay every program
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-# Maximum contents of a program's message, so reading the message is cheap; its size in bytes is
-# limited elsewhere.
+# These maxima keep a program's message cheap to read; its size in bytes is limited elsewhere.
 MOST_VALUES = 1 << 20
 MOST_CONTAINERS = 1 << 18
 MOST_STRINGS = 1 << 18
@@ -29,8 +28,8 @@ _NO_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
 
 
 _PLAIN = (list, dict, tuple, set, frozenset, bytes, bytearray, complex)
-# These functions return the plain value of a subclass, whose own conversions and comparisons could
-# return anything.
+# These functions return a plain value even for a subclass, whose own conversions and comparisons
+# could return anything.
 _SCALARS: tuple[tuple[type, Any], ...] = (
     (int, int.__int__),
     (float, float.__float__),
@@ -62,7 +61,7 @@ def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": bytes(value).decode("latin-1")}
     if isinstance(value, complex):
-        plain = complex(value)  # not a subclass, whose parts could return anything
+        plain = complex(value)  # a subclass's parts could be anything
         return {"complex": [plain.real, plain.imag]}
     if hasattr(value, "tolist"):  # arrays and array scalars
         return pack(value.tolist(), other)
@@ -136,7 +135,7 @@ def parse(line: bytes) -> dict[str, Any]:
         if deepest > MOST_DEPTH:
             raise ValueError(f"nested {deepest} deep, over the limit of {MOST_DEPTH}")
 
-    # The interpreter's own limit on digits is cheaper.
+    # The interpreter's own limit on digits is cheaper, so it is used if it is strict enough.
     unlimited = not 0 < sys.get_int_max_str_digits() <= MOST_DIGITS
     try:
         message = json.loads(line, parse_int=_short_int if unlimited else None)
