@@ -125,7 +125,7 @@ class ModelShape:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """Read a ``config.json``, given its path or its folder's."""
+    """Read a ``config.json`` from its path or from the folder that contains it."""
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"there is no model config at {path}; give a config.json or its folder")

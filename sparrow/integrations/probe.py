@@ -260,7 +260,7 @@ def _answer(
         ) from error
     if answer.is_error and answer.status_code not in allowed:
         raise ConfigError(
-            f"the vLLM server answered {url} with HTTP {answer.status_code} "
+            f"the vLLM server returned HTTP {answer.status_code} for {url} "
             f"({answer.text[:300]}); see the server's log for the cause"
         )
     return answer

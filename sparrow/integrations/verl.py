@@ -196,8 +196,8 @@ def requested(config: Mapping[str, Any]) -> Decoding:
         raise ConfigError(
             "Sparrow has no schedule; set "
             "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={sparrow: SCHEDULE} "
-            "and +actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=CUSTOM, or "
-            f"{vllm_config.ENVIRONMENT}"
+            "and +actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=CUSTOM, or set the "
+            f"environment variable {vllm_config.ENVIRONMENT}"
         )
     return decoding
 

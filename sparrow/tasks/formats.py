@@ -1,7 +1,7 @@
 r"""Formats of public datasets: the layout of their rows, and where to find the datasets.
 
-A format turns one row into a ``Question``. It has no verifier, only the kind of verifier for its
-answers:
+A format turns a row into a ``Question``. The question does not contain a verifier, only the kind of
+verifier that its answer needs:
 
 - ``math``: the answer is text;
 - ``code``: the answer is a mapping with tests, as ``sparrow.rewards.sandbox.judge`` describes them.

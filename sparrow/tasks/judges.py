@@ -114,9 +114,9 @@ class Judge:
         if isinstance(result, Mapping):
             if "score" not in result:
                 raise RewardError(
-                    f"reward {self.name!r} returned a mapping of "
-                    f"{', '.join(map(str, result)) or 'nothing'} "
-                    "without 'score'; add it, or return a number"
+                    f"reward {self.name!r} returned a mapping without the key 'score' "
+                    f"(keys: {', '.join(map(str, result)) or 'none'}); add 'score', or return a "
+                    "number"
                 )
             return result["score"]
         return result

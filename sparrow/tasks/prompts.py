@@ -59,8 +59,8 @@ class ChatConfig(Settings):
             name, equals, value = argument.partition("=")
             if not equals or not name.isidentifier():
                 raise ConfigError(
-                    f"chat.arguments has {argument!r}, but must read NAME=VALUE, as in "
-                    "enable_thinking=false; change chat.arguments"
+                    f"chat.arguments contains {argument!r}, but each argument must have the form "
+                    "NAME=VALUE, such as enable_thinking=false"
                 )
             if name in ("messages", "conversation", "tokenize", "add_generation_prompt"):
                 raise ConfigError(
@@ -108,7 +108,7 @@ class ChatTemplate:
                 self._template = tokenizer.get_chat_template()
             except ValueError as error:  # several templates, none of which is the default
                 raise ConfigError(
-                    f"the tokenizer has no default chat template ({error}); give chat.template"
+                    f"the tokenizer has no default chat template ({error}); set chat.template"
                 ) from error
         for name in self._arguments:
             if not re.search(rf"\b{name}\b", self._template):

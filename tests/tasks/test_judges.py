@@ -128,7 +128,7 @@ def test_a_column_missing_from_some_rows_is_refused_at_once():
         (lambda completions, **_: 1.0, "returned 1.0 for a list of one completion"),
         (lambda completions, **_: [1.0, 2.0], "for a list of one completion"),
         (lambda completions, **_: [None], "returned None, expected a finite number"),
-        (lambda solution_str, ground_truth: {"acc": 1}, "a mapping of acc without 'score'"),
+        (lambda solution_str, ground_truth: {"acc": 1}, r"without the key 'score' \(keys: acc\)"),
     ],
 )
 def test_results_of_the_wrong_shape_are_refused_in_one_sentence(function, message):

@@ -68,7 +68,7 @@ def test_template_arguments_are_parsed_as_json_if_possible():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("enable_thinking",), "must read NAME=VALUE"),
+        (("enable_thinking",), "must have the form NAME=VALUE"),
         (("a=1", "a=2"), "sets 'a' twice"),
         (("tokenize=true",), "sets 'tokenize', which Sparrow sets itself"),
         (("messages=[]",), "sets 'messages', which Sparrow sets itself"),

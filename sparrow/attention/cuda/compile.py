@@ -20,10 +20,10 @@ class Kernel:
     """One function of a source file in this folder, compiled for a device.
 
     Args:
-        file, name: the source file, which may include other files in the folder, and the name of
-            the function.
+        file: the source file, which may include other files in this folder.
+        name: the function to compile.
         defines: macros that the source expects.
-        shared_bytes: dynamic shared memory of a launch.
+        shared_bytes: dynamic shared memory per launch.
         device: a CUDA device.
 
     Raises ConfigError: NVRTC's Python bindings are missing. RuntimeError: the compiler or the

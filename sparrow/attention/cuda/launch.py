@@ -108,7 +108,9 @@ def choose_config(
 
 
 def key_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes per key or value of a token, including its own scale in int8."""
+    """Return the size in bytes of one token's key in one head, including its scale in an int8
+    cache.
+    """
     return head_dim * dtype.itemsize + (dtype == torch.int8)
 
 

@@ -1,4 +1,4 @@
-"""Loading of a user's objects, given as ``module:name``."""
+"""User-supplied objects, loaded by ``module:name``."""
 
 from __future__ import annotations
 

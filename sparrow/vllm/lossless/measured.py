@@ -1,8 +1,8 @@
 """Measurements of a running engine's batches: times by number of drafts, and acceptance.
 
-A case is a class of similar batches, which have the same budget and about the same number of
-sequences and mean length, both in steps of a factor of sqrt(2). A new case takes over the times of
-the nearest case, so little has to be timed again as sequences grow and end.
+A case groups batches with the same budget and a similar number of sequences and mean length, each
+rounded to a power of sqrt(2). A new case starts with the times of the nearest existing case, so
+little has to be timed again as sequences grow and end.
 """
 
 from __future__ import annotations
