@@ -43,7 +43,7 @@ TEMPERATURES |= dict.fromkeys(("eagle3", "stock"), 2.0)
 
 @dataclass(frozen=True)
 class Sampled:
-    """What an arm sampled."""
+    """The samples of an arm."""
 
     seeds: list[Tokens]
     drafts: dict[str, int]  # how many there were, and how many were accepted; empty without any

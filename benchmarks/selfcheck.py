@@ -2,12 +2,13 @@
 
     python benchmarks/selfcheck.py --out benchmarks/results/selfcheck/0.33.0_h200.json
 
-Each case starts an engine with a tiny random Qwen3 in a process of its own, ``--jobs`` at a time.
-Cases with a fault damage one part of Sparrow first: landmarks are written one block off, attention
-uses a wrong scale, the scales of an fp8 KV cache are doubled, or a tensor moves after CUDA graphs
-were captured over it. Sound engines are checked twice, the second time with all kernels compiled,
-and then generate tokens. Exits with 1 if any case ends in another way than expected. ``--only`` runs
-the cases whose names contain all of the given words; other cases in the JSON file are kept.
+Each case starts an engine with the random model of ``vllm_check.py`` in its own process; ``--jobs``
+cases run at a time. Cases with a fault damage one part of Sparrow first: landmarks are written one
+block off, attention uses a wrong scale, the scales of an fp8 KV cache are doubled, or a tensor moves
+after CUDA graphs were captured over it. Sound engines are checked twice, the second time with all
+kernels compiled, and then generate tokens. The exit status is 1 if any case ends differently from
+what is expected. ``--only`` runs the cases whose names contain all of the given words; other cases
+in the JSON file are kept.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from unittest.mock import patch
 
 from common import parser, save
 
-VOCABULARY = 4096
+VOCABULARY = 4096  # of that model
 RESPONSE_TOKENS = 24
 RESULT = "result: "
 """Begins the line in which the process of a case prints its result."""
@@ -148,36 +149,6 @@ CASES = (
 # --- running them ---
 
 
-def write_checkpoint(folder: str) -> None:
-    """Save a random Qwen3 whose attention prefers some tokens to others."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=1024,
-        intermediate_size=2048,
-        num_hidden_layers=6,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        initializer_range=0.03,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_norm.weight.fill_(1.5)
-            layer.self_attn.k_norm.weight.fill_(1.5)
-        model.model.embed_tokens.weight.normal_()
-    model.to(torch.bfloat16).save_pretrained(folder)
-
-
 @contextmanager
 def checked_twice(result: dict[str, Any]) -> Iterator[None]:
     """Repeat each self-check, and note its times and differences."""
@@ -257,13 +228,14 @@ def in_own_process(folder: str, case: Case) -> dict[str, Any]:
 def measure(out: Path, words: list[str], jobs: int) -> list[str]:
     """Run the cases whose names contain all words; returns those that end unexpectedly."""
     import vllm
+    from vllm_check import random_model
 
     before = json.loads(out.read_text()) if out.exists() else {"cases": []}
     by_name = {result["case"]: result for result in before["cases"]}
     wanted = [case for case in CASES if all(word in case.name for word in words)]
     failed = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        write_checkpoint(folder)
+        random_model(Path(folder), ENGINE["dtype"])
         for result in pool.map(lambda case: in_own_process(folder, case), wanted):
             by_name[result["case"]] = result
             if not result["as expected"]:

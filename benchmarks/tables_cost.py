@@ -257,7 +257,7 @@ MIXTURE_PAGES = 253
 
 
 def mixtures() -> str:
-    """What sparse decoding is predicted to gain for a mixture, and for a hybrid of one."""
+    """Predict the gain of sparse decoding for a mixture of experts and for a hybrid model."""
     plain = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
     lossy = SparsitySchedule.fixed(MIXTURE_PAGES, dense_layers=())
     rows = []

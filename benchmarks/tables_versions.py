@@ -105,7 +105,7 @@ def versions() -> str:
 
 
 def checked(result: dict[str, Any] | None) -> str:
-    """What a self-check found in one engine."""
+    """Format the result of a self-check of one engine."""
     if result is None:
         return ""
     if not result["as expected"]:

@@ -329,7 +329,7 @@ def free_port() -> int:
 
 
 def post(url: str, body: Any) -> Any:
-    """What a server answers to this JSON; ``None`` asks with GET."""
+    """Send JSON to a server and return its answer; ``None`` sends a GET request."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
@@ -395,14 +395,14 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
 
 
 def tied(logits: ArrayLike, first: int, second: int) -> bool:
-    """Whether either of two tokens may be the greedy one, given rounding."""
+    """Return whether rounding decides which of two tokens is the greedy one."""
     values = np.asarray(logits, dtype=np.float64)
     return bool(min(values[first], values[second]) >= values.max() - TIE * values.std())
 
 
 def compare(folder: Path, asked: Batch, expected: Batch, found: Batch) -> dict[str, int]:
-    """How many greedy responses are the expected ones, how many differ first at a tie, and how many
-    are wrong; and how many tokens this compared.
+    """Count the greedy responses that equal the expected ones, those that first differ at a tie, the
+    wrong ones, and the tokens that were compared.
     """
     model = load(folder, "float32")
     result = {"equal": 0, "differ at a tie": 0, "wrong": 0, "tokens compared": 0}
@@ -423,7 +423,7 @@ def compare(folder: Path, asked: Batch, expected: Batch, found: Batch) -> dict[s
 
 
 def failures(mode: str, counts: Mapping[str, int], against_stock: Mapping[str, int]) -> list[str]:
-    """What a mode's counters and responses leave to be desired, in words."""
+    """List in words the faults of a mode's counters and responses."""
     cases = {
         "lossless": (
             (not counts.get("drafted"), "no drafts were proposed"),
@@ -503,8 +503,8 @@ def in_a_process_of_its_own(trainer: str, mode: str, folder: Path) -> Iterator[s
 
 
 def roll_out_all(trainer: str, modes: Sequence[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """What ``roll_out`` found in each mode, nothing for a mode that returned nothing; logs of modes
-    that stopped early are printed.
+    """Run ``roll_out`` in each mode and return the results; a mode that stopped early has none, and
+    its log is printed.
     """
     at_once = CUDA and TRAINERS[trainer].at_once
     for group in [modes] if at_once else [[mode] for mode in modes]:
