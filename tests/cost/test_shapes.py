@@ -17,13 +17,14 @@ from sparrow import SparsitySchedule
 from sparrow.cost import (
     MACHINES,
     SHAPES,
+    VLLM_H200,
     Experts,
     ModelShape,
     Overheads,
     decode_step,
     drafters,
 )
-from sparrow.cost.lossless import Cycle, Drafting, lossless_step
+from sparrow.cost.lossless import CYCLE_H200, Cycle, Drafting, lossless_step, verify_s
 from sparrow.errors import ConfigError, UnsupportedModel
 
 H200 = MACHINES["h200"]
@@ -171,5 +172,16 @@ def test_a_drafter_of_a_mixture_is_dense_and_its_verification_reads_more_experts
     mixture = SHAPES["qwen3-30b-a3b"]
     dense = replace(mixture, weights=mixture.active_weights, experts=None)
     eagle = drafters.TRAINED[0]
-    assert drafters.break_even(mixture, H200, [15_000] * 4, eagle) > 1.5
-    assert drafters.break_even(dense, H200, [15_000] * 4, eagle) < 1.5
+    lengths = [15_000] * 4
+    plain = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
+
+    def drafting_s(shape):
+        """Seconds of a cycle beyond its dense step and its verification."""
+        step_s = decode_step(shape, H200, lengths, None, plain).seconds
+        further_s = verify_s(shape, H200, 4, 4 * eagle.drafts, VLLM_H200, CYCLE_H200)
+        return drafters.break_even(shape, H200, lengths, eagle) * step_s - step_s - further_s
+
+    assert drafting_s(mixture) == pytest.approx(drafting_s(dense), rel=1e-6)
+    assert drafting_s(mixture) > 0
+    assert drafters.break_even(mixture, H200, lengths, eagle) > 1.5
+    assert drafters.break_even(dense, H200, lengths, eagle) < 1.5
