@@ -5,7 +5,7 @@
 The test is that of ``sparrow audit`` at a level of 1 %, on the bundled reasoner in bfloat16. Drafts
 of lossless mode read few pages. The EAGLE-3 head has random weights: most of its drafts are
 rejected, and some are not. One engine samples all seeds of an arm. The two drafters and their
-engines' dense decoding run at the same time, each in a process of its own, which ranks its tokens
+engines' dense decoding run at the same time, each in its own process, which ranks its tokens
 with transformers once its engine is gone.
 """
 

@@ -5,18 +5,18 @@
 
 This ratio is the number of tokens per cycle at which a drafter breaks even. The drafters are those
 of stock vLLM (n-gram, EAGLE-3, DSpark, DFlash, a small draft model) and the sparse actor. Nothing
-is downloaded: models and drafters have published shapes and random weights, and vLLM is told to
-reject every draft (its synthetic rejection sampler with rates of zero). A cycle then yields one
+is downloaded: models and drafters have published shapes and random weights, and vLLM rejects
+every draft (its synthetic rejection sampler with acceptance rates of zero). A cycle then yields one
 token, and its time is that of drafting and verifying.
 
-Each drafter has an engine in a process of its own, which times all points. A point is a number of
+Each drafter's engine runs in its own process, which times all points. A point is a number of
 sequences, and the tokens in the cache of each; points that the cache has no room for are left out.
 States are reached without prefill, as in ``benchmarks/rollout.py``. While one engine runs, the
 process of the next one imports vLLM and waits.
 
 A run starts with dense decoding, and ratios are formed within a run. ``--deadline`` ends a run
 early. The JSON file is written after each engine, and a later run with the same file adds the
-drafters that no run before has finished, beside dense decoding of its own.
+drafters that no run before has finished, together with its own dense decoding.
 
 vLLM runs a drafter with its V1 model runner where the V2 runner, its default, cannot; ``runner``
 says which one ran. ``none_v1`` is dense decoding by the V1 runner.
@@ -55,8 +55,9 @@ POINTS = (
 )
 """Sequences, and tokens in the cache of each; the first points matter most."""
 SPARE = 256  # tokens of the cache that a sequence may need besides
-STEPS, SECONDS = 24, 0.25
-"""A point is timed for at least so many cycles, and for so long."""
+STEPS = 24
+SECONDS = 0.25
+"""A point is timed for at least ``STEPS`` cycles and ``SECONDS``."""
 LEAST_S = 25.0
 """No engine is started with less time left: it could not time a single point."""
 GRACE_S = 10.0

@@ -4,7 +4,7 @@
 
 Each trainer is installed without its dependencies, beside the vLLM that it pins and what it
 imports. Its own class starts vLLM, generates and loads new weights; Sparrow is switched on in the
-way that docs/integrations.md gives. Every mode has a process of its own, and the same tiny random
+way that docs/integrations.md gives. Every mode runs in its own process, with the same tiny random
 Qwen3. The exit status is 0 if
 
 - lossless: drafts were proposed and accepted, and greedy tokens are stock's up to ties,
