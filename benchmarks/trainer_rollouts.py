@@ -1,6 +1,6 @@
 """Rollouts by the classes of other trainers: stock, lossless and lossy, before and after an update.
 
-    python benchmarks/trainer_rollouts.py skyrl    # also: trl, prime-rl
+    python benchmarks/trainer_rollouts.py skyrl    # also: trl, prime-rl, openrlhf
 
 Each trainer is installed without its dependencies, beside the vLLM that it pins and what it
 imports. Its own class starts vLLM, generates and loads new weights; Sparrow is switched on in the
@@ -11,7 +11,8 @@ Qwen3. The exit status is 0 if
 - lossy: fewer tokens of the cache were read than held,
 
 both before and after the update. On a GPU, lossless runs with CUDA graphs. On a CPU, only lossy
-runs in stock vLLM; name the modes with ``--modes``.
+runs in stock vLLM; name the modes with ``--modes``. OpenRLHF's weights are
+only updated on a GPU.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class TRL:
 
     packages = ("trl", "accelerate")
     at_once = False
+    updates_on_cpu = True
 
     @staticmethod
     def variables(mode: str) -> dict[str, str]:
@@ -118,6 +120,7 @@ class SkyRL:
 
     packages = ("skyrl", "ray")
     at_once = True
+    updates_on_cpu = True
 
     @staticmethod
     def variables(mode: str) -> dict[str, str]:
@@ -208,6 +211,7 @@ class PrimeRL:
 
     packages = ("prime-rl",)
     at_once = True
+    updates_on_cpu = True
 
     @staticmethod
     def variables(mode: str) -> dict[str, str]:
@@ -270,7 +274,60 @@ class PrimeRL:
             await asyncio.to_thread(post, self.url + path, body)
 
 
-TRAINERS = {"trl": TRL, "skyrl": SkyRL, "prime-rl": PrimeRL}
+class OpenRLHF:
+    """``RolloutRayActor`` outside Ray. OpenRLHF passes none of a user's settings to vLLM, so Sparrow
+    is switched on in the environment. Weights travel by CUDA's handles of shared memory, as they do
+    where trainer and rollouts share GPUs.
+    """
+
+    packages = ("openrlhf", "ray")
+    at_once = True
+    updates_on_cpu = False
+
+    @staticmethod
+    def variables(mode: str) -> dict[str, str]:
+        return environment(mode) | ({"VLLM_USE_V2_MODEL_RUNNER": "1"} if mode == "lossless" else {})
+
+    def __init__(self, folder: Path, mode: str) -> None:
+        from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
+
+        self.actor_class = RolloutRayActor.__ray_metadata__.modified_class
+        self.actor = self.actor_class.__new__(self.actor_class)
+        self.options = engine_options(mode) | {
+            "model": str(folder),
+            "dtype": DTYPE,
+            "seed": 1,
+            "worker_extension_cls": "openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap",
+            "distributed_executor_backend": "uni",
+            "enable_prefix_caching": False,
+            "gpu_memory_utilization": MEMORY,
+        }
+        del self.options["additional_config"], self.options["attention_backend"]
+
+    async def start(self) -> None:
+        await self.actor_class.__init__(self.actor, num_gpus=1, **self.options)
+
+    async def call(self, method: str) -> Any:
+        return (await self.actor.llm.collective_rpc(method))[0]
+
+    async def generate(self, prompts: Batch) -> Batch:
+        from vllm import SamplingParams
+
+        settings = SamplingParams(**greedy())
+        outputs = await asyncio.gather(*(self.actor.generate(p, settings) for p in prompts))
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    async def update(self, folder: Path) -> None:
+        from openrlhf.trainer.ray.utils import get_physical_gpu_id
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        for name, weight in load(folder, DTYPE).cuda().named_parameters():
+            handles = {get_physical_gpu_id(): reduce_tensor(weight.detach())}
+            await self.actor.update_weight_cuda_ipc(name, weight.dtype, weight.shape, handles)
+        await self.actor.reset_prefix_cache()
+
+
+TRAINERS = {"trl": TRL, "skyrl": SkyRL, "prime-rl": PrimeRL, "openrlhf": OpenRLHF}
 
 
 def serve(settings: dict[str, Any]) -> None:
@@ -400,6 +457,11 @@ def tied(logits: ArrayLike, first: int, second: int) -> bool:
     return bool(min(values[first], values[second]) >= values.max() - TIE * values.std())
 
 
+def checkpoints(trainer: str) -> tuple[str, ...]:
+    """The checkpoints that are tried: the first alone where weights cannot be updated."""
+    return WEIGHTS if CUDA or TRAINERS[trainer].updates_on_cpu else WEIGHTS[:1]
+
+
 def compare(folder: Path, asked: Batch, expected: Batch, found: Batch) -> dict[str, int]:
     """Count the greedy responses that equal the expected ones, those that first differ at a tie, the
     wrong ones, and the tokens that were compared.
@@ -459,7 +521,7 @@ async def roll_out(trainer: str, mode: str, folder: Path) -> None:
     }
     if mode != "stock":
         found["described"] = await engine.call("sparrow_describe")
-    for i, weights in enumerate(WEIGHTS):
+    for i, weights in enumerate(checkpoints(trainer)):
         if i:
             await engine.update(folder / weights)
         if mode != "stock":
@@ -513,24 +575,31 @@ def roll_out_all(trainer: str, modes: Sequence[str], folder: Path) -> dict[str, 
                 stack.enter_context(in_a_process_of_its_own(trainer, mode, folder))
                 for mode in group
             ]
-            end = time.monotonic() + LIMIT_S
-            for process in processes:
+            began = time.monotonic()
+            for mode, process in zip(group, processes, strict=True):
                 with contextlib.suppress(subprocess.TimeoutExpired):  # it may be done all the same
-                    process.wait(max(0, end - time.monotonic()))
+                    process.wait(max(0, began + LIMIT_S - time.monotonic()))
+                print(f"{mode}: ended after {time.monotonic() - began:.0f} s", flush=True)
     results = {}
     for mode in modes:
         out = folder / f"{mode}.json"
         results[mode] = json.loads(out.read_text()) if out.exists() else {"rounds": []}
-        if len(results[mode]["rounds"]) < len(WEIGHTS):
+        if len(results[mode]["rounds"]) < len(checkpoints(trainer)):
             print(f"{trainer}, {mode}, stopped early:\n{(folder / f'{mode}.log').read_text()}")
     return results
 
 
-def judged(mode: str, found: dict[str, Any], stock: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A mode's result as it is written: comparisons with stock in place of responses."""
+def judged(
+    mode: str, rounds: int, found: dict[str, Any], stock: dict[str, Any], folder: Path
+) -> dict[str, Any]:
+    """A mode's result as it is written: comparisons with stock in place of responses.
+
+    Args:
+        rounds: how many there should be.
+    """
     result = {name: found[name] for name in ("described", "seconds to start") if name in found}
     result["faults"] = []
-    if len(found["rounds"]) < len(WEIGHTS):
+    if len(found["rounds"]) < rounds:
         result["faults"].append(f"it stopped in round {len(found['rounds']) + 1}")
     for i, (one, wanted) in enumerate(zip(found["rounds"], stock["rounds"], strict=False)):
         name = WEIGHTS[i]
@@ -561,7 +630,8 @@ def main() -> int:
             make_model(folder / weights, seed)
         found = roll_out_all(given.trainer, given.modes, folder)
         stock = found["stock"]
-        results = {mode: judged(mode, found[mode], stock, folder) for mode in given.modes}
+        rounds = len(checkpoints(given.trainer))
+        results = {mode: judged(mode, rounds, found[mode], stock, folder) for mode in given.modes}
     about = {"versions": stock.get("versions"), "machine": machine(), "dtype": DTYPE}
     write(given.out or RESULTS / f"{name}_rollouts.json", about | results)
     faults = [f"{mode}: {fault}" for mode in given.modes for fault in results[mode]["faults"]]

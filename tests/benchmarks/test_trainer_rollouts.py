@@ -74,10 +74,17 @@ def test_a_mode_that_stopped_before_the_update_is_a_fault(script, monkeypatch, t
     monkeypatch.setattr(script, "compare", lambda *_: EQUAL)
     rounds = [{"responses": [], "counts": DRAFTED}]
     stock = {"rounds": rounds * 2}
-    stopped = script.judged("lossless", {"rounds": rounds}, stock, tmp_path)
+    stopped = script.judged("lossless", 2, {"rounds": rounds}, stock, tmp_path)
     assert stopped["faults"] == ["it stopped in round 2"]
     assert stopped["before"]["counts"] == DRAFTED
-    assert script.judged("lossless", stock, stock, tmp_path)["faults"] == []
+    assert script.judged("lossless", 2, stock, stock, tmp_path)["faults"] == []
+
+
+@pytest.mark.parametrize(("cuda", "tried"), [(True, 2), (False, 1)])
+def test_weights_of_openrlhf_are_updated_on_a_gpu_only(script, monkeypatch, cuda, tried):
+    monkeypatch.setattr(script, "CUDA", cuda)
+    assert len(script.checkpoints("openrlhf")) == tried
+    assert len(script.checkpoints("skyrl")) == 2
 
 
 @pytest.mark.parametrize("mode", ["stock", "lossless", "lossy"])
