@@ -6,7 +6,7 @@ The test is that of ``sparrow audit`` at a level of 1 %, on the bundled reasoner
 of lossless mode read few pages. The EAGLE-3 head has random weights: most of its drafts are
 rejected, and some are not. One engine samples all seeds of an arm. The two drafters and their
 engines' dense decoding run at the same time, each in its own process, which ranks its tokens
-with transformers once its engine is gone.
+with transformers once its engine is gone. Drafters that are already in the file stay there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import REASONER, parser, save
+from common import REASONER, machine, parser, write
 from vllm_versions import AUDITED, FEW_PAGES
 
 if TYPE_CHECKING:
@@ -179,19 +179,20 @@ def judged(seed: int, tested: Tokens, dense: Tokens) -> dict[str, Any]:
 
 
 def measure(arguments: argparse.Namespace) -> None:
+    import torch
     import vllm
 
     arms = [arm for drafter in arguments.drafters for arm in (drafter, ARMS[drafter])]
     spawn = multiprocessing.get_context("spawn")
     result: dict[str, Any] = {
-        "vllm": vllm.__version__,
         "model": "reasoner",
         "task": TASK,
         "level": LEVEL,
-        "responses": arguments.count,
         "draft_schedule": FEW_PAGES,
         "drafters": {},
     }
+    if arguments.out.exists():
+        result["drafters"] = json.loads(arguments.out.read_text())["drafters"]
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(len(arms), spawn) as pool:
         asked = (folder, arguments.options, arguments.seeds, arguments.count)
         futures = {arm: pool.submit(sample, arm, *asked) for arm in arms}
@@ -202,13 +203,18 @@ def measure(arguments: argparse.Namespace) -> None:
             rows = [judged(seed, *pair) for seed, pair in enumerate(pairs)]
             exact = sum(row["status"] == "exact" for row in rows)
             found = {
+                "machine": machine(),
+                "date": time.strftime("%Y-%m-%d"),
+                "vllm": vllm.__version__,
+                "torch": torch.__version__,
                 "exact": exact,
                 "temperature": TEMPERATURES[drafter],
+                "responses": arguments.count,
                 "drafts": tested.drafts,
                 "seeds": rows,
             }
             result["drafters"][drafter] = found
-            save(arguments.out, result)
+            write(arguments.out, result)
             print(f"{drafter}: {exact} of {len(rows)} exact, {found['drafts']}", flush=True)
 
 
