@@ -58,15 +58,25 @@ CACHES = pytest.mark.parametrize(
 )
 THREE = LaunchConfig(16, 2, 3, 4, 32, 1, 24, 4, 64, 128, 132)
 CUDA = cuda.CudaConfig(4, 3, 2)
+WIDE = cuda.CudaConfig(2, 3, 2)  # for head dim 256
+EACH_RANKS = cuda.CudaConfig(2, 2, 2, parts=3, part_pages=2, each_ranks=True)
 CUDA_CONFIGS = (
     []
     if INTERPRETED
-    else [CUDA, cuda.CudaConfig(2, 1, 4), cuda.CudaConfig(8, 1, 1, parts=3, part_pages=2)]
+    else [
+        CUDA,
+        cuda.CudaConfig(2, 1, 4),
+        cuda.CudaConfig(8, 1, 1, parts=3, part_pages=2),
+        EACH_RANKS,
+    ]
 )
 TRITON = [pytest.param(ONE, id="one"), pytest.param(THREE, id="three")]
 PATHS = [
     *TRITON,
-    *(pytest.param(c, id=f"cuda {c.warps} {c.stages} {c.resident}") for c in CUDA_CONFIGS),
+    *(
+        pytest.param(c, id=f"cuda {c.warps} {c.stages} {c.resident}{' each' * c.each_ranks}")
+        for c in CUDA_CONFIGS
+    ),
 ]
 Config = LaunchConfig | cuda.CudaConfig | None
 LENGTHS = [0, 1, 5, 15, 16, 17, 40, 47, 48, 49, 200, 256, 333, 517]
@@ -419,6 +429,15 @@ SHAPES = [
             (3, 128, 16, 4, torch.float16, "2NHD", CUDA),
             (5, 64, 16, 2, torch.bfloat16, "NH2D", CUDA),
             (8, 128, 16, 1, torch.bfloat16, "HN2D", CUDA),
+            (9, 64, 16, 1, torch.float16, "HN2D", CUDA),
+            (12, 128, 16, 2, torch.bfloat16, "2NHD", CUDA),
+            (15, 128, 16, 1, torch.float16, "NH2D", EACH_RANKS),
+            (16, 128, 16, 1, torch.bfloat16, "HN2D", CUDA),
+            (1, 256, 16, 1, torch.float16, "HN2D", WIDE),
+            (4, 256, 16, 4, torch.bfloat16, "NH2D", EACH_RANKS),
+            (8, 256, 16, 2, torch.bfloat16, "2NHD", WIDE),
+            (16, 256, 16, 1, torch.bfloat16, "HN2D", WIDE),
+            (11, 256, 16, 1, torch.float16, "HN2D", EACH_RANKS),
         )
     ),
 ]
@@ -1110,6 +1129,7 @@ def test_the_cuda_kernel_receives_all_arguments_of_a_step(monkeypatch):
         WARPS=config.warps,
         STAGES=config.stages,
         RESIDENT=config.resident,
+        EACH_RANKS=0,
         BINS=1024,
         CANDIDATES=256,
     )
