@@ -1,6 +1,8 @@
 """Decode kernels against the bytes they must move, and sparse against dense decoding, on one GPU.
 
     python benchmarks/decode_kernels.py            # the shipped configurations; writes JSON to benchmarks/results/
+    python benchmarks/decode_kernels.py --families # attention shapes of common models, CUDA beside Triton
+    python benchmarks/decode_kernels.py --sweep    # the same shapes in several configurations of the CUDA kernel
 
 Every case has the caches of several layers, in vLLM's layout with landmarks in the blocks' padded
 tails, random values and random block order; a CUDA graph runs through the layers, so nothing is
@@ -17,6 +19,7 @@ D head dim, P page size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +43,7 @@ from sparrow.attention import (
 )
 from sparrow.attention import triton as by_triton
 from sparrow.attention.cuda import CudaConfig
+from sparrow.attention.cuda.compile import compiled
 from sparrow.attention.decode import DecodeBatch
 from sparrow.attention.pages import BUDGET_UNIT, LandmarkDtype, head_top_k
 from sparrow.attention.triton import LaunchConfig
@@ -103,6 +107,70 @@ CACHES: dict[str, tuple[LandmarkDtype, ...]] = {
     "fp8": ("auto", "fp8_e4m3"),
     "int8": ("auto",),
 }
+# Kv heads, group and head dim, and a model that has them.
+FAMILIES = [
+    (8, 2, 128, "Qwen3-1.7B"),
+    (8, 5, 128, "Qwen3-14B"),
+    (4, 8, 128, "Qwen3-30B-A3B"),
+    (4, 7, 128, "Qwen2.5-7B"),
+    (2, 6, 128, "Qwen2.5-1.5B"),
+    (8, 4, 64, "Llama-3.2-1B"),
+    (4, 16, 128, "Qwen3-235B-A22B"),
+    (8, 12, 128, "GLM-4.5"),
+    (2, 8, 256, "Qwen3-Next"),
+    (4, 4, 256, "-"),
+    (3, 3, 64, "SmolLM2-135M"),
+    (1, 4, 128, "Qwen3-8B on 8 GPUs"),
+]
+FAMILY_BATCH = (64, 15_000)
+FAMILY_BUDGETS = (61, 221)
+# Batches in other tables that have as many items as some family: sequences, tokens, kv heads,
+# group, head dim, budgets.
+ALSO_SWEPT = [(8, 30_000, 8, 2, 128, (61, 253)), (32, 30_000, 8, 4, 64, (381,))]
+# Configurations to compare with the shipped one, by head dim and number of items.
+SWEPT = {
+    (128, 512): [CudaConfig(8, 1, 2), CudaConfig(2, 2, 4)],
+    (128, 256): [
+        CudaConfig(8, 1, 2),
+        CudaConfig(2, 2, 4, parts=2),
+        CudaConfig(2, 2, 4, parts=2, each_ranks=True),
+    ],
+    (128, 128): [
+        CudaConfig(4, 3, 2, parts=2),
+        CudaConfig(4, 3, 2, parts=2, each_ranks=True),
+        CudaConfig(8, 1, 2, parts=2, each_ranks=True),
+    ],
+    (128, 64): [
+        CudaConfig(8, 3, 1, parts=2),
+        CudaConfig(8, 3, 1, parts=2, each_ranks=True),
+        CudaConfig(4, 3, 2, parts=4),
+        CudaConfig(4, 3, 2, parts=4, each_ranks=True),
+        CudaConfig(8, 1, 2, parts=4, each_ranks=True),
+        CudaConfig(4, 3, 2, parts=2, each_ranks=True),
+    ],
+    (64, 512): [
+        CudaConfig(4, 2, 4),
+        CudaConfig(4, 3, 3),
+        CudaConfig(2, 4, 4),
+        CudaConfig(4, 6, 2),
+        CudaConfig(8, 3, 2),
+    ],
+    (64, 256): [CudaConfig(4, 2, 4), CudaConfig(4, 6, 2), CudaConfig(8, 3, 2)],
+    (64, 192): [
+        CudaConfig(4, 3, 3, parts=2),
+        CudaConfig(4, 3, 3, parts=2, each_ranks=True),
+        CudaConfig(4, 2, 4, parts=2, each_ranks=True),
+        CudaConfig(8, 3, 2),
+        CudaConfig(4, 6, 2),
+    ],
+    (256, 256): [CudaConfig(4, 3, 1), CudaConfig(4, 1, 2), CudaConfig(8, 1, 1)],
+    (256, 128): [
+        CudaConfig(2, 3, 2, parts=2),
+        CudaConfig(2, 3, 2, parts=2, each_ranks=True),
+        CudaConfig(4, 1, 2, parts=2, each_ranks=True),
+        CudaConfig(8, 1, 1),
+    ],
+}
 INT8_EXPONENT = 122  # byte of the scale 2^-5, under which a code of 127 is four standard deviations
 
 
@@ -120,7 +188,9 @@ class Pool:
         P: int = 16,
         landmark_dtype: LandmarkDtype = "auto",
         cache: str = "auto",
+        K: int = K,
     ) -> None:
+        self.K = K
         self.layout = PageLayout(P, landmark_dtype=landmark_dtype)
         self.k, self.v, self.marks, self.D, mark = [], [], [], D, self.layout.landmark_type(dtype)
         self.scales: list[CacheScales | None] = []
@@ -168,6 +238,7 @@ class Case:
 
     def __init__(self, pool: Pool, B: int, L: int, G: int, k: int) -> None:
         self.pool, self.k, P, D = pool, k, pool.layout.page_size, pool.D
+        K = pool.K
         self.choice: Choice = choose(
             "triton" if self.triton else None,
             page_size=P,
@@ -197,7 +268,7 @@ class Case:
         """Return the bytes that a layer reads: landmarks of heads that leave out pages, and keys
         and values of the kept pages.
         """
-        P, D = self.pool.layout.page_size, self.pool.D
+        P, D, K = self.pool.layout.page_size, self.pool.D, self.pool.K
         every = list(self.budgets) or [torch.full((K,), BUDGET_UNIT, device="cuda")]
         budgets = torch.cat(every)  # summed over the heads of all layers
         ranked = ((self.length + P - 1) // P - 3).clamp(min=0)[:, None]
@@ -256,6 +327,7 @@ class Case:
             from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
         except ImportError:
             return None
+        K = self.pool.K
         (B, H, D), pool, longest = self.q.shape, self.pool, int(self.length.max())
         starts = torch.arange(B + 1, dtype=torch.int32, device="cuda")
         shared = dict(causal=True, window_size=[-1, -1], num_splits=32)
@@ -397,6 +469,65 @@ def head_budgets(limit: float, spread: float) -> Row:
     return dict(spread=spread, budgets=budgets.tolist(), cases=rows)
 
 
+def family_pool(K: int, D: int) -> Pool:
+    """Return caches that take the same memory for every shape, so that no shape finds more of them
+    in the L2 cache than others.
+    """
+    return Pool(TOKENS, LAYERS * 8 * 128 // (K * D), D, K=K)
+
+
+def families(limit: float) -> Row:
+    """Measure the attention shapes of common models with the CUDA kernel and with Triton's."""
+    B, L = FAMILY_BATCH
+    rows = []
+    for K, G, D, model in FAMILIES:
+        pool = family_pool(K, D)
+        for k in FAMILY_BUDGETS:
+            case = Case(pool, B, L, G, k)
+            about = dict(model=model, K=K, G=G, D=D, k=k)
+            row = about | dict(
+                default=case.choice.of(B),
+                bytes=case.bytes(case.top_k),
+                limit_us=case.bytes(case.top_k) / limit * 1e6,
+            )
+            for kernel in ("cuda", "triton"):
+                case.choice = Choice(kernel)
+                row[kernel] = sparse_only(case, limit, **about, kernel=kernel)
+            rows.append(row)
+        del pool, case
+    return dict(B=B, L=L, families=rows)
+
+
+def sweep(limit: float) -> Row:
+    """Measure the shipped configuration and those in ``SWEPT``."""
+    B, L = FAMILY_BATCH
+    batches = [(B, L, K, G, D, FAMILY_BUDGETS) for K, G, D, _ in FAMILIES]
+    rows = []
+    for B, L, K, G, D, budgets in [*batches, *ALSO_SWEPT]:
+        pool = family_pool(K, D)
+        for k in budgets:
+            case = Case(pool, B, L, G, k)
+            case.choice = Choice("cuda")
+            configs = [None, *SWEPT[D, B * K]]
+            steps = [case.step(config, 0) for config in configs]
+            configs = [step.config for step in steps]
+            with ThreadPoolExecutor() as executor:
+                list(executor.map(compile_for, steps))
+            for config in configs:
+                about = dict(B=B, L=L, K=K, G=G, D=D, k=k, config=asdict(config))
+                row = about | case.time(config, "step")
+                row["of_limit"] = case.bytes(case.top_k) / limit * 1e6 / row["us"]
+                rows.append(row)
+                print(f"{K} {G} {D}, {k} pages: {row['of_limit']:.1%} {config}", flush=True)
+        del pool, case
+    return dict(sweep=rows)
+
+
+def compile_for(step: cuda.Launches) -> None:
+    """Compile a step's kernel; later launches with the same macros find the machine code."""
+    compiled("decode.cu", tuple(step.defines.items()), "sm_90")
+
+
 def bench(limit: float) -> Row:
     by_dtype = landmarks(limit)
     pool, rows = Pool(TOKENS, LAYERS), []
@@ -472,6 +603,16 @@ def main() -> None:
         metavar="SPREAD",
         help="only kv heads with their own budgets",
     )
+    options.add_argument(
+        "--families",
+        action="store_true",
+        help="only the attention shapes of common models, with both kernels",
+    )
+    options.add_argument(
+        "--sweep",
+        action="store_true",
+        help="only these shapes, in several configurations of the CUDA kernel",
+    )
     options.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to")
     args = options.parse_args()
     Case.triton = args.triton
@@ -481,6 +622,10 @@ def main() -> None:
         name, result = "fp8_cache", caches(limit, args.caches or list(CACHES))
     elif args.head_budgets is not None:
         name, result = "head_budgets", head_budgets(limit, args.head_budgets)
+    elif args.families:
+        name, result = "decode_families", families(limit)
+    elif args.sweep:
+        name, result = "decode_sweep", sweep(limit)
     elif args.landmarks:
         name, result = "landmarks", landmarks(limit)
     else:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from common import SHAPES, Column, Row, declared, load, table
+from common import RESULTS, SHAPES, Column, Row, declared, load, table
 from rollout_trace import PROMPT, responses
 from scipy.stats import t, ttest_1samp, ttest_ind
 
@@ -404,6 +404,28 @@ def teacher_forced() -> str:
     return table(["tokens, group, top-k", "", *case["dense"], *case["sparse"]], rows)
 
 
+def families() -> str:
+    """Tabulate the decode kernels by attention shape; without a measurement, the table is empty."""
+    path = RESULTS / "decode_families.json"
+    measured_rows = load("decode_families")["families"] if path.exists() else []
+    by_shape: dict[tuple[int, int, int], dict[int, Row]] = {}
+    for row in measured_rows:
+        by_shape.setdefault((row["K"], row["G"], row["D"]), {})[row["k"]] = row
+    cells = []
+    for (K, G, D), rows in by_shape.items():
+        few, many = rows.values()
+        shares = [
+            f"{row['limit_us'] / row[kernel]['us']:.0%}"
+            for row in (few, many)
+            for kernel in ("cuda", "triton")
+        ]
+        read = [f"{row['bytes'] / 1e6:,.0f}" for row in (few, many)]
+        cells.append([few["model"], f"{K}, {G}, {D}", *read, *shares, few["default"]])
+    head = ["model", "kv heads, group, head dim", "MB read, 61 pages", "221 pages"]
+    head += ["61 pages: CUDA", "Triton", "221 pages: CUDA", "Triton", "default"]
+    return table(head, cells)
+
+
 TABLES = {
     "host time": host_time,
     "decode steps": decode_steps,
@@ -413,6 +435,7 @@ TABLES = {
     "rollouts of 1,024 without log-probs": lambda: rollouts("none", "1024"),
     "log-prob cost": logprob_cost,
     "attention": attention,
+    "attention families": families,
     "uneven attention": uneven_attention,
     "head budgets": head_budgets,
     "other shapes": shapes,

@@ -114,8 +114,8 @@ def paged_decode(
         layout: page size, always-kept pages, dtype of landmarks.
         implementation: ``reference`` (eager torch, any device), ``triton`` (float16 or bfloat16
             queries; the cache in the same dtype, float8_e4m3fn or int8; needs ``workspace``, and
-            compute capability 8.9 for float8) or ``cuda`` (Hopper only; pages of 16, head dims 64
-            and 128, groups up to 8, the same dtypes as ``triton``; needs ``workspace``, and is
+            compute capability 8.9 for float8) or ``cuda`` (Hopper only; pages of 16, head dims 64,
+            128 and 256, groups up to 16, the same dtypes as ``triton``; needs ``workspace``, and is
             compiled on the first call). There is no fallback; ``choose`` picks the fastest.
         scale: softmax scale, ``D ** -0.5`` by default.
         cache_scales: scales of a float8_e4m3fn or int8 cache, required for those dtypes. They are
@@ -201,9 +201,9 @@ def choose(
     """Choose the implementation that decodes such a model on ``device``: the requested one or, if
     none is requested, the fastest.
 
-    The CUDA kernel is the fastest wherever it is supported, except for batches with so few rows
-    that it would leave most multiprocessors idle. For those, the Triton kernels are faster because
-    several programs share the ranking of a row.
+    The CUDA kernel is the default for the shapes that ``cuda.is_default`` names, except for batches
+    with so few rows that it would leave most multiprocessors idle. For those, the Triton kernels
+    are faster because several programs share the ranking of a row.
 
     Raises ConfigError: the requested implementation does not support the model or the device.
     """
@@ -225,7 +225,7 @@ def choose(
         raise ConfigError(reason)
     if asked is not None:
         return Choice(asked)
-    if reason:
+    if reason or not cuda.is_default(head_dim, group):
         return Choice("triton")
     return Choice("cuda", few_rows=cuda.few_rows(kv_heads, device))
 

@@ -42,8 +42,8 @@ def test_an_explicit_implementation_decodes_any_number_of_rows(hopper, asked):
     "change, reason",
     [
         (dict(page_size=32), "got pages of 32, head dim 128, group 4 and torch.bfloat16"),
-        (dict(head_dim=256), "got pages of 16, head dim 256"),
-        (dict(group=16), "group 16"),
+        (dict(head_dim=96), "got pages of 16, head dim 96"),
+        (dict(group=17), "group 17"),
         (dict(dtype=torch.float8_e5m2), "float8_e5m2"),
     ],
 )
@@ -53,6 +53,12 @@ def test_triton_replaces_an_unsupported_cuda_kernel_unless_cuda_was_requested(
     assert choose(None, **MODEL | change, device=GPU) == Choice("triton")
     with pytest.raises(ConfigError, match=reason):
         choose("cuda", **MODEL | change, device=GPU)
+
+
+@pytest.mark.parametrize("change", [dict(head_dim=256), dict(group=16)])
+def test_the_cuda_kernel_decodes_larger_heads_and_groups_when_requested(hopper, change):
+    assert str(choose("cuda", **MODEL | change, device=GPU)) == "cuda"
+    assert choose(None, **MODEL | change, device=GPU) == Choice("triton")
 
 
 def test_eight_bit_landmarks_need_a_gpu_that_can_convert_them(hopper, monkeypatch):

@@ -24,13 +24,15 @@ def ragged(pool, limit): return [dict(shape="small", step=7, B=3, us=us(128))]
 """
 
 
-def compare(tmp_path, old: dict[int, float], new: dict[int, float]) -> tuple[int, list[str]]:
+def compare(
+    tmp_path, old: dict[int, float], new: dict[int, float], *options: str
+) -> tuple[int, list[str]]:
     for name, times in (("old", old), ("new", new)):
         (tmp_path / name / "benchmarks").mkdir(parents=True, exist_ok=True)
         module = "kernels.py" if name == "old" else "decode_kernels.py"
         (tmp_path / name / "benchmarks" / module).write_text(f"TIMES = {times}\n{KERNELS}")
     shutil.copy(SCRIPT, tmp_path / "new" / "benchmarks")
-    command = [sys.executable, "new/benchmarks/side_by_side.py", "old", "--rounds", "1"]
+    command = [sys.executable, "new/benchmarks/side_by_side.py", "old", "--rounds", "1", *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert not done.stderr
     return done.returncode, done.stdout.splitlines()
@@ -47,6 +49,12 @@ def test_rows_slower_than_allowed_are_named(tmp_path):
     assert lines[-1].endswith("100.0    124.0 us  1.240") and lines[-1].startswith(
         "Triton, head dim 80, pages of 16, "
     )
+
+
+@pytest.mark.slow
+def test_rows_that_only_triton_serves_can_be_left_out(tmp_path):
+    code, lines = compare(tmp_path, {128: 100.0, 80: 100.0}, {128: 101.0, 80: 200.0}, "--cuda")
+    assert code == 0 and len(lines) == 4 and "Triton" not in "".join(lines)
 
 
 def test_bounds_depend_on_the_row_and_rows_of_only_one_tree_are_ignored(monkeypatch):

@@ -5,8 +5,17 @@ from sparrow.attention.cuda.launch import (
     Launches,
     check,
     few_rows,
+    is_default,
     run,
     unsupported_reason,
 )
 
-__all__ = ["CudaConfig", "Launches", "check", "few_rows", "run", "unsupported_reason"]
+__all__ = [
+    "CudaConfig",
+    "Launches",
+    "check",
+    "few_rows",
+    "is_default",
+    "run",
+    "unsupported_reason",
+]

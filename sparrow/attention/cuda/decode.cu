@@ -12,20 +12,23 @@
 //
 // The division of the batch (attention/division.py), the scratch memory and the meaning of every
 // argument are the same as for the Triton kernels (attention/triton/kernels.py); pages.py is the
-// specification for both. A page is 16 tokens, the rows of a tensor-core tile; the up to 8 query
-// heads of a group are the tile's columns. Logits are in base 2.
+// specification for both. A page is 16 tokens, the rows of a tensor-core tile; the query heads of a
+// group are the columns of one tile of 8, or of two. Logits are in base 2.
 //
 // Macros defined at compilation: D head dim, G query heads per KV head, K KV heads, PER_BLOCK pages
 // per block of the cache, SINK and RECENT always-kept pages, BF16 (otherwise float16), FP8_CACHE
 // and FP8_LANDMARKS (e4m3, otherwise the queries' dtype), INT8_CACHE (scales per token and head,
 // attention/int8.py), WARPS, STAGES pages in flight per warp, RESIDENT programs that should fit on
-// a multiprocessor, BINS for scores, and CANDIDATES, the maximum number of scores ranked in a bin.
+// a multiprocessor, EACH_RANKS whether every part of a row ranks the row's pages (otherwise, the
+// first part does so, and the others wait for its list), BINS for scores, and CANDIDATES, the
+// maximum number of scores ranked in a bin.
 
 #include "select.cuh"
 
 static_assert(P == 16, "a page is the 16 rows of a tensor-core tile");
-static_assert(D == 64 || D == 128, "rows of 4, 8 or 16 chunks are those that `swizzled` knows");
-static_assert(1 <= G && G <= MAX_GROUP, "the group's heads are the columns of one tile");
+static_assert(D == 64 || D == 128 || D == 256,
+              "rows of 4, 8, 16 or 32 chunks are those that `swizzled` knows");
+static_assert(1 <= G && G <= MAX_GROUP, "the group's heads are the columns of one or two tiles");
 static_assert(STEPS % 2 == 0, "in 8 bits, one load brings two steps of a product");
 static_assert(32 % CHUNKS == 0 && P % COPY_ROWS == 0,
               "a warp copies whole rows, and a page in whole turns");
@@ -37,12 +40,12 @@ static_assert(TILES_IN_FLIGHT >= 1, "a warp's slots hold at least one tile of la
 static_assert(BINS == 32 * 32, "each of 32 lanes counts 32 bins");
 static_assert(SINK >= 0 && RECENT >= 1, "the newest page, filled in part, is never ranked");
 static_assert(!(FP8_CACHE && INT8_CACHE), "the cache has one format");
-static_assert(WARPS * (G * D + 2 * MAX_GROUP) * 4 <= WARPS * STAGES * SLOT + 4 * BINS,
+static_assert(WARPS * (G * D + 2 * COLUMNS) * 4 <= WARPS * STAGES * SLOT + 4 * BINS,
               "the warps' results take the place of the ring and the bins");
 
-// The group's queries, as the right-hand side of a product, and a factor for the product.
+// The group's queries, as the right-hand sides of products, and a factor for the products.
 struct Queries {
-  u32 q[2 * STEPS];
+  QueryTiles q;
   float factor;
 };
 
@@ -51,10 +54,14 @@ template <bool IN_8_BITS>
 DEVICE Queries load_queries(const Program& p) {
   Queries queries;
   queries.factor = 1.f;
-  const u32* const from =
-      (const u32*)(p.a.q + p.b * p.a.q_row + (p.head * G + p.row8) * p.a.q_head);
 #pragma unroll
-  for (int i = 0; i < 2 * STEPS; ++i) queries.q[i] = p.row8 < G ? from[4 * i + p.column2] : 0u;
+  for (int t = 0; t < COLUMN_TILES; ++t) {
+    const int head = 8 * t + p.row8;
+    const u32* const from =
+        (const u32*)(p.a.q + p.b * p.a.q_row + (p.head * G + head) * p.a.q_head);
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; ++i) queries.q[t][i] = head < G ? from[4 * i + p.column2] : 0u;
+  }
   return queries;
 }
 
@@ -65,26 +72,30 @@ template <>
 DEVICE Queries load_queries<true>(const Program& p) {
   Queries queries;
   queries.factor = 1.f;
-  u32* const q = queries.q;
-  const uint2* const from =
-      (const uint2*)(p.a.q + p.b * p.a.q_row + (p.head * G + p.row8) * p.a.q_head);
 #pragma unroll
-  for (int j = 0; j < STEPS; ++j) {
-    const uint2 four = p.row8 < G ? from[4 * j + p.column2] : make_uint2(0, 0);
-    q[2 * j] = four.x;
-    q[2 * j + 1] = four.y;
+  for (int t = 0; t < COLUMN_TILES; ++t) {
+    const int head = 8 * t + p.row8;
+    const uint2* const from =
+        (const uint2*)(p.a.q + p.b * p.a.q_row + (p.head * G + head) * p.a.q_head);
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j) {
+      const uint2 four = head < G ? from[4 * j + p.column2] : make_uint2(0, 0);
+      queries.q[t][2 * j] = four.x;
+      queries.q[t][2 * j + 1] = four.y;
+    }
   }
 #if BF16
+  u32* const q = &queries.q[0][0];
   u32 largest = 0;
 #pragma unroll
-  for (int i = 0; i < 2 * STEPS; ++i)
+  for (int i = 0; i < COLUMN_TILES * 2 * STEPS; ++i)
     largest = max(largest, max(q[i] & 0x7fff, q[i] >> 16 & 0x7fff));
   const int exponent = __reduce_max_sync(ALL, largest) >> 7;
   const int scale_exponent = min(254, 2 * 127 + 14 - exponent);
   const float scale = __int_as_float(scale_exponent << 23);
   queries.factor = __int_as_float((254 - scale_exponent) << 23);
 #pragma unroll
-  for (int i = 0; i < 2 * STEPS; ++i)
+  for (int i = 0; i < COLUMN_TILES * 2 * STEPS; ++i)
     q[i] = pack_halves(__int_as_float(q[i] << 16) * scale,
                        __int_as_float(q[i] & 0xffff0000u) * scale);
 #endif
@@ -141,20 +152,24 @@ DEVICE Seen score_pages(const Program& p, const Queries& queries) {
     wait_for_all_but<TILES_IN_FLIGHT - 1>();
     __syncwarp();
     const u32 tile = p.warp_ring + place * MARK_TILE;
-    float even[4] = {0, 0, 0, 0};
-    float odd[4] = {0, 0, 0, 0};
+    Sums even = {};
+    Sums odd = {};
     times_queries<MARKS>(even, odd, tile, queries.q, p.chunks);
     // The mean query's score, times G (and the queries' scale); columns beyond the group do not
     // contain queries.
     float first = 0.f;
     float second = 0.f;
-    if (2 * p.column2 < G) {
-      first += even[0] + odd[0];
-      second += even[2] + odd[2];
-    }
-    if (2 * p.column2 + 1 < G) {
-      first += even[1] + odd[1];
-      second += even[3] + odd[3];
+#pragma unroll
+    for (int t = 0; t < COLUMN_TILES; ++t) {
+      const int head = 8 * t + 2 * p.column2;
+      if (head < G) {
+        first += even[t][0] + odd[t][0];
+        second += even[t][2] + odd[t][2];
+      }
+      if (head + 1 < G) {
+        first += even[t][1] + odd[t][1];
+        second += even[t][3] + odd[t][3];
+      }
     }
 #pragma unroll
     for (int o = 1; o < 4; o <<= 1) {
@@ -190,12 +205,15 @@ struct Prefetch {
 };
 
 // Fetches a warp's share of the always-kept pages, the newest first, and then the pages with the
-// highest scores in the warp.
+// highest scores in the warp. If every part of the row ranks, the parts take turns at fetching
+// these pages, which are the same in every part.
 DEVICE Prefetch prefetch(const Program& p, const Seen& seen) {
   Prefetch fetched = {0, -1, infinity()};
   u32 key = seen.high > -infinity() ? order_of(seen.high) : 0u;
+  int next = 0;  // part whose turn it is
 #pragma unroll 1
-  for (int turn = p.warp; fetched.count < STAGES; turn += WARPS) {
+  for (int turn = p.warp; EACH_RANKS ? turn < STAGES * p.parts * WARPS : fetched.count < STAGES;
+       turn += WARPS) {
     int n;
     int page;
     float score = infinity();
@@ -211,14 +229,20 @@ DEVICE Prefetch prefetch(const Program& p, const Seen& seen) {
       score = from_order(top);
       if (p.lane == who) key = 0;
     }
-    p.load_page(n, page, fetched.count);
-    commit();
-    if (p.lane == 0) atomicOr(&p.prefetched[n / 32], 1u << (n & 31));
-    if (p.lane == fetched.count) {
-      fetched.page = n;
-      fetched.score = score;
+    const bool is_own = !EACH_RANKS || next == p.part;
+    if (is_own) {
+      p.load_page(n, page, fetched.count);
+      commit();
     }
-    ++fetched.count;
+    if (p.lane == 0) atomicOr(&p.prefetched[n / 32], 1u << (n & 31));
+    if (is_own) {
+      if (p.lane == fetched.count) {
+        fetched.page = n;
+        fetched.score = score;
+      }
+      ++fetched.count;
+    }
+    next = next + 1 == p.parts ? 0 : next + 1;
   }
   return fetched;
 }
@@ -271,7 +295,7 @@ constexpr bool NARROW = CACHE != BITS16;
 constexpr int OWN = NARROW ? 2 : 1;
 constexpr int OTHER = NARROW ? 1 : 8;
 
-// The running softmax of a warp, for the heads of a thread's two columns.
+// The running softmax of a warp, for the heads of a thread's two columns in each tile.
 //
 // Values in int8 are added as codes, so the weights have to include the values' scales, 2^e. The
 // exponent is added to the logit, and the maximum is taken over logits plus exponents. All weights
@@ -281,26 +305,36 @@ constexpr int OTHER = NARROW ? 1 : 8;
 // sum. A token at the maximum contributes 2^-e, so sums are normal floats. Warps and parts are
 // merged as for other caches, with one maximum for both weights and sums.
 struct Softmax {
-  float acc[STEPS][4];  // value dimensions d = j * 16 + OWN * row8 and d + OTHER
-  float max0;
-  float max1;
-  float sum0;
-  float sum1;
+  // value dimensions d = j * 16 + OWN * row8 and d + OTHER
+  float acc[COLUMN_TILES][STEPS][4];
+  float max0[COLUMN_TILES];
+  float max1[COLUMN_TILES];
+  float sum0[COLUMN_TILES];
+  float sum1[COLUMN_TILES];
 
-  DEVICE Softmax() : max0(-1e30f), max1(-1e30f), sum0(0.f), sum1(0.f) {
+  DEVICE Softmax() {
 #pragma unroll
-    for (int j = 0; j < STEPS; ++j)
+    for (int t = 0; t < COLUMN_TILES; ++t) {
+      max0[t] = -1e30f;
+      max1[t] = -1e30f;
+      sum0[t] = 0.f;
+      sum1[t] = 0.f;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) acc[j][i] = 0.f;
+      for (int j = 0; j < STEPS; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[t][j][i] = 0.f;
+    }
   }
 
   // Adds the page at an address in the ring; the row's newest page may be partly filled.
   DEVICE void add_page(const Program& p, const Queries& queries, u32 address, bool is_newest) {
-    float logit[4] = {0, 0, 0, 0};
-    float odd[4] = {0, 0, 0, 0};
-    times_queries<CACHE>(logit, odd, address, queries.q, p.chunks);
+    Sums logits = {};
+    Sums odd = {};
+    times_queries<CACHE>(logits, odd, address, queries.q, p.chunks);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) logit[j] = (logit[j] + odd[j]) * queries.factor;
+    for (int t = 0; t < COLUMN_TILES; ++t)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) logits[t][j] = (logits[t][j] + odd[t][j]) * queries.factor;
     float in_sum0 = 1.f;  // factor of a token's weight in the sum
     float in_sum1 = 1.f;
     if constexpr (CACHE == INT8) {
@@ -312,10 +346,13 @@ struct Softmax {
       const u32 value1 = load_byte(of_values + 8);
       const float exponent0 = exponent_of(value0);
       const float exponent1 = exponent_of(value1);
-      logit[0] = logit[0] * key0 + exponent0;
-      logit[1] = logit[1] * key0 + exponent0;
-      logit[2] = logit[2] * key1 + exponent1;
-      logit[3] = logit[3] * key1 + exponent1;
+#pragma unroll
+      for (int t = 0; t < COLUMN_TILES; ++t) {
+        logits[t][0] = logits[t][0] * key0 + exponent0;
+        logits[t][1] = logits[t][1] * key0 + exponent0;
+        logits[t][2] = logits[t][2] * key1 + exponent1;
+        logits[t][3] = logits[t][3] * key1 + exponent1;
+      }
       in_sum0 = reciprocal_of(value0);
       in_sum1 = reciprocal_of(value1);
     }
@@ -326,15 +363,28 @@ struct Softmax {
         if (p.row8 >= inside) in_sum0 = 0.f;
         if (p.row8 + 8 >= inside) in_sum1 = 0.f;
       }
-      if (p.row8 >= inside) {
-        logit[0] = -infinity();
-        logit[1] = -infinity();
-      }
-      if (p.row8 + 8 >= inside) {
-        logit[2] = -infinity();
-        logit[3] = -infinity();
+#pragma unroll
+      for (int t = 0; t < COLUMN_TILES; ++t) {
+        if (p.row8 >= inside) {
+          logits[t][0] = -infinity();
+          logits[t][1] = -infinity();
+        }
+        if (p.row8 + 8 >= inside) {
+          logits[t][2] = -infinity();
+          logits[t][3] = -infinity();
+        }
       }
     }
+    Sums weights;
+#pragma unroll
+    for (int t = 0; t < COLUMN_TILES; ++t)
+      add_weights(t, logits[t], weights[t], in_sum0, in_sum1);
+    add_values(p, address + TILE, weights);
+  }
+
+  // Turns the logits of one tile into weights and adds them to the sums.
+  DEVICE void add_weights(
+      int t, const float* logit, float* weight, float in_sum0, float in_sum1) {
     float top0 = fmaxf(logit[0], logit[2]);
     float top1 = fmaxf(logit[1], logit[3]);
 #pragma unroll
@@ -342,44 +392,48 @@ struct Softmax {
       top0 = fmaxf(top0, __shfl_xor_sync(ALL, top0, o));
       top1 = fmaxf(top1, __shfl_xor_sync(ALL, top1, o));
     }
-    if (__any_sync(ALL, top0 > max0 || top1 > max1)) {
-      top0 = fmaxf(max0, top0);
-      top1 = fmaxf(max1, top1);
-      const float shrink0 = exp2_of(max0 - top0);
-      const float shrink1 = exp2_of(max1 - top1);
-      max0 = top0;
-      max1 = top1;
-      sum0 *= shrink0;
-      sum1 *= shrink1;
+    if (__any_sync(ALL, top0 > max0[t] || top1 > max1[t])) {
+      top0 = fmaxf(max0[t], top0);
+      top1 = fmaxf(max1[t], top1);
+      const float shrink0 = exp2_of(max0[t] - top0);
+      const float shrink1 = exp2_of(max1[t] - top1);
+      max0[t] = top0;
+      max1[t] = top1;
+      sum0[t] *= shrink0;
+      sum1[t] *= shrink1;
 #pragma unroll
       for (int j = 0; j < STEPS; ++j) {
-        acc[j][0] *= shrink0;
-        acc[j][1] *= shrink1;
-        acc[j][2] *= shrink0;
-        acc[j][3] *= shrink1;
+        acc[t][j][0] *= shrink0;
+        acc[t][j][1] *= shrink1;
+        acc[t][j][2] *= shrink0;
+        acc[t][j][3] *= shrink1;
       }
     }
-    const float w0 = exp2_of(logit[0] - max0);
-    const float w1 = exp2_of(logit[1] - max1);
-    const float w2 = exp2_of(logit[2] - max0);
-    const float w3 = exp2_of(logit[3] - max1);
+    weight[0] = exp2_of(logit[0] - max0[t]);
+    weight[1] = exp2_of(logit[1] - max1[t]);
+    weight[2] = exp2_of(logit[2] - max0[t]);
+    weight[3] = exp2_of(logit[3] - max1[t]);
     if constexpr (CACHE == INT8) {
-      sum0 += w0 * in_sum0 + w2 * in_sum1;
-      sum1 += w1 * in_sum0 + w3 * in_sum1;
+      sum0[t] += weight[0] * in_sum0 + weight[2] * in_sum1;
+      sum1[t] += weight[1] * in_sum0 + weight[3] * in_sum1;
     } else {
-      sum0 += w0 + w2;
-      sum1 += w1 + w3;
+      sum0[t] += weight[0] + weight[2];
+      sum1[t] += weight[1] + weight[3];
     }
-    add_values(p, address + TILE, w0, w1, w2, w3);
   }
 
   // Adds values times weights; tokens are the columns of the left-hand side.
-  DEVICE void add_values(const Program& p, u32 tile, float w0, float w1, float w2, float w3) {
+  DEVICE void add_values(const Program& p, u32 tile, const Sums& weights) {
+    u32 right0[COLUMN_TILES];
+    u32 right1[COLUMN_TILES];
 #if FP8_CACHE || INT8_CACHE
     const int row = p.lane % 8 + p.lane / 16 * 8;
     const int chunk = p.lane / 8 % 2;
-    const u32 right0 = transposed(pack_halves(w0, w1));
-    const u32 right1 = transposed(pack_halves(w2, w3));
+#pragma unroll
+    for (int t = 0; t < COLUMN_TILES; ++t) {
+      right0[t] = transposed(pack_halves(weights[t][0], weights[t][1]));
+      right1[t] = transposed(pack_halves(weights[t][2], weights[t][3]));
+    }
 #pragma unroll
     for (int j = 0; j < STEPS; j += 2) {
       u32 x[4];  // each word: two adjacent dimensions of each of two tokens
@@ -391,17 +445,23 @@ struct Softmax {
         const u32 second = x[i + 2];  // tokens 8 to 15
         const u32 left[4] = {pair_of<CACHE, 0, 2>(first), pair_of<CACHE, 1, 3>(first),
                              pair_of<CACHE, 0, 2>(second), pair_of<CACHE, 1, 3>(second)};
-        multiply<false>(acc[j + i], left, right0, right1);
+#pragma unroll
+        for (int t = 0; t < COLUMN_TILES; ++t)
+          multiply<false>(acc[t][j + i], left, right0[t], right1[t]);
       }
     }
 #else
-    const u32 right0 = transposed(pack(w0, w1));
-    const u32 right1 = transposed(pack(w2, w3));
+#pragma unroll
+    for (int t = 0; t < COLUMN_TILES; ++t) {
+      right0[t] = transposed(pack(weights[t][0], weights[t][1]));
+      right1[t] = transposed(pack(weights[t][2], weights[t][3]));
+    }
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
       u32 left[4];
-      load_tiles_transposed(left, tile + p.chunks.of_columns[j]);
-      multiply(acc[j], left, right0, right1);
+      load_tiles_transposed(left, tile + p.chunks.columns(j));
+#pragma unroll
+      for (int t = 0; t < COLUMN_TILES; ++t) multiply(acc[t][j], left, right0[t], right1[t]);
     }
 #endif
   }
@@ -409,10 +469,12 @@ struct Softmax {
   // Adds the sums of a warp's rows; every thread of a column gets the result.
   DEVICE void add_rows() {
 #pragma unroll
-    for (int o = 4; o < 32; o <<= 1) {
-      sum0 += __shfl_xor_sync(ALL, sum0, o);
-      sum1 += __shfl_xor_sync(ALL, sum1, o);
-    }
+    for (int t = 0; t < COLUMN_TILES; ++t)
+#pragma unroll
+      for (int o = 4; o < 32; o <<= 1) {
+        sum0[t] += __shfl_xor_sync(ALL, sum0[t], o);
+        sum1[t] += __shfl_xor_sync(ALL, sum1[t], o);
+      }
   }
 };
 
@@ -429,7 +491,7 @@ DEVICE void attend_pages(
     const int at = first + i * WARPS;
     if (i >= own) return 0;
     if (!p.listed) return p.page_at(at);
-    if (p.part == 0) return p.page_at(p.list[at]);
+    if (EACH_RANKS || p.part == 0) return p.page_at(p.list[at]);
     return __ldcg(ids + at);
   };
   // Holds one page id per lane, starting with the `known`-th.
@@ -455,7 +517,8 @@ DEVICE void attend_pages(
     __syncwarp();
     if (i >= fetched || fetched_kept >> i & 1) {
       const bool is_newest =
-          p.listed ? p.ranks && p.warp == 0 && i == 0 : first + i * WARPS == p.pages - 1;
+          p.listed ? p.ranks && (!EACH_RANKS || p.part == 0) && p.warp == 0 && i == 0
+                   : first + i * WARPS == p.pages - 1;
       softmax.add_page(p, queries, p.warp_ring + slot * SLOT, is_newest);
     }
     __syncwarp();
@@ -480,27 +543,30 @@ DEVICE void add_warps(const Program& p, Softmax& softmax) {
   softmax.add_rows();
   __syncthreads();
   float* const warp_acc = (float*)p.ring;  // [WARPS, G, D]
-  float* const warp_max = warp_acc + WARPS * G * D;  // [WARPS, MAX_GROUP]
-  float* const warp_sum = warp_max + WARPS * MAX_GROUP;
-  const int head0 = 2 * p.column2;
-  const int head1 = head0 + 1;
+  float* const warp_max = warp_acc + WARPS * G * D;  // [WARPS, COLUMNS]
+  float* const warp_sum = warp_max + WARPS * COLUMNS;
 #pragma unroll
-  for (int j = 0; j < STEPS; ++j) {
-    float* const to = warp_acc + p.warp * G * D + j * 16 + OWN * p.row8;
-    if (head0 < G) {
-      to[head0 * D] = softmax.acc[j][0];
-      to[head0 * D + OTHER] = softmax.acc[j][2];
+  for (int t = 0; t < COLUMN_TILES; ++t) {
+    const int head0 = 8 * t + 2 * p.column2;
+    const int head1 = head0 + 1;
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j) {
+      float* const to = warp_acc + p.warp * G * D + j * 16 + OWN * p.row8;
+      if (head0 < G) {
+        to[head0 * D] = softmax.acc[t][j][0];
+        to[head0 * D + OTHER] = softmax.acc[t][j][2];
+      }
+      if (head1 < G) {
+        to[head1 * D] = softmax.acc[t][j][1];
+        to[head1 * D + OTHER] = softmax.acc[t][j][3];
+      }
     }
-    if (head1 < G) {
-      to[head1 * D] = softmax.acc[j][1];
-      to[head1 * D + OTHER] = softmax.acc[j][3];
+    if (p.row8 == 0) {
+      warp_max[p.warp * COLUMNS + head0] = softmax.max0[t];
+      warp_max[p.warp * COLUMNS + head1] = softmax.max1[t];
+      warp_sum[p.warp * COLUMNS + head0] = softmax.sum0[t];
+      warp_sum[p.warp * COLUMNS + head1] = softmax.sum1[t];
     }
-  }
-  if (p.row8 == 0) {
-    warp_max[p.warp * MAX_GROUP + head0] = softmax.max0;
-    warp_max[p.warp * MAX_GROUP + head1] = softmax.max1;
-    warp_sum[p.warp * MAX_GROUP + head0] = softmax.sum0;
-    warp_sum[p.warp * MAX_GROUP + head1] = softmax.sum1;
   }
   __syncthreads();
   const i64 cell = (i64)(p.first_partial + p.part * K) * G;
@@ -510,11 +576,11 @@ DEVICE void add_warps(const Program& p, Softmax& softmax) {
     float sum = 0.f;
     float acc = 0.f;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, warp_max[w * MAX_GROUP + head]);
+    for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, warp_max[w * COLUMNS + head]);
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-      const float weight = exp2_of(warp_max[w * MAX_GROUP + head] - highest);
-      sum += weight * warp_sum[w * MAX_GROUP + head];
+      const float weight = exp2_of(warp_max[w * COLUMNS + head] - highest);
+      sum += weight * warp_sum[w * COLUMNS + head];
       acc += weight * warp_acc[w * G * D + i];
     }
     if (p.parts == 1) {
@@ -630,11 +696,17 @@ attend(const __grid_constant__ Args a) {
     mark_kept(p, bin, threshold, groups);
     __syncthreads();
     settle_last_bin(p, bin, threshold, groups);
-    const bool is_always = p.warp + p.lane * WARPS < ALWAYS;
+    const int turn = EACH_RANKS ? p.lane * p.parts + p.part : p.lane;
+    const bool is_always = p.warp + turn * WARPS < ALWAYS;
     fetched_kept = __ballot_sync(
         ALL, p.lane < fetched && (is_always || threshold.keeps(prefetched.score, prefetched.page)));
     range.end = list_kept(p, groups);
-    if (p.parts > 1) range.end = share_list(p, range.end);
+    if (EACH_RANKS) {
+      range.begin = (u32)range.end * p.part / p.parts;
+      range.end = (u32)range.end * (p.part + 1) / p.parts;
+    } else if (p.parts > 1) {
+      range.end = share_list(p, range.end);
+    }
   } else if (p.listed) {
     range = wait_for_list(p);
   } else {

@@ -28,8 +28,11 @@ from sparrow.attention.division import Division, divide
 from sparrow.attention.pages import FP8
 
 PAGE_SIZE = 16
-HEAD_DIMS = (64, 128)
-MAX_GROUP = 8
+HEAD_DIMS = (64, 128, 256)
+MAX_GROUP = 16
+# Of these shapes, the ones that the kernel decodes unless another implementation is requested.
+DEFAULT_HEAD_DIMS = (64, 128)
+DEFAULT_MAX_GROUP = 8
 BINS = 1024
 CANDIDATES = 256
 SHARED = 16  # words in program.cuh's struct ``Shared``, besides 3 per warp
@@ -48,6 +51,9 @@ class CudaConfig:
     # approximate number of parts per row; with 1, only rows far longer than the mean are divided
     parts: int = 1
     part_pages: int = 8  # minimum number of kept pages per part
+    # whether every part of a row ranks the row's pages; otherwise, the first part does, and the
+    # others wait for its list
+    each_ranks: bool = False
 
     def shared_bytes(self, key_bytes: int, capacity: int) -> int:
         """Compute the shared memory of a program whose rows have up to ``capacity`` pages; each key
@@ -59,8 +65,8 @@ class CudaConfig:
         return ring + pages + selection + 4 * SHARED + 12 * self.warps
 
     def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
-        """Return the division to request when a step is planned. A row's other parts wait for its
-        first part, which starts earlier and never waits.
+        """Return the division to request when a step is planned. If a row's other parts wait for its
+        first part, that part starts earlier and never waits.
         """
         if self.parts > 1:
             # Resident programs are not limited: parts are as small as their number allows.
@@ -95,14 +101,18 @@ def choose_config(
         # multiprocessors idle.
         parts = 4 if items <= 1.5 * limits.multiprocessors else 1
         config = CudaConfig(warps=4, stages=3, resident=2, parts=parts)
-    # Smaller elements get more stages, which keeps the number of bytes in flight.
+    # Smaller elements get more stages and larger heads fewer warps, which keeps the number of bytes
+    # in flight.
     config = replace(config, stages=config.stages * 2 // dtype.itemsize)
+    if head_dim * dtype.itemsize > 256:
+        config = replace(config, warps=config.warps // 2)
 
     def fits(config: CudaConfig) -> bool:
         needed = config.shared_bytes(key_bytes(head_dim, dtype), capacity)
         return needed <= (limits.shared_memory + 1024) // config.resident - 1024
 
-    while config.stages > 1 and not fits(config):
+    # The results of a large group, in float32, take the place of the pages in flight.
+    while config.stages > 2 // dtype.itemsize and not fits(config):
         config = replace(config, stages=config.stages - 1)
     return config if fits(config) else replace(config, resident=1)
 
@@ -112,6 +122,11 @@ def key_bytes(head_dim: int, dtype: torch.dtype) -> int:
     cache.
     """
     return head_dim * dtype.itemsize + (dtype == torch.int8)
+
+
+def is_default(head_dim: int, group: int) -> bool:
+    """Return whether the kernel is the default for a shape that it supports."""
+    return head_dim in DEFAULT_HEAD_DIMS and group <= DEFAULT_MAX_GROUP
 
 
 def few_rows(kv_heads: int, device: torch.device) -> int:
@@ -264,13 +279,12 @@ class Launches:
         """
         divide(self.batch, self.workspace, self.division)
 
-    def attend(self, rank_before_wait: bool = False) -> None:
-        """Rank pages, select pages and compute attention in one launch."""
+    @property
+    def defines(self) -> dict[str, int]:
+        """Macros for which the kernel is compiled."""
         b = self.batch
-        w = self.workspace
         c = self.config
-        scales = self.batch.cache_scales
-        defines = dict(
+        return dict(
             D=b.head_dim,
             G=b.group,
             K=b.kv_heads,
@@ -284,11 +298,19 @@ class Launches:
             WARPS=c.warps,
             STAGES=c.stages,
             RESIDENT=c.resident,
+            EACH_RANKS=int(c.each_ranks),
             BINS=BINS,
             CANDIDATES=CANDIDATES,
         )
+
+    def attend(self, rank_before_wait: bool = False) -> None:
+        """Rank pages, select pages and compute attention in one launch."""
+        b = self.batch
+        w = self.workspace
+        c = self.config
+        scales = self.batch.cache_scales
         shared_bytes = c.shared_bytes(key_bytes(b.head_dim, b.k_cache.dtype), self.capacity)
-        kernel = _kernel(tuple(defines.items()), shared_bytes, b.q_BHD.device)
+        kernel = _kernel(tuple(self.defines.items()), shared_bytes, b.q_BHD.device)
         tensors = (
             b.q_BHD,
             b.k_cache,

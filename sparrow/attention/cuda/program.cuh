@@ -111,7 +111,7 @@ struct Program {
     ranked_end = SINK + ranked;
     budget = min(ranked, top_k);
     listed = budget < ranked;
-    ranks = listed && part == 0;
+    ranks = listed && (EACH_RANKS || part == 0);
     table = a.table + b * a.table_row;
     warp_ring = shared_address(ring) + warp * STAGES * SLOT;
     copy_row = lane / CHUNKS;

@@ -9,7 +9,9 @@ typedef long long i64;
 
 constexpr u32 ALL = 0xffffffffu;
 constexpr int P = 16;              // tokens per page
-constexpr int MAX_GROUP = 8;       // columns of a tensor-core tile, one per query head
+constexpr int MAX_GROUP = 16;
+constexpr int COLUMN_TILES = (G + 7) / 8;            // tensor-core tiles of 8 columns, one per query head
+constexpr int COLUMNS = 8 * COLUMN_TILES;
 enum Format { BITS16, E4M3, INT8 };
 constexpr Format CACHE = INT8_CACHE ? INT8 : FP8_CACHE ? E4M3 : BITS16;
 constexpr Format MARKS = FP8_LANDMARKS ? E4M3 : BITS16;
@@ -74,17 +76,21 @@ DEVICE void multiply(float* c, const u32* a, u32 b0, u32 b1) {  // c[16, 8] += a
   else MULTIPLY("f16");
 }
 // Offsets of a lane's chunks in a 16-bit tile, for each step of a product. The shuffles keep the compiler from
-// recomputing the offsets for every page.
+// recomputing the offsets for every page. Offsets repeat every 4 steps, 128 bytes further on; with head dim 256, only
+// the first 4 are stored, because registers are short.
+constexpr int STORED_STEPS = D == 256 ? 4 : STEPS;
 struct Chunks {
-  int lane, of_rows[STEPS], of_columns[STEPS];
+  int lane, of_rows[STORED_STEPS], of_columns[STORED_STEPS];
 
   DEVICE explicit Chunks(int lane) : lane(lane) {
 #pragma unroll
-    for (int j = 0; j < STEPS; ++j) {
+    for (int j = 0; j < STORED_STEPS; ++j) {
       of_rows[j] = __shfl_sync(ALL, swizzled<2 * D>(lane % 16, 2 * j + lane / 16), lane);
       of_columns[j] = __shfl_sync(ALL, swizzled<2 * D>(lane % 8 + lane / 16 * 8, 2 * j + lane / 8 % 2), lane);
     }
   }
+  DEVICE int rows(int j) const { return of_rows[j % STORED_STEPS] + j / STORED_STEPS * 128; }
+  DEVICE int columns(int j) const { return of_columns[j % STORED_STEPS] + j / STORED_STEPS * 128; }
 };
 DEVICE u32 pack(float low, float high) {
   u32 y;
@@ -135,22 +141,27 @@ DEVICE void prepare(u32* words) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = biased(words[i]);
 }
-// Multiplies the 16 rows of a 16-bit tile by the queries; even and odd steps have separate sums, so that they do not
-// wait for each other.
+typedef u32 QueryTiles[COLUMN_TILES][2 * STEPS];  // the queries as right-hand sides of products
+typedef float Sums[COLUMN_TILES][4];              // results of products with the queries
+// Multiplies the 16 rows of a 16-bit tile by the queries. Even and odd steps have separate sums, so that they do not
+// wait for each other, unless that takes more registers than there are.
+constexpr bool SEPARATE = COLUMN_TILES == 1 || D < 256;
 template <Format FORMAT>
-DEVICE void times_queries(float* even, float* odd, u32 tile, const u32* q, const Chunks& chunks) {
+DEVICE void times_queries(Sums& even, Sums& odd, u32 tile, const QueryTiles& q, const Chunks& chunks) {
 #pragma unroll
   for (int j = 0; j < STEPS; ++j) {
     u32 left[4];
-    load_tiles(left, tile + chunks.of_rows[j]);
-    multiply(j & 1 ? odd : even, left, q[2 * j], q[2 * j + 1]);
+    load_tiles(left, tile + chunks.rows(j));
+#pragma unroll
+    for (int t = 0; t < COLUMN_TILES; ++t)
+      multiply(SEPARATE && j & 1 ? odd[t] : even[t], left, q[t][2 * j], q[t][2 * j + 1]);
   }
 }
 // Multiplies the 16 rows of an 8-bit tile by float16 queries. Of every 16 dimensions, a thread loads 4 consecutive ones
 // from 4 * column2 on, and uses them as the pairs at 2 * column2 and 2 * column2 + 8 of a step. The queries are in the
 // same order.
 template <Format FORMAT>
-DEVICE void times_queries_in_halves(float* even, float* odd, u32 tile, const u32* q, int lane) {
+DEVICE void times_queries_in_halves(Sums& even, Sums& odd, u32 tile, const QueryTiles& q, int lane) {
   const int row = lane % 16, chunk = lane / 16;
 #pragma unroll
   for (int j = 0; j < STEPS; j += 2) {
@@ -161,16 +172,19 @@ DEVICE void times_queries_in_halves(float* even, float* odd, u32 tile, const u32
                          pair_of<FORMAT, 2, 3>(x[1])};
     const u32 next[4] = {pair_of<FORMAT, 0, 1>(x[2]), pair_of<FORMAT, 0, 1>(x[3]), pair_of<FORMAT, 2, 3>(x[2]),
                          pair_of<FORMAT, 2, 3>(x[3])};
-    multiply<false>(even, left, q[2 * j], q[2 * j + 1]);
-    multiply<false>(odd, next, q[2 * j + 2], q[2 * j + 3]);
+#pragma unroll
+    for (int t = 0; t < COLUMN_TILES; ++t) {
+      multiply<false>(even[t], left, q[t][2 * j], q[t][2 * j + 1]);
+      multiply<false>(SEPARATE ? odd[t] : even[t], next, q[t][2 * j + 2], q[t][2 * j + 3]);
+    }
   }
 }
 template <>
-DEVICE void times_queries<E4M3>(float* even, float* odd, u32 tile, const u32* q, const Chunks& chunks) {
+DEVICE void times_queries<E4M3>(Sums& even, Sums& odd, u32 tile, const QueryTiles& q, const Chunks& chunks) {
   times_queries_in_halves<E4M3>(even, odd, tile, q, chunks.lane);
 }
 template <>
-DEVICE void times_queries<INT8>(float* even, float* odd, u32 tile, const u32* q, const Chunks& chunks) {
+DEVICE void times_queries<INT8>(Sums& even, Sums& odd, u32 tile, const QueryTiles& q, const Chunks& chunks) {
   times_queries_in_halves<INT8>(even, odd, tile, q, chunks.lane);
 }
 // Convert an exponent byte (attention/int8.py) to its scale, the reciprocal of the scale, and the exponent. Byte 255

@@ -30,6 +30,7 @@ DEFINES = dict(
     WARPS=4,
     STAGES=3,
     RESIDENT=2,
+    EACH_RANKS=0,
     BINS=1024,
     CANDIDATES=256,
 )
@@ -40,7 +41,12 @@ DEFINES = dict(
     "cache", [{}, dict(FP8_CACHE=1), dict(INT8_CACHE=1)], ids=["16 bits", "fp8", "int8"]
 )
 @pytest.mark.parametrize(
-    "changes", [{}, dict(D=64, G=8, BF16=0, PER_BLOCK=4, WARPS=8, STAGES=1, SINK=0, RECENT=3)]
+    "changes",
+    [
+        {},
+        dict(D=64, G=8, BF16=0, PER_BLOCK=4, WARPS=8, STAGES=1, SINK=0, RECENT=3),
+        dict(D=256, G=9, WARPS=2, EACH_RANKS=1),
+    ],
 )
 def test_the_source_compiles_for_hopper(changes, cache, FP8_LANDMARKS):
     pytest.importorskip("cuda.bindings.nvrtc")
@@ -57,13 +63,15 @@ def test_the_source_compiles_for_hopper(changes, cache, FP8_LANDMARKS):
     [
         *(
             (D, G, torch.bfloat16, 0)
-            for D, G in ((128, 1), (128, 2), (128, 4), (128, 8), (64, 2), (64, 8))
+            for D, groups in ((64, (2, 8, 16)), (128, (1, 2, 4, 8, 16)), (256, (1, 8, 16)))
+            for G in groups
         ),
         (128, 4, torch.bfloat16, 1),
         (64, 8, torch.bfloat16, 1),
+        (256, 16, torch.bfloat16, 1),
         *(
             (D, G, in_8_bits, marks)
-            for D, G, marks in ((128, 4, 0), (64, 8, 0), (128, 8, 1))
+            for D, G, marks in ((128, 4, 0), (64, 8, 0), (128, 8, 1), (128, 16, 0), (256, 16, 1))
             for in_8_bits in (FP8, torch.int8)
         ),
     ],
@@ -116,8 +124,8 @@ def test_compiler_errors_reach_the_user():
 @pytest.mark.parametrize(
     "changed, reason",
     [
-        (dict(D=96), "rows of 4, 8 or 16 chunks"),
-        (dict(G=9), "columns of one tile"),
+        (dict(D=96), "rows of 4, 8, 16 or 32 chunks"),
+        (dict(G=17), "columns of one or two tiles"),
         (dict(BINS=512), "each of 32 lanes counts 32 bins"),
         (dict(RECENT=0), "the newest page, filled in part, is never ranked"),
         (dict(FP8_CACHE=1, INT8_CACHE=1), "the cache has one format"),
@@ -139,7 +147,7 @@ def test_devices_other_than_hopper_gpus_are_refused():
     "items, D, capacity, dtype",
     list(
         itertools.product(
-            [1, 132, 140, 512], [64, 128], [32, 2560, 16384], [torch.int8, FP8, torch.bfloat16]
+            [1, 132, 140, 512], [64, 128, 256], [32, 2560, 16384], [torch.int8, FP8, torch.bfloat16]
         )
     ),
 )
@@ -147,6 +155,8 @@ def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacit
     config = launch.choose_config(items, D, capacity, H200, dtype)
     size = config.shared_bytes(launch.key_bytes(D, dtype), capacity)
     assert config.resident * (size + 1024) <= H200.shared_memory + 1024
+    results = launch.MAX_GROUP * D * 4  # of a warp, which replace its pages and some of the bins
+    assert results <= config.stages * 2 * 16 * launch.key_bytes(D, dtype)
     division = config.division(items, 1, H200.multiprocessors)
     assert 1 <= division.extra_programs <= 5 * H200.multiprocessors
     assert config.parts == 1 or division.extra_programs == (config.parts - 1) * items

