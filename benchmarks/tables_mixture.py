@@ -41,9 +41,9 @@ def runs() -> list[Row]:
 
 
 def described(run: Row) -> list[str]:
-    """Describe the model of a run, and the GPU."""
-    experts = f"{run['experts']} experts"
-    return [run["shape"], f"{experts}, {run['layers']} layers", gpu({"machine": run["gpu"]})]
+    """Describe the model of a run, the GPU, and the version of vLLM."""
+    kept = f"{run['experts']} experts, {run['layers']} layers"
+    return [run["shape"], kept, gpu({"machine": run["gpu"]}), run["vllm"]]
 
 
 def at(row: Row) -> tuple[int, int]:
@@ -87,6 +87,7 @@ def speed(found: list[Row]) -> str:
         "shape",
         "kept",
         "GPU",
+        "vLLM",
         "sequences x tokens",
         "stock tokens/s",
         "lossy",
@@ -122,8 +123,8 @@ def rollout(found: list[Row]) -> str:
         drafts = {row["drafts"] for row in run["engines"].get("lossless", {}).get("trace", ())}
         slots = run["engines"]["stock"]["rollout"]["slots"]
         rows.append([*described(run), slots, *cells, ", ".join(map(str, sorted(drafts)))])
-    head = ["shape", "kept", "GPU", "sequences at a time", "stock", "lossless", "", "lossy", ""]
-    return table([*head, "numbers of drafts chosen"], rows)
+    head = ["shape", "kept", "GPU", "vLLM", "sequences at a time", "stock"]
+    return table([*head, "lossless", "", "lossy", "", "numbers of drafts chosen"], rows)
 
 
 def exact() -> str:
