@@ -204,12 +204,18 @@ def measure_mode(arguments: argparse.Namespace, mode: str, until: float) -> None
         write(arguments.out, found)
 
 
+def found_by(mode: str, out: Path) -> Path:
+    """Return the file that a mode's process writes. It is beside the result, so that what was found
+    is not lost if the script is killed, and is deleted once it is part of the result.
+    """
+    return out.with_name(f"{out.stem}_{mode}.part")
+
+
 class Child(EngineProcess):
     """The process of a mode's engine."""
 
     def __init__(self, arguments: argparse.Namespace, mode: str) -> None:
-        # Beside the result, where what it found stays if this process is killed.
-        written = arguments.out.with_name(f"{arguments.out.stem}_{mode}.part")
+        written = found_by(mode, arguments.out)
         written.unlink(missing_ok=True)
         given = {
             "shape": arguments.shape,
@@ -261,6 +267,7 @@ def measure(arguments: argparse.Namespace) -> None:
     for mode, found in in_turn(arguments.modes, lambda name: Child(arguments, name), until):
         engines[mode] = found
         save(out, result)
+        found_by(mode, out).unlink(missing_ok=True)
 
 
 def main() -> None:
