@@ -27,17 +27,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, SIZES, last_error, machine, parser, qwen3, save, write
+from common import RESULTS, SIZES, machine, parser, qwen3, save, write
+from processes import EngineProcess, in_turn, told_to_start
 
 POINTS = (
     (32, 15_000),
@@ -58,10 +56,6 @@ SPARE = 256  # tokens of the cache that a sequence may need besides
 STEPS = 24
 SECONDS = 0.25
 """A point is timed for at least ``STEPS`` cycles and ``SECONDS``."""
-LEAST_S = 25.0
-"""No engine is started with less time left: it could not time a single point."""
-GRACE_S = 10.0
-"""An engine stops between points at the deadline, and is killed so much later."""
 
 DRAFT_PAGES = 61
 SPARSE_DRAFTS = (6, 12)
@@ -284,59 +278,18 @@ def time_points(
         write(out, found)
 
 
-class Child:
-    """The process of a drafter's engine, which has imported vLLM and waits to be told to start."""
+class Child(EngineProcess):
+    """The process of a drafter's engine."""
 
     def __init__(self, arguments: argparse.Namespace, drafter: str, folder: Path) -> None:
-        self.drafter = drafter
-        self._written = folder / f"{drafter}.json"
-        self._log = arguments.out.with_name(f"{arguments.out.stem}_{drafter}.log")
+        written = folder / f"{drafter}.json"
+        log = arguments.out.with_name(f"{arguments.out.stem}_{drafter}.log")
         environment = dict(os.environ)
         if drafter == "none_v1":
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         again = [Path(__file__).name, "--shape", arguments.shape, "--child", drafter]
         again += ["--points", *(f"{batch}x{length}" for batch, length in arguments.points)]
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, *again, "--out", str(self._written)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=Path(__file__).parent,
-                env=environment,
-                text=True,
-            )
-
-    def measure(self, until: float) -> dict[str, Any]:
-        """Have the engine time its points until then: what it found, and why it failed if it did.
-
-        ``until`` is by ``time.time``.
-        """
-        code = None
-        with suppress(BrokenPipeError):
-            assert self._process.stdin is not None
-            self._process.stdin.write(f"{until}\n")
-            self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(max(0.0, until + GRACE_S - time.time()))
-        self.end()
-
-        found: dict[str, Any] = {"points": [], "finished": False}
-        if self._written.exists():
-            found = json.loads(self._written.read_text())
-        if code == 0:
-            self._log.unlink()
-        else:
-            found["failed"] = (
-                "killed at the deadline" if code is None else last_error(self._log, code)
-            )
-        return found
-
-    def end(self) -> None:
-        """Kill the process if it still runs."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        super().__init__([*again, "--out", str(written)], written, log, environment)
 
 
 def finished(result: Mapping[str, Any]) -> set[str]:
@@ -368,23 +321,13 @@ def measure(arguments: argparse.Namespace) -> None:
     engines: dict[str, Any] = {}
     result["runs"].append({"gpu": machine(), "vllm": vllm.__version__, "engines": engines})
     until = time.time() + arguments.deadline
-    waiting = ["none", *wanted]
     with tempfile.TemporaryDirectory() as folder:
-        child: Child | None = Child(arguments, waiting.pop(0), Path(folder))
-        while child is not None:
-            following = Child(arguments, waiting.pop(0), Path(folder)) if waiting else None
-            engines[child.drafter] = found = child.measure(until)
+        children = in_turn(
+            ["none", *wanted], lambda name: Child(arguments, name, Path(folder)), until
+        )
+        for drafter, found in children:
+            engines[drafter] = found
             save(out, result)
-            print(
-                f"{until - time.time():6.1f} s left  {child.drafter}: {len(found['points'])} points"
-                f"{', ' + found['failed'] if 'failed' in found else ''}",
-                flush=True,
-            )
-            child = following
-            if child is not None and until - time.time() < LEAST_S:
-                child.end()
-                print(f"no time left for {', '.join([child.drafter, *waiting])}")
-                return
 
 
 def pair(text: str) -> tuple[int, int]:
@@ -412,9 +355,7 @@ def main() -> None:
     if arguments.child is None:
         measure(arguments)
         return
-    import rollout  # noqa: F401  imports vLLM, while another engine runs
-
-    until = float(sys.stdin.readline() or "inf")
+    until = told_to_start()
     time_points(arguments.shape, arguments.child, arguments.points, until, arguments.out)
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1]
     [--draft-weights fp8]
-        [--cache fp8] --out FILE
+        [--cache fp8] [--mixture] --out FILE
     python benchmarks/lossless_check.py samples [--count 1000000] --out samples.json
     python benchmarks/lossless_check.py invariant [--dtype bfloat16] --out invariant.json
 
@@ -94,8 +94,10 @@ def equal(arguments: argparse.Namespace) -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder, other = Path(name) / "a", Path(name) / "b"
-        model = random_model(folder, arguments.dtype)
-        new_weights = random_model(other, arguments.dtype, seed=1)
+        model, new_weights = (
+            random_model(path, arguments.dtype, seed, arguments.mixture)
+            for seed, path in enumerate((folder, other))
+        )
         truths = [
             HFEngine(load(path, "float32").cuda(), UNBOUNDED, eos_ids=[])
             for path in (folder, other)
@@ -200,7 +202,7 @@ def invariant(arguments: argparse.Namespace) -> None:
         )
 
     with tempfile.TemporaryDirectory() as name:
-        random_model(Path(name), arguments.dtype)
+        random_model(Path(name), arguments.dtype, is_mixture=arguments.mixture)
         llm = LLM(name, skip_tokenizer_init=True, **shared)
         stock = tokens(llm)
         compare("stock again", stock, tokens(llm))
@@ -357,6 +359,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache, for equal"
+    )
+    parser.add_argument(
+        "--mixture", action="store_true", help="a mixture of experts, for equal and invariant"
     )
     parser.add_argument("--count", type=int, default=1_000_000)
     parser.add_argument(

@@ -35,7 +35,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ from vllm.sampling_params import RequestOutputKind
 from sparrow import SparsitySchedule
 from sparrow.decoding import Decoding
 from sparrow.engines.vllm import VLLMEngine
-from sparrow.vllm import config, plugin, selfcheck
+from sparrow.vllm import config as plugin_config
+from sparrow.vllm import plugin, selfcheck
 
 CONTEXT = CUTOFF + PROMPT + 256
 SETTLE, TIMED = 4, 16
@@ -133,7 +134,14 @@ def _stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Bench:
-    """One vLLM engine, stock or with Sparrow; ``more`` contains options of vLLM."""
+    """One vLLM engine, stock or with Sparrow.
+
+    Args:
+        slots: the most sequences at a time, if more than the shape's points have.
+        schedule: that of lossy mode; by default, the one published for the shape.
+        config: fields of the model's configuration that differ from those of the shape.
+        more: options of vLLM.
+    """
 
     def __init__(
         self,
@@ -143,13 +151,15 @@ class Bench:
         memory: float = MEMORY,
         lossless: Decoding | None = None,
         slots: int = 0,
+        schedule: SparsitySchedule | None = None,
+        config: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> None:
         self.served = 0  # number of requests so far, which gives them their names
         batches = [batch for batch, _ in POINTS.get(shape, ())]
         self.shape = shape
         self.slots = max(slots, SLOTS.get(shape, 0), *batches)
-        qwen3(shape, dtype="bfloat16").save_pretrained(folder)
+        qwen3(shape, dtype="bfloat16", **(config or {})).save_pretrained(folder)
         options: dict[str, Any] = dict(
             load_format="dummy",
             dtype="bfloat16",
@@ -173,7 +183,7 @@ class Bench:
         self.engine: VLLMEngine | None = None
         # A connector without landmarks is refused; this one creates them. The steps of the
         # self-check would not be announced to it.
-        config.check_supported = lambda *_: None
+        plugin_config.check_supported = lambda *_: None
         selfcheck.run = lambda *_: None
         if variant == "stock":
             self.llm = LLM(folder, attention_backend="FLASH_ATTN", **options)
@@ -189,7 +199,7 @@ class Bench:
                 folder, additional_config=additional, speculative_config=synthetic, **options
             )
         else:
-            self.published = SparsitySchedule.preset(shape)
+            self.published = schedule or SparsitySchedule.preset(shape)
             self.engine = VLLMEngine(folder, self.published, **options)
             self.llm = self.engine.llm
         self.llm.apply_model(randomise)

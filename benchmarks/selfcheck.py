@@ -116,6 +116,7 @@ class Case:
     engine: dict[str, Any]
     fault: Callable[[], Any] = nullcontext
     refusal: str | None = None  # part of the refusal; None for an engine that starts
+    is_mixture: bool = False  # whether the model is a mixture of experts
     settings: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,6 +138,8 @@ CASES = (
     Case("lossy, compiled", LOSSY, COMPILED),
     Case("lossy, fp8 cache", LOSSY, EAGER | FP8),
     Case("lossy, int8 cache", LOSSY, GRAPHS | INT8),
+    Case("lossless, mixture", LOSSLESS, COMPILED, is_mixture=True),
+    Case("lossy, mixture", LOSSY, COMPILED, is_mixture=True),
     Case("lossless, misplaced landmarks", LOSSLESS, EAGER, misplaced_landmarks, "the best pages"),
     Case("lossy, misplaced landmarks", LOSSY, EAGER, misplaced_landmarks, "the best pages"),
     Case("lossless, wrong scale", LOSSLESS, GRAPHS, wrong_scale, "every page"),
@@ -214,9 +217,15 @@ def outcome(folder: str, case: Case) -> dict[str, Any]:
     return result
 
 
+def checkpoint_of(folder: str, is_mixture: bool) -> Path:
+    """Return the folder of a case's model."""
+    return Path(folder) / ("mixture" if is_mixture else "dense")
+
+
 def in_own_process(folder: str, case: Case) -> dict[str, Any]:
     """Run a case in a new process. Raises RuntimeError: the process printed no result."""
-    command = [sys.executable, __file__, "--case", case.name, "--checkpoint", folder]
+    checkpoint = str(checkpoint_of(folder, case.is_mixture))
+    command = [sys.executable, __file__, "--case", case.name, "--checkpoint", checkpoint]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     for line in reversed(ended.stdout.splitlines()):
         if line.startswith(RESULT):
@@ -235,7 +244,9 @@ def measure(out: Path, words: list[str], jobs: int) -> list[str]:
     wanted = [case for case in CASES if all(word in case.name for word in words)]
     failed = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        random_model(Path(folder), ENGINE["dtype"])
+        for is_mixture in {case.is_mixture for case in wanted}:
+            checkpoint = checkpoint_of(folder, is_mixture)
+            random_model(checkpoint, ENGINE["dtype"], is_mixture=is_mixture)
         for result in pool.map(lambda case: in_own_process(folder, case), wanted):
             by_name[result["case"]] = result
             if not result["as expected"]:

@@ -15,6 +15,7 @@ import tables_cost as cost
 import tables_distill as distill
 import tables_fp8 as fp8
 import tables_lossless as lossless
+import tables_mixture as mixture
 import tables_runs as runs
 import tables_speed as speed
 import tables_versions
@@ -37,6 +38,7 @@ MODULES = (
     sampled_tail,
     distill,
     lossless,
+    mixture,
     text,
     text_training,
     fp8,

@@ -1,8 +1,10 @@
 """Sparrow in vLLM on a GPU: equalities in low precision.
 
-    python benchmarks/vllm_check.py [--dtype bfloat16] [--tensor-parallel 1] --out equal.json
+    python benchmarks/vllm_check.py [--dtype bfloat16] [--tensor-parallel 1] [--mixture]
+        --out equal.json
 
-Models are random, written to a temporary folder: nothing is downloaded.
+Models are random, written to a temporary folder: nothing is downloaded. ``--mixture`` checks a
+mixture of experts.
 
 How far a correct run may be from the truth is measured, not assumed. The truth is transformers in
 float32, dense or with the same pages selected position by position. In 16 bits every kernel rounds,
@@ -25,7 +27,14 @@ from typing import Any
 import numpy as np
 import torch
 from common import parser, save
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
@@ -44,6 +53,12 @@ GRAPHS = {
     "mode": 0,
     "cudagraph_mode": "FULL_DECODE_ONLY",
     "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
+}
+EXPERTS = {
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "eager": dict(enforce_eager=True, compilation_config=None),
@@ -81,12 +96,14 @@ def options(dtype: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def random_model(folder: Path, dtype: str, seed: int = 0) -> Qwen3ForCausalLM:
+def random_model(
+    folder: Path, dtype: str, seed: int = 0, is_mixture: bool = False
+) -> PreTrainedModel:
     """Build six layers of Qwen3's shape, with attention sharp enough that leaving out pages is
     visible.
     """
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    shape: dict[str, Any] = dict(
         vocab_size=VOCAB,
         hidden_size=1024,
         intermediate_size=2048,
@@ -101,7 +118,11 @@ def random_model(folder: Path, dtype: str, seed: int = 0) -> Qwen3ForCausalLM:
         bos_token_id=None,
         pad_token_id=None,
     )
-    model = Qwen3ForCausalLM(config)
+    model: Any
+    if is_mixture:
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **EXPERTS))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_norm.weight.fill_(1.5)
@@ -111,10 +132,10 @@ def random_model(folder: Path, dtype: str, seed: int = 0) -> Qwen3ForCausalLM:
     return load(folder, dtype)
 
 
-def load(folder: Path, dtype: str) -> Qwen3ForCausalLM:
+def load(folder: Path, dtype: str) -> Any:
     # Never model.to(dtype): that rounds the rotary frequencies too, which makes another model at
     # 3,000 tokens.
-    return Qwen3ForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
 
 def prompts() -> list[list[int]]:
@@ -170,6 +191,7 @@ def main() -> None:
     command = parser(__doc__, "vllm_equal_bf16")
     command.add_argument("--dtype", default="bfloat16")
     command.add_argument("--tensor-parallel", type=int, default=1)
+    command.add_argument("--mixture", action="store_true", help="check a mixture of experts")
     command.add_argument(
         "--against", type=Path, help="compare with the .npz that another run wrote beside its --out"
     )
@@ -179,8 +201,10 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder, other = Path(name) / "a", Path(name) / "b"
-        model = random_model(folder, arguments.dtype)
-        new_weights = random_model(other, arguments.dtype, seed=1)
+        model, new_weights = (
+            random_model(path, arguments.dtype, seed, arguments.mixture)
+            for seed, path in enumerate((folder, other))
+        )
         truth = HFEngine(load(folder, "float32").cuda(), SMALL, eos_ids=[])
         rounded = HFEngine(model.cuda(), SMALL, eos_ids=[])
 

@@ -15,6 +15,9 @@ printed.
 - ``speed``: decode steps of Qwen3-1.7B's shape with 15,000 cached tokens per sequence, in stock
   vLLM, with the published schedule, and with drafts of which 95 % are accepted, as in
   ``lossless.py``. Stock vLLM is of the same version, on the same GPU, in the same run.
+
+With ``--mixture``, all parts but ``speed`` run on a mixture of experts; the audit's is random, with
+the reasoner's tokenizer. ``benchmarks/mixture.py`` measures the speed of a mixture.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import last_error, parser, save
+from common import REASONER, last_error, parser, save
 
 HERE = Path(__file__).parent
 SHAPE = "qwen3-1.7b"
@@ -50,7 +53,7 @@ AUDITED = (
 )
 NGRAM = '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":4}'
 AUDIT = [
-    *("-m", "sparrow", "audit", "--model", "reasoner", "--task", "trace:lines=24"),
+    *("-m", "sparrow", "audit", "--task", "trace:lines=24"),
     *("--precision", "bf16", "--count", "768", "--max-new-tokens", "128"),
 ]
 
@@ -138,14 +141,51 @@ def audit_findings(result: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def audits(schedule: str) -> dict[str, list[str]]:
+def audits(model: str, schedule: str) -> dict[str, list[str]]:
     """Return the arguments of each audit."""
+    audit = [*AUDIT, "--model", model]
     ours = ["--engine", f"vllm:{AUDITED}"]
     return {
-        "audit lossless": [*AUDIT, *ours, "--mode", "lossless", "--draft-schedule", schedule],
-        "audit lossy": [*AUDIT, *ours, "--schedule", schedule],
-        "audit ngram": [*AUDIT, "--engine", f"stock:{AUDITED},speculative_config={NGRAM}"],
+        "audit lossless": [*audit, *ours, "--mode", "lossless", "--draft-schedule", schedule],
+        "audit lossy": [*audit, *ours, "--schedule", schedule],
+        "audit ngram": [*audit, "--engine", f"stock:{AUDITED},speculative_config={NGRAM}"],
     }
+
+
+def random_mixture(folder: Path) -> None:
+    """Write a small random mixture of experts with the reasoner's tokenizer, whose attention is so
+    sharp that leaving out pages changes what it samples.
+    """
+    import torch
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(REASONER)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=128,
+        norm_topk_prob=True,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_norm.weight.fill_(2.0)
+            layer.self_attn.k_norm.weight.fill_(2.0)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def child(arguments: list[str], log: Path, allowed: Sequence[int]) -> str | None:
@@ -198,17 +238,22 @@ def measure(arguments: argparse.Namespace) -> None:
     result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     result["vllm"] = vllm.__version__
 
+    model = ["--mixture"] if arguments.mixture else []
     if "lossy" in arguments.parts:
-        part(result, "lossy", ["vllm_check.py"], lossy_findings, out)
+        part(result, "lossy", ["vllm_check.py", *model], lossy_findings, out)
     if "lossless" in arguments.parts:
-        part(result, "lossless", ["lossless_check.py", "equal"], lossless_findings, out)
+        part(result, "lossless", ["lossless_check.py", "equal", *model], lossless_findings, out)
     if "audit" in arguments.parts:
         with tempfile.TemporaryDirectory() as folder:
             schedule = Path(folder) / "schedule.json"
             schedule.write_text(json.dumps(FEW_PAGES))
-            for name, command in audits(str(schedule)).items():
+            audited = "reasoner"
+            if arguments.mixture:
+                audited = str(Path(folder) / "mixture")
+                random_mixture(Path(audited))
+            for name, command in audits(audited, str(schedule)).items():
                 part(result, name, command, audit_findings, out, allowed=(0, 1))
-    for variant in VARIANTS if "speed" in arguments.parts else ():
+    for variant in VARIANTS if "speed" in arguments.parts and not arguments.mixture else ():
         again = [Path(__file__).name, "--variant", variant, "--batch", str(arguments.batch)]
         part(result, f"speed {variant}", again, dict, out)
 
@@ -216,6 +261,7 @@ def measure(arguments: argparse.Namespace) -> None:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    options.add_argument("--mixture", action="store_true", help="check a mixture of experts")
     options.add_argument("--batch", type=int, default=64, help="number of sequences for speed")
     options.add_argument("--variant", choices=VARIANTS, help="time this variant, in this process")
     options.add_argument("--out", type=Path, required=True, help="JSON; other parts in it are kept")

@@ -15,6 +15,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 LIMIT_S = 30.0
@@ -46,6 +48,18 @@ ARCHITECTURES = {
         MistralForCausalLM,
         MistralConfig,
         dict(num_key_value_heads=1, sliding_window=None),
+    ),
+    "qwen3-mixture": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        dict(
+            num_key_value_heads=2,
+            head_dim=32,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            norm_topk_prob=True,
+        ),
     ),
 }
 

@@ -15,6 +15,9 @@ from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config, kv_cache
 from sparrow.vllm.runtime import Runtime, find
 
+LOADED_IN_PLACE = ("TRITON", "BATCHED_TRITON")
+"""The kernels for experts that read the layout in which vLLM loads weights."""
+
 
 def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
     """Decode under another schedule from the next step on; reset the prefix cache afterwards.
@@ -73,9 +76,11 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
     An engine that quantises its weights (``quantization="fp8"``) quantises the new weights as well,
     and needs all the weights of a layer in one call.
 
-    Raises ConfigError: the model has no weight of a given name, or a layer that is quantised as a
-    whole is incomplete.
+    Raises ConfigError: the model has no weight of a given name, a layer that is quantised as a
+    whole is incomplete, or the experts are stored in a layout of their own.
     """
+    if self.vllm_config.quant_config is None:
+        _check_experts(self.model_runner.model)
     if isinstance(weights, str):
         from safetensors.torch import load_file
 
@@ -94,6 +99,22 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
             f"vLLM cannot load these weights ({error}); pass them by Hugging Face name, and all of a "
             "quantised layer together"
         ) from error
+
+
+def _check_experts(model: Any) -> None:
+    """Refuse new weights for experts whose layout vLLM changed for its kernel when it loaded them:
+    it would write the new weights as if the layout were still the original one.
+
+    Raises ConfigError: the model has such experts.
+    """
+    for layer in model.modules():
+        backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
+        if backend is not None and backend.name not in LOADED_IN_PLACE:
+            raise ConfigError(
+                f"vLLM's {backend.value} kernel stores the model's experts in a layout into which "
+                "new weights cannot be loaded; on a GPU start the engine with "
+                "moe_backend='triton', or load the weights into a new engine"
+            )
 
 
 def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[str, Tensor]]:

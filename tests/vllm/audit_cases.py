@@ -20,10 +20,11 @@ V, SEQUENCES, LENGTH = 24, 192, 12
 LAYOUT = dict(max_model_len=256, max_num_seqs=256, max_num_batched_tokens=4096)
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
+@pytest.fixture(scope="module", params=["qwen3-gqa", "qwen3-mixture"])
+def made(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("model")
-    model = tiny.checkpoint(folder, vocab_size=V, num_hidden_layers=2, initializer_range=0.3)
+    shape = dict(vocab_size=V, num_hidden_layers=2, initializer_range=0.3)
+    model = tiny.checkpoint(folder, name=request.param, **shape)
     return folder, model
 
 

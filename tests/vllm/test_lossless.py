@@ -19,6 +19,7 @@ PARTS = {
     "reference": ("lossless_reference_cases.py", ""),
     "draft_weights": ("draft_weights_cases.py", ""),
     "audit": ("audit_cases.py", ""),
+    "mixture": ("mixture_cases.py", ""),
     "selfcheck": ("selfcheck_cases.py", ""),
 }
 

@@ -1,11 +1,15 @@
 """The choice of how many tokens to draft, with simulated times; needs no vLLM."""
 
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
 
+from sparrow.cost import MACHINES, SHAPES
+from sparrow.cost.lossless import Drafting, lossless_step
 from sparrow.decoding import DRAFT_BUDGETS, acceptance_at
+from sparrow.schedule import SparsitySchedule
 from sparrow.vllm.lossless import draft_budget, draft_length, measured
 from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.measured import tokens_per_cycle
@@ -385,6 +389,50 @@ def test_pauses_of_the_host_do_not_mislead_the_chooser(rows, length, machine, ac
             tokens += accepted.mean() + 1
         floor.append(tokens * machine["dense"] / 1000 / seconds)
     assert np.mean(floor) >= 0.98
+
+
+@cache
+def mixture_times(rows, length):
+    """Return predicted seconds of a cycle of Qwen3-30B-A3B on an H200, by number of drafts."""
+    drafts = SparsitySchedule.fixed(61, dense_layers=())
+    return {
+        k: (k + 1)
+        * lossless_step(
+            SHAPES["qwen3-30b-a3b"], MACHINES["h200"], [length] * rows, Drafting(k, drafts, 1.0)
+        ).seconds
+        for k in CHOICES
+    }
+
+
+def test_the_first_drafts_of_a_mixture_cost_most():
+    """Verifying four drafts of eight sequences reads most of the experts, and eight drafts hardly
+    more, so times do not grow linearly as in a dense model.
+    """
+    none, four, eight = (mixture_times(8, 30_000)[k] for k in CHOICES)
+    assert eight - four < 0.9 * (four - none)
+
+
+@pytest.mark.parametrize("acceptance", [0.9, 0.95, 0.99])
+@pytest.mark.parametrize("order", [1, -1], ids=["ending", "joining"])
+def test_the_drafts_of_a_mixture_are_chosen_well_as_its_batch_changes(acceptance, order):
+    """Sequences of a rollout end, or join: all passes then read fewer or more experts."""
+    chooser = DraftChooser(CHOICES)
+    seconds = ideal = 0.0
+    for stage, rows in enumerate([64, 45, 32, 23, 16, 11, 8, 4, 2, 1][::order]):
+        length = 15_000 + 1500 * stage
+        times = mixture_times(rows, length)
+        best = max(tokens_per_cycle(acceptance, k) / times[k] for k in CHOICES)
+        for i in range(120):
+            k = chooser.choose(rows, length)
+            rng = np.random.default_rng([stage, i])
+            accepted = (rng.random((rows, k)) < acceptance).cumprod(1).sum(1)
+            took = times[k] * rng.normal(1, 0.01)
+            if chooser.is_watching:
+                judged = int(np.minimum(accepted + 1, k).sum())
+                chooser.observe(rows, length, k, took, int(accepted.sum()), judged)
+            seconds += took
+            ideal += (accepted.mean() + 1) / best
+    assert ideal > 0.97 * seconds
 
 
 def test_times_for_a_new_batch_size_scale_with_its_first_timed_choice():

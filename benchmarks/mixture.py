@@ -1,0 +1,302 @@
+"""A mixture of experts in vLLM on one GPU: stock, lossless and lossy rollouts in one run.
+
+    python benchmarks/mixture.py    # Qwen3-30B-A3B; writes results/mixture_qwen3-30b-a3b.json
+    python benchmarks/mixture.py --experts 32 --points 32x15000 16x30000    # for a card of 80 GB
+
+Models are random, states are reached without prefill, and vLLM accepts each draft with a given
+probability, as in ``benchmarks/lossless.py``. A random router sends tokens to all experts about
+equally often, so a pass reads more experts than with a trained router. No schedule was published
+for this shape; lossy mode uses that of Qwen3-4B.
+
+The weights of all 128 experts per layer are 61 GB. ``--experts`` keeps fewer; each token is still
+routed to as many. ``--layers`` keeps fewer layers, for trials. The JSON file says what was kept.
+
+Parts:
+
+- ``points``: sequences and tokens of each; points that do not fit into the cache of an engine are
+  left out. Lossless mode is timed with each number of drafts for ``FIXED_S``, then with Sparrow
+  choosing it for ``SECONDS``, the probing at the start included, and for ``SETTLED_S`` more.
+- ``trace``: states of the trace of ``benchmarks/lossless.py``, with ``--slots`` sequences at a time
+  and the sampled tokens' log-probs. The number of drafts is settled beforehand.
+
+Each mode's engine runs in its own process, the three of them one after another. Every invocation is
+a run of its own, which is added to the file; ratios are formed within a run. ``--deadline`` ends a
+run early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from break_even import fitting, pair
+from common import EXPERTS, RESULTS, machine, parser, qwen3, save, write
+from processes import EngineProcess, in_turn, told_to_start
+from rollout_trace import PROMPT, most_cached, responses, simulate, states
+
+MODES = ("stock", "lossless", "lossy")
+PARTS = ("points", "trace")
+POINTS = ((40, 15_000), (20, 30_000), (8, 30_000), (40, 1_024))
+"""By default: what fits into an H200 beside the weights of all experts."""
+SLOTS = 40
+REQUESTS = 240
+STATES = 8
+SCHEDULE = "qwen3-4b"
+DRAFT_PAGES = 61
+DRAFT_TOKENS = 12
+ACCEPTANCE = 0.95
+FIXED_S, SECONDS, SETTLED_S = 2.0, 4.0, 6.0
+PREFILLED = 2048
+"""Tokens that vLLM may prefill at a time. Nothing long is prefilled here, and the experts'
+activations take memory for so many.
+"""
+
+
+def changes(experts: int | None, layers: int | None) -> dict[str, int]:
+    """Return the fields of the model's configuration that differ from those of the shape."""
+    given = {"num_experts": experts, "num_hidden_layers": layers}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def traced(slots: int, count: int) -> tuple[dict[str, int], list[tuple[int, Any]]]:
+    """Return a description of the trace, and its states: a step, and the cached tokens of each
+    request.
+    """
+    tokens = responses(REQUESTS)
+    spans = simulate([PROMPT] * REQUESTS, tokens, slots)
+    described = dict(
+        requests=REQUESTS,
+        tokens=sum(tokens),
+        slots=slots,
+        steps=sum(steps for steps, _, _ in spans),
+        peak=most_cached(spans),
+    )
+    return described, states(spans, count)
+
+
+def graph_sizes(batches: Sequence[int], choices: Sequence[int]) -> list[int]:
+    """List the batches, in tokens, for which an engine makes CUDA graphs: those of all decode steps
+    with each number of drafts. Captures take long, so there are no others.
+    """
+    return sorted({batch * (drafts + 1) for batch in batches for drafts in choices})
+
+
+def start(arguments: argparse.Namespace, mode: str, folder: str) -> Any:
+    """Start the engine of a mode."""
+    from rollout import Bench
+
+    from sparrow import SparsitySchedule
+    from sparrow.decoding import Decoding
+    from sparrow.vllm.lossless.setup import draft_choices
+
+    batches = [batch for batch, _ in arguments.points] if "points" in arguments.parts else []
+    if "trace" in arguments.parts:
+        _, found = traced(arguments.slots, arguments.states)
+        batches += [len(lengths) for _, lengths in found]
+    decoding = None
+    choices: tuple[int, ...] = (0,)
+    if mode == "lossless":
+        drafts = SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=())
+        decoding = Decoding.lossless(drafts, draft_tokens=DRAFT_TOKENS)
+        choices = draft_choices(decoding)
+
+    return Bench(
+        arguments.shape,
+        "sparse" if mode == "lossy" else mode,
+        folder,
+        memory=arguments.memory,
+        lossless=decoding,
+        slots=max(batches),
+        schedule=SparsitySchedule.preset(SCHEDULE),
+        config=changes(arguments.experts, arguments.layers),
+        cudagraph_capture_sizes=graph_sizes(batches, choices),
+        max_num_batched_tokens=PREFILLED,
+    )
+
+
+def time_point(bench: Any, mode: str, batch: int, length: int) -> list[dict[str, Any]]:
+    """Time a point, in lossless mode with each number of drafts and with the chosen one."""
+    from lossless import hold, point, scheduler
+
+    from sparrow.vllm.lossless.chooser import DraftChooser
+
+    if mode != "lossless":
+        speed = point(bench, batch, length, 0.0)["tokens_per_s"]
+        return [{"drafts": 0, **point(bench, batch, length, FIXED_S, speed)}]
+
+    rows: list[dict[str, Any]] = []
+    choices = scheduler(bench).chooser.choices
+    speed = 0.0
+    for drafts in choices:
+        hold(bench, drafts)
+        measured = point(bench, batch, length, FIXED_S, speed)
+        speed = measured["tokens_per_s"]
+        rows.append({"drafts": drafts, **measured})
+    chooser = scheduler(bench).chooser = DraftChooser(choices)
+    chosen = point(bench, batch, length, SECONDS, speed)
+    settled = point(bench, batch, length, SETTLED_S, chosen["tokens_per_s"])
+    rows.append({"drafts": "adapt", **chosen, "settled": settled, "in_use": chooser.in_use()})
+    return rows
+
+
+def measure_mode(arguments: argparse.Namespace, mode: str, until: float) -> None:
+    """Measure a mode in this process, and write what is found after each row, until the clock
+    (``time.time``) says ``until``.
+    """
+    from lossless import accept, scheduler, state
+    from rollout import CONTEXT
+
+    from sparrow.vllm.lossless.chooser import DraftChooser
+
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = start(arguments, mode, folder)
+        for prefilled in (1, 8):  # compiles what is left to compile
+            bench.start([PROMPT] * prefilled, [4] * prefilled, None)
+            bench.finish()
+        rate = None
+        if mode == "lossless":
+            rate = ACCEPTANCE
+            accept(bench, rate)
+        elif mode == "lossy":
+            bench.use("published")
+
+        found: dict[str, Any] = {
+            "start_s": time.monotonic() - began,
+            "kv_tokens": bench.kv_tokens,
+            "points": [],
+            "trace": [],
+            "finished": False,
+        }
+
+        def keep(part: str, **row: Any) -> None:
+            found[part].append(row)
+            write(arguments.out, found)
+            print(f"{time.monotonic() - began:6.1f} s  {json.dumps(row)}", flush=True)
+
+        write(arguments.out, found)
+        print(f"{time.monotonic() - began:6.1f} s  started, {bench.kv_tokens} tokens", flush=True)
+        wanted = arguments.points if "points" in arguments.parts else ()
+        for batch, length in fitting(wanted, bench.kv_tokens, CONTEXT):
+            if time.time() > until:
+                return
+            for row in time_point(bench, mode, batch, length):
+                keep("points", batch=batch, length=length, **row)
+
+        if "trace" in arguments.parts:
+            found["rollout"], chosen = traced(arguments.slots, arguments.states)
+            peak = found["rollout"]["peak"] + 64 * arguments.slots  # a started block of each
+            assert peak < bench.kv_tokens, f"{peak} tokens do not fit; give fewer --slots"
+            if mode == "lossless":
+                scheduler(bench).chooser = DraftChooser(scheduler(bench).chooser.choices)
+            for step, lengths in chosen:
+                if time.time() > until:
+                    return
+                what = {"step": step, "batch": len(lengths), "tokens": int(lengths.sum())}
+                keep("trace", **what, **state(bench, lengths, rate))
+        found["finished"] = True
+        write(arguments.out, found)
+
+
+def found_by(mode: str, out: Path) -> Path:
+    """Return the file that a mode's process writes. It is beside the result, so that what was found
+    is not lost if the script is killed, and is deleted once it is part of the result.
+    """
+    return out.with_name(f"{out.stem}_{mode}.part")
+
+
+class Child(EngineProcess):
+    """The process of a mode's engine."""
+
+    def __init__(self, arguments: argparse.Namespace, mode: str) -> None:
+        written = found_by(mode, arguments.out)
+        written.unlink(missing_ok=True)
+        given = {
+            "shape": arguments.shape,
+            "child": mode,
+            "points": [f"{batch}x{length}" for batch, length in arguments.points],
+            "parts": arguments.parts,
+            "slots": arguments.slots,
+            "states": arguments.states,
+            "memory": arguments.memory,
+            "experts": arguments.experts,
+            "layers": arguments.layers,
+            "out": written,
+        }
+        command = [Path(__file__).name]
+        for name, value in given.items():
+            if value is not None:
+                values = value if isinstance(value, (list, tuple)) else [value]
+                command += [f"--{name}", *map(str, values)]
+        super().__init__(command, written, arguments.out.with_suffix(f".{mode}.log"), os.environ)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    import vllm
+
+    arguments.out = (arguments.out or RESULTS / f"mixture_{arguments.shape}.json").resolve()
+    out = arguments.out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"shape": arguments.shape, "runs": []}
+    if out.exists():
+        result = json.loads(out.read_text())
+    assert result["shape"] == arguments.shape, f"{out} is of {result['shape']}; give another --out"
+
+    model = qwen3(arguments.shape, **changes(arguments.experts, arguments.layers))
+    engines: dict[str, Any] = {}
+    result["runs"].append(
+        {
+            "gpu": machine(),
+            "vllm": vllm.__version__,
+            "experts": model.num_experts,
+            "experts per token": model.num_experts_per_tok,
+            "layers": model.num_hidden_layers,
+            "acceptance": ACCEPTANCE,
+            "draft pages": DRAFT_PAGES,
+            "schedule": SCHEDULE,
+            "engines": engines,
+        }
+    )
+    until = time.time() + arguments.deadline
+    for mode, found in in_turn(arguments.modes, lambda name: Child(arguments, name), until):
+        engines[mode] = found
+        save(out, result)
+        found_by(mode, out).unlink(missing_ok=True)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--shape", choices=EXPERTS, default=next(iter(EXPERTS)))
+    options.add_argument("--experts", type=int, help="experts per layer; by default, all")
+    options.add_argument("--layers", type=int, help="layers; by default, all")
+    options.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    options.add_argument(
+        "--points", nargs="+", type=pair, default=POINTS, help="sequences x tokens, as 40x15000"
+    )
+    options.add_argument(
+        "--slots", type=int, default=SLOTS, help="sequences of the trace at a time"
+    )
+    options.add_argument("--states", type=int, default=STATES, help="strata of the trace")
+    options.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
+    options.add_argument("--deadline", type=float, default=3600.0, help="seconds of the whole run")
+    options.add_argument(
+        "--out", type=Path, help="JSON, results/mixture_SHAPE.json by default; runs are added"
+    )
+    options.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
+    arguments = options.parse_args()
+
+    if arguments.child is None:
+        measure(arguments)
+    else:
+        measure_mode(arguments, arguments.child, told_to_start())
+
+
+if __name__ == "__main__":
+    main()

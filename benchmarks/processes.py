@@ -1,0 +1,115 @@
+"""Engines of vLLM one after another, each in its own process; the next one's waits meanwhile.
+
+A process imports vLLM, which takes long, while the engine before it still has the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from common import last_error
+
+LEAST_S = 25.0
+"""No engine is started with less time left: it could not time a single point."""
+GRACE_S = 10.0
+"""An engine stops between points at the deadline, and is killed so much later."""
+
+
+class EngineProcess:
+    """The process of an engine, which has imported vLLM and waits to be told to start.
+
+    Args:
+        command: the script and its arguments, with which the process writes what it finds.
+        written: the JSON file that the process writes.
+        log: the file for everything that it prints; deleted if it succeeds.
+    """
+
+    def __init__(
+        self, command: Sequence[str], written: Path, log: Path, environment: Mapping[str, str]
+    ) -> None:
+        self._written = written
+        self._log = log
+        with self._log.open("w") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=Path(__file__).parent,
+                env=dict(environment),
+                text=True,
+            )
+
+    def measure(self, until: float) -> dict[str, Any]:
+        """Have the engine time its points until then: what it found, and why it failed if it did.
+
+        ``until`` is by ``time.time``.
+        """
+        code = None
+        with suppress(BrokenPipeError):
+            assert self._process.stdin is not None
+            self._process.stdin.write(f"{until}\n")
+            self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(max(0.0, until + GRACE_S - time.time()))
+        self.end()
+
+        found: dict[str, Any] = {"points": [], "finished": False}
+        if self._written.exists():
+            found = json.loads(self._written.read_text())
+        if code == 0:
+            self._log.unlink()
+        else:
+            found["failed"] = (
+                "killed at the deadline" if code is None else last_error(self._log, code)
+            )
+        return found
+
+    def end(self) -> None:
+        """Kill the process if it still runs."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def told_to_start() -> float:
+    """In the process of an engine: import vLLM, wait, and return the deadline."""
+    import rollout  # noqa: F401  imports vLLM, while another engine runs
+
+    return float(sys.stdin.readline() or "inf")
+
+
+def in_turn(
+    names: Sequence[str], start: Callable[[str], EngineProcess], until: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Measure engines one after another, as long as there is time; yield what each one found.
+
+    Args:
+        start: starts the process of an engine.
+        until: the deadline, by ``time.time``.
+    """
+    waiting = list(names)
+    name = waiting.pop(0)
+    process = start(name)
+    while True:
+        following = start(waiting[0]) if waiting else None
+        found = process.measure(until)
+        failed = f", {found['failed']}" if "failed" in found else ""
+        left = until - time.time()
+        print(f"{left:6.1f} s left  {name}: {len(found['points'])} points{failed}", flush=True)
+        yield name, found
+        if following is None:
+            return
+        if until - time.time() < LEAST_S:
+            following.end()
+            print(f"no time left for {', '.join(waiting)}")
+            return
+        name = waiting.pop(0)
+        process = following

@@ -1,0 +1,143 @@
+"""The tables of a mixture of experts: its speed, measured by ``benchmarks/mixture.py``, and its
+exactness, measured by ``benchmarks/vllm_versions.py --mixture``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import wraps
+from statistics import mean
+
+from common import EXPERTS, RESULTS, Row, table
+from tables_versions import SPEED, gpu, log_probs, verdict
+
+NAMES = {"qwen3-30b-a3b": "30B-A3B"}
+CHECK = "mixture_check"
+UNMEASURED = "No measurement has been published yet.\n"
+MODES = ("lossless", "lossy")
+
+
+def if_measured(written: Callable[[list[Row]], str]) -> Callable[[], str]:
+    """Tabulate the runs of all shapes that were measured, or say that there are none."""
+
+    @wraps(written)
+    def tabulated() -> str:
+        found = runs()
+        return written(found) if found else UNMEASURED
+
+    return tabulated
+
+
+def runs() -> list[Row]:
+    """Return the runs of all shapes, with what their tables call the shape and the GPU."""
+    found = []
+    for shape in EXPERTS:
+        path = RESULTS / f"mixture_{shape}.json"
+        if path.exists():
+            for run in json.loads(path.read_text())["runs"]:
+                found.append(run | {"shape": NAMES[shape]})
+    return [run for run in found if "stock" in run["engines"]]
+
+
+def described(run: Row) -> list[str]:
+    """Describe the model of a run, the GPU, and the version of vLLM."""
+    kept = f"{run['experts']} experts, {run['layers']} layers"
+    return [run["shape"], kept, gpu({"machine": run["gpu"]}), run["vllm"]]
+
+
+def at(row: Row) -> tuple[int, int]:
+    return row["batch"], row["length"]
+
+
+def of_point(run: Row, mode: str, point: tuple[int, int]) -> dict[int | str, Row]:
+    """Return the rows of a mode at a point, by number of drafts."""
+    rows = run["engines"].get(mode, {}).get("points", ())
+    return {row["drafts"]: row for row in rows if at(row) == point}
+
+
+@if_measured
+def speed(found: list[Row]) -> str:
+    """Tabulate tokens per second of each mode over those of stock vLLM in the same run."""
+    rows = []
+    for run in found:
+        for stock in run["engines"]["stock"]["points"]:
+            point = at(stock)
+            base = stock["tokens_per_s"]
+
+            def over(row: Row | None, base: float = base) -> str:
+                return "" if row is None else f"{row['tokens_per_s'] / base:.2f}x"
+
+            drafted = of_point(run, "lossless", point)
+            fixed = [f"{k}: {over(row)}" for k, row in drafted.items() if k not in (0, "adapt")]
+            chosen = drafted.get("adapt")
+            rows.append(
+                [
+                    *described(run),
+                    f"{point[0]} x {point[1]:,}",
+                    f"{base:,.0f}",
+                    over(of_point(run, "lossy", point).get(0)),
+                    over(drafted.get(0)),
+                    ", ".join(fixed),
+                    over(chosen),
+                    over(chosen["settled"] if chosen else None),
+                ]
+            )
+    head = [
+        "shape",
+        "kept",
+        "GPU",
+        "vLLM",
+        "sequences x tokens",
+        "stock tokens/s",
+        "lossy",
+        "lossless, no drafts",
+        "fixed number of drafts",
+        "chosen, first 4 s",
+        "after",
+    ]
+    return table(head, rows)
+
+
+def seconds(run: Row, mode: str) -> float | None:
+    """Return the seconds of the trace in a mode, if all of its states were timed."""
+    engine = run["engines"].get(mode, {})
+    if not engine.get("finished") or not engine["trace"]:
+        return None
+    step = mean(row["ms_per_token"] for row in engine["trace"]) / 1e3
+    return float(engine["rollout"]["steps"] * step)
+
+
+@if_measured
+def rollout(found: list[Row]) -> str:
+    """Tabulate the seconds of the trace in each mode."""
+    rows = []
+    for run in found:
+        stock = seconds(run, "stock")
+        if stock is None:
+            continue
+        cells = [f"{stock:,.0f} s"]
+        for mode in MODES:
+            ours = seconds(run, mode)
+            cells += ["", ""] if ours is None else [f"{ours:,.0f} s", f"**{stock / ours:.2f}x**"]
+        drafts = {row["drafts"] for row in run["engines"].get("lossless", {}).get("trace", ())}
+        slots = run["engines"]["stock"]["rollout"]["slots"]
+        rows.append([*described(run), slots, *cells, ", ".join(map(str, sorted(drafts)))])
+    head = ["shape", "kept", "GPU", "vLLM", "sequences at a time", "stock"]
+    return table([*head, "lossless", "", "lossy", "", "numbers of drafts chosen"], rows)
+
+
+def exact() -> str:
+    """Tabulate the checks of a small mixture, as for each version of vLLM."""
+    path = RESULTS / f"{CHECK}.json"
+    if not path.exists():
+        return UNMEASURED
+    result = json.loads(path.read_text())
+    rows = [
+        [mode, *log_probs(result.get(mode)), verdict(result.get(f"audit {mode}"))] for mode in SPEED
+    ]
+    head = ["mode", "eager", "CUDA graphs", "graphs and torch.compile", "yardstick"]
+    return table([*head, "within twice the yardstick", "`sparrow audit`"], rows)
+
+
+TABLES = {"mixture speed": speed, "mixture rollout": rollout, "mixture exact": exact}
