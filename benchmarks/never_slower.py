@@ -27,7 +27,7 @@ With ``--sleep`` they need not. Engines then start one after another and sleep b
 
 Results are written after each turn. A later call with the same file adds its rounds; a call may
 have another version of vLLM. ``--deadline`` ends a call in time: no turn starts that is not
-expected to end before it.
+expected to end before it. If ``VLLM_CACHE_ROOT`` is set, later calls start sooner.
 """
 
 from __future__ import annotations
@@ -298,8 +298,10 @@ def main() -> None:
     given = options()
     names = given.engines
     engines = Engines(names, given.sleep)
-    with tempfile.TemporaryDirectory() as folder:
-        model, shared = prepared(given, folder)
+    with tempfile.TemporaryDirectory() as temporary:
+        # A folder that stays is where later calls find the compiled models.
+        folder = os.environ.get("VLLM_CACHE_ROOT", temporary)
+        model, shared = prepared(given, f"{folder}/{given.shape}")
         trees = {name: given.before.resolve() if name == "before" else ROOT for name in names}
         started = engines.call(
             start,
