@@ -19,8 +19,8 @@ from sparrow.schedule import SparsitySchedule
 class Counters:
     """Counts of an engine's work since the engine was started or ``counters`` was last called.
 
-    The fields from ``drafted`` on are for lossless decoding only; a cycle is one verification of
-    one sequence.
+    The fields from ``drafted`` to ``choices`` are for lossless decoding only; a cycle is one
+    verification of one sequence.
     """
 
     # cached tokens read by decode steps, including draft steps, summed over sequences and layers
@@ -39,6 +39,9 @@ class Counters:
     # the choices of an engine that adapts its drafts, in the order of its steps: (tokens to draft,
     # the drafts' budget as a multiple of their schedule, number of steps)
     choices: tuple[tuple[int, float, int], ...] = field(default=(), compare=False)
+    # tokens decoded by a lossy actor, and how many of them read all cached tokens in every layer
+    rows: int = 0
+    dense_rows: int = 0
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -49,6 +52,11 @@ class Counters:
         step.
         """
         return self.tokens_read / max(self.tokens_held, 1)
+
+    @property
+    def dense_fraction(self) -> float:
+        """Share of the tokens decoded by a lossy actor that left no page out; 0 before the first."""
+        return self.dense_rows / max(self.rows, 1)
 
     @property
     def tokens_per_cycle(self) -> float:
@@ -73,6 +81,8 @@ class Counters:
                 **{name: getattr(self, name) for name in names},
             }
         }
+        if self.rows:
+            metrics["kv"]["dense_fraction"] = self.dense_fraction
         if self.cycles:
             names = ("drafted", "accepted", "cycles", "tokens_per_cycle", "drafts_per_token")
             metrics["drafts"] = {name: getattr(self, name) for name in names}

@@ -388,10 +388,13 @@ class HFEngine(Engine, Scorer, Ranker):
         at_BT = length_B[:, None] + offset
         sparse_at = at_BT[offset < drafts_B[:, None]] if lossless else length_B
         by_dense_layers = dense * sparse_at.sum()
-        by_sparse_layers = (num_layers - dense) * self.schedule.tokens_read(sparse_at).sum()
+        read_B = self.schedule.tokens_read(sparse_at)
+        by_sparse_layers = (num_layers - dense) * read_B.sum()
         self._counters += Counters(
             tokens_read=round(float(by_dense_layers + by_sparse_layers)),
             tokens_held=num_layers * int(at_BT[offset < count_B[:, None]].sum()),
+            rows=0 if lossless else len(length_B),
+            dense_rows=0 if lossless else int((read_B == length_B).sum()),
         )
 
         if lossless:

@@ -154,6 +154,10 @@ class SparseBuilder(VLLMClass):
             return
         if not self.runtime.is_lossless:
             self._init_reorder_batch_threshold(1)
+            mode = vllm_config.compilation_config.cudagraph_mode
+            # Whether decode steps may be captured in CUDA graphs, which then run Sparrow's kernels
+            # at any length.
+            self._captures_decode = mode is not None and mode.has_full_cudagraphs()
             return
         # Everything that vLLM itself runs in lossless mode is dense: prefill, verification, and
         # steps without drafts. A dense step is set as the layers' default here, so vLLM can build
@@ -179,6 +183,16 @@ class SparseBuilder(VLLMClass):
             return super().build(common_prefix_len, common, fast_build)
         metadata = super().build(0, common, fast_build)
         rows, prefill_rows, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
+        top_k = self.runtime.begin_step(rows, common.is_prefilling)
+        block_table = common.block_table_tensor[:rows, : self._max_blocks]
+        lengths = common.seq_lens[:rows]
+        if self._runs_densely(common, rows, prefill_rows):
+            self.runtime.begin_dense_step(lengths)
+            whole_batch = (Prefill(slice(None)),)
+            metadata.sparrow = Step(
+                0, lengths[:0], top_k[:0], block_table[:0], whole_batch, self._layers
+            )
+            return metadata
         prefills: list[Prefill] = []
         if self.runtime.cache.in_8_bits is not None:
             if prefill_rows or not (
@@ -192,9 +206,9 @@ class SparseBuilder(VLLMClass):
             prefills = [Prefill(slice(tokens, None), rest)]
         metadata.sparrow = Step(
             rows=rows,
-            lengths=common.seq_lens[:rows],
-            top_k=self.runtime.begin_step(rows, common.is_prefilling),
-            block_table=common.block_table_tensor[:rows, : self._max_blocks],
+            lengths=lengths,
+            top_k=top_k,
+            block_table=block_table,
             prefills=tuple(prefills),
             layers=self._layers,
             everything=None
@@ -202,6 +216,20 @@ class SparseBuilder(VLLMClass):
             else self.runtime.pages.everything(rows),
         )
         return metadata
+
+    def _runs_densely(self, common: Any, rows: int, prefill_rows: int) -> bool:
+        """Return whether vLLM's own attention computes the whole batch in one call per layer: no
+        decode row leaves out a page, and the step is not replayed from a CUDA graph.
+
+        The result is that of Sparrow's kernels, but two calls per layer would take more time on the
+        host.
+        """
+        assert self.runtime is not None
+        if self.runtime.cache.in_8_bits is not None or (self._captures_decode and not prefill_rows):
+            return False
+        upper_bound = common.seq_lens_cpu_upper_bound
+        known = None if upper_bound is None else upper_bound[:rows]
+        return self.runtime.reads_everything(known)
 
     def _copied_prefills(self, common: Any, rows: int) -> list[Prefill]:
         """Divide the rows after the first ``rows`` into groups that each read a copy of their

@@ -36,6 +36,9 @@ def sparrow_counters(self: Any) -> dict[str, int]:
     layers. Rows that read everything are counted by reason: ``dense_rows_schedule`` (the schedule
     sets no limit at this length), ``dense_rows_short`` (the sequence has no more pages than would
     be kept) and ``dense_rows_prefill`` (a one-token chunk of a prompt, not counted in ``rows``).
+    ``dense_steps`` is the number of steps with decode rows that vLLM's own attention computed as a
+    whole because no row left out a page. These are steps with a prompt's chunk, and all such steps
+    of an engine without CUDA graphs; steps in a graph run Sparrow's kernels over all pages instead.
     ``preemptions`` is the number of sequences whose cache vLLM dropped and later prefilled again.
     With an fp8 KV cache, ``kv_clipped`` is the number of tokens with a key or value beyond the
     range of its scale, counted once per layer.

@@ -45,6 +45,8 @@ class PageTables:
         # 1 for rows that decode, 0 for rows in prefill
         self._decodes_B = torch.ones(max_rows, dtype=torch.int32, device=device)
         self._all_decode = True
+        # Rows of up to this many tokens read everything; -1 if not even empty rows do.
+        self.whole_up_to = -1
         self.fill(schedule)
 
     def fill(self, schedule: SparsitySchedule) -> None:
@@ -52,6 +54,7 @@ class PageTables:
         for budget, multiple in enumerate(self.budgets):
             self._by_budget[budget].copy_(self.of(schedule.times(multiple)))
         self.at_length.copy_(self._by_budget[self.budget])
+        self.whole_up_to = self._whole_up_to(schedule)
         self.schedule = schedule
 
     def of(self, schedule: SparsitySchedule) -> Tensor:
@@ -61,6 +64,12 @@ class PageTables:
         table = torch.from_numpy(schedule.pages(np.arange(len(self.at_length))).astype(np.int32))
         table[0] = ALL_PAGES
         return table
+
+    def _whole_up_to(self, schedule: SparsitySchedule) -> int:
+        """Return the largest length up to which every head reads all tokens."""
+        length = np.arange(len(self.at_length))
+        leaves_out = schedule.tokens_read(length) < length
+        return int(np.argmax(leaves_out)) - 1 if leaves_out.any() else len(length) - 1
 
     def use_budget(self, budget: int) -> None:
         """Use the budget with this index in ``budgets`` from the next step on."""

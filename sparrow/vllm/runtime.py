@@ -125,6 +125,22 @@ class Runtime:
         self.rows.in_prefill += self.pages.mark_prefill(rows, is_prefilling)
         return self.pages.top_k[:rows]
 
+    def reads_everything(self, length_B: Tensor | None) -> bool:
+        """Return whether decode rows of these lengths, known on the host, read all their tokens;
+        false if the lengths are not known.
+        """
+        if length_B is None:
+            return False
+        return int(length_B.numpy().max(initial=0)) <= self.pages.whole_up_to
+
+    def begin_dense_step(self, length_B: Tensor) -> None:
+        """Count a step whose decode rows, of these lengths (int32), vLLM's own attention computes
+        because they read all their tokens.
+        """
+        if len(length_B):
+            self._counts["dense_steps"] += 1
+            self.look_up(length_B)
+
     def look_up(self, length_B: Tensor) -> None:
         """Write a step's page counts and count its rows; runs in the model's graph, before the
         first attention layer.
@@ -141,10 +157,13 @@ class Runtime:
         """
         changed = (self.pages.at_length, self.pages.top_k, self.rows.at_length)
         before = [each.clone() for each in changed]
+        whole_up_to = self.pages.whole_up_to
         self.pages.at_length.copy_(top_k_at_length)
+        self.pages.whole_up_to = -1  # Sparrow's kernels decode every row
         try:
             yield
         finally:
+            self.pages.whole_up_to = whole_up_to
             for each, values in zip(changed, before, strict=True):
                 each.copy_(values)
 
@@ -265,7 +284,7 @@ class Runtime:
         ``control.sparrow_counters``.
         """
         self._settle()
-        counts = {"preemptions": 0, **self._counts}
+        counts = {"preemptions": 0, "dense_steps": 0, **self._counts}
         self._counts = Counter()
         if self.cache.fp8 is not None and self.cache.fp8.sets_scales:
             counts["kv_clipped"] = int(self.cache.fp8.clipped)

@@ -177,6 +177,8 @@ def test_log_probs_of_the_policy_match_those_of_a_dense_engine(monkeypatch):
 def test_counts_of_the_workers_are_logged_as_shares():
     assert counter_metrics(Counters(0, 0)) == {}
     assert counter_metrics(Counters(1, 4) + Counters(3, 4)) == {"sparrow/tokens_read": 0.5}
+    lossy = Counters(1, 4, rows=4, dense_rows=1)
+    assert counter_metrics(lossy) == {"sparrow/tokens_read": 0.25, "sparrow/dense_tokens": 0.25}
     of_drafts = DraftAcceptance.of([0.5, 0.5, 1.0], [0, 1, 7], bin_tokens=4)
     metrics = counter_metrics(Counters(1, 4, drafted=8, accepted=6, cycles=2, acceptance=of_drafts))
     p5 = {"": 0.5, "/0-4": 0.5, "/4-8": 1.0}  # within one bucket of the meter, a thousandth

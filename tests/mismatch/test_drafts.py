@@ -72,6 +72,8 @@ def test_counters_are_logged_as_plain_numbers():
         "tokens_held": 60,
         "preemptions": 0,
     }
+    lossy = Counters(30, 60, rows=8, dense_rows=2) + Counters(0, 0, rows=2)
+    assert lossy.to_dict()["kv"]["dense_fraction"] == 0.2
     drafts = json.loads(json.dumps(found["drafts"]))
     counts = {
         "drafted": 16,

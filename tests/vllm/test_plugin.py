@@ -223,11 +223,42 @@ def test_counters_by_hand():
         "dense_rows_short": 2,
         "dense_rows_prefill": 1,
         "preemptions": 2,
+        "dense_steps": 0,
     }
     assert not any(made.counters().values())
     made.set_schedule(SparsitySchedule.dense())
     step(made, lengths(160))
     assert made.counters()["dense_rows_schedule"] == 1
+
+
+def test_steps_whose_rows_read_everything_are_recognised_by_their_lengths():
+    made = runtime()  # 2 + 3 pages, from a length of 49 on 4 + 3
+    assert made.pages.whole_up_to == 7 * 16
+    assert made.reads_everything(lengths(112, 0, 20)) and made.reads_everything(lengths())
+    assert not made.reads_everything(lengths(20, 113))
+    assert not made.reads_everything(None)  # an engine that does not know the lengths on the host
+    # The second bin reads less than it holds from its start on, although later bins read more.
+    made.set_schedule(SCHEDULE.replace(top_k=(0, 0, 30), bin_tokens=40))
+    assert made.pages.whole_up_to == 48
+    made.set_schedule(SparsitySchedule.dense(dense_layers=(0,)))
+    assert made.reads_everything(lengths(400))
+    with made.uncounted(made.pages.of(SCHEDULE)):  # the self-check tests Sparrow's kernels
+        assert not made.reads_everything(lengths(1))
+    assert made.reads_everything(lengths(400))
+    # One head may leave pages out where the others do not.
+    made = runtime(UNEVEN)
+    assert made.pages.whole_up_to == 3 * 16
+
+
+def test_dense_steps_are_counted_with_their_rows():
+    made = runtime(sparse=3, dense=1)
+    made.begin_step(3, torch.tensor([False, True, False]))
+    made.begin_dense_step(lengths(100, 7, 40))
+    made.begin_dense_step(lengths())  # a step of prompts only
+    counts = made.counters()
+    assert counts["dense_steps"] == 1
+    assert (counts["rows"], counts["dense_rows_short"], counts["dense_rows_prefill"]) == (2, 2, 1)
+    assert counts["tokens_read"] == counts["tokens_held"] == 4 * 140
 
 
 def test_counters_use_the_budget_of_the_drafts():

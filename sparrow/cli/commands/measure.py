@@ -95,6 +95,8 @@ class Measure(DecodingOptions, WithLists):
             else:
                 print_own_samples(mismatch, found.off_policy)
             print(f"share of the KV cache read: {counters.read_fraction:.1%}")
+            if counters.rows:
+                print(f"tokens for which no page was left out: {counters.dense_fraction:.1%}")
             if drafts:
                 print_drafts(drafts)
             self._write(mismatch.to_dict() | extra)

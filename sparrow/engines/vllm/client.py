@@ -139,7 +139,9 @@ def tally(
     # Every worker counts all preemptions. The plugin of Sparrow 0.1.0 does not count them.
     preemptions = counts[0].get("preemptions", 0)
     if described[0]["mode"] != "lossless":
-        return Counters(read, held, preemptions)
+        rows = counts[0].get("rows", 0)
+        dense = (counts[0].get(f"dense_rows_{why}", 0) for why in ("short", "schedule"))
+        return Counters(read, held, preemptions, rows=rows, dense_rows=sum(dense))
 
     acceptance = rpc("sparrow_acceptance")[0]
     # Every worker takes part in every draft and sees all logits, so one worker's counts suffice.

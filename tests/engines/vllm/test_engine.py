@@ -125,6 +125,22 @@ def test_small_budgets_follow_a_schedule_that_may_change_during_the_run(folder, 
             sparrow.set_schedule(SMALL.replace(recent_pages=3))
 
 
+def test_vllm_itself_computes_steps_that_leave_no_page_out(folder, model):
+    schedule = SparsitySchedule.fixed(3, dense_layers=(0,))  # everything up to 6 pages of 16 tokens
+    asked = prompts(20, 40, 70)
+    with engine(folder, schedule) as sparrow:
+        sparrow.rpc("sparrow_counters")
+        rollouts = sparrow.generate(asked, SAMPLED)
+        (counts,) = sparrow.rpc("sparrow_counters")
+    # The longest sequence has 71 tokens at its first decode step, and 96 at its 26th.
+    assert counts["dense_steps"] == 26
+    cached = np.concatenate([len(p) + np.arange(1, 48) for p in asked])
+    assert counts["rows"] == len(cached) and counts["dense_rows_short"] == (cached <= 96).sum()
+    # Later steps select pages by the landmarks that the dense steps wrote.
+    scores = HFEngine(model, schedule, eos_ids=[]).score(rollouts, schedule, SAMPLED.temperature)
+    assert logprob_gap(rollouts, scores) < 1e-4
+
+
 def test_each_layer_and_kv_head_has_its_own_budget(folder, model):
     uneven = SMALL.replace(top_k=(4, 8), head_budgets=((1, 1), (0, 3), (1.5, 0.5), (0.5, 0.5)))
     wider = uneven.replace(top_k=(6, 12))

@@ -1,0 +1,67 @@
+"""The table of the cells that ``benchmarks/never_slower.py`` measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from statistics import fmean
+
+from common import RESULTS, Row, table
+
+SHAPES = {"smollm2-135m": "SmolLM2-135M", "qwen3-1.7b": "1.7B"}
+MODES = ("lossless", "lossy")
+
+
+def sessions() -> list[Row]:
+    """Every call of the script, the smallest shape first."""
+    paths = [RESULTS / f"never_slower_{shape}.json" for shape in SHAPES]
+    files = [json.loads(path.read_text()) for path in paths if path.exists()]
+    return [session for file in files for session in file["sessions"]]
+
+
+def compared() -> dict[tuple[str, ...], dict[str, list[float]]]:
+    """Group the speeds of stock vLLM and, as ratios to stock vLLM in the same round, of the modes.
+
+    Returns: By shape, version of vLLM, GPU, cell and whether responses were detokenised.
+    """
+    found: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for session in sessions():
+        speeds: dict[tuple[int, str, bool], dict[str, float]] = defaultdict(dict)
+        for row in session["rows"]:
+            turn = row["round"], row["cell"], row["detokenize"]
+            speeds[turn][row["engine"]] = row["tokens_per_s"]
+        for (_, cell, detokenize), by_engine in speeds.items():
+            if "stock" not in by_engine:
+                continue
+            card = next(name for name in ("H100", "H200", session["gpu"]) if name in session["gpu"])
+            about = (SHAPES[session["shape"]], session["vllm"], card)
+            case = found[*about, cell, "yes" if detokenize else "no"]
+            case["stock"].append(by_engine["stock"])
+            for mode in MODES:
+                if mode in by_engine:
+                    case[mode].append(by_engine[mode] / by_engine["stock"])
+    return found
+
+
+def never_slower() -> str:
+    """One row per cell: tokens per second of stock vLLM, and the ratios of every round."""
+    rows = []
+    for (shape, version, card, cell, text), case in compared().items():
+        requests, prompt, new = map(int, re.findall(r"\d+", cell))
+        ratios = (", ".join(f"{ratio:.2f}x" for ratio in case[mode]) for mode in MODES)
+        what = f"{requests} x {prompt:,} + {new:,}"
+        rows.append([shape, version, card, what, text, f"{fmean(case['stock']):,.0f}", *ratios])
+    head = (
+        "shape",
+        "vLLM",
+        "GPU",
+        "requests x prompt + new tokens",
+        "text",
+        "stock, tokens/s",
+        *MODES,
+    )
+    return table(head, rows) if rows else ""
+
+
+TABLES = {"never slower": never_slower}

@@ -1,0 +1,73 @@
+"""The turns of ``benchmarks/never_slower.py`` and the table of its results."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = str(Path(__file__).parents[2] / "benchmarks")
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    names = ("never_slower", "tables_never_slower")
+    yield tuple(importlib.import_module(name) for name in names)
+    for name in (*names, "common"):
+        sys.modules.pop(name, None)
+
+
+def test_cells_are_read_as_they_are_written(scripts):
+    script, _ = scripts
+    cell = script.Cell.parse("512x128+300")
+    assert cell == (512, 128, 300) and str(cell) == "512x128+300"
+    with pytest.raises(ValueError, match=r"REQUESTSxPROMPT\+NEW, .* got '512x128'"):
+        script.Cell.parse("512x128")
+
+
+def test_every_engine_runs_every_cell_once_per_round_and_none_always_comes_first(scripts):
+    script, _ = scripts
+    cells, engines = script.CELLS["smollm2-135m"], script.ENGINES[:3]
+    turns = list(script.turns(5, 2, cells, (True, False), engines))
+    assert len(turns) == len(set(turns)) == 2 * 3 * 2 * 3
+    assert {turn.round for turn in turns} == {5, 6}
+    blocks = [turns[i : i + 3] for i in range(0, len(turns), 3)]
+    assert all({turn.engine for turn in block} == set(engines) for block in blocks)
+    assert all(len({turn[:3] for turn in block}) == 1 for block in blocks)
+    assert {block[0].engine for block in blocks} == set(engines)
+
+
+def test_the_cache_has_room_for_the_largest_cell(scripts):
+    script, _ = scripts
+    model = script.shape_config("smollm2-135m")
+    # 30 layers with 3 kv heads of 64 numbers for keys and as many for values, two bytes each
+    needed = 256 * (5000 + 2048) * 30 * 3 * 64 * 2 * 2
+    assert needed * 33 / 32 < script.cache_bytes(model, script.CELLS["smollm2-135m"]) < 1.1 * needed
+
+
+def row(round_, cell, engine, speed, text=True):
+    return dict(round=round_, cell=cell, detokenize=text, engine=engine, tokens_per_s=speed)
+
+
+def test_ratios_are_formed_within_a_round(scripts, tmp_path, monkeypatch):
+    _, tables = scripts
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.never_slower() == ""
+    session = dict(shape="smollm2-135m", vllm="0.33.0", gpu="NVIDIA H200", rows=[])
+    session["rows"] = [
+        row(0, "512x128+512", "stock", 10_000),
+        row(0, "512x128+512", "lossy", 11_000),
+        row(0, "512x128+512", "lossless", 15_000),
+        row(1, "512x128+512", "stock", 20_000),
+        row(1, "512x128+512", "lossy", 21_000),
+        row(1, "512x128+512", "stock", 8_000, text=False),
+        row(2, "512x128+512", "lossy", 99_000),  # stock vLLM had no turn any more
+    ]
+    path = tmp_path / "never_slower_smollm2-135m.json"
+    path.write_text(json.dumps({"sessions": [session]}))
+    lines = [line.strip("| ").split(" | ") for line in tables.never_slower().splitlines()[2:]]
+    about = ["SmolLM2-135M", "0.33.0", "H200", "512 x 128 + 512"]
+    assert lines[0] == [*about, "yes", "15,000", "1.50x", "1.10x, 1.05x"]
+    assert lines[1][:6] == [*about, "no", "8,000"]
