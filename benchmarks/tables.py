@@ -18,6 +18,7 @@ import tables_lossless as lossless
 import tables_mixture as mixture
 import tables_runs as runs
 import tables_speed as speed
+import tables_verl
 import tables_versions
 from common import ROOT, render
 
@@ -43,6 +44,7 @@ MODULES = (
     text_training,
     fp8,
     tables_versions,
+    tables_verl,
 )
 TABLES: dict[str, Callable[[], str]] = {
     name: write for module in MODULES for name, write in module.TABLES.items()
@@ -60,6 +62,7 @@ NAMES = (
     "paper",
     "selectors",
     "stability-text",
+    "verl",
 )
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 

@@ -1,4 +1,5 @@
-"""Keep the parts of other trainers' logs that the table in docs/integrations.md uses.
+"""Keep the parts of other trainers' logs that the tables in docs/integrations.md and docs/verl.md
+use.
 
 python recipes/trl_grpo.py --out run.json
 python benchmarks/trainer_log.py run.json --out benchmarks/results/trl_grpo.json
@@ -18,8 +19,12 @@ METRICS = (
     "sparrow/p5",
     "sparrow/acceptance_mean",
     "sparrow/sampled/p5_floor",
+    "sparrow/drafts/drafted",
+    "sparrow/drafts/accepted",
+    "sparrow/drafts/tokens_per_cycle",
     "step_time",
     "timing_s/step",
+    "timing_s/gen",
 )
 """By TRL's name and by verl's where the two differ."""
 

@@ -6,6 +6,7 @@ All values cover the time since the last log; ``sparrow/drafts/*`` exists only i
 sparrow/tokens_read              share of the cached tokens that decode steps have read; above 1 if
                                  drafts cost more reads than they save
 sparrow/dense_tokens             share of the sampled tokens for which a lossy actor left no page out
+sparrow/drafts/drafted           number of drafted tokens
 sparrow/drafts/accepted          share of the drafted tokens that were accepted
 sparrow/drafts/tokens_per_cycle  mean number of tokens per verification of a sequence: accepted
                                  drafts and one more
@@ -26,6 +27,7 @@ def counter_metrics(counters: Counters) -> dict[str, float]:
     if counters.rows:
         metrics["sparrow/dense_tokens"] = counters.dense_fraction
     if counters.drafted:
+        metrics["sparrow/drafts/drafted"] = counters.drafted
         metrics["sparrow/drafts/accepted"] = counters.accepted / counters.drafted
     if counters.cycles:
         metrics["sparrow/drafts/tokens_per_cycle"] = counters.tokens_per_cycle

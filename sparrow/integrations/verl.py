@@ -4,9 +4,11 @@
     VERL_USE_EXTERNAL_MODULES=sparrow.integrations.verl python -m verl.trainer.main_ppo \
         trainer.v1.trainer_mode=sparrow ...
 
-The trainer is written for verl 0.9.1 and is added to verl's registry of trainers. verl requests
-only the log-probs of sampled tokens from vLLM, so every step logs metrics that need no others
-(``sparrow.mismatch.sampled``):
+The trainer is written for verl 0.9.1 and is added to verl's registry of trainers. Every step logs
+what vLLM's workers counted during its rollout, under the names of ``sparrow.integrations.metrics``:
+the share of cached tokens that was read and, in lossless mode, what became of the drafts. verl
+requests only the log-probs of sampled tokens from vLLM, so every step also logs metrics that need
+no others (``sparrow.mismatch.sampled``):
 
 sparrow/sampled/acceptance_mean    mean acceptance
 sparrow/sampled/p5_floor           a lower bound on the 5th percentile of acceptance: the lowest of
@@ -26,7 +28,10 @@ Shapes: B responses, T tokens.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import inf, isnan
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +44,10 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from sparrow.decoding import Decoding
+from sparrow.engines.base import Counters, total
+from sparrow.engines.vllm.client import tally
 from sparrow.errors import ConfigError
+from sparrow.integrations.metrics import counter_metrics
 from sparrow.integrations.probe import probe
 from sparrow.integrations.sampling import check_whole_softmax
 from sparrow.mismatch import (
@@ -59,12 +67,14 @@ else:
     Trainer = PPOTrainerSync
 
 FIELDS = ["prompts", "response_mask", "rollout_log_probs", "old_log_probs"]
+POLL_S = 0.01
+"""Seconds between two questions to a server whether its workers have answered."""
 
 
 @register_trainer("sparrow")
 class SparsePPOTrainer(Trainer):
-    """A ``PPOTrainerSync`` whose replicas decode under a schedule; the module's docstring lists the
-    metrics.
+    """A ``PPOTrainerSync`` whose replicas decode under a schedule, or losslessly; the module's
+    docstring lists the metrics.
 
     The result of the last probe is stored as ``report``, for a controller that calls
     ``set_schedule``.
@@ -73,13 +83,15 @@ class SparsePPOTrainer(Trainer):
     ``actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.sparrow`` or as
     ``SPARROW_SCHEDULE`` in the environment of verl's workers and driver.
 
-    Raises ConfigError: there is no schedule, vLLM decodes densely, or verl's configuration does not
-    compute the log-probs that are compared.
+    Raises ConfigError: there is no schedule, vLLM decodes densely or in another mode, or verl's
+    configuration does not compute the log-probs that are compared.
     """
 
     schedule: SparsitySchedule
     report: MismatchReport | None = None
     _is_lossless = False
+    _described: Sequence[Any] = ()
+    _counts: Counters | None = None  # of the rollout that was sampled last
 
     def __init__(self, config: Any) -> None:
         options = config.trainer.v1.get("sparrow", {})
@@ -97,7 +109,25 @@ class SparsePPOTrainer(Trainer):
         self.schedule = decoding.schedule
         self._is_lossless = decoding.is_lossless
         super().on_init_end()
+        replicas = self.llm_server_manager.get_replicas()
+        self._described = call(replicas, "sparrow_describe")
+        check_mode(self._described, decoding.mode)
         self.set_schedule(self.schedule)
+        self._counted()  # reset the counts of vLLM's own warm-up
+
+    def on_sample_end(self) -> None:
+        """See ``PPOTrainer``; reads the replicas' counts before they sleep.
+
+        Raises ConfigError: in lossless mode, no replica has verified any token.
+        """
+        self._counts = self._counted()
+        if self._is_lossless and not self._counts.cycles:
+            raise ConfigError(
+                "mode 'lossless': the replicas sampled a batch without verifying any token, so "
+                "the samples are not known to be the dense policy's; check "
+                "actor_rollout_ref.rollout.engine_kwargs.vllm"
+            )
+        super().on_sample_end()
 
     def on_step_end(self) -> None:
         """See ``PPOTrainer``; probes the replicas, which are awake and have this step's weights."""
@@ -113,6 +143,16 @@ class SparsePPOTrainer(Trainer):
             dense_up_to = inf if samples_are_dense else self.schedule.dense_up_to
             metrics = mismatch_metrics(self.report, dense_up_to)
             self.logger.log(data=metrics, step=self.global_steps)
+            self._counted()  # reset the counts, since a probe is not a rollout
+
+    def _counted(self) -> Counters:
+        """Return the counts of all replicas since the last call."""
+        replicas = self.llm_server_manager.get_replicas()
+        parts = [
+            tally(described, partial(call_one, replica))
+            for replica, described in zip(replicas, self._described, strict=True)
+        ]
+        return total(parts)
 
     def _probed(self) -> MismatchReport:
         urls = [f"http://{address}" for address in self.llm_server_manager.get_addresses()]
@@ -158,6 +198,8 @@ class SparsePPOTrainer(Trainer):
         spread = np.linspace(0, len(rows) - 1, count).round().astype(int)
         self._prompts = [columns[0][i].tolist() for i in spread]
         metrics |= sampled_metrics(self.schedule, *columns)
+        if self._counts is not None:
+            metrics |= counter_metrics(self._counts)
         return batch
 
 
@@ -202,6 +244,68 @@ def requested(config: Mapping[str, Any]) -> Decoding:
     return decoding
 
 
+def call_one(replica: Any, method: str) -> Any:
+    """Call a method of every vLLM worker of one replica; see ``call``."""
+    return call([replica], method)[0]
+
+
+def call(replicas: Sequence[Any], method: str) -> list[Any]:
+    """Call a method of every vLLM worker of verl's replicas, and return the workers' results for
+    each replica. The servers' own ``collective_rpc`` returns nothing.
+
+    Raises ConfigError: a worker refuses the call.
+    """
+    # The first server of a replica calls all of the replica's vLLM workers, on any machine.
+    servers = [replica.servers[0] for replica in replicas]
+    try:
+        ray.get([server.__ray_call__.remote(_start, method) for server in servers])
+        while True:
+            answers = ray.get([server.__ray_call__.remote(_answer) for server in servers])
+            if None not in answers:
+                return answers
+            time.sleep(POLL_S)
+    except ray.exceptions.RayError as error:
+        raise ConfigError(f"a vLLM replica refused {method}: {_reason(error)}") from error
+
+
+def _start(server: Any, method: str) -> None:
+    """Start a call inside of a server. Ray runs this function in a thread of its own or in that of
+    the server's event loop, depending on its version, so it must not wait.
+    """
+    loop = server._server_task.get_loop()
+    server.sparrow_call = asyncio.run_coroutine_threadsafe(
+        server.engine.collective_rpc(method), loop
+    )
+
+
+def _answer(server: Any) -> Any:
+    """Return the result of the call that ``_start`` started, or None before the workers answer."""
+    return server.sparrow_call.result() if server.sparrow_call.done() else None
+
+
+def _reason(error: Exception) -> str:
+    # the preceding lines are the traceback of the other process
+    return str(error).strip().splitlines()[-1]
+
+
+def check_mode(described: Sequence[Any], mode: str) -> None:
+    """Check that every vLLM worker decodes in this mode.
+
+    Args:
+        described: the results of ``sparrow_describe``, for each replica.
+
+    Raises ConfigError: a worker decodes in another mode.
+    """
+    for workers in described:
+        for worker in workers:
+            if worker["mode"] != mode:
+                raise ConfigError(
+                    f"a vLLM replica decodes in mode {worker['mode']!r}, not {mode!r}; set the "
+                    "mode in actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config, or "
+                    "in the environment of verl's workers as well as of its driver"
+                )
+
+
 def push_schedule(replicas: Sequence[Any], schedule: SparsitySchedule) -> None:
     """Set the schedule of verl's vLLM replicas, and drop their prefix caches, which were computed
     with different budgets.
@@ -215,10 +319,7 @@ def push_schedule(replicas: Sequence[Any], schedule: SparsitySchedule) -> None:
         ray.get([replica.servers[0].collective_rpc.remote(**arguments) for replica in replicas])
         ray.get([replica.servers[0].clear_kv_cache.remote() for replica in replicas])
     except ray.exceptions.RayError as error:
-        reason = (
-            str(error).strip().splitlines()[-1]
-        )  # the preceding lines are the traceback of the other process
-        raise ConfigError(f"a vLLM replica refused the schedule: {reason}") from error
+        raise ConfigError(f"a vLLM replica refused the schedule: {_reason(error)}") from error
 
 
 def sampled_metrics(

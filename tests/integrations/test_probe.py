@@ -52,7 +52,9 @@ def test_drafts_are_logged_with_counts_from_sparrow_and_vllm(url, monkeypatch):
         by_vllm = theirs.counted()
         assert theirs.counted() == {}
     by_us = ours.counted()
-    assert set(by_vllm) == {"sparrow/drafts/accepted", "sparrow/drafts/tokens_per_cycle"}
+    assert set(by_vllm) == {
+        f"sparrow/drafts/{name}" for name in ("drafted", "accepted", "tokens_per_cycle")
+    }
     assert (
         0 < by_us["sparrow/drafts/accepted"] < 1
         and 1 < by_us["sparrow/drafts/tokens_per_cycle"] < 5

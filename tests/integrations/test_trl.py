@@ -186,6 +186,7 @@ def test_counts_of_the_workers_are_logged_as_shares():
         assert metrics.pop(f"sparrow/drafts/p5{at}") == pytest.approx(value, abs=1e-3)
     assert metrics == {
         "sparrow/tokens_read": 0.25,
+        "sparrow/drafts/drafted": 8,
         "sparrow/drafts/accepted": 0.75,
         "sparrow/drafts/tokens_per_cycle": 4.0,
         "sparrow/drafts/acceptance": pytest.approx(2 / 3),

@@ -1,7 +1,8 @@
-"""verl's trainer with sparse rollouts: where it plugs in, and what it measures through verl's own
-classes and Ray.
+"""verl's trainer with sparse or lossless rollouts: where it plugs in, and what it measures through
+verl's own classes and Ray.
 """
 
+import asyncio
 import importlib.util
 import inspect
 import math
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from sparrow.engines.base import Counters
 from sparrow.errors import ConfigError
 from sparrow.mismatch import Ceiling
+from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.mismatch.tokens import TokenAcceptance
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
@@ -22,6 +25,8 @@ ray = pytest.importorskip("ray")
 adapter = pytest.importorskip("sparrow.integrations.verl")
 
 SCHEDULE = SparsitySchedule.fixed(4, bin_tokens=32, dense_layers=(0,))
+ASKED = {"steps": 2, "lines": 8, "prompts": 4}
+LAYERS = {"sparse_layers": [1, 2], "dense_layers": [0]}
 
 
 def configuration(**rollout):
@@ -57,26 +62,58 @@ def test_the_patched_parts_of_verl_are_unchanged():
     assert "_compute_old_log_prob(batch, metrics=metrics)" in inspect.getsource(
         PPOTrainerSync._step_once
     )
-    assert list(inspect.signature(PPOTrainerSync.on_init_end).parameters) == ["self"]
+    for hook in (PPOTrainerSync.on_init_end, PPOTrainerSync.on_sample_end):
+        assert list(inspect.signature(hook).parameters) == ["self"]
     assert LLMServerManager.get_replicas
+    server = Path(verl.__file__).parent / "workers/rollout/vllm_rollout/vllm_async_server.py"
+    source = server.read_text()
+    assert "self.engine = engine_client" in source
+    assert "self._server_port, self._server_task = await run_uvicorn(" in source
 
 
 @pytest.fixture(scope="module")
-def composed():
-    """Compose verl's own configuration with the settings of the recipe."""
-    from hydra import compose, initialize_config_dir
-
-    path = Path(__file__).parents[2] / "recipes" / "verl_grpo.py"
-    recipe = importlib.util.module_from_spec(
+def recipe():
+    path = Path(__file__).parents[2] / "recipes" / "verl" / "grpo.py"
+    module = importlib.util.module_from_spec(
         importlib.util.spec_from_file_location("verl_grpo", path)
     )
-    recipe.__spec__.loader.exec_module(recipe)
-    with initialize_config_dir(
-        str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None
-    ):
-        return compose(
-            "ppo_trainer", overrides=recipe.overrides(Path("/data"), steps=2, lines=8, prompts=4)
-        )
+    module.__spec__.loader.exec_module(module)
+    return module
+
+
+def compose(overrides):
+    """Compose verl's own configuration."""
+    import hydra
+
+    folder = Path(verl.__file__).parent / "trainer" / "config"
+    with hydra.initialize_config_dir(str(folder), version_base=None):
+        return hydra.compose("ppo_trainer", overrides=overrides)
+
+
+@pytest.fixture(scope="module")
+def composed(recipe):
+    """Compose verl's own configuration with the settings of the recipe."""
+    return compose(recipe.overrides(Path("/data"), mode="lossy", gpus=1, **ASKED))
+
+
+@pytest.mark.parametrize("mode", ["dense", "lossless", "lossy"])
+def test_verl_accepts_the_settings_of_the_recipe_on_two_gpus(recipe, mode):
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
+    config = compose(recipe.overrides(Path("/data"), mode=mode, gpus=2, **ASKED))
+    validate_config(config, need_reference_policy(config), need_critic(config))
+    assert config.trainer.n_gpus_per_node == 2
+    assert config.trainer.v1.trainer_mode == ("sync" if mode == "dense" else "sparrow")
+    if mode != "dense":
+        assert adapter.requested(OmegaConf.to_container(config, resolve=True)).mode == mode
+
+
+def test_the_recipe_counts_drafts_over_all_steps(recipe):
+    rows = [{"data": {"sparrow/drafts/drafted": 3}}, {"data": {}}, {"data": {"sparrow/p5": 0.9}}]
+    assert recipe.drafted(rows) == 3
+    assert recipe.drafted(rows[1:]) == 0
 
 
 def test_verl_treats_the_adapter_as_its_synchronous_trainer(composed):
@@ -160,6 +197,7 @@ def test_the_probe_queries_the_servers_at_its_interval(composed, monkeypatch):
         adapter, "push_schedule", lambda replicas, schedule: asked.append((replicas, schedule))
     )
     trainer = adapter.SparsePPOTrainer(composed.copy())
+    trainer._counted = lambda: asked.append("counted")
     trainer.schedule, trainer._prompts, trainer.timing_raw = SCHEDULE, [[1, 2], [3]], {}
     trainer.checkpoint_manager = SimpleNamespace(update_weights=lambda step: asked.append(step))
     trainer.llm_server_manager = SimpleNamespace(
@@ -177,11 +215,12 @@ def test_the_probe_queries_the_servers_at_its_interval(composed, monkeypatch):
         asks,
         ("all", SCHEDULE),
         asks,
+        "counted",  # so that the counts of the next step are those of its rollout alone
     ]
     assert logged[5]["sparrow/p5/96-128/ceiling"] == 0.5
     trainer.global_steps = 10
     trainer.on_step_end()
-    assert asked[6:] == [10, asks] and logged.pop(10)["sparrow/p5/96-128/ceiling"] == 0.5
+    assert asked[7:] == [10, asks, "counted"] and logged.pop(10)["sparrow/p5/96-128/ceiling"] == 0.5
     assert (
         list(logged) == [5]
         and logged[5]["sparrow/p5"] == 0.5
@@ -193,7 +232,7 @@ def test_the_probe_queries_the_servers_at_its_interval(composed, monkeypatch):
     asked.clear()
     trainer._is_lossless, trainer._ceiling, trainer.global_steps = True, Ceiling(), 15
     trainer.on_step_end()
-    assert asked == [15, asks] and logged[15]["sparrow/p5/96-128/ceiling"] == 0.5
+    assert asked == [15, asks, "counted"] and logged[15]["sparrow/p5/96-128/ceiling"] == 0.5
     assert "sparrow/p5" not in logged[15]
 
 
@@ -204,14 +243,25 @@ def cluster():
     ray.shutdown()
 
 
-def replica():
+def replica(answers=()):
     """Create a stand-in for ``vLLMReplica``; like verl's, its server passes on errors but no
-    results.
+    results. The workers of its engine answer with ``answers``, by method.
     """
+
+    class Engine:
+        async def collective_rpc(self, method):
+            await asyncio.sleep(0.03)
+            if method not in answers:
+                raise RuntimeError("this vLLM engine decodes densely")
+            return answers[method]
 
     class Server:
         def __init__(self):
             self.heard = []
+            self.engine = Engine()
+
+        async def launch_server(self):
+            self._server_task = asyncio.current_task()
 
         async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
             if "13" in args[0]:
@@ -224,7 +274,9 @@ def replica():
         def told(self):
             return self.heard
 
-    return SimpleNamespace(servers=[ray.remote(Server).remote()])
+    server = ray.remote(Server).remote()
+    ray.get(server.launch_server.remote())
+    return SimpleNamespace(servers=[server])
 
 
 def test_every_replica_receives_the_schedule_and_clears_its_prefix_cache(cluster):
@@ -235,6 +287,47 @@ def test_every_replica_receives_the_schedule_and_clears_its_prefix_cache(cluster
         assert heard == [("sparrow_set_schedule", SCHEDULE.to_json()), "cleared"]
     with pytest.raises(ConfigError, match=r"refused the schedule.*decodes densely"):
         adapter.push_schedule(replicas, SparsitySchedule.fixed(13))
+
+
+def worker(**counts):
+    """Return what a worker of a lossless replica answers."""
+    counted = {"tokens_read": 10, "tokens_held": 40, "drafted": 8, "accepted": 6, "emitted": 8}
+    return {
+        "sparrow_describe": [{"mode": "lossless", **LAYERS}],
+        "sparrow_counters": [counted | counts],
+        "sparrow_acceptance": [{"acceptance": DraftAcceptance.empty().to_dict()}],
+    }
+
+
+def trainer_of(composed, replicas):
+    trainer = adapter.SparsePPOTrainer(composed.copy())
+    trainer.llm_server_manager = SimpleNamespace(get_replicas=lambda: replicas)
+    trainer.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: None)
+    trainer.curr_step_profile = False
+    trainer._is_lossless = True
+    trainer._described = adapter.call(replicas, "sparrow_describe")
+    return trainer
+
+
+def test_the_counts_of_all_replicas_are_added_up_before_they_sleep(cluster, composed):
+    trainer = trainer_of(composed, [replica(worker()), replica(worker(drafted=12, emitted=10))])
+    trainer.on_sample_end()
+    assert trainer._counts == Counters(20, 80, drafted=20, accepted=12, cycles=6)
+
+
+def test_a_lossless_run_stops_if_no_token_was_verified(cluster, composed):
+    trainer = trainer_of(composed, [replica(worker(drafted=0, accepted=0, emitted=0))])
+    with pytest.raises(ConfigError, match="without verifying any token"):
+        trainer.on_sample_end()
+
+
+def test_a_replica_in_another_mode_is_refused(cluster):
+    with pytest.raises(ConfigError, match=r"refused sparrow_describe: .*decodes densely"):
+        adapter.call([replica(worker()), replica()], "sparrow_describe")
+    described = adapter.call([replica(worker())], "sparrow_describe")
+    adapter.check_mode(described, "lossless")
+    with pytest.raises(ConfigError, match="decodes in mode 'lossless', not 'lossy'"):
+        adapter.check_mode(described, "lossy")
 
 
 def test_a_real_step_of_verl_is_measured_through_its_transfer_queue(cluster, composed):
@@ -287,6 +380,7 @@ def test_a_real_step_of_verl_is_measured_through_its_transfer_queue(cluster, com
     trainer = adapter.SparsePPOTrainer(composed.copy())
     trainer.schedule = SCHEDULE
     trainer._sequences = 1
+    trainer._counts = Counters(1, 4, drafted=8, accepted=6, cycles=2)
     trainer.actor_rollout_wg = SimpleNamespace(compute_log_prob=compute_log_prob)
     metrics = {}
     trainer._compute_old_log_prob(batch, metrics)
@@ -302,4 +396,6 @@ def test_a_real_step_of_verl_is_measured_through_its_transfer_queue(cluster, com
     )
     assert len(wanted) == 3 * 2 + 2
     assert {name: metrics[name] for name in wanted} == pytest.approx(wanted)
+    assert metrics["sparrow/tokens_read"] == 0.25
+    assert metrics["sparrow/drafts/tokens_per_cycle"] == 4.0
     tq.close()

@@ -1,0 +1,59 @@
+"""The table of verl's runs on two GPUs, dense, lossless and lossy, from ``recipes/verl/grpo.py``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from common import RESULTS, Row, table
+
+MODES = ("dense", "lossless", "lossy")
+
+
+def results() -> list[Row]:
+    """One result for each mode that was run."""
+    paths = [RESULTS / f"verl_two_gpus_{mode}.json" for mode in MODES]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+
+
+def values(result: Row, name: str) -> list[float]:
+    """The values of a metric, in the order of the steps that logged it."""
+    return [step[name] for step in result["log"] if name in step]
+
+
+def drafts(result: Row) -> list[Any]:
+    """The share of drafts that were accepted, and tokens per cycle, over all steps."""
+    drafted, accepted, per_cycle = (
+        np.array(values(result, f"sparrow/drafts/{name}"))
+        for name in ("drafted", "accepted", "tokens_per_cycle")
+    )
+    if not len(drafted):
+        return ["", ""]
+    kept = drafted * accepted
+    cycles = kept / (per_cycle - 1)
+    return [f"{kept.sum() / drafted.sum():.1%}", f"{1 + kept.sum() / cycles.sum():.2f}"]
+
+
+def verl() -> str:
+    """Tabulate reward, time and drafts of each run."""
+    rows = []
+    for result in results():
+        reward = values(result, "critic/score/mean")
+        rows.append(
+            [
+                result["mode"],
+                len(reward),
+                f"{np.mean(reward[:5]):.2f} → {np.mean(reward[-5:]):.2f}",
+                f"{np.mean(reward):.3f}",
+                f"{np.median(values(result, 'timing_s/step')):.1f}",
+                f"{np.median(values(result, 'timing_s/gen')):.2f}",
+                *drafts(result),
+            ]
+        )
+    head = ["rollouts", "steps", "reward, first and last five", "mean reward"]
+    times = ["s per step, median", "s of generation, median"]
+    return table([*head, *times, "drafts accepted", "tokens per cycle"], rows)
+
+
+TABLES = {"verl": verl} if results() else {}
