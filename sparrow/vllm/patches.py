@@ -80,6 +80,7 @@ def _checked_init_device(stock: Any) -> Any:
                 needed(decoding.mode, current_platform.is_cpu()),
                 decoding.is_lossless,
                 current_platform.is_cpu(),
+                has_adapters=self.vllm_config.lora_config is not None,
             )
             if decoding.is_lossless:
                 apply(LOSSLESS)

@@ -187,10 +187,6 @@ def test_unsupported_versions_are_refused(version, on_cpu, message, monkeypatch)
             dict(parallel=dict(data_parallel_size=2)),
             "it does not support vLLM's data parallelism; start one engine per",
         ),
-        (
-            dict(lora_config=object()),
-            "its drafts would not use the LoRA adapter .*; drop enable_lora and load merged",
-        ),
     ],
 )
 def test_engines_that_would_not_draft_are_refused(wrong, message):
@@ -202,7 +198,6 @@ def test_engines_that_would_not_draft_are_refused(wrong, message):
             "speculative_config": object(),
             "use_v2_model_runner": True,
             "parallel_config": parallel,
-            "lora_config": None,
             **wrong,
         }
     )

@@ -134,11 +134,6 @@ def check_supported(vllm_config: Any) -> None:
             parallel.data_parallel_size > 1,
             "it does not support vLLM's data parallelism; start one engine per data-parallel rank",
         ),
-        (
-            vllm_config.lora_config is not None,
-            "its drafts would not use the LoRA adapter of each request; drop enable_lora and load "
-            "merged weights, or use mode 'lossy'",
-        ),
     )
     refuse(ConfigError, cases, "mode 'lossless': ")
 
