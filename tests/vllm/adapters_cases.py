@@ -16,6 +16,15 @@ from vllm.lora.punica_wrapper import punica_gpu
 from vllm.lora.request import LoRARequest
 from vllm.platforms.cpu import CpuPlatform
 
+from sparrow.audit.run import run_audit
+from sparrow.cli.loading import with_adapter
+from sparrow.engines.hf import HFEngine
+from sparrow.engines.registry import Asked, parse_engine
+from sparrow.engines.vllm import VLLMEngine
+from sparrow.engines.vllm.stock import StockEngine
+from sparrow.errors import ConfigError
+from sparrow.rollout import Sampling
+from sparrow.schedule import SparsitySchedule
 from sparrow.vllm.lossless.adapters import DraftAdapters
 from tests.vllm import tiny_vllm as tiny
 from tests.vllm.lossless_cases import (
@@ -153,9 +162,9 @@ def test_greedy_tokens_of_each_request_match_stock_vllm_with_its_adapter(made, s
         assert 0.05 < share < 0.85
 
 
-def test_drafts_under_the_adapters_of_verification_would_be_rejected(made, stock, monkeypatch):
+def test_drafts_without_the_adapters_would_be_rejected(made, stock, monkeypatch):
     folder, _ = made
-    monkeypatch.setattr(DraftAdapters, "by_sequence", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(DraftAdapters, "by_sequence", lambda self: self.captured(True))
     with cases.engine(folder, lossless(4, pages=1000), **LORA) as llm:
         assert tokens_of(answers(llm, folder)) == stock
         assert share_accepted(llm) < 0.7
@@ -291,3 +300,37 @@ def test_adapters_of_the_output_layer_are_refused(made, tmp_path):
         assert_each_has_its_model(made[1], answers(llm, folder, 8))
     with cases.engine(folder, **LORA) as llm:
         assert llm.llm_engine.add_lora(asked)
+
+
+@pytest.mark.parametrize("is_scored_with_it", [True, False])
+def test_an_audit_with_an_adapter_is_exact_if_the_scorer_has_it_too(tmp_path, is_scored_with_it):
+    folder = tmp_path / "model"
+    model = tiny.checkpoint(folder, vocab_size=24, num_hidden_layers=2, initializer_range=0.2)
+    adapter_of(tmp_path / "adapter", folder, 1)
+    options = dict(adapter=str(tmp_path / "adapter"), skip_tokenizer_init=True, max_num_seqs=192)
+    options = {**tiny.OPTIONS, **options, "max_model_len": 256}
+    asked = [[token % 24 for token in prompt] for prompt in tiny.prompts(*[90] * 16)] * 12
+    if is_scored_with_it:
+        model = with_adapter(model, options["adapter"])
+    scorer = HFEngine(model, SparsitySchedule.dense(), eos_ids=[])
+    audited = run_audit(
+        lambda: VLLMEngine(str(folder), lossless(3), **options),
+        lambda: StockEngine(str(folder), **options),
+        lambda: contextlib.nullcontext(scorer),
+        asked,
+        Sampling(12, top_n=0, seed=7),
+        resolution=0.1,
+    )
+    drafts = audited.tested_counters["drafts"]
+    assert 0 < drafts["accepted"] < drafts["drafted"]
+    assert audited.verdict.status == ("exact" if is_scored_with_it else "cannot tell")
+
+
+def test_an_adapter_of_a_training_engine_and_a_missing_adapter_are_refused(tmp_path):
+    asked = Asked(
+        parse_engine("vllm:adapter=tuned"), "m", None, None, lossless(3), "fp32", sleeps=True
+    )
+    with pytest.raises(ConfigError, match="has an adapter, which only sparrow audit supports"):
+        asked.start()
+    with pytest.raises(ConfigError, match="is not a folder with a LoRA adapter"):
+        StockEngine("m", adapter=str(tmp_path))
