@@ -182,6 +182,15 @@ def _allowing_our_speculator(stock: Any) -> Any:
     return unsupported_features
 
 
+def _adapting_in_each_rank(stock: Any) -> Any:
+    @wraps(stock)
+    def _maybe_disable_dynamic_sd_for_data_parallel(self: Any) -> None:
+        if config.requested_lossless(self) is None or self.model_config.is_moe:
+            stock(self)
+
+    return _maybe_disable_dynamic_sd_for_data_parallel
+
+
 def _refusing_by_name(stock: Any) -> Any:
     @wraps(stock)
     def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
@@ -383,6 +392,13 @@ ALWAYS = (
         "The V2 model runner does not support draft models in these versions; in lossless mode it "
         "uses Sparrow's speculator.",
         _allowing_our_speculator,
+    ),
+    Patch(
+        "vllm.config.vllm:VllmConfig._maybe_disable_dynamic_sd_for_data_parallel",
+        versions.SUPPORTED,
+        "Let the number of drafts adapt under data parallelism. vLLM fixes the number for all "
+        "models, but the ranks of a dense model never wait for each other.",
+        _adapting_in_each_rank,
     ),
     Patch(
         "vllm.sampling_params:SamplingParams._validate_spec_decode",

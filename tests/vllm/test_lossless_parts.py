@@ -184,8 +184,8 @@ def test_unsupported_versions_are_refused(version, on_cpu, message, monkeypatch)
             "it does not support pipeline parallelism; use tensor",
         ),
         (
-            dict(parallel=dict(data_parallel_size=2)),
-            "it does not support vLLM's data parallelism; start one engine per",
+            dict(parallel=dict(data_parallel_size=2), is_moe=True),
+            "it does not support vLLM's data parallelism for mixtures of experts, whose ranks run",
         ),
     ],
 )
@@ -193,11 +193,13 @@ def test_engines_that_would_not_draft_are_refused(wrong, message):
     parallel = SimpleNamespace(
         **{"pipeline_parallel_size": 1, "data_parallel_size": 1, **wrong.pop("parallel", {})}
     )
+    model = SimpleNamespace(is_moe=wrong.pop("is_moe", False))
     made = SimpleNamespace(
         **{
             "speculative_config": object(),
             "use_v2_model_runner": True,
             "parallel_config": parallel,
+            "model_config": model,
             **wrong,
         }
     )
