@@ -191,12 +191,14 @@ def _adapting_in_each_rank(stock: Any) -> Any:
     return _maybe_disable_dynamic_sd_for_data_parallel
 
 
-def _refusing_by_name(stock: Any) -> Any:
+def _checking_by_name(stock: Any) -> Any:
     @wraps(stock)
     def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
+        asked = self
         if setup.is_ours(speculative_config):
             setup.check_request(self)
-        stock(self, speculative_config)
+            asked = setup.without_verified_options(self)
+        stock(asked, speculative_config)
 
     return _validate_spec_decode
 
@@ -404,8 +406,9 @@ ALWAYS = (
         "vllm.sampling_params:SamplingParams._validate_spec_decode",
         versions.SUPPORTED,
         "Refuse requests that lossless mode cannot serve in the place where vLLM refuses those "
-        "that its own speculative decoding cannot serve.",
-        _refusing_by_name,
+        "that its own speculative decoding cannot serve. Allow min_p and logit_bias, which vLLM "
+        "refuses although its V2 model runner verifies them.",
+        _checking_by_name,
         ("speculative_config",),
     ),
 )

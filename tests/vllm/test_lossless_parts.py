@@ -282,7 +282,16 @@ def test_the_copy_of_the_weights_is_renewed_however_vllm_changes_them(monkeypatc
     assert len(stale) == 3
 
 
-@pytest.mark.parametrize("name", ["structured_outputs", "min_p", "logit_bias"])
+def speculative_configs():
+    """Return vLLM's configuration of lossless mode, and of another draft model."""
+    target = SimpleNamespace(model="m")
+    return (
+        SimpleNamespace(method="draft_model", model=m, target_model_config=target)
+        for m in ("m", "small")
+    )
+
+
+@pytest.mark.parametrize("name", setup.REFUSED_OPTIONS)
 def test_requests_unsupported_by_drafts_are_refused_by_name(name):
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
@@ -291,23 +300,33 @@ def test_requests_unsupported_by_drafts_are_refused_by_name(name):
     from sparrow.vllm import plugin
 
     plugin.register()
-    value = dict(
-        structured_outputs=StructuredOutputsParams(choice=["a"]), min_p=0.25, logit_bias={3: 4.0}
-    )[name]
-    asked = SamplingParams(**{name: value})
-    target = SimpleNamespace(model="m")
-    ours, other = (
-        SimpleNamespace(method="draft_model", model=m, target_model_config=target)
-        for m in ("m", "small")
+    values = dict(
+        structured_outputs=StructuredOutputsParams(choice=["a"]), logprob_token_ids=[3, 5]
     )
+    asked = SamplingParams(**{name: values[name]})
+    ours, other = speculative_configs()
     SamplingParams()._validate_spec_decode(ours)
     asked._validate_spec_decode(None)
     with pytest.raises(
         ValueError,
-        match=f"^mode 'lossless' does not support {name}, got .*; leave {name} out, or start",
+        match=f"^mode 'lossless' does not support {name}, got .*, because .*; leave {name} out, or",
     ):
         asked._validate_spec_decode(ours)
     with contextlib.suppress(VLLMValidationError):  # vLLM's own message, if it has one
+        asked._validate_spec_decode(other)
+
+
+def test_min_p_and_logit_bias_are_allowed_in_lossless_mode_only():
+    from vllm import SamplingParams
+
+    from sparrow.vllm import plugin
+
+    plugin.register()
+    ours, other = speculative_configs()
+    asked = SamplingParams(min_p=0.25, logit_bias={3: 4.0})
+    asked._validate_spec_decode(ours)
+    assert asked.min_p == 0.25 and asked.logit_bias == {3: 4.0}
+    with pytest.raises(Exception, match="not yet supported with speculative decoding"):
         asked._validate_spec_decode(other)
 
 
