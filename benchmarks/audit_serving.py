@@ -8,8 +8,10 @@ This adds to benchmarks/results/audit_serving.json. The test, its model and its 
 drafts that read few pages.
 
 - ``LoRA``: a third of the requests of every batch has no adapter, and a third has each of two
-  random ones. Tokens are ranked by transformers with the adapter merged.
-- ``data parallel``: a server with one engine on each of two GPUs, which share the requests.
+  random ones. Every cycle has four drafts. Tokens are ranked by transformers with the adapter
+  merged.
+- ``data parallel``: a server with one engine on each of two GPUs, which share the requests; each
+  engine chooses its own numbers of drafts.
 
 One engine samples all seeds of an arm. An arm and the dense decoding that it is compared with run
 at the same time, each in its own process.
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 ARMS = {"LoRA": "LoRA, dense", "data parallel": "dense"}
 """The arms, and the dense decoding that each is compared with."""
 RANKS = 2
+DRAFTS = 4
 RANK, ALPHA, STRENGTH = 8, 16, 0.2
 """Of the adapters, whose B has weights of this standard deviation."""
 ADAPTERS = 2
@@ -159,8 +162,12 @@ def sample(arm: str, folder: str, options: str, precision: Any, seeds: int, coun
     from sparrow.schedule import SparsitySchedule
 
     dense = Decoding.lossy("dense")
-    lossless = Decoding.lossless(SparsitySchedule.from_dict(FEW_PAGES))
-    decoding = lossless if arm in ARMS else dense
+    decoding = dense
+    if arm == "LoRA":
+        few_pages = SparsitySchedule.from_dict(FEW_PAGES)
+        decoding = Decoding.lossless(few_pages, draft_tokens=DRAFTS, adapt_draft_tokens=False)
+    elif arm in ARMS:
+        decoding = Decoding.lossless(SparsitySchedule.from_dict(FEW_PAGES))
     has_adapters = arm.startswith("LoRA")
     model, tokenizer = loading.load_model("reasoner", precision)
     asked = f"vllm:{options}" + (f",{WITH_LORA}" if has_adapters else "")
