@@ -140,8 +140,8 @@ def check_supported(vllm_config: Any) -> None:
             # vLLM's workers of a dense model see a size of 1, because their ranks are independent.
             parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe,
             "it does not support vLLM's data parallelism for mixtures of experts, whose ranks run "
-            "all passes in step, while each rank chooses how many passes draft; start one engine "
-            "per rank with data_parallel_size=1",
+            "all passes in step, while the drafts of a rank depend on its own requests; start one "
+            "engine per rank with data_parallel_size=1",
         ),
     )
     refuse(ConfigError, cases, "mode 'lossless': ")
