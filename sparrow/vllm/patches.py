@@ -80,6 +80,7 @@ def _checked_init_device(stock: Any) -> Any:
                 needed(decoding.mode, current_platform.is_cpu()),
                 decoding.is_lossless,
                 current_platform.is_cpu(),
+                has_adapters=self.vllm_config.lora_config is not None,
             )
             if decoding.is_lossless:
                 apply(LOSSLESS)
@@ -181,12 +182,23 @@ def _allowing_our_speculator(stock: Any) -> Any:
     return unsupported_features
 
 
-def _refusing_by_name(stock: Any) -> Any:
+def _adapting_in_each_rank(stock: Any) -> Any:
+    @wraps(stock)
+    def _maybe_disable_dynamic_sd_for_data_parallel(self: Any) -> None:
+        if config.requested_lossless(self) is None or self.model_config.is_moe:
+            stock(self)
+
+    return _maybe_disable_dynamic_sd_for_data_parallel
+
+
+def _checking_by_name(stock: Any) -> Any:
     @wraps(stock)
     def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
+        asked = self
         if setup.is_ours(speculative_config):
             setup.check_request(self)
-        stock(self, speculative_config)
+            asked = setup.without_verified_options(self)
+        stock(asked, speculative_config)
 
     return _validate_spec_decode
 
@@ -384,11 +396,19 @@ ALWAYS = (
         _allowing_our_speculator,
     ),
     Patch(
+        "vllm.config.vllm:VllmConfig._maybe_disable_dynamic_sd_for_data_parallel",
+        versions.SUPPORTED,
+        "Let the number of drafts adapt under data parallelism. vLLM fixes the number for all "
+        "models, but the ranks of a dense model never wait for each other.",
+        _adapting_in_each_rank,
+    ),
+    Patch(
         "vllm.sampling_params:SamplingParams._validate_spec_decode",
         versions.SUPPORTED,
         "Refuse requests that lossless mode cannot serve in the place where vLLM refuses those "
-        "that its own speculative decoding cannot serve.",
-        _refusing_by_name,
+        "that its own speculative decoding cannot serve. Allow min_p and logit_bias, which vLLM "
+        "refuses although its V2 model runner verifies them.",
+        _checking_by_name,
         ("speculative_config",),
     ),
 )

@@ -192,14 +192,39 @@ IN_LOSSLESS_MODE = (
         ("vllm_config", "device"),
     ),
 )
-"""Names in vLLM that Sparrow uses, in addition to those that ``patches`` replaces."""
+WITH_ADAPTERS = (
+    Read(
+        "vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta",
+        (
+            "token_lora_mapping",
+            "token_indices_sorted_by_lora_ids",
+            "num_tokens_per_lora",
+            "lora_token_start_loc",
+            "active_lora_ids",
+            "no_lora_flag_cpu",
+            "num_active_loras_cpu",
+        ),
+    ),
+    Read("vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta._reset"),
+    Read("vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU"),
+    Read("vllm.lora.model_manager:DEFAULT_LANGUAGE_WRAPPER_KEY"),
+    Read("vllm.lora.model_manager:LoRAModelManager.add_adapter", ("adapter",)),
+    Read("vllm.lora.model_manager:LoRAModelManager.lora_slots"),
+    Read("vllm.lora.layers:LogitsProcessorWithLoRA"),
+)
+"""Names in vLLM that Sparrow uses, in addition to those that ``patches`` replaces; the last ones in
+lossless mode with LoRA.
+"""
 
 
-def check_names(patches: Iterable[Any], is_lossless: bool, on_cpu: bool) -> None:
+def check_names(
+    patches: Iterable[Any], is_lossless: bool, on_cpu: bool, has_adapters: bool
+) -> None:
     """Look for every name and parameter that Sparrow will use in this process.
 
     Args:
         patches: the patches that the engine will apply (``patches.Patch``).
+        has_adapters: whether the engine supports LoRA (``enable_lora``).
 
     Raises ConfigError: a name or parameter is missing.
     """
@@ -210,6 +235,8 @@ def check_names(patches: Iterable[Any], is_lossless: bool, on_cpu: bool) -> None
             check_name(patch.target, patch.parameters)
     reads = EVERYWHERE + (ON_CPU if on_cpu else ON_CUDA)
     for read in reads + (IN_LOSSLESS_MODE if is_lossless else ()):
+        check_name(read.target, read.parameters)
+    for read in WITH_ADAPTERS if is_lossless and has_adapters else ():
         check_name(read.target, read.parameters)
     if is_lossless:
         sampler = "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample"

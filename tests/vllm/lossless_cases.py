@@ -582,6 +582,8 @@ PROCESSORS = [
     dict(min_tokens=15, stop_token_ids=list(range(0, 97, 2))),
     dict(temperature=1.0, top_k=1),
     dict(temperature=0.7, top_p=1e-6),
+    dict(logit_bias={3: 4.0, 5: 3.5, 8: -4.0}),
+    dict(temperature=1.0, min_p=1.0),
 ]
 
 
@@ -591,16 +593,9 @@ def test_greedy_tokens_with_logits_processors_match_stock_vllm(folder):
     for decoding in (None, lossless(4)):
         with engine(folder, decoding) as llm:
             answers.append([tokens_of(generate(llm, asked, 16, **each)) for each in PROCESSORS])
-            for refused in (
-                ()
-                if decoding is None
-                else (dict(logit_bias={3: 4.0}), dict(temperature=1.0, min_p=0.1))
-            ):
-                with pytest.raises(
-                    ValueError,
-                    match=r"'lossless' does not support (min_p|logit_bias).*; leave \1 out",
-                ):
-                    generate(llm, asked, 16, **refused)
+            if decoding is not None:
+                with pytest.raises(ValueError, match="'lossless' does not support logprob_token"):
+                    generate(llm, asked, 16, logprobs=2, logprob_token_ids=[3, 5])
     for each, stock, ours in zip(PROCESSORS, *answers, strict=True):
         assert ours == stock, each
 
@@ -645,6 +640,7 @@ SEEDED = [
     dict(temperature=0.7, top_p=0.9),
     dict(temperature=1.3, top_k=20),
     dict(temperature=1.0, presence_penalty=1.0),
+    dict(temperature=1.0, min_p=0.3, logit_bias={3: 2.0, 5: -2.0}),
     dict(temperature=0.0),
 ]
 
@@ -709,7 +705,7 @@ def test_drafts_drawn_with_the_noise_of_the_tokens_are_mostly_kept(folder, monke
     assert shares[1] < a / (2 - a) - 0.1
 
 
-def enumerated(model, prompt, tokens, temperature):
+def enumerated(model, prompt, tokens, temperature, min_p=0.0, logit_bias=None):
     """Return probabilities ``[V ** tokens]`` of all continuations, by transformers."""
     V = model.config.vocab_size
     p, written = np.ones(1), np.zeros((1, 0), int)
@@ -717,7 +713,12 @@ def enumerated(model, prompt, tokens, temperature):
         logits = torch.cat(
             [model(torch.tensor([[*prompt, *row]])).logits[:, -1].detach() for row in written]
         )
+        for token, bias in (logit_bias or {}).items():
+            logits[:, token] += bias
         log_p = torch.log_softmax(logits.double() / temperature, -1)
+        if min_p:
+            least = log_p.amax(-1, keepdim=True) + np.log(min_p)
+            log_p = log_p.masked_fill(log_p < least, -float("inf")).log_softmax(-1)
         p = (p[:, None] * log_p.exp().numpy()).reshape(-1)
         written = np.concatenate(
             [written.repeat(V, 0), np.tile(np.arange(V), len(written))[:, None]], 1
@@ -739,11 +740,12 @@ def likelihood(counts, p):
 SAMPLES = {
     "exact": 20_000,
     "any number of drafts": 20_000,
+    "min_p and logit_bias": 10_000,
     "worst drafts": 10_000,
     "shared noise": 20_000,
     "no resampling": 2_000,
 }
-EXACT = ("exact", "any number of drafts", "worst drafts")
+EXACT = ("exact", "any number of drafts", "min_p and logit_bias", "worst drafts")
 
 
 @pytest.mark.parametrize("variant", SAMPLES)
@@ -799,9 +801,12 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         monkeypatch.setattr(rejection_sampler, "rejection_sample", keep_rejected)
     layout = dict(max_model_len=256, max_num_seqs=256, max_num_batched_tokens=4096)
     temperature = 0.8 if adapts else 1.0
+    processing = {}
+    if variant == "min_p and logit_bias":  # drafts are sampled without either
+        processing = dict(min_p=0.15, logit_bias={2: 1.0, 7: -1.5})
     with engine(tmp_path, lossless(T - 1, adapt=adapts), **layout) as llm:
         wanted = [
-            parameters(T, temperature=temperature, seed=10**6 + i, logprobs=None)
+            parameters(T, temperature=temperature, seed=10**6 + i, logprobs=None, **processing)
             for i in range(SAMPLES[variant])
         ]
         outputs = llm.generate([{"prompt_token_ids": prompt}] * len(wanted), wanted, use_tqdm=False)
@@ -809,7 +814,8 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
     assert 0 < counts["accepted"] < counts["drafted"]
     code = np.array([o.outputs[0].token_ids for o in outputs]) @ (V ** np.arange(T - 1, -1, -1))
     p_value = likelihood(
-        np.bincount(code, minlength=V**T), enumerated(model, prompt, T, temperature)
+        np.bincount(code, minlength=V**T),
+        enumerated(model, prompt, T, temperature, **processing),
     )
     print(variant, p_value)  # shown if the test fails
     assert p_value > 1e-3 if variant in EXACT else p_value < 1e-4

@@ -74,7 +74,7 @@ def initialise_again(worker):
     Returns whether any layer still has a view of the old cache.
     """
     runner = worker.model_runner
-    runner.speculator.drafter._graphs.update({rows: StaleGraph() for rows in range(1, 65)})
+    runner.speculator.drafter._graphs[False].update({rows: StaleGraph() for rows in range(1, 65)})
     before = weakref.ref(runner.kv_caches[0].untyped_storage())
     runner.kv_caches.clear()
     layers = worker.vllm_config.compilation_config.static_forward_context.values()

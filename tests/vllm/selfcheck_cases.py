@@ -101,12 +101,12 @@ def test_a_sampler_without_a_parameter_is_refused(worker, monkeypatch):
     from sparrow.vllm import patches
 
     needed = patches.needed("lossless", on_cpu=True)
-    selfcheck.check_names(needed, is_lossless=True, on_cpu=True)
+    selfcheck.check_names(needed, is_lossless=True, on_cpu=True, has_adapters=True)
     monkeypatch.setattr(gumbel, "gumbel_sample", lambda logits, heat, logits_cache: None)
     with pytest.raises(
         ConfigError, match="gumbel:gumbel_sample has no parameter 'expanded_idx_mapping'"
     ):
-        selfcheck.check_names(needed, is_lossless=True, on_cpu=True)
+        selfcheck.check_names(needed, is_lossless=True, on_cpu=True, has_adapters=True)
 
 
 @tiny.CACHE_IN_8_BITS

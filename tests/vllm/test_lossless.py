@@ -18,6 +18,7 @@ PARTS = {
     "life": ("lossless_life_cases.py", ""),
     "reference": ("lossless_reference_cases.py", ""),
     "draft_weights": ("draft_weights_cases.py", ""),
+    "adapters": ("adapters_cases.py", ""),
     "audit": ("audit_cases.py", ""),
     "mixture": ("mixture_cases.py", ""),
     "selfcheck": ("selfcheck_cases.py", ""),

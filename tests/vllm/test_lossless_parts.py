@@ -184,12 +184,8 @@ def test_unsupported_versions_are_refused(version, on_cpu, message, monkeypatch)
             "it does not support pipeline parallelism; use tensor",
         ),
         (
-            dict(parallel=dict(data_parallel_size=2)),
-            "it does not support vLLM's data parallelism; start one engine per",
-        ),
-        (
-            dict(lora_config=object()),
-            "its drafts would not use the LoRA adapter .*; drop enable_lora and load merged",
+            dict(parallel=dict(data_parallel_size=2), is_moe=True),
+            "it does not support vLLM's data parallelism for mixtures of experts, whose ranks run",
         ),
     ],
 )
@@ -197,12 +193,13 @@ def test_engines_that_would_not_draft_are_refused(wrong, message):
     parallel = SimpleNamespace(
         **{"pipeline_parallel_size": 1, "data_parallel_size": 1, **wrong.pop("parallel", {})}
     )
+    model = SimpleNamespace(is_moe=wrong.pop("is_moe", False))
     made = SimpleNamespace(
         **{
             "speculative_config": object(),
             "use_v2_model_runner": True,
             "parallel_config": parallel,
-            "lora_config": None,
+            "model_config": model,
             **wrong,
         }
     )
@@ -285,7 +282,16 @@ def test_the_copy_of_the_weights_is_renewed_however_vllm_changes_them(monkeypatc
     assert len(stale) == 3
 
 
-@pytest.mark.parametrize("name", ["structured_outputs", "min_p", "logit_bias"])
+def speculative_configs():
+    """Return vLLM's configuration of lossless mode, and of another draft model."""
+    target = SimpleNamespace(model="m")
+    return (
+        SimpleNamespace(method="draft_model", model=m, target_model_config=target)
+        for m in ("m", "small")
+    )
+
+
+@pytest.mark.parametrize("name", setup.REFUSED_OPTIONS)
 def test_requests_unsupported_by_drafts_are_refused_by_name(name):
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
@@ -294,23 +300,33 @@ def test_requests_unsupported_by_drafts_are_refused_by_name(name):
     from sparrow.vllm import plugin
 
     plugin.register()
-    value = dict(
-        structured_outputs=StructuredOutputsParams(choice=["a"]), min_p=0.25, logit_bias={3: 4.0}
-    )[name]
-    asked = SamplingParams(**{name: value})
-    target = SimpleNamespace(model="m")
-    ours, other = (
-        SimpleNamespace(method="draft_model", model=m, target_model_config=target)
-        for m in ("m", "small")
+    values = dict(
+        structured_outputs=StructuredOutputsParams(choice=["a"]), logprob_token_ids=[3, 5]
     )
+    asked = SamplingParams(**{name: values[name]})
+    ours, other = speculative_configs()
     SamplingParams()._validate_spec_decode(ours)
     asked._validate_spec_decode(None)
     with pytest.raises(
         ValueError,
-        match=f"^mode 'lossless' does not support {name}, got .*; leave {name} out, or start",
+        match=f"^mode 'lossless' does not support {name}, got .*, because .*; leave {name} out, or",
     ):
         asked._validate_spec_decode(ours)
     with contextlib.suppress(VLLMValidationError):  # vLLM's own message, if it has one
+        asked._validate_spec_decode(other)
+
+
+def test_min_p_and_logit_bias_are_allowed_in_lossless_mode_only():
+    from vllm import SamplingParams
+
+    from sparrow.vllm import plugin
+
+    plugin.register()
+    ours, other = speculative_configs()
+    asked = SamplingParams(min_p=0.25, logit_bias={3: 4.0})
+    asked._validate_spec_decode(ours)
+    assert asked.min_p == 0.25 and asked.logit_bias == {3: 4.0}
+    with pytest.raises(Exception, match="not yet supported with speculative decoding"):
         asked._validate_spec_decode(other)
 
 

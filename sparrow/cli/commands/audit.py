@@ -33,7 +33,7 @@ class Audit(DecodingOptions, FromPrompts):
 
     # The engine to audit: hf, vllm, vllm with options, or http://host:port; or vLLM without
     # Sparrow: stock: with options of vllm.LLM (stock:speculative_config={"method":"ngram",...}), or
-    # stock:http://host:port.
+    # stock:http://host:port. The option adapter=FOLDER applies a LoRA adapter to all requests.
     engine: str = "hf"
     # An engine that decodes densely, to distinguish rounding from bias; unset: the same engine in
     # dense mode, unless it is a server. With none there is no dense arm, and rounding counts as
@@ -72,9 +72,14 @@ class Audit(DecodingOptions, FromPrompts):
                 "the scorer prefill needs a dense engine that is stock vLLM, got "
                 f"{dense or 'none'}; give --dense-engine stock:..., or use --scorer hf"
             )
+        adapter = self._adapter(dense)
         if self.out:
             files.check_file(self.out)
         model, tokenizer, prompts = self.load_prompts()
+        if adapter is not None:
+            from sparrow.cli import loading
+
+            model = loading.with_adapter(model, adapter)
         sampling = Sampling(
             self.max_new_tokens,
             self.temperature,
@@ -125,6 +130,22 @@ class Audit(DecodingOptions, FromPrompts):
             files.write_text(Path(self.out), json.dumps(report, indent=1, allow_nan=False))
         print_audit(audited.verdict, audited.tokens)
         sys.exit(STATUS[audited.verdict.status])
+
+    def _adapter(self, dense: str | None) -> str | None:
+        """Return the folder of the tested engine's LoRA adapter; None if it has none.
+
+        Raises ConfigError: the dense engine has a different one.
+        """
+        adapter, theirs = (
+            None if spec is None else parse_engine(spec).options.get("adapter")
+            for spec in (self.engine, dense)
+        )
+        if dense is not None and adapter != theirs:
+            raise ConfigError(
+                f"the engine has the adapter {adapter or 'none'}, but the dense engine has "
+                f"{theirs or 'none'}; give both the same adapter"
+            )
+        return None if adapter is None else str(adapter)
 
     def _dense_engine(self) -> str | None:
         """Return the engine of the dense arm; None if there is no such arm."""

@@ -9,6 +9,7 @@ from sparrow.cli.loading.models import (
     context_of,
     load_model,
     model_path,
+    with_adapter,
 )
 from sparrow.cli.loading.objects import load_object
 from sparrow.cli.loading.problems import DatasetOptions, is_task, load_problems, load_task_spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from importlib import resources
-from typing import Literal
+from typing import Literal, cast
 
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from sparrow.engines import hf
+from sparrow.errors import ConfigError
 from sparrow.model import smollm2
 
 Precision = Literal["fp32", "bf16"]
@@ -34,6 +35,23 @@ def load_model(
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     place = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     return hf.load_model(model_path(name), precision, place.device)
+
+
+def with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    """Apply a LoRA adapter in PEFT's format to a model, without merging the two.
+
+    Raises ConfigError: the folder contains no adapter for this model.
+    """
+    import peft  # which takes a second
+
+    try:
+        adapted = peft.PeftModel.from_pretrained(model, folder)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"cannot load the adapter {folder!r} ({error}); give a folder with a LoRA adapter for "
+            "this model"
+        ) from error
+    return cast(PreTrainedModel, adapted.base_model.model)
 
 
 def model_path(name: str) -> str:

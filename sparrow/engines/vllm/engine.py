@@ -22,6 +22,7 @@ from torch import Tensor
 from sparrow.decoding import Decoding
 from sparrow.engines.base import Counters
 from sparrow.engines.registry import Asked
+from sparrow.engines.vllm.adapter import take_adapter
 from sparrow.engines.vllm.client import Client, rollout
 from sparrow.engines.vllm.starting import starting
 from sparrow.errors import ConfigError
@@ -39,7 +40,8 @@ class VLLMEngine(Client):
         schedule: the schedule of a lossy actor, or a ``Decoding``; ``set_schedule`` can later
             change the page counts, but not the page layout.
         options: further arguments of ``vllm.LLM``, such as ``tensor_parallel_size``,
-            ``gpu_memory_utilization``, ``max_model_len``, ``max_num_seqs`` or ``enforce_eager``.
+            ``gpu_memory_utilization``, ``max_model_len``, ``max_num_seqs`` or ``enforce_eager``;
+            ``adapter``, the folder of a LoRA adapter, applies it to all requests.
 
     Raises ConfigError, UnsupportedModel: vLLM is missing or too old, or cannot decode this model
     under a schedule. EngineError: vLLM does not start, for example for lack of memory.
@@ -53,6 +55,7 @@ class VLLMEngine(Client):
             raise ConfigError(
                 f"the vLLM engine needs vLLM ({error}); pip install -e '.[vllm]' in a clone"
             ) from error
+        self._adapter = take_adapter(options)
         plugin.register()
         patches.apply(patches.LISTS)
         model_processes = options.get("tensor_parallel_size", 1) * options.get(
@@ -120,7 +123,9 @@ class VLLMEngine(Client):
         requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         with self._given_up_if_interrupted():
             shows_bar = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
-            outputs = self.llm.generate(requests, parameters, use_tqdm=shows_bar)
+            outputs = self.llm.generate(
+                requests, parameters, use_tqdm=shows_bar, lora_request=self._adapter
+            )
         pairs = zip(prompts, outputs, strict=True)
         return [rollout_of(prompt, output.outputs[0], sampling.top_n) for prompt, output in pairs]
 
@@ -251,6 +256,11 @@ def rollout_of(prompt: Sequence[int], completion: Any, top_n: int) -> Rollout:
 def start(asked: Asked) -> VLLMEngine:
     """Start vLLM in this process, with the user's options for ``vllm.LLM``."""
     options = options_of(asked)
+    if asked.sleeps and "adapter" in options:
+        raise ConfigError(
+            f"engine {asked.spec.written!r} has an adapter, which only sparrow audit supports; "
+            "merge the adapter into the model"
+        )
     if not asked.sleeps:
         # vLLM's sleep mode supports one engine per process, and an audit has two.
         options.setdefault("enable_sleep_mode", False)

@@ -13,6 +13,7 @@ import numpy as np
 
 from sparrow.engines.base import Counters
 from sparrow.engines.registry import Asked
+from sparrow.engines.vllm.adapter import take_adapter
 from sparrow.engines.vllm.client import rollout
 from sparrow.engines.vllm.engine import VLLMEngine, options_of
 from sparrow.engines.vllm.server import VLLMServer, finished
@@ -25,7 +26,7 @@ from sparrow.vllm import config
 
 class StockEngine(VLLMEngine):
     """An engine that samples with vLLM in this process, started with the user's ``options`` for
-    ``vllm.LLM`` and without Sparrow.
+    ``vllm.LLM`` (and ``adapter``, see ``VLLMEngine``) and without Sparrow.
 
     Raises ConfigError: vLLM is missing. EngineError: vLLM does not start.
     """
@@ -38,6 +39,7 @@ class StockEngine(VLLMEngine):
             raise ConfigError(
                 f"the stock engine needs vLLM ({error}); pip install -e '.[vllm]' in a clone"
             ) from error
+        self._adapter = take_adapter(options)
         defaults: dict[str, Any] = dict(logprobs_mode="processed_logprobs", max_logprobs=-1)
         # vLLM loads Sparrow's plugin here as well, so the plugin's variables must be unset.
         plain = {
@@ -71,7 +73,9 @@ class StockEngine(VLLMEngine):
         wanted = SamplingParams(max_tokens=1, prompt_logprobs=n, detokenize=False)
         requests: list[Any] = [{"prompt_token_ids": _whole(each)} for each in rollouts]
         # vLLM's type hints also allow missing or flat lists, which do not occur with these options.
-        outputs: list[Any] = list(self.llm.generate(requests, wanted, use_tqdm=False))
+        outputs: list[Any] = list(
+            self.llm.generate(requests, wanted, use_tqdm=False, lora_request=self._adapter)
+        )
 
         def by_token(position: Any) -> dict[int, float]:
             return {token: entry.logprob for token, entry in position.items()}

@@ -8,6 +8,7 @@ of the model.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from sparrow.decoding import Decoding
@@ -17,6 +18,11 @@ from sparrow.vllm.lossless import graphs
 
 ENGINE_KEY = "sparrow"  # Sparrow's settings are in this entry of vLLM's ``additional_config``
 SCHEDULER = "sparrow.vllm.lossless.scheduler.LosslessScheduler"
+REFUSED_OPTIONS = {
+    "structured_outputs": "the grammar would have to read all drafts on the host",
+    "logprob_token_ids": "vLLM does not report these log-probs for tokens that it verifies",
+}
+"""The options of a request that lossless mode refuses, and why."""
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:
@@ -131,13 +137,11 @@ def check_supported(vllm_config: Any) -> None:
             "it does not support pipeline parallelism; use tensor parallelism",
         ),
         (
-            parallel.data_parallel_size > 1,
-            "it does not support vLLM's data parallelism; start one engine per data-parallel rank",
-        ),
-        (
-            vllm_config.lora_config is not None,
-            "its drafts would not use the LoRA adapter of each request; drop enable_lora and load "
-            "merged weights, or use mode 'lossy'",
+            # vLLM's workers of a dense model see a size of 1, because their ranks are independent.
+            parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe,
+            "it does not support vLLM's data parallelism for mixtures of experts, whose ranks run "
+            "all passes in step, while the drafts of a rank depend on its own requests; start one "
+            "engine per rank with data_parallel_size=1",
         ),
     )
     refuse(ConfigError, cases, "mode 'lossless': ")
@@ -183,10 +187,22 @@ def check_request(sampling: Any) -> None:
 
     Raises ValueError: the request has such an option; vLLM's server then answers with HTTP 400.
     """
-    for name in ("structured_outputs", "min_p", "logit_bias"):
-        value = getattr(sampling, name)
+    for name, reason in REFUSED_OPTIONS.items():
+        value = getattr(sampling, name, None)
         if value:
             raise ValueError(
-                f"mode 'lossless' does not support {name}, got {value!r}; "
+                f"mode 'lossless' does not support {name}, got {value!r}, because {reason}; "
                 f"leave {name} out, or start vLLM without Sparrow"
             )
+
+
+def without_verified_options(sampling: Any) -> Any:
+    """Return a copy of a request (vLLM's ``SamplingParams``) without ``min_p`` and ``logit_bias``.
+
+    vLLM refuses both in speculative decoding, which its V1 model runner verifies without them. The
+    V2 model runner, which lossless mode needs, applies them to the logits of every verified token.
+    """
+    plain = copy(sampling)
+    plain.min_p = 0.0
+    plain.logit_bias = None
+    return plain

@@ -9,6 +9,8 @@ hold, k drafts, M blocks of the longest sequence, V vocabulary.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from sparrow.decoding import Decoding
 from sparrow.vllm import selfcheck, versions
 from sparrow.vllm.backend import Step
+from sparrow.vllm.lossless.adapters import DraftAdapters
 from sparrow.vllm.lossless.draft_weights import DraftWeights, drafting
 from sparrow.vllm.lossless.drafter import Pass
 from sparrow.vllm.lossless.meter import Meter, Metered, Tally
@@ -204,7 +207,9 @@ class SparseDrafter:
         self._weights: DraftWeights | None = None
         self._vllm_separates_noise = versions.drafts_have_own_noise()
         self._logits_argument = versions.draft_logits_argument()
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._adapters: DraftAdapters | None = None
+        # By whether a sequence has a LoRA adapter, and by the number of rows.
+        self._graphs: dict[bool, dict[int, torch.cuda.CUDAGraph]] = defaultdict(dict)
         self.captured_over: dict[str, int] = {}
         self._step_index = torch.zeros((), dtype=torch.int64, device=device)
         self._sampler_arguments: dict[str, Any] = {
@@ -229,6 +234,8 @@ class SparseDrafter:
         # A copy made here is part of the model's memory for vLLM, which treats it like the weights
         # in sleep mode.
         self._weights = DraftWeights(model) if self._copies_weights else None
+        if self._vllm.vllm_config.lora_config is not None:
+            self._adapters = DraftAdapters(model.lora_manager, self._vllm.max_num_reqs)
 
     def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
         """Store vLLM's block tables, and discard everything that belongs to an earlier cache.
@@ -295,18 +302,26 @@ class SparseDrafter:
     def capture(self) -> None:
         """Capture a draft step for every number of rows that vLLM captures, the largest first."""
         self.captured_over = self.addresses()
+        with graph_capture(device=self._vllm.device) as context:
+            if self._adapters is None:
+                self._capture(context.stream, self._graphs[False])
+            else:
+                for with_adapters in (True, False):
+                    with self._adapters.captured(with_adapters):
+                        self._capture(context.stream, self._graphs[with_adapters])
+        self._step_index.zero_()
+
+    def _capture(self, stream: torch.cuda.Stream, graphs: dict[int, torch.cuda.CUDAGraph]) -> None:
         sizes = self._vllm.vllm_config.compilation_config.cudagraph_capture_sizes
         most = self._vllm.max_num_reqs
-        with graph_capture(device=self._vllm.device) as context:
-            for rows in sorted({min(size, most) for size in sizes}, reverse=True):
+        for rows in sorted({min(size, most) for size in sizes}, reverse=True):
+            self._draft(rows)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=current_platform.get_global_graph_pool(), stream=stream
+            ):
                 self._draft(rows)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(
-                    graph, pool=current_platform.get_global_graph_pool(), stream=context.stream
-                ):
-                    self._draft(rows)
-                self._graphs[rows] = graph
-        self._step_index.zero_()
+            graphs[rows] = graph
 
     def propose(self, plan: DraftPlan, after: Pass) -> Tensor:
         """See ``Drafter``."""
@@ -348,18 +363,28 @@ class SparseDrafter:
             TOKENS=self._block_tokens,
             num_warps=4,
         )
-        if drafts and self._weights is not None:
+        if drafts:
+            with self._of_each_sequence():
+                self._run(drafts, B)
+        return vllm.draft_tokens[:B]
+
+    def _of_each_sequence(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._adapters is None else self._adapters.by_sequence()
+
+    def _run(self, drafts: int, B: int) -> None:
+        """Run the draft steps that ``propose`` has set up."""
+        if self._weights is not None:
             self._weights.renew()
         metered = self._runtime.drafting.meter.metered
-        if drafts and metered is not None and metered.begin_cycle(vllm.idx_mapping):
+        if metered is not None and metered.begin_cycle(self._vllm.idx_mapping):
             self._measure(metered, B)
-        rows = min((size for size in self._graphs if size >= B), default=0)
+        graphs = self._graphs[self._adapters is not None and self._adapters.are_used]
+        rows = min((size for size in graphs if size >= B), default=0)
         for _step in range(drafts):
             if rows:
-                self._graphs[rows].replay()
+                graphs[rows].replay()
             else:
                 self._draft(B)
-        return vllm.draft_tokens[:B]
 
     def _measure(self, metered: Metered, rows: int) -> None:
         """Run one step under another schedule before the first draft step, which overwrites the

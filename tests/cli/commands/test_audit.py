@@ -62,6 +62,11 @@ def test_too_few_tokens_exit_with_2(capsys):
         (["--scorer", "prefill"], "needs a dense engine that is stock vLLM, got hf"),
         (["--scorer", "prefill", "--dense-engine", "none"], "stock vLLM, got none"),
         (["--engine", "stock:dtype=float16"], "leave dtype out, and set precision"),
+        (
+            ["--engine", "vllm:adapter=tuned", "--dense-engine", "stock:"],
+            "the engine has the adapter tuned, but the dense engine has none; give both the same",
+        ),
+        (["--engine", "vllm:adapter=tuned"], "cannot load the adapter 'tuned'"),
         (["--out", "/proc/self/new"], "cannot write to /proc/self"),
         (["--temperature", "0"], "temperature is 0.0, but must be greater than 0"),
         (["--config", "no.toml"], "cannot read the configuration"),

@@ -1,0 +1,271 @@
+"""Audit lossless mode with LoRA adapters and under data parallelism, with ten seeds each.
+
+    python benchmarks/audit_serving.py --arms LoRA             # one GPU
+    python benchmarks/audit_serving.py --arms "data parallel"  # two GPUs
+
+This adds to benchmarks/results/audit_serving.json. The test, its model and its drafts are those of
+``audit_drafters.py``: ``sparrow audit`` at a level of 1 % on the bundled reasoner in bfloat16, with
+drafts that read few pages.
+
+- ``LoRA``: a third of the requests of every batch has no adapter, and a third has each of two
+  random ones. Every cycle has four drafts. Tokens are ranked by transformers with the adapter
+  merged.
+- ``data parallel``: a server with one engine on each of two GPUs, which share the requests; each
+  engine chooses its own numbers of drafts.
+
+One engine samples all seeds of an arm. An arm and the dense decoding that it is compared with run
+at the same time, each in its own process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.request import urlopen
+
+from audit_drafters import COUNT, LEVEL, NEW_TOKENS, SEEDS, TASK, Sampled, judged
+from common import REASONER, parser, save
+from lora_check import merge, write_adapter
+from same_run import answers, free_port, wait_for
+from vllm_versions import AUDITED, FEW_PAGES
+
+if TYPE_CHECKING:
+    from sparrow.rollout import Rollout, Sampling
+
+ARMS = {"LoRA": "LoRA, dense", "data parallel": "dense"}
+"""The arms, and the dense decoding that each is compared with."""
+RANKS = 2
+DRAFTS = 4
+RANK, ALPHA, STRENGTH = 8, 16, 0.2
+"""Of the adapters, whose B has weights of this standard deviation."""
+ADAPTERS = 2
+WITH_LORA = f"enable_lora=true,max_loras={ADAPTERS},max_lora_rank={RANK}"
+
+
+@contextlib.contextmanager
+def serving(options: str, precision: str, log: Path) -> Iterator[str]:
+    """Yield the address of a server in lossless mode with data parallelism.
+
+    Args:
+        options: of vLLM, as ``sparrow audit --engine`` takes them.
+    """
+    port = free_port()
+    flags = []
+    for option in re.split(r",(?=\w+=)", options):
+        name, value = option.split("=", 1)
+        flags += [f"--{name.replace('_', '-')}", *([] if value == "true" else [value])]
+    settings = {"mode": "lossless", "draft_schedule": FEW_PAGES}
+    command = [
+        sys.executable,
+        *("-m", "vllm.entrypoints.openai.api_server", "--model", str(REASONER)),
+        *("--host", "localhost", "--port", str(port), "--data-parallel-size", str(RANKS)),
+        *("--dtype", {"bf16": "bfloat16", "fp32": "float32"}[precision]),
+        *("--additional-config", json.dumps({"sparrow": settings})),
+        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--enable-scale-out"),
+        *flags,
+    ]
+    environment = {
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+    with log.open("w") as output:
+        server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    try:
+        address = f"http://localhost:{port}"
+        wait_for(lambda: server.poll() is not None or answers(f"{address}/health"))
+        if not answers(f"{address}/health"):
+            raise RuntimeError(f"the server did not start:\n{log.read_text()[-3000:]}")
+        yield address
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def counted(address: str) -> dict[str, int]:
+    """Return the server's drafts, and the tokens that each rank generated, from its metrics."""
+    metrics = urlopen(f"{address}/metrics").read().decode()
+
+    def values(name: str) -> dict[str, int]:
+        found = re.findall(
+            rf'^vllm:{name}_total\{{[^}}]*engine="(\d+)"[^}}]*\}} (\S+)', metrics, re.M
+        )
+        return {rank: int(float(value)) for rank, value in found}
+
+    return {
+        "drafted": sum(values("spec_decode_num_draft_tokens").values()),
+        "accepted": sum(values("spec_decode_num_accepted_tokens").values()),
+        **{f"tokens of rank {k}": n for k, n in sorted(values("generation_tokens").items())},
+    }
+
+
+def generate(
+    engine: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    whose: Sequence[int],
+    folder: str,
+) -> list[Rollout]:
+    """Sample with the adapter of each prompt; 0 is none."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    from sparrow.engines.vllm.engine import rollout_of
+
+    wanted = [
+        SamplingParams(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            logprobs=0,
+            seed=seed,
+            detokenize=False,
+            flat_logprobs=True,
+        )
+        for seed in sampling.request_seeds(len(prompts))
+    ]
+    adapters = [
+        LoRARequest(f"a{number}", number, f"{folder}/adapter-{number}") if number else None
+        for number in whose
+    ]
+    requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    outputs = engine.llm.generate(requests, wanted, lora_request=adapters, use_tqdm=False)
+    return [
+        rollout_of(prompt, output.outputs[0], 0)
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def sample(arm: str, folder: str, options: str, precision: Any, seeds: int, count: int) -> Sampled:
+    """Sample an arm with every seed, in this process, and rank its tokens densely."""
+    # Engines that start at once must neither write the same files nor share a port.
+    os.environ["VLLM_CACHE_ROOT"] = f"{folder}/{arm.replace(' ', '-')}/cache"
+    os.environ.pop("VLLM_PORT", None)
+
+    from sparrow.audit.run import tokens_of
+    from sparrow.audit.statistics import COMMON
+    from sparrow.cli import loading
+    from sparrow.decoding import Decoding
+    from sparrow.rollout import Sampling
+    from sparrow.schedule import SparsitySchedule
+
+    dense = Decoding.lossy("dense")
+    decoding = dense
+    if arm == "LoRA":
+        few_pages = SparsitySchedule.from_dict(FEW_PAGES)
+        decoding = Decoding.lossless(few_pages, draft_tokens=DRAFTS, adapt_draft_tokens=False)
+    elif arm in ARMS:
+        decoding = Decoding.lossless(SparsitySchedule.from_dict(FEW_PAGES))
+    has_adapters = arm.startswith("LoRA")
+    model, tokenizer = loading.load_model("reasoner", precision)
+    asked = f"vllm:{options}" + (f",{WITH_LORA}" if has_adapters else "")
+    room = loading.prompt_room(loading.context_of(model), asked, NEW_TOKENS)
+    task = loading.load_problems(TASK, (), tokenizer, room)
+    prompts = loading.encode_prompts(loading.draw_prompts(task, count, 0), count, tokenizer, room)
+    whose = [i % (ADAPTERS + 1) if has_adapters else 0 for i in range(len(prompts))]
+
+    # The arms have different seeds, so that their tokens are independent.
+    first = SEEDS * [*ARMS, *ARMS.values()].index(arm)
+    wanted = [Sampling(NEW_TOKENS, 1.0, top_n=0, seed=first + seed) for seed in range(seeds)]
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        if arm == "data parallel":
+            log = Path(folder) / "server.log"
+            asked = stack.enter_context(serving(options, precision, log))
+        engine: Any = loading.load_engine(
+            asked, "reasoner", model, tokenizer, decoding, precision, audits=True
+        )
+        rollouts = [
+            generate(engine, prompts, sampling, whose, folder)
+            if has_adapters
+            else engine.generate(prompts, sampling)
+            for sampling in wanted
+        ]
+        drafts: dict[str, int] = {}
+        if arm == "data parallel":
+            drafts = counted(asked)
+        elif arm in ARMS:
+            counters = engine.counters()
+            drafts = {"drafted": counters.drafted, "accepted": counters.accepted}
+        engine.close()
+    print(f"{arm}: sampled in {time.monotonic() - began:.0f} s, {drafts}", flush=True)
+
+    began = time.monotonic()
+    standings: list[list[Any]] = [[None] * len(prompts) for _ in wanted]
+    for number in sorted(set(whose)):
+        adapted = copy.deepcopy(model)
+        if number:
+            merge(adapted, Path(folder) / f"adapter-{number}")
+        scorer = loading.load_scorer(adapted, tokenizer, dense, precision)
+        places = [i for i, each in enumerate(whose) if each == number]
+        for made, sampling, found in zip(rollouts, wanted, standings, strict=True):
+            ranked = scorer.rank([made[i] for i in places], sampling, COMMON)
+            for place, standing in zip(places, ranked, strict=True):
+                found[place] = standing
+    print(f"{arm}: ranked in {time.monotonic() - began:.0f} s", flush=True)
+    pairs = zip(rollouts, standings, strict=True)
+    return Sampled([tokens_of(made, found) for made, found in pairs], drafts)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    import vllm
+
+    from sparrow.cli import loading
+
+    path: Path = arguments.out
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"arms": {}}
+    result |= {
+        "vllm": vllm.__version__,
+        "model": "reasoner",
+        "task": TASK,
+        "level": LEVEL,
+        "responses": arguments.count,
+        "draft_schedule": FEW_PAGES,
+    }
+    processes = [each for arm in arguments.arms for each in (arm, ARMS[arm])]
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(len(processes), spawn) as pool,
+    ):
+        model, _ = loading.load_model("reasoner")
+        for number in range(1, ADAPTERS + 1):
+            write_adapter(model, Path(folder) / f"adapter-{number}", number, RANK, ALPHA, STRENGTH)
+        del model
+        asked = (folder, arguments.options, arguments.precision, arguments.seeds, arguments.count)
+        futures = {each: pool.submit(sample, each, *asked) for each in processes}
+        for arm in arguments.arms:
+            tested = futures[arm].result()
+            dense = futures[ARMS[arm]].result()
+            pairs = zip(tested.seeds, dense.seeds, strict=True)
+            rows = [judged(seed, *pair) for seed, pair in enumerate(pairs)]
+            exact = sum(row["status"] == "exact" for row in rows)
+            result["arms"][arm] = {"exact": exact, "drafts": tested.drafts, "seeds": rows}
+            save(path, result)
+            print(f"{arm}: {exact} of {len(rows)} exact, {tested.drafts}", flush=True)
+
+
+def main() -> None:
+    options = parser(__doc__, "audit_serving")
+    options.add_argument("--arms", nargs="+", choices=ARMS, default=tuple(ARMS))
+    options.add_argument("--seeds", type=int, default=SEEDS)
+    options.add_argument("--count", type=int, default=COUNT, help="responses of each seed")
+    options.add_argument("--options", default=AUDITED, help="vLLM's, of every engine")
+    options.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    measure(options.parse_args())
+
+
+if __name__ == "__main__":
+    main()

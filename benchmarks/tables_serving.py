@@ -1,0 +1,75 @@
+"""The tables of LoRA and of data parallelism, from what ``lora_check.py`` and ``audit_serving.py``
+measured.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from common import RESULTS, table
+
+
+def result(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def lossless_lora() -> str:
+    """One row per way to run the engines."""
+    rows = []
+    for mode, found in result("lossless_lora")["modes"].items():
+        errors = found["log-probs"]
+        accepted = found["accepted"]
+        same = (
+            f"{found['tokens before the first difference']:,} of {found['tokens']:,} tokens, "
+            f"{found['identical responses']} of {found['responses']} responses"
+        )
+        rows.append(
+            [
+                mode,
+                same,
+                *(f"{errors[kind]['mean']:.4f} / {errors[kind]['p99']:.3f}" for kind in errors),
+                *(f"{accepted[drafts]:.3f}" for drafts in accepted),
+            ]
+        )
+    columns = [
+        "",
+        "as stock vLLM",
+        "log-probs: stock vLLM",
+        "log-probs: lossless",
+        "accepted: with adapters",
+        "requests without adapters",
+        "drafts that leave adapters out",
+    ]
+    return table(columns, rows)
+
+
+def audit_serving() -> str:
+    """One row per arm."""
+    rows = []
+    for arm, found in result("audit_serving")["arms"].items():
+        seeds = found["seeds"]
+        drafts = found["drafts"]
+        detectable = max(seed["detectable share of tokens"] for seed in seeds)
+        rows.append(
+            [
+                arm,
+                f"{found['exact']} of {len(seeds)}",
+                f"{min(seed['p'] for seed in seeds):.2g}",
+                f"{100 * detectable:.1f} %",
+                f"{sum(seed['tokens'] for seed in seeds):,}",
+                f"{drafts['accepted'] / drafts['drafted']:.2f}",
+            ]
+        )
+    columns = [
+        "lossless mode with",
+        "seeds found exact",
+        "smallest p",
+        "bias that would be seen",
+        "tokens",
+        "drafts accepted",
+    ]
+    return table(columns, rows)
+
+
+TABLES = {"lossless lora": lossless_lora, "audit serving": audit_serving}

@@ -1,0 +1,45 @@
+"""A LoRA adapter for all requests of an audited engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sparrow.errors import ConfigError
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM accepts as ``max_lora_rank``."""
+
+
+def take_adapter(options: dict[str, Any]) -> Any:
+    """Remove ``adapter``, the folder of a LoRA adapter in PEFT's format, from the options of
+    ``vllm.LLM``, and add the options that it needs.
+
+    Returns:
+        vLLM's ``LoRARequest``, or None if the options name no adapter.
+
+    Raises ConfigError: the folder contains no LoRA adapter that vLLM can load.
+    """
+    folder = options.pop("adapter", None)
+    if folder is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    config = Path(str(folder)) / "adapter_config.json"
+    try:
+        rank = int(json.loads(config.read_text())["r"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"adapter {str(folder)!r} is not a folder with a LoRA adapter ({error}); give a folder "
+            "written by PEFT's save_pretrained"
+        ) from error
+    allowed = [each for each in RANKS if each >= rank]
+    if not allowed:
+        raise ConfigError(
+            f"adapter {str(folder)!r} has rank {rank}, but vLLM supports at most {RANKS[-1]}; give "
+            "an adapter of lower rank, or merge it into the model"
+        )
+    options.setdefault("enable_lora", True)
+    options.setdefault("max_lora_rank", allowed[0])
+    return LoRARequest("adapter", 1, str(folder))
