@@ -486,13 +486,13 @@ def families(limit: float) -> Row:
             case = Case(pool, B, L, G, k)
             about = dict(model=model, K=K, G=G, D=D, k=k)
             row = about | dict(
-                default=case.choice.of(B),
                 bytes=case.bytes(case.top_k),
                 limit_us=case.bytes(case.top_k) / limit * 1e6,
             )
             for kernel in ("cuda", "triton"):
                 case.choice = Choice(kernel)
-                row[kernel] = sparse_only(case, limit, **about, kernel=kernel)
+                timed = sparse_only(case, limit, **about, kernel=kernel)
+                row[kernel] = {name: timed[name] for name in ("us", "p10", "p90")}
             rows.append(row)
         del pool, case
     return dict(B=B, L=L, families=rows)

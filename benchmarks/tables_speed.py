@@ -405,11 +405,9 @@ def teacher_forced() -> str:
 
 
 def families() -> str:
-    """Tabulate the decode kernels by attention shape; without a measurement, the table is empty."""
-    path = RESULTS / "decode_families.json"
-    measured_rows = load("decode_families")["families"] if path.exists() else []
+    """Tabulate the decode kernels by attention shape."""
     by_shape: dict[tuple[int, int, int], dict[int, Row]] = {}
-    for row in measured_rows:
+    for row in load("decode_families")["families"]:
         by_shape.setdefault((row["K"], row["G"], row["D"]), {})[row["k"]] = row
     cells = []
     for (K, G, D), rows in by_shape.items():
@@ -420,9 +418,9 @@ def families() -> str:
             for kernel in ("cuda", "triton")
         ]
         read = [f"{row['bytes'] / 1e6:,.0f}" for row in (few, many)]
-        cells.append([few["model"], f"{K}, {G}, {D}", *read, *shares, few["default"]])
+        cells.append([few["model"], f"{K}, {G}, {D}", *read, *shares])
     head = ["model", "kv heads, group, head dim", "MB read, 61 pages", "221 pages"]
-    head += ["61 pages: CUDA", "Triton", "221 pages: CUDA", "Triton", "default"]
+    head += ["61 pages: CUDA", "Triton", "221 pages: CUDA", "Triton"]
     return table(head, cells)
 
 

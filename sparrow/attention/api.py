@@ -201,9 +201,9 @@ def choose(
     """Choose the implementation that decodes such a model on ``device``: the requested one or, if
     none is requested, the fastest.
 
-    The CUDA kernel is the default for the shapes that ``cuda.is_default`` names, except for batches
-    with so few rows that it would leave most multiprocessors idle. For those, the Triton kernels
-    are faster because several programs share the ranking of a row.
+    The CUDA kernel is the default where it is supported, except for batches with so few rows that
+    it would leave most multiprocessors idle. For those, the Triton kernels are faster because
+    several programs share the ranking of a row.
 
     Raises ConfigError: the requested implementation does not support the model or the device.
     """
@@ -225,7 +225,7 @@ def choose(
         raise ConfigError(reason)
     if asked is not None:
         return Choice(asked)
-    if reason or not cuda.is_default(head_dim, group):
+    if reason:
         return Choice("triton")
     return Choice("cuda", few_rows=cuda.few_rows(kv_heads, device))
 

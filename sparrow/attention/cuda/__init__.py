@@ -5,7 +5,6 @@ from sparrow.attention.cuda.launch import (
     Launches,
     check,
     few_rows,
-    is_default,
     run,
     unsupported_reason,
 )
@@ -15,7 +14,6 @@ __all__ = [
     "Launches",
     "check",
     "few_rows",
-    "is_default",
     "run",
     "unsupported_reason",
 ]

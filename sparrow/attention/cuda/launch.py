@@ -30,9 +30,6 @@ from sparrow.attention.pages import FP8
 PAGE_SIZE = 16
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
-# Of these shapes, the ones that the kernel decodes unless another implementation is requested.
-DEFAULT_HEAD_DIMS = (64, 128)
-DEFAULT_MAX_GROUP = 8
 BINS = 1024
 CANDIDATES = 256
 SHARED = 16  # words in program.cuh's struct ``Shared``, besides 3 per warp
@@ -122,11 +119,6 @@ def key_bytes(head_dim: int, dtype: torch.dtype) -> int:
     cache.
     """
     return head_dim * dtype.itemsize + (dtype == torch.int8)
-
-
-def is_default(head_dim: int, group: int) -> bool:
-    """Return whether the kernel is the default for a shape that it supports."""
-    return head_dim in DEFAULT_HEAD_DIMS and group <= DEFAULT_MAX_GROUP
 
 
 def few_rows(kv_heads: int, device: torch.device) -> int:
