@@ -122,11 +122,11 @@ def choose(settings: Settings, name: str, other: str, default: Any) -> None:
     if getattr(settings, other) is None and getattr(settings, name) is None:
         object.__setattr__(settings, name, default)
     at_most_one = None in (getattr(settings, name), getattr(settings, other))
-    require(settings, other, at_most_one, f"left out if {name} is given")
+    require(settings, other, at_most_one, f"left out if {name} is set")
 
 
 def _refused(settings: Settings, name: str, reason: str) -> ConfigError:
     """Build an error that names the setting as it is named on the command line."""
     section, is_section, _ = type(settings).__name__.rpartition("Config")
     setting = f"{section.lower()}.{name}" if is_section and section != "Train" else name
-    return ConfigError(f"{setting} is {getattr(settings, name)!r}, but {reason}; change {setting}.")
+    return ConfigError(f"{setting} is {getattr(settings, name)!r}, but {reason}")

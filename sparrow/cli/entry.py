@@ -128,7 +128,7 @@ def _check_shell(argv: Sequence[str]) -> None:
         shell = value if equals else following
         if shell not in COMPLETED:
             shells = f"{', '.join(COMPLETED[:-1])} or {COMPLETED[-1]}"
-            raise ConfigError(f"{name} is {shell!r}, but must be {shells}; name one of them")
+            raise ConfigError(f"{name} is {shell!r}, but must be {shells}")
 
 
 def _check_model(argv: Sequence[str]) -> None:

@@ -1,5 +1,5 @@
-"""Collection of one step's experience: draws problems, samples and judges responses, and replaces
-groups without an advantage.
+"""Collect the experience of one step: draw problems, sample and judge responses, and replace groups
+without an advantage.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class DialBin:
 
 
 class Dial:
-    """Decision, step by step, of the length at which verification ends.
+    """A controller that decides, after each step, the length at which verification ends.
 
     Args:
         tau: the target for the p5 of unverified tokens, on the trainer's scale.

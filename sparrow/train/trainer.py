@@ -3,8 +3,7 @@
 The trainer uses its engine only through ``engines.base.Engine``. Source: Sparrow, arXiv 2606.08446,
 sections 3 and 6.
 
-Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top
-tokens.
+Shapes: B responses, T response tokens (right-padded), M concatenated response tokens, n top tokens.
 """
 
 from __future__ import annotations
@@ -451,7 +450,7 @@ class Trainer:
         check_data(before, given, self.config.run_dir)
         if changes and self.ranks.is_main:
             log.warning(
-                "resuming %s after step %d with other settings: %s",
+                "resuming %s after step %d with changed settings: %s",
                 folder.parent.parent,
                 self.step,
                 describe(changes),
