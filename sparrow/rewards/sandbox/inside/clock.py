@@ -16,7 +16,7 @@ _AWAKE = 1 / 20
 
 
 class OwnTime:
-    """A program's own time from now on, without waits for a processor, and its limit.
+    """The time that a program spends from now on, without waits for a processor, and its limit.
 
     Args:
         limit_s: seconds that the program may spend.
@@ -49,12 +49,12 @@ class OwnTime:
 
     @property
     def left_s(self) -> float:
-        """The seconds that the program has left, never below zero."""
+        """Seconds that the program has left, at least zero."""
         return max(0.0, self._limit_s - self.spent_s)
 
     @property
     def over(self) -> bool:
-        """True if no time is left, or if the program gets so little processor time that it is given
+        """Whether no time is left, or the program gets so little processor time that it is given
         up.
         """
         return not self.left_s or time.monotonic() - self._start > STARVED * self._limit_s

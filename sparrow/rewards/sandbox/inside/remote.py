@@ -204,8 +204,8 @@ class Remote:
         if self._items is items:
             if self._length not in (None, position):
                 raise CannotCrossError(
-                    f"an object of the program's own class has {position} items and says that it "
-                    f"has {self._length}"
+                    f"an object of the program's own class has {position} items but reports a length "
+                    f"of {self._length}"
                 )
             self.__dict__["_length"] = position
 
@@ -249,8 +249,8 @@ class Remote:
             return int(self._do("hash", self))
         if self._compares:
             raise CannotCrossError(
-                "an object of the program's own class that says what it is equal to cannot be in a "
-                "set or the key of a dict"
+                "an object of the program's own class that defines its own equality cannot be in a "
+                "set or be the key of a dict"
             )
         return hash(self._identity)
 
