@@ -41,13 +41,13 @@ class Task(Protocol):
 
 
 def check_text(text: str) -> None:
-    """Check that text can be encoded. Raises ValueError: the text contains half of a character."""
+    """Check that text can be encoded. Raises ValueError: the text contains a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = ascii(text[error.start])[1:-1]
         raise ValueError(
-            f"its text contains {half}, which is half of a character; write the file as UTF-8"
+            f"its text contains {half}, a lone surrogate (half of a character); save the file as UTF-8"
         ) from error
 
 
@@ -135,14 +135,14 @@ def register_task(name: str, factory: Callable[..., Task]) -> None:
 
 
 def load_task(name: str, **options: Any) -> Task:
-    """Load the task ``name`` with its options, e.g. ``load_task("trace", lines=24)``.
+    """Load the task ``name`` with its options, as in ``load_task("trace", lines=24)``.
 
     Raises ConfigError: there is no such task, or the task does not accept the options.
     """
     if name not in TASKS:
         known = ", ".join(sorted(TASKS))
         raise ConfigError(
-            f"no task {name!r}; choose one of {known}, or give your own as module:Class"
+            f"no task {name!r}; choose one of {known}, or pass your own as module:Class"
         )
     return make_task(name, TASKS[name], options)
 
