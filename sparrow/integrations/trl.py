@@ -1,12 +1,16 @@
 """Sparse rollouts in TRL's ``GRPOTrainer``, with the tail of the acceptance rate in the logs.
 
-    trainer = SparseGRPOTrainer(model, reward_funcs, args=GRPOConfig(use_vllm=True, ...),
-    train_dataset=dataset,
-                                schedule="qwen3-4b-0.86")  # or "lossless"
+    trainer = SparseGRPOTrainer(
+        model,
+        reward_funcs,
+        args=GRPOConfig(use_vllm=True, ...),
+        train_dataset=dataset,
+        schedule="qwen3-4b-0.86",  # or "lossless"
+    )
 
 The trainer is written for TRL 1.16. It replaces only one part of TRL, the trainer's
 ``vllm_generation``, with a wrapper that forwards every call. The overridden methods,
-``compute_loss`` and ``log``, are meant by transformers to be overridden.
+``compute_loss`` and ``log``, are among those that transformers intends to be overridden.
 
 Shapes: T response tokens, n entries of the actor's top-n list, V vocabulary.
 """
@@ -56,10 +60,11 @@ class SparseGRPOTrainer(Trainer):
     Every ``measure_every`` optimizer steps, vLLM returns top-n lists, and some of the responses, at
     least one per process, get an additional dense forward pass, which gives bounds on every token's
     acceptance rate. The results are pooled over processes and logged under the names of
-    ``sparrow.integrations.metrics``, which begin with ``sparrow/``. Every log also has the share of
-    cached tokens that was read and, in lossless mode, the metrics of drafts. The last measurement
-    is stored as ``report``, for a controller that calls ``set_schedule``. Before the first batch is
-    sampled, responses to the same prompts are sampled densely, for the ceiling of p5.
+    ``sparrow.integrations.metrics``, which begin with ``sparrow/``. Every log also contains the
+    share of cached tokens that was read and, in lossless mode, the metrics of drafts. The last
+    measurement is stored as ``report``, for a controller that calls ``set_schedule``. Before the
+    first batch is sampled, responses to the same prompts are sampled densely, for the ceiling of
+    p5.
 
     Args:
         args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set.
