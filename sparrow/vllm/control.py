@@ -130,7 +130,7 @@ def sparrow_renew_kv_scales(self: Any) -> None:
     if runtime.cache.in_8_bits == torch.int8:
         raise ConfigError(
             f"kv_cache_dtype={kv_cache.INT8!r} has separate scales for every token, so there are "
-            "none to renew; drop the call"
+            "none to renew; remove the call"
         )
     if cache is None:
         raise ConfigError(
@@ -140,7 +140,7 @@ def sparrow_renew_kv_scales(self: Any) -> None:
     if not cache.sets_scales:
         raise ConfigError(
             "in lossless mode vLLM sets the scales of an fp8 KV cache, and they never change; "
-            "drop the call"
+            "remove the call"
         )
     cache.renew()
 

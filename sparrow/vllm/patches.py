@@ -127,7 +127,7 @@ def watch(worker: Any, vllm_config: Any) -> None:
 
 
 def follow_weights(worker: Any, vllm_config: Any) -> None:
-    """Note when vLLM writes to a worker's parameters without the model's ``load_weights``."""
+    """Record when vLLM writes to a worker's parameters without the model's ``load_weights``."""
 
     def followed(stock: Any) -> Any:
         @wraps(stock)
