@@ -416,5 +416,5 @@ def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> 
     if workspace.max_batch < B or workspace.max_pages < batch.max_pages:
         raise ValueError(
             f"{B} sequences of up to {batch.max_pages} pages do not fit in a workspace for "
-            f"{workspace.max_batch} sequences of {workspace.max_pages}; create a larger one"
+            f"{workspace.max_batch} sequences of {workspace.max_pages} pages; create a larger workspace"
         )

@@ -120,7 +120,7 @@ def parse(argv: list[str]) -> Command:
 
 
 def _check_shell(argv: Sequence[str]) -> None:
-    """Check that completions exist for the given shell. Raises ConfigError: they do not."""
+    """Check that completions exist for the given shell. Raises ConfigError: there are none."""
     for argument, following in itertools.pairwise([*argv, ""]):
         name, equals, value = argument.replace("_", "-").partition("=")
         if name not in ("--tyro-print-completion", "--tyro-write-completion"):

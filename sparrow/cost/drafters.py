@@ -36,7 +36,7 @@ from sparrow.cost.shapes import ModelShape
 
 @dataclass(frozen=True)
 class TrainedDrafter:
-    """A drafter with some layers as wide as the model's, and an output layer."""
+    """A trained drafter: a few layers of the model's width, and an output layer."""
 
     name: str
     drafts: int  # tokens drafted per cycle

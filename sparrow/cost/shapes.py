@@ -154,7 +154,7 @@ def _check(config: Mapping[str, Any]) -> None:
     if kind not in MODEL_TYPES or windowed or quantized:
         raise UnsupportedModel(
             f"the cost model supports {', '.join(MODEL_TYPES)} without sliding "
-            f"window or quantization, got model_type {kind!r}, {windowed=}, {quantized=}; "
+            f"windows or quantization, got model_type {kind!r}, {windowed=}, {quantized=}; "
             "describe this model with a ModelShape of your own"
         )
     required = SIZES + _expert_sizes(config)

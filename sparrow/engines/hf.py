@@ -256,9 +256,9 @@ class HFEngine(Engine, Scorer, Ranker):
         """Measure the dense policy's attention mass outside the pages that an actor keeps, by layer
         and kv head.
 
-        The result, ``[layers, kv heads, len(pages)]``, has an entry for each number of pages kept
-        by score, with the page layout of ``layout``, and is averaged over at most ``LOOKED_AT``
-        tokens of each response.
+        The result is ``[layers, kv heads, len(pages)]``, with one entry for each number of pages
+        kept by score. Pages have the layout of ``layout``. The mass is averaged over at most
+        ``LOOKED_AT`` tokens of each response.
         """
         of_each = []
         for rollout in rollouts:

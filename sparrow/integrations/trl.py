@@ -182,7 +182,7 @@ class SparseGRPOTrainer(Trainer):
     @contextmanager
     def _densely(self) -> Iterator[bool]:
         """Let vLLM decode densely inside the context, unless its responses are dense anyway or
-        dense responses were sampled before; yields whether the schedule was changed.
+        dense responses were sampled before. Yield whether the schedule was changed.
         """
         schedule = self.schedule
         if self._reads_all or self._ceiling or self._of_dense:

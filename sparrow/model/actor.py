@@ -462,7 +462,7 @@ def _whole(prompt_lengths: Sequence[int] | Tensor) -> Tensor:
     is_whole = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
     if lengths.dim() != 1 or not is_whole or bool((lengths < 0).any()):
         raise ConfigError(
-            "prompt_lengths must be one whole number of at least 0 for each row, got "
+            "prompt_lengths must contain a whole number of at least 0 for each row, got "
             f"{prompt_lengths!r}; count the prompt tokens of each row"
         )
     return lengths

@@ -1,4 +1,4 @@
-"""Sampled responses, prepared token by token for the page."""
+"""Prepare sampled responses, token by token, for the page of the report."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ busy machine.
 # comparisons after which a worker is replaced, because libraries' caches grow without bound
 RECYCLE = 5000
 WORKER = Path(__file__).with_name("math_worker")
-# characters at the end of a response in which a cut-off box command is sought
+# characters at the end of a response that are searched for a cut-off box command
 CUT_OFF_CHARS = 40
 PATIENCE_S = 0.5  # seconds after which a comparison no longer makes others wait
 # a comparison that gets no processor time is abandoned after this many times its limit

@@ -232,7 +232,7 @@ class RunDir:
 
     def append_step(self, metrics: Row, responses: Sequence[LoggedResponse]) -> None:
         """Log a step: its line of ``metrics.jsonl`` and its lines of ``rollouts.jsonl``. The lines
-        are on disk when this returns.
+        are on disk when this method returns.
 
         Raises CheckpointError: the lines could not be written.
         """
@@ -243,8 +243,8 @@ class RunDir:
         self._append(ROLLOUTS, [asdict(response) for response in responses])
 
     def append_evaluation(self, row: Row) -> None:
-        """Log an evaluation; its line is on disk when this returns. Raises CheckpointError: the
-        line could not be written.
+        """Log an evaluation; its line is on disk when this method returns. Raises CheckpointError:
+        the line could not be written.
         """
         self._append(EVALUATIONS, [row])
 

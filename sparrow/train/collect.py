@@ -24,7 +24,9 @@ from sparrow.train.reward import reward_parts
 
 @dataclass(frozen=True)
 class Collector:
-    """Collector of experience, step by step; every process receives all of a step's experience."""
+    """A collector of experience, one step at a time. Every process receives all of a step's
+    experience.
+    """
 
     config: TrainConfig
     tokenizer: PreTrainedTokenizerBase

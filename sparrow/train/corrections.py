@@ -271,5 +271,5 @@ def compute_correction(
         "kl_k3": (log_r.expm1() - log_r).mean(),
         "weight_mean": weight_BT[mask_BT].mean(),
     }
-    values = torch.stack(list(metrics.values())).tolist()  # a single transfer from the device
+    values = torch.stack(list(metrics.values())).tolist()  # one transfer from the device
     return Correction(weight_BT.float(), kept_BT, dict(zip(metrics, values, strict=True)))

@@ -59,7 +59,7 @@ class Dial:
 
     Args:
         tau: the target for the p5 of unverified tokens, on the trainer's scale.
-        price: seconds per token in both modes.
+        price: predicts the seconds per token in both modes.
     """
 
     def __init__(self, tau: Tau, price: Price) -> None:

@@ -119,7 +119,7 @@ def policy_loss(
         name: sums.double() / normalizers.tokens for name, sums in totals.items()
     }
     metrics["log_ratio_abs_max"] = log_ratio_BT.detach().abs().amax()
-    # A single transfer from the device.
+    # Transfer all values from the device at once.
     values = torch.stack([value.double() for value in metrics.values()]).tolist()
     return loss, dict(zip(metrics, values, strict=True))
 

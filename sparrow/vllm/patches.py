@@ -20,7 +20,7 @@ from sparrow.vllm.runtime import find
 
 @dataclass(frozen=True)
 class Patch:
-    """One name of vLLM's and its replacement."""
+    """A name in vLLM, and its replacement."""
 
     target: str  # ``module:name`` or ``module:Class.name``
     versions: str  # versions of vLLM that need it

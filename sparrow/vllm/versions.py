@@ -68,7 +68,7 @@ def drafts_have_own_noise() -> bool:
 def draft_logits_argument() -> str:
     """Name the parameter of ``gumbel_sample`` for the tensor where it stores the logits.
 
-    vLLM 0.28 and later store the model's logits (``logits_cache``), earlier versions divide by the
+    vLLM 0.28 and later store the model's logits (``logits_cache``). Earlier versions divide by the
     temperature first.
     """
     name = "logits_cache"

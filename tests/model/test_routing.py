@@ -378,7 +378,7 @@ def test_prompt_lengths_other_than_one_integer_per_row_are_refused(lengths):
     with (
         pytest.raises(
             ConfigError,
-            match="prompt_lengths must be one whole number of at least 0 for each row, got ",
+            match="prompt_lengths must contain a whole number of at least 0 for each row, got ",
         ),
         teacher_forced(model, lengths),
     ):

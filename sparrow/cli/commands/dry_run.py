@@ -32,7 +32,7 @@ class Target(Settings):
     gpu: Literal["a100", "h100", "h200", "b200"]
     gpus: Count = 1
     median: Positive | None = None  # response length in tokens
-    acceptance: Probability = 0.94  # of lossless drafts that read 1,024 tokens
+    acceptance: Probability = 0.94  # acceptance of lossless drafts that read 1,024 tokens
 
 
 def dry_run(command: TrainOptions) -> None:

@@ -462,7 +462,7 @@ def _content(value: Any) -> Any:
     for base in (list, tuple, set, frozenset):
         if issubclass(type(value), base):
             return base(base.__iter__(value))
-    raise TypeError(f"a {type(value).__name__} is no subclass of a plain container")
+    raise TypeError(f"a {type(value).__name__} is not a subclass of a plain container")
 
 
 def _public_name(value: Any) -> list[str] | None:
