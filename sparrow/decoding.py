@@ -1,5 +1,5 @@
-"""How responses are decoded: ``dense``, ``lossless``, ``lossy`` or ``auto``, and the settings of
-each mode.
+"""The modes in which responses are decoded (``dense``, ``lossless``, ``lossy`` and ``auto``), and
+the settings of each mode.
 """
 
 from __future__ import annotations

@@ -200,8 +200,8 @@ def choose(
     device: torch.device,
     landmark_dtype: LandmarkDtype = "auto",
 ) -> Choice:
-    """Choose the implementation that decodes such a model on ``device``: the requested one or, if
-    none is requested, the fastest.
+    """Choose the implementation that decodes a model of these sizes on ``device``: the requested
+    one or, if none is requested, the fastest.
 
     The CUDA kernel is the fastest wherever it is supported, except for batches with so few rows
     that it would leave most multiprocessors idle. For those, the Triton kernels are faster because

@@ -1,5 +1,5 @@
-"""What all implementations of a decode step over a paged cache share: the batch, the scratch memory
-and the limits.
+"""The parts that all implementations of a decode step over a paged cache share: the batch, the
+scratch memory and the limits.
 
 ``reference``, ``triton`` and ``cuda`` each ``check`` and ``run`` a ``DecodeBatch``: see
 ``DecodeImplementation``.
@@ -125,8 +125,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
 def fp8_lacking(
     device: torch.device, keys: torch.dtype, landmark_dtype: LandmarkDtype
 ) -> str | None:
-    """Return a sentence that explains why the kernels do not support such keys and landmarks on
-    ``device``, or None if they do.
+    """Return a sentence that explains why the kernels do not support keys and landmarks of these
+    dtypes on ``device``, or None if they do.
     """
     if landmark_dtype == "fp8_e4m3":
         what = "landmarks"

@@ -93,7 +93,7 @@ def verify_s(
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a cycle drafts: the number of drafts, the pages and weights they read, and their
+    """The drafts of a cycle: their number, the pages and weights that they read, and their
     acceptance.
     """
 

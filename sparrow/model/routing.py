@@ -1,5 +1,5 @@
-"""Checks of whether a model's attention can be routed through Sparrow: by its config, and by
-comparing a pass with the model's own attention.
+"""Check whether a model's attention can be routed through Sparrow, by its config and by comparing a
+pass with one through the model's own attention.
 
 A refusal has no side effects: only copies of configs are changed, and a refused model gets its own
 configs back.

@@ -91,8 +91,8 @@ NO_CHAT = ChatConfig()
 
 
 class ChatTemplate:
-    """Renderer of a question as a chat: the system prompt, the question as the user's message, and
-    the beginning of the model's message.
+    """A function that renders a question as a chat: the system prompt, the question as the user's
+    message, and the beginning of the model's message.
 
     Raises ConfigError: the template cannot be used, leaves out a message, or does not use an
     argument.

@@ -198,7 +198,7 @@ class DecodingOptions(LosslessSettings, ModeOptions):
 
 @dataclass(frozen=True)
 class RolloutConfig(DecodingOptions):
-    """Sampling of each step's rollouts."""
+    """How the rollouts of each step are sampled."""
 
     prompts: Many = 16  # Prompts per step, in all processes together.
     samples: Many = 8  # Responses per prompt.

@@ -197,8 +197,8 @@ class Dial:
 
 
 def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
-    """Predict the speed-up of a rollout over a lossless one; ``tokens`` are the numbers of sampled
-    tokens by the start of their bin.
+    """Predict the speed-up of a rollout over a lossless one; ``tokens`` maps the start of each bin
+    to the number of tokens sampled in that bin.
     """
     lossless_s = [tokens.get(b.start, 0) * b.lossless_s for b in bins]
     speedups = [b.speedup if b.mode == "lossy" else 1.0 for b in bins]

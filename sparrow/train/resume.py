@@ -1,5 +1,5 @@
-"""Checks for ``--resume``, which compare settings and data with the run's record and name the
-differences.
+"""Check a run before ``--resume`` continues it: compare settings and data with the run's record,
+and name the differences.
 """
 
 from __future__ import annotations

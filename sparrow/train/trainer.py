@@ -56,7 +56,7 @@ after an evaluation.
 
 
 class Trainer:
-    """Trainer of ``model`` with rollouts from ``engine``.
+    """A trainer of ``model`` on rollouts from ``engine``.
 
     ``model`` is the dense policy with float32 weights, ``engine`` is the sparse actor, and
     ``schedule`` is the schedule that the actor decodes under. With ``closed_loop``, the schedule

@@ -208,7 +208,7 @@ class Sandbox(Child):
 
     @property
     def stopped_by_limit(self) -> bool:
-        """Whether the process was ended by a signal that the kernel sends when the limit on
+        """True if the process was ended by a signal that the kernel sends when the limit on
         processor time is reached.
         """
         signals = (signal.SIGXCPU, signal.SIGKILL)

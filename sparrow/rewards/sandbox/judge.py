@@ -105,7 +105,7 @@ class Judgement:
 
     @property
     def passed(self) -> bool:
-        """Whether there are tests, and the program passed all of them."""
+        """True if there are tests and the program passed all of them."""
         return self.tests > 0 and self.verdicts == ("pass",) * self.tests
 
 

@@ -46,7 +46,7 @@ class Wall:
 
     @property
     def counted_by_kernel(self) -> bool:
-        """Whether the kernel limits the number of a program's tasks without counting other tasks.
+        """True if the kernel limits the number of a program's tasks without counting other tasks.
 
         The kernel does so for a user id that only this sandbox has, and since Linux 5.14 for a user
         namespace, except root's.

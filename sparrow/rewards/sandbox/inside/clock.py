@@ -54,7 +54,7 @@ class OwnTime:
 
     @property
     def over(self) -> bool:
-        """Whether no time is left, or the program gets so little processor time that it is given
+        """True if no time is left, or if the program gets so little processor time that it is given
         up.
         """
         return not self.left_s or time.monotonic() - self._start > STARVED * self._limit_s
