@@ -94,7 +94,7 @@ class Rollout:
     top_logprobs: NDArray[np.float32]  # [T, n], log-probs of ``top_ids``
     # ``"stop"`` if an end-of-sequence token was sampled, ``"length"`` if the limit was reached
     finish_reason: Literal["stop", "length"]
-    # only with ``mode=auto``; in other modes all tokens are sampled in the same way
+    # set only with ``mode=auto``; in other modes, all tokens are sampled in the same way
     verification: Verification | None = None
     # [T], each token's place, from 0, in the draft cycle that produced it; -1 if a prefill or a
     # step without drafts produced it; None if the engine does not report places

@@ -132,8 +132,8 @@ def _check_shell(argv: Sequence[str]) -> None:
 
 
 def _check_model(argv: Sequence[str]) -> None:
-    """Check that ``--model`` is given. Raises ConfigError: a command needs a model, but none is
-    given.
+    """Check that ``--model`` is set for a command that needs a model. Raises ConfigError: it is
+    not.
     """
     flags = {argument.partition("=")[0] for argument in argv[1:]}
     if (

@@ -92,7 +92,7 @@ def draw(task: Task, index: int, seed: int) -> Problem:
 class Mixture:
     """Problems of several tasks in fixed proportions.
 
-    Of every ``sum(weights)`` problems, ``weights[i]`` are the next ones of ``tasks[i]``, in an
+    Of every ``sum(weights)`` problems, ``weights[i]`` are the next problems of ``tasks[i]``, in an
     order that depends only on the seed. Each dataset therefore goes through its epochs as it would
     on its own.
 

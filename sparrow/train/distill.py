@@ -160,8 +160,8 @@ class Adapter:
 
 
 def _saved_base(folder: Path) -> Tensor | None:
-    """Read the sample of the base that ``Adapter.save`` wrote; None if something else saved the
-    file.
+    """Read the sample of the base weights that ``Adapter.save`` wrote; None if something else saved
+    the file.
     """
     path = folder / "adapter_model.safetensors"
     if not path.exists():

@@ -20,7 +20,7 @@ from sparrow.settings import Count, Many, Name, Seed
 
 REASONER = Path(str(resources.files("sparrow") / "reasoner"))
 SCHEDULE = REASONER / "demo_schedule.json"
-DRAFT_TOKENS = 4  # before each verification, in lossless mode
+DRAFT_TOKENS = 4  # tokens drafted before each verification in lossless mode
 COMPARED = 8  # problems sampled in each mode after training
 
 

@@ -17,8 +17,8 @@ from sparrow.train.config import DecodingOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Measure(DecodingOptions, WithLists):
-    """Measure how far a model's sparse actor is from its dense policy, with error bars, or the
-    acceptance of lossless drafts.
+    """Measure, with error bars, how far a model's sparse actor is from its dense policy, or measure
+    the acceptance of lossless drafts.
     """
 
     # dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file; leave it out with

@@ -364,23 +364,23 @@ class Like:
 
 
 class LikeTuple(Like, tuple):  # type: ignore[type-arg]
-    """A copy of a tuple of the other side's subclass, such as a named tuple."""
+    """A copy of an instance of the other side's subclass of ``tuple``, such as a named tuple."""
 
 
 class LikeFrozenset(Like, frozenset):  # type: ignore[type-arg]
-    """A copy of a frozenset of the other side's subclass."""
+    """A copy of an instance of the other side's subclass of ``frozenset``."""
 
 
 class LikeList(Like, list):  # type: ignore[type-arg]
-    """A copy of a list of the other side's subclass."""
+    """A copy of an instance of the other side's subclass of ``list``."""
 
 
 class LikeDict(Like, dict):  # type: ignore[type-arg]
-    """A copy of a dict of the other side's subclass."""
+    """A copy of an instance of the other side's subclass of ``dict``."""
 
 
 class LikeSet(Like, set):  # type: ignore[type-arg]
-    """A copy of a set of the other side's subclass."""
+    """A copy of an instance of the other side's subclass of ``set``."""
 
 
 LIKE: dict[str, type[Any]] = {
