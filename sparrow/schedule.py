@@ -255,7 +255,7 @@ class SparsitySchedule:
         if not isinstance(model, str) or isinstance(target, bool | str) or target is None:
             known = ", ".join(sorted(published["top_k"]))
             raise ConfigError(
-                "a preset is a model's name and a target, got "
+                "a preset consists of a model's name and a target, got "
                 f"{model!r} and {target!r}; known presets: {known}"
             )
         name = f"{model.lower()}-{target:.2f}"

@@ -73,7 +73,7 @@ def draw(task: Task, index: int, seed: int) -> Problem:
         )
     if not isinstance(problem.prompt, str):
         raise TaskError(
-            f"{name} has a prompt that is a {type(problem.prompt).__name__}, expected text; "
+            f"{name} has a prompt of type {type(problem.prompt).__name__}, expected text; "
             "render messages with the model's chat template"
         )
     try:
@@ -82,7 +82,7 @@ def draw(task: Task, index: int, seed: int) -> Problem:
         raise TaskError(f"{name} cannot be used: {error}") from error
     if not callable(problem.verify):
         raise TaskError(
-            f"{name} has a verify that is a {type(problem.verify).__name__}, "
+            f"{name} has a verifier of type {type(problem.verify).__name__}, "
             "expected a function of the response; fix the task"
         )
     return problem

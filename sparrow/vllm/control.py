@@ -253,7 +253,7 @@ def check(vllm_config: Any) -> None:
         if below < above:
             logger.warning(
                 f"Steps of {below + 1} to {vllm_config.scheduler_config.max_num_seqs} sequences "
-                "will run without a CUDA graph, which can take several times as long: set "
+                "will run without a CUDA graph, which can take several times as long; set "
                 f"max_num_seqs to {below} or {above}, the batches that vLLM captures"
             )
         return

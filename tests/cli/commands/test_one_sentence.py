@@ -139,10 +139,10 @@ def test_a_lone_surrogate_is_reported_with_its_row(tmp_path):
 @pytest.mark.parametrize(
     "problem, message",
     [
-        (Problem("p", ["a message"], float), "has a prompt that is a list, expected text"),
-        (Problem("p", None, float), "has a prompt that is a NoneType, expected text"),
+        (Problem("p", ["a message"], float), "has a prompt of type list, expected text"),
+        (Problem("p", None, float), "has a prompt of type NoneType, expected text"),
         (Problem("p", "\ud800", float), "half of a character"),
-        (Problem("p", "text", 1.0), "has a verify that is a float"),
+        (Problem("p", "text", 1.0), "has a verifier of type float"),
     ],
 )
 def test_a_problem_of_the_wrong_type_is_reported_when_drawn(problem, message):
@@ -158,7 +158,7 @@ def test_invalid_schedules_from_python_are_refused_in_a_sentence():
     with pytest.raises(ConfigError, match="got unknown"):
         SparsitySchedule.load({1: 2, "a": 3})
     for model, target in ((None, 0.86), ("qwen3-4b", None), ("qwen3-4b", "0.86"), (4, 0.86)):
-        with pytest.raises(ConfigError, match="a preset is a model's name and a target"):
+        with pytest.raises(ConfigError, match="a preset consists of a model's name and a target"):
             SparsitySchedule.preset(model, target)
 
 
