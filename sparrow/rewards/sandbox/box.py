@@ -208,8 +208,8 @@ class Sandbox(Child):
 
     @property
     def stopped_by_limit(self) -> bool:
-        """True if the process was ended by a signal that the kernel sends when the limit on
-        processor time is reached.
+        """True if a signal that the kernel sends at the limit on processor time ended the process,
+        and not ``kill``.
         """
         signals = (signal.SIGXCPU, signal.SIGKILL)
         return self.status in {code for number in signals for code in (-number, 128 + number)}

@@ -6,8 +6,8 @@ DETAIL_CHARS = 400
 
 
 class RemoteError(Exception):
-    """An exception that the other side raised. If that is a built-in exception, the error is also
-    an instance of the same built-in class.
+    """An exception that the other side raised. If that exception has a built-in base class, the
+    error is an instance of this class as well.
     """
 
     detail = ""
