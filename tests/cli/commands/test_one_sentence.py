@@ -172,7 +172,7 @@ def test_missing_models_and_lengths_are_refused_in_a_sentence():
         pass
     for lengths in (None, "ab", [1, None], {}):
         with (
-            pytest.raises(ConfigError, match="one whole number of at least 0 for each row"),
+            pytest.raises(ConfigError, match="a whole number of at least 0 for each row"),
             teacher_forced(model, lengths),
         ):
             pass
