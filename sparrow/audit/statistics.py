@@ -382,7 +382,7 @@ def places(place: Ints, sequence: Ints) -> dict[str, Flags]:
 
 
 def _reported(tested: Tokens, dense: Tokens | None) -> _Test | None:
-    """Test, one-sided, whether the errors of reported log-probs exceed rounding."""
+    """Test whether the errors of reported log-probs exceed rounding (one-sided)."""
     if tested.reported is None or tested.scored is None:
         return None
     ours = _mean(_gap(tested.reported, tested.scored), tested.sequence)

@@ -200,7 +200,8 @@ class SparseGRPOTrainer(Trainer):
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the vLLM workers. In colocate mode, these are the workers of this
-        process; otherwise they are those of the server, and every process gets their answer.
+        process; otherwise they are those of the server, and every process receives the server's
+        answer.
         """
         if self.vllm_mode == "colocate":
             return self.vllm_generation.llm.collective_rpc(method, args=args)

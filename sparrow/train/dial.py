@@ -209,8 +209,8 @@ def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
 def price(
     shape: ModelShape, machine: Machine, schedule: SparsitySchedule, draft_tokens: int, batch: int
 ) -> Price:
-    """Build the price, from the cost model, of lossy decoding under ``schedule`` and of lossless
-    decoding with drafts under it.
+    """Build, from the cost model, the price of lossy decoding under ``schedule`` and that of
+    lossless decoding with drafts under the same schedule.
 
     Args:
         draft_tokens: the maximum number of tokens drafted at a time; the fastest number from 0 to

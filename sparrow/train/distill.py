@@ -138,8 +138,8 @@ class Adapter:
         set_peft_model_state_dict(self.model, weights)
 
     def _sample(self) -> Tensor:
-        """Sample some base weights of the layers with the adapter, float32, by which a saved
-        adapter recognises its base.
+        """Sample some base weights, float32, of the layers with the adapter. A saved adapter
+        recognises its base model by this sample.
 
         Training turns this vector by a few degrees; the vector of an unrelated model is at a right
         angle to this one.
