@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from common import RESULTS, SHAPES, Column, Row, declared, load, table
+from common import SHAPES, Column, Row, declared, load, table
 from rollout_trace import PROMPT, responses
 from scipy.stats import t, ttest_1samp, ttest_ind
 

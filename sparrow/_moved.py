@@ -1,4 +1,4 @@
-"""Import paths of the last release, which import the current modules with a warning.
+"""Old import paths from the last release, which import the current modules with a warning.
 
 They will be removed in the next release.
 
@@ -98,7 +98,8 @@ class _Finder(MetaPathFinder, Loader):
         old = module.__name__
         new = new_name(old)
         assert new is not None
-        _warn(old, new, level=3)  # the import statement: warnings skip the import system's frames
+        # the import statement, as warnings skip the import system's frames
+        _warn(old, new, level=3)
         sys.modules[old] = importlib.import_module(new)
 
 

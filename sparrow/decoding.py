@@ -1,5 +1,5 @@
-"""How responses are decoded: ``dense``, ``lossless``, ``lossy`` or ``auto``, and the settings of
-each mode.
+"""The modes in which responses are decoded (``dense``, ``lossless``, ``lossy`` and ``auto``), and
+the settings of each mode.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ AUTO_ELSEWHERE = (
 
 @dataclass(frozen=True)
 class AtLeast:
-    """A lower bound in the annotation of a whole number, which pydantic enforces where the number
-    is an option of a command.
+    """A lower bound in the annotation of a whole number. Pydantic enforces it if the number is an
+    option of a command.
     """
 
     least: int
@@ -65,9 +65,9 @@ class LosslessSettings:
     command line, and the comments are help texts.
     """
 
-    # Lossless in vLLM: choose by measured speed and acceptance whether drafts read half, all or
-    # twice the draft schedule's pages. Unset: on if draft_schedule is unset and adapt_draft_tokens
-    # is on.
+    # Lossless in vLLM: choose whether drafts read half as many pages as the draft schedule, the
+    # same number, or twice as many, based on measured speed and acceptance. On by default if
+    # draft_schedule is unset and adapt_draft_tokens is on.
     adapt_draft_budget: bool | None = None
     # Lossless and auto: the maximum number of tokens drafted before each verification.
     draft_tokens: Annotated[int, AtLeast(1)] = DRAFT_TOKENS
@@ -121,7 +121,7 @@ class Decoding(LosslessSettings):
         if self.adapt_draft_budget and not self.adapt_draft_tokens:
             raise ConfigError(
                 "adapt_draft_budget is true, but adapt_draft_tokens is false; "
-                "switch both on, or both off"
+                "set both to true, or adapt_draft_budget to false"
             )
         if self.draft_weights not in get_args(DraftWeights):
             raise ConfigError(
@@ -193,7 +193,7 @@ class Decoding(LosslessSettings):
             return cls.lossless(**settings)
         if mode == "lossy" and "schedule" not in settings:
             raise ConfigError(
-                "mode 'lossy' needs a schedule; give one, such as 'qwen3-4b-0.86', "
+                "mode 'lossy' needs a schedule; set one, such as 'qwen3-4b-0.86', "
                 "or use mode 'lossless'"
             )
         return cls.lossy(settings.get("schedule", "dense"))

@@ -60,7 +60,9 @@ class EngineError(SparrowError):
 
 
 class ProcessLost(SparrowError):
-    """An error for a process of the run that died or hangs, so that the others cannot continue."""
+    """An error for a process of the run that died or hangs, so that the other processes cannot
+    continue.
+    """
 
 
 class CheckpointError(SparrowError):

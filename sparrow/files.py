@@ -1,5 +1,5 @@
-"""Checks that a command's output files can be written. They run before the work starts, so no
-results are lost because a folder or disk space is missing.
+"""Check that a command's output files can be written. The checks run before the work starts, so
+that no results are lost because a folder or disk space is missing.
 """
 
 from __future__ import annotations

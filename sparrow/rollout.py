@@ -48,7 +48,7 @@ class Sampling:
         """Check that prompts are not empty and leave room for a response in a context of
         ``context`` tokens.
 
-        Raises PromptError: a prompt does not; the error names the first one.
+        Raises PromptError: a prompt is empty or too long; the error names the first such prompt.
         """
         for i, prompt in enumerate(prompts):
             if not len(prompt):
@@ -58,9 +58,9 @@ class Sampling:
             if len(prompt) > context - self.max_new_tokens:
                 raise PromptError(
                     i,
-                    f"has {len(prompt)} tokens, which with max_new_tokens={self.max_new_tokens} "
-                    f"does not fit the model's context of {context} (in vLLM, max_model_len); "
-                    "shorten or drop the prompt, or lower max_new_tokens",
+                    f"has {len(prompt)} tokens, which together with "
+                    f"max_new_tokens={self.max_new_tokens} do not fit in the model's context of "
+                    f"{context} (in vLLM, max_model_len); shorten or remove the prompt, or lower max_new_tokens",
                 )
 
 
@@ -94,7 +94,7 @@ class Rollout:
     top_logprobs: NDArray[np.float32]  # [T, n], log-probs of ``top_ids``
     # ``"stop"`` if an end-of-sequence token was sampled, ``"length"`` if the limit was reached
     finish_reason: Literal["stop", "length"]
-    # only with ``mode=auto``; in other modes all tokens are sampled in the same way
+    # set only with ``mode=auto``; in other modes, all tokens are sampled in the same way
     verification: Verification | None = None
     # [T], each token's place, from 0, in the draft cycle that produced it; -1 if a prefill or a
     # step without drafts produced it; None if the engine does not report places
@@ -143,7 +143,7 @@ class TopLists:
 
 
 def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    """Split an array of responses laid end to end, ``[sum of lengths, ...]``, into one array per
+    """Split an array of concatenated responses, ``[sum of lengths, ...]``, into one array per
     response.
     """
     return np.split(flat, np.cumsum(lengths)[:-1])

@@ -255,14 +255,14 @@ class SparsitySchedule:
         if not isinstance(model, str) or isinstance(target, bool | str) or target is None:
             known = ", ".join(sorted(published["top_k"]))
             raise ConfigError(
-                "a preset is a model's name and a target, got "
-                f"{model!r} and {target!r}; known ones: {known}"
+                "a preset consists of a model's name and a target, got "
+                f"{model!r} and {target!r}; known presets: {known}"
             )
         name = f"{model.lower()}-{target:.2f}"
         if name not in published["top_k"] or float(f"{target:.2f}") != target:
             known = ", ".join(sorted(published["top_k"]))
             raise ConfigError(
-                f"no published schedule for {model!r} and {target}; known ones: {known}"
+                f"no published schedule for {model!r} and {target}; published ones: {known}"
             )
         provenance = {"preset": name, "source": published["source"], "target": target}
         return cls.from_dict(

@@ -23,8 +23,8 @@ NotNegative = Annotated[Finite, Field(ge=0)]
 Share = Annotated[Finite, Field(gt=0, le=1)]  # a fraction of a whole, above 0
 Probability = Annotated[Finite, Field(gt=0, lt=1)]  # neither 0 nor 1
 Count = Annotated[int, Field(ge=1)]
-Many = Annotated[int, Field(ge=1, le=10**6)]  # of items that are all in memory
-Name = Annotated[str, Field(min_length=1)]  # of a file or folder
+Many = Annotated[int, Field(ge=1, le=10**6)]  # a number of items that are all in memory
+Name = Annotated[str, Field(min_length=1)]  # the name of a file or folder
 CountOrZero = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # the range of numpy's global generator
 
@@ -109,7 +109,7 @@ def flat(nested: Mapping[str, Any], separator: str, prefix: str = "") -> dict[st
 
 
 def require(settings: Settings, name: str, holds: bool, expected: str) -> None:
-    """Check a field's value against another field. Raises ConfigError: ``holds`` is false."""
+    """Check that a field's value fits the other fields. Raises ConfigError: ``holds`` is false."""
     if not holds:
         raise _refused(settings, name, f"must be {expected}")
 
@@ -122,11 +122,11 @@ def choose(settings: Settings, name: str, other: str, default: Any) -> None:
     if getattr(settings, other) is None and getattr(settings, name) is None:
         object.__setattr__(settings, name, default)
     at_most_one = None in (getattr(settings, name), getattr(settings, other))
-    require(settings, other, at_most_one, f"left out if {name} is given")
+    require(settings, other, at_most_one, f"left out if {name} is set")
 
 
 def _refused(settings: Settings, name: str, reason: str) -> ConfigError:
     """Build an error that names the setting as it is named on the command line."""
     section, is_section, _ = type(settings).__name__.rpartition("Config")
     setting = f"{section.lower()}.{name}" if is_section and section != "Train" else name
-    return ConfigError(f"{setting} is {getattr(settings, name)!r}, but {reason}; change {setting}.")
+    return ConfigError(f"{setting} is {getattr(settings, name)!r}, but {reason}")

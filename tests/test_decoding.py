@@ -106,7 +106,7 @@ def test_settings_survive_a_round_trip(value, expected):
         ),
         (
             {"mode": "lossless", "adapt_draft_budget": True, "adapt_draft_tokens": False},
-            "adapt_draft_budget is true, but adapt_draft_tokens is false; switch both on, or both off",
+            "adapt_draft_tokens is false; set both to true, or adapt_draft_budget to false",
         ),
         (
             {"mode": "lossless", "drafter_invariant": "yes"},

@@ -216,10 +216,10 @@ def test_the_published_tables_are_reproduced_in_full():
 
 def test_an_unknown_preset_lists_the_published_presets():
     with pytest.raises(
-        ConfigError, match=r"no published schedule for 'Qwen3-32B' and 0\.86; known ones: "
+        ConfigError, match=r"no published schedule for 'Qwen3-32B' and 0\.86; published ones: "
     ) as error:
         SparsitySchedule.preset("Qwen3-32B")
-    assert str(error.value).split("known ones: ")[1].split(", ") == sorted(PUBLISHED)
+    assert str(error.value).split("published ones: ")[1].split(", ") == sorted(PUBLISHED)
 
 
 # --- load and JSON ---

@@ -38,10 +38,10 @@ def test_ranges_are_checked_for_every_style_of_annotation(spelling, monkeypatch)
         vars(module),
     )
     with pytest.raises(
-        ConfigError, match=r"^rollout\.temperature is -1\.0, but must be greater than 0; change"
+        ConfigError, match=r"^rollout\.temperature is -1\.0, but must be greater than 0$"
     ):
         module.RolloutConfig(temperature=-1.0)
-    with pytest.raises(ConfigError, match=r"^tau is 7\.0, but must be less than 1; change tau\.$"):
+    with pytest.raises(ConfigError, match=r"^tau is 7\.0, but must be less than 1$"):
         module.TrainConfig(tau=7.0)
 
 
@@ -52,43 +52,43 @@ def test_ranges_are_checked_for_every_style_of_annotation(spelling, monkeypatch)
             RolloutConfig,
             "prompts",
             True,
-            "rollout.prompts is True, but must be a valid integer; change rollout.prompts.",
+            "rollout.prompts is True, but must be a valid integer",
         ),
         (
             RolloutConfig,
             "prompts",
             2.0,
-            "rollout.prompts is 2.0, but must be a valid integer; change rollout.prompts.",
+            "rollout.prompts is 2.0, but must be a valid integer",
         ),
         (
             OptimizerConfig,
             "learning_rate",
             math.inf,
-            "optimizer.learning_rate is inf, but must be a finite number; ",
+            "optimizer.learning_rate is inf, but must be a finite number",
         ),
         (
             OptimizerConfig,
             "learning_rate",
             math.nan,
-            "optimizer.learning_rate is nan, but must be a finite number; ",
+            "optimizer.learning_rate is nan, but must be a finite number",
         ),
         (
             OptimizerConfig,
             "max_grad_norm",
             math.nan,
-            "optimizer.max_grad_norm is nan, but must be greater than 0; ",
+            "optimizer.max_grad_norm is nan, but must be greater than 0",
         ),
         (
             OptimizerConfig,
             "precision",
             "fp8",
-            "optimizer.precision is 'fp8', but must be 'fp32' or 'bf16'; ",
+            "optimizer.precision is 'fp8', but must be 'fp32' or 'bf16'",
         ),
         (
             CorrectionConfig,
             "band",
             (2.0, 3.0),
-            "correction.band is (2.0, 3.0), but must be less than or equal to 1; ",
+            "correction.band is (2.0, 3.0), but must be less than or equal to 1",
         ),
         (
             CorrectionConfig,
@@ -102,31 +102,31 @@ def test_ranges_are_checked_for_every_style_of_annotation(spelling, monkeypatch)
             (),
             "distill.target_modules is (), but must have at least 1 item",
         ),
-        (DistillConfig, "responses", 0.0, "distill.responses is 0.0, but must be greater than 0; "),
-        (GuardConfig, "threshold", 1.0, "guard.threshold is 1.0, but must be less than 1; "),
+        (DistillConfig, "responses", 0.0, "distill.responses is 0.0, but must be greater than 0"),
+        (GuardConfig, "threshold", 1.0, "guard.threshold is 1.0, but must be less than 1"),
         (
             RewardConfig,
             "overlong_window",
             0,
-            "reward.overlong_window is 0, but must be greater than or equal to 1; ",
+            "reward.overlong_window is 0, but must be greater than or equal to 1",
         ),
         (
             TrainConfig,
             "bin_tokens",
             0,
-            "bin_tokens is 0, but must be greater than or equal to 1; change bin_tokens.",
+            "bin_tokens is 0, but must be greater than or equal to 1",
         ),
         (
             TrainConfig,
             "seed",
             -1,
-            "seed is -1, but must be greater than or equal to 0; change seed.",
+            "seed is -1, but must be greater than or equal to 0",
         ),
         (
             TrainConfig,
             "seed",
             2**32,
-            "seed is 4294967296, but must be less than 4294967296; change seed.",
+            "seed is 4294967296, but must be less than 4294967296",
         ),
         (
             TrainConfig,
@@ -148,7 +148,7 @@ def test_one_sample_per_prompt_is_refused_if_samples_are_compared(advantage):
         TrainConfig(advantage=advantage, rollout=RolloutConfig(samples=1))
     assert str(error.value) == (
         "rollout.samples is 1, but must be at least 2, as the responses to a prompt are compared "
-        "with each other; change rollout.samples."
+        "with each other"
     )
 
 

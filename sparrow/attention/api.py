@@ -46,13 +46,14 @@ def decode(
 ) -> Tensor:
     """Compute one sparse decode step over a contiguous cache; see ``reference.decode``.
 
-    Under autocast q, k and v are cast as in dense attention.
+    Under autocast, q, k and v are cast as in dense attention.
 
     Args:
         q_BHD: queries of the newest tokens.
-        k_BKSD, v_BKSD: the cache, which includes the keys and values of the newest tokens.
-        start_B, length_B: each row's first column (``None`` means 0 for all rows) and number of
-            tokens, int64.
+        k_BKSD: cached keys, including those of the newest tokens.
+        v_BKSD: cached values, including those of the newest tokens.
+        start_B: each row's first column, int64; ``None`` means 0 for all rows.
+        length_B: each row's number of tokens, int64.
         top_k_B: number of pages kept by score, int64.
         layout: page size and always-kept pages.
         scale: softmax scale, ``D ** -0.5`` by default.
@@ -102,8 +103,9 @@ def paged_decode(
     Args:
         q_BHD: queries of the newest tokens, whose keys and values are already in the cache;
             strided, D contiguous.
-        k_cache, v_cache: strided views ``[blocks, K, block tokens, D]``; a block contains a whole
-            number of pages.
+        k_cache: cached keys, a strided view ``[blocks, K, block tokens, D]``; a block contains a
+            whole number of pages.
+        v_cache: cached values, a strided view like ``k_cache``.
         landmark_cache: mean keys of full pages, ``[blocks, block tokens / P, K, D]``, in the dtype
             of the queries, or in float8_e4m3fn if the layout specifies it; updated in place.
             Landmarks of float8_e4m3fn keys do not include the keys' scale.
@@ -198,8 +200,8 @@ def choose(
     device: torch.device,
     landmark_dtype: LandmarkDtype = "auto",
 ) -> Choice:
-    """Choose the implementation that decodes such a model on ``device``: the requested one or, if
-    none is requested, the fastest.
+    """Choose the implementation that decodes a model of these sizes on ``device``: the requested
+    one or, if none is requested, the fastest.
 
     The CUDA kernel is the default where it is supported, except for batches with so few rows that
     it would leave most multiprocessors idle. For those, the Triton kernels are faster because
@@ -283,13 +285,16 @@ def teacher_forced(
 
     Row b's sequence is columns ``start_B[b] .. start_B[b] + length_B[b] - 1``. With ``triton``,
     values outside these columns have no effect; with ``reference``, finite values have none. Under
-    autocast q, k and v are cast as in dense attention. ``triton`` is bitwise deterministic,
-    gradients included; its memory grows with the length, plus a few bits per (position, page,
-    kv head).
+    autocast, q, k and v are cast as in dense attention. ``triton`` is bitwise deterministic,
+    gradients included; its memory grows with the length, plus a few bits per (position, page, kv
+    head).
 
     Args:
-        q_BHTD, k_BKTD, v_BKTD: queries, keys and values after the rotary embedding.
-        start_B, length_B: each row's first column and number of tokens, int64.
+        q_BHTD: queries after the rotary embedding.
+        k_BKTD: keys after the rotary embedding.
+        v_BKTD: values.
+        start_B: each row's first column, int64.
+        length_B: each row's number of tokens, int64.
         prompt_B: number of leading tokens that attend densely, as in prefill, int64.
         top_k_BT: number of pages kept by score at each column, int64.
         layout: page size and always-kept pages.
@@ -343,7 +348,8 @@ def _prepared(
     device = q.device.type
     if H % K or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            "query heads must be a multiple of kv heads and shapes must agree, got q "
+            "the number of query heads must be a multiple of the number of kv heads, and shapes must "
+            "agree; got q "
             f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
     check_head_budgets(head_budgets_K, k)

@@ -1,5 +1,5 @@
-"""What all implementations of a decode step over a paged cache share: the batch, the scratch memory
-and the limits.
+"""The parts that all implementations of a decode step over a paged cache share: the batch, the
+scratch memory and the limits.
 
 ``reference``, ``triton`` and ``cuda`` each ``check`` and ``run`` a ``DecodeBatch``: see
 ``DecodeImplementation``.
@@ -125,8 +125,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
 def fp8_lacking(
     device: torch.device, keys: torch.dtype, landmark_dtype: LandmarkDtype
 ) -> str | None:
-    """Return a sentence that explains why the kernels do not support such keys and landmarks on
-    ``device``, or None if they do.
+    """Return a sentence that explains why the kernels do not support keys and landmarks of these
+    dtypes on ``device``, or None if they do.
     """
     if landmark_dtype == "fp8_e4m3":
         what = "landmarks"
@@ -224,15 +224,16 @@ def check_shapes(batch: DecodeBatch) -> None:
     agree = k.shape == v.shape and q.shape[2] == k.shape[3] and q.shape == out.shape
     if q.shape[1] % k.shape[1] or not agree:
         raise ValueError(
-            "query heads must be a multiple of kv heads and shapes must agree, got q "
+            "the number of query heads must be a multiple of the number of kv heads, and shapes must "
+            "agree; got q "
             f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, out {tuple(out.shape)}"
         )
 
     scales = batch.cache_scales
     if (scales is None) == (k.dtype in CACHES_IN_8_BITS) or k.dtype != v.dtype:
         raise ValueError(
-            f"only caches in {FP8} or torch.int8 have scales, and they require them; got keys in "
-            f"{k.dtype}, values in {v.dtype} and {'no scales' if scales is None else 'scales'}"
+            f"caches in {FP8} or torch.int8 require scales, and other caches must not have them; got "
+            f"keys in {k.dtype}, values in {v.dtype} and {'no scales' if scales is None else 'scales'}"
         )
     if scales is not None:
         check_scales(scales.k, k)
@@ -318,8 +319,8 @@ class CachedLayers:
         self.keys, self.landmarks, *scales = caches[0]
         if len(scales) != (self.keys.dtype == torch.int8):
             raise ValueError(
-                "int8 keys need one tensor of scales, and other keys none; got "
-                f"{self.keys.dtype} keys with {len(scales)}"
+                "int8 keys need one tensor of scales, and keys in other dtypes need none; got "
+                f"{self.keys.dtype} keys with {len(scales)} tensors of scales"
             )
         self.scales = scales[0] if scales else None
         if self.scales is not None:
@@ -348,7 +349,7 @@ def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> 
     P = layout.page_size
     if P not in PAGE_SIZES or block_tokens % P:
         raise ValueError(
-            f"pages have {P} tokens and blocks {block_tokens}; choose a page size among "
+            f"pages of {P} tokens do not fit blocks of {block_tokens} tokens; choose a page size from "
             f"{PAGE_SIZES} that divides the block size"
         )
     if D not in HEAD_DIMS:
@@ -415,5 +416,5 @@ def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> 
     if workspace.max_batch < B or workspace.max_pages < batch.max_pages:
         raise ValueError(
             f"{B} sequences of up to {batch.max_pages} pages do not fit in a workspace for "
-            f"{workspace.max_batch} sequences of {workspace.max_pages}; create a larger one"
+            f"{workspace.max_batch} sequences of {workspace.max_pages} pages; create a larger workspace"
         )

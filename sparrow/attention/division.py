@@ -1,5 +1,5 @@
-"""Division of a batch among programs, planned once per step on the device for every kernel that
-computes attention.
+"""Divide a batch among programs. The division is planned once per step, on the device, for every
+kernel that computes attention.
 
 The rows of a rollout differ in length, and a step waits for its slowest program. The Triton kernels
 and the CUDA kernel read the same plan. Each entry contains ``PLAN_ENTRY`` int32 numbers for the K

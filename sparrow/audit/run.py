@@ -59,8 +59,10 @@ def run_audit(
     seeds.
 
     Args:
-        tested, dense, ranker: functions that create the engines and the ranker; each is closed
-            before the next is created, so that all may use the same device.
+        tested: creates the engine to audit. Each engine and the ranker are closed before the next
+            is created, so that all may use the same device.
+        dense: creates the engine that decodes densely.
+        ranker: creates the ranker.
         prompts: one prompt per response.
         listener: called at the start of each pass with the name of the pass.
 
@@ -112,8 +114,8 @@ def _sampled(
 
 
 class ListRanker(Ranker):
-    """A ranker that uses lists of the ``length`` most likely tokens, as far as the lists determine
-    ranks; see ``cells_of_lists``.
+    """A ranker based on lists of the ``length`` most likely tokens, which do not determine every
+    rank; see ``cells_of_lists``.
     """
 
     def __init__(self, scorer: ListScorer, length: int) -> None:
@@ -135,8 +137,8 @@ class ListRanker(Ranker):
             )
         if sampling.top_k is not None and sampling.top_k > self._length:
             raise ConfigError(
-                f"top_k is {sampling.top_k}, but lists of {self._length} tokens do not contain all "
-                "of these tokens; use longer lists (--lists), or score with transformers "
+                f"top_k is {sampling.top_k}, but the lists contain only {self._length} tokens; "
+                "request longer lists (--lists), or score with transformers "
                 "(--scorer hf)"
             )
         lists = self._scorer.top_lists(rollouts, self._length)
@@ -192,8 +194,8 @@ def tokens_of(
         reported = np.concatenate([r.logprobs for r in rollouts]).astype(np.float64)
         if np.isnan(reported).any():
             raise EngineError(
-                f"{int(np.isnan(reported).sum())} of the log-probs that the engine reported are "
-                "not numbers; fix the engine first, or audit without log-probs (--logprobs none)"
+                f"the engine reported NaN for {int(np.isnan(reported).sum())} log-probs; "
+                "fix the engine, or audit without log-probs (--logprobs none)"
             )
         scored = joined("raw_logprobs")
         if logprobs == "processed":

@@ -78,7 +78,7 @@ class Tokens:
     """The tokens of all sequences of an arm, concatenated, as scored by the dense model.
 
     A token may represent a cell of several tokens (see ``cells_of_lists``). A token that is
-    excluded by truncation has ``p`` 0 and ``before`` 1; a token whose rank is unknown has nan.
+    excluded by truncation has ``p`` 0 and ``before`` 1. Both are nan for a token of unknown rank.
     """
 
     before: Floats  # [T], mass of the tokens before this one, sorted by descending probability
@@ -88,13 +88,12 @@ class Tokens:
     # [T], the token's position in its draft cycle, from 0; -1 for tokens from a prefill or a step
     # without drafts. None if no positions are known.
     place: Ints | None = None
-    # Each [T], or None if contexts are not compared: the token; the id of its context, which tokens
-    # with the same preceding tokens share; the total probability of the common tokens (those with a
-    # probability of at least ``COMMON``); whether this token is common.
+    # The next four are ``[T]``, or None if contexts are not compared. A token is common if its
+    # probability is at least ``COMMON``.
     token: Ints | None = None
-    context: Ints | None = None
-    common: Floats | None = None
-    is_common: Flags | None = None
+    context: Ints | None = None  # id of the context; tokens with the same predecessors share it
+    common: Floats | None = None  # total probability of the common tokens
+    is_common: Flags | None = None  # whether the sampled token is common
     reported: Floats | None = None  # [T], the log-prob that the engine reported
     scored: Floats | None = None  # [T], the same log-prob, computed by the dense model
 
@@ -138,7 +137,8 @@ class Verdict:
     findings: tuple[Finding, ...]
     level: float  # the probability of calling an exact engine biased
     resolution: float  # the largest ``detectable`` at which an engine may be called exact
-    detectable: float  # the share of tokens that, moved to likelier ranks, would have been detected
+    # the smallest share of tokens whose move to likelier ranks would have been detected
+    detectable: float
     notes: tuple[str, ...] = field(default=())  # what could not be tested
 
     def to_dict(self) -> dict[str, Any]:
@@ -382,7 +382,7 @@ def places(place: Ints, sequence: Ints) -> dict[str, Flags]:
 
 
 def _reported(tested: Tokens, dense: Tokens | None) -> _Test | None:
-    """Test, one-sided, whether the errors of reported log-probs exceed rounding."""
+    """Test whether the errors of reported log-probs exceed rounding (one-sided)."""
     if tested.reported is None or tested.scored is None:
         return None
     ours = _mean(_gap(tested.reported, tested.scored), tested.sequence)
@@ -431,8 +431,8 @@ def _compared(
     tested: Mean,
     dense: Mean | None,
 ) -> _Test:
-    """Test the difference of the two arms, or the mean of one arm, against zero with Welch's
-    two-sided test.
+    """Test with Welch's two-sided test whether the difference of the two arms, or the mean of a
+    single arm, is zero.
     """
     parts = [tested] if dense is None else [tested, dense]
     difference = tested.value - (0.0 if dense is None else dense.value)
@@ -545,8 +545,8 @@ def cells_of_lists(
 
     All tokens that are not in a list form one cell. For cells, u is still uniform and log p + H is
     still zero on average; only a bias among the tokens of that cell cannot be detected. Positions
-    whose truncation is not determined by the list are skipped, which depends only on earlier
-    tokens.
+    whose truncation the list does not determine are skipped. Whether a position is skipped depends
+    only on earlier tokens.
 
     Args:
         top_logprobs: ``[T, n]`` at temperature 1, most likely first.

@@ -4,8 +4,8 @@ Pages are allocated a few at a time, always where they reduce the unread attenti
 layer's unread mass is weighted by the acceptance that is lost if only that layer is sparse
 (docs/calibration.md).
 
-Shapes: L sparse layers, K kv heads, C cells (layers, or kv heads of layers), U numbers of units of
-pages: 1, 2, ....
+Shapes: L sparse layers, K kv heads, C cells (layers, or kv heads of layers), U budgets of 1, 2, ...
+units of pages.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def greedy(missed_CU: Floats, units: int) -> Ints:
 
 
 def weights(missed_LKU: Floats, lost_L: Floats, at: int) -> Floats:
-    """Return the acceptance lost per unread attention mass of each layer; ``lost_L`` was measured
-    at ``at`` units.
+    """Return the acceptance that each layer loses per unread attention mass; ``lost_L`` was
+    measured at ``at`` units.
     """
     mass = missed_LKU[..., at - 1].mean(1)
     return lost_L / np.maximum(mass, np.finfo(float).tiny)
 
 
 def divided(missed_LKU: Floats, weight_L: Floats, by: By, units: float) -> Ints:
-    """Divide units among layers or kv heads so that the weighted unread mass is smallest; return
-    units ``[L, K]``, whose mean is ``units``.
+    """Divide units among layers or kv heads so that the weighted unread mass is smallest. Return
+    the units ``[L, K]`` of each head, with a mean of ``units``.
     """
     L, K, _ = missed_LKU.shape
     weighted = missed_LKU * weight_L[:, None, None]
@@ -81,10 +81,10 @@ def find(
     made_by: dict[str, Any] | None = None,
     listener: Callable[[str], None] = lambda phase: None,
 ) -> SparsitySchedule:
-    """Find budgets for the sparse layers of ``layout``, on dense responses to these prompts, and
+    """Find budgets for the sparse layers of ``layout`` from dense responses to ``prompts``, and
     return the layout with these budgets.
 
-    The search makes one pass over the responses for each sparse layer, and four more passes.
+    The search makes one pass over the responses for each sparse layer, plus four more.
 
     Args:
         engine, prompts, sampling, folder, made_by: see ``Trajectories``.
@@ -101,9 +101,9 @@ def find(
     sparse = [layer for layer in range(layers) if layer not in layout.dense_layers]
     if layout.head_budgets or not sparse or top_k < UNITS:
         raise ConfigError(
-            "finding head budgets needs a layout without head_budgets and with sparse layers, and "
-            f"at least {UNITS} pages; got {'' if layout.head_budgets else 'no '}head_budgets, "
-            f"{len(sparse)} sparse layers and {top_k} pages"
+            f"finding head budgets needs at least {UNITS} pages and a layout that has sparse layers "
+            f"but no head_budgets; got {top_k} pages and a layout with {len(sparse)} sparse layers "
+            f"and {'' if layout.head_budgets else 'no '}head_budgets"
         )
     unit = top_k // UNITS
     even = layout.replace(top_k=(unit * UNITS,))
@@ -123,12 +123,12 @@ def find(
         lost.append(best - float(acceptance(even.replace(dense_layers=others)).mean()))
     if max(lost) <= 0:
         raise ConfigError(
-            "no head budgets were found, because no layer loses acceptance if it alone is sparse "
-            f"and keeps {unit * UNITS} pages by score; sample longer responses, or try smaller "
+            "no head budgets were found, because acceptance does not drop when any single layer is "
+            f"sparse and keeps {unit * UNITS} pages by score; sample longer responses, or try smaller "
             "budgets"
         )
     lost_L = np.maximum(lost, LEAST * max(lost))
-    listener("head budgets: attention that is left unread")
+    listener("head budgets: measuring the attention that is left unread")
     longest = max(len(r.prompt_ids) + len(r) for r in trajectories.rollouts) // layout.page_size
     counts = [
         unit * n for n in range(1, min(LARGEST_BUDGET * UNITS, max(UNITS, -(-longest // unit))) + 1)
@@ -139,7 +139,7 @@ def find(
     table[sparse] = units / UNITS
     found = {"by": by, "top_k": unit * UNITS, "lost": [round(x, 5) for x in lost]}
     budgets = tuple(map(tuple, table.tolist()))
-    listener("head budgets: scoring with them and without")
+    listener("head budgets: scoring with and without them")
     without, uneven = (
         float(np.percentile(acceptance(each), 5))
         for each in (even, even.replace(head_budgets=budgets))
@@ -147,7 +147,7 @@ def find(
     if uneven <= without:
         raise ConfigError(
             f"with {unit * UNITS} pages kept by score, p5 is {without:.3f} without head_budgets "
-            f"and {uneven:.3f} with the head_budgets found by {by}; leave head_budgets out"
+            f"and {uneven:.3f} with the head_budgets found per {by}; leave head_budgets out"
         )
     return layout.replace(
         head_budgets=budgets, provenance={**layout.provenance, "head_budgets": found}

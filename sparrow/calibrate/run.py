@@ -1,4 +1,4 @@
-"""Search for a schedule that keeps p5 above a target, on an engine's own samples."""
+"""Search for a schedule that keeps p5 above a target, using an engine's own samples."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def calibrate_engine(
             pages than the smallest of these.
         target, refine, provenance, relative: see ``sparrow.calibrate.calibrate``.
         layout: specifies page size, bins, dense layers and head budgets. The first round samples
-            under this layout; but if the layout is dense and more rounds follow, the first round
-            samples under the largest of ``budgets``, which takes a fraction of the time.
+            under this layout. If it is dense and more rounds follow, the first round samples under
+            the largest of ``budgets`` instead, which takes a fraction of the time.
         on_policy: number of rounds after the first; with 0, there is a single search, on
             trajectories of ``layout``.
         lengthen: whether to sample responses again with longer lists if the lists of dense rollouts
@@ -77,12 +77,13 @@ def calibrate_engine(
         )
     if on_policy and not refine:
         raise ConfigError(
-            f"on_policy is {on_policy} but refine is 0, and on-policy rounds need passes to refine "
-            "the schedule they start from; raise refine, or set on_policy to 0"
+            f"on_policy is {on_policy}, but refine is 0 and on-policy rounds start from a refined "
+            "schedule; raise refine, or set on_policy to 0"
         )
     fewest = min(budgets)
     tau = Tau(target, relative)
-    ceiling: tuple[BinMismatch, ...] = ()  # tails of the last rollouts if they had been dense
+    # tails that the last rollouts would have if they were dense
+    ceiling: tuple[BinMismatch, ...] = ()
 
     def search(
         number: int, behaviour: SparsitySchedule, trials: Sequence[SparsitySchedule]

@@ -119,7 +119,8 @@ def calibrate(
     """
     if not trials or not 0 < target < 1:
         raise ConfigError(
-            f"need at least one budget and a target between 0 and 1, got {len(trials)} and {target}"
+            f"need at least one budget and a target between 0 and 1, got {len(trials)} "
+            f"budgets and a target of {target}"
         )
     layout = trials[0].replace(provenance={})
     curves: Curves = {}
@@ -197,8 +198,8 @@ def _by_bin(curves: Curves) -> list[Tried]:
 
 
 def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
-    """Find the smallest budget whose lower limit meets the target; return the largest smaller
-    budget that was tried, and the budget found.
+    """Find the smallest budget whose lower limit meets the target. Return the next smaller budget
+    that was tried, and the budget found.
     """
     enough = next((k for k, tail in tried.items() if tail.lower >= target), ALL_PAGES)
     return max((k for k in tried if k < enough), default=None), enough

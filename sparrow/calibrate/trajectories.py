@@ -32,8 +32,10 @@ class Trajectories:
     Everything is kept in ``folder``, so an interrupted calibration continues where it stopped.
 
     Args:
-        engine, scorer: sampler and scorer, with the same weights.
-        prompts, sampling: the prompts, and how to sample responses to them.
+        engine: samples the responses.
+        scorer: scores them, with the same weights as ``engine``.
+        prompts: one prompt per response.
+        sampling: how responses are sampled.
         folder: where rollouts and scores are kept; existing files for the same prompts, sampling
             and ``made_by`` are reused.
         behaviour: the schedule to sample under; dense by default.

@@ -11,7 +11,7 @@ if not TYPE_CHECKING:
     __getattr__ = _moved.attributes_of(__name__)
 
 
-# The submodule is called ``entry`` because one called ``main`` would replace this function.
+# The submodule is called ``entry`` because a submodule called ``main`` would replace this function.
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``sparrow``; see ``sparrow.cli.entry.main``."""
     from sparrow.cli import entry

@@ -120,7 +120,7 @@ def parse(argv: list[str]) -> Command:
 
 
 def _check_shell(argv: Sequence[str]) -> None:
-    """Check that completions exist for the given shell. Raises ConfigError: they do not."""
+    """Check that completions exist for the given shell. Raises ConfigError: there are none."""
     for argument, following in itertools.pairwise([*argv, ""]):
         name, equals, value = argument.replace("_", "-").partition("=")
         if name not in ("--tyro-print-completion", "--tyro-write-completion"):
@@ -128,12 +128,12 @@ def _check_shell(argv: Sequence[str]) -> None:
         shell = value if equals else following
         if shell not in COMPLETED:
             shells = f"{', '.join(COMPLETED[:-1])} or {COMPLETED[-1]}"
-            raise ConfigError(f"{name} is {shell!r}, but must be {shells}; name one of them")
+            raise ConfigError(f"{name} is {shell!r}, but must be {shells}")
 
 
 def _check_model(argv: Sequence[str]) -> None:
-    """Check that ``--model`` is given. Raises ConfigError: a command needs a model, but none is
-    given.
+    """Check that ``--model`` is set for a command that needs a model. Raises ConfigError: it is
+    not.
     """
     flags = {argument.partition("=")[0] for argument in argv[1:]}
     if (

@@ -146,8 +146,8 @@ def print_audit(verdict: Verdict, tokens: int) -> None:
 
 
 def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: float) -> None:
-    """Print the results of ``sparrow measure`` for a sparse actor that reads everything up to the
-    length ``dense_up_to``.
+    """Print the results of ``sparrow measure`` for a sparse actor that is dense up to the length
+    ``dense_up_to``.
     """
 
     def row(b: BinMismatch) -> tuple[str, ...]:
@@ -184,13 +184,13 @@ def print_own_samples(report: MismatchReport, off_policy_T: np.ndarray) -> None:
         ],
     )
     print(
-        f"log-probs of the sampled tokens are {off_policy_T.mean():.1g} off the policy's on "
-        f"average, {off_policy_T.max():.1g} at most"
+        f"log-probs of the sampled tokens differ from the policy's by {off_policy_T.mean():.1g} on "
+        f"average and by {off_policy_T.max():.1g} at most"
     )
 
 
 def print_ceiling(bins: Iterable[BinMismatch]) -> None:
-    """Print the p5, its ceiling and the relative p5 for ``sparrow measure``."""
+    """Print p5, its ceiling and the relative p5 for ``sparrow measure``."""
     _print_ceiling(
         (
             b.start,
@@ -203,7 +203,7 @@ def print_ceiling(bins: Iterable[BinMismatch]) -> None:
 
 
 def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
-    """Print the p5, its ceiling and the relative p5 by bin; each bin is a start, an end, a p5 and a
+    """Print p5, its ceiling and the relative p5 by bin. Each bin is a tuple of start, end, p5 and
     ceiling.
     """
     from sparrow.mismatch import relative_span
@@ -217,7 +217,7 @@ def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
         for start, end, p5, ceiling in bins
     ]
     _print_columns(
-        "p5 (lower bound) beside its ceiling, that of dense rollouts, and relative to it",
+        "p5 (lower bound), its ceiling (p5 of dense rollouts), and p5 relative to the ceiling",
         headings,
         rows,
     )
@@ -239,7 +239,7 @@ def print_drafts(counts: Mapping[str, Any]) -> None:
             _print_columns(title, ("length", "drafts", "mean", "p5"), rows)
     Console().print(
         f"{counts['tokens_per_cycle']:.2f} tokens per cycle, {counts['drafts_per_token']:.2f} "
-        "drafts per token; all have a dense history, which a lossy actor does not"
+        "drafts per token; drafts follow densely decoded tokens, unlike the tokens of a lossy actor"
     )
 
 
@@ -267,9 +267,9 @@ def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]
         title, headings, [(mode, f"{off:.1g}", *cells(counts)) for mode, off, counts in rows]
     )
     Console().print(
-        "log p off by: how far tokens' log-probs are from the dense policy's, on average; where "
-        "that is rounding only, samples are exactly the policy's; "
-        "kept: drafts that verification kept",
+        "log p off by: the mean difference between tokens' log-probs and the dense policy's. If "
+        "only rounding differs, samples follow the policy exactly. "
+        "kept: the share of drafts that verification kept.",
         highlight=False,
     )
 

@@ -63,8 +63,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1 or self.gpus < 1 or self.gpus % self.tensor_parallel:
             raise ConfigError(
-                f"{self.gpus} GPUs cannot be split into engines of {self.tensor_parallel}; choose a "
-                "tensor_parallel that divides the number of GPUs"
+                f"{self.gpus} GPUs cannot be split into engines of {self.tensor_parallel} GPUs; choose "
+                "a tensor_parallel that divides the number of GPUs"
             )
 
     @property
@@ -219,8 +219,8 @@ def plan(
     engine_share: float | None = None,
     acceptance: float | None = None,
 ) -> Plan:
-    """Predict one RL step over ``responses`` (their lengths in tokens), which are dealt to the
-    engines in turn, as in the trainer.
+    """Predict one RL step over ``responses`` (their lengths in tokens), which are assigned to the
+    engines round-robin, as in the trainer.
 
     ``recompute`` and ``engine_share`` are as in ``fit``; ``acceptance`` is the drafts' acceptance,
     as in ``predict_lossless``.
@@ -275,8 +275,9 @@ def plan(
 def train_seconds(
     shape: ModelShape, cluster: Cluster, totals: ArrayLike, token_budget: int = 32768
 ) -> tuple[float, float]:
-    """Predict the seconds for the log-probs and for the update of sequences of ``totals`` tokens
-    (``roofline.train_seconds``), or the time to gather the shards if gathering takes longer.
+    """Predict the seconds to compute log-probs of sequences and the seconds to update on them.
+    Either is the compute time (``roofline.train_seconds``) or the time to gather the shards,
+    whichever is longer. ``totals`` contains the tokens of each sequence.
     """
     score_s, update_s = roofline.train_seconds(shape, cluster.machine, totals)
     passes = max(1.0, np.sum(totals) / token_budget / cluster.gpus)
@@ -339,4 +340,4 @@ def rows(planned: Plan, steps: int | None = None) -> list[tuple[str, str]]:
                 )
             )
             speedups.append(f"{planned.dense.seconds / step.seconds:.2f}x {name}")
-    return [*lines, ("step speed-up", ", ".join(speedups[1:]) or "no mode besides dense requested")]
+    return [*lines, ("step speed-up", ", ".join(speedups[1:]) or "only dense was requested")]

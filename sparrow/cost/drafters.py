@@ -1,9 +1,9 @@
 """Predicted break-even of drafters: the tokens per cycle from which they are faster than dense
 decoding.
 
-A cycle drafts some tokens and verifies them in a dense pass. Its time over that of a dense step is
-the break-even. A trained drafter is priced like a decode step of a few layers; nothing is fitted to
-measured drafters. ``docs/cost.md`` compares the predictions with measurements.
+A cycle drafts some tokens and verifies them in a dense pass. The break-even is the time of a cycle
+divided by that of a dense step. A trained drafter is priced like a decode step of a few layers;
+nothing is fitted to measured drafters. ``docs/cost.md`` compares the predictions with measurements.
 
 Shapes: B sequences.
 """
@@ -36,7 +36,7 @@ from sparrow.cost.shapes import ModelShape
 
 @dataclass(frozen=True)
 class TrainedDrafter:
-    """A drafter with some layers as wide as the model's, and an output layer."""
+    """A trained drafter: a few layers of the model's width, and an output layer."""
 
     name: str
     drafts: int  # tokens drafted per cycle
@@ -60,8 +60,8 @@ def break_even(
     overheads: Overheads = VLLM_H200,
     cycle: Cycle = CYCLE_H200,
 ) -> float:
-    """Tokens per cycle at which a trained drafter breaks even, over sequences of ``lengths``
-    ``[B]`` cached tokens.
+    """Return the tokens per cycle at which a trained drafter breaks even for sequences of
+    ``lengths`` ``[B]`` cached tokens.
 
     Raises ValueError: see ``decode_step``.
     """
@@ -99,7 +99,7 @@ def sparse_break_even(
     overheads: Overheads = VLLM_H200,
     cycle: Cycle = CYCLE_H200,
 ) -> float:
-    """Tokens per cycle at which the sparse actor breaks even; see ``break_even``."""
+    """Return the tokens per cycle at which the sparse actor breaks even; see ``break_even``."""
     plain = replace(overheads, lists_s=0.0, host_s=0.0)
     rejected = replace(lossless.drafting, acceptance=0.0)  # a cycle then yields one token
     cycle_s = lossless_step(shape, machine, lengths, rejected, plain, cycle).seconds
@@ -114,8 +114,8 @@ def rows(
     lossless: LosslessPrediction,
     prompt: int = 256,
 ) -> list[tuple[str, str]]:
-    """Break-evens as (name, value) pairs for printing, at the mean batch size and the mean length
-    at which a token is sampled.
+    """Return break-evens as (name, value) pairs for printing, at the mean batch size and the mean
+    length at which a token is sampled.
     """
     batch, mean = typical_batch(dense, responses, prompt)
     lengths = np.full(batch, max(1, int(mean)))

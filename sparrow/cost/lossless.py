@@ -68,8 +68,8 @@ def flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
 
 
 def expert_bytes(shape: ModelShape, tokens: int, further: int) -> float:
-    """Return the bytes of experts that a pass over ``tokens`` tokens reads in addition if it gets
-    ``further`` more; 0 for a dense model.
+    """Return how many more bytes of experts a pass over ``tokens`` tokens reads if it computes
+    ``further`` more tokens; 0 for a dense model.
     """
     return shape.weight_bytes * (shape.weights_read(tokens + further) - shape.weights_read(tokens))
 
@@ -93,7 +93,7 @@ def verify_s(
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a cycle drafts: the number of drafts, the pages and weights they read, and their
+    """The drafts of a cycle: their number, the pages and weights that they read, and their
     acceptance.
     """
 
@@ -165,8 +165,8 @@ def lossless_step(
 
 
 def _copied(shape: ModelShape, draft_weights: DraftWeights) -> int:
-    """Return the bytes of the fp8 copy of the weights that draft steps use: one for each weight
-    outside the output layer.
+    """Return the size in bytes of the fp8 weights that draft steps use: one byte for each weight
+    outside the output layer, or 0 without such a copy.
 
     Raises ConfigError: the model is a mixture of experts, for which there is no such copy.
     """
@@ -198,7 +198,9 @@ def choices(
 def typical_batch(
     dense: RolloutEstimate, responses: ArrayLike, prompt: int = 256
 ) -> tuple[int, float]:
-    """The mean batch size of a dense rollout, and the mean length at which a token is sampled."""
+    """Return the mean batch size of a dense rollout, and the mean length at which a token is
+    sampled.
+    """
     final = np.atleast_1d(np.asarray(responses, dtype=np.int64))
     mean = prompt + float(np.average(final, weights=final)) / 2
     return max(1, round(dense.mean_batch)), mean
@@ -235,7 +237,8 @@ def predict_lossless(
     compared with the mean batch size, at 0.5, 1 and 1.5 times the mean length at which a token is
     sampled.
 
-    Raises ValueError: the acceptance is outside [0, 1], or ``simulate_rollout`` raises the error.
+    Raises ValueError: the acceptance is outside [0, 1]. Also raises the errors of
+    ``simulate_rollout``.
     """
     if not 0 <= acceptance <= 1:
         raise ValueError(f"acceptance is {acceptance}, expected a probability in [0, 1]")
@@ -313,7 +316,7 @@ def verdict(lossy: Prediction, lossless: LosslessPrediction) -> str:
 
 def _limit(lossy: Prediction) -> str:
     _, limit = max(
-        (lossy.dense.attention_s, "the cache, which drafts and kept pages read about as much of"),
+        (lossy.dense.attention_s, "the cache, but drafts and kept pages read about as much of it"),
         (lossy.dense.weight_s, "weights: the model is large for this batch"),
         (lossy.dense.overhead_s, "fixed overheads: the batch is small"),
     )

@@ -35,7 +35,8 @@ class Experts:
     weights: int  # parameters of one expert
 
     def unread(self, tokens: int) -> float:
-        """Return the expected parameters of experts to which none of ``tokens`` tokens is routed.
+        """Return the expected number of parameters in experts to which none of ``tokens`` tokens is
+        routed.
 
         Routing is taken to be uniform and independent. Real routers prefer some experts, so a pass
         reads fewer of them.
@@ -45,7 +46,7 @@ class Experts:
 
     @property
     def inactive(self) -> int:
-        """Parameters of the experts to which a token is not routed."""
+        """Number of parameters in the experts to which a token is not routed."""
         return self.layers * (self.count - self.per_token) * self.weights
 
 
@@ -73,7 +74,7 @@ class ModelShape:
 
     @property
     def kv_layers(self) -> int:
-        """Layers with a KV cache."""
+        """Number of layers with a KV cache."""
         return self.layers if self.attention_layers is None else self.attention_layers
 
     @property
@@ -83,11 +84,11 @@ class ModelShape:
 
     @property
     def active_weights(self) -> int:
-        """Parameters that a token is multiplied with."""
+        """Number of parameters that a token is multiplied with."""
         return self.weights - (0 if self.experts is None else self.experts.inactive)
 
     def weights_read(self, tokens: int) -> float:
-        """Return the expected parameters that a pass over ``tokens`` tokens reads."""
+        """Return the expected number of parameters that a pass over ``tokens`` tokens reads."""
         return self.weights - (0 if self.experts is None else self.experts.unread(tokens))
 
     @classmethod
@@ -95,7 +96,7 @@ class ModelShape:
         """Compute the shape of a model from its Hugging Face config.
 
         Args:
-            config: the contents of a ``config.json``, its path, or its folder's path.
+            config: the contents of a ``config.json``, its path, or the folder that contains it.
 
         Raises UnsupportedModel: the model has an unsupported architecture, a sliding window or
         quantized weights. ConfigError: the file does not exist or is not a model config, or a field
@@ -128,7 +129,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     """Read a ``config.json`` from its path or from the folder that contains it."""
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ConfigError(f"there is no model config at {path}; give a config.json or its folder")
+        raise ConfigError(f"there is no model config at {path}; pass a config.json or its folder")
     try:
         return {
             "_name_or_path": path.parent.name,
@@ -141,7 +142,9 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Check that a config's parameters can be counted. Raises as ``ModelShape.from_config``."""
+    """Check that a config's parameters can be counted. Raises the errors of
+    ``ModelShape.from_config``.
+    """
     get = config.get
     kind = get("model_type")
     is_mistral = kind == "mistral"  # its sliding window is on by default
@@ -151,14 +154,14 @@ def _check(config: Mapping[str, Any]) -> None:
     if kind not in MODEL_TYPES or windowed or quantized:
         raise UnsupportedModel(
             f"the cost model supports {', '.join(MODEL_TYPES)} without sliding "
-            f"window or quantization, got model_type {kind!r}, {windowed=}, {quantized=}; "
+            f"windows or quantization, got model_type {kind!r}, {windowed=}, {quantized=}; "
             "describe this model with a ModelShape of your own"
         )
     required = SIZES + _expert_sizes(config)
     for key in (*required, "num_key_value_heads", "head_dim"):
         value = get(key)
         if key in required and value is None:
-            raise ConfigError(f"the model config has no {key!r}; give a complete config.json")
+            raise ConfigError(f"the model config has no {key!r}; pass a complete config.json")
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and (not is_whole or value < 1):
             raise ConfigError(
@@ -184,7 +187,9 @@ def _attention_weights(config: Mapping[str, Any], heads: int, kv_heads: int, hea
 
 
 def _expert_sizes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Name the config's fields for the number of experts, those per token, and their width."""
+    """Return the names of the config's fields for the number of experts, the experts per token, and
+    the width of an expert; empty for a dense model.
+    """
     kind = config["model_type"]
     if kind not in MIXTURE_TYPES:
         return ()

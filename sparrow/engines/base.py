@@ -150,8 +150,8 @@ class PartVerifier(Protocol):
         """Verify tokens only up to ``length``, from the next ``generate`` on.
 
         A token is verified if it is sampled while ``page_end`` of the number of cached tokens,
-        including those of the prompt, is below ``length``. ``Rollout.verification`` has the number
-        of verified tokens.
+        including those of the prompt, is below ``length``. ``Rollout.verification`` contains the
+        number of verified tokens.
 
         Raises ConfigError: the engine was started in a mode other than auto.
         """

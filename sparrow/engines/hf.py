@@ -178,7 +178,8 @@ class HFEngine(Engine, Scorer, Ranker):
         limit_B: Tensor,
         drafting: bool,
     ) -> int:
-        """Continue the responses ``rows`` up to their limits; returns the number of sparse steps.
+        """Continue the responses ``rows`` up to their limits, and return the number of sparse
+        steps.
 
         The existing tokens of these responses are prefilled densely, and the next token is sampled
         from the prefill.
@@ -255,9 +256,9 @@ class HFEngine(Engine, Scorer, Ranker):
         """Measure the dense policy's attention mass outside the pages that an actor keeps, by layer
         and kv head.
 
-        The result, ``[layers, kv heads, len(pages)]``, has an entry for each number of pages kept
-        by score, with the page layout of ``layout``, and is averaged over at most ``LOOKED_AT``
-        tokens of each response.
+        The result is ``[layers, kv heads, len(pages)]``, with one entry for each number of pages
+        kept by score. Pages have the layout of ``layout``. The mass is averaged over at most
+        ``LOOKED_AT`` tokens of each response.
         """
         of_each = []
         for rollout in rollouts:
@@ -353,7 +354,7 @@ class HFEngine(Engine, Scorer, Ranker):
         return counters
 
     def close(self) -> None:
-        """See ``Engine.close``; the model returns to the attention that it had before this engine."""
+        """See ``Engine.close``; the model gets back the attention that it had before."""
         if self._schedule_before is None:
             remove_schedule(self.model)
         else:
@@ -415,7 +416,7 @@ class HFEngine(Engine, Scorer, Ranker):
 
 
 def _by_response(tensors: Iterable[Tensor], rollouts: Sequence[Rollout]) -> list[list[Any]]:
-    """Split each tensor, which has the tokens of all responses concatenated, into one array per
+    """Split each tensor, a concatenation over the tokens of all responses, into one array per
     response.
     """
     lengths = [len(rollout) for rollout in rollouts]
@@ -460,7 +461,7 @@ def load_model(
     except Exception as error:
         # transformers, safetensors, tokenizers and the hub raise many unrelated exceptions.
         raise ConfigError(
-            f"cannot load model {name!r} ({_reason(error)}); give the path of a complete local "
+            f"cannot load model {name!r} ({_reason(error)}); pass the path of a complete local "
             "checkpoint folder, or a hub name if the hub can be reached"
         ) from error
 
@@ -469,13 +470,13 @@ def load_model(
         key, stored, expected = mismatched[0]
         raise ConfigError(
             f"cannot load model {name!r}: {key} has shape {tuple(stored)} in its weights but "
-            f"{tuple(expected)} in its config.json ({len(mismatched)} weights differ); give "
-            "weights and config of the same model"
+            f"{tuple(expected)} in its config.json ({len(mismatched)} weights differ); use "
+            "the weights and the config of the same model"
         )
     if missing := sorted(loading_info["missing_keys"]):
         raise ConfigError(
             f"cannot load model {name!r}: {missing[0]} and "
-            f"{len(missing) - 1} more weights are missing; give a complete checkpoint"
+            f"{len(missing) - 1} more weights are missing; use a complete checkpoint"
         )
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ConfigError(
@@ -496,7 +497,7 @@ def load_shape(name: str) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot load the config of {name!r} ({_reason(error)}); give the path of a complete "
+            f"cannot load the config of {name!r} ({_reason(error)}); pass the path of a complete "
             "local checkpoint folder, or a hub name if the hub can be reached"
         ) from error
 
@@ -517,7 +518,7 @@ def _find(name: str, what: str) -> str:
     ):
         raise ConfigError(
             f"cannot load {what} {name!r}: there is no such "
-            "file or folder; check the path, or give a hub name"
+            "file or folder; check the path, or pass a hub name"
         )
     return name
 
@@ -537,7 +538,7 @@ def load_config(name: str) -> dict[str, Any]:
         return AutoConfig.from_pretrained(_find(name, "the config of")).to_dict()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot load the config of {name!r} ({_reason(error)}); give the path of its "
+            f"cannot load the config of {name!r} ({_reason(error)}); pass the path of its "
             "config.json"
         ) from error
 

@@ -1,4 +1,4 @@
-"""Measurement of how far an engine's actor is from the dense policy, on sampled responses.
+"""Measure how far an engine's actor is from the dense policy, on sampled responses.
 
 The engine samples tokens and a scorer scores them; one object may be both.
 """
@@ -65,7 +65,8 @@ def compare(
     model token by token. Afterwards, the engine's counters cover only these samples.
 
     Args:
-        engine, scorer: an engine and a scorer with the same weights; ``HFEngine`` can be both.
+        engine: samples the responses.
+        scorer: scores the responses with the same weights; an ``HFEngine`` can be both.
         prompts: token ids.
         sampling: how responses are sampled; the lists of ``top_n`` tokens give bounds on the
             acceptance rate.

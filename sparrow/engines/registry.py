@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """Facts about an engine that commands need before it is loaded."""
+    """Facts that commands need about an engine before it is loaded."""
 
     names: tuple[str, ...]  # a spec of this engine begins with one of these names
     start: str  # the function that starts the engine from an ``Asked``, as module:function

@@ -40,7 +40,7 @@ class Responses:
     def append(
         self, rows: Tensor, cycle: Cycle, limit_B: Tensor, drafts: Tensor | None = None
     ) -> Tensor:
-        """Add a cycle's tokens to the responses ``rows``, up to the end of each response; returns
+        """Add a cycle's tokens to the responses ``rows``, up to the end of each response. Return
         the indices into ``rows`` of the responses that continue.
 
         ``drafts``: int64, how many tokens each row drafted; without drafts, a token has no place in

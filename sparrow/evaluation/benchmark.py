@@ -33,7 +33,8 @@ CHUNK = 32  # number of problems sampled between two writes to disk
 class BenchmarkResult:
     """Scores of one benchmark under one schedule. ``tokens`` is the mean response length. ``speed``
     is the number of sampled tokens per second, or nan if some samples were not timed because they
-    come from an older version of Sparrow."""
+    come from an older version of Sparrow.
+    """
 
     benchmark: str
     schedule: str
@@ -122,9 +123,14 @@ def run_benchmark(
     evaluation continues.
 
     Args:
-        engine, tokenizer, problems, sampling, k: how to sample ``k`` responses to every problem.
-        folder: the folder that samples are kept in.
-        benchmark, schedule: names for the table.
+        engine: samples the responses.
+        tokenizer: encodes the prompts and decodes the responses.
+        problems: the problems of the benchmark.
+        sampling: how responses are sampled.
+        k: number of responses per problem.
+        folder: the folder in which samples are kept.
+        benchmark: the benchmark's name in the table.
+        schedule: the schedule's name in the table.
         source: the origin of the samples, in JSON types: model, weights (``weights_digest``),
             engine, schedule.
     """

@@ -34,7 +34,8 @@ def measured(
     attention, training modes and gradients are as they were before.
 
     Args:
-        model, tokenizer: a transformers model, entirely on one device, and its tokenizer.
+        model: a transformers model, entirely on one device.
+        tokenizer: the model's tokenizer.
         prompts: token ids, in the form in which the loop passes them to the model.
         schedule: the actor's schedule, in any form that ``Decoding.load`` accepts; ``"dense"``
             measures the ceiling, the highest p5 that lists of ``top_n`` tokens can show.
@@ -47,7 +48,9 @@ def measured(
     schedule does not match the model. UnsupportedModel: the model cannot be decoded sparsely.
     """
     if not len(prompts):
-        raise ConfigError("there are no prompts to measure with; pass token ids of at least one")
+        raise ConfigError(
+            "there are no prompts to measure with; pass the token ids of at least one prompt"
+        )
     if not temperature > 0:
         raise ConfigError(
             f"temperature is {temperature!r}, but a greedy actor has no acceptance rate; "

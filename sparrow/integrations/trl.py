@@ -1,12 +1,16 @@
 """Sparse rollouts in TRL's ``GRPOTrainer``, with the tail of the acceptance rate in the logs.
 
-    trainer = SparseGRPOTrainer(model, reward_funcs, args=GRPOConfig(use_vllm=True, ...),
-    train_dataset=dataset,
-                                schedule="qwen3-4b-0.86")  # or "lossless"
+    trainer = SparseGRPOTrainer(
+        model,
+        reward_funcs,
+        args=GRPOConfig(use_vllm=True, ...),
+        train_dataset=dataset,
+        schedule="qwen3-4b-0.86",  # or "lossless"
+    )
 
 The trainer is written for TRL 1.16. It replaces only one part of TRL, the trainer's
 ``vllm_generation``, with a wrapper that forwards every call. The overridden methods,
-``compute_loss`` and ``log``, are meant by transformers to be overridden.
+``compute_loss`` and ``log``, are among those that transformers intends to be overridden.
 
 Shapes: T response tokens, n entries of the actor's top-n list, V vocabulary.
 """
@@ -56,10 +60,11 @@ class SparseGRPOTrainer(Trainer):
     Every ``measure_every`` optimizer steps, vLLM returns top-n lists, and some of the responses, at
     least one per process, get an additional dense forward pass, which gives bounds on every token's
     acceptance rate. The results are pooled over processes and logged under the names of
-    ``sparrow.integrations.metrics``, which begin with ``sparrow/``. Every log also has the share of
-    cached tokens that was read and, in lossless mode, the metrics of drafts. The last measurement
-    is stored as ``report``, for a controller that calls ``set_schedule``. Before the first batch is
-    sampled, responses to the same prompts are sampled densely, for the ceiling of p5.
+    ``sparrow.integrations.metrics``, which begin with ``sparrow/``. Every log also contains the
+    share of cached tokens that was read and, in lossless mode, the metrics of drafts. The last
+    measurement is stored as ``report``, for a controller that calls ``set_schedule``. Before the
+    first batch is sampled, responses to the same prompts are sampled densely, for the ceiling of
+    p5.
 
     Args:
         args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set.
@@ -177,7 +182,7 @@ class SparseGRPOTrainer(Trainer):
     @contextmanager
     def _densely(self) -> Iterator[bool]:
         """Let vLLM decode densely inside the context, unless its responses are dense anyway or
-        dense responses were sampled before; yields whether the schedule was changed.
+        dense responses were sampled before. Yield whether the schedule was changed.
         """
         schedule = self.schedule
         if self._reads_all or self._ceiling or self._of_dense:
@@ -195,7 +200,8 @@ class SparseGRPOTrainer(Trainer):
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the vLLM workers. In colocate mode, these are the workers of this
-        process; otherwise they are those of the server, and every process gets their answer.
+        process; otherwise they are those of the server, and every process receives the server's
+        answer.
         """
         if self.vllm_mode == "colocate":
             return self.vllm_generation.llm.collective_rpc(method, args=args)

@@ -193,8 +193,8 @@ def weighted_percentile(
     total = through_block[:, -1]
     if np.any(total < 1):
         raise ValueError(
-            "A resample contains no tokens; give each row of "
-            "weights at least one sequence that has tokens."
+            "A resample contains no tokens; each row of weights needs a positive weight for at least "
+            "one sequence with tokens."
         )
 
     rank = (total - 1) * (check_percentile(percentile) / 100)
@@ -283,8 +283,9 @@ def percentile_by_bin_interval(
     responses reach.
 
     Args:
-        alpha, position, sequence: rates in [0, 1], 0-based token positions, and ids of the tokens'
-            sequences, [T] each.
+        alpha: acceptance rates in [0, 1], [T].
+        position: 0-based token positions, [T].
+        sequence: ids of the tokens' sequences, [T].
         percentile: the percentile, in 0..100.
         seed: an int, or a Generator that belongs to the caller.
 
@@ -306,8 +307,9 @@ def mismatch_report(
     """Compute the mismatch statistics of a set of rollouts (Sparrow, arXiv 2606.08446, section 3).
 
     Args:
-        lower, upper: bounds on the acceptance rate of each token, [T], T >= 1; pass the same array
-            twice if the rates are exact.
+        lower: lower bounds on the tokens' acceptance rates, [T], T >= 1.
+        upper: upper bounds on the same rates, [T]; pass the same array again if the rates are
+            exact.
         position, sequence, bin_tokens, percentile, seed: see `percentile_by_bin_interval`.
 
     Raises ValueError: there are no tokens, shapes differ, a lower bound exceeds its upper bound, or

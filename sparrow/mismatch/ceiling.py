@@ -60,8 +60,8 @@ class Ceiling:
         """Return the bins, each with the ceiling of the measured bin nearest in length; if nothing
         has been measured, the bins are unchanged.
 
-        Measured bins that fewer than ``ENOUGH`` responses reached are used only if all are of this
-        kind.
+        Measured bins that fewer than ``ENOUGH`` responses reached are used only if there are no
+        others.
         """
         reached = {at: stats for at, stats in self._bins.items() if stats["n_sequences"] >= ENOUGH}
         measured = reached or self._bins

@@ -61,8 +61,8 @@ def check_percentile(percentile: float) -> float:
 def split_by_bin(
     position: ArrayLike, bin_tokens: int = DEFAULT_BIN_TOKENS
 ) -> list[tuple[int, IntArray]]:
-    """List (bin, indices of its tokens) for each bin that contains tokens, in ascending order; the
-    bin of a token is position // bin_tokens.
+    """Return pairs of a bin and its token indices, in ascending order, for the bins that contain
+    tokens. The bin of a token is position // bin_tokens.
 
     Raises ValueError: positions are not integers or are negative, or bin_tokens is below 1.
     """

@@ -85,7 +85,7 @@ class _TeacherForcing:
         if len(prompt) != len(length_B):
             raise ConfigError(
                 f"teacher_forced got prompt lengths for {len(prompt)} sequences, but the pass has "
-                f"{len(length_B)}; give one prompt length for each row"
+                f"{len(length_B)}; pass one prompt length per row"
             )
         for b in (prompt.to(length_B.device) > length_B).nonzero()[:1, 0].tolist():
             raise ConfigError(
@@ -176,8 +176,8 @@ def _check_prefill(module: Any, query: Tensor) -> None:
     actor: Actor | None = getattr(module, NAME, None)
     if actor is not None and actor.is_generating and not actor.schedule.is_dense:
         raise ConfigError(
-            f"generate reads {query.shape[2]} tokens in a pass after its prompt, which would be "
-            "dense; leave out the cause (such as prompt tuning with a peft that does not support "
+            f"generate computes {query.shape[2]} tokens in one pass after its prompt, and such a pass "
+            "would be dense; remove the cause (such as prompt tuning with a peft that does not support "
             "this version of transformers), or set SparsitySchedule.dense() first"
         )
 
@@ -367,8 +367,8 @@ def _route(
             f"{name} computes attention {calls[often[0]]} times in layer {often[0]}, but Sparrow "
             "selects pages once per layer; choose a model whose layers compute attention once"
         )
-    own.check_same(dense, modules, name, "Sparrow's when dense")
-    own.check_same(covering, modules, name, "Sparrow's with every page")
+    own.check_same(dense, modules, name, "Sparrow's dense output")
+    own.check_same(covering, modules, name, "Sparrow's output with every page")
 
 
 def sparse_calls(model: PreTrainedModel) -> int:
@@ -396,12 +396,12 @@ def teacher_forced(
 
     Args:
         model: a model that ``set_schedule`` was called on.
-        prompt_lengths: ``[B]``, the number of prompt tokens in each row, without padding but with
-            the virtual tokens of prompt tuning.
+        prompt_lengths: ``[B]``, the number of prompt tokens in each row, excluding padding but
+            including the virtual tokens of prompt tuning.
         schedule: replaces the schedule that the model decodes under.
         implementation: the implementation of the attention (see
             ``sparrow.attention.teacher_forced``); by default, ``triton`` for a model on a CUDA
-            device and ``reference`` elsewhere. The value of the context has the choice as
+            device and ``reference`` elsewhere. The context's value stores the choice in
             ``.implementation``.
 
     Raises ConfigError: the model has no schedule; the prompt lengths are not one whole number for
@@ -422,7 +422,7 @@ def teacher_forced(
         raise ConfigError(
             f"no pass through layers {sorted(missing)} was teacher-forced; "
             "inside the context, call the model that set_schedule was "
-            "called on, and not a copy or an exported or captured form of the model"
+            "called on, not a copy and not an exported or captured version of it"
         )
 
 
@@ -462,7 +462,7 @@ def _whole(prompt_lengths: Sequence[int] | Tensor) -> Tensor:
     is_whole = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
     if lengths.dim() != 1 or not is_whole or bool((lengths < 0).any()):
         raise ConfigError(
-            "prompt_lengths must be one whole number of at least 0 for each row, got "
+            "prompt_lengths must contain a whole number of at least 0 for each row, got "
             f"{prompt_lengths!r}; count the prompt tokens of each row"
         )
     return lengths

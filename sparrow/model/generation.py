@@ -1,4 +1,4 @@
-"""Generation with transformers under a schedule: distinguishes prefill from decoding, and refuses
+"""Generate with transformers under a schedule: distinguish prefill from decoding, and refuse
 options that would make decoding dense.
 """
 

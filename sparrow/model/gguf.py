@@ -1,4 +1,4 @@
-"""Conversion of a GGUF file of a Llama model to a Hugging Face checkpoint.
+"""Convert a GGUF file of a Llama model to a Hugging Face checkpoint.
 
 llama.cpp stores models in GGUF files, which contain named values and then tensors, most of them
 quantised. Nothing is quantised again: the checkpoint contains, in float32, the numbers that the
@@ -52,7 +52,7 @@ def convert(path: Path, folder: Path) -> None:
         tokenizer = _tokenizer(fields, config)
     except KeyError as error:
         raise ConfigError(
-            f"{path} has no field {error}; give a GGUF file of a Llama model"
+            f"{path} has no field {error}; use a GGUF file of a Llama model"
         ) from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -75,7 +75,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         reader = GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except (OSError, ValueError, IndexError, KeyError) as error:
-        raise ConfigError(f"cannot read {path} ({error}); give a complete GGUF file") from error
+        raise ConfigError(f"cannot read {path} ({error}); use a complete GGUF file") from error
     return fields, {tensor.name: tensor for tensor in reader.tensors}
 
 
@@ -149,7 +149,7 @@ def _weights(
     if difference := sorted(places.keys() ^ tensors.keys()):
         kind = "lacks the tensor" if difference[0] in places else "has the unexpected tensor"
         raise ConfigError(
-            f"{path} {kind} {difference[0]}; give a complete GGUF file of a Llama model"
+            f"{path} {kind} {difference[0]}; use a complete GGUF file of a Llama model"
         )
     weights = {}
     for name, place in places.items():
@@ -159,7 +159,7 @@ def _weights(
             kind = tensors[name].tensor_type.name
             raise ConfigError(
                 f"{path}: {name} is quantised as {kind}, which the package gguf cannot read; "
-                "give a file quantised as Q4_1, Q8_0 or F16"
+                "use a file quantised as Q4_1, Q8_0 or F16"
             ) from error
         if ".attn_q." in name:
             weight = _halves(weight, config.num_attention_heads)

@@ -1,5 +1,5 @@
-"""The columns of each row's tokens, read from the attention mask that transformers passes to every
-layer.
+"""The columns that hold each row's tokens, read from the attention mask that transformers passes to
+every layer.
 
 A row's tokens may not be contiguous: padding between the turns of a chat, or to the right of a
 prompt, leaves gaps. Pages are counted in tokens, so gaps are closed before selection and reopened
@@ -21,7 +21,7 @@ from sparrow.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rows:
-    """The columns of each row's tokens."""
+    """The columns that hold each row's tokens."""
 
     start_B: Tensor  # first column, int64
     length_B: Tensor  # number of tokens, int64
@@ -71,8 +71,8 @@ def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
         raise ConfigError(
             f"the token in column {t} of row {b} does not see exactly the "
             "tokens of its row up to itself (because of packed sequences or a custom "
-            "mask), which teacher_forced does not support; give every sequence "
-            "its own row, and pass an attention_mask [B, T] that marks the padding"
+            "mask), which teacher_forced does not support; put every sequence in a row of its "
+            "own, and pass an attention_mask [B, T] that marks the padding"
         )
     return _rows(real_BS)
 

@@ -1,5 +1,5 @@
-"""Checks of whether a model's attention can be routed through Sparrow: by its config, and by
-comparing a pass with the model's own attention.
+"""Check whether a model's attention can be routed through Sparrow, by its config and by comparing a
+pass with one through the model's own attention.
 
 A refusal has no side effects: only copies of configs are changed, and a refused model gets its own
 configs back.
@@ -33,7 +33,7 @@ EXTRAS = {
     "cache": "a paged cache",
 }
 # Maximum difference between the model's own attention and Sparrow's with every page kept, relative
-# to the former's largest entry. The two add in different orders.
+# to the largest entry of the model's own. The two sum in different orders.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # float32 may be TF32 on a GPU
 HALF_TOLERANCE = 3e-2
 # Maximum number of tokens on which a changed model is compared with the original.
@@ -101,7 +101,7 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
         "sliding_window=None" if "sliding_window" in change else "layer_types all 'full_attention'"
     )
     return UnsupportedModel(
-        f"{sentence}, or load it with {setting} in its "
+        f"{sentence}, or load this model with {setting} in its "
         "config if sequences stay shorter than the window"
     )
 
@@ -262,7 +262,7 @@ class LayerPass:
             ):
                 raise UnsupportedModel(
                     f"{name} does not compute causal attention to all tokens in layer "
-                    f"{module.layer_idx}: its own result, of up to {float(own.abs().max()):.2g}, "
-                    f"and {what} differ by {float((own - ours).abs().max()):.2g}; choose a model "
+                    f"{module.layer_idx}: its own output (at most {float(own.abs().max()):.2g}) and "
+                    f"{what} differ by up to {float((own - ours).abs().max()):.2g}; choose a model "
                     "whose attention is a causal softmax over keys alone"
                 )

@@ -45,8 +45,8 @@ class Batch:
     ) -> Batch:
         if not all(map(len, prompts)):
             raise ValueError(
-                "a prompt has no tokens, so the first token of its response cannot be scored; give "
-                "every prompt at least one token"
+                "a prompt has no tokens, so the first token of its response cannot be scored; pass "
+                "prompts of at least one token"
             )
         rows = [
             np.concatenate([np.asarray(p, dtype=np.int64), r])

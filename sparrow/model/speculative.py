@@ -35,8 +35,8 @@ from sparrow.model.actor import dense_steps
 
 @dataclass(frozen=True)
 class Shape:
-    """How the distribution to sample from is computed from logits ``[..., V]``, for actor and
-    policy alike.
+    """The temperature and the truncation that turn logits ``[..., V]`` into the distribution to
+    sample from, for actor and policy alike.
     """
 
     temperature: float = 1.0  # 0 is greedy; log-probs are then computed at temperature 1

@@ -2,7 +2,7 @@
 head.
 
 Shapes: T tokens, R measured positions, H query heads, K kv heads, G = H / K, D head dim, P page
-size, N pages, U numbers of pages, L layers.
+size, N pages, U page counts, L layers.
 """
 
 from __future__ import annotations

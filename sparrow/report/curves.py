@@ -66,8 +66,8 @@ class Panel(NamedTuple):
 
 
 def of(scale: float = 1, **keys: str) -> Callable[[RunLog], dict[str, FloatArray]]:
-    """Create a function that returns series by label, each multiplied by ``scale``; ``keys`` has
-    the dotted name of each series in ``metrics.jsonl``.
+    """Create a function that returns series by label, each multiplied by ``scale``; ``keys``
+    contains the dotted name of each series in ``metrics.jsonl``.
     """
     return lambda log: {
         label.replace("_", " "): scale * log.series(*at.split(".")) for label, at in keys.items()

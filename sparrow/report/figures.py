@@ -91,8 +91,8 @@ def _acceptance(logs: Logs) -> list[Figure]:
         "p5 by length at the last step",
         partial(draw_last_tail, logs=logs),
         "dots (of a second run, diamonds): lower bounds with their 95 % interval from resampling "
-        "responses; triangles: upper bounds; grey: the ceiling, p5 of dense rollouts with the same "
-        "pair of engines, the noise floor",
+        "responses; triangles: upper bounds; grey: the ceiling (p5 of dense rollouts with the same "
+        "pair of engines), which is the noise floor",
     )
     distribution = Figure(
         "Distribution of acceptance",

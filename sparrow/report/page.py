@@ -40,7 +40,7 @@ def write_report(
     logs = [RunLog.load(run_dir) for run_dir in run_dirs]
     widths = {log.bin_tokens: log for log in logs}
     if len(widths) > 1:
-        details = " and ".join(f"{log.run_dir} has {width} tokens" for width, log in widths.items())
+        details = " and ".join(f"{width} tokens in {log.run_dir}" for width, log in widths.items())
         raise ConfigError(
             f"length bins differ ({details}), so p5 cannot be compared; make one report per run"
         )

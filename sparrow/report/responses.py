@@ -1,4 +1,4 @@
-"""Sampled responses, prepared token by token for the page."""
+"""Prepare sampled responses, token by token, for the page of the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparrow.run.log import RunLog
 
 # A page with more tokens is slow to open, so the middle of long responses is omitted.
 MOST_TOKENS = 100_000
-MOST_STEPS = 40  # number of steps shown of a longer run, unless the steps are specified
+MOST_STEPS = 40  # maximum number of steps shown, unless the steps are specified
 
 Span = tuple[str, str, str]  # style class, title and text of one token
 
@@ -43,7 +43,7 @@ def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
     steps = sorted({step for log in logs for step in log.steps.tolist()})
     if missing := sorted(set(wanted) - set(steps)):
         raise ConfigError(
-            f"step {missing[0]} is not in the log, which has steps {steps[0]} to {steps[-1]}; "
+            f"step {missing[0]} is not in the log, which contains steps {steps[0]} to {steps[-1]}; "
             "choose steps from the log"
         )
     if wanted:

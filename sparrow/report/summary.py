@@ -1,4 +1,4 @@
-"""The closing table of a run, with a few results as text."""
+"""Build the closing table of a run, with its results as text."""
 
 from __future__ import annotations
 

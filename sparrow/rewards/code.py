@@ -1,4 +1,4 @@
-"""Extraction of programs from responses, and their judgement by unit tests (``sandbox.judge``)."""
+"""Extract programs from responses, and judge them by unit tests (``sandbox.judge``)."""
 
 from __future__ import annotations
 

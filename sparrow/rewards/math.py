@@ -1,4 +1,4 @@
-r"""Extraction of mathematical answers from responses, and their comparison with reference answers.
+r"""Extract mathematical answers from responses, and compare them with reference answers.
 
 Equivalence is decided by math-verify (Hugging Face, Apache-2.0). It runs in worker processes
 because sympy can hang on an adversarial answer such as ``9^{9^{9^9}}``, and only killing the
@@ -36,10 +36,10 @@ busy machine.
 # comparisons after which a worker is replaced, because libraries' caches grow without bound
 RECYCLE = 5000
 WORKER = Path(__file__).with_name("math_worker")
-# characters at the end of a response in which a cut-off box command is sought
+# characters at the end of a response that are searched for a cut-off box command
 CUT_OFF_CHARS = 40
 PATIENCE_S = 0.5  # seconds after which a comparison no longer makes others wait
-# a comparison that gets no processor time is given up after this many times its limit
+# a comparison that gets no processor time is abandoned after this many times its limit
 WALL_LIMITS = 2.5
 GRACE_S = 0.5  # seconds after which a process that should have ended itself is killed
 BUDGET_S = 20.0
@@ -224,14 +224,14 @@ class MathVerifier:
             no free process waits for one. A comparison that takes longer than half a second makes
             room for another process, so as many answers as there are workers can hang before any
             thread waits for one of them.
-        limit_s: processor seconds that one comparison may take, or two and a half times as many
-            seconds of wall-clock time. A comparison that is stopped at the limit counts as wrong,
-            is logged and counted in ``lost``, and is not tried again. After ``BUDGET_S`` seconds
-            lost within a minute, the limit is a quarter of this: n answers that all hang take at
-            most ``BUDGET_S + n * limit_s / 4`` processor seconds, plus those of comparisons that
-            had already started.
+        limit_s: limit on the processor seconds of one comparison. Two and a half times as many
+            seconds of wall-clock time are allowed. A comparison that is stopped at a limit counts
+            as wrong, is logged and counted in ``lost``, and is not tried again. Once ``BUDGET_S``
+            seconds have been lost within a minute, both limits are cut to a quarter. If n answers
+            all hang, they therefore take at most ``BUDGET_S + n * limit_s / 4`` processor seconds,
+            plus those of comparisons that had already started.
 
-    Thread-safe. Close it, or use it in a ``with`` block, to end its processes at once.
+    Thread-safe. To end its processes at once, close the verifier or use it in a ``with`` block.
     """
 
     def __init__(self, workers: int = 2, limit_s: float = 2.0) -> None:
@@ -289,7 +289,7 @@ class MathVerifier:
                 self._hung[pair] = limit_s
 
     def _ask(self, answer: str, reference: str) -> bool:
-        """Have a worker compare, and wait for its reply."""
+        """Let a worker compare the answers, and wait for its reply."""
         worker = self._slots.get()
         pair = (answer, reference)
         limit_s = self._limit()

@@ -1,7 +1,8 @@
 """The run directory: its files are written so that nothing is lost if the process is killed.
 
-config.json             ``RunConfig`` lock                    locked by the process that trains, and
-contains its name metrics.jsonl           an object per step, with at least the keys ``RECORDED``;
+config.json             ``RunConfig``
+lock                    locked by the process that trains, and contains that process's name
+metrics.jsonl           an object per step, with at least the keys ``RECORDED``;
                         docs/run-directory.md lists all keys
 evaluations.jsonl       an object per evaluation: the step, and scores by benchmark
 rollouts.jsonl          a ``LoggedResponse`` per line
@@ -36,7 +37,7 @@ ROLLOUTS = "rollouts.jsonl"
 STATE = "state.json"
 LOCK = "lock"
 EVALUATIONS = "evaluations.jsonl"
-# keys that the record of every step has
+# keys that every step's record contains
 RECORDED = {
     "step",
     "reward",
@@ -83,7 +84,7 @@ class RunConfig:
         path = run_dir / CONFIG
         if not path.is_file():
             raise ConfigError(
-                f"{run_dir} is not a run directory, as it has no {CONFIG}; give the run_dir of a run"
+                f"{run_dir} is not a run directory, as it has no {CONFIG}; pass the run_dir of a run"
             )
         record = parse(path.read_bytes(), str(path))
         if missing := {"train", "schedule"} - set(record):
@@ -231,7 +232,7 @@ class RunDir:
 
     def append_step(self, metrics: Row, responses: Sequence[LoggedResponse]) -> None:
         """Log a step: its line of ``metrics.jsonl`` and its lines of ``rollouts.jsonl``. The lines
-        are on disk when this returns.
+        are on disk when this method returns.
 
         Raises CheckpointError: the lines could not be written.
         """
@@ -242,8 +243,8 @@ class RunDir:
         self._append(ROLLOUTS, [asdict(response) for response in responses])
 
     def append_evaluation(self, row: Row) -> None:
-        """Log an evaluation; its line is on disk when this returns. Raises CheckpointError: the
-        line could not be written.
+        """Log an evaluation; its line is on disk when this method returns. Raises CheckpointError:
+        the line could not be written.
         """
         self._append(EVALUATIONS, [row])
 

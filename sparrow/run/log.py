@@ -1,4 +1,4 @@
-"""Reader of a run directory, for use during the run or after it has ended.
+"""Read a run directory, during the run or after it has ended.
 
 A file that is being written may end with an incomplete line, which is left out. Numbers that a step
 recorded as null, or did not record, are nan.

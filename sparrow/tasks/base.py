@@ -41,13 +41,13 @@ class Task(Protocol):
 
 
 def check_text(text: str) -> None:
-    """Check that text can be encoded. Raises ValueError: the text contains half of a character."""
+    """Check that text can be encoded. Raises ValueError: the text contains a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = ascii(text[error.start])[1:-1]
         raise ValueError(
-            f"its text contains {half}, which is half of a character; write the file as UTF-8"
+            f"its text contains {half}, a lone surrogate (half of a character); save the file as UTF-8"
         ) from error
 
 
@@ -73,7 +73,7 @@ def draw(task: Task, index: int, seed: int) -> Problem:
         )
     if not isinstance(problem.prompt, str):
         raise TaskError(
-            f"{name} has a prompt that is a {type(problem.prompt).__name__}, expected text; "
+            f"{name} has a prompt of type {type(problem.prompt).__name__}, expected text; "
             "render messages with the model's chat template"
         )
     try:
@@ -82,7 +82,7 @@ def draw(task: Task, index: int, seed: int) -> Problem:
         raise TaskError(f"{name} cannot be used: {error}") from error
     if not callable(problem.verify):
         raise TaskError(
-            f"{name} has a verify that is a {type(problem.verify).__name__}, "
+            f"{name} has a verifier of type {type(problem.verify).__name__}, "
             "expected a function of the response; fix the task"
         )
     return problem
@@ -92,7 +92,7 @@ def draw(task: Task, index: int, seed: int) -> Problem:
 class Mixture:
     """Problems of several tasks in fixed proportions.
 
-    Of every ``sum(weights)`` problems, ``weights[i]`` are the next ones of ``tasks[i]``, in an
+    Of every ``sum(weights)`` problems, ``weights[i]`` are the next problems of ``tasks[i]``, in an
     order that depends only on the seed. Each dataset therefore goes through its epochs as it would
     on its own.
 
@@ -135,14 +135,14 @@ def register_task(name: str, factory: Callable[..., Task]) -> None:
 
 
 def load_task(name: str, **options: Any) -> Task:
-    """Load the task ``name`` with its options, e.g. ``load_task("trace", lines=24)``.
+    """Load the task ``name`` with its options, as in ``load_task("trace", lines=24)``.
 
     Raises ConfigError: there is no such task, or the task does not accept the options.
     """
     if name not in TASKS:
         known = ", ".join(sorted(TASKS))
         raise ConfigError(
-            f"no task {name!r}; choose one of {known}, or give your own as module:Class"
+            f"no task {name!r}; choose one of {known}, or pass your own as module:Class"
         )
     return make_task(name, TASKS[name], options)
 

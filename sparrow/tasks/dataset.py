@@ -4,8 +4,8 @@ Tasks do not import rewards, so the verifiers are passed in by kind when a task 
 
     load_dataset_task("gsm8k", path="train.jsonl", verifiers={"math": sparrow.rewards.verify_math})
 
-and, for a chat model, the chat template of its prompts, e.g. ``lambda prompt:
-tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
+For a chat model, also pass a function ``render`` that applies the chat template, such as ``lambda
+prompt: tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
 add_generation_prompt=True)``.
 """
 
@@ -57,8 +57,8 @@ class DatasetTask:
         extractors: extractor by kind, for ``Problem.extract``.
         template: the prompt, with ``{question}`` in place of the question; the format's template by
             default.
-        render: prompt -> text for the tokenizer, including special tokens, e.g. a chat template. By
-            default, the prompt is sent unchanged, after the tokenizer's special tokens.
+        render: prompt -> text for the tokenizer, including special tokens, such as a chat template.
+            By default, the prompt is sent unchanged, after the tokenizer's special tokens.
         max_length: drop rows whose rendered prompt has more characters than this.
         tokens: counts tokens; with ``max_tokens``, rows whose rendered prompt has no tokens, or
             more than ``max_tokens``, are dropped.
@@ -92,9 +92,7 @@ class DatasetTask:
             )
         self._template = format.template if template is None else template
         if "{question}" not in self._template:
-            raise ConfigError(
-                f"the prompt template has no {{question}}, got {self._template!r}; add {{question}}"
-            )
+            raise ConfigError(f"the prompt template {self._template!r} has no {{question}}; add it")
 
         self.name = name
         self._rows = rows
@@ -155,7 +153,7 @@ class DatasetTask:
         count = tokens(prompt)
         if not count:
             return "without tokens"
-        return f"of more than {max_tokens} tokens" if count > max_tokens else None
+        return f"longer than {max_tokens} tokens" if count > max_tokens else None
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -306,7 +304,7 @@ def load_hub_rows(format: Format, split: str) -> Sequence[Row]:
         raise ConfigError(
             f"cannot load {format.hub} ({format.config or 'default'}, "
             f"{split}) from the Hugging Face hub: {reason}; without a "
-            "connection, give a local .jsonl, .json or .parquet file as path"
+            "connection, pass a local .jsonl, .json or .parquet file as path"
         ) from error
 
 
@@ -323,7 +321,7 @@ def load_dataset_task(
     Args:
         name: a registered format; ``qa`` reads any file with a question (or problem, or prompt) and
             an answer.
-        verifiers: verifier by kind, e.g. ``{"math": verify_math}``.
+        verifiers: verifier by kind, such as ``{"math": verify_math}``.
         path: a local file to read instead of the hub.
         split: a split of the hub's dataset; the format's usual one by default.
         options: passed to ``DatasetTask``: extractors, template, render, max_length, tokens,
@@ -333,15 +331,15 @@ def load_dataset_task(
     """
     if name not in FORMATS:
         raise ConfigError(
-            f"no file or dataset {name!r}; known datasets: {', '.join(sorted(FORMATS))}; give a "
-            "file with options as qa:path=FILE"
+            f"no file or dataset {name!r}; known datasets: {', '.join(sorted(FORMATS))}; to pass "
+            "options with a file, write qa:path=FILE"
         )
     format = FORMATS[name]
     if path is not None:
         name = Path(path).stem if name == "qa" else name  # several files may be mixed
         return DatasetTask(name, load_rows(path), format, verifiers, source=str(path), **options)
     if format.hub is None:
-        raise ConfigError(f"dataset {name!r} is read from a local file; give its path")
+        raise ConfigError(f"dataset {name!r} is read from a local file; pass its path")
     split = split or format.split
     rows = load_hub_rows(format, split)
     return DatasetTask(name, rows, format, verifiers, source=f"{format.hub} ({split})", **options)

@@ -254,8 +254,8 @@ def livecodebench(row: Row) -> Question:
 def _executed(test: str, candidate: bool) -> str:
     """Check that test code executes something, and return it unchanged.
 
-    It must have a statement, a test function, a test class or, with a ``candidate``, the function
-    ``check``.
+    The code must contain a statement, a test function, a test class or, with a ``candidate``, the
+    function ``check``.
 
     Raises ValueError: the test code executes nothing, so every program would pass, or does not
     compile.

@@ -1,5 +1,5 @@
-"""Conversion of questions to token ids and back: chat templates, special tokens, and text that a
-tokenizer cannot read.
+"""Convert questions to token ids and back, with chat templates and special tokens, and detect text
+that a tokenizer cannot read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNREAD = 0.5
 questions.
 """
 NOTABLE = 0.01  # share of unread characters at which a warning is logged
-_PROBE = "7 + 5"  # a question to test a chat template with
+_PROBE = "7 + 5"  # a question for testing a chat template
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ NO_CHAT = ChatConfig()
 
 
 class ChatTemplate:
-    """Renderer of a question as a chat: the system prompt, the question as the user's message, and
-    the beginning of the model's message.
+    """A function that renders a question as a chat: the system prompt, the question as the user's
+    message, and the beginning of the model's message.
 
     Raises ConfigError: the template cannot be used, leaves out a message, or does not use an
     argument.
@@ -145,12 +145,12 @@ class ChatTemplate:
         rendered = self(_PROBE)
         if _PROBE not in rendered:
             raise ConfigError(
-                "the chat template leaves out the user's message; give another chat.template"
+                "the chat template omits the user's message; set another chat.template"
                 + ("" if self._config.system is None else ", or leave out chat.system")
             )
         if (self._config.system or "").strip() not in rendered:
             raise ConfigError(
-                "the chat template leaves out the system prompt; give another chat.template, or "
+                "the chat template omits the system prompt; set another chat.template, or "
                 "leave out chat.system"
             )
 
@@ -158,8 +158,8 @@ class ChatTemplate:
 def chat_template(
     tokenizer: PreTrainedTokenizerBase, config: ChatConfig
 ) -> Callable[[str], str] | None:
-    """Return a function that renders a question for the tokenizer's model; None if it is not a chat
-    model.
+    """Return a function that renders a question for the tokenizer's model; None if the model is not
+    a chat model.
 
     Raises ConfigError: there are chat settings, but no template; see also ``ChatTemplate``.
     """
@@ -167,8 +167,8 @@ def chat_template(
         return ChatTemplate(tokenizer, config)
     if config.is_set:
         raise ConfigError(
-            "the tokenizer has no chat template, which the chat settings need; give a file as "
-            "chat.template, or leave out the settings"
+            "the tokenizer has no chat template, which the chat settings need; set chat.template to "
+            "a file, or leave the chat settings out"
         )
     return None
 

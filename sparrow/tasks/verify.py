@@ -1,5 +1,5 @@
-"""Judging of responses with their problems' verifiers, several at a time. Error messages contain
-the place in the verifier.
+"""Judge responses with their problems' verifiers, several at a time. Error messages say where in a
+verifier the error was raised.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ def verify(problem: Problem, text: str) -> float:
             number = float(reward)
     if not math.isfinite(number):
         raise RewardError(
-            f"{verifier} returned {reward!r}, expected a finite number; fix it and resume"
+            f"{verifier} returned {reward!r}, expected a finite number; fix it and resume the run"
         )
     if abs(number) > LARGEST_REWARD:
         raise RewardError(
-            f"{verifier} returned {reward!r}, but the absolute value of a reward is at most "
-            f"{LARGEST_REWARD:g}, and usually in 0..1; scale it and resume"
+            f"{verifier} returned {reward!r}, but the absolute value of a reward must be at most "
+            f"{LARGEST_REWARD:g} (rewards are usually in 0..1); scale it and resume the run"
         )
     return number
 
@@ -105,5 +105,5 @@ def stated(problem: Problem, text: str) -> bool:
         return problem.extract is not None and problem.extract(text) is not None
     except (Exception, SystemExit) as error:
         raise RewardError(
-            f"extract of problem {problem.id!r} raised {place(error)}; fix it and resume the run"
+            f"the extract function of problem {problem.id!r} raised {place(error)}; fix it and resume the run"
         ) from error

@@ -1,5 +1,5 @@
-"""The words of the synthetic task, its tokenizer (fewer than 200 tokens, one per word), and the
-reading of answers.
+"""The words of the synthetic task, its tokenizer (fewer than 200 tokens, one per word), and
+functions that read answers.
 
 A word includes its leading space, as in most subword vocabularies, so tokens that are decoded one
 by one and joined are the original text.

@@ -1,5 +1,5 @@
-"""Collection of one step's experience: draws problems, samples and judges responses, and replaces
-groups without an advantage.
+"""Collect the experience of one step: draw problems, sample and judge responses, and replace groups
+without an advantage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from sparrow.train.reward import reward_parts
 
 @dataclass(frozen=True)
 class Collector:
-    """Collector of experience, step by step; every process receives all of a step's experience."""
+    """A collector of experience, one step at a time. Every process receives all of a step's
+    experience.
+    """
 
     config: TrainConfig
     tokenizer: PreTrainedTokenizerBase

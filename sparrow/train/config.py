@@ -60,7 +60,7 @@ class CorrectionConfig(Settings):
     # Jackpot's rejection sampling. m2po: drop the tokens that deviate most.
     kind: CorrectionKind = "token_tis"
     cap: Positive = 2.0  # Largest weight C (token_tis, sequence_tis, geometric_tis, obrs).
-    # Smallest and largest ratio p/q of a kept token; unset: 0.5 5 for icepop, 0.5 1.5 for
+    # Smallest and largest ratio p/q of a kept token. Defaults to 0.5 5 for icepop and 0.5 1.5 for
     # sparse_rl.
     band: tuple[AtMostOne, AtLeastOne] | None = None
     # A sequence with any ratio p/q below this is dropped (sparse_rl).
@@ -81,8 +81,8 @@ class LossConfig(Settings):
     # batch. dr_grpo: sum over tokens, divided by the number of sequences times the maximum response
     # length.
     normalization: Normalization = "dapo"
-    # Dual clip: upper bound on the ratio where the advantage is negative, usually 3; unset: no such
-    # bound.
+    # Dual clip: upper bound on the ratio where the advantage is negative, usually 3. If unset,
+    # there is no such bound.
     clip_ratio_c: Annotated[Finite, Field(gt=1)] | None = None
     # Weight of KL(pi_theta || reference), where the reference is the model at the start of the run.
     beta: NotNegative = 0.0
@@ -98,11 +98,11 @@ class ModeOptions(Settings):
     # selects, and samples are the sparse actor's. lossless: sparse steps draft, a dense step
     # verifies, and samples are the dense policy's; no schedule is needed. auto (sparrow train with
     # the engine hf): lossless up to a length that the run finds, and lossy beyond it, where p5
-    # stays at tau and lossy is faster; drafts also use the schedule. Unset: lossy with a schedule,
-    # otherwise dense.
+    # stays at tau and lossy is faster; drafts also use the schedule. Defaults to lossy with a
+    # schedule, and to dense without one.
     mode: Mode | None = None
-    # Lossless: the schedule for drafts, in any form of a schedule; unset: 64 pages in every layer
-    # at any length.
+    # Lossless: the schedule for drafts, written like any schedule. Defaults to 64 pages in every
+    # layer at any length.
     draft_schedule: str | None = None
 
 
@@ -111,8 +111,8 @@ class DecodingOptions(LosslessSettings, ModeOptions):
     """Options that determine how an engine decodes."""
 
     # Lossless in vLLM: a second schedule whose acceptance is measured at the first draft of every
-    # meter_every cycles; its samples are never used. This acceptance is what a lossy run under the
-    # schedule would start with.
+    # meter_every cycles; its samples are never used. A lossy run under that schedule would start
+    # with this acceptance.
     meter_schedule: str | None = None
 
     def decoding(self, schedule: str | None) -> Decoding:
@@ -134,7 +134,7 @@ class DecodingOptions(LosslessSettings, ModeOptions):
                 raise ConfigError(
                     f"schedule is {schedule!r}, but lossless samples are the dense policy's "
                     "whatever drafts read; leave schedule out, "
-                    "or give it as draft_schedule to use it for drafts"
+                    "or set it as draft_schedule to use it for drafts"
                 )
             return Decoding.lossless(**{name: getattr(self, name) for name in LOSSLESS_SETTINGS})
         if self.mode == "auto":
@@ -143,7 +143,7 @@ class DecodingOptions(LosslessSettings, ModeOptions):
                 self,
                 "mode",
                 is_rollout,
-                "one of dense, lossless and lossy, as only sparrow train supports auto",
+                "dense, lossless or lossy, as only sparrow train supports auto",
             )
             require(
                 self,
@@ -166,14 +166,14 @@ class DecodingOptions(LosslessSettings, ModeOptions):
             if not chosen or start:
                 raise ConfigError(
                     f"schedule is {schedule!r}, but mode auto needs a schedule for drafts and "
-                    "unverified steps, such as qwen3-4b-0.86; give one, or use mode lossless"
+                    "unverified steps, such as qwen3-4b-0.86; set one, or use mode lossless"
                 )
             schedule_of_both = SparsitySchedule.load(chosen)
             return Decoding("auto", schedule_of_both, draft_tokens=self.draft_tokens)
         if start and not isinstance(self, RolloutConfig):
             raise ConfigError(
                 f"schedule is {schedule!r}, but only sparrow train adjusts a schedule; "
-                "give a schedule to decode under"
+                "set a fixed schedule"
             )
         defaults = DecodingOptions()
         for name in LOSSLESS_SETTINGS:
@@ -190,7 +190,7 @@ class DecodingOptions(LosslessSettings, ModeOptions):
             )
         if self.mode == "lossy" and not chosen:
             raise ConfigError(
-                "mode is 'lossy', which needs a schedule; give one, such as qwen3-4b-0.86, "
+                "mode is 'lossy', which needs a schedule; set one, such as qwen3-4b-0.86, "
                 "or use mode lossless"
             )
         return Decoding.lossy((start[1] or "dense") if start else chosen or "dense")
@@ -198,7 +198,7 @@ class DecodingOptions(LosslessSettings, ModeOptions):
 
 @dataclass(frozen=True)
 class RolloutConfig(DecodingOptions):
-    """Sampling of each step's rollouts."""
+    """How the rollouts of each step are sampled."""
 
     prompts: Many = 16  # Prompts per step, in all processes together.
     samples: Many = 8  # Responses per prompt.
@@ -206,8 +206,8 @@ class RolloutConfig(DecodingOptions):
     temperature: Positive = 1.0  # Softmax temperature of both actor and policy.
     # Length of the recorded lists of top tokens, which bound the acceptance rate.
     top_n: Count = 20
-    # Number of rounds that replace prompts whose responses all have the same reward by new prompts;
-    # such prompts stay after the last round.
+    # Number of rounds in which prompts whose responses all have the same reward are replaced with
+    # new prompts. Such prompts are kept after the last round.
     resample: CountOrZero = 0
 
 
@@ -227,7 +227,7 @@ class RewardConfig(Settings):
     # count in their group, but have no policy loss (they have a KL if loss.beta is above 0).
     # penalty: a response loses up to 1, linearly over the last overlong_window tokens (DAPO).
     overlong: OverlongKind = "keep"
-    # Tokens before max_new_tokens over which the penalty grows from 0 to 1; unset: a fifth of
+    # Tokens before max_new_tokens over which the penalty grows from 0 to 1. Defaults to a fifth of
     # max_new_tokens.
     overlong_window: Count | None = None
 
@@ -257,7 +257,7 @@ class OptimizerConfig(Settings):
 class LoraConfig(Settings):
     """A LoRA on the policy. Only the LoRA is trained, and it is merged into the saved model."""
 
-    # Rank of the LoRA; unset: no LoRA, all weights are trained.
+    # Rank of the LoRA. If unset, there is no LoRA and all weights are trained.
     r: Count | None = None
     alpha: Count = 32  # The LoRA's scale alpha, which is divided by the rank.
     # Linear layers with the LoRA, by the last part of their name.
@@ -266,8 +266,8 @@ class LoraConfig(Settings):
 
 @dataclass(frozen=True)
 class DistillConfig(Settings):
-    """DistillSparse: a LoRA that only the sparse actor has, trained towards the dense policy every
-    step.
+    """DistillSparse: a LoRA that only the sparse actor uses. Every step trains it towards the dense
+    policy.
     """
 
     enabled: bool = False  # Train the adapter and sample with it.
@@ -298,25 +298,26 @@ class EvalConfig(Settings):
     """
 
     # Steps between evaluations. The first evaluation is before step 1, and the last after the final
-    # step. Unset: no evaluation.
+    # step. If unset, there is no evaluation.
     every: Count | None = None
     # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
     benchmark: tuple[str, ...] = ()
-    # Evaluate only this many problems of each benchmark, from the first on; unset: all of a
-    # dataset. A task is endless and needs a limit.
+    # Evaluate only the first problems of each benchmark, up to this number. If unset, evaluate all
+    # problems of a dataset; a task is endless and needs a limit.
     limit: Many | None = None
     k: Many = 1  # Responses per problem.
     temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
     # Sample from the smallest set of likeliest tokens with this share of the mass.
     top_p: Share = 1.0
-    top_k: Count | None = None  # Sample from this many of the likeliest tokens; unset: from all.
-    # Responses are cut at this many tokens; unset: rollout.max_new_tokens.
+    # Sample only from this many of the likeliest tokens. If unset, sample from all.
+    top_k: Count | None = None
+    # Responses are cut at this many tokens. Defaults to rollout.max_new_tokens.
     max_new_tokens: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         consistent = (self.every is None) == (not self.benchmark)
-        require(self, "benchmark", consistent, "given if and only if eval.every is given")
+        require(self, "benchmark", consistent, "set if and only if eval.every is set")
 
 
 @dataclass(frozen=True)
@@ -325,23 +326,23 @@ class ExportConfig(Settings):
     run directory.
     """
 
-    every: Count | None = None  # Steps between exports; unset: none.
-    keep: Count = 2  # Number of these exports to keep, the newest ones.
-    # Also keep the policy with the best evaluation, by mean@k averaged over benchmarks.
+    every: Count | None = None  # Steps between exports. If unset, none are made.
+    keep: Count = 2  # Number of exports to keep; older ones are deleted.
+    # Also keep the policy that evaluates best, by mean@k averaged over benchmarks.
     best: bool = False
 
 
 @dataclass(frozen=True)
 class GuardConfig(Settings):
-    """Early warning if the p5 of acceptance is too low in a length bin, or if the p1 of all tokens
-    falls to half of its best value.
+    """Early warning if the p5 of acceptance is too low in a length bin, or if the p1 over all
+    tokens falls below half of its best value.
     """
 
     # warn: log a warning. raise: read 1.5 times as many pages in these length bins. stop: save a
     # checkpoint and stop.
     action: Literal["warn", "raise", "stop"] = "warn"
-    # Lowest acceptable p5 (relative to its ceiling if relative-tau is given) in length bins that
-    # enough responses reach; unset: 0.02 below tau.
+    # Lowest acceptable p5 (relative to its ceiling if relative-tau is set) in length bins that
+    # enough responses reach. Defaults to 0.02 below tau.
     threshold: BelowOne | None = None
     patience: Count = 3  # Number of consecutive steps before the guard acts.
 
@@ -352,24 +353,24 @@ class TrainConfig(Settings):
 
     run_dir: Name = "runs/latest"  # Directory for metrics, checkpoints and the trained model.
     steps: Count = 100  # Training steps, counted from the start of the run.
-    seed: Seed = 0  # Seeds the order of the problems and every sample.
+    seed: Seed = 0  # Seed for the order of the problems and for every sample.
     resume: bool = False  # Continue from the last checkpoint in run_dir.
     save_every: Count = 10  # Steps between checkpoints; the last step is always saved.
     # Checkpoints kept; older ones are deleted once a newer one is complete.
     keep_checkpoints: Count = 2
-    # Target for the measured 5th percentile of acceptance (p5) in every length bin; unset: 0.86, if
-    # relative-tau is also unset.
+    # Target for the measured 5th percentile of acceptance (p5) in every length bin. Defaults to
+    # 0.86 unless relative-tau is set.
     tau: Probability | None = None
     # Instead of tau: target for p5 relative to its ceiling, the p5 of dense rollouts with the same
     # engines and lists (docs/calibration.md).
     relative_tau: Probability | None = None
-    # Width in tokens of the length bins that the tail is reported in; unset: the schedule's bins.
+    # Width in tokens of the length bins in which the tail is reported. Defaults to the schedule's.
     bin_tokens: Count | None = None
     logged_rollouts: CountOrZero = 4  # Responses per step to keep for the token view of the report.
     # With rollout.mode auto: the GPU whose predicted speed with vLLM decides at which lengths lossy
     # is faster.
     machine: Literal["a100", "h100", "h200", "b200"] = "h200"
-    # Trackers to log to as well, through accelerate.
+    # Trackers that metrics are also sent to, through accelerate.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     # Baseline and scale. grpo: mean and std of the group. dr_grpo: mean of the group. rloo: mean of
     # the other responses.
@@ -396,7 +397,7 @@ class TrainConfig(Settings):
             self,
             "tau",
             target,
-            "given with rollout.mode auto (or relative_tau), as the target for unverified tokens",
+            "set in rollout.mode auto (or relative_tau must be), as the target for unverified tokens",
         )
         choose(self, "tau", "relative_tau", 0.86)
         lossless = self.rollout.mode in ("lossless", "auto")
@@ -433,7 +434,7 @@ class TrainConfig(Settings):
             self.eval,
             "top_p",
             valid,
-            "1, and top_k left out, with lossless rollouts, whose drafts cannot be truncated",
+            "1 (and top_k left out) with lossless rollouts, whose drafts cannot be truncated",
         )
         rollout = self.rollout
         window = self.reward.overlong_window

@@ -60,7 +60,8 @@ def _log_ratio(log_p_BT: Tensor, log_q_BT: Tensor, mask_BT: Tensor) -> Tensor:
         raise ValueError(f"mask has dtype {mask_BT.dtype}; pass a bool tensor.")
     if not mask_BT.any():
         raise ValueError(
-            f"mask of shape {tuple(mask_BT.shape)} has no response token; pass at least one."
+            f"mask of shape {tuple(mask_BT.shape)} selects no response token; it must be True for at "
+            "least one."
         )
     difference_BT = log_p_BT.detach().double() - log_q_BT.detach().double()
     bad_BT = mask_BT & ~difference_BT.isfinite()
@@ -270,5 +271,5 @@ def compute_correction(
         "kl_k3": (log_r.expm1() - log_r).mean(),
         "weight_mean": weight_BT[mask_BT].mean(),
     }
-    values = torch.stack(list(metrics.values())).tolist()  # a single transfer from the device
+    values = torch.stack(list(metrics.values())).tolist()  # one transfer from the device
     return Correction(weight_BT.float(), kept_BT, dict(zip(metrics, values, strict=True)))

@@ -55,11 +55,11 @@ class DialBin:
 
 
 class Dial:
-    """Decision, step by step, of the length at which verification ends.
+    """A controller that decides, after each step, the length at which verification ends.
 
     Args:
         tau: the target for the p5 of unverified tokens, on the trainer's scale.
-        price: seconds per token in both modes.
+        price: predicts the seconds per token in both modes.
     """
 
     def __init__(self, tau: Tau, price: Price) -> None:
@@ -197,8 +197,8 @@ class Dial:
 
 
 def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
-    """Predict the speed-up of a rollout over a lossless one; ``tokens`` are the numbers of sampled
-    tokens by the start of their bin.
+    """Predict the speed-up of a rollout over a lossless one; ``tokens`` maps the start of each bin
+    to the number of tokens sampled in that bin.
     """
     lossless_s = [tokens.get(b.start, 0) * b.lossless_s for b in bins]
     speedups = [b.speedup if b.mode == "lossy" else 1.0 for b in bins]
@@ -209,8 +209,8 @@ def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
 def price(
     shape: ModelShape, machine: Machine, schedule: SparsitySchedule, draft_tokens: int, batch: int
 ) -> Price:
-    """Build the price, from the cost model, of lossy decoding under ``schedule`` and of lossless
-    decoding with drafts under it.
+    """Build, from the cost model, the price of lossy decoding under ``schedule`` and that of
+    lossless decoding with drafts under the same schedule.
 
     Args:
         draft_tokens: the maximum number of tokens drafted at a time; the fastest number from 0 to

@@ -77,10 +77,11 @@ def turn(
     length up to which responses were verified, and the mode of each length bin with the reason.
 
     Args:
-        rollouts, acceptances: the step's, from all processes.
+        rollouts: the step's rollouts, from all processes.
+        acceptances: the acceptance of each rollout.
         schedule: the schedule of drafts and unverified steps.
         ceiling: the p5 of dense rollouts.
-        seed: seeds the bootstrap of the intervals.
+        seed: the seed of the bootstrap intervals.
     """
     width = schedule.bin_tokens
     up_to = dial.verified_up_to

@@ -1,11 +1,10 @@
-"""DistillSparse: a LoRA phi that only the sparse actor has. Source: Sparrow, arXiv 2606.08446,
+"""DistillSparse: a LoRA phi that only the sparse actor uses. Source: Sparrow, arXiv 2606.08446,
 section 7.
 
 The dense policy theta never uses phi; docs/method.md ("DistillSparse") describes what phi is
 trained on.
 
-Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top
-tokens.
+Shapes: B responses, T response tokens (right-padded), M concatenated response tokens, n top tokens.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Adapter:
     ) -> None:
         if schedule.is_dense:
             raise ConfigError(
-                "the schedule is dense already, so there is nothing to distil; give a sparser one"
+                "the schedule is dense already, so there is nothing to distil; set a sparser one"
             )
         self.model = model
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -124,7 +123,7 @@ class Adapter:
             raise ConfigError(
                 f"the adapter in {folder} was made for "
                 f"{saved.base_model_name_or_path!r} or another rank: its {len(weights)} tensors do "
-                f"not match the {len(shapes)} of this model's adapter; give another adapter"
+                f"not match the {len(shapes)} of this model's adapter; choose another adapter"
             )
         if (base := _saved_base(folder)) is not None:
             cosine = 0.0
@@ -134,16 +133,16 @@ class Adapter:
                 raise ConfigError(
                     f"the adapter in {folder} was trained on weights "
                     f"({saved.base_model_name_or_path!r}) whose correlation with this model's is "
-                    f"only {cosine:.2f}; give the model it was trained on, or no adapter"
+                    f"only {cosine:.2f}; use the model it was trained on, or leave distill.adapter out"
                 )
         set_peft_model_state_dict(self.model, weights)
 
     def _sample(self) -> Tensor:
-        """Sample some base weights of the layers with the adapter, float32, by which a saved
-        adapter recognises its base.
+        """Sample some base weights, float32, of the layers with the adapter. A saved adapter
+        recognises its base model by this sample.
 
         Training turns this vector by a few degrees; the vector of an unrelated model is at a right
-        angle to it.
+        angle to this one.
         """
 
         def sixteen(weight: Tensor) -> Tensor:
@@ -161,8 +160,8 @@ class Adapter:
 
 
 def _saved_base(folder: Path) -> Tensor | None:
-    """Read the sample of the base that ``Adapter.save`` wrote; None if something else saved the
-    file.
+    """Read the sample of the base weights that ``Adapter.save`` wrote; None if something else saved
+    the file.
     """
     path = folder / "adapter_model.safetensors"
     if not path.exists():
@@ -203,7 +202,7 @@ def worst_responses(acceptance: Sequence[np.ndarray], share: float) -> list[int]
 
 
 class Distiller:
-    """Trainer of an ``Adapter``, one step after every update of the policy.
+    """A trainer that takes one step on an ``Adapter`` after every update of the policy.
 
     Args:
         model: the policy.

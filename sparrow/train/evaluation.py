@@ -1,6 +1,4 @@
-"""Evaluation of the dense policy during training, as with ``sparrow eval``, and the choice of the
-best step.
-"""
+"""Evaluate the dense policy during training, as with ``sparrow eval``, and choose the best step."""
 
 from __future__ import annotations
 

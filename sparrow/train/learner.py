@@ -1,8 +1,7 @@
 """The dense policy in training, which scores the actor's samples, learns from them, and provides
 its weights to the engine.
 
-Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top
-tokens.
+Shapes: B responses, T response tokens (right-padded), M concatenated response tokens, n top tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +52,8 @@ class Learner:
         config: the configuration of the whole run.
         model: the policy, float32.
         schedule: the schedule that the actor decodes under.
-        accelerator, ranks: this process's accelerator and ranks.
+        accelerator: this process's accelerator.
+        ranks: the processes of the run.
 
     Raises ConfigError: processes start from different weights, ``lora.r`` is set with FSDP, or
     there is nothing to distil.

@@ -115,7 +115,7 @@ def check_lora(
     if missing := [target for target, most in ranks.items() if not most]:
         available = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
         raise ConfigError(
-            f"cannot put a LoRA on {', '.join(missing)}; choose from "
+            f"cannot add a LoRA to {', '.join(missing)}; choose from "
             f"the linear layers of this model: {available}"
         )
     most = max(ranks.values())
@@ -129,8 +129,8 @@ def check_lora(
 def inject(
     model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str], setting: str
 ) -> peft.LoraConfig:
-    """Put a LoRA of ``MergedLinear`` on these linear layers; the LoRA is active, and only it is
-    trained.
+    """Replace the linear layers ``target_modules`` with ``MergedLinear``. The LoRA is active, and
+    only the LoRA is trained.
 
     Raises ConfigError: see ``check_lora``.
     """
@@ -176,8 +176,8 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 @contextlib.contextmanager
 def switched(model: PreTrainedModel, on: bool) -> Iterator[None]:
-    """Enter a context in which the LoRA is active or not (``on``); outside the context, it is the
-    opposite.
+    """Enter a context in which the LoRA is switched on or off (``on``); outside the context, it is
+    in the opposite state.
     """
     for layer in layers(model):
         layer.enable_adapters(on)

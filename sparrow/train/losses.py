@@ -37,7 +37,9 @@ class Normalizers:
 
     def __post_init__(self) -> None:
         if min(self.sequences, self.tokens, self.max_length) < 1:
-            raise ValueError(f"{self} has a denominator below 1; count at least 1 of each.")
+            raise ValueError(
+                f"{self} has a denominator below 1; every denominator must be at least 1."
+            )
 
 
 def count_normalizers(mask_BT: Tensor, max_length: int) -> Normalizers:
@@ -85,7 +87,8 @@ def policy_loss(
     if not one_shape or advantages_B.shape != logp_BT.shape[:1]:
         shapes = [tuple(x.shape) for x in (logp_BT, old_logp_BT, mask_BT, weight_BT, advantages_B)]
         raise ValueError(
-            f"logp, old logp, mask, weight, advantages: {shapes}; pass four [B, T] and one [B]."
+            f"logp, old logp, mask, weight and advantages have shapes {shapes}; pass four tensors "
+            "[B, T] and advantages [B]."
         )
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
     # Padding is replaced before any exp: an infinity there would cause NaN gradients even when
@@ -116,7 +119,7 @@ def policy_loss(
         name: sums.double() / normalizers.tokens for name, sums in totals.items()
     }
     metrics["log_ratio_abs_max"] = log_ratio_BT.detach().abs().amax()
-    # A single transfer from the device.
+    # Transfer all values from the device at once.
     values = torch.stack([value.double() for value in metrics.values()]).tolist()
     return loss, dict(zip(metrics, values, strict=True))
 

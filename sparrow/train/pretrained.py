@@ -1,5 +1,5 @@
-"""Saving of a trained model as a Hugging Face folder like the one that it was loaded from, in the
-same dtype and with names that older versions of transformers can read.
+"""Save a trained model as a Hugging Face folder like the one that it was loaded from, in the same
+dtype and with names that older versions of transformers can read.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Checks for ``--resume``, which compare settings and data with the run's record and name the
-differences.
+"""Check a run before ``--resume`` continues it: compare settings and data with the run's record,
+and name the differences.
 """
 
 from __future__ import annotations
@@ -129,13 +129,13 @@ def check_data(recorded: RunConfig, given: RunConfig, run_dir: str) -> None:
         name = changed[0]
         raise ConfigError(
             f"the run in {run_dir} cannot continue with different problems: {name} was "
-            f"{json.dumps(before.get(name))} and is now {json.dumps(now.get(name))}; give the data "
+            f"{json.dumps(before.get(name))} and is now {json.dumps(now.get(name))}; use the data "
             "that the run started with, or choose another run_dir"
         )
 
 
 def describe(changes: Changes) -> str:
-    """Write all changes on one line."""
+    """Describe all changes on one line."""
     return ", ".join(
         f"{name} {json.dumps(before)} -> {json.dumps(now)}"
         for name, (before, now) in changes.items()

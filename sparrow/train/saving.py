@@ -78,7 +78,7 @@ def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
         reason = next((line for line in lines if "size mismatch" in line), first)
         raise CheckpointError(
             f"cannot continue from {folder} ({type(error).__name__}: {reason}); if sizes differ, "
-            "give the model that the run started with; if files are damaged, remove this folder "
+            "use the model that the run started with; if files are damaged, remove this folder "
             "to continue from the previous checkpoint"
         ) from error
     learner.restore_settings()

@@ -3,8 +3,7 @@
 The trainer uses its engine only through ``engines.base.Engine``. Source: Sparrow, arXiv 2606.08446,
 sections 3 and 6.
 
-Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top
-tokens.
+Shapes: B responses, T response tokens (right-padded), M concatenated response tokens, n top tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ after an evaluation.
 
 
 class Trainer:
-    """Trainer of ``model`` with rollouts from ``engine``.
+    """A trainer of ``model`` on rollouts from ``engine``.
 
     ``model`` is the dense policy with float32 weights, ``engine`` is the sparse actor, and
     ``schedule`` is the schedule that the actor decodes under. With ``closed_loop``, the schedule
@@ -451,7 +450,7 @@ class Trainer:
         check_data(before, given, self.config.run_dir)
         if changes and self.ranks.is_main:
             log.warning(
-                "resuming %s after step %d with other settings: %s",
+                "resuming %s after step %d with changed settings: %s",
                 folder.parent.parent,
                 self.step,
                 describe(changes),

@@ -488,7 +488,7 @@ class SparseImpl(VLLMClass):
 
 def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
     """Connect a layer to its worker's runtime, and pad its KV cache spec for landmarks and int8
-    scales; returns the padded spec.
+    scales. Return the padded spec.
 
     Raises ConfigError: KV blocks do not consist of whole pages, or vLLM already pads them for
     another purpose.

@@ -1,4 +1,4 @@
-"""Sparrow's settings for a vLLM engine: reading them, and checking that this vLLM supports them."""
+"""Read Sparrow's settings for a vLLM engine, and check that this vLLM supports them."""
 
 from __future__ import annotations
 

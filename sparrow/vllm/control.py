@@ -154,7 +154,7 @@ def sparrow_renew_kv_scales(self: Any) -> None:
     if runtime.cache.in_8_bits == torch.int8:
         raise ConfigError(
             f"kv_cache_dtype={kv_cache.INT8!r} has separate scales for every token, so there are "
-            "none to renew; drop the call"
+            "none to renew; remove the call"
         )
     if cache is None:
         raise ConfigError(
@@ -164,7 +164,7 @@ def sparrow_renew_kv_scales(self: Any) -> None:
     if not cache.sets_scales:
         raise ConfigError(
             "in lossless mode vLLM sets the scales of an fp8 KV cache, and they never change; "
-            "drop the call"
+            "remove the call"
         )
     cache.renew()
 
@@ -277,7 +277,7 @@ def check(vllm_config: Any) -> None:
         if below < above:
             logger.warning(
                 f"Steps of {below + 1} to {vllm_config.scheduler_config.max_num_seqs} sequences "
-                "will run without a CUDA graph, which can take several times as long: set "
+                "will run without a CUDA graph, which can take several times as long; set "
                 f"max_num_seqs to {below} or {above}, the batches that vLLM captures"
             )
         return

@@ -53,7 +53,8 @@ class DecodedRows:
         Args:
             schedules: the schedule of each budget.
             budget: the budget of the latest steps.
-            sparse, dense: numbers of layers.
+            sparse: number of sparse layers.
+            dense: number of dense layers.
         """
         self._before[budget] += self.at_length
         counts = Counter({"dense_rows_prefill": self.in_prefill})
@@ -130,7 +131,8 @@ def _decode_counts(
 
     Args:
         decoded: rows decoded at each length.
-        sparse, dense: numbers of layers.
+        sparse: number of sparse layers.
+        dense: number of dense layers.
     """
     decoded[0] = 0  # length 0 stands for padding rows and rows in prefill
     length = np.flatnonzero(decoded)

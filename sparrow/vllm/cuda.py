@@ -76,7 +76,9 @@ class CudaBackend(FlashAttentionBackend):
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
-        """Support FlashAttention's dtypes, and int8, of which FlashAttention reads a 16-bit copy."""
+        """Support FlashAttention's dtypes, and int8; FlashAttention reads a 16-bit copy of an int8
+        cache.
+        """
         return kv_cache_dtype == INT8 or super().supports_kv_cache_dtype(kv_cache_dtype)
 
     @classmethod

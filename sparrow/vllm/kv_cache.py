@@ -87,8 +87,8 @@ def copy_blocks(cache: Tensor, blocks: Tensor, scales: Tensor, out: Tensor) -> N
 def with_tail(
     spec: Any, page_size: int, landmark_dtype: torch.dtype, stored: torch.dtype | None
 ) -> tuple[Any, float]:
-    """Pad the blocks of a layer's KV cache spec for landmarks and int8 scales; returns the padded
-    spec, and the landmarks' share of a block.
+    """Pad the blocks of a layer's KV cache spec for landmarks and int8 scales. Return the padded
+    spec and the landmarks' share of a block.
 
     Args:
         stored: float8_e4m3fn, int8, or None for a cache in the model's dtype.

@@ -30,7 +30,9 @@ class ArrayLogprobs(FlatLogprobs):
         self.sampled_ranks: array[int] = array("q")
 
     def add(self, ids_TN: np.ndarray, logprobs_TN: np.ndarray, rank_T: np.ndarray) -> None:
-        """Append the lists of T tokens; ``rank_T`` has the ranks of the sampled tokens, from 1."""
+        """Append the lists of T tokens; ``rank_T`` contains the ranks of the sampled tokens, from
+        1.
+        """
         if logprobs_TN.shape[1] > self.width:  # another request in the batch has longer lists
             ids_TN = ids_TN[:, : self.width]
             logprobs_TN = logprobs_TN[:, : self.width]

@@ -20,7 +20,7 @@ from sparrow.vllm.runtime import find
 
 @dataclass(frozen=True)
 class Patch:
-    """One name of vLLM's and its replacement."""
+    """A name in vLLM, and its replacement."""
 
     target: str  # ``module:name`` or ``module:Class.name``
     versions: str  # versions of vLLM that need it
@@ -128,7 +128,7 @@ def watch(worker: Any, vllm_config: Any) -> None:
 
 
 def follow_weights(worker: Any, vllm_config: Any) -> None:
-    """Note when vLLM writes to a worker's parameters without the model's ``load_weights``."""
+    """Record when vLLM writes to a worker's parameters without the model's ``load_weights``."""
 
     def followed(stock: Any) -> Any:
         @wraps(stock)

@@ -574,7 +574,7 @@ class _Sequence:
         self._computed = 0
 
     def prefill(self, tokens: list[int], drafts: int) -> int:
-        """Prefill a prompt and draft ``drafts`` tokens after it; returns the sampled token."""
+        """Prefill a prompt, draft ``drafts`` tokens after it, and return the sampled token."""
         from vllm import SamplingParams
         from vllm.v1.core.sched.output import NewRequestData
 
@@ -594,7 +594,7 @@ class _Sequence:
         )
 
     def decode(self, drafts: int) -> int:
-        """Run a pass over the newest token and its drafts; returns the first sampled token."""
+        """Run a pass over the newest token and its drafts, and return the first sampled token."""
         from vllm.v1.core.sched.output import CachedRequestData
 
         cached = CachedRequestData.make_empty()

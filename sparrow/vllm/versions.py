@@ -31,7 +31,7 @@ PROVEN = {"0.26": "2.11", "0.29": "2.11", "0.30": "2.11", "0.31": "2.11", "0.33"
 def check(on_cpu: bool) -> None:
     """Check that Sparrow runs in the vLLM of this process.
 
-    Raises ConfigError: a version that it does not run in, or does not on a CPU.
+    Raises ConfigError: Sparrow does not run in this version, or not on a CPU.
     """
     import vllm
 
@@ -42,13 +42,13 @@ def check(on_cpu: bool) -> None:
         )
     if on_cpu and Version(vllm.__version__).release < Version(OLDEST_ON_CPU).release:
         raise ConfigError(
-            f"Sparrow runs on CPU from vLLM {OLDEST_ON_CPU} on, "
-            f"not with {vllm.__version__}; use a GPU"
+            f"Sparrow runs on CPUs only in vLLM {OLDEST_ON_CPU} or later, got {vllm.__version__}; "
+            "install a later version, or use a GPU"
         )
 
 
 def known() -> str:
-    """Name this vLLM and torch, and those with which Sparrow was found exact before."""
+    """Describe this vLLM and torch, and the versions with which Sparrow was found to be exact."""
     import vllm
 
     torches = sorted(set(PROVEN.values()))
@@ -68,7 +68,7 @@ def drafts_have_own_noise() -> bool:
 def draft_logits_argument() -> str:
     """Name the parameter of ``gumbel_sample`` for the tensor where it stores the logits.
 
-    vLLM 0.28 and later store the model's logits (``logits_cache``), earlier versions divide by the
+    vLLM 0.28 and later store the model's logits (``logits_cache``). Earlier versions divide by the
     temperature first.
     """
     name = "logits_cache"
@@ -93,7 +93,7 @@ def cpu_key_value(kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
     """Make the same two views of a layer's cache on CPU, where vLLM stores a block's keys
     transposed, ``[D, N]``.
 
-    Raises ConfigError: an instruction set that packs keys in another order.
+    Raises ConfigError: the kernels for this instruction set pack keys in another order.
     """
     if isa not in ("vec", "vec16"):
         raise ConfigError(

@@ -216,7 +216,8 @@ def test_inconsistent_shapes_are_refused():
     rows = (torch.zeros(1, 1, dtype=torch.int32), *(torch.ones(1, dtype=torch.int32),) * 2)
     options = dict(layout=PageLayout(4), implementation="reference")
     with pytest.raises(
-        ValueError, match=r"must be a multiple of kv heads.*got q \(1, 3, 2\), k \(1, 2, 4, 2\)"
+        ValueError,
+        match=r"must be a multiple of the number of kv heads.*got q \(1, 3, 2\), k \(1, 2, 4, 2\)",
     ):
         paged_decode(torch.ones(1, 3, 2), k, k, marks, *rows, **options)
     with pytest.raises(ValueError, match=r"shapes must agree.*v \(1, 2, 4, 1\)"):

@@ -418,7 +418,7 @@ def test_inconsistent_shapes_are_refused(q, k, v):
     q_BHD, k_BKSD, v_BKSD = torch.zeros(q), torch.zeros(k), torch.zeros(v)
     B, S = k[0], k[2]
     start, length = torch.zeros(B, dtype=torch.long), torch.full((B,), 19)
-    message = r"query heads must be a multiple of kv heads and shapes must agree, got q \(.*\), k \(.*\), v \(.*\)"
+    message = r"must be a multiple of the number of kv heads, and shapes must agree; got q \(.*\), k \(.*\), v \(.*\)"
     with pytest.raises(ValueError, match=message):
         decode(q_BHD, k_BKSD, v_BKSD, start, length, length, layout=PageLayout())
     with pytest.raises(ValueError, match=message):

@@ -82,7 +82,7 @@ def test_lists_that_omit_tokens_that_may_be_sampled_are_refused(model):
     ranker = ListRanker(Lists(model), 10)
     with pytest.raises(ConfigError, match=r"temperature is 0.7, but lists .* set top_k to at most"):
         ranker.rank([], Sampling(4, temperature=0.7), COMMON)
-    with pytest.raises(ConfigError, match="top_k is 11, but lists of 10 tokens"):
+    with pytest.raises(ConfigError, match="top_k is 11, but the lists contain only 10 tokens"):
         ranker.rank([], Sampling(4, top_k=11), COMMON)
 
 
@@ -177,9 +177,7 @@ def test_reported_log_probs_are_compared_with_log_probs_of_the_same_kind():
 
 
 def test_log_probs_that_are_not_numbers_are_refused():
-    with pytest.raises(
-        EngineError, match="1 of the log-probs that the engine reported are not numbers"
-    ):
+    with pytest.raises(EngineError, match="the engine reported NaN for 1 log-probs"):
         tokens_of([rollout([-1.0, np.nan])], [standing([0.5, 0.5], [-1, -1])])
 
 

@@ -76,7 +76,9 @@ def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "share of the KV cache read: 100.0%" in printed
     assert "samples of the dense policy, 6 responses" in printed
-    assert re.search(r"log-probs of the sampled tokens are \d(e-\d+)? off the policy's", printed)
+    assert re.search(
+        r"log-probs of the sampled tokens differ from the policy's by \d(e-\d+)?", printed
+    )
     # Lists leave open how far dense samples are from the policy, although the distance is zero.
     assert not any(word in printed for word in ("sparse actor", "tau", "ceiling", "undecided"))
     dense = json.loads(out.read_text())
@@ -401,8 +403,8 @@ def test_bad_input_is_reported_in_one_sentence(checkpoint, tmp_path, capsys):
     assert "cannot load model '/nowhere'" in fails(capsys, "train", "--model", "/nowhere", *task)
     assert "no task 'juggle'" in fails(capsys, "train", *base, "--task", "juggle")
     assert "does not accept the options" in fails(capsys, "train", *base, "--task", "trace:rows=3")
-    assert "give --task NAME, or --dataset NAME or FILE" in fails(capsys, "train", *base)
-    assert "does not fit the model's context of 1024" in fails(
+    assert "pass --task NAME, or --dataset NAME or FILE" in fails(capsys, "train", *base)
+    assert "do not fit in the model's context of 1024" in fails(
         capsys, "train", *base, "--task", "trace:lines=200"
     )
     config = tmp_path / "typo.toml"
@@ -418,9 +420,7 @@ def test_bad_input_is_reported_in_one_sentence(checkpoint, tmp_path, capsys):
     assert "--config needs a TOML file" in fails(capsys, "train", "--config")
     config.write_text("[correction]\ncap = -1\n")
     refused = fails(capsys, "train", "--model", "reasoner", "--config", str(config), code=2)
-    assert refused.endswith(
-        "correction.cap is -1.0, but must be greater than 0; change correction.cap."
-    )
+    assert refused.endswith("correction.cap is -1.0, but must be greater than 0")
     config.write_text("[loss]\nnormalization = 'mean'\n")
     assert "invalid choice 'mean'" in fails(
         capsys, "train", "--model", "reasoner", "--config", str(config), code=2
@@ -433,7 +433,7 @@ def test_bad_input_is_reported_in_one_sentence(checkpoint, tmp_path, capsys):
         capsys, "train", "--model", "reasoner", "--config", str(config)
     )
     assert fails(capsys, "train", *base, *task, "--rollout.temperature", "-1", code=2) == (
-        "sparrow: rollout.temperature is -1.0, but must be greater than 0; change rollout.temperature."
+        "sparrow: rollout.temperature is -1.0, but must be greater than 0"
     )
     assert (
         "no such file"

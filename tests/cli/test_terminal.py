@@ -111,7 +111,7 @@ def test_completions_are_printed(shell, capsys):
 )
 def test_a_shell_without_completions_is_refused_in_a_sentence(arguments, capsys):
     said = fails(capsys, *arguments)
-    assert "completion is 'tcsh', but must be bash, zsh or fish; name one of them" in said
+    assert "completion is 'tcsh', but must be bash, zsh or fish" in said
     assert "'', but must be bash" in fails(capsys, "--tyro-print-completion")
 
 

@@ -174,7 +174,7 @@ def test_without_a_limit_all_rows_are_sampled_and_a_task_is_refused(tmp_path, en
     assert sum(engine_calls) == 70 and "| 70 |" in (tmp_path / "out" / "results.md").read_text()
     capsys.readouterr()
     assert fails(capsys, *arguments, "--benchmark", "trace:lines=4") == (
-        "sparrow: the task trace:lines=4 is endless; give the number of problems to use, as in --limit 64"
+        "sparrow: the task trace:lines=4 is endless; specify the number of problems to use, as in --limit 64"
     )
 
 

@@ -165,7 +165,8 @@ def test_a_pass_over_several_tokens_after_the_prompt_is_refused(model, monkeypat
 
     monkeypatch.setattr(model, "prepare_inputs_for_generation", last_token_twice)
     with pytest.raises(
-        ConfigError, match=r"generate reads 2 tokens in a pass after its prompt.*dense\(\) first"
+        ConfigError,
+        match=r"generate computes 2 tokens in one pass after its prompt.*dense\(\) first",
     ):
         generate(model, tokens(1, 43))
     set_schedule(model, SparsitySchedule.dense())

@@ -170,7 +170,9 @@ def test_rows_with_virtual_tokens_before_padding_decode_as_if_alone(model):
         # This version of peft looks for ``past_key_values`` and, if there is none, adds its virtual
         # tokens to every pass.
         set_schedule(peft_model, SPARSE)
-        with pytest.raises(ConfigError, match="generate reads 7 tokens in a pass after its prompt"):
+        with pytest.raises(
+            ConfigError, match="generate computes 7 tokens in one pass after its prompt"
+        ):
             peft_model.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, pad_token_id=0
             )
@@ -281,7 +283,7 @@ def test_a_mask_that_differs_by_head_is_refused(model):
 def test_packed_sequences_are_refused_with_the_remedy(model):
     ids = tokens(1, 30)
     positions = torch.cat([torch.arange(12), torch.arange(18)])[None]
-    message = r"column 12 of row 0 does not see exactly.*packed sequences.*its own row"
+    message = r"column 12 of row 0 does not see exactly.*packed sequences.*a row of its own"
     with pytest.raises(ConfigError, match=message), teacher_forced(model, [4]):
         model(input_ids=ids, position_ids=positions, use_cache=False)
     block = torch.block_diag(torch.ones(12, 12), torch.ones(18, 18)).bool().tril()[None, None]

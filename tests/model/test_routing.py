@@ -256,7 +256,7 @@ def advised(build_with):
     with pytest.raises(UnsupportedModel) as refusal:
         set_schedule(model, SPARSE)
     sentence = str(refusal.value)
-    if "or load it with" not in sentence:
+    if "or load this model with" not in sentence:
         return sentence
     change = (
         {"layer_types": ["full_attention"] * 2}
@@ -284,7 +284,7 @@ def test_advice_for_models_with_windows_can_be_followed():
         sentence = advised(
             lambda change, c=model_class, g=config_class, o=options: build(c, g, **{**o, **change})
         )
-        assert "(window 64)" in sentence and f"load it with {setting}" in sentence
+        assert "(window 64)" in sentence and f"load this model with {setting}" in sentence
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_settings_that_change_the_models_output_are_not_advised(model_class, con
     original = decoded(model)
     with pytest.raises(UnsupportedModel, match=r"window 64.*choose a model") as refusal:
         set_schedule(model, SPARSE)
-    assert "load it with" not in str(refusal.value)
+    assert "load this model with" not in str(refusal.value)
     assert torch.equal(decoded(model), original)
     full = {**windows, "layer_types": ["full_attention"] * 2}
     changed = build(model_class, config_class, **options, **full)
@@ -378,7 +378,7 @@ def test_prompt_lengths_other_than_one_integer_per_row_are_refused(lengths):
     with (
         pytest.raises(
             ConfigError,
-            match="prompt_lengths must be one whole number of at least 0 for each row, got ",
+            match="prompt_lengths must contain a whole number of at least 0 for each row, got ",
         ),
         teacher_forced(model, lengths),
     ):

@@ -430,7 +430,7 @@ def test_a_schedule_can_be_plotted_alone(tmp_path, capsys):
     for more in (["x"], ["--steps", "3"]):
         with pytest.raises(SystemExit):
             main(["report", str(tmp_path / "schedule.json"), *more])
-        assert "so it cannot be compared and has no steps; give it without" in " ".join(
+        assert "so it cannot be compared and has no steps; pass it alone" in " ".join(
             capsys.readouterr().err.split()
         )
 
@@ -588,7 +588,9 @@ def test_a_long_run_shows_selected_steps(tmp_path):
         and set(np.diff(some)) == {2, 3}
     )
     assert responses.steps_to_show([log], (57, 3)) == [3, 57]
-    with pytest.raises(ConfigError, match="step 101 is not in the log, which has steps 1 to 100"):
+    with pytest.raises(
+        ConfigError, match="step 101 is not in the log, which contains steps 1 to 100"
+    ):
         responses.steps_to_show([log], (3, 101))
     assert [r.spans[0][2] for some in responses.show([log], [57], [""]).values() for r in some] == [
         "57"
@@ -864,7 +866,7 @@ def test_runs_with_different_length_bins_are_not_compared(run, tmp_path):
     wide = write_run(tmp_path, [step_row(1, mismatch=mismatch(1) | {"bin_tokens": 200})])
     with pytest.raises(
         ConfigError,
-        match=r"length bins differ .*100 tokens and .*200 tokens.*make one report per run",
+        match=r"length bins differ .*100 tokens in .* and 200 tokens in.*make one report per run",
     ):
         write_report(run, wide)
 

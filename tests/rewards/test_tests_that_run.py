@@ -91,7 +91,10 @@ def test_a_unittest_row_in_humaneval_format_is_run(verifier):
 def test_a_test_that_needs_pytest_fixtures_is_refused_by_name(verifier):
     judgement = verifier.judge(RIGHT, {"test": "def test_add(tmp_path): assert add(1, 2) == 3"})
     assert judgement.verdicts == ("error",)
-    assert "nothing calls test_add, and it takes arguments (tmp_path)" in judgement.detail
+    assert (
+        "nothing calls test_add, and only pytest could supply its arguments (tmp_path)"
+        in judgement.detail
+    )
 
 
 @pytest.mark.parametrize("program", [PROSE, "raise ValueError('no')", "def f(x: return"])

@@ -162,7 +162,7 @@ def test_a_run_that_finished_while_another_waited_is_not_overwritten(tmp_path):
 
 
 def test_a_refused_trainer_holds_no_lock(tmp_path):
-    with pytest.raises(ConfigError, match="cannot put a LoRA on nowhere"):
+    with pytest.raises(ConfigError, match="cannot add a LoRA to nowhere"):
         make_trainer(tmp_path, distill=DistillConfig(enabled=True, target_modules=("nowhere",)))
     make_trainer(tmp_path, steps=1).train()
 
@@ -222,7 +222,7 @@ def test_settings_that_may_change_on_resume_are_reported_and_recorded(stopped, c
     with caplog.at_level(logging.WARNING):
         resumed = make_trainer(stopped, steps=3, resume=True, optimizer=optimizer, tau=0.8)
     said = "steps 4 -> 3, tau 0.86 -> 0.8, optimizer.learning_rate 0.003 -> 0.001, optimizer.weight_decay 0.0 -> 0.1"
-    assert f"resuming {stopped} after step 2 with other settings: {said}" in caplog.text
+    assert f"resuming {stopped} after step 2 with changed settings: {said}" in caplog.text
     assert resumed.learner.optimizer.param_groups[0]["weight_decay"] == 0.1
     resumed.train()
     assert metrics_of(stopped)[2]["learning_rate"] == 1e-3

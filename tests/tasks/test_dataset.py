@@ -253,7 +253,7 @@ def test_an_unreachable_hub_is_reported_with_the_local_alternative(monkeypatch):
         load_dataset_task("gsm8k", VERIFIERS, split="test")
     assert str(caught.value) == (
         "cannot load openai/gsm8k (main, test) from the Hugging Face hub: Couldn't reach 'openai/gsm8k' on the Hub; "
-        "without a connection, give a local .jsonl, .json or .parquet file as path"
+        "without a connection, pass a local .jsonl, .json or .parquet file as path"
     )
 
 
@@ -276,10 +276,10 @@ def test_rows_from_the_hub_are_requested_by_name_config_and_split(monkeypatch):
 def test_unknown_datasets_and_missing_verifiers_are_refused():
     with pytest.raises(
         ConfigError,
-        match=r"no file or dataset 'gsm9k'; known datasets: .*gsm8k.*; give a file with options",
+        match=r"no file or dataset 'gsm9k'; known datasets: .*gsm8k.*; to pass options with a file",
     ):
         load_dataset_task("gsm9k", VERIFIERS)
-    with pytest.raises(ConfigError, match="'qa' is read from a local file; give its path"):
+    with pytest.raises(ConfigError, match="'qa' is read from a local file; pass its path"):
         load_dataset_task("qa", VERIFIERS)
     with pytest.raises(ConfigError, match=r"needs a verifier for 'math', got \['code'\]"):
         load_dataset_task("gsm8k", {"code": same}, path=DATA / "gsm8k.jsonl")

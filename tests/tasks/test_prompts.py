@@ -83,9 +83,9 @@ def test_invalid_template_arguments_are_refused_at_once(arguments, reason):
     ("template", "config", "reason"),
     [
         (CHAT, ChatConfig(arguments=("enable_thinkin=false",)), "template does not use"),
-        ("{{ messages[0].content }}", ChatConfig(system="walk"), "leaves out the user's message"),
-        ("{{ messages[-1].content }}", ChatConfig(system="walk"), "leaves out the system prompt"),
-        ("no question", NO_CHAT, "leaves out the user's message"),
+        ("{{ messages[0].content }}", ChatConfig(system="walk"), "omits the user's message"),
+        ("{{ messages[-1].content }}", ChatConfig(system="walk"), "omits the system prompt"),
+        ("no question", NO_CHAT, "omits the user's message"),
         (
             "{{ raise_exception('no system') }}",
             ChatConfig(system="walk"),

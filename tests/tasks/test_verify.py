@@ -71,7 +71,7 @@ def test_a_verifier_that_exits_is_named_at_once(ends):
     assert time.monotonic() - began < 10
     if isinstance(raised.value, RewardError):
         assert "of problem '0' raised SystemExit: 3" in str(raised.value)
-    with pytest.raises(RewardError, match="extract of problem 'p' raised SystemExit"):
+    with pytest.raises(RewardError, match="the extract function of problem 'p' raised SystemExit"):
         stated(Problem("p", "", float, extract=sys.exit), "0")
 
 
@@ -84,5 +84,5 @@ def test_rewards_that_are_not_finite_numbers_are_refused(text):
 def test_a_reward_beyond_one_million_is_refused():
     assert judged(lambda _: -1e6, 1) == [-1e6] and judged(lambda _: True, 1) == [1.0]
     for value in (1e300, -1e7):
-        with pytest.raises(RewardError, match="absolute value of a reward is at most 1e\\+06"):
+        with pytest.raises(RewardError, match="absolute value of a reward must be at most 1e\\+06"):
             judged(lambda _, value=value: value, 1)

@@ -422,7 +422,7 @@ def test_the_config_is_validated(options):
     (name,) = options
     with pytest.raises(
         ConfigError,
-        match=rf"^correction\.{name} is .*, but must be .*; change correction\.{name}\.$",
+        match=rf"^correction\.{name} is .*, but must be .*$",
     ):
         CorrectionConfig(**options)
 

@@ -296,7 +296,7 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path):
     for targets in (("warp_proj",), ("q_proj", "warp_proj")):
         with pytest.raises(
             ConfigError,
-            match="cannot put a LoRA on warp_proj; choose from the linear layers of this model: down_",
+            match="cannot add a LoRA to warp_proj; choose from the linear layers of this model: down_",
         ):
             Adapter(model_(), replace(ON, target_modules=targets), SCHEDULE)
     with pytest.raises(ConfigError, match=r"kl_coef is -1"):

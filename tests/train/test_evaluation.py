@@ -151,10 +151,10 @@ def test_a_run_that_was_stopped_has_every_evaluation_and_export_once(tmp_path, m
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(eval=lambda: EvalConfig(every=2)), "benchmark is .*given if and only if"),
+        (dict(eval=lambda: EvalConfig(every=2)), "benchmark is .*set if and only if"),
         (
             dict(eval=lambda: EvalConfig(benchmark=("aime24",))),
-            "benchmark is .*given if and only if",
+            "benchmark is .*set if and only if",
         ),
         (
             dict(export=lambda: ExportConfig(best=True)),
@@ -165,7 +165,7 @@ def test_a_run_that_was_stopped_has_every_evaluation_and_export_once(tmp_path, m
                 rollout=lambda: RolloutConfig(mode="lossless"),
                 eval=lambda: EvalConfig(every=2, benchmark=("aime24",), top_p=0.7),
             ),
-            "eval.top_p is 0.7, but must be 1, and top_k left out, with lossless rollouts",
+            r"eval.top_p is 0.7, but must be 1 \(and top_k left out\) with lossless rollouts",
         ),
     ],
 )

@@ -140,7 +140,7 @@ def test_only_the_lora_trains_and_the_engine_receives_it_merged(tmp_path):
 def test_a_lora_needs_existing_layers_and_excludes_a_distillation_adapter(tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r"cannot put a LoRA on lm_head; choose from the linear layers of this model:",
+        match=r"cannot add a LoRA to lm_head; choose from the linear layers of this model:",
     ):
         trainer_of(tmp_path, lora=LoraConfig(r=4, target_modules=("lm_head",)))
     with pytest.raises(ConfigError, match=r"distill.enabled is True, but must be off with lora.r"):

@@ -262,10 +262,10 @@ def test_any_metric_can_be_checked():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Normalizers(sequences=1, tokens=1, max_length=0), "denominator below 1"),
+        (lambda: Normalizers(sequences=1, tokens=1, max_length=0), "denominator below 1; every"),
         (
             lambda: policy_loss(OLD, OLD, ADVANTAGES[:1], MASK, WEIGHT, LossConfig(), NORMALIZERS),
-            r"pass four \[B, T\] and one \[B\]",
+            r"pass four tensors \[B, T\] and advantages \[B\]",
         ),
     ],
 )
@@ -280,7 +280,5 @@ def test_invalid_arguments_are_refused(call, message):
 )
 def test_the_config_is_validated(options):
     (name,) = options
-    with pytest.raises(
-        ConfigError, match=rf"^loss\.{name} is .*, but must be .*; change loss\.{name}\.$"
-    ):
+    with pytest.raises(ConfigError, match=rf"^loss\.{name} is .*, but must be .*$"):
         LossConfig(**options)

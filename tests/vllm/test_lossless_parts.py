@@ -165,7 +165,7 @@ def test_a_fixed_draft_count_accepts_other_schedulers():
     ("version", "on_cpu", "message"),
     [
         ("0.24.0", False, "does not run in vLLM 0.24.0; install 'vllm>="),
-        ("0.31.0", True, "on CPU from vLLM 0.32 on, not with 0.31.0"),
+        ("0.31.0", True, "on CPUs only in vLLM 0.32 or later, got 0.31.0"),
     ],
 )
 def test_unsupported_versions_are_refused(version, on_cpu, message, monkeypatch):

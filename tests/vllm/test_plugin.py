@@ -630,7 +630,7 @@ def test_an_int8_cache_is_reported():
     worker = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
     with pytest.raises(
         ConfigError,
-        match=r"'int8_per_token_head' has separate scales .* none to renew; drop the call",
+        match=r"'int8_per_token_head' has separate scales .* none to renew; remove the call",
     ):
         control.sparrow_renew_kv_scales(worker)
 
@@ -666,7 +666,7 @@ def test_an_fp8_cache_uses_vllms_scales_in_lossless_mode(monkeypatch):
     worker = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
     with pytest.raises(
         ConfigError,
-        match="vLLM sets the scales of an fp8 KV cache, and they never change; drop the call",
+        match="vLLM sets the scales of an fp8 KV cache, and they never change; remove the call",
     ):
         control.sparrow_renew_kv_scales(worker)
     if importlib.util.find_spec("vllm"):

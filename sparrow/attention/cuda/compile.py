@@ -1,5 +1,5 @@
-"""Compilation of CUDA C++ on the user's machine with the NVRTC that comes with torch, and launches
-on torch's stream.
+"""Compile CUDA C++ on the user's machine with the NVRTC that comes with torch, and launch it on
+torch's stream.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Kernel:
         file: the source file, which may include other files in this folder.
         name: the function to compile.
         defines: macros that the source expects.
-        shared_bytes: dynamic shared memory per launch.
+        shared_bytes: dynamic shared memory per launch, in bytes.
         device: a CUDA device.
 
     Raises ConfigError: NVRTC's Python bindings are missing. RuntimeError: the compiler or the

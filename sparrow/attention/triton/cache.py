@@ -217,7 +217,7 @@ def round_to_e4m3(x):
 
 @triton.jit
 def scale_of(exponent):
-    """Convert exponent bytes to scales, see ``attention/int8.py``."""
+    """Convert exponent bytes to scales (see ``attention/int8.py``)."""
     return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 

@@ -41,7 +41,7 @@ def run(
     reuse_plan: bool = False,
     config: LaunchConfig | None = None,
 ) -> Tensor:
-    """Compute one decode step, see ``sparrow.attention.paged_decode``; tests pass ``config`` to
+    """Compute one decode step (see ``sparrow.attention.paged_decode``); tests pass ``config`` to
     override the chosen configuration.
 
     With ``reuse_plan``, ranking may start before the preceding launch has ended. Only

@@ -31,26 +31,27 @@ class Audit(DecodingOptions, FromPrompts):
 
     failure = 2
 
-    # The engine to audit: hf, vllm, vllm with options, or http://host:port; or vLLM without
+    # The engine to audit: hf, vllm, vllm with options, or http://host:port. For vLLM without
     # Sparrow: stock: with options of vllm.LLM (stock:speculative_config={"method":"ngram",...}), or
     # stock:http://host:port. The option adapter=FOLDER applies a LoRA adapter to all requests.
     engine: str = "hf"
-    # An engine that decodes densely, to distinguish rounding from bias; unset: the same engine in
-    # dense mode, unless it is a server. With none there is no dense arm, and rounding counts as
+    # An engine that decodes densely, to distinguish rounding from bias. By default, the same engine
+    # in dense mode, unless it is a server. With none, there is no dense arm, and rounding counts as
     # bias.
     dense_engine: str | None = None
     # What ranks the tokens. hf: transformers, with whole distributions. prefill: the dense engine's
     # own prefill, with lists of the top tokens; it needs a stock: engine.
     scorer: Literal["hf", "prefill"] = "hf"
-    # With the scorer prefill: length of the lists; a server allows 20 unless it was started with
-    # more.
+    # With the scorer prefill: length of the lists. A server allows at most 20 unless it was started
+    # with a higher limit.
     lists: Count = 20
     # Audit the sparse actor under this schedule; the audit should fail.
     schedule: str | None = None
     # Sample from the smallest set of likeliest tokens with this share of the mass.
     top_p: Share = 1.0
-    top_k: Count | None = None  # Sample from this many of the likeliest tokens; unset: from all.
-    count: Many = 512  # Responses of each arm; prompts are repeated as needed.
+    # Sample only from this many of the likeliest tokens. If unset, sample from all.
+    top_k: Count | None = None
+    count: Many = 512  # Responses per arm; prompts are repeated as needed.
     max_new_tokens: Count = 64  # Responses are cut at this many tokens.
     # Log-probs that the engine reports. processed: after temperature and truncation, as in
     # Sparrow's engines. raw: before them, as in vLLM by default. none: do not compare log-probs.
@@ -69,8 +70,8 @@ class Audit(DecodingOptions, FromPrompts):
         dense = self._dense_engine()
         if self.scorer == "prefill" and not (dense and parse_engine(dense).kind.is_stock):
             raise ConfigError(
-                "the scorer prefill needs a dense engine that is stock vLLM, got "
-                f"{dense or 'none'}; give --dense-engine stock:..., or use --scorer hf"
+                "--scorer prefill needs stock vLLM as the dense engine, got "
+                f"{dense or 'none'}; pass --dense-engine stock:..., or use --scorer hf"
             )
         adapter = self._adapter(dense)
         if self.out:
@@ -154,8 +155,8 @@ class Audit(DecodingOptions, FromPrompts):
         engine = parse_engine(self.engine)
         if engine.kind.takes == "address":
             raise ConfigError(
-                f"{self.engine} is a server, which decodes in one way only; give as --dense-engine "
-                "a server of the same model that does not draft, or none to count rounding as bias"
+                f"{self.engine} is a server, which decodes in a single mode; set --dense-engine to a "
+                "server with the same model that does not draft, or to none to count rounding as bias"
             )
         if engine.kind.is_stock:
             return "stock:" + without_option(engine.rest, "speculative_config")

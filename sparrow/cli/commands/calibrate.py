@@ -22,11 +22,11 @@ class Calibrate(WithLists):
     # The JSON file for the schedule. Measurements are kept in OUT.work/ beside it, so a second call
     # continues from them.
     out: Name
-    # The value that the lower end of p5's 95 % interval must reach; unset: 0.86, if relative-target
-    # is also unset.
+    # The value that the lower end of p5's 95 % interval must reach. Defaults to 0.86 unless
+    # relative-target is set.
     target: Probability | None = None
-    # Instead of target: the value that p5 must reach in the same way relative to its ceiling, the
-    # p5 of dense rollouts (docs/calibration.md).
+    # Instead of target: the value that p5 relative to its ceiling must reach in the same way. The
+    # ceiling is the p5 of dense rollouts (docs/calibration.md).
     relative_target: Probability | None = None
     # Top-k pages to try first, at every length; no bin gets fewer than the smallest of these.
     budgets: Annotated[tuple[CountOrZero, ...], Field(min_length=1)] = (
@@ -47,8 +47,8 @@ class Calibrate(WithLists):
     # A schedule whose page size, bin width, dense layers and head budgets are used; if it is
     # sparse, the first responses are also sampled under it.
     layout: str = "dense"
-    # First find relative budgets for layers or kv heads, with engine hf (docs/calibration.md);
-    # unset: use those of the layout.
+    # First find relative budgets for layers or kv heads (requires engine hf; see
+    # docs/calibration.md). If unset, use the layout's.
     head_budgets: Literal["layers", "heads"] | None = None
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Calibrate(WithLists):
         if self.head_budgets and not parse_engine(self.engine).kind.shares_model:
             raise ConfigError(
                 f"head_budgets needs engine hf, got {self.engine!r}, which cannot change budgets "
-                "while it runs; calibrate with engine hf first, and give the result as --layout"
+                "while it runs; calibrate with engine hf first, and pass the result as --layout"
             )
 
     def run(self) -> None:

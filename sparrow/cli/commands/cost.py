@@ -40,14 +40,14 @@ class Cost(Command):
     # --mode lossless. For other budgets, the rejected share is assumed to be proportional to the
     # budget to the power of -0.7.
     acceptance: Probability = 0.94
-    # How landmarks are stored, in every mode; unset: as in the schedule (auto in the published
-    # ones).
+    # How landmarks are stored in every mode. By default, as the schedule specifies (auto in the
+    # published schedules).
     landmark_dtype: LandmarkDtype | None = None
     # Lossless, on one GPU: the weights that drafts use. fp8 halves the bytes of weights that a
-    # draft reads, but needs a copy in memory; give the acceptance of such drafts yourself.
+    # draft reads, but needs a copy in memory; set acceptance to that of such drafts.
     draft_weights: DraftWeights = "auto"
-    # On one GPU: the rollout's share of a dense step's time, if you know it; unset: the time for
-    # training is predicted from its FLOPs.
+    # On one GPU: the rollout's share of a dense step's time, if you know it. If unset, training
+    # time is predicted from FLOPs.
     rollout_share: Share | None = None
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from sparrow.settings import Count, Many, Name, Seed
 
 REASONER = Path(str(resources.files("sparrow") / "reasoner"))
 SCHEDULE = REASONER / "demo_schedule.json"
-DRAFT_TOKENS = 4  # before each verification, in lossless mode
+DRAFT_TOKENS = 4  # tokens drafted before each verification in lossless mode
 COMPARED = 8  # problems sampled in each mode after training
 
 
@@ -31,7 +31,7 @@ class Demo(Command):
     """
 
     run_dir: Name = "runs/demo"  # The run directory; it must not contain a run yet.
-    seed: Seed = 0  # Seeds the problems and the samples.
+    seed: Seed = 0  # Seed for the problems and the samples.
     steps: Count = 7  # Training steps.
     prompts: Many = 24  # Problems per step, with 8 responses each.
     # The mode of training. lossy: under the schedule that comes with the reasoner. lossless: with

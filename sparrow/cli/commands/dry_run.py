@@ -32,7 +32,7 @@ class Target(Settings):
     gpu: Literal["a100", "h100", "h200", "b200"]
     gpus: Count = 1
     median: Positive | None = None  # response length in tokens
-    acceptance: Probability = 0.94  # of lossless drafts that read 1,024 tokens
+    acceptance: Probability = 0.94  # acceptance of lossless drafts that read 1,024 tokens
 
 
 def dry_run(command: TrainOptions) -> None:
@@ -99,7 +99,7 @@ def dry_run(command: TrainOptions) -> None:
                 f"{room:,} left for the prompt",
             )
         )
-    if is_known(command.model):  # only its shape is known, without names of layers
+    if is_known(command.model):  # only its shape is known, not the names of its layers
         if command.lora.r is not None or command.distill.enabled:
             rows.append(("LoRA", "its rank and layers are checked when the run starts"))
     else:
@@ -156,7 +156,7 @@ def _check_launch(command: TrainOptions, cluster: Cluster) -> None:
     if cluster.gpus > cluster.host:
         raise ConfigError(
             f"{cluster.gpus} GPUs need several machines, but this trainer runs on one machine with "
-            f"at most {cluster.host}; use verl with Sparrow in its rollouts"
+            f"at most {cluster.host} GPUs; use verl with Sparrow in its rollouts"
         )
     if not parse_engine(command.engine).kind.predicted:
         raise ConfigError(
@@ -165,7 +165,7 @@ def _check_launch(command: TrainOptions, cluster: Cluster) -> None:
         )
     if command.optimizer.precision == "fp32":
         raise ConfigError(
-            "optimizer.precision is 'fp32', for which there are no predictions; use bf16 on a GPU"
+            "optimizer.precision is 'fp32', which a dry run cannot predict; set it to bf16"
         )
 
 

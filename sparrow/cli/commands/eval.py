@@ -33,10 +33,11 @@ class Eval(DecodingOptions, Sampled):
     # Sample from the smallest set of likeliest tokens with this share of the mass, both for drafts
     # and for the policy.
     top_p: Share = 1.0
-    top_k: Count | None = None  # Sample from this many of the likeliest tokens; unset: from all.
+    # Sample only from this many of the likeliest tokens. If unset, sample from all.
+    top_k: Count | None = None
     k: Many = 16  # Responses per problem.
-    # Evaluate only this many problems of each benchmark, from the first on; unset: all of a
-    # dataset. A task is endless and needs a limit.
+    # Evaluate only the first problems of each benchmark, up to this number. If unset, evaluate all
+    # problems of a dataset; a task is endless and needs a limit.
     limit: Many | None = None
 
     def run(self) -> None:
@@ -60,7 +61,7 @@ class Eval(DecodingOptions, Sampled):
         if self.chat.is_set and all(map(is_task, self.benchmark)):
             raise ConfigError(
                 "the chat settings apply to datasets only; leave them out, as the prompts of the "
-                f"task {self.benchmark[0]} are sent as they are"
+                f"task {self.benchmark[0]} are sent unchanged"
             )
         decoding = self.decoding(self.schedule)
         schedules = {self.schedule or decoding.mode: decoding.schedule}

@@ -17,14 +17,14 @@ from sparrow.train.config import DecodingOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Measure(DecodingOptions, WithLists):
-    """Measure how far a model's sparse actor is from its dense policy, with error bars, or the
-    acceptance of lossless drafts.
+    """Measure, with error bars, how far a model's sparse actor is from its dense policy, or measure
+    the acceptance of lossless drafts.
     """
 
     # dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file; leave it out with
     # --mode lossless.
     schedule: str | None = None
-    # Target for the 5th percentile of acceptance (p5); unset: 0.86, if relative-tau is also unset.
+    # Target for the 5th percentile of acceptance (p5). Defaults to 0.86 unless relative-tau is set.
     tau: Probability | None = None
     # Instead of tau: target for p5 relative to its ceiling, the p5 of dense rollouts
     # (docs/calibration.md).
@@ -52,7 +52,7 @@ class Measure(DecodingOptions, WithLists):
 
         if self.schedule is None and self.mode in (None, "lossy"):
             raise ConfigError(
-                "nothing to measure; give --schedule, --mode lossless (for the acceptance of drafts) "
+                "nothing to measure; pass --schedule, --mode lossless (for the acceptance of drafts) "
                 "or --mode dense"
             )
         decoding = self.decoding(self.schedule)

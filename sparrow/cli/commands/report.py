@@ -23,7 +23,7 @@ class Report(Command):
     path: Annotated[Path, tyro.conf.Positional]
     # A second run, to show beside the first.
     other: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="OTHER")] = None
-    # Steps whose responses are shown; unset: up to 40, from the first to the last.
+    # Steps whose responses are shown. Defaults to up to 40 steps from the first to the last.
     steps: tuple[Count, ...] = ()
 
     def run(self) -> None:
@@ -39,7 +39,7 @@ class Report(Command):
             if len(runs) > 1 or self.steps:
                 raise ConfigError(
                     f"{self.path} is a file, not a run, so it cannot be compared and has no steps; "
-                    "give it without a second run and without --steps"
+                    "pass it alone, without a second run or --steps"
                 )
             measured = read_measurement(self.path)
             if measured is None:
@@ -48,7 +48,7 @@ class Report(Command):
                 drawn = draw_measurement(measured, self.path.with_suffix(".png"))
         elif missing := [path for path in runs if not path.exists()]:
             raise ConfigError(
-                f"{missing[0]} does not exist; give a run directory, "
+                f"{missing[0]} does not exist; pass a run directory, "
                 "or a file from sparrow calibrate or sparrow measure"
             )
         else:

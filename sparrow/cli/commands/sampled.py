@@ -48,8 +48,9 @@ class FromPrompts(Sampled):
     prompts: str | None = None
     # Instead of a file of prompts: a synthetic task, such as trace:lines=24.
     task: str | None = None
-    # Instead of a file of prompts: files of questions or known datasets, as in sparrow train, with
-    # the same prompts in the same order for the same seed, in the model's chat template.
+    # Instead of a file of prompts: files of questions, or known datasets, as in sparrow train. With
+    # the same seed, the prompts and their order are those of training, in the model's chat
+    # template.
     dataset: tuple[str, ...] = ()
     # Softmax temperature of both actor and policy; 0 is not allowed, as a greedy actor has no
     # acceptance rate.
@@ -66,7 +67,7 @@ class FromPrompts(Sampled):
         if self.prompts is not None and self.chat.is_set:
             raise ConfigError(
                 "the chat settings apply to --dataset only; leave them out, as "
-                f"the prompts of {self.prompts} are sent as they are"
+                f"the prompts of {self.prompts} are sent unchanged"
             )
 
     def load_prompts(
@@ -90,8 +91,8 @@ class FromPrompts(Sampled):
 class WithLists(FromPrompts):
     """Options shared by measuring and calibrating."""
 
-    # Length of the actor's lists of most likely tokens, which bound the acceptance rate; unset: 20,
-    # or more if 20 do not show whether p5 is high enough, as with flat distributions.
+    # Length of the actor's lists of most likely tokens, which bound the acceptance rate. Defaults
+    # to 20, or to more if 20 do not show whether p5 is high enough, as with flat distributions.
     top_n: Count | None = None
 
     def load_sampler(self, decoding: Decoding) -> tuple[Engine, HFEngine, list[list[int]]]:

@@ -32,7 +32,7 @@ class TrainOptions(TrainConfig, Command):
     engine: str = "hf"
     # Do not train: check settings, data and the model's config.json, and predict memory and hours
     # on this machine: a100, h100, h200 or b200 with options, as in h200:gpus=8,median=9000.
-    # Options: gpus, median (median response length; unset: 0.43 of rollout.max-new-tokens) and
+    # Options: gpus, median (median response length; 0.43 of rollout.max-new-tokens by default) and
     # acceptance (of lossless drafts).
     dry_run: str | None = None
 

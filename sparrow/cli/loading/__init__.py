@@ -1,4 +1,4 @@
-"""Loading of the models, problems, benchmarks, prompts and engines named in a user's settings."""
+"""Load the models, problems, benchmarks, prompts and engines named in a user's settings."""
 
 from sparrow.cli.loading.benchmarks import HELD_OUT, load_benchmark, load_benchmarks
 from sparrow.cli.loading.engines import load_engine, load_scorer

@@ -1,4 +1,4 @@
-"""Loading of benchmarks: the problems of tasks and datasets, in order."""
+"""Load benchmarks: the problems of tasks and datasets, in order."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def load_benchmark(
         task = load_task_spec(spec)
         if limit is None:
             raise ConfigError(
-                f"the task {spec} is endless; give the number of problems to use, as in {option} 64"
+                f"the task {spec} is endless; specify the number of problems to use, as in {option} 64"
             )
         problems = [draw(task, i, HELD_OUT) for i in range(limit)]
     else:

@@ -1,4 +1,4 @@
-"""Starting of engines and scorers."""
+"""Start engines and scorers."""
 
 from __future__ import annotations
 

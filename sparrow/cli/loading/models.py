@@ -1,4 +1,4 @@
-"""Loading of models and their tokenizers."""
+"""Load models and their tokenizers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ def load_object(spec: str, what: str) -> Any:
     module, _, name = spec.partition(":")
     if not re.fullmatch(r"[\w.]+:\w+", spec) or module.endswith(".py"):
         raise ConfigError(
-            f"{what} {spec!r} should read module:name, such as my_rewards:judge{_by_path(spec)}"
+            f"{what} {spec!r} must have the form module:name, such as "
+            f"my_rewards:judge{_by_path(spec)}"
         )
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -29,7 +30,7 @@ def load_object(spec: str, what: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise ConfigError(
-                f"{what} {spec!r}: {module} raised {place(error)}; install what it needs"
+                f"{what} {spec!r}: {module} raised {place(error)}; install the missing package"
             ) from error
         raise ConfigError(
             f"{what} {spec!r}: no module {error.name!r} in this directory or on PYTHONPATH; "
@@ -39,17 +40,20 @@ def load_object(spec: str, what: str) -> Any:
         raise ConfigError(f"{what} {spec!r}: {place(error)}; check the name") from error
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{what} {spec!r}: importing {module} raised {place(error)}; fix it"
+            f"{what} {spec!r}: importing {module} raised {place(error)}; fix {module}"
         ) from error
 
 
 def _by_path(spec: str) -> str:
-    """Return the end of a sentence that says how to write a module that was given as a path; empty
-    if it was not.
+    """Return the end of an error message that says how to write ``spec`` if it is a path; empty if
+    it is not.
     """
     path, _, name = spec.partition(":")
     file = Path(path)
     if file.suffix != ".py" and "/" not in path:
         return ""
     written = f"{file.stem}:{name or 'judge'}"
-    return f"; for the file {path}, give {written} in its folder, or with that folder on PYTHONPATH"
+    return (
+        f"; to use the file {path}, pass {written} and run the command in the file's folder, or add "
+        "that folder to PYTHONPATH"
+    )

@@ -1,4 +1,4 @@
-"""Loading of training problems: a task, or a mixture of datasets."""
+"""Load training problems: a task, or a mixture of datasets."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def load_problems(
     """
     if task is not None and datasets:
         raise ConfigError(
-            f"--task {task} and --dataset {' '.join(datasets)} exclude each other; give one of them"
+            f"--task {task} and --dataset {' '.join(datasets)} are mutually exclusive; pass one of them"
         )
     if task is None and not datasets:
         raise ConfigError(
-            "there is nothing to train on; give --task NAME, or --dataset NAME or FILE"
+            "there is nothing to train on; pass --task NAME, or --dataset NAME or FILE"
         )
     if task is not None:
         if reward is not None:
@@ -75,7 +75,7 @@ def load_problems(
         if chat.is_set:
             raise ConfigError(
                 f"the chat settings apply to --dataset only; leave them out, as the prompts of the "
-                f"task {task} are sent as they are"
+                f"task {task} are sent unchanged"
             )
         return load_task_spec(task)
     judge = None if reward is None else Judge.of(load_object(reward, "reward"), reward)

@@ -1,4 +1,4 @@
-"""Loading of prompts, and their encoding as token ids that leave room for a response."""
+"""Load prompts, and encode them as token ids that leave room for a response."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def encode_prompts(
     if len(kept) < len(encoded):
         name, ids = next((name, ids) for name, ids in encoded if not 0 < len(ids) <= room)
         left_out = (
-            f"{len(encoded) - len(kept)} of {len(encoded)} prompts have no tokens, or more than "
-            f"the {room} for which the model's context has room besides a response; "
+            f"{len(encoded) - len(kept)} of {len(encoded)} prompts are empty, or longer than the "
+            f"{room} tokens that fit in the model's context together with a response; "
             f"the first is {name} with {len(ids)} tokens"
         )
         if not kept:
@@ -101,11 +101,11 @@ def read_prompts(path: Path) -> list[Prompt]:
         if any("\0" in line for line in lines):
             raise ConfigError(
                 f"{path} is not text, as it contains zero bytes; "
-                "give a text file with one prompt per line, or a .jsonl file"
+                "pass a text file with one prompt per line, or a .jsonl file"
             )
         named = [
             Prompt(f"line {i} of {path}", line) for i, line in enumerate(lines, 1) if line.strip()
         ]
     if not named:
-        raise ConfigError(f"{path} contains no prompts; add some, or give another file")
+        raise ConfigError(f"{path} contains no prompts; add some, or pass another file")
     return named

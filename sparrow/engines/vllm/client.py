@@ -48,7 +48,7 @@ class Client(ABC):
         """Refuse prompts and sampling settings that vLLM cannot serve.
 
         Raises PromptError: see ``Sampling.check``. ConfigError: top-k or top-p is set in lossless
-        mode, in which drafts would ignore it.
+        mode, in which drafts would ignore the setting.
         """
         sampling.check(prompts, self.context)
         if sampling.truncated and self._is_lossless:
@@ -64,7 +64,7 @@ class Client(ABC):
 
     @abstractmethod
     def reset_prefix_cache(self) -> bool:
-        """Drop the prefix cache; returns False if running requests still use it."""
+        """Drop the prefix cache; return False if running requests still use it."""
 
     def describe(self) -> dict[str, Any]:
         """Return the backend, schedule and layers that the first worker reports."""
@@ -114,7 +114,7 @@ class Client(ABC):
         if counters.preemptions:
             logger.warning(
                 "vLLM preempted %d sequences and prefilled their generated tokens again, densely, "
-                "so their cache is not that of the actor; give vLLM a larger KV cache, or lower "
+                "so their KV cache differs from the actor's; give vLLM a larger KV cache, or lower "
                 "max_num_seqs",
                 counters.preemptions,
             )
@@ -205,8 +205,8 @@ def rollout(
     if end not in ("stop", "length"):
         raise EngineError(
             f"vLLM ended a response after {len(tokens)} tokens with {end!r}, not 'stop' or "
-            "'length', so the response is not a sample of the actor; do not abort requests, or "
-            "pause or stop vLLM, during a run, and continue with --resume"
+            "'length', so the response is not a sample of the actor; continue with --resume, and "
+            "do not abort requests or pause or stop vLLM during a run"
         )
     return Rollout(
         prompt_ids=prompt,

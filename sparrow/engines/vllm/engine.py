@@ -139,8 +139,8 @@ class VLLMEngine(Client):
         """See ``DraftReplayer.replay``."""
         if self._scheduler is None:
             raise ConfigError(
-                "this vLLM engine has a fixed number of drafts, so it cannot repeat choices; "
-                "start it with adapt_draft_tokens"
+                "this vLLM engine has a fixed number of drafts, so it cannot repeat recorded choices; "
+                "start it with adapt_draft_tokens=true"
             )
         self._scheduler.replay(choices)
 
@@ -274,7 +274,7 @@ def options_of(asked: Asked) -> dict[str, Any]:
     options = asked.spec.options
     if "dtype" in options:
         raise ConfigError(
-            f"engine {asked.spec.written!r} has a dtype, but vLLM's dtype is set by precision "
+            f"engine {asked.spec.written!r} sets a dtype, but vLLM's dtype is set by precision "
             f"({asked.precision}); leave dtype out, and set precision instead"
         )
     return {"dtype": {"fp32": "float32", "bf16": "bfloat16"}[asked.precision], **options}

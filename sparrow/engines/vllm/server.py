@@ -42,7 +42,7 @@ answers but does not count tokens.
 class VLLMServer(Client):
     """An engine that samples from a running vLLM server on this machine.
 
-    docs/vllm.md ("Sparrow's own trainer") has the command that starts the server.
+    docs/vllm.md ("Sparrow's own trainer") gives the command that starts the server.
 
     Args:
         url: the server's address, such as ``http://localhost:8000``.
@@ -250,8 +250,8 @@ def _content(answer: httpx.Response) -> bytes:
 
 
 def finished(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` and return its result; uses a separate thread if this one already runs an event
-    loop, as in a notebook.
+    """Run ``work`` and return its result. If this thread already runs an event loop, as in a
+    notebook, ``work`` runs in a thread of its own.
     """
     try:
         asyncio.get_running_loop()
@@ -262,8 +262,8 @@ def finished(work: Coroutine[Any, Any, T]) -> T:
 
 
 class HTTPStatusError(EngineError):
-    """An error status with which the server answered a request; the message has the request's path
-    and the server's answer.
+    """An error status with which the server answered a request; the message contains the request's
+    path and the server's answer.
     """
 
     def __init__(self, status: int, path: str, text: str) -> None:
@@ -315,6 +315,6 @@ def start(asked: Asked) -> VLLMServer:
     processes = PartialState().num_processes
     if len(urls) > processes:
         raise ConfigError(
-            f"{len(urls)} vLLM servers for {processes} processes; give at most one per process"
+            f"{len(urls)} vLLM servers for {processes} processes; pass at most one server per process"
         )
     return VLLMServer(urls[rank % len(urls)], asked.decoding, controls=rank < len(urls))

@@ -26,8 +26,8 @@ REMEDIES = (
     ("cache blocks", LARGER_CACHE),
     ("out of memory", LESS_MEMORY),
     ("free memory", LESS_MEMORY),
-    ("background process", "its message is above"),
-    ("initialization failed", "its message is above"),
+    ("background process", "see its error message above"),
+    ("initialization failed", "see its error message above"),
 )
 """Phrases in vLLM's reason, in lower case, and the remedy for each; the first match is used."""
 ADVICE = ("Try ", "See ", "Please ", "If ", "Consider ", "Decrease ", "Increase ")
@@ -56,7 +56,8 @@ def sentence(error: Exception) -> str:
     """Return the reason for the error and its remedy in one sentence."""
     reason = _reason(error)
     found = (remedy for words, remedy in REMEDIES if words in reason.lower())
-    return f"{reason}; {next(found, 'change the options of the engine')}"
+    remedy = next(found, "change the engine's options")
+    return f"{reason}; {remedy}"
 
 
 def _reason(error: Exception) -> str:

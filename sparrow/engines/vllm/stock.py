@@ -88,7 +88,7 @@ class StockEngine(VLLMEngine):
 
 
 class StockServer(VLLMServer):
-    """An engine that samples, with token ids, from a running vLLM server without Sparrow.
+    """An engine that samples from a running vLLM server without Sparrow, using token ids.
 
     Raises EngineError: no server answers.
     """
@@ -166,7 +166,8 @@ class StockServer(VLLMServer):
 def _completion(prompt: Sequence[int], choice: Mapping[str, Any]) -> Rollout:
     """Build a ``Rollout`` from one answer of the server.
 
-    Raises EngineError: the answer has no token ids, which servers before vLLM 0.10.2 do not send.
+    Raises EngineError: the answer contains no token ids, which servers before vLLM 0.10.2 do not
+    send.
     """
     tokens = choice.get("token_ids")
     if tokens is None:

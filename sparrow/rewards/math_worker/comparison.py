@@ -1,4 +1,4 @@
-r"""Comparison of two mathematical answers with math-verify.
+r"""Compare two mathematical answers with math-verify.
 
 There are three steps: ``typography.plain`` rewrites an answer as LaTeX that the parser can read,
 ``wording.misread`` rejects an answer that math-verify would misread, and ``same`` is math-verify's

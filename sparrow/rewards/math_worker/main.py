@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG = 1  # a constant of Linux's prctl
 
 
 def main() -> int:
-    """Fork the process that answers requests, and fork it again whenever it was ended at its limit.
+    """Fork the process that answers requests, and fork it again whenever it is ended at its limit.
 
     A forked process has the libraries and their caches without importing them. Returns the exit
     status.

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001  (characters that occur in answers)
-"""Rewriting of answers in other notations as LaTeX that math-verify's parser can read."""
+"""Rewrite answers in other notations as LaTeX that math-verify's parser can read."""
 
 from __future__ import annotations
 

@@ -30,26 +30,27 @@ Isolation = Literal["auto", "bwrap", "session", "none"]
 
 # seconds that a sandbox may take to start; generous, because the machine may be busy
 _START_S = 60.0
-_STARTS = 4  # number of attempts to start: processes or memory may be used up for a moment
+# number of attempts to start a sandbox, as processes or memory may be exhausted for a moment
+_STARTS = 4
 _log = logging.getLogger(__name__)
 
 _INSTALL = (
-    "install the package bubblewrap (apt install bubblewrap, dnf install bubblewrap) "
-    "where user namespaces are allowed"
+    "install bubblewrap (apt install bubblewrap, dnf install bubblewrap) "
+    "on a system that allows user namespaces"
 )
 
 
 @cache
 def _fault(wall: Wall) -> str | None:
-    """Why programs cannot be confined by ``wall`` on this machine, None if they can; found out by
-    running a program.
+    """Return the reason why ``wall`` cannot confine programs on this machine, or None if it can.
+    The function runs a program to find out.
     """
     if wall.held == "bwrap" and shutil.which("bwrap") is None:
         return "bubblewrap is not installed"
     if wall.held == "session" and (version := landlock_version()) < LANDLOCK_NEEDED:
         return (
-            f"this kernel's Landlock is of version {version}, "
-            f"and {LANDLOCK_NEEDED} is needed (Linux 6.2)"
+            f"this kernel has version {version} of Landlock, "
+            f"but version {LANDLOCK_NEEDED} (Linux 6.2) is needed"
         )
     program = (
         "import threading\nthread = threading.Thread(target=print, args=(6 * "
@@ -69,8 +70,8 @@ def _fault(wall: Wall) -> str | None:
 
 @cache
 def _wall(held: Held) -> Wall:
-    """The wall of this kind to use on this machine: the one that gives each sandbox its own user id
-    if that works here, otherwise the plain one.
+    """Return the wall of the kind ``held`` for this machine: one that gives each sandbox its own
+    user id if that works here, otherwise the plain one.
     """
     if held == "bwrap" and os.geteuid() == 0 and _fault(Wall("bwrap", own_user=True)) is None:
         return Wall("bwrap", own_user=True)
@@ -79,47 +80,43 @@ def _wall(held: Held) -> Wall:
 
 @cache
 def _announce(held: Held) -> None:
-    """Log what confines programs, and what limits them."""
+    """Log how programs are confined, and what limits them."""
     wall = _wall(held)
     grouped = cgroup.parent() is not None
     if grouped or wall.counted_by_kernel:
-        tasks = "by the kernel"
+        tasks = "counted by the kernel"
     elif held != "bwrap":
-        tasks = "by counting"
+        tasks = "counted by a watcher"
     else:
-        tasks = "not at all"
-    file_system = "a file system of their own and " if held == "bwrap" else ""
-    group = (
-        "and all of it by a control group of its own"
-        if grouped
-        else "no control group can be made here"
-    )
+        tasks = "unlimited"
+    file_system = "a separate file system, " if held == "bwrap" else ""
+    group = "each in its own" if grouped else "none can be created here"
     bounds = (
-        f"tasks are bounded {tasks}, processor time, memory and the size of a file by resource "
-        f"limits, files by {file_system}counting, replies by their size and shape, {group}"
+        f"tasks ({tasks}); processor time, memory and file size (resource limits); files "
+        f"({file_system}counted by a watcher); replies (size and shape); control groups ({group})"
     )
     if held == "none":
         _log.warning(
-            "GENERATED PROGRAMS RUN WITHOUT ISOLATION, as isolation='none' asks: they can read "
-            "and write this user's files and read this process's memory and environment; %s",
+            "GENERATED PROGRAMS RUN WITHOUT ISOLATION, because isolation is 'none': they can read "
+            "and write this user's files and read this process's memory and environment. Their limits: %s",
             bounds,
         )
     else:
         _log.info(
-            "generated programs are confined by %s: %s",
+            "generated programs are confined by %s. Their limits: %s",
             {"bwrap": "bubblewrap"}.get(held, "Landlock"),
             bounds,
         )
 
 
 def choose_isolation(isolation: Isolation = "auto") -> Held:
-    """The isolation that will be used, once it is found to work; ``auto`` is bubblewrap. Its bounds
-    are logged once.
+    """Check that the requested isolation works on this machine, and return it; ``auto`` means
+    bubblewrap. The limits of programs are logged once.
 
-    Raises RewardError: it does not work here. ValueError: no such isolation.
+    Raises RewardError: the isolation does not work here. ValueError: there is no such isolation.
     """
     if isolation not in ("auto", "bwrap", "session", "none"):
-        raise ValueError(f"isolation is auto, bwrap, session or none, got {isolation!r}")
+        raise ValueError(f"isolation must be auto, bwrap, session or none, got {isolation!r}")
     held: Held = "bwrap" if isolation == "auto" else isolation
     if (fault := _fault(_wall(held))) is None:
         _announce(held)
@@ -128,27 +125,27 @@ def choose_isolation(isolation: Isolation = "auto") -> Held:
         raise RewardError(
             f"generated programs must run in bubblewrap, which does not work here: {fault}; "
             f"{_INSTALL}, or choose isolation='session' (Landlock, weaker) or isolation='none' "
-            "(nothing is kept from them)"
+            "(no protection)"
         )
     if held == "session":
         raise RewardError(
             f"generated programs cannot be confined by Landlock here: {fault}; {_INSTALL}"
         )
     raise RewardError(
-        f"generated programs cannot be held to their limits here: {fault}; use another machine"
+        f"the limits of generated programs cannot be enforced here: {fault}; use another machine"
     )
 
 
 class Sandbox(Child):
-    """One sandboxed process; leaves nothing behind when closed.
+    """A sandboxed process, which leaves nothing behind when closed.
 
     Args:
-        request: what to run, see ``inside.main``.
-        limits: what it may use.
-        isolation: how it is confined, from ``choose_isolation``.
-        starts: how many times starting it is tried.
+        request: the program to run; see ``inside.main``.
+        limits: the resources that the process may use.
+        isolation: how the process is confined; see ``choose_isolation``.
+        starts: number of attempts to start the process.
 
-    Raises RewardError: it does not start.
+    Raises RewardError: the process does not start.
     """
 
     def __init__(
@@ -211,14 +208,14 @@ class Sandbox(Child):
 
     @property
     def stopped_by_limit(self) -> bool:
-        """True if the process ended by itself, and by a signal with which the limit on processor
-        time ends a process.
+        """True if a signal that the kernel sends at the limit on processor time ended the process,
+        and not ``kill``.
         """
         signals = (signal.SIGXCPU, signal.SIGKILL)
         return self.status in {code for number in signals for code in (-number, 128 + number)}
 
     def kill(self) -> None:
-        """End every process inside, and wait for it."""
+        """End every process in the sandbox, and wait until they have ended."""
         if self.process.returncode is not None:
             return
         if self._report is not None and (first := self._first_process()):
@@ -237,7 +234,9 @@ class Sandbox(Child):
         self.process.wait()
 
     def _first_process(self) -> int | None:
-        """Process 1 of the namespace, None if there is none or it was reaped."""
+        """Return the id of the namespace's process 1; None if there is no such process or it was
+        reaped.
+        """
         assert self._report is not None
         poll = select.poll()
         poll.register(self._report, select.POLLIN)
@@ -246,8 +245,8 @@ class Sandbox(Child):
         return None if not said or "exit-code" in said[-1] else said[0].get("child-pid")
 
     def close(self) -> None:
-        """End every process inside and remove its files. A failure is logged: it is no reason to
-        stop a run.
+        """End every process in the sandbox and remove the sandbox's files. Failures are only
+        logged, because they are no reason to stop a run.
         """
         try:
             self._undo.close()

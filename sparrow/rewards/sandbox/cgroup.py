@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 @cache
 def parent() -> Path | None:
-    """Find a group in which groups that limit memory and tasks can be created: this process's own
-    group or its parent; None if there is none.
+    """Find a group in which subgroups with limits on memory and tasks can be created: this
+    process's own group, or the parent of that group. Return None if there is no such group.
     """
     groups = (line for line in _lines("/proc/self/cgroup") if line.startswith("0::"))
     own = next((line[3:].strip() for line in groups), None)

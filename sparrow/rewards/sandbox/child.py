@@ -48,7 +48,8 @@ class Child:
     from the trainer's terminal.
 
     Args:
-        command, options: arguments of ``subprocess.Popen``.
+        command: the command to run.
+        options: further arguments of ``subprocess.Popen``.
     """
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:

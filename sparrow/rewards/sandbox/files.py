@@ -1,4 +1,4 @@
-"""Removal of the files, of any kind, that a program has left."""
+"""Remove the files, of any kind, that a program has left behind."""
 
 from __future__ import annotations
 

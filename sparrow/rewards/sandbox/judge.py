@@ -1,23 +1,23 @@
-"""Programs judged by unit tests.
+"""Judge programs by unit tests.
 
-The tests of a problem are a plain mapping, so that datasets can carry them:
+The tests of a problem are a plain mapping, so that they can be stored in datasets:
 
 - ``{"inputs": [...], "outputs": [...]}``: standard input and expected standard output of each test;
-- the same with ``"fn_name"``: each input is a list of arguments, each output the expected result,
-  both JSON values; ``"alternatives"`` has other lists of outputs, any of which may be met instead,
-  by all tests alike;
-- ``{"test": code, "setup": code, "entry_point": name}``: test code with assertions, as HumanEval
-  and MBPP have it. ``setup`` runs before it; with an ``entry_point``, the test code's ``check`` is
-  called with that function.
+- the same with ``"fn_name"``: each input is a list of arguments and each output is the expected
+  result, both JSON values. ``"alternatives"`` contains other lists of outputs. A program passes if
+  its results match any one of the lists in all tests;
+- ``{"test": code, "setup": code, "entry_point": name}``: test code with assertions, as in HumanEval
+  and MBPP. ``setup`` runs before the test code. With an ``entry_point``, the test code's ``check``
+  is called with that function.
 
-A ``"prelude"`` in any of them is code that runs before the program, such as imports.
+In all three kinds, ``"prelude"`` is code that runs before the program, such as imports.
 
-A program in bubblewrap cannot fake its verdict. For the first two kinds this process compares
-outputs, and the expected ones never enter the sandbox. For assertions, the test code runs in
-another sandbox and calls the program from there, see ``sandbox.inside.exchange``; the price is that
-objects of a program's own classes can be used, but not compared, see ``sandbox.inside.remote``. A
-program passes only if it loads and a test has called it or looked something of it up. Limits count
-the program's own time, see ``OwnTime``.
+A program in bubblewrap cannot fake its verdict. For the first two kinds, this process compares the
+outputs, and the expected outputs never enter the sandbox. For assertions, the test code runs in
+another sandbox and calls the program from there (see ``sandbox.inside.exchange``). The price is
+that objects of a program's own classes can be used but not compared (see
+``sandbox.inside.remote``). A program passes only if it loads and a test has called it or read one
+of its names. Limits count the program's own time (see ``OwnTime``).
 """
 
 from __future__ import annotations
@@ -100,18 +100,18 @@ class Judgement:
 
     verdicts: tuple[Verdict, ...]  # one per test that was run, in order
     tests: int  # number of all tests, whether run or not
-    detail: str  # what went wrong in the first test that was not passed; empty if none
+    detail: str  # what went wrong in the first failed test; empty if none failed
     wall_s: float  # seconds that judging took
 
     @property
     def passed(self) -> bool:
-        """True if there are tests and every one was passed."""
+        """True if there are tests and the program passed all of them."""
         return self.tests > 0 and self.verdicts == ("pass",) * self.tests
 
 
 def _same_token(actual: str, expected: str) -> bool:
-    """True if two words are the same, or the expected one is a number in its plain form and the
-    other has its value.
+    """Return whether two words are the same, or the expected word is a number in plain form and the
+    other has the same value.
     """
     if actual == expected:
         return True
@@ -130,10 +130,10 @@ def _close(actual: float, expected: float) -> bool:
 
 
 def same_output(actual: str, expected: str) -> bool:
-    """Compare two outputs line by line and word by word, spaces aside.
+    """Compare two outputs line by line and word by word, ignoring spaces.
 
-    A word that is expected to be a number in its plain form is compared as one: a whole number
-    exactly and without an exponent, a decimal one within tolerance. ``0011`` is text.
+    If the expected word is a number in plain form, the words are compared as numbers: whole numbers
+    exactly and without an exponent, decimals within tolerance. ``0011`` is text.
     """
     # Compare one word at a time: a list of words could take a hundred times the memory of a hostile
     # output.
@@ -142,8 +142,8 @@ def same_output(actual: str, expected: str) -> bool:
 
 
 def same_value(actual: Any, expected: Any) -> bool:
-    """Compare a result with an expected JSON value: tuples as lists, keys as text, floats within
-    tolerance.
+    """Compare a result with an expected JSON value. Tuples are compared as lists, keys as text, and
+    floats within a tolerance.
     """
     if isinstance(expected, Mapping):
         if not isinstance(actual, Mapping):
@@ -166,15 +166,15 @@ def same_value(actual: Any, expected: Any) -> bool:
 
 
 class Judge:
-    """Judge of programs, a bounded number at a time; callers beyond that wait.
+    """A judge that runs a bounded number of programs at a time; further callers wait.
 
     Args:
-        limits: what a program may use.
-        isolation: ``auto`` and ``bwrap`` use bubblewrap and refuse to go on without it; ``session``
-            uses Landlock and a filter on system calls, which is weaker; ``none`` keeps none of this
-            user's files or memory from programs.
-        workers: how many programs run at a time; by default, as many as there are processors this
-            process may use.
+        limits: the resources that a program may use.
+        isolation: ``auto`` and ``bwrap`` use bubblewrap and raise an error without it. ``session``
+            uses Landlock and a system-call filter, which is weaker. ``none`` does not protect this
+            user's files and memory from programs.
+        workers: number of programs that run at a time; by default, the number of processors that
+            this process may use.
 
     Thread-safe; holds no process between programs.
     """
@@ -191,11 +191,10 @@ class Judge:
         self._free = threading.BoundedSemaphore(self.workers)
 
     def judge(self, code: str, tests: Tests, *, stop_early: bool = True) -> Judgement:
-        """Run ``code`` against ``tests``, only up to the first that is not passed if
-        ``stop_early``.
+        """Run ``code`` against ``tests``; if ``stop_early``, only up to the first test that fails.
 
-        Raises RewardError: programs cannot be run here, or not with the isolation asked for.
-        ValueError: the tests are of none of the three kinds.
+        Raises RewardError: programs cannot be run here, or not with the requested isolation.
+        ValueError: the tests are not of one of the three kinds.
         """
         held = choose_isolation(self.isolation)
         with self._free:
@@ -217,8 +216,8 @@ class Judge:
 
 
 class _Readings:
-    """The expected results of calls. Several lists of them may be acceptable; the results so far
-    decide which lists are still possible.
+    """The expected results of calls. Several lists of results may be acceptable; the results so far
+    determine which lists are still possible.
     """
 
     def __init__(self, tests: Tests) -> None:
@@ -226,7 +225,7 @@ class _Readings:
         self._at = -1
 
     def next(self) -> Any:
-        """The expected result of the next test, in the first list that is still possible."""
+        """Return the next test's expected result, from the first list that is still possible."""
         self._at += 1
         return self._left[0][self._at]
 
@@ -241,7 +240,7 @@ class _Readings:
 
 @dataclass
 class _Run:
-    """One program on its way through its tests."""
+    """A program that is being tested, and the time that it has spent."""
 
     prelude: str
     code: str
@@ -254,7 +253,7 @@ class _Run:
         return Sandbox(request, self.limits, self.held)
 
     def _send(self, box: Sandbox, message: Mapping[str, Any]) -> None:
-        """Hand a message over, within ``wall_s`` of the sandbox's own time.
+        """Send a message, within ``wall_s`` of the sandbox's own time.
 
         Raises ChildTimeoutError, ChildEndedError: see ``Child``.
         """
@@ -262,7 +261,8 @@ class _Run:
             box.send_within(message, time_limit)
 
     def _receive(self, box: Sandbox, most: int, limit_s: float | None = None) -> dict[str, Any]:
-        """The next answer of a sandbox, within ``limit_s`` (``wall_s`` by default) of its own time.
+        """Receive the next answer of a sandbox, within ``limit_s`` (``wall_s`` by default) of its
+        own time.
 
         Raises ChildTimeoutError, ChildEndedError: see ``Child``.
         """
@@ -271,7 +271,7 @@ class _Run:
 
     @contextmanager
     def _time(self, limit_s: float) -> Iterator[OwnTime]:
-        """A time limit within what all tests have left, from which what is spent is taken."""
+        """Yield a time limit of at most the time left for all tests, and count the time spent."""
         time_limit = OwnTime(min(limit_s, self.limits.program_s - self.spent_s))
         try:
             yield time_limit
@@ -279,7 +279,7 @@ class _Run:
             self.spent_s += time_limit.spent_s
 
     def each(self, tests: Tests, stop_early: bool) -> list[tuple[Verdict, str]]:
-        """Verdicts of tests with inputs and outputs."""
+        """Return the verdicts of tests with inputs and outputs."""
         name = tests.get("fn_name")
         results: list[tuple[Verdict, str]] = []
         box: Sandbox | None = None
@@ -311,19 +311,19 @@ class _Run:
     def _test(
         self, box: Sandbox, name: str | None, given: Any, expected: Any, readings: _Readings
     ) -> tuple[Verdict, str]:
-        """One test: a call of the function ``name`` if there is one, else a run of the program."""
+        """Run one test: call the function ``name`` if it is given, otherwise run the program."""
         if name:
             return self._call(box, name, given, readings)
         return self._feed(box, given, expected)
 
     def _most(self, expected: str) -> int:
-        """Bytes beyond which no reply can be as expected. Long replies cost memory that malloc
-        keeps.
+        """Return the number of bytes beyond which a reply cannot be correct. Long replies cost
+        memory that malloc does not return.
         """
         return min(self.limits.output_bytes, _ROOM_BYTES + _ROOM_TIMES * len(expected))
 
     def _feed(self, box: Sandbox, given: str, expected: str) -> tuple[Verdict, str]:
-        """Run the program on a standard input, and compare its output."""
+        """Run the program on one standard input, and compare its output."""
         self._send(box, {"stdin": given})
         reply = self._receive(box, self.limits.output_bytes, self.limits.wall_s + _MARGIN_S)
         outcome = reply.get("outcome")
@@ -361,20 +361,20 @@ class _Run:
                 f"{name}(*{_show(given)}) is {_show(actual)}, expected {_show(expected)}",
             )
         except Exception as error:
-            # An unreadable result must not stop the run, whatever the program has made of it.
+            # An unreadable result must not stop the run, whatever the program has made it.
             detail = f"the result cannot be read: {type(error).__name__}: {error}"
             return "wrong", detail[:_DETAIL_CHARS]
 
     def assertions(self, tests: Tests) -> tuple[Verdict, str]:
-        """Verdict of test code."""
+        """Return the verdict of test code."""
         judge_request = {
             "mode": "judge",
             "setup": tests.get("setup") or "",
             "test": tests["test"],
             "entry_point": tests.get("entry_point"),
         }
-        # The tests are trusted and may need more memory than the program is given, e.g. to import
-        # numpy.
+        # The tests are trusted, and may need more memory than the program may use, for example to
+        # import numpy.
         roomy = replace(self.limits, memory_bytes=max(self.limits.memory_bytes, 1 << 30))
         with (
             Sandbox(judge_request, roomy, self.held) as judge,
@@ -402,7 +402,7 @@ class _Run:
 
 
 def _raised(said: object) -> tuple[Verdict, str]:
-    """The verdict on a call that raised."""
+    """Return the verdict on a call that raised an exception."""
     if not isinstance(said, str):
         return "error", "the reply is neither a result nor an error"
     detail = said[:_DETAIL_CHARS]
@@ -410,7 +410,7 @@ def _raised(said: object) -> tuple[Verdict, str]:
 
 
 def _broken(error: Exception, box: Sandbox) -> tuple[Verdict, str]:
-    """The verdict on a program that stopped answering."""
+    """Return the verdict on a program that stopped answering."""
     if isinstance(error, ChildTimeoutError) or box.stopped_by_limit:
         return "timeout", "stopped at a time limit"
     return "error", str(error)

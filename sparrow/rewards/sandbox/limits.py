@@ -26,4 +26,4 @@ class Limits:
     def __post_init__(self) -> None:
         wrong = [f"{name}={value}" for name, value in asdict(self).items() if value <= 0]
         if wrong:
-            raise ValueError(f"limits are positive, got {', '.join(wrong)}")
+            raise ValueError(f"limits must be positive, got {', '.join(wrong)}")

@@ -1,5 +1,5 @@
-"""Processes as the kernel describes them: state, processor time, and time spent waiting for a
-processor.
+"""Read from the kernel what processes do: their state, their processor time, and the time that they
+have waited for a processor.
 """
 
 from __future__ import annotations

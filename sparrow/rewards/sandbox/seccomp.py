@@ -1,10 +1,10 @@
-"""The system calls a judged program may not make, as a seccomp filter for x86-64 and arm64.
+"""A seccomp filter for x86-64 and arm64 with the system calls that a judged program may not make.
 
-The filter is a second wall inside bubblewrap's namespaces; where there is no bubblewrap, it and
-Landlock are the wall. The program is one process that starts no other, signals nobody but itself,
-opens no socket, changes no file's owner, mode or attributes, and uses none of the kernel's larger
-interfaces. Of the calls that are newer than the ones listed here, it may make only those in
-``_NEW``.
+The filter is a second wall inside bubblewrap's namespaces; without bubblewrap, the filter and
+Landlock are the only wall. The program is one process that starts no other, signals nobody but
+itself, opens no socket, changes no file's owner, mode or attributes, and uses none of the kernel's
+larger interfaces. Of the calls that are newer than those listed here, the program may make only
+those in ``_NEW``.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _NEW = (436, 437, 439, 441, 449, 451, 454, 455, 456, 462)
 # leases, notifications of changes in a folder, and pipes with larger buffers.
 _FCNTL_REFUSED = (8, 10, 15, 1024, 1026, 1031)
 _F_SETFL = 4
-# Allowed: asking whether a file is a terminal, how large that is and how many bytes can be read;
-# setting whether a file blocks and whether programs inherit it.
+# Allowed: asking whether a file is a terminal, how large the terminal is and how many bytes can be
+# read; setting whether a file blocks, and whether programs inherit it.
 _IOCTL_ALLOWED = (0x5401, 0x802C542A, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
 # Allowed: names of threads and mappings, huge pages, timers, and reading settings, but nothing that
 # lets the program outlive its parent.
@@ -203,7 +203,7 @@ _PASS: Instruction = (_RETURN, 0, 0, _ALLOW)
 
 
 def _call(number: int, tests: list[Instruction]) -> list[Instruction]:
-    """Run ``tests``, which must return, for the call ``number`` only."""
+    """Run ``tests`` only for the system call ``number``; they must return."""
     return [(_EQUAL, 0, len(tests), number), *tests]
 
 
@@ -216,11 +216,13 @@ def _one_of(values: Iterable[int | str], then: Instruction) -> list[Instruction]
 
 
 def program_filter() -> list[Instruction]:
-    """The filter for this machine's processor. Raises RewardError: neither x86-64 nor arm64."""
+    """Build the filter for this machine's processor. Raises RewardError: the processor is neither
+    x86-64 nor arm64.
+    """
     machine = platform.machine()
     if machine not in _ARCHES:
         raise RewardError(
-            f"programs can be judged on x86_64 and aarch64, not on {machine!r}; use such a machine"
+            f"programs can be judged only on x86_64 and aarch64, not on {machine!r}; use one of these"
         )
     column, arch = _ARCHES[machine]
     refuse = _errno(_EPERM)
@@ -266,8 +268,8 @@ def program_filter() -> list[Instruction]:
 
 @cache
 def packed_filter() -> tuple[str, list[int]]:
-    """The filter as the kernel takes it, in hexadecimal, and where in its bytes the filtered
-    process's own id goes.
+    """Return the filter in the kernel's format, as hexadecimal text, and the byte offsets at which
+    the filtered process's own id belongs.
     """
     code = program_filter()
     packed = b"".join(

@@ -1,6 +1,8 @@
-"""Ways to hold a program: the command that starts a sandbox, and what the harness inside must know.
+"""The walls that confine a program: the command that starts a sandbox, and what the harness inside
+must know.
 
-THREATS.md says what each way holds; ``none`` has the filter and the limits only.
+THREATS.md describes what each kind of wall stops. The kind ``none`` consists of only the filter and
+the limits.
 """
 
 from __future__ import annotations
@@ -36,17 +38,17 @@ _count = itertools.count(random.randrange(1 << 24))
 
 @dataclass(frozen=True)
 class Wall:
-    """One way of holding programs."""
+    """One way of confining programs."""
 
     held: Held
-    # bubblewrap started by a privileged user, who gives each sandbox a user id of its own
+    # bubblewrap is started by a privileged user, and each sandbox has its own user id
     own_user: bool = False
 
     @property
     def counted_by_kernel(self) -> bool:
-        """True if the kernel bounds a program's tasks without counting others with them.
+        """True if the kernel limits the number of a program's tasks without counting other tasks.
 
-        It does so for a user id that only this sandbox has, and since Linux 5.14 for a user
+        The kernel does so for a user id that only this sandbox has, and since Linux 5.14 for a user
         namespace, except root's.
         """
         if self.own_user:
@@ -55,15 +57,15 @@ class Wall:
         return self.held == "bwrap" and os.geteuid() != 0 and release >= (5, 14)
 
     def command(self, limits: Limits) -> list[str]:
-        """The command that starts the harness."""
+        """Return the command that starts the harness."""
         _compile()
         if self.held == "bwrap":
             return _bwrap(limits, self.own_user)
         return _python(str(_INSIDE.parent), sys.executable)
 
     def request(self, folder: str) -> dict[str, Any]:
-        """The part of a request that tells the harness about the wall; ``folder`` is the
-        program's.
+        """Return the part of a request that describes the wall to the harness; ``folder`` is the
+        program's folder.
         """
         return {
             "own_tasks": self.counted_by_kernel,
@@ -80,7 +82,7 @@ _CACHES = ("/etc/ld.so.cache", "/etc/alternatives")
 
 @cache
 def _folders() -> list[str]:
-    """The folders of Python and of the system's libraries."""
+    """Return the folders of Python and of the system's libraries."""
     installed = str(Path(sys.executable).resolve().parents[1])
     return sorted({"/usr", sys.prefix, sys.base_prefix, sys.exec_prefix, installed})
 
@@ -91,10 +93,11 @@ _MOVED = "/sandbox/python"
 
 @cache
 def _moved() -> str | None:
-    """The virtual environment that is bound elsewhere, so that a program's folders do not show
-    where it is; None if it can stay.
+    """Return the virtual environment that has to be mounted elsewhere, so that a program's folders
+    do not reveal its location; None if it can stay in place.
 
-    The Python that it was made from cannot be moved: it is named in the environment's files.
+    The Python from which the environment was created cannot be moved, because the environment's
+    files name it.
     """
 
     def hidden(path: object) -> bool:
@@ -109,7 +112,7 @@ def _moved() -> str | None:
 
 
 def _place(folder: str) -> str:
-    """The path that one of Python's folders has in bubblewrap."""
+    """Return the path of one of Python's folders inside bubblewrap."""
     return _MOVED if folder == _moved() else folder
 
 
@@ -194,19 +197,19 @@ def _bwrap_sizes(binary: str) -> bool:
 
 @cache
 def _compile() -> None:
-    """Compile the harness if its folder can be written. Inside it cannot be, so each program would
-    do it again.
+    """Compile the harness if its folder is writable. Inside the sandbox it is not, so every program
+    would compile the harness again.
     """
     compileall.compile_dir(_INSIDE, maxlevels=0, quiet=2)
 
 
 def _python(folder: str, executable: str) -> list[str]:
-    """Python running the package ``inside`` of a folder, which programs then do not find on their
-    path.
+    """Return the command that runs the package ``inside`` of a folder with Python; the folder is
+    not on the path of programs.
     """
     # Skipping the .pth files of installed packages, such as editable ones, cuts Python's startup
-    # time to a third. Imports make no garbage, so disabling collection saves the harness another
-    # twentieth.
+    # time to a third. Imports create no garbage, so disabling garbage collection saves another
+    # twentieth of the harness's time.
     start = "import gc, sys, site; gc.disable(); site.addpackage = lambda *_: None; site.main(); "
     start += (
         f"sys.path.insert(0, {folder!r}); from inside.main import main; del sys.path[0]; main()"

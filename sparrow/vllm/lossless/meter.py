@@ -91,9 +91,9 @@ def overlap(
     Args:
         target_TV: the policy's logits, processed as for sampling.
         draft_SkV: the logits from which drafts were sampled.
-        sequence_T, place_T: indices into ``draft_SkV`` of the logits with which each row is
-            compared. A place below 0 means that there is no draft. The result is then NaN, as it
-            is at a temperature of 0.
+        sequence_T: first index into ``draft_SkV`` of the logits with which each row is compared.
+        place_T: second index of these logits. A place below 0 means that there is no draft. The
+            result is then NaN, as it is at a temperature of 0.
         temper: whether the drafts' logits must still be divided by ``temperature_S``.
     """
     T, V = target_TV.shape
@@ -259,8 +259,8 @@ class Meter:
         Args:
             first_B1: index of the first row of logits of each sequence, ``[B + 1]``.
             position_T: position of the token before each row of logits; the length is one more.
-            sequence_T, place_T: each row's sequence, as an index among all sequences of the worker,
-                and the row's number within that sequence.
+            sequence_T: each row's sequence, as an index among all sequences of the worker.
+            place_T: each row's number within its sequence.
             sampled_B: number of tokens that each sequence got: its accepted drafts and one more.
         """
         T = len(position_T)

@@ -59,8 +59,8 @@ def draw(
         target_TV: the policy's logits, processed as for sampling.
         input_T: the token before each row of logits: the last sampled token, then the drafts.
         first_B1: index of the first row of each sequence, ``[B + 1]``.
-        position_T, sequence_T: each row's position, and its sequence, as an index among all
-            sequences of the worker.
+        position_T: each row's position.
+        sequence_T: each row's sequence, as an index among all sequences of the worker.
 
     Returns:
         Tokens ``[B, k + 1]``, and the number of valid ones, int32 ``[B]``: the accepted drafts and

@@ -1261,7 +1261,9 @@ def refuse(match: str, case: Case, workspace: DecodeWorkspace | None = None, **c
 def test_unsupported_inputs_are_refused_by_name():
     case = make_case([100], [2])
     workspace = make_workspace(case)
-    refuse("pages have 12 tokens and blocks 16", case, workspace, layout=PageLayout(12))
+    refuse(
+        "pages of 12 tokens do not fit blocks of 16 tokens", case, workspace, layout=PageLayout(12)
+    )
     refuse("queries must be float16 or bfloat16", case, q=case.q.float())
     refuse("length_B must be contiguous int32", case, length=case.length.long())
     refuse("caches must be", case, k_cache=case.k_cache.float(), v_cache=case.v_cache.float())
@@ -1270,8 +1272,14 @@ def test_unsupported_inputs_are_refused_by_name():
         r"landmarks must be .* in torch.float8_e4m3fn, got .* in torch.float16", case, layout=FP8
     )
     fp8, int8 = make_case([100], [2], cache_dtype=E4M3), make_case([100], [2], cache_dtype=INT8)
-    refuse("have scales, and they require them; got .* no scales", fp8, scales=None)
-    refuse("have scales, and they require them; got .* and scales", case, scales=fp8.scales)
+    refuse(
+        "require scales, and other caches must not have them; got .* no scales", fp8, scales=None
+    )
+    refuse(
+        "require scales, and other caches must not have them; got .* and scales",
+        case,
+        scales=fp8.scales,
+    )
     refuse(
         r"scales must be contiguous torch.float32 \[2\], got .* \(1,\)",
         fp8,
@@ -1295,14 +1303,15 @@ def test_unsupported_inputs_are_refused_by_name():
         case,
         budgets=budgets.long(),
     )
-    refuse("create a larger one", case, DecodeWorkspace(1, 2, 2, 64, 3, DEVICE))
+    refuse("create a larger workspace", case, DecodeWorkspace(1, 2, 2, 64, 3, DEVICE))
     refuse("the workspace is for 2, 4 and 64", case, DecodeWorkspace(1, 2, 4, 64, 100, DEVICE))
     for layer in (
         (int8.k_cache, int8.landmark_cache),
         (case.k_cache, case.landmark_cache, int8.scales.k),
     ):
         with pytest.raises(
-            ValueError, match="int8 keys need one tensor of scales, and other keys none"
+            ValueError,
+            match="int8 keys need one tensor of scales, and keys in other dtypes need none",
         ):
             CachedLayers([layer])
     with pytest.raises(ValueError, match="cannot rank sequences"):

@@ -57,10 +57,13 @@ def test_too_few_tokens_exit_with_2(capsys):
         (["--prompts", "no.txt"], "prompts must come from exactly one of"),
         (
             ["--engine", "stock:http://localhost:1"],
-            "which decodes in one way only; give as --dense-engine",
+            "which decodes in a single mode; set --dense-engine to a server",
         ),
-        (["--scorer", "prefill"], "needs a dense engine that is stock vLLM, got hf"),
-        (["--scorer", "prefill", "--dense-engine", "none"], "stock vLLM, got none"),
+        (["--scorer", "prefill"], "needs stock vLLM as the dense engine, got hf"),
+        (
+            ["--scorer", "prefill", "--dense-engine", "none"],
+            "stock vLLM as the dense engine, got none",
+        ),
         (["--engine", "stock:dtype=float16"], "leave dtype out, and set precision"),
         (
             ["--engine", "vllm:adapter=tuned", "--dense-engine", "stock:"],
@@ -101,7 +104,7 @@ def test_the_dense_arm_is_the_same_engine_without_drafts(options, dense):
 
 
 def test_a_server_has_no_dense_arm_unless_one_is_named():
-    with pytest.raises(ConfigError, match="or none to count rounding as bias"):
+    with pytest.raises(ConfigError, match="or to none to count rounding as bias"):
         parse([*SMALL, "--engine", "http://a:1"])._dense_engine()
 
 

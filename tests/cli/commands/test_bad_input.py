@@ -337,7 +337,7 @@ def test_prompts_without_room_for_a_response_are_skipped_and_reported(
     ]
     main([*arguments, "--prompts", str(path), "--out", str(out)])
     (message,) = [text for text in caplog.messages if text.startswith("left out")]
-    assert message.startswith("left out: 1 of 3 prompts have no tokens, or more than the 1016 ")
+    assert message.startswith("left out: 1 of 3 prompts are empty, or longer than the 1016 ")
     assert f"the first is line 2 of {path} with 2001" in message
     assert json.loads(out.read_text())["n_sequences"] == 4
     path.write_text("ba " * 2000)
@@ -364,13 +364,13 @@ def test_rows_too_long_for_the_model_are_skipped_and_counted(checkpoint, tmp_pat
     rows.insert(1, {"question": "ba " * 2000, "answer": "1"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     main(train(checkpoint, tmp_path, "--dataset", f"qa:path={path},template={{question}}"))
-    assert f"{path}: dropped 1 of 4 rows: 1 of more than 1016 tokens" in caplog.messages
+    assert f"{path}: dropped 1 of 4 rows: 1 longer than 1016 tokens" in caplog.messages
 
 
 def test_a_problem_too_long_is_named(checkpoint, tmp_path, capsys):
     refused = fails(capsys, *train(checkpoint, tmp_path, "--task", "trace:lines=200"))
     assert re.search(
-        r"problem 'trace-200-0-0' has \d+ tokens, .* does not fit the model's context of 1024",
+        r"problem 'trace-200-0-0' has \d+ tokens, .* do not fit in the model's context of 1024",
         refused,
     )
 
@@ -383,9 +383,9 @@ def test_max_new_tokens_beyond_the_context_are_refused(checkpoint, capsys):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("weight=x", "weight is 'x', but must be a valid integer; change weight."),
-        ("weight=true", "weight is True, but must be a valid integer; change weight."),
-        ("weight=0", "weight is 0, but must be greater than or equal to 1; change weight."),
+        ("weight=x", "weight is 'x', but must be a valid integer"),
+        ("weight=true", "weight is True, but must be a valid integer"),
+        ("weight=0", "weight is 0, but must be greater than or equal to 1"),
         ("max_length=-1", "max_length is -1, but must be greater than or equal to 1"),
         ("isolation=vm", "isolation is 'vm', but must be 'auto', 'bwrap', 'session' or 'none'"),
         (
@@ -393,7 +393,7 @@ def test_max_new_tokens_beyond_the_context_are_refused(checkpoint, capsys):
             "has the unknown option 'wieght', expected one of isolation, max_length, output_bytes, path, ",
         ),
         ("path=twice.jsonl", "the option 'path' occurs twice"),
-        ("template=hello", "the prompt template has no {question}, got 'hello'"),
+        ("template=hello", "the prompt template 'hello' has no {question}"),
     ],
 )
 def test_invalid_options_of_a_dataset_are_refused(option, message, checkpoint, tmp_path, capsys):
@@ -501,7 +501,7 @@ def test_a_custom_reward_is_given_by_module_and_function(own, checkpoint, tmp_pa
             "--task no_such_module:Task",
             "no module 'no_such_module' in this directory or on PYTHONPATH",
         ),
-        ("--dataset rows.jsonl --reward OWN", "reward 'OWN' should read module:name"),
+        ("--dataset rows.jsonl --reward OWN", "reward 'OWN' must have the form module:name"),
         ("--dataset rows.jsonl --reward OWN:OWN", "has no attribute"),
         ("--dataset ROWS --reward OWN:wrong", "returned None, expected a finite number"),
         (
@@ -572,7 +572,7 @@ def test_weights_with_different_sizes_are_refused_on_resume(checkpoint, tmp_path
     assert (
         f"cannot continue from {weights.parent} (RuntimeError: size mismatch for {name}" in refused
     )
-    assert "give the model that the run started with" in refused
+    assert "use the model that the run started with" in refused
 
 
 def test_a_log_that_is_not_text_does_not_stop_a_resumed_run(checkpoint, tmp_path, capsys):

@@ -110,7 +110,7 @@ def test_each_problem_is_reported_in_its_own_sentence(tmp_path, capsys):
         (["--engine", "hf"], "engine is 'hf', which a dry run cannot predict"),
         (
             ["--dry-run", "h200:gpus=32"],
-            "32 GPUs need several machines, but this trainer runs on one machine with at most 8; use verl",
+            "32 GPUs need several machines, but this trainer runs on one machine with at most 8 GPUs; use verl",
         ),
         (
             ["--dry-run", "h200:gpus=8,length=3"],

@@ -71,12 +71,12 @@ def test_mode_and_schedule_together_determine_decoding(options, schedule, expect
         (
             {"mode": "lossless"},
             "qwen3-4b-0.86",
-            r"lossless samples are the dense policy's.*give it as draft_schedule",
+            r"lossless samples are the dense policy's.*set it as draft_schedule",
         ),
         (
             {},
             "auto",
-            r"schedule is 'auto', but only sparrow train adjusts a schedule; give a schedule",
+            r"schedule is 'auto', but only sparrow train adjusts a schedule; set a fixed schedule",
         ),
         (
             {"mode": "lossy"},
@@ -89,7 +89,7 @@ def test_mode_and_schedule_together_determine_decoding(options, schedule, expect
         (
             {"mode": "auto"},
             "fixed:9",
-            r"mode is 'auto', but must be one of dense, lossless and lossy, as only sparrow train",
+            r"mode is 'auto', but must be dense, lossless or lossy, as only sparrow train",
         ),
         (
             {"meter_schedule": "fixed:1"},
@@ -184,9 +184,7 @@ def test_auto_mode_is_refused_if_verification_cannot_stop_mid_response(
 
 
 def test_settings_incompatible_with_lossless_rollouts_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"tau is None, but must be given with rollout\.mode auto"
-    ):
+    with pytest.raises(ConfigError, match=r"tau is None, but must be set in rollout\.mode auto"):
         TrainConfig(rollout=RolloutConfig(mode="auto"))
     assert TrainConfig(rollout=RolloutConfig(mode="auto"), relative_tau=0.98).tau is None
     lossless = RolloutConfig(mode="lossless")
@@ -308,7 +306,7 @@ def test_measuring_lossless_mode_reports_the_acceptance_of_drafts(checkpoint, tm
     found = json.loads(out.read_text())
     assert found["bins"][0]["upper_bound"] > 1 - 1e-5, "samples are the dense policy's"
     assert found["drafts"]["bins"][0]["mean"] < 0.999
-    assert "nothing to measure; give --schedule" in fails(capsys, "measure", *sampled)
+    assert "nothing to measure; pass --schedule" in fails(capsys, "measure", *sampled)
 
 
 def test_evaluating_losslessly_samples_the_same_tokens_as_dense_decoding(

@@ -69,8 +69,8 @@ TASK = ["--task", "trace:lines=4"]
             ["train", *MODEL, *TASK, "--eval.k", "1000000000000"],
             "eval.k is 1000000000000, but must be less",
         ),
-        (["report", "missing.json"], "missing.json does not exist; give a run directory"),
-        (["report", ".", "missing"], "missing does not exist; give a run directory"),
+        (["report", "missing.json"], "missing.json does not exist; pass a run directory"),
+        (["report", ".", "missing"], "missing does not exist; pass a run directory"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_before_anything_is_loaded(
@@ -92,7 +92,9 @@ def test_a_second_demo_in_one_directory_is_not_told_to_resume(capsys, tmp_path):
 
 
 def test_two_sources_of_problems_are_named():
-    with pytest.raises(ConfigError, match="--task trace and --dataset gsm8k taco exclude each"):
+    with pytest.raises(
+        ConfigError, match="--task trace and --dataset gsm8k taco are mutually exclusive"
+    ):
         load_problems("trace", ("gsm8k", "taco"), None)
 
 
@@ -105,7 +107,9 @@ def test_an_error_uses_the_commands_name_for_a_limit():
 
 @pytest.mark.parametrize("path", ["my/judges.py:right", "judges.py:right"])
 def test_a_reward_given_as_a_path_is_refused_with_its_module_name(path):
-    with pytest.raises(ConfigError, match="give judges:right in its folder"):
+    with pytest.raises(
+        ConfigError, match="pass judges:right and run the command in the file's folder"
+    ):
         load_object(path, "reward")
 
 
@@ -123,7 +127,9 @@ def test_a_lone_surrogate_is_reported_with_its_row(tmp_path):
         + "\n"
         + '{"question": "\\ud800", "answer": "1"}'
     )
-    with pytest.raises(ConfigError, match=r"row 2 of .*its text contains \\ud800, which is half"):
+    with pytest.raises(
+        ConfigError, match=r"row 2 of .*its text contains \\ud800, a lone surrogate"
+    ):
         load_problems(None, (str(file),), None)
     file.write_text('{"prompt": "\\udc00"}')
     with pytest.raises(ConfigError, match=r"row 1 of .*its text contains \\udc00"):
@@ -133,10 +139,10 @@ def test_a_lone_surrogate_is_reported_with_its_row(tmp_path):
 @pytest.mark.parametrize(
     "problem, message",
     [
-        (Problem("p", ["a message"], float), "has a prompt that is a list, expected text"),
-        (Problem("p", None, float), "has a prompt that is a NoneType, expected text"),
+        (Problem("p", ["a message"], float), "has a prompt of type list, expected text"),
+        (Problem("p", None, float), "has a prompt of type NoneType, expected text"),
         (Problem("p", "\ud800", float), "half of a character"),
-        (Problem("p", "text", 1.0), "has a verify that is a float"),
+        (Problem("p", "text", 1.0), "has a verifier of type float"),
     ],
 )
 def test_a_problem_of_the_wrong_type_is_reported_when_drawn(problem, message):
@@ -152,7 +158,7 @@ def test_invalid_schedules_from_python_are_refused_in_a_sentence():
     with pytest.raises(ConfigError, match="got unknown"):
         SparsitySchedule.load({1: 2, "a": 3})
     for model, target in ((None, 0.86), ("qwen3-4b", None), ("qwen3-4b", "0.86"), (4, 0.86)):
-        with pytest.raises(ConfigError, match="a preset is a model's name and a target"):
+        with pytest.raises(ConfigError, match="a preset consists of a model's name and a target"):
             SparsitySchedule.preset(model, target)
 
 
@@ -166,7 +172,7 @@ def test_missing_models_and_lengths_are_refused_in_a_sentence():
         pass
     for lengths in (None, "ab", [1, None], {}):
         with (
-            pytest.raises(ConfigError, match="one whole number of at least 0 for each row"),
+            pytest.raises(ConfigError, match="a whole number of at least 0 for each row"),
             teacher_forced(model, lengths),
         ):
             pass

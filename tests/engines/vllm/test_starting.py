@@ -72,15 +72,15 @@ def refused(**options) -> ValidationError:
                 "WorkerProc initialization failed due to an exception in a background process. "
                 "See stack trace for root cause."
             ),
-            "WorkerProc initialization failed due to an exception in a background process; its "
-            "message is above",
+            "WorkerProc initialization failed due to an exception in a background process; see "
+            "its error message above",
         ),
         (
             TypeError("EngineArgs.__init__() got an unexpected keyword argument 'max_modle_len'"),
             "EngineArgs.__init__() got an unexpected keyword argument 'max_modle_len'; change the "
-            "options of the engine",
+            "engine's options",
         ),
-        (RuntimeError(), "RuntimeError; change the options of the engine"),
+        (RuntimeError(), "RuntimeError; change the engine's options"),
     ],
 )
 def test_each_cause_is_reported_with_its_remedy(error, expected):
@@ -89,12 +89,12 @@ def test_each_cause_is_reported_with_its_remedy(error, expected):
 
 def test_a_setting_out_of_range_is_reported_with_its_name_and_rule():
     assert sentence(refused(gpu_memory_utilization=2)) == (
-        "gpu_memory_utilization: Input should be less than or equal to 1; change the options of "
-        "the engine"
+        "gpu_memory_utilization: Input should be less than or equal to 1; change the engine's "
+        "options"
     )
     assert sentence(refused(max_model_len=9000)) == (
         "max_model_len: max_model_len (9000) is greater than the derived one (8192); change the "
-        "options of the engine"
+        "engine's options"
     )
 
 
@@ -106,7 +106,7 @@ def test_errors_that_are_not_start_errors_pass_through_unchanged():
 
 
 def test_the_death_of_a_worker_process_is_reported():
-    with pytest.raises(EngineError, match="its message is above"), starting():
+    with pytest.raises(EngineError, match="see its error message above"), starting():
         raise Exception("WorkerProc initialization failed due to an exception. See stack trace.")
 
 

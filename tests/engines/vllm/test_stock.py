@@ -112,7 +112,7 @@ def test_a_server_that_returns_no_token_ids_is_refused(served):
 
 def test_long_prompts_and_schedules_are_refused(served):
     engine = connected(served)
-    with pytest.raises(PromptError, match="does not fit the model's context of 100"):
+    with pytest.raises(PromptError, match="do not fit in the model's context of 100"):
         engine.generate([[1] * 98], Sampling(3, top_n=0))
     with pytest.raises(ConfigError, match="stock vLLM cannot follow a schedule"):
         engine.set_schedule(SparsitySchedule.dense())

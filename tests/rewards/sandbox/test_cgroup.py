@@ -105,7 +105,7 @@ def test_a_sandbox_runs_in_its_group_and_removes_it(tmp_path, monkeypatch, mode,
     assert seen == ["0\n", "0\n"] and sorted(p.name for p in root.iterdir() if p.is_dir()) == [
         "trainer"
     ]
-    assert "and all of it by a control group of its own" in caplog.text
+    assert "control groups (each in its own)" in caplog.text
 
 
 def test_a_group_that_stays_busy_is_reported_without_stopping_anything(

@@ -442,8 +442,8 @@ def test_without_bubblewrap_nothing_runs_unless_explicitly_allowed(
     monkeypatch.setattr(box.shutil, "which", lambda name: None)
     with pytest.raises(
         RewardError,
-        match=r"must run in bubblewrap, .*: bubblewrap is not installed; install the package bubblewrap \(apt install "
-        r"bubblewrap, .*isolation='session' \(Landlock, weaker\) or isolation='none' \(nothing is kept",
+        match=r"must run in bubblewrap, .*: bubblewrap is not installed; install bubblewrap \(apt install "
+        r"bubblewrap, .*isolation='session' \(Landlock, weaker\) or isolation='none' \(no protection",
     ):
         CodeVerifier(LIMITS, isolation).judge(GOOD, DOUBLE)
     assert caplog.text == ""
@@ -453,7 +453,7 @@ def test_without_landlock_a_session_is_refused(forgetful, monkeypatch):
     monkeypatch.setattr(box, "landlock_version", lambda: 2)
     with pytest.raises(
         RewardError,
-        match=r"confined by Landlock here: .* of version 2, and 3 is needed .*; install",
+        match=r"confined by Landlock here: .* version 2 of Landlock, but version 3 .* is needed; install",
     ):
         CodeVerifier(LIMITS, "session").judge(GOOD, DOUBLE)
 
@@ -465,7 +465,7 @@ def test_running_without_isolation_must_be_requested_and_logs_one_loud_warning(
     verifier = CodeVerifier(LIMITS, "none")
     program = f"print(open('{tmp_path}/secret').read())"
     assert verifier.judge(program, {"inputs": [""], "outputs": [SECRET]}).passed
-    assert "GENERATED PROGRAMS RUN WITHOUT ISOLATION, as isolation='none' asks" in caplog.text
+    assert "GENERATED PROGRAMS RUN WITHOUT ISOLATION, because isolation is 'none'" in caplog.text
     verifier.judge(GOOD, DOUBLE)
     assert len(caplog.records) == 1
 
@@ -475,9 +475,12 @@ def test_running_without_isolation_must_be_requested_and_logs_one_loud_warning(
     [
         (
             "bwrap",
-            r"confined by bubblewrap: tasks are bounded by the kernel, .* files by a file system of their own",
+            r"confined by bubblewrap. Their limits: tasks \(counted by the kernel\); .* \(a separate file system",
         ),
-        ("session", r"confined by Landlock: tasks are bounded by counting, .* files by counting"),
+        (
+            "session",
+            r"confined by Landlock. Their limits: tasks \(counted by a watcher\); .* files \(counted by a watcher",
+        ),
     ],
 )
 def test_enforced_limits_are_logged_at_start(held, said, forgetful, caplog):
@@ -534,12 +537,14 @@ def test_invalid_replies_of_a_sandbox_are_errors(monkeypatch):
 @pytest.mark.parametrize("limits", [{"cpu_s": 0}, {"wall_s": -1.0}, {"memory_bytes": 0}])
 def test_limits_must_be_positive(limits):
     (name,) = limits
-    with pytest.raises(ValueError, match=f"limits are positive, got {name}="):
+    with pytest.raises(ValueError, match=f"limits must be positive, got {name}="):
         Limits(**limits)
 
 
 def test_unknown_isolation_is_refused():
-    with pytest.raises(ValueError, match="isolation is auto, bwrap, session or none, got 'docker'"):
+    with pytest.raises(
+        ValueError, match="isolation must be auto, bwrap, session or none, got 'docker'"
+    ):
         choose_isolation("docker")
 
 

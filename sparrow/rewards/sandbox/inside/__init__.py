@@ -1,3 +1,3 @@
 """The part of the sandbox that runs inside it. It imports only the standard library, and as little
-of the library as possible.
+of that as possible.
 """

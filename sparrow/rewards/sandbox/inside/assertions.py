@@ -1,4 +1,4 @@
-"""The mode that runs test code, which is trusted and calls the program's functions in another
+"""The mode that runs test code. This code is trusted and calls the program's functions in another
 sandbox.
 """
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class Names(dict[str, "Any"]):
-    """The tests' globals. A name that is not defined here is the program's and is looked up there
-    each time.
+    """The tests' globals. A name that is not defined here is looked up in the program each time it
+    is used.
     """
 
     def __init__(self, defined: Mapping[str, Any], exchange: Exchange, own: set[str]) -> None:
@@ -43,10 +43,11 @@ class Names(dict[str, "Any"]):
 
 
 def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
-    """The built-in name that is the program's: the one that the tests call if they name nothing
-    else of the program's.
+    """Find the built-in function that the program redefines: if the tests name nothing else of the
+    program's, this is the built-in that they call. Return its name in a set, which is empty if
+    there is none.
 
-    Raises ValueError: the tests call several, and any of them may be meant.
+    Raises ValueError: the tests call several built-ins, and any of them may be meant.
     """
     nodes = list(ast.walk(tree))
     bound = defined | {
@@ -76,14 +77,14 @@ def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
     }
     if len(called) > 1:
         raise ValueError(
-            f"say with 'entry_point' which of {', '.join(sorted(called))} is the program's"
+            f"set 'entry_point' to the one of {', '.join(sorted(called))} that the program defines"
         )
     return called
 
 
 def judge(channel: Channel, request: Mapping[str, Any]) -> None:
-    """Mode ``judge``: run the tests; a name that neither they nor their setup define is the
-    program's.
+    """Mode ``judge``: run the tests. A name that neither the tests nor their setup define is looked
+    up in the program.
     """
 
     def not_here(name: str) -> Any:
@@ -112,8 +113,8 @@ def judge(channel: Channel, request: Mapping[str, Any]) -> None:
 def run_tests(exchange: Exchange, request: Mapping[str, Any]) -> None:
     """Run the setup and the tests, and then the tests that wait to be called.
 
-    Raises what the first of them raises. RemoteError: the program cannot be loaded. ValueError: no
-    test has called the program or looked anything of it up.
+    Raises the first exception that a test raises. RemoteError: the program cannot be loaded.
+    ValueError: no test has called the program or read any of its names.
     """
     setup = request["setup"]
     test = request["test"]
@@ -140,4 +141,4 @@ def run_tests(exchange: Exchange, request: Mapping[str, Any]) -> None:
         names["check"](names[entry_point])
     collected.run(names)
     if not exchange.asked:
-        raise ValueError("no test has called the program or looked anything of it up")
+        raise ValueError("no test has called the program or read any of its names")

@@ -16,7 +16,7 @@ _AWAKE = 1 / 20
 
 
 class OwnTime:
-    """A program's own time from now on, without waits for a processor, and its limit.
+    """The time that a program spends from now on, without waits for a processor, and its limit.
 
     Args:
         limit_s: seconds that the program may spend.
@@ -49,7 +49,7 @@ class OwnTime:
 
     @property
     def left_s(self) -> float:
-        """The seconds that the program has left, never below zero."""
+        """Seconds that the program has left, at least zero."""
         return max(0.0, self._limit_s - self.spent_s)
 
     @property

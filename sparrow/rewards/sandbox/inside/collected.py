@@ -1,6 +1,6 @@
-"""Runs the tests that a test runner would collect: functions named ``test_...`` and test classes.
+"""Run the tests that a test runner would collect: functions named ``test_...`` and test classes.
 
-unittest and pytest would find and call them; here ``run`` does.
+Here, ``run`` finds and calls them in place of unittest or pytest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ENTERED = "_entered_tests"
 
 
 def mark(tree: ast.Module) -> ast.Module:
-    """The tests, changed so that every function named ``test_...`` notes that it was called."""
+    """Change the tests so that every function named ``test_...`` records that it was called."""
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_test(node.name):
             note = ast.parse(f"{_ENTERED}.add({node.name!r})").body
@@ -31,8 +31,9 @@ def _is_test(name: str) -> bool:
 
 
 def prepare(source: str, namespace: dict[str, Any]) -> None:
-    """Make the tests' globals ready for ``source``: ``main`` of unittest and pytest does nothing,
-    since ``run`` does it, and numpy's comparisons know an empty array.
+    """Prepare the tests' globals for ``source``. ``main`` of unittest and pytest is replaced by a
+    function that does nothing, because ``run`` calls the tests, and numpy's comparisons are guarded
+    (see ``guard_numpy``).
     """
     namespace[_ENTERED] = set()
     if "unittest" in source:
@@ -50,13 +51,13 @@ def _nothing(*_: Any, **__: Any) -> int:
 
 
 def guard_numpy() -> None:
-    """Let numpy's comparisons fail where they would compare no element: ``allclose([], 2.5)`` is
-    true, because the one number is repeated as often as there are elements.
+    """Make numpy's comparisons fail where they would compare no elements. Otherwise ``allclose([],
+    2.5)`` would be true, because the number is repeated as often as there are elements.
     """
     numpy: Any = import_module("numpy")
 
     def empty(pair: tuple[Any, ...]) -> bool:
-        """True if one side has elements and the other has none."""
+        """Return whether one side has elements and the other has none."""
         try:
             sizes = [numpy.size(side) for side in pair]
         except Exception:  # ragged sequences, which numpy's own function reports
@@ -72,7 +73,7 @@ def guard_numpy() -> None:
         return compare
 
     def unequal() -> None:
-        raise AssertionError("an empty array was compared with one that is not")
+        raise AssertionError("an empty array was compared with one that is not empty")
 
     numpy.allclose = guarded(numpy.allclose, lambda: False)
     numpy.array_equiv = guarded(numpy.array_equiv, lambda: False)
@@ -92,10 +93,10 @@ def guard_numpy() -> None:
 
 
 def run(namespace: dict[str, Any]) -> None:
-    """Run what the tests define and have not called: each test function, and each test class.
+    """Run each test function and test class that the tests define but have not called.
 
-    Raises what the first test raises that fails; TypeError: a test takes arguments, which only
-    pytest could give it.
+    Raises the exception of the first test that fails. TypeError: a test takes arguments, which only
+    pytest could supply.
     """
     for name, value in list(namespace.items()):
         if isinstance(value, type):
@@ -124,7 +125,7 @@ def _run_test_case(case: Any) -> None:
     import unittest
 
     class Result(unittest.TestResult):
-        """Keeps the first exception itself; ``TestResult`` has its text only."""
+        """A result that keeps the first exception itself; ``TestResult`` keeps only the text."""
 
         first: BaseException | None = None
 
@@ -173,8 +174,8 @@ def _call(function: Callable[..., Any], name: str) -> None:
     ]
     if needed:
         raise TypeError(
-            f"nothing calls {name}, and it takes arguments ({', '.join(needed)}) that only pytest "
-            "could give it"
+            f"nothing calls {name}, and only pytest could supply its arguments "
+            f"({', '.join(needed)})"
         )
     result = function()
     if inspect.iscoroutine(result):

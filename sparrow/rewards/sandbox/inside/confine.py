@@ -1,5 +1,5 @@
-"""Put the process of a program under its limits for good: resource limits, Landlock, no
-capabilities, a filter.
+"""Confine the process of a program permanently: with resource limits, Landlock, no capabilities,
+and a system-call filter.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ _PATH_BENEATH = 1
 
 
 def confine(request: Mapping[str, Any], cpu_s: int) -> None:
-    """Put this process under its limits for good. Raises OSError: the kernel refuses a part of
-    them.
-    """
+    """Confine this process permanently. Raises OSError: the kernel refuses a restriction."""
     pid = os.getpid()
     limits = request["limits"]
     for kind, value in (
@@ -85,13 +83,13 @@ def confine(request: Mapping[str, Any], cpu_s: int) -> None:
 
 
 def landlock_version() -> int:
-    """The kernel's version of Landlock, 0 if it has none."""
+    """Return the kernel's Landlock version; 0 if the kernel has no Landlock."""
     return max(0, _libc().syscall(_CREATE_RULESET, None, 0, 1))
 
 
 def landlock(readable: Iterable[str], own: str) -> None:
-    """Let this process reach nothing but ``readable`` files and folders, a few devices and its
-    ``own`` folder.
+    """Restrict this process to the ``readable`` files and folders, a few devices and its ``own``
+    folder.
     """
     version = landlock_version()
     handled = _EVERYTHING.get(version, (1 << 16) - 1)
@@ -155,8 +153,8 @@ def _lower(kind: int, soft: int, hard: int) -> None:
 
 
 def allow_cpu(limits: Mapping[str, Any]) -> None:
-    """Let this process use ``cpu_s`` more seconds of processor time, within what ``program_s``
-    leaves.
+    """Let this process use ``cpu_s`` more seconds of processor time, up to the total of
+    ``program_s``.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(
@@ -165,8 +163,8 @@ def allow_cpu(limits: Mapping[str, Any]) -> None:
 
 
 def hide(uid: int | None) -> None:
-    """Give this process the user id ``uid``, unless it is None; let it end with its parent, and
-    keep other processes of its user from reading or writing it through /proc.
+    """Set this process's user id to ``uid`` (None: unchanged), end the process when its parent
+    ends, and keep other processes of the user from reading or writing its memory through /proc.
     """
     if uid is not None:
         os.setgroups([])

@@ -1,4 +1,4 @@
-"""Exceptions as the two sides describe them to each other."""
+"""The form in which the two sides report exceptions to each other."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ DETAIL_CHARS = 400
 
 
 class RemoteError(Exception):
-    """The other side raised an exception; raised as a subclass of the same built-in one too, where
-    there is one.
+    """An exception that the other side raised. If that exception has a built-in base class, the
+    error is an instance of this class as well.
     """
 
     detail = ""
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of an exception, in one short line; safe with exceptions whose own text
-    fails.
+    """Return the type and message of an exception in one short line, even if converting the
+    exception to text raises.
     """
     if isinstance(error, RemoteError):
         return error.detail

@@ -1,12 +1,12 @@
 """Calls between test code and the program it tests, which are in different sandboxes.
 
 Both sides send the same requests: ``call`` a function of the other side with arguments, ``look`` up
-a global, read a ``part`` of an object or ``set`` one, do one of ``remote``'s ``operation``s; the
-answer has a ``value``, or says what was ``raised`` or why it is ``refused``. A side that waits for
-an answer serves requests in the meantime, so that a test can hand the program a function. Values
-cross as ``wire`` packs them, and this module adds a few more standard types; functions and objects
-of other classes stay where they are and are named by a number, see ``remote``. What a call did to
-its arguments, and what it printed, comes back with the answer.
+a global, read a ``part`` of an object or ``set`` one, do one of ``remote``'s ``operation``s. The
+answer contains a ``value``, or says what was ``raised`` or why the request is ``refused``. A side
+that waits for an answer serves requests in the meantime, so that a test can pass a function to the
+program. Values are sent as ``wire`` packs them, and this module adds a few more standard types.
+Functions and objects of other classes stay where they are and are identified by a number (see
+``remote``). The answer also reports how the call changed its arguments, and what it printed.
 """
 
 from __future__ import annotations
@@ -106,14 +106,14 @@ _NEVER_RAISED = (BaseException, Exception, StopIteration, StopAsyncIteration, Ge
 
 
 class Exchange:
-    """One side of the calls.
+    """One of the two sides that exchange calls.
 
     Args:
         channel: the connection to the other side.
-        find: returns the function or global that the other side asks for by name. Raises
-            NameError: there is none.
-        loaded: raises what went wrong when this side was loaded, if anything did.
-        strict: whether the other side is not trusted, see ``remote``.
+        find: returns the function or global that the other side requests by name, or raises
+            NameError if there is none.
+        loaded: raises the error with which loading this side failed, if it did.
+        strict: whether the other side is untrusted; see ``remote``.
     """
 
     def __init__(
@@ -146,7 +146,8 @@ class Exchange:
     ) -> Any:
         """Call a function of the other side; ``owner`` is the copy whose method it is, if any.
 
-        Raises RemoteError: it raised. CannotCrossError: an argument or the result cannot cross.
+        Raises RemoteError: the function raised. CannotCrossError: an argument or the result cannot
+        be sent.
         """
         self._settle()
         self._give_back(owner)
@@ -163,7 +164,9 @@ class Exchange:
                 self._renew(copy)
 
     def look(self, name: str) -> Any:
-        """The value of a global of the other side. Raises RemoteError: it has none of this name."""
+        """Return the value of a global of the other side. Raises RemoteError: there is no such
+        global.
+        """
         return self.ask({"look": name})
 
     def require(self) -> None:
@@ -171,13 +174,13 @@ class Exchange:
         self.ask({"load": True})
 
     def operate(self, name: str, *operands: Any) -> Any:
-        """Do one of ``OPERATIONS`` where the objects are."""
+        """Carry out one of ``OPERATIONS`` on the side where the objects are."""
         self._settle()
         return self.ask({"operation": [name, self._crossing(list(operands))]})
 
     def part(self, key: int | str, kind: str, name: Any) -> Any:
-        """An attribute or an item of an object of the other side; what is done in place to a list,
-        a dict or the like is done there too before anything else is called.
+        """Return an attribute or an item of an object of the other side. If it is mutable, such as
+        a list or a dict, changes made to it here are sent back before anything else is called.
         """
         place = [key, kind, self._crossing(name)]
         written = json.dumps(place)
@@ -201,7 +204,7 @@ class Exchange:
         self.ask({"delete": [key, name]})
 
     def written(self, value: Any) -> str:
-        """A text that is the same for values that cross alike."""
+        """Return a text that is the same for values that are sent in the same way."""
         return json.dumps(self._crossing(value))
 
     def ask(self, message: dict[str, Any], arguments: Mapping[int | str, Any] | None = None) -> Any:
@@ -220,7 +223,7 @@ class Exchange:
         return self._unpack(reply["value"])
 
     def _settle(self) -> None:
-        """Send the other side the changes made here to copies of its objects' parts."""
+        """Send the changes made here to copies of parts of the other side's objects."""
         borrowed = list(self._borrowed.values())
         self._borrowed.clear()
         for place, value, before in borrowed:
@@ -229,7 +232,7 @@ class Exchange:
                 self.ask({"alter": [*place, now]})
 
     def _give_back(self, copy: Any) -> None:
-        """Send the other side the changes made here to a copy of its list, dict or set."""
+        """Send the changes made here to a copy of the other side's list, dict or set."""
         if isinstance(copy, MUTABLE_LIKE):
             content = self._crossing(_content(copy))
             if content != copy._known:
@@ -237,14 +240,14 @@ class Exchange:
                 self.ask({"alter": [copy._remote._key, "content", None, content]})
 
     def _renew(self, copy: Any) -> None:
-        """Let a copy of the other side's list, dict or set be what that is now."""
+        """Update a copy of the other side's list, dict or set to the current contents."""
         if isinstance(copy, MUTABLE_LIKE):
             content = self.ask({"content": copy._remote._key})
             _change(copy, content)
             copy._known = self._pack(_content(copy))
 
     def answer(self, header: Mapping[str, Any], printed: Callable[[], str] = str) -> None:
-        """Do what the other side asks and send it the answer."""
+        """Do what the other side requests, and send the answer."""
         try:
             reply = self._answered(header)
             json.dumps(reply)
@@ -318,9 +321,9 @@ class Exchange:
         return getattr(owner, name)
 
     def _settable(self, key: int | str, name: str) -> Any:
-        """The object of this number, if the other side may set its attribute ``name``.
+        """Return the object with this number, if the other side may set its attribute ``name``.
 
-        Raises AttributeError: it may not, because that could change what code does.
+        Raises AttributeError: the other side may not, because that could change what code does.
         """
         owner = self._named(key)
         if type(owner).__module__ not in _OWN or isinstance(owner, type):
@@ -343,7 +346,9 @@ class Exchange:
         _change(part, self._unpack(new))
 
     def _next(self, key: int, count: int) -> tuple[list[Any], bool]:
-        """The next items of an iterator, at most ``count``, and whether it has ended."""
+        """Return the next items of an iterator, at most ``count``, and whether the iterator has
+        ended.
+        """
         if key in self._failed:
             raise self._failed.pop(key)
         iterator = self._kept[key]
@@ -363,7 +368,7 @@ class Exchange:
         return items, False
 
     def _crossing(self, value: Any) -> Any:
-        """``value`` as it crosses. Raises CannotCrossError: it cannot."""
+        """Pack ``value`` for the other side. Raises CannotCrossError: the value cannot be sent."""
         try:
             packed = self._pack(value)
         except TypeError as error:
@@ -377,7 +382,7 @@ class Exchange:
         return unpack(value, self._unpack_other)
 
     def _pack_other(self, value: Any) -> Any:
-        """Pack a value of no plain type; None leaves it to ``wire``."""
+        """Pack a value that is not of a plain type; return None for values that ``wire`` packs."""
         if (other := stand_in(value)) is not None:
             self._give_back(value)
             return {"yours": other._key}
@@ -397,7 +402,7 @@ class Exchange:
         return None
 
     def _number(self, value: Any) -> int:
-        """The number by which the other side names an object that stays here."""
+        """Return the number by which the other side identifies an object that stays here."""
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._kept)
             self._kept.append(value)
@@ -428,13 +433,15 @@ class Exchange:
         return _KINDS[module, name][1](self._unpack(content))
 
     def _stand_in(self, number: int, make: Callable[[int], Any]) -> Any:
-        """The one stand-in for an object of the other side."""
+        """Return the stand-in for an object of the other side; there is only one per object."""
         if number not in self._remotes:
             self._remotes[number] = make(number)
         return self._remotes[number]
 
     def _like(self, number: int, base: str, content: Any) -> Any:
-        """The copy of a value of the other side's subclass, as it is now."""
+        """Return the copy of a value of one of the other side's subclasses, with its current
+        contents.
+        """
         value = self._unpack(content)
         copy = self._remotes.get(number)
         if copy is None or not isinstance(copy, LIKE[base]) or not isinstance(copy, MUTABLE_LIKE):
@@ -447,18 +454,20 @@ class Exchange:
 
 
 def _content(value: Any) -> Any:
-    """The content of a value by its built-in class, whatever its subclass says."""
+    """Return the contents of a value as its built-in class reads them, whatever its subclass
+    defines.
+    """
     if isinstance(value, dict):
         return dict(dict.items(value))
     for base in (list, tuple, set, frozenset):
         if issubclass(type(value), base):
             return base(base.__iter__(value))
-    raise TypeError(f"a {type(value).__name__} is no subclass of a plain container")
+    raise TypeError(f"a {type(value).__name__} is not a subclass of a plain container")
 
 
 def _public_name(value: Any) -> list[str] | None:
-    """Module and name of a class or function that both sides have anyway, such as ``int`` or
-    ``operator.add``.
+    """Return the module and name of a class or function that exists on both sides, such as ``int``
+    or ``operator.add``; None for others.
     """
     name = getattr(value, "__qualname__", None)
     if not callable(value) or not isinstance(name, str):
@@ -475,8 +484,8 @@ def _public_name(value: Any) -> list[str] | None:
 
 
 def _change(original: Any, new: Any) -> None:
-    """Give a mutable argument the value that the other side's copy of it has now, and keep its
-    parts' identities.
+    """Change a mutable argument to the value that the other side's copy now has, keeping the
+    identities of its parts.
     """
     if isinstance(original, dict):
         merged = {key: _kept(original.get(key), value) for key, value in new.items()}
@@ -513,14 +522,14 @@ def _raised(error: BaseException, pack: Callable[[Any], Any]) -> dict[str, Any]:
 
 
 def _error(reply: Mapping[str, Any], unpack: Callable[[Any], Any]) -> RemoteError:
-    """The other side's exception, as one that the same ``except`` catches."""
+    """Build an exception from the other side's, such that the same ``except`` clauses catch it."""
     detail = str(reply["raised"])
     for name in reply.get("kinds", ()):
         kind = getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, BaseException) and kind not in _NEVER_RAISED:
             try:
                 error = type(kind.__name__, (RemoteError, kind), {})(*unpack(reply.get("with", [])))
-            except TypeError:  # an exception that needs certain arguments; use its base
+            except TypeError:  # the exception needs certain arguments; use its base class
                 continue
             error.detail = detail
             return error
@@ -530,7 +539,7 @@ def _error(reply: Mapping[str, Any], unpack: Callable[[Any], Any]) -> RemoteErro
 
 
 def serve(channel: Channel, request: Mapping[str, Any]) -> NoReturn:
-    """Mode ``exchange``: answer the tests' calls with all that can be handed over."""
+    """Mode ``exchange``: answer the tests' calls with any values and objects that can be sent."""
     printed = Printed()
     sys.stdout = printed
     program = load(channel, request)

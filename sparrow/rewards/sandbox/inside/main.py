@@ -1,15 +1,16 @@
 """The entry point inside the sandbox, where the folder ``inside`` is imported without the rest of
 this package.
 
-It speaks in lines of JSON over its standard input and output. The first says what to run and is
-acknowledged before anything runs; its ``mode`` is one of
+It communicates in lines of JSON over its standard input and output. The first line says what to run
+and is acknowledged before anything runs. Its ``mode`` is one of
 
-- ``stdio``: every further line has one test's standard input; the program runs once for each, in a
-  forked process, and the reply is how it ended, followed by what it wrote.
-- ``serve``: the program is loaded once, in a forked process too; every further line is a call of
+- ``stdio``: every further line contains one test's standard input. The program runs once for each
+  line, in a forked process. The reply says how it ended, and is followed by its output.
+- ``serve``: the program is loaded once, also in a forked process. Every further line is a call of
   one of its functions.
-- ``exchange``: as ``serve``, but the calls come from test code, and objects can be handed over.
-- ``judge``: the line holds trusted test code, which calls the program's functions by sending lines.
+- ``exchange``: like ``serve``, but the calls come from test code, and objects can be passed.
+- ``judge``: the line contains trusted test code, which calls the program's functions by sending
+  lines.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
 
 
 def _runs(mode: str) -> Callable[[Channel, Mapping[str, Any]], None]:
-    """The function that runs a mode.
+    """Return the function that runs a mode.
 
-    What only test code needs is imported only for it: every program would pay for it. It is
-    imported before ``hide``, after which this process may not be able to read these files.
+    Modules that only test code needs are imported only for test code, because importing them would
+    delay every program. They are imported before ``hide``, after which this process may not be able
+    to read their files.
     """
     if mode == "judge":
         from .assertions import judge
@@ -50,7 +52,7 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     request = channel.receive()
     run = _runs(request["mode"])
-    gc.enable()  # collection was off for the imports, see ``walls``
+    gc.enable()  # garbage collection was off during the imports; see ``walls``
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)
     hide(request["uid"])

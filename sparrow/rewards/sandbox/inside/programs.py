@@ -1,8 +1,8 @@
-"""The two modes that run the program under judgement: once per test's standard input, or once for
-many calls.
+"""The two modes that run the judged program: once for each test's standard input, or once for many
+calls.
 
-Nothing here knows an expected output, so a program that takes this process over has gained nothing:
-it can still only say what it computed.
+No expected output is known here, so a program that takes over this process gains nothing: it can
+still only report what it computed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
     from .wire import Channel
 
-_PRINTED_CHARS = 1 << 16  # the tests see at most this much of what a called function prints
-_LOOK_S = 0.1  # seconds between two looks at a running program
+# the tests see at most this many characters of what a called function prints
+_PRINTED_CHARS = 1 << 16
+_LOOK_S = 0.1  # seconds between two checks of a running program
 _STDIN = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 
 
@@ -52,7 +53,9 @@ def run_source(source: str, namespace: dict[str, Any]) -> None:
 
 
 def open_standard_input() -> None:
-    """Let programs open standard input by name, although there is no /proc here to resolve it."""
+    """Let programs open standard input by name, although there is no /proc here to resolve the
+    name.
+    """
 
     def with_stdin(real: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +75,7 @@ def open_standard_input() -> None:
 
 
 def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
-    """Mode ``stdio``."""
+    """Mode ``stdio``: run the program once for each standard input."""
     # Import once here what ``finish`` would import in every copy of this process.
     import atexit  # noqa: F401
     import gc
@@ -115,10 +118,10 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
 
 
 def finish(*sources: str) -> NoReturn:
-    """Run source code as a whole program and end this process as the interpreter would.
+    """Run source code as a complete program, and end this process as the interpreter would.
 
-    The interpreter's own shutdown is left out: it would free, and so copy, every memory page shared
-    with the parent.
+    The interpreter's own shutdown is skipped, because it would free, and therefore copy, every
+    memory page that is shared with the parent.
     """
     import atexit
     import threading
@@ -144,8 +147,8 @@ def finish(*sources: str) -> NoReturn:
 
 
 def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
-    """Wait for the process and describe how it ended; it is killed if it takes more time than
-    ``wall_s``, or more files or tasks than it may.
+    """Wait for the process, and describe how it ended. The process is killed if it exceeds
+    ``wall_s`` or the limits on files or tasks.
     """
     code, used, why = reap(pid, watch, limits["wall_s"])
     cpu_s = used.ru_utime + used.ru_stime
@@ -174,11 +177,11 @@ def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
 def reap(
     pid: int, watch: Watch, wall_s: float = math.inf
 ) -> tuple[int, resource.struct_rusage, str | None]:
-    """Exit code and usage of a process, and why it was killed: empty if for its time, None if it
-    ended by itself.
+    """Wait for a process, and return its exit code, its resource usage, and the reason why it was
+    killed. The reason is empty for the time limit, and None if the process ended by itself.
 
-    Its time is over once it has run and slept for ``wall_s`` in all; waiting for a processor counts
-    only while the process gets less than a twentieth of one (``OwnTime``).
+    The time limit is reached once the process has run and slept for ``wall_s`` in total. Waiting
+    for a processor counts only while the process gets less than a twentieth of one (``OwnTime``).
     """
     why: str | None = None
     looking = False
@@ -202,7 +205,7 @@ def reap(
 
     def look(*_: object) -> None:
         nonlocal why, looking
-        if looking:  # a look may take so long that the alarm rings again
+        if looking:  # a check may take so long that the alarm fires again
             return
         looking = True
         if why is None:
@@ -238,11 +241,11 @@ class Program:
             raise self._failure
 
     def find(self, name: str) -> Any:
-        """A function or other global that the program itself defines, or a method of its
+        """Return a function or other global that the program itself defines, or a method of its
         ``Solution``.
 
-        Raises NameError: it defines none, even if the prelude or Python does. If loading it failed,
-        raises that error.
+        Raises NameError: the program does not define the name, although the prelude or Python may.
+        If loading the program failed, raises the error of loading.
         """
         self.loaded()
         value = self._namespace.get(name)
@@ -255,8 +258,8 @@ class Program:
         return value
 
     def _stores(self, name: str) -> bool:
-        """True if the program itself sets a name, perhaps to the value that the prelude gave it,
-        for instance by importing it again.
+        """Return whether the program itself sets a name, perhaps to the same value as the prelude,
+        for example by importing it again.
         """
         import dis
 
@@ -266,7 +269,7 @@ class Program:
 
 
 class Printed(io.StringIO):
-    """The text that a called function prints, of which only the start is kept."""
+    """The text that a called function prints; only the start is kept."""
 
     def write(self, text: str) -> int:
         super().write(text[: max(0, _PRINTED_CHARS - self.tell())])
@@ -280,7 +283,7 @@ class Printed(io.StringIO):
 
 
 def load(channel: Channel, request: Mapping[str, Any]) -> Program:
-    """Load the program in a forked process, and return there; the process that was forked from
+    """Load the program in a forked process, and return in that process. The parent waits for it and
     ends with it.
     """
     limits = request["limits"]

@@ -204,8 +204,8 @@ class Remote:
         if self._items is items:
             if self._length not in (None, position):
                 raise CannotCrossError(
-                    f"an object of the program's own class has {position} items and says that it "
-                    f"has {self._length}"
+                    f"an object of the program's own class has {position} items but reports a length "
+                    f"of {self._length}"
                 )
             self.__dict__["_length"] = position
 
@@ -249,8 +249,8 @@ class Remote:
             return int(self._do("hash", self))
         if self._compares:
             raise CannotCrossError(
-                "an object of the program's own class that says what it is equal to cannot be in a "
-                "set or the key of a dict"
+                "an object of the program's own class that defines its own equality cannot be in a "
+                "set or be the key of a dict"
             )
         return hash(self._identity)
 
@@ -261,7 +261,7 @@ class Remote:
             for plain in (int, float, str):
                 if isinstance(other, plain) and self._do("issubclass", self, plain) is True:
                     raise CannotCrossError(
-                        f"a {plain.__name__} of the program's own class arrives without its class"
+                        f"a value of the program's own subclass of {plain.__name__} arrives without its class"
                     )
         return False
 
@@ -297,8 +297,9 @@ def _binary(name: str, reverse: bool) -> Callable[[Remote, Any], Any]:
     def apply(self: Remote, other: Any) -> Any:
         if self._exchange.strict and not isinstance(other, Remote):
             raise CannotCrossError(
-                f"an object of the program's own class and a {type(other).__name__} of the tests' "
-                f"cannot be combined ({name}), since its class would learn what is expected"
+                f"an object of the program's own class cannot be combined with a "
+                f"{type(other).__name__} of the tests ({name}), since the class would learn what is "
+                "expected"
             )
         return self._do(name, *((other, self) if reverse else (self, other)))
 
@@ -363,23 +364,23 @@ class Like:
 
 
 class LikeTuple(Like, tuple):  # type: ignore[type-arg]
-    """A tuple of the other side's class, such as a named tuple."""
+    """A copy of an instance of the other side's subclass of ``tuple``, such as a named tuple."""
 
 
 class LikeFrozenset(Like, frozenset):  # type: ignore[type-arg]
-    """A frozenset of the other side's class."""
+    """A copy of an instance of the other side's subclass of ``frozenset``."""
 
 
 class LikeList(Like, list):  # type: ignore[type-arg]
-    """A list of the other side's class."""
+    """A copy of an instance of the other side's subclass of ``list``."""
 
 
 class LikeDict(Like, dict):  # type: ignore[type-arg]
-    """A dict of the other side's class."""
+    """A copy of an instance of the other side's subclass of ``dict``."""
 
 
 class LikeSet(Like, set):  # type: ignore[type-arg]
-    """A set of the other side's class."""
+    """A copy of an instance of the other side's subclass of ``set``."""
 
 
 LIKE: dict[str, type[Any]] = {
@@ -393,7 +394,9 @@ MUTABLE_LIKE = (LikeList, LikeDict, LikeSet)
 
 
 def stand_in(value: Any) -> Remote | None:
-    """Return the stand-in that ``value`` is or has; None if it is a value of this side."""
+    """Return the stand-in of ``value``, which may be ``value`` itself; None if ``value`` belongs to
+    this side.
+    """
     kind = type(value)  # ``isinstance`` would trust the value's own ``__class__``
     if issubclass(kind, Remote):
         return value
@@ -423,7 +426,7 @@ def plain_base(value: Any, own: tuple[str, ...]) -> type[Any] | None:
     """Return the built-in class that can represent ``value``; None if the value's class changes the
     behaviour of the built-in one, or has no such base.
 
-    ``own`` are the modules of this side's classes.
+    ``own`` contains the names of the modules in which this side defines classes.
     """
     kind = type(value)
     for base in (tuple, list, dict, set, frozenset):

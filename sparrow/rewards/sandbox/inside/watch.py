@@ -1,5 +1,5 @@
-"""A watch that counts, from outside the program and several times per second, the files and tasks
-that resource limits do not count.
+"""A watch outside the program that counts, several times per second, the files and tasks that
+resource limits do not count.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Watch:
             except OSError as error:
                 # a path that is too long for any call, or a folder that even its creator may not
                 # list
-                return f"made a folder that cannot be looked into: {error.strerror}"
+                return f"made a folder that cannot be read: {error.strerror}"
         most = self._limits["files_bytes"]
         return f"wrote more than {most} bytes of files" if size > most else None
 

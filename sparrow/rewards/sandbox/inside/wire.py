@@ -1,5 +1,5 @@
-"""The format of messages between the sandbox and the outside: plain values as JSON that keeps their
-type, one per line.
+"""The format of messages between the sandbox and the outside: one plain value per line, as JSON
+that preserves its type.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _SCALARS: tuple[tuple[type, Any], ...] = (
 
 
 def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
-    """Write a built-in value as JSON that keeps its type; the wire format of arguments and results.
+    """Write a built-in value as JSON that preserves its type, which is the wire format of arguments
+    and results.
 
     ``other`` converts a value of any other type, or returns None if it does not support the type.
 
@@ -156,7 +157,7 @@ def _containers(line: bytes) -> int:
 
 def _short_int(digits: str) -> int:
     if len(digits) > MOST_DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
+        raise ValueError(f"a number has {len(digits)} digits, over the limit of {MOST_DIGITS}")
     return int(digits)
 
 
