@@ -27,7 +27,7 @@ def required(extra: str) -> list[Requirement]:
     return list(map(Requirement, project["optional-dependencies"][extra]))
 
 
-@pytest.mark.parametrize(("extra", "newest"), [("vllm", RELEASES[-1]), ("verl", "0.26.0")])
+@pytest.mark.parametrize(("extra", "newest"), [("vllm", RELEASES[-1]), ("verl", "0.31.0")])
 def test_the_extras_require_a_supported_vllm(extra, newest):
     (vllm,) = (each for each in required(extra) if each.name == "vllm")
     allowed = [version for version in RELEASES if version in vllm.specifier]
