@@ -71,6 +71,37 @@ def decode(
         )
 
 
+def decode_several(
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    start_B: Tensor | None,
+    length_B: Tensor,
+    top_k_B: Tensor,
+    *,
+    layout: PageLayout,
+    scale: float | None = None,
+    head_budgets_K: Tensor | None = None,
+) -> Tensor:
+    """Compute one sparse decode step over the T newest tokens of each row; see
+    ``reference.decode_several``.
+
+    The query of the first new token alone selects the pages that all T tokens read, so what a token
+    reads does not depend on the tokens that follow it. ``length_B`` counts all new tokens;
+    ``top_k_B`` is the budget of the first. All other arguments are those of ``decode``.
+
+    Returns:
+        ``[B, H, T, D]`` in the dtype of ``q_BHTD``.
+
+    Raises ValueError: as ``decode``.
+    """
+    q_BHTD, k_BKSD, v_BKSD, scale = _prepared(q_BHTD, k_BKSD, v_BKSD, scale, head_budgets_K)
+    with torch.autocast(q_BHTD.device.type, enabled=False):
+        return reference.decode_several(
+            q_BHTD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale, head_budgets_K
+        )
+
+
 def paged_decode(
     q_BHD: Tensor,
     k_cache: Tensor,

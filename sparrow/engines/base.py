@@ -39,6 +39,7 @@ class Counters:
     # the choices of an engine that adapts its drafts, in the order of its steps: (tokens to draft,
     # the drafts' budget as a multiple of their schedule, number of steps)
     choices: tuple[tuple[int, float, int], ...] = field(default=(), compare=False)
+    passes: int = 0  # sparse passes over guesses, each of which yielded one draft or more
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -62,6 +63,11 @@ class Counters:
         """Tokens drafted per token that cycles produced; 0 before the first cycle."""
         return self.drafted / max(self.accepted + self.cycles, 1)
 
+    @property
+    def drafts_per_pass(self) -> float:
+        """Tokens drafted per sparse pass over guesses; 0 without guesses."""
+        return self.drafted / self.passes if self.passes else 0.0
+
     def to_dict(self) -> dict[str, Any]:
         """Return the counts in plain JSON types, under ``kv`` and, if there were cycles, under
         ``drafts``.
@@ -76,6 +82,8 @@ class Counters:
         if self.cycles:
             names = ("drafted", "accepted", "cycles", "tokens_per_cycle", "drafts_per_token")
             metrics["drafts"] = {name: getattr(self, name) for name in names}
+            if self.passes:
+                metrics["drafts"]["drafts_per_pass"] = self.drafts_per_pass
             metrics["drafts"] |= _plain(self.acceptance)
             if self.metered.drafts:
                 metrics["drafts"]["metered"] = _plain(self.metered)

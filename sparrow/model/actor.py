@@ -3,9 +3,10 @@
 
 With this implementation, a model's decode steps are sparse under a schedule, while prefill, scoring
 and training stay dense without a switch: only a forward pass with one query token and a cache is a
-decode step. ``generate`` also treats a final prompt chunk of one token as prefill; a decoding loop
-outside ``generate`` has to use ``dense_steps`` for such a chunk. Inside the ``teacher_forced``
-context, a whole-sequence forward pass computes what decoding would have computed.
+decode step, or with several of them inside ``steps_of_several``. ``generate`` also treats a final
+prompt chunk of one token as prefill; a decoding loop outside ``generate`` has to use
+``dense_steps`` for such a chunk. Inside the ``teacher_forced`` context, a whole-sequence forward
+pass computes what decoding would have computed.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, D head dim.
 """
@@ -27,7 +28,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from sparrow import attention
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.model import masks, routing
-from sparrow.model.generation import dense_steps, unwatch_generate, watch_generate
+from sparrow.model.generation import (
+    dense_steps,
+    steps_of_several,
+    unwatch_generate,
+    watch_generate,
+)
 from sparrow.model.scoring import evaluating
 from sparrow.model.state import NAME, Actor, ScheduleTable, actor_of, attention_layers
 from sparrow.schedule import SparsitySchedule
@@ -41,6 +47,7 @@ __all__ = [
     "set_schedule",
     "sparrow_attention",
     "sparse_calls",
+    "steps_of_several",
     "teacher_forced",
 ]
 _KEPT: ContextVar[list[Any] | None] = ContextVar("kept", default=None)
@@ -114,7 +121,7 @@ def sparrow_attention(
     routing.check_extras(module, kwargs)
     if teacher_forcing is not None:
         out = _forced(module, query, key, value, attention_mask, scaling, teacher_forcing, kwargs)
-    elif query.shape[2] == 1 and key.shape[2] > 1:
+    elif _is_decode_step(module, query, key):
         out = _decoded(module, query, key, value, attention_mask, scaling)
     else:
         _check_prefill(module, query)
@@ -172,6 +179,13 @@ def _forced(
     return rows.reopen(out)
 
 
+def _is_decode_step(module: Any, query: Tensor, key: Tensor) -> bool:
+    T, S = query.shape[2], key.shape[2]
+    actor: Actor | None = getattr(module, NAME, None)
+    several = actor is not None and actor.takes_several
+    return T < S and (T == 1 or several)
+
+
 def _check_prefill(module: Any, query: Tensor) -> None:
     actor: Actor | None = getattr(module, NAME, None)
     if actor is not None and actor.is_generating and not actor.schedule.is_dense:
@@ -192,7 +206,7 @@ def _decoded(
     mask: Tensor | None,
     scaling: float | None,
 ) -> Tensor | None:
-    """Compute a sparse decode step ``[B, H, 1, D]``; return None if the step is dense."""
+    """Compute a sparse decode step ``[B, H, T, D]``; return None if the step is dense."""
     actor: Actor | None = getattr(module, NAME, None)
     if actor is None:
         raise ConfigError(
@@ -205,18 +219,17 @@ def _decoded(
     actor.sparse_calls += 1
     rows = masks.decoding(mask, key)
     start = rows.start_B if mask is not None and rows.order_BS is None else None
-    out_BHD = attention.decode(
-        query[:, :, 0],
+    return attention.decode_several(
+        query,
         rows.close(key),
         rows.close(value),
         start,
         rows.length_B,
-        actor.table.top_k(rows.length_B),
+        actor.table.top_k(rows.length_B - (query.shape[2] - 1)),
         layout=actor.layout,
         scale=scaling,
         head_budgets_K=actor.table.head_budgets(module.layer_idx, key.device),
     )
-    return out_BHD[:, :, None]
 
 
 AttentionInterface.register(NAME, sparrow_attention)
