@@ -109,13 +109,15 @@ def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
 def run(
     batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan: bool = False
 ) -> Tensor:
-    """Compute one decode step over a paged cache: like ``decode``, but with the cached landmarks.
+    """Compute one decode step over a paged cache: like ``decode_several``, but with the cached
+    landmarks.
 
     Cache entries beyond a row's ``length_B`` tokens have no effect, not even NaN; a row of length 0
-    returns zeros. If a row's newest token fills a page, the page's landmark is written. This
+    returns zeros. If one of a row's new tokens fills a page, the page's landmark is written. This
     implementation needs no plan and does not use the workspace.
     """
-    q_BHD = batch.q_BHD
+    T = batch.tokens
+    q_BHTD = batch.q_BHD.unflatten(0, (-1, T)).transpose(1, 2)
     k_cache = batch.k_cache
     layout = batch.layout
     K = batch.kv_heads
@@ -125,36 +127,37 @@ def run(
     table_BM = batch.block_table_BM.long()
 
     with torch.no_grad():
-        newest_B = (length_B - 1).clamp(min=0)
-        block_B = table_BM.gather(1, newest_B[:, None] // block_tokens)[:, 0]
-        slot_B = torch.where(length_B > 0, block_B * block_tokens + newest_B % block_tokens, -1)
+        new_BT = length_B[:, None] - torch.arange(T, 0, -1, device=length_B.device)
+        block_BT = table_BM.gather(1, new_BT.clamp(min=0) // block_tokens)
+        slot_BT = torch.where(new_BT >= 0, block_BT * block_tokens + new_BT % block_tokens, -1)
         scales = batch.cache_scales
         key_scales = None if scales is None else scales.k
-        _update_landmarks(k_cache, batch.landmark_cache, slot_B, layout, key_scales)
+        _update_landmarks(k_cache, batch.landmark_cache, slot_BT.flatten(), layout, key_scales)
 
         pages_B = page_count(length_B, P)
-        n = torch.arange(max(1, int(pages_B.max())), device=q_BHD.device)
+        n = torch.arange(max(1, int(pages_B.max())), device=q_BHTD.device)
         block_BN = table_BM[:, n * P // block_tokens].where(n < pages_B[:, None], 0)
         marks_BKND = batch.landmark_cache[block_BN, n % (block_tokens // P)].transpose(1, 2)
-        scores = page_scores(q_BHD[:, :, None], marks_BKND)
+        scores = page_scores(selecting_query(q_BHTD), marks_BKND)
         top_k_B = batch.top_k_B.long()
-        keep_BKN = _kept_pages(scores, length_B, 1, top_k_B, layout, batch.head_budgets_K)
+        keep_BKN = _kept_pages(scores, length_B, T, top_k_B, layout, batch.head_budgets_K)
 
-        token_BKT, seen_BK1T = _kept_tokens(keep_BKN, length_B, 1, P)
-        seen_BKT = seen_BK1T[:, :, 0]
-        block_BKT = block_BN[:, None].expand(-1, K, -1).gather(-1, token_BKT // P)
-        at = (block_BKT, torch.arange(K, device=q_BHD.device)[:, None], token_BKT % block_tokens)
+        token_BKM, seen_BKTM = _kept_tokens(keep_BKN, length_B, T, P)
+        block_BKM = block_BN[:, None].expand(-1, K, -1).gather(-1, token_BKM // P)
+        at = (block_BKM, torch.arange(K, device=q_BHTD.device)[:, None], token_BKM % block_tokens)
         if scales is None:
-            keys = k_cache[at].to(q_BHD.dtype)
-            values = batch.v_cache[at].to(q_BHD.dtype)
+            keys = k_cache[at].to(q_BHTD.dtype)
+            values = batch.v_cache[at].to(q_BHTD.dtype)
         else:
-            keys = _dequantised(k_cache, scales.k, at, q_BHD.dtype)
-            values = _dequantised(batch.v_cache, scales.v, at, q_BHD.dtype)
-    # Masked tokens may contain anything, even NaN.
-    keys = keys.masked_fill(~seen_BKT[..., None], 0.0)
-    values = values.masked_fill(~seen_BKT[..., None], 0.0)
-    out_BHD = _attend(q_BHD[:, :, None], keys, values, seen_BK1T, batch.scale)[:, :, 0]
-    return batch.out_BHD.copy_(out_BHD.masked_fill((length_B == 0)[:, None, None], 0.0))
+            keys = _dequantised(k_cache, scales.k, at, q_BHTD.dtype)
+            values = _dequantised(batch.v_cache, scales.v, at, q_BHTD.dtype)
+    # Masked tokens may contain anything, even NaN. A row's last new token sees all others.
+    unseen_BKM1 = ~seen_BKTM[:, :, -1, :, None]
+    keys = keys.masked_fill(unseen_BKM1, 0.0)
+    values = values.masked_fill(unseen_BKM1, 0.0)
+    out_BHTD = _attend(q_BHTD, keys, values, seen_BKTM, batch.scale)
+    out_BHTD = out_BHTD.masked_fill((length_B == 0)[:, None, None, None], 0.0)
+    return batch.out_BHD.copy_(out_BHTD.transpose(1, 2).flatten(0, 1))
 
 
 def selecting_query(q_BHTD: Tensor) -> Tensor:
@@ -276,11 +279,13 @@ def teacher_forced(
     scale: float,
     query_chunk: int = 256,
     head_budgets_K: Tensor | None = None,
+    tokens: int = 1,
 ) -> Tensor:
     """Compute attention at all query positions at once; see ``sparrow.attention.teacher_forced``.
 
     A token at position t, if it follows the prompt, reads the pages selected from the first t + 1
-    tokens. Memory grows with ``query_chunk * T``; use the kernel for realistic lengths.
+    tokens or, if decode steps have several ``tokens``, from those up to the first of its step, and
+    the tokens since. Memory grows with ``query_chunk * T``; use the kernel for realistic lengths.
     """
     H, T = q_BHTD.shape[1:3]
     K = k_BKTD.shape[1]
@@ -291,6 +296,8 @@ def teacher_forced(
     position_BT = column_T - start_B[:, None]
     real_BT = (position_BT >= 0) & (position_BT < length_B[:, None])
     page_BT = (position_BT // P).clamp(0, N - 1)
+    # columns of the tokens whose queries select
+    selecting_BT = column_T - (position_BT - prompt_B[:, None]).clamp(min=0) % tokens
     with torch.no_grad():
         marks = _page_landmarks(k_BKTD, start_B, layout)
 
@@ -300,9 +307,19 @@ def teacher_forced(
         position = position_BT[:, now]
         with torch.no_grad():
             causal = (column_T <= column_T[now, None]) & real_BT[:, None] & real_BT[:, now, None]
-            scores = page_scores(q_BHTD[:, :, now], marks)
+            selecting = selecting_BT[:, now]
+            q_selecting = tokens_at(q_BHTD, selecting[:, None].expand(-1, H, -1))
+            length = (selecting - start_B[:, None] + 1).clamp(min=1)
             keep = select_pages(
-                scores, (position + 1).clamp(min=1), top_k_BT[:, now], layout, head_budgets_K
+                page_scores(q_selecting, marks),
+                length,
+                top_k_BT.gather(1, selecting),
+                layout,
+                head_budgets_K,
+            )
+            # pages that the step's tokens have begun; later tokens are not causal
+            keep = (
+                keep | (torch.arange(N, device=device) >= page_count(length, P)[..., None])[:, None]
             )
             keep = keep | (position < prompt_B[:, None])[:, None, :, None]
             token_keep = keep.gather(-1, page_BT[:, None, None].expand(-1, K, keep.shape[2], -1))

@@ -63,6 +63,7 @@ class _TeacherForcing:
     prompt_lengths: Tensor
     # implementation of ``sparrow.attention.teacher_forced`` that computes the attention
     implementation: attention.Implementation
+    tokens: int = 1  # number of tokens of each decode step
     # number of attention calls of each layer
     layers: Counter[int] = field(default_factory=Counter)
     modules: list[nn.Module] = field(default_factory=list)
@@ -175,6 +176,7 @@ def _forced(
         head_budgets_K=actor.table.head_budgets(module.layer_idx, key.device),
         implementation=forcing.implementation,
         kept=_KEPT.get(),
+        tokens=forcing.tokens,
     )
     return rows.reopen(out)
 
@@ -398,6 +400,7 @@ def teacher_forced(
     prompt_lengths: Sequence[int] | Tensor,
     schedule: SparsitySchedule | None = None,
     implementation: attention.Implementation | None = None,
+    tokens: int = 1,
 ) -> Iterator[_TeacherForcing]:
     """Make forward passes of ``model`` inside the context compute what step-by-step sparse decoding
     would have computed.
@@ -416,6 +419,8 @@ def teacher_forced(
             ``sparrow.attention.teacher_forced``); by default, ``triton`` for a model on a CUDA
             device and ``reference`` elsewhere. The value of the context has the choice as
             ``.implementation``.
+        tokens: number of tokens of each decode step, as in ``steps_of_several``; steps are counted
+            from the end of the prompt.
 
     Raises ConfigError: the model has no schedule; the prompt lengths are not one whole number for
     each row, or exceed the row's tokens; sequences are packed, or a mask is otherwise not causal;
@@ -428,7 +433,7 @@ def teacher_forced(
             "teacher_forced needs a model prepared with set_schedule(model, schedule)"
         )
 
-    with _forcing(model, prompt_lengths, schedule, implementation) as forcing:
+    with _forcing(model, prompt_lengths, schedule, implementation, tokens) as forcing:
         yield forcing
 
     if missing := attention_layers(actor.config) - set(forcing.layers):
@@ -445,6 +450,7 @@ def _forcing(
     prompt_lengths: Sequence[int] | Tensor,
     schedule: SparsitySchedule | None,
     implementation: attention.Implementation | None,
+    tokens: int = 1,
 ) -> Iterator[_TeacherForcing]:
     actor = actor_of(model)
     assert actor is not None
@@ -453,7 +459,7 @@ def _forcing(
         actor = Actor(schedule, actor.config, actor.own_attention)
     if implementation is None:
         implementation = "triton" if model.device.type == "cuda" else "reference"
-    forcing = _TeacherForcing(actor, _whole(prompt_lengths), implementation)
+    forcing = _TeacherForcing(actor, _whole(prompt_lengths), implementation, tokens)
     decoder = model.get_decoder()
     handle = decoder.register_forward_pre_hook(
         lambda module, args, kwargs: (args, {**kwargs, "teacher_forcing": forcing}),

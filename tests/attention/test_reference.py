@@ -388,6 +388,35 @@ def test_teacher_forcing_follows_the_same_budgets_as_decoding():
     assert all((by_kv_head(out - even, head).abs().amax() > 0.05) for head in range(2))
 
 
+@pytest.mark.parametrize("tokens", [2, 3, 7])
+def test_teacher_forcing_matches_decoding_in_steps_of_several_tokens(tokens):
+    layout = PageLayout(page_size=4)
+    q, k, v = poison(cache(3, 4, 2, T, 8), START, LENGTH)
+    top_k = torch.arange(T).expand(3, T) // 10 + torch.arange(3)[:, None]
+    out = teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout=layout, tokens=tokens)
+    expected = step_by_step(q, k, v, top_k, layout)
+    alone = expected.clone()
+    for b, (start, length, prompt) in enumerate(
+        zip(START.tolist(), LENGTH.tolist(), PROMPT.tolist(), strict=True)
+    ):
+        for first in range(prompt, length, tokens):
+            end = min(first + tokens, length)
+            step = slice(start + first, start + end)
+            expected[b, :, step] = decode_several(
+                q[b : b + 1, :, step],
+                k[b : b + 1],
+                v[b : b + 1],
+                START[b : b + 1],
+                torch.tensor([end]),
+                top_k[b : b + 1, start + first],
+                layout=layout,
+            )
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    assert (out - alone).abs().max() > 0.05
+    with pytest.raises(ValueError, match="at least one token, got 0"):
+        teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout=layout, tokens=0)
+
+
 def test_the_prompt_uses_dense_causal_attention():
     q, k, v = cache(2, 4, 2, 70, 8)
     start, length = torch.tensor([0, 0]), torch.tensor([70, 70])

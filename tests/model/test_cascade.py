@@ -14,7 +14,13 @@ from sparrow.attention import reference
 from sparrow.decoding import Decoding
 from sparrow.engines.hf import HFEngine
 from sparrow.model import speculative
-from sparrow.model.actor import dense_steps, set_schedule, sparse_calls, steps_of_several
+from sparrow.model.actor import (
+    dense_steps,
+    set_schedule,
+    sparse_calls,
+    steps_of_several,
+    teacher_forced,
+)
 from sparrow.model.history import History
 from sparrow.model.speculative import CachedSequences, Shape, draw_along, residual, speculate
 from sparrow.rollout import Sampling
@@ -82,6 +88,21 @@ def test_a_pass_over_one_token_is_a_decode_step():
     several = pass_over(model, ids, ids[:, :3])
     torch.testing.assert_close(several[:, :1], step, atol=1e-5, rtol=0)
     assert sparse_calls(model) == 2 * 4
+
+
+def test_teacher_forcing_repeats_passes_over_several_tokens():
+    model = tiny_model()
+    set_schedule(model, SparsitySchedule.fixed(1, page_size=8, dense_layers=()))
+    ids = torch.tensor(prompts([90, 90]))
+    sequences = cached(model, ids[:, :71])
+    with torch.no_grad(), steps_of_several(model):
+        passes = [sequences.read(ids[:, begin : begin + 4]) for begin in range(70, 90, 4)]
+    with torch.no_grad(), teacher_forced(model, [70, 70], tokens=4):
+        forced = model(input_ids=ids, use_cache=False).logits[:, 70:]
+    torch.testing.assert_close(forced, torch.cat(passes, 1), atol=1e-4, rtol=0)
+    with torch.no_grad(), teacher_forced(model, [70, 70]):
+        alone = model(input_ids=ids, use_cache=False).logits[:, 70:]
+    assert (alone - forced).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("broken", [False, True])
