@@ -30,8 +30,8 @@ def guess(
 
     The longest suffix of the first stream, of at most ``longest`` tokens, is looked up in all
     streams, and the tokens that followed it are the guess. If it occurs more than once, the latest
-    place counts, and if that is the same in several streams, the first of these. Places without a
-    guess, because fewer than ``shortest`` tokens were found or fewer than ``most`` followed,
+    place in the first stream counts; if it does not occur there, the latest in any stream. Places
+    without a guess, because fewer than ``shortest`` tokens were found or fewer than ``most`` followed,
     contain token 0.
 
     Args:
@@ -55,7 +55,9 @@ def guess(
         agreeing_BRS = agreeing_BRS + is_same_BRS
 
     is_found_BRS = (agreeing_BRS >= shortest) & (place_S < length_BR[..., None])
-    rank_BRS = torch.where(is_found_BRS, agreeing_BRS * S + place_S, -1)
+    is_own_R1 = (torch.arange(R, device=device) == 0)[:, None]
+    rank_BRS = (2 * agreeing_BRS + is_own_R1) * S + place_S
+    rank_BRS = torch.where(is_found_BRS, rank_BRS, -1)
     rank_B1, best_B1 = rank_BRS.flatten(1).max(1, keepdim=True)
     first = torch.arange(most, device=device)
     is_known_Bm = (rank_B1 >= 0) & (best_B1 % S + first < length_BR.gather(1, best_B1 // S))

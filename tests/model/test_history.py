@@ -33,15 +33,15 @@ def test_a_suffix_that_has_not_occurred_guesses_nothing():
 def test_siblings_are_looked_up_and_own_tokens_come_first():
     assert guessed([1, 2], [1, 2, 3, 4]) == [3, 4]
     assert guessed([1, 2], [7, 1, 2, 3], [1, 2, 5, 6]) == [3, 0], "the latest place counts"
-    assert guessed([1, 7, 1], [1, 8, 1]) == [7, 1], "the same place in both: its own"
+    assert guessed([1, 7, 1], [3, 3, 1, 8, 1]) == [7, 1], "a later place, but not its own"
     assert guessed([3, 1, 2], [1, 2, 6], [9, 3, 1, 2, 5]) == [5, 0], "three tokens agree"
 
 
 def by_hand(streams, most, longest, shortest):
     """Look a suffix up token by token."""
     own = streams[0]
-    best, found = (0, -1), []
-    for stream in streams:
+    best, found = (0, False, -1), []
+    for i, stream in enumerate(streams):
         for place in range(1, len(stream)):
             agreeing = 0
             while (
@@ -49,8 +49,8 @@ def by_hand(streams, most, longest, shortest):
                 and stream[place - 1 - agreeing] == own[len(own) - 1 - agreeing]
             ):
                 agreeing += 1
-            if agreeing >= shortest and (agreeing, place) > best:
-                best, found = (agreeing, place), stream[place : place + most]
+            if agreeing >= shortest and (agreeing, i == 0, place) > best:
+                best, found = (agreeing, i == 0, place), stream[place : place + most]
     return [*found, *[0] * (most - len(found))]
 
 
