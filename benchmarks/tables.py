@@ -22,10 +22,11 @@ import tables_verl
 import tables_versions
 from common import ROOT, render
 
-sys.path += [str(ROOT / "studies" / name) for name in ("reasoner", "text")]
+sys.path += [str(ROOT / "studies" / name) for name in ("reasoner", "text", "cascade")]
 import calibration
 import relative_tau
 import sampled_tail
+import tables_cascade as cascade
 import tables_text as text
 import tables_text_training as text_training
 
@@ -43,6 +44,7 @@ MODULES = (
     text,
     text_training,
     fp8,
+    cascade,
     tables_versions,
     tables_verl,
 )

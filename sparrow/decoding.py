@@ -74,6 +74,11 @@ class LosslessSettings:
     # Lossless in vLLM: choose the number of tokens to draft, from 0 to draft_tokens, by measured
     # speed and acceptance; off: always draft draft_tokens.
     adapt_draft_tokens: bool = True
+    # Lossless and auto with transformers: before each sparse pass, guess this many tokens from what
+    # followed the latest tokens earlier in the prompt, in the response and in other responses to
+    # the same prompt. One pass judges all guesses and drafts those that the sparse actor agrees
+    # with and one more. 0: draft one token per pass.
+    guess_tokens: Annotated[int, AtLeast(0)] = 0
     # Lossless: draw drafts with the same random numbers as the tokens. For a given seed, the tokens
     # are then those of dense decoding, up to rounding, whatever was drafted; fewer drafts are
     # accepted.
@@ -110,10 +115,12 @@ class Decoding(LosslessSettings):
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ConfigError(f"unknown mode {self.mode!r}, expected one of {get_args(Mode)}")
-        for name in ("draft_tokens", "meter_every"):
+        for name, least in (("draft_tokens", 1), ("guess_tokens", 0), ("meter_every", 1)):
             count = getattr(self, name)
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1, got {count!r}")
+            if isinstance(count, bool) or not isinstance(count, int) or count < least:
+                raise ConfigError(
+                    f"{name} must be a whole number of at least {least}, got {count!r}"
+                )
         for name in ("adapt_draft_tokens", "adapt_draft_budget", "drafter_invariant"):
             value = getattr(self, name)
             if not (isinstance(value, bool) or (value is None and name == "adapt_draft_budget")):

@@ -58,6 +58,10 @@ def test_a_mode_name_alone_selects_its_defaults():
         ),
         ({"mode": "lossless", "draft_weights": "auto"}, Decoding("lossless", DRAFT_SCHEDULE)),
         (
+            {"mode": "lossless", "guess_tokens": 3},
+            Decoding("lossless", DRAFT_SCHEDULE, guess_tokens=3),
+        ),
+        (
             {"mode": "lossless", "adapt_draft_budget": False},
             Decoding("lossless", DRAFT_SCHEDULE, adapt_draft_budget=False),
         ),
@@ -117,6 +121,10 @@ def test_settings_survive_a_round_trip(value, expected):
             r"draft_weights must be one of \('auto', 'fp8'\), got 'int8'",
         ),
         ({"mode": "lossless", "draft_weights": True}, "draft_weights must be one of .* got True"),
+        (
+            {"mode": "lossless", "guess_tokens": -1},
+            "guess_tokens must be a whole number of at least 0, got -1",
+        ),
         (
             {"mode": "lossy", "schedule": "fixed:9", "draft_weights": "fp8"},
             "'lossy' has no setting 'draft_weights'",

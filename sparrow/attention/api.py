@@ -72,6 +72,37 @@ def decode(
         )
 
 
+def decode_several(
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    start_B: Tensor | None,
+    length_B: Tensor,
+    top_k_B: Tensor,
+    *,
+    layout: PageLayout,
+    scale: float | None = None,
+    head_budgets_K: Tensor | None = None,
+) -> Tensor:
+    """Compute one sparse decode step over the T newest tokens of each row; see
+    ``reference.decode_several``.
+
+    The query of the first new token alone selects the pages that all T tokens read, so what a token
+    reads does not depend on the tokens that follow it. ``length_B`` counts all new tokens;
+    ``top_k_B`` is the budget of the first. All other arguments are those of ``decode``.
+
+    Returns:
+        ``[B, H, T, D]`` in the dtype of ``q_BHTD``.
+
+    Raises ValueError: as ``decode``.
+    """
+    q_BHTD, k_BKSD, v_BKSD, scale = _prepared(q_BHTD, k_BKSD, v_BKSD, scale, head_budgets_K)
+    with torch.autocast(q_BHTD.device.type, enabled=False):
+        return reference.decode_several(
+            q_BHTD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale, head_budgets_K
+        )
+
+
 def paged_decode(
     q_BHD: Tensor,
     k_cache: Tensor,
@@ -89,20 +120,21 @@ def paged_decode(
     out: Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
     reuse_plan: bool = False,
+    tokens: int = 1,
 ) -> Tensor:
     """Compute one sparse decode step over a paged cache (Sparrow, arXiv 2606.08446, section 2).
 
     Row b attends to its sink pages, its recent pages and the ``top_k_B[b]`` best of the remaining
     pages; if no page is left out, the row is dense. Cache entries beyond a row's length have no
-    effect, and a row of length 0 returns zeros. If the newest token completes a page, this call
-    also writes the page's landmark; ``update_landmarks`` is for tokens that are not decoded. The
+    effect, and a row of length 0 returns zeros. If a new token completes a page, this call also
+    writes the page's landmark; ``update_landmarks`` is for tokens that are not decoded. The
     kernels are bitwise deterministic, never wait for the device and, given ``out``, allocate
     nothing. The call can therefore be captured in a CUDA graph and replayed with different lengths
     and budgets.
 
     Args:
         q_BHD: queries of the newest tokens, whose keys and values are already in the cache;
-            strided, D contiguous.
+            strided, D contiguous. With T ``tokens`` per sequence, ``[B * T, H, D]``.
         k_cache: cached keys, a strided view ``[blocks, K, block tokens, D]``; a block contains a
             whole number of pages.
         v_cache: cached values, a strided view like ``k_cache``.
@@ -111,7 +143,7 @@ def paged_decode(
             Landmarks of float8_e4m3fn keys do not include the keys' scale.
         block_table_BM: blocks of each sequence in order, int32; entries beyond the sequence's
             length are not read.
-        length_B: number of tokens in each sequence, including the newest, int32.
+        length_B: number of tokens in each sequence, including all new ones, int32; at least T, or 0.
         top_k_B: number of pages kept by score, int32; ``ALL_PAGES`` keeps every page.
         layout: page size, always-kept pages, dtype of landmarks.
         implementation: ``reference`` (eager torch, any device), ``triton`` (float16 or bfloat16
@@ -131,9 +163,13 @@ def paged_decode(
             implementation, as calls for the layers of one step do; ``head_budgets_K`` may differ.
             If so, the kernels reuse that call's division of the work, and may rank pages while the
             preceding launch is still storing the newest tokens.
+        tokens: number of new tokens of each sequence (T). The query of the first one selects the
+            pages that all of them read, each page once; each token also reads the new tokens up to
+            itself (see ``decode_several``). ``triton`` takes up to one page of new tokens, and up
+            to 64 queries per kv head; ``cuda`` takes one token.
 
     Returns:
-        ``out``, ``[B, H, D]`` in the dtype of ``q_BHD``.
+        ``out``, in the shape and dtype of ``q_BHD``.
 
     Raises ValueError: the implementation is unknown or does not support the shapes, strides or
     dtypes.
@@ -151,6 +187,7 @@ def paged_decode(
         scale=q_BHD.shape[-1] ** -0.5 if scale is None else scale,
         cache_scales=cache_scales,
         head_budgets_K=head_budgets_K,
+        tokens=tokens,
     )
     decoder = _decoder(implementation)
     decoder.check(batch, workspace)
@@ -279,6 +316,7 @@ def teacher_forced(
     scale: float | None = None,
     head_budgets_K: Tensor | None = None,
     kept: list[Kept] | None = None,
+    tokens: int = 1,
 ) -> Tensor:
     """Compute attention for whole sequences at once; every position reads the pages that decoding
     would have read (arXiv 2606.08446, section 7).
@@ -306,6 +344,8 @@ def teacher_forced(
         kept: a list for a call that will be repeated (gradient checkpointing). ``triton`` stores
             its result and the kept pages in an empty list, and reads them from a filled list
             instead of recomputing them.
+        tokens: number of tokens of each decode step, counted from the end of the prompt. All tokens
+            of a step read the pages that its first one selects, as in ``decode_several``.
 
     Returns:
         ``[B, H, T, D]``, differentiable in q, k and v; zeros in padded columns.
@@ -319,10 +359,14 @@ def teacher_forced(
             "teacher forcing runs without a cache and needs as many queries as keys, got "
             f"{q_BHTD.shape[2]} queries and {k_BKTD.shape[2]} keys"
         )
+    if tokens < 1:
+        raise ValueError(f"a decode step has at least one token, got {tokens}")
     arguments = (q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout, scale)
     with torch.autocast(q_BHTD.device.type, enabled=False):
         if implementation == "reference":
-            return reference.teacher_forced(*arguments, head_budgets_K=head_budgets_K)
+            return reference.teacher_forced(
+                *arguments, head_budgets_K=head_budgets_K, tokens=tokens
+            )
         if implementation != "triton":
             raise ValueError(
                 f"unknown implementation {implementation!r}, expected 'reference' or 'triton'"
@@ -334,7 +378,7 @@ def teacher_forced(
                 f"implementation 'triton' needs Triton ({error}); install it, or use 'reference'"
             ) from error
 
-        return triton.teacher_forced(*arguments, head_budgets_K, kept)
+        return triton.teacher_forced(*arguments, head_budgets_K, kept, tokens)
 
 
 def _prepared(

@@ -4,8 +4,8 @@ scratch memory and the limits.
 ``reference``, ``triton`` and ``cuda`` each ``check`` and ``run`` a ``DecodeBatch``: see
 ``DecodeImplementation``.
 
-Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, M
-blocks in a row of the block table. An item is a pair of a sequence and a kv head.
+Shapes: B sequences, T new tokens of each, H query heads, K kv heads, G = H / K, D head dim, P page
+size, N pages, M blocks in a row of the block table. An item is a pair of a sequence and a kv head.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 MAX_GROUP = 16
+MAX_COLUMNS = 64  # queries that read the same keys: G * T
 MAX_PAGES = 16384
 CACHES_IN_8_BITS = (FP8, torch.int8)
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs that convert e4m3
@@ -54,7 +55,7 @@ class CacheScales:
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """The newest token of every sequence and the cache it attends to; ``paged_decode`` describes
+    """The newest tokens of every sequence and the cache they attend to; ``paged_decode`` describes
     each field.
     """
 
@@ -71,6 +72,7 @@ class DecodeBatch:
     cache_scales: CacheScales | None = None  # scales of an 8-bit cache; None for other caches
     # int32, in units of 1 / 256; None if all heads keep ``top_k_B`` pages
     head_budgets_K: Tensor | None = None
+    tokens: int = 1  # T; ``q_BHD`` and ``out_BHD`` have B * T rows
 
     @property
     def kv_heads(self) -> int:
@@ -86,7 +88,7 @@ class DecodeBatch:
 
     @property
     def items(self) -> int:
-        return self.q_BHD.shape[0] * self.kv_heads
+        return len(self.length_B) * self.kv_heads
 
     @property
     def pages_per_block(self) -> int:
@@ -157,6 +159,7 @@ class DecodeWorkspace:
         head_dim: head dim (D).
         max_pages: maximum number of pages per sequence, up to 16,384.
         device: device of the caches.
+        tokens: maximum number of new tokens per sequence (T).
 
     Raises ValueError: ``max_pages`` is more than the selection can rank.
     """
@@ -169,6 +172,7 @@ class DecodeWorkspace:
         head_dim: int,
         max_pages: int,
         device: torch.device | str,
+        tokens: int = 1,
     ) -> None:
         if not 1 <= max_pages <= MAX_PAGES:
             raise ValueError(
@@ -181,15 +185,17 @@ class DecodeWorkspace:
         self.group = group
         self.head_dim = head_dim
         self.max_pages = max_pages
+        self.tokens = tokens
 
+        columns = group * tokens
         items = max_batch * kv_heads
         # An upper bound: no launch divides its rows into this many parts.
         parts = items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads
         # Scores, later overwritten with the ids of the kept pages; row lengths are multiples of 16
         # to keep loads aligned.
         self.rows = torch.empty(items, -(-max_pages // 16) * 16, dtype=torch.float32, device=device)
-        self.partial = torch.empty(parts, group, head_dim, dtype=torch.float32, device=device)
-        self.stats = torch.empty(parts, 2, group, dtype=torch.float32, device=device)
+        self.partial = torch.empty(parts, columns, head_dim, dtype=torch.float32, device=device)
+        self.stats = torch.empty(parts, 2, columns, dtype=torch.float32, device=device)
         self.plan = torch.empty(parts // kv_heads, PLAN_ENTRY, dtype=torch.int32, device=device)
         # Count the programs that have reached each item, for ranking and for attention. Every
         # launch resets its counters to zero.
@@ -227,6 +233,12 @@ def check_shapes(batch: DecodeBatch) -> None:
             "the number of query heads must be a multiple of the number of kv heads, and shapes must "
             "agree; got q "
             f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, out {tuple(out.shape)}"
+        )
+
+    if batch.tokens < 1 or len(q) != len(batch.length_B) * batch.tokens:
+        raise ValueError(
+            f"{len(batch.length_B)} sequences with {batch.tokens} new tokens each need as many "
+            f"queries, got {len(q)}"
         )
 
     scales = batch.cache_scales
@@ -373,7 +385,8 @@ def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> 
     check_shapes(batch)
     check_cache(batch.k_cache, batch.landmark_cache, batch.layout)
 
-    B = len(batch.q_BHD)
+    B = len(batch.length_B)
+    T = batch.tokens
     K = batch.kv_heads
     G = batch.group
     D = batch.head_dim
@@ -412,6 +425,12 @@ def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> 
             f"the batch has {K} kv heads, group {G} and head dim {D}, but the workspace is for "
             f"{workspace.kv_heads}, {workspace.group} and {workspace.head_dim}; groups may not "
             f"exceed {MAX_GROUP}"
+        )
+    if min(workspace.tokens, batch.layout.page_size) < T or G * T > MAX_COLUMNS:
+        raise ValueError(
+            f"each sequence has {T} new tokens, but the workspace is for {workspace.tokens}, pages "
+            f"have {batch.layout.page_size} tokens, and a group of {G} may have up to "
+            f"{MAX_COLUMNS // G}; decode fewer tokens at a time, or create a larger workspace"
         )
     if workspace.max_batch < B or workspace.max_pages < batch.max_pages:
         raise ValueError(

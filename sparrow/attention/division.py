@@ -8,7 +8,7 @@ slot of the first part, length and top_k; the last two numbers are padding for a
 have different budgets, the plan is based on their mean and is therefore valid for every layer: each
 program divides the pages of its head into the row's number of parts.
 
-Shapes: R rows (sequences), S rows or candidate sizes processed at a time.
+Shapes: R rows (sequences), T new tokens of each, S rows or candidate sizes processed at a time.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -
         P=layout.page_size,
         SINK=layout.sink_pages,
         RECENT=layout.recent_pages,
+        T=batch.tokens,
         MIN_PART=division.part_tokens,
         ROWS=max(128, triton.next_power_of_2(B)),
         RANKS=division.ranks,
@@ -68,12 +69,15 @@ def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -
 
 
 @triton.jit
-def page_counts(length, top_k, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr):
+def page_counts(
+    length, top_k, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, T: tl.constexpr
+):
     """Count a row's pages, the pages ranked by score, the ranked pages that are kept, and the
-    tokens in all kept pages.
+    tokens in all kept pages; of ``length`` tokens, T are new, and the first of these selects.
     """
     pages = (length + P - 1) // P
-    ranked = tl.maximum(pages - SINK - RECENT, 0)
+    selected_from = (tl.maximum(length - (T - 1), 0) + P - 1) // P
+    ranked = tl.maximum(selected_from - SINK - RECENT, 0)
     budget = tl.minimum(ranked, tl.maximum(top_k, 0))
     return pages, ranked, budget, length - (ranked - budget) * P
 
@@ -101,6 +105,7 @@ def plan_kernel(
     P: tl.constexpr,
     SINK: tl.constexpr,
     RECENT: tl.constexpr,
+    T: tl.constexpr,
     MIN_PART: tl.constexpr,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
@@ -116,7 +121,7 @@ def plan_kernel(
     r = tl.arange(0, ROWS)
     length_R = tl.load(length + r, mask=r < count, other=0)
     top_k_R = tl.load(top_k + r, mask=r < count, other=0)
-    tokens_R, ranking_R = _work(length_R, top_k_R, P, SINK, RECENT, RANKS)
+    tokens_R, ranking_R = _work(length_R, top_k_R, P, SINK, RECENT, T, RANKS)
     total = tl.sum(tokens_R)
     whole = tl.where(2 * count <= resident, 0, total // count * 17 // 16)
     low = tl.maximum(
@@ -137,7 +142,7 @@ def plan_kernel(
         s = begin + tl.arange(0, SIZES)
         length_S = tl.load(length + s, mask=s < count, other=0)
         top_k_S = tl.load(top_k + s, mask=s < count, other=0)
-        tokens_S, ranking_S = _work(length_S, top_k_S, P, SINK, RECENT, RANKS)
+        tokens_S, ranking_S = _work(length_S, top_k_S, P, SINK, RECENT, T, RANKS)
         more_S = tl.maximum(tokens_S - 1, 0) // size
         first_S, further_S = _order_of_work(tokens_S, ranking_S, more_S, s, P, ROWS)
         first_S = tl.where(s < count, first_S, -1)
@@ -163,12 +168,13 @@ def _work(
     P: tl.constexpr,
     SINK: tl.constexpr,
     RECENT: tl.constexpr,
+    T: tl.constexpr,
     RANKS: tl.constexpr,
 ):
     """Return the number of kept tokens of each row, and the cost of ranking the row's landmarks as
     the number of tokens that take as long to read.
     """
-    _pages, ranked, budget, tokens_R = page_counts(length_R, top_k_R, P, SINK, RECENT)
+    _pages, ranked, budget, tokens_R = page_counts(length_R, top_k_R, P, SINK, RECENT, T)
     return tokens_R, tl.where((budget > 0) & (budget < ranked) & RANKS, ranked // 2, 0)
 
 

@@ -47,7 +47,36 @@ def decode(
     head_budgets_K: Tensor | None = None,
 ) -> Tensor:
     """Compute one decode step: attend from the newest token of every row to its kept pages, and
-    return ``[B, H, D]``.
+    return ``[B, H, D]``; see ``decode_several``.
+    """
+    return decode_several(
+        q_BHD[:, :, None],
+        k_BKSD,
+        v_BKSD,
+        start_B,
+        length_B,
+        top_k_B,
+        layout,
+        scale,
+        head_budgets_K,
+    )[:, :, 0]
+
+
+def decode_several(
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    start_B: Tensor | None,
+    length_B: Tensor,
+    top_k_B: Tensor,
+    layout: PageLayout,
+    scale: float,
+    head_budgets_K: Tensor | None = None,
+) -> Tensor:
+    """Compute one decode step over the T newest tokens of every row, and return ``[B, H, T, D]``.
+
+    The query of the first of these tokens selects the pages that all of them read. Each token also
+    reads the new tokens up to itself.
 
     Row b's sequence is in columns ``start_B[b] .. start_B[b] + length_B[b] - 1``, between left
     padding and the unused end of the cache; ``None`` means that all rows start in column 0. Pages
@@ -57,18 +86,16 @@ def decode(
     P = layout.page_size
     with torch.no_grad():
         marks = _page_landmarks(k_BKSD, start_B, layout)
-        scores = page_scores(q_BHD[:, :, None], marks)
-        keep_BKN = select_pages(
-            scores, length_B[:, None], top_k_B[:, None], layout, head_budgets_K
-        )[:, :, 0]
-        token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
-        column_BKT = token_BKT
+        scores = page_scores(selecting_query(q_BHTD), marks)
+        keep_BKN = _kept_pages(scores, length_B, q_BHTD.shape[2], top_k_B, layout, head_budgets_K)
+        token_BKM, seen_BKTM = _kept_tokens(keep_BKN, length_B, q_BHTD.shape[2], P)
+        column_BKM = token_BKM
         if start_B is not None:
-            column_BKT = token_BKT + start_B[:, None, None]
-        column_BKT = column_BKT.clamp(max=S - 1)
-    keys = tokens_at(k_BKSD, column_BKT)
-    values = tokens_at(v_BKSD, column_BKT)
-    return _attend(q_BHD, keys, values, seen_BKT, scale)
+            column_BKM = token_BKM + start_B[:, None, None]
+        column_BKM = column_BKM.clamp(max=S - 1)
+    keys = tokens_at(k_BKSD, column_BKM)
+    values = tokens_at(v_BKSD, column_BKM)
+    return _attend(q_BHTD, keys, values, seen_BKTM, scale)
 
 
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
@@ -82,13 +109,15 @@ def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
 def run(
     batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan: bool = False
 ) -> Tensor:
-    """Compute one decode step over a paged cache: like ``decode``, but with the cached landmarks.
+    """Compute one decode step over a paged cache: like ``decode_several``, but with the cached
+    landmarks.
 
     Cache entries beyond a row's ``length_B`` tokens have no effect, not even NaN; a row of length 0
-    returns zeros. If a row's newest token fills a page, the page's landmark is written. This
+    returns zeros. If one of a row's new tokens fills a page, the page's landmark is written. This
     implementation needs no plan and does not use the workspace.
     """
-    q_BHD = batch.q_BHD
+    T = batch.tokens
+    q_BHTD = batch.q_BHD.unflatten(0, (-1, T)).transpose(1, 2)
     k_cache = batch.k_cache
     layout = batch.layout
     K = batch.kv_heads
@@ -98,49 +127,59 @@ def run(
     table_BM = batch.block_table_BM.long()
 
     with torch.no_grad():
-        newest_B = (length_B - 1).clamp(min=0)
-        block_B = table_BM.gather(1, newest_B[:, None] // block_tokens)[:, 0]
-        slot_B = torch.where(length_B > 0, block_B * block_tokens + newest_B % block_tokens, -1)
+        new_BT = length_B[:, None] - torch.arange(T, 0, -1, device=length_B.device)
+        block_BT = table_BM.gather(1, new_BT.clamp(min=0) // block_tokens)
+        slot_BT = torch.where(new_BT >= 0, block_BT * block_tokens + new_BT % block_tokens, -1)
         scales = batch.cache_scales
         key_scales = None if scales is None else scales.k
-        _update_landmarks(k_cache, batch.landmark_cache, slot_B, layout, key_scales)
+        _update_landmarks(k_cache, batch.landmark_cache, slot_BT.flatten(), layout, key_scales)
 
         pages_B = page_count(length_B, P)
-        n = torch.arange(max(1, int(pages_B.max())), device=q_BHD.device)
+        n = torch.arange(max(1, int(pages_B.max())), device=q_BHTD.device)
         block_BN = table_BM[:, n * P // block_tokens].where(n < pages_B[:, None], 0)
         marks_BKND = batch.landmark_cache[block_BN, n % (block_tokens // P)].transpose(1, 2)
-        scores = page_scores(q_BHD[:, :, None], marks_BKND)
-        top_k_B1 = batch.top_k_B.long()[:, None]
-        keep_BKN = select_pages(scores, length_B[:, None], top_k_B1, layout, batch.head_budgets_K)[
-            :, :, 0
-        ]
+        scores = page_scores(selecting_query(q_BHTD), marks_BKND)
+        top_k_B = batch.top_k_B.long()
+        keep_BKN = _kept_pages(scores, length_B, T, top_k_B, layout, batch.head_budgets_K)
 
-        token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
-        block_BKT = block_BN[:, None].expand(-1, K, -1).gather(-1, token_BKT // P)
-        at = (block_BKT, torch.arange(K, device=q_BHD.device)[:, None], token_BKT % block_tokens)
+        token_BKM, seen_BKTM = _kept_tokens(keep_BKN, length_B, T, P)
+        block_BKM = block_BN[:, None].expand(-1, K, -1).gather(-1, token_BKM // P)
+        at = (block_BKM, torch.arange(K, device=q_BHTD.device)[:, None], token_BKM % block_tokens)
         if scales is None:
-            keys = k_cache[at].to(q_BHD.dtype)
-            values = batch.v_cache[at].to(q_BHD.dtype)
+            keys = k_cache[at].to(q_BHTD.dtype)
+            values = batch.v_cache[at].to(q_BHTD.dtype)
         else:
-            keys = _dequantised(k_cache, scales.k, at, q_BHD.dtype)
-            values = _dequantised(batch.v_cache, scales.v, at, q_BHD.dtype)
-    # Masked tokens may contain anything, even NaN.
-    keys = keys.masked_fill(~seen_BKT[..., None], 0.0)
-    values = values.masked_fill(~seen_BKT[..., None], 0.0)
-    out_BHD = _attend(q_BHD, keys, values, seen_BKT, batch.scale)
-    return batch.out_BHD.copy_(out_BHD.masked_fill((length_B == 0)[:, None, None], 0.0))
+            keys = _dequantised(k_cache, scales.k, at, q_BHTD.dtype)
+            values = _dequantised(batch.v_cache, scales.v, at, q_BHTD.dtype)
+    # Masked tokens may contain anything, even NaN. A row's last new token sees all others.
+    unseen_BKM1 = ~seen_BKTM[:, :, -1, :, None]
+    keys = keys.masked_fill(unseen_BKM1, 0.0)
+    values = values.masked_fill(unseen_BKM1, 0.0)
+    out_BHTD = _attend(q_BHTD, keys, values, seen_BKTM, batch.scale)
+    out_BHTD = out_BHTD.masked_fill((length_B == 0)[:, None, None, None], 0.0)
+    return batch.out_BHD.copy_(out_BHTD.transpose(1, 2).flatten(0, 1))
+
+
+def selecting_query(q_BHTD: Tensor) -> Tensor:
+    """Return the query that selects the pages for all new tokens of a row, ``[B, H, 1, D]``.
+
+    It is the first token's. Later tokens may be guesses, and what a token reads must not depend on
+    the guess that it judges.
+    """
+    return q_BHTD[:, :, :1]
 
 
 def _attend(
-    q_BHD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, seen_BKT: Tensor, scale: float
+    q_BHTD: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, seen_BKTM: Tensor, scale: float
 ) -> Tensor:
-    """Compute the attention of one query per row to the tokens gathered for each kv head, masked
-    with ``seen_BKT``.
+    """Compute the attention of the queries of each row to the M tokens gathered for each kv head,
+    masked with ``seen_BKTM``.
     """
-    q_BKGD = q_BHD.unflatten(1, (k_BKTD.shape[1], -1))
-    mask = seen_BKT[:, :, None]
-    out_BKGD = F.scaled_dot_product_attention(q_BKGD, k_BKTD, v_BKTD, mask, scale=scale)
-    return out_BKGD.flatten(1, 2)
+    T = q_BHTD.shape[2]
+    q_BKGTD = q_BHTD.unflatten(1, (k_BKMD.shape[1], -1))
+    mask = seen_BKTM[:, :, None].expand(-1, -1, q_BKGTD.shape[2], -1, -1).flatten(2, 3)
+    out = F.scaled_dot_product_attention(q_BKGTD.flatten(2, 3), k_BKMD, v_BKMD, mask, scale=scale)
+    return out.unflatten(2, (-1, T)).flatten(1, 2)
 
 
 def _entries(cache: Tensor, at: tuple[Tensor | slice, ...]) -> Tensor:
@@ -240,11 +279,13 @@ def teacher_forced(
     scale: float,
     query_chunk: int = 256,
     head_budgets_K: Tensor | None = None,
+    tokens: int = 1,
 ) -> Tensor:
     """Compute attention at all query positions at once; see ``sparrow.attention.teacher_forced``.
 
     A token at position t, if it follows the prompt, reads the pages selected from the first t + 1
-    tokens. Memory grows with ``query_chunk * T``; use the kernel for realistic lengths.
+    tokens or, if decode steps have several ``tokens``, from those up to the first of its step, and
+    the tokens since. Memory grows with ``query_chunk * T``; use the kernel for realistic lengths.
     """
     H, T = q_BHTD.shape[1:3]
     K = k_BKTD.shape[1]
@@ -255,6 +296,8 @@ def teacher_forced(
     position_BT = column_T - start_B[:, None]
     real_BT = (position_BT >= 0) & (position_BT < length_B[:, None])
     page_BT = (position_BT // P).clamp(0, N - 1)
+    # columns of the tokens whose queries select
+    selecting_BT = column_T - (position_BT - prompt_B[:, None]).clamp(min=0) % tokens
     with torch.no_grad():
         marks = _page_landmarks(k_BKTD, start_B, layout)
 
@@ -264,9 +307,19 @@ def teacher_forced(
         position = position_BT[:, now]
         with torch.no_grad():
             causal = (column_T <= column_T[now, None]) & real_BT[:, None] & real_BT[:, now, None]
-            scores = page_scores(q_BHTD[:, :, now], marks)
+            selecting = selecting_BT[:, now]
+            q_selecting = tokens_at(q_BHTD, selecting[:, None].expand(-1, H, -1))
+            length = (selecting - start_B[:, None] + 1).clamp(min=1)
             keep = select_pages(
-                scores, (position + 1).clamp(min=1), top_k_BT[:, now], layout, head_budgets_K
+                page_scores(q_selecting, marks),
+                length,
+                top_k_BT.gather(1, selecting),
+                layout,
+                head_budgets_K,
+            )
+            # pages that the step's tokens have begun; later tokens are not causal
+            keep = (
+                keep | (torch.arange(N, device=device) >= page_count(length, P)[..., None])[:, None]
             )
             keep = keep | (position < prompt_B[:, None])[:, None, :, None]
             token_keep = keep.gather(-1, page_BT[:, None, None].expand(-1, K, keep.shape[2], -1))
@@ -283,16 +336,43 @@ def teacher_forced(
     return torch.cat(chunks, dim=2)
 
 
-def _kept_tokens(keep_BKN: Tensor, length_B: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """List the positions of the tokens in the kept pages, in order; since rows are padded to the
-    longest, also return a mask of the valid positions.
+def _kept_pages(
+    scores_BK1N: Tensor,
+    length_B: Tensor,
+    new_tokens: int,
+    top_k_B: Tensor,
+    layout: PageLayout,
+    head_budgets_K: Tensor | None,
+) -> Tensor:
+    """Select the pages of a decode step over the ``new_tokens`` newest tokens of every row, bool
+    ``[B, K, N]``: those that the first of them selects, and those that contain the others.
+    """
+    first_B = length_B - (new_tokens - 1)
+    keep_BKN = select_pages(
+        scores_BK1N, first_B[:, None], top_k_B[:, None], layout, head_budgets_K
+    )[:, :, 0]
+    n = torch.arange(keep_BKN.shape[-1], device=keep_BKN.device)
+    begun_B1 = page_count(first_B, layout.page_size)[:, None]
+    pages_B1 = page_count(length_B, layout.page_size)[:, None]
+    return keep_BKN | ((n >= begun_B1) & (n < pages_B1))[:, None]
+
+
+def _kept_tokens(
+    keep_BKN: Tensor, length_B: Tensor, new_tokens: int, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """List the positions of the tokens in the kept pages, in order, ``[B, K, M]``; since rows are
+    padded to the longest, also return which of them each new token sees, ``[B, K, T, M]``.
     """
     most = int(keep_BKN.sum(-1).max())
-    page_BKM = keep_BKN.int().argsort(dim=-1, descending=True, stable=True)[..., :most]
-    token_BKMP = page_BKM[..., None] * page_size + torch.arange(page_size, device=keep_BKN.device)
-    is_kept_BKM1 = keep_BKN.gather(-1, page_BKM)[..., None]
-    seen_BKMP = is_kept_BKM1 & (token_BKMP < length_B[:, None, None, None])
-    return token_BKMP.flatten(2), seen_BKMP.flatten(2)
+    page_BKX = keep_BKN.int().argsort(dim=-1, descending=True, stable=True)[..., :most]
+    token_BKXP = page_BKX[..., None] * page_size + torch.arange(page_size, device=keep_BKN.device)
+    is_kept_BKX1 = keep_BKN.gather(-1, page_BKX)[..., None]
+    # number of tokens that each new token sees, itself included
+    seen_BT = length_B[:, None] - torch.arange(new_tokens - 1, -1, -1, device=length_B.device)
+    seen_BKTXP = is_kept_BKX1[:, :, None] & (
+        token_BKXP[:, :, None] < seen_BT[:, None, :, None, None]
+    )
+    return token_BKXP.flatten(2), seen_BKTXP.flatten(3)
 
 
 def _page_landmarks(k_BKSD: Tensor, start_B: Tensor | None, layout: PageLayout) -> Tensor:

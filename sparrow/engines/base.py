@@ -42,6 +42,7 @@ class Counters:
     # tokens decoded by a lossy actor, and how many of them read all cached tokens in every layer
     rows: int = 0
     dense_rows: int = 0
+    passes: int = 0  # sparse passes over guesses, each of which yielded one draft or more
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -70,6 +71,11 @@ class Counters:
         """Tokens drafted per token that cycles produced; 0 before the first cycle."""
         return self.drafted / max(self.accepted + self.cycles, 1)
 
+    @property
+    def drafts_per_pass(self) -> float:
+        """Tokens drafted per sparse pass over guesses; 0 without guesses."""
+        return self.drafted / self.passes if self.passes else 0.0
+
     def to_dict(self) -> dict[str, Any]:
         """Return the counts in plain JSON types, under ``kv`` and, if there were cycles, under
         ``drafts``.
@@ -86,6 +92,8 @@ class Counters:
         if self.cycles:
             names = ("drafted", "accepted", "cycles", "tokens_per_cycle", "drafts_per_token")
             metrics["drafts"] = {name: getattr(self, name) for name in names}
+            if self.passes:
+                metrics["drafts"]["drafts_per_pass"] = self.drafts_per_pass
             metrics["drafts"] |= _plain(self.acceptance)
             if self.metered.drafts:
                 metrics["drafts"]["metered"] = _plain(self.metered)

@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -40,6 +41,7 @@ from sparrow.model.actor import (
     sparse_calls,
     teacher_forced,
 )
+from sparrow.model.history import History
 from sparrow.model.scoring import Batch, TokenScorer, evaluating, micro_batches
 from sparrow.model.speculative import CachedSequences, Cycle, Shape, draw, speculate
 from sparrow.model.standing import standing
@@ -162,8 +164,11 @@ class HFEngine(Engine, Scorer, Ranker):
             parts = [(max_tokens_B, self.decoding.is_lossless)]
         for limit_B, drafting in parts:
             if len(rows := responses.open(limit_B)):
+                history = None
+                if drafting and self.decoding.guess_tokens:
+                    history = self._history(prompts, seeds, rows, responses, steps)
                 sparse_steps += self._go_on(
-                    prompts, rows, responses, shape, uniform, limit_B, drafting
+                    prompts, rows, responses, shape, uniform, limit_B, drafting, history
                 )
         self._check_sparse(calls, sparse_steps)
         return responses.rollouts(prompts)
@@ -177,6 +182,7 @@ class HFEngine(Engine, Scorer, Ranker):
         uniform: Tensor,
         limit_B: Tensor,
         drafting: bool,
+        history: History | None,
     ) -> int:
         """Continue the responses ``rows`` up to their limits, and return the number of sparse
         steps.
@@ -185,10 +191,7 @@ class HFEngine(Engine, Scorer, Ranker):
         from the prefill.
         """
         device = self.model.device
-        contexts = [
-            [*prompts[b], *responses.tokens[b, : responses.length[b]].tolist()]
-            for b in rows.tolist()
-        ]
+        contexts = responses.contexts(prompts, rows)
         longest = max(map(len, contexts))
         padding = [longest - len(context) for context in contexts]
         padded = [[0] * p + context for p, context in zip(padding, contexts, strict=True)]
@@ -197,13 +200,19 @@ class HFEngine(Engine, Scorer, Ranker):
         logits = sequences.read(ids, logits_to_keep=1)
         numbers = uniform[2, rows.to(device), responses.length[rows].to(device)]
         cycle = _sampled(logits, shape, numbers[:, None])
+        place = torch.arange(len(rows), device=device)  # rows of ``history``
+        before = responses.length[rows]
         active = responses.append(rows, cycle, limit_B)
 
         sparse_steps = 0
         while len(active):
+            if history is not None:
+                added = (responses.length[rows] - before).to(device)
+                history.extend(place, cycle.tokens, added)
             last_token = cycle.tokens.gather(1, cycle.count[:, None] - 1)[:, 0][active]
             if len(active) < len(rows):
                 sequences.select(active)
+                place = place[active]
                 rows = rows[active.cpu()]
 
             length = responses.length[rows].to(device)
@@ -215,15 +224,45 @@ class HFEngine(Engine, Scorer, Ranker):
 
             if drafting:
                 cycle = speculate(
-                    sequences, last_token, drafts, shape, numbers, self.decoding.drafter_invariant
+                    sequences,
+                    last_token,
+                    drafts,
+                    shape,
+                    numbers,
+                    self.decoding.drafter_invariant,
+                    None if history is None else (history, place),
                 )
-                sparse_steps += int(drafts.max())
+                sparse_steps += int(cycle.opens_pass.sum(1).max())
             else:
                 cycle = _sampled(sequences.read(last_token[:, None]), shape, numbers[2])
                 sparse_steps += 1
             self._count(cached + 1, drafts, cycle, drafting)
+            before = responses.length[rows]
             active = responses.append(rows, cycle, limit_B, drafts)
         return sparse_steps
+
+    def _history(
+        self,
+        prompts: list[Sequence[int]],
+        seeds: list[int],
+        rows: Tensor,
+        responses: Responses,
+        steps: int,
+    ) -> History:
+        """Begin the history of these rows, in which responses to the same prompt see each other.
+
+        Responses with the same seed do not, because their tokens are drawn with the same numbers.
+        """
+        twins: Counter[tuple[tuple[int, ...], int]] = Counter()
+        groups = []
+        for b in rows.tolist():
+            prompt = tuple(prompts[b])
+            groups.append((prompt, twins[prompt, seeds[b]]))
+            twins[prompt, seeds[b]] += 1
+        contexts = responses.contexts(prompts, rows)
+        # A cycle's drafts are part of the history until the cycle ends.
+        room = steps + self.decoding.draft_tokens
+        return History(contexts, groups, room, self.decoding.guess_tokens, self.model.device)
 
     def _to_verify(self, prompts: list[Sequence[int]], steps: int) -> Tensor:
         """Return the number of leading tokens of each response that are verified in mode auto,
@@ -387,10 +426,11 @@ class HFEngine(Engine, Scorer, Ranker):
         length_B, drafts_B, count_B = (x.cpu().numpy() for x in (length, drafts, cycle.count))
         offset = np.arange(cycle.tokens.shape[1])
         at_BT = length_B[:, None] + offset
-        sparse_at = at_BT[offset < drafts_B[:, None]] if lossless else length_B
-        by_dense_layers = dense * sparse_at.sum()
+        sparse_at = at_BT[:, :-1][cycle.opens_pass.cpu().numpy()] if lossless else length_B
+        guessed = len(sparse_at) * self.decoding.guess_tokens if lossless else 0
+        by_dense_layers = dense * (sparse_at.sum() + guessed)
         read_B = self.schedule.tokens_read(sparse_at)
-        by_sparse_layers = (num_layers - dense) * read_B.sum()
+        by_sparse_layers = (num_layers - dense) * (read_B.sum() + guessed)
         self._counters += Counters(
             tokens_read=round(float(by_dense_layers + by_sparse_layers)),
             tokens_held=num_layers * int(at_BT[offset < count_B[:, None]].sum()),
@@ -409,6 +449,7 @@ class HFEngine(Engine, Scorer, Ranker):
                 drafted=int(drafts_B.sum()),
                 accepted=int((count_B - 1).sum()),
                 cycles=len(count_B),
+                passes=len(sparse_at) if self.decoding.guess_tokens else 0,
                 acceptance=DraftAcceptance.of(
                     alpha_Bk[looked_at], position, self.schedule.bin_tokens
                 ),
@@ -429,7 +470,8 @@ def _sampled(logits: Tensor, shape: Shape, uniform: Tensor) -> Cycle:
     """
     log_q = shape.log_probs(logits)
     token = draw(shape.distribution(logits[:, 0].float()), uniform[:, 0])
-    return Cycle(token[:, None], torch.ones_like(token), log_q, log_q[:, :0, 0])
+    none = log_q[:, :0, 0]
+    return Cycle(token[:, None], torch.ones_like(token), log_q, none, none.bool())
 
 
 def _uniform(count: int, seed: int) -> Tensor:

@@ -37,6 +37,10 @@ class Responses:
         """Return the indices of the responses that have neither ended nor reached their limit."""
         return (~self.stopped & (self.length < limit_B)).nonzero()[:, 0]
 
+    def contexts(self, prompts: list[Sequence[int]], rows: Tensor) -> list[list[int]]:
+        """Return the tokens of the prompts and the responses ``rows``."""
+        return [[*prompts[b], *self.tokens[b, : self.length[b]].tolist()] for b in rows.tolist()]
+
     def append(
         self, rows: Tensor, cycle: Cycle, limit_B: Tensor, drafts: Tensor | None = None
     ) -> Tensor:

@@ -3,9 +3,10 @@
 
 With this implementation, a model's decode steps are sparse under a schedule, while prefill, scoring
 and training stay dense without a switch: only a forward pass with one query token and a cache is a
-decode step. ``generate`` also treats a final prompt chunk of one token as prefill; a decoding loop
-outside ``generate`` has to use ``dense_steps`` for such a chunk. Inside the ``teacher_forced``
-context, a whole-sequence forward pass computes what decoding would have computed.
+decode step, or with several of them inside ``steps_of_several``. ``generate`` also treats a final
+prompt chunk of one token as prefill; a decoding loop outside ``generate`` has to use
+``dense_steps`` for such a chunk. Inside the ``teacher_forced`` context, a whole-sequence forward
+pass computes what decoding would have computed.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, D head dim.
 """
@@ -27,7 +28,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from sparrow import attention
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.model import masks, routing
-from sparrow.model.generation import dense_steps, unwatch_generate, watch_generate
+from sparrow.model.generation import (
+    dense_steps,
+    steps_of_several,
+    unwatch_generate,
+    watch_generate,
+)
 from sparrow.model.scoring import evaluating
 from sparrow.model.state import NAME, Actor, ScheduleTable, actor_of, attention_layers
 from sparrow.schedule import SparsitySchedule
@@ -41,6 +47,7 @@ __all__ = [
     "set_schedule",
     "sparrow_attention",
     "sparse_calls",
+    "steps_of_several",
     "teacher_forced",
 ]
 _KEPT: ContextVar[list[Any] | None] = ContextVar("kept", default=None)
@@ -56,6 +63,7 @@ class _TeacherForcing:
     prompt_lengths: Tensor
     # implementation of ``sparrow.attention.teacher_forced`` that computes the attention
     implementation: attention.Implementation
+    tokens: int = 1  # number of tokens of each decode step
     # number of attention calls of each layer
     layers: Counter[int] = field(default_factory=Counter)
     modules: list[nn.Module] = field(default_factory=list)
@@ -114,7 +122,7 @@ def sparrow_attention(
     routing.check_extras(module, kwargs)
     if teacher_forcing is not None:
         out = _forced(module, query, key, value, attention_mask, scaling, teacher_forcing, kwargs)
-    elif query.shape[2] == 1 and key.shape[2] > 1:
+    elif _is_decode_step(module, query, key):
         out = _decoded(module, query, key, value, attention_mask, scaling)
     else:
         _check_prefill(module, query)
@@ -168,8 +176,16 @@ def _forced(
         head_budgets_K=actor.table.head_budgets(module.layer_idx, key.device),
         implementation=forcing.implementation,
         kept=_KEPT.get(),
+        tokens=forcing.tokens,
     )
     return rows.reopen(out)
+
+
+def _is_decode_step(module: Any, query: Tensor, key: Tensor) -> bool:
+    T, S = query.shape[2], key.shape[2]
+    actor: Actor | None = getattr(module, NAME, None)
+    several = actor is not None and actor.takes_several
+    return T < S and (T == 1 or several)
 
 
 def _check_prefill(module: Any, query: Tensor) -> None:
@@ -192,7 +208,7 @@ def _decoded(
     mask: Tensor | None,
     scaling: float | None,
 ) -> Tensor | None:
-    """Compute a sparse decode step ``[B, H, 1, D]``; return None if the step is dense."""
+    """Compute a sparse decode step ``[B, H, T, D]``; return None if the step is dense."""
     actor: Actor | None = getattr(module, NAME, None)
     if actor is None:
         raise ConfigError(
@@ -205,18 +221,17 @@ def _decoded(
     actor.sparse_calls += 1
     rows = masks.decoding(mask, key)
     start = rows.start_B if mask is not None and rows.order_BS is None else None
-    out_BHD = attention.decode(
-        query[:, :, 0],
+    return attention.decode_several(
+        query,
         rows.close(key),
         rows.close(value),
         start,
         rows.length_B,
-        actor.table.top_k(rows.length_B),
+        actor.table.top_k(rows.length_B - (query.shape[2] - 1)),
         layout=actor.layout,
         scale=scaling,
         head_budgets_K=actor.table.head_budgets(module.layer_idx, key.device),
     )
-    return out_BHD[:, :, None]
 
 
 AttentionInterface.register(NAME, sparrow_attention)
@@ -385,6 +400,7 @@ def teacher_forced(
     prompt_lengths: Sequence[int] | Tensor,
     schedule: SparsitySchedule | None = None,
     implementation: attention.Implementation | None = None,
+    tokens: int = 1,
 ) -> Iterator[_TeacherForcing]:
     """Make forward passes of ``model`` inside the context compute what step-by-step sparse decoding
     would have computed.
@@ -403,6 +419,8 @@ def teacher_forced(
             ``sparrow.attention.teacher_forced``); by default, ``triton`` for a model on a CUDA
             device and ``reference`` elsewhere. The context's value stores the choice in
             ``.implementation``.
+        tokens: number of tokens of each decode step, as in ``steps_of_several``; steps are counted
+            from the end of the prompt.
 
     Raises ConfigError: the model has no schedule; the prompt lengths are not one whole number for
     each row, or exceed the row's tokens; sequences are packed, or a mask is otherwise not causal;
@@ -415,7 +433,7 @@ def teacher_forced(
             "teacher_forced needs a model prepared with set_schedule(model, schedule)"
         )
 
-    with _forcing(model, prompt_lengths, schedule, implementation) as forcing:
+    with _forcing(model, prompt_lengths, schedule, implementation, tokens) as forcing:
         yield forcing
 
     if missing := attention_layers(actor.config) - set(forcing.layers):
@@ -432,6 +450,7 @@ def _forcing(
     prompt_lengths: Sequence[int] | Tensor,
     schedule: SparsitySchedule | None,
     implementation: attention.Implementation | None,
+    tokens: int = 1,
 ) -> Iterator[_TeacherForcing]:
     actor = actor_of(model)
     assert actor is not None
@@ -440,7 +459,7 @@ def _forcing(
         actor = Actor(schedule, actor.config, actor.own_attention)
     if implementation is None:
         implementation = "triton" if model.device.type == "cuda" else "reference"
-    forcing = _TeacherForcing(actor, _whole(prompt_lengths), implementation)
+    forcing = _TeacherForcing(actor, _whole(prompt_lengths), implementation, tokens)
     decoder = model.get_decoder()
     handle = decoder.register_forward_pre_hook(
         lambda module, args, kwargs: (args, {**kwargs, "teacher_forcing": forcing}),

@@ -43,6 +43,28 @@ def dense_steps(model: nn.Module) -> Iterator[None]:
         actor.dense = before
 
 
+@contextlib.contextmanager
+def steps_of_several(model: nn.Module) -> Iterator[None]:
+    """Make a pass of ``model`` over several tokens with a cache one sparse decode step inside the
+    context: in each layer, the query of each row's first new token selects the pages that all of
+    the row's new tokens read.
+
+    Raises ConfigError: the model has no schedule.
+    """
+    actor = actor_of(model)
+    if actor is None:
+        raise ConfigError(
+            "steps_of_several needs a model prepared with "
+            "sparrow.model.actor.set_schedule(model, schedule)"
+        )
+    before = actor.takes_several
+    actor.takes_several = True
+    try:
+        yield
+    finally:
+        actor.takes_several = before
+
+
 def watch_generate(model: nn.Module) -> None:
     """Make ``model.generate`` distinguish prefill from decoding, and refuse options that make
     decoding dense.

@@ -14,7 +14,20 @@ then those of dense decoding with the same random numbers, whatever is drafted. 
 with a lower probability than the acceptance rate a; with Gumbel noise, as in vLLM, the probability
 is at least a / (2 - a).
 
-Shapes: B sequences, T query tokens, S columns of the cache, k drafts per cycle, V vocabulary.
+With guesses, the two become the later stages of a cascade: history guesses m tokens
+(``sparrow.model.history``), the actor reads all of them in one sparse pass and drafts at least one
+token, at most m + 1, and the policy verifies the drafts. At each place of the pass, a token is
+drawn from the actor's distribution q, and the guess there is kept if it is the token drawn. A
+guess g is thus kept with probability q(g), and otherwise replaced by a token from q without g, as
+in rejection sampling: drafts follow q whatever is guessed. Verification uses the pass's own q.
+
+A pass selects pages by the query of its first token alone. A selection that depended on guesses
+would make q depend on the tokens that it judges. If guesses are drawn at random, and accepted with
+the probability of speculative sampling, drafts would then follow no distribution that verification
+knows.
+
+Shapes: B sequences, T query tokens, S columns of the cache, k drafts per cycle, m guesses per pass,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +43,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from sparrow.attention.pages import tokens_at
 from sparrow.errors import TrainingDiverged
-from sparrow.model.actor import dense_steps
+from sparrow.model.actor import dense_steps, steps_of_several
+from sparrow.model.history import History
 
 
 @dataclass(frozen=True)
@@ -122,6 +136,9 @@ class CachedSequences:
         """Drop all but the oldest ``lengths_B`` tokens of each row, and shift rows so that they end
         in the same column.
         """
+        dropped_B = self.lengths - lengths_B
+        if (dropped_B == dropped_B[0]).all():
+            return self.forget(int(dropped_B[0]))
         width = int(lengths_B.max())
         start = width - lengths_B
         column = torch.arange(width, device=start.device)
@@ -158,6 +175,18 @@ class Cycle:
     # did not draft, and after the first rejected draft, because later drafts follow a token that is
     # not part of the result
     acceptance: Tensor
+    # bool [B, k], the drafts that the first token of a sparse pass yielded: every draft, unless
+    # tokens were guessed
+    opens_pass: Tensor
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Drafted tokens; entries beyond the number of drafts of a row are undefined."""
+
+    tokens: Tensor  # int64 [B, k]
+    q_BkV: Tensor  # float64, the distributions that they were drawn from
+    opens_pass: Tensor  # bool [B, k], see ``Cycle``
 
 
 @torch.no_grad()
@@ -168,6 +197,7 @@ def speculate(
     shape: Shape,
     uniform: Tensor,
     drafter_invariant: bool = False,
+    history: tuple[History, Tensor] | None = None,
 ) -> Cycle:
     """Draft and verify once; afterwards, ``sequences`` contains the policy's keys and values of all
     tokens except the last.
@@ -181,26 +211,85 @@ def speculate(
         uniform: float64 ``[3, B, k + 1]`` in [0, 1): for each position in the cycle, the random
             numbers for drawing drafts, accepting drafts, and drawing the last token.
         drafter_invariant: whether drafts and all tokens are drawn with the last of these numbers.
+        history: where guesses are looked up, and the rows of these sequences in it, int64 ``[B]``;
+            ``newest`` is the last token there. None to draft without guesses.
     """
-    ids = [newest]
-    logits = []
     draft_uniform = uniform[2] if drafter_invariant else uniform[0]
-    for i in range(int(drafts.max())):
-        logits.append(sequences.read(ids[-1][:, None]).float())
-        ids.append(draw(shape.distribution(logits[-1][:, 0]), draft_uniform[:, i]))
+    drafted = draft(sequences, newest, drafts, shape, draft_uniform, history)
 
     # Verification reads the drafts again, so that the cache gets the policy's keys and values.
-    sequences.forget(len(logits))
-    ids_BT = torch.stack(ids, 1)
+    ids_BT = torch.cat([newest[:, None], drafted.tokens], 1)
     with dense_steps(sequences.model):  # a single token would be read sparsely
         dense_logits = sequences.read(ids_BT).float()
 
-    q_BkV = shape.distribution(torch.cat([*logits, dense_logits[:, :0]], 1))
     p_BTV = shape.distribution(dense_logits)
+    q_BkV = drafted.q_BkV if drafts.any() else p_BTV[:, :0]
     judge = verify_by_drawing if drafter_invariant else verify
-    tokens, accepted, acceptance = judge(p_BTV, q_BkV, ids_BT[:, 1:], drafts, uniform[1:])
+    tokens, accepted, acceptance = judge(p_BTV, q_BkV, drafted.tokens, drafts, uniform[1:])
     sequences.keep(sequences.lengths - ids_BT.shape[1] + accepted + 1)
-    return Cycle(tokens, accepted + 1, shape.log_probs(dense_logits), acceptance)
+    return Cycle(
+        tokens, accepted + 1, shape.log_probs(dense_logits), acceptance, drafted.opens_pass
+    )
+
+
+def draft(
+    sequences: CachedSequences,
+    newest: Tensor,
+    drafts: Tensor,
+    shape: Shape,
+    uniform: Tensor,
+    history: tuple[History, Tensor] | None = None,
+) -> Drafts:
+    """Draft with the sparse actor, and leave ``sequences`` and ``history`` as they were; see
+    ``speculate``.
+
+    Rows take as many passes as they need, and a row that has all its drafts goes along. Tokens that
+    are drafted here are dropped from history even if they are accepted later: a rejected draft was
+    drawn with random numbers that will draw other tokens, and a guess must not depend on those.
+    """
+    B = len(newest)
+    k = int(drafts.max())
+    row = torch.arange(B, device=newest.device)
+    lengths = sequences.lengths
+    made = torch.zeros_like(drafts)
+    tokens_Bk = newest.new_zeros(B, k)
+    opens_Bk = torch.zeros_like(tokens_Bk, dtype=torch.bool)
+    q_BkV = uniform.new_zeros(B, k, 0)
+    while (made < drafts).any():
+        guess_Bm = newest.new_zeros(B, 0) if history is None else history[0].guesses(history[1])
+        with steps_of_several(sequences.model):
+            logits = sequences.read(torch.cat([newest[:, None], guess_Bm], 1)).float()
+        q_BTV = shape.distribution(logits)
+        place_BT = made[:, None] + torch.arange(q_BTV.shape[1], device=made.device)
+        drawn_BT, kept = draw_along(q_BTV, guess_Bm, uniform.gather(1, place_BT.clamp(max=k - 1)))
+
+        count = torch.minimum(kept + 1, drafts - made)
+        b, t = (place_BT < (made + count)[:, None]).nonzero(as_tuple=True)
+        if not made.any():  # only now is the size of the vocabulary known
+            q_BkV = q_BTV.new_zeros(B, k, q_BTV.shape[2])
+        q_BkV[b, made[b] + t] = q_BTV[b, t]
+        tokens_Bk[b, made[b] + t] = drawn_BT[b, t]
+        opens_Bk[b[t == 0], made[b[t == 0]]] = True
+        made = made + count
+        newest = torch.where(count > 0, drawn_BT[row, (count - 1).clamp(min=0)], newest)
+        sequences.keep(lengths + made)
+        if history is not None:
+            history[0].extend(history[1], drawn_BT, count)
+
+    sequences.keep(lengths)
+    if history is not None:
+        history[0].forget(history[1], made)
+    return Drafts(tokens_Bk, q_BkV, opens_Bk)
+
+
+def draw_along(q_BTV: Tensor, guess_Bm: Tensor, uniform_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw a token from each distribution, ``[B, T]``, and count how many guesses come before the
+    first that differs from the token drawn in its place, ``[B]``.
+    """
+    B, T, V = q_BTV.shape
+    drawn_BT = draw(q_BTV.reshape(B * T, V), uniform_BT.reshape(B * T)).view(B, T)
+    is_kept_Bm = drawn_BT[:, : guess_Bm.shape[1]] == guess_Bm
+    return drawn_BT, is_kept_Bm.long().cumprod(1).sum(1)
 
 
 def verify(
@@ -235,11 +324,8 @@ def verify_by_drawing(
     """Verify drafts as in ``verify``, except that the policy draws every token with ``uniform[1]``,
     the random numbers that also drew the drafts.
     """
-    B, T, V = p_BTV.shape
-    tokens_BT = draw(p_BTV.reshape(B * T, V), uniform[1, :, :T].reshape(B * T)).view(B, T)
-    place_k = torch.arange(T - 1, device=drafts.device)
-    kept_Bk = (tokens_BT[:, :-1] == draft_Bk) & (place_k < drafts[:, None])
-    accepted = kept_Bk.long().cumprod(1).sum(1)
+    tokens_BT, same = draw_along(p_BTV, draft_Bk, uniform[1, :, : p_BTV.shape[1]])
+    accepted = torch.minimum(same, drafts)
     return tokens_BT, accepted, _examined(p_BTV, q_BkV, drafts, accepted)
 
 

@@ -71,6 +71,8 @@ class Actor:
     table: ScheduleTable = field(init=False)
     sparse_calls: int = 0
     dense: bool = False  # whether decode steps currently attend to all tokens
+    # whether a pass over several tokens with a cache is currently one decode step
+    takes_several: bool = False
     # whether ``generate`` has read its prompt, so that each further pass reads one token
     is_generating: bool = False
 

@@ -169,7 +169,12 @@ class DecodingOptions(LosslessSettings, ModeOptions):
                     "unverified steps, such as qwen3-4b-0.86; set one, or use mode lossless"
                 )
             schedule_of_both = SparsitySchedule.load(chosen)
-            return Decoding("auto", schedule_of_both, draft_tokens=self.draft_tokens)
+            return Decoding(
+                "auto",
+                schedule_of_both,
+                draft_tokens=self.draft_tokens,
+                guess_tokens=self.guess_tokens,
+            )
         if start and not isinstance(self, RolloutConfig):
             raise ConfigError(
                 f"schedule is {schedule!r}, but only sparrow train adjusts a schedule; "

@@ -168,6 +168,11 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
             f"kv_cache_dtype={dtype!r}; set kv_cache_dtype='auto', 'fp8' or {kv_cache.INT8!r}",
         ),
         (
+            decoding.guess_tokens > 0,
+            f"guess_tokens={decoding.guess_tokens} in vLLM, where a sparse pass drafts one token; "
+            "leave guess_tokens out, or use the engine hf",
+        ),
+        (
             dtype == kv_cache.INT8 and is_lossless,
             f"kv_cache_dtype={kv_cache.INT8!r} in lossless mode, because vLLM's own attention "
             "cannot read int8; set kv_cache_dtype='auto' or 'fp8', or mode 'lossy'",

@@ -5,7 +5,8 @@ cascade, simulated on sampled responses.
 
 SAMPLES.npz is what ``samples.py`` writes. At each place the longest suffix of what a response has
 generated, of ``longest`` down to ``shortest`` tokens, is looked up in what was generated before, and
-the m tokens that followed its most recent occurrence are the guess. Three histories are compared:
+the m tokens that followed its most recent occurrence, in the response itself if there is one, are
+the guess. Three histories are compared:
 
 - ``own``: the prompt and the response itself;
 - ``siblings``: also the responses of the group that run at the same time, each as far as this one;
@@ -88,10 +89,12 @@ class History:
         self._shortest = shortest
         self._followed: dict[tuple[int, ...], tuple[int, int]] = {}
         self._streams: list[list[int]] = []
+        self._own: list[dict[tuple[int, ...], tuple[int, int]]] = []  # of each stream
 
     def add(self, tokens: Sequence[int]) -> int:
         """Remember a stream; return its number."""
         self._streams.append([])
+        self._own.append({})
         number = len(self._streams) - 1
         for token in tokens:
             self.extend(number, token)
@@ -99,25 +102,29 @@ class History:
 
     def extend(self, number: int, token: int, visible: bool = True) -> None:
         """Append a token to a stream. If it is not ``visible``, no run is remembered to be followed
-        by it: an older stream has remembered the same.
+        by it in other streams: an older stream has remembered the same.
         """
         stream = self._streams[number]
-        if visible:
-            end = len(stream)
-            for length in range(self._shortest, min(self._longest, end) + 1):
-                self._followed[tuple(stream[end - length :])] = (number, end)
+        end = len(stream)
+        for length in range(self._shortest, min(self._longest, end) + 1):
+            run = tuple(stream[end - length :])
+            self._own[number][run] = (number, end)
+            if visible:
+                self._followed[run] = (number, end)
         stream.append(token)
 
     def guess(self, number: int, most: int) -> list[int]:
         """Up to ``most`` tokens that followed the most recent occurrence of a stream's longest
-        remembered suffix; none if it has no remembered suffix.
+        remembered suffix, in the stream itself if it occurs there; none if it has no remembered
+        suffix.
         """
         stream = self._streams[number]
         end = len(stream)
         found: tuple[int, int] | None = None
         for length in range(self._shortest, min(self._longest, end) + 1):
-            # where a suffix has not occurred, no longer one has
-            if (place := self._followed.get(tuple(stream[end - length :]))) is None:
+            run = tuple(stream[end - length :])
+            place = self._own[number].get(run) or self._followed.get(run)
+            if place is None:  # where a suffix has not occurred, no longer one has
                 break
             found = place
         if found is None:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparrow import attention
-from sparrow.attention import PageLayout, decode, reference
+from sparrow.attention import PageLayout, decode, decode_several, reference
 from sparrow.schedule import ALL_PAGES
 
 teacher_forced = partial(attention.teacher_forced, implementation="reference")
@@ -151,6 +151,41 @@ def test_decoding_any_layout_matches_a_loop(data):
     out = decode(q[:, :, 0], k, v, start, length, top_k, layout=layout, scale=scale)
     expected = attend_rows(q[:, :, 0], k, v, start, length, top_k, layout, scale)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+def attend_several(q_HTD, k_KSD, v_KSD, top_k, layout, scale):
+    """Apply ``attend`` to the first of a sequence's T newest tokens, and to each later token with
+    what the first one read and the tokens since; return ``[H, T, D]``.
+    """
+    H, T, D = q_HTD.shape
+    G, first = H // len(k_KSD), k_KSD.shape[1] - T + 1
+    own = k_KSD[:, :first], v_KSD[:, :first]
+    _, weights, _ = attend(q_HTD[:, 0], *own, top_k, layout, scale)
+    out = torch.zeros(H, T, D, dtype=torch.float64)
+    for h in range(H):
+        for t in range(T):
+            tokens = [*weights[h], *range(first, first + t)]
+            weight = (scale * (k_KSD[h // G, tokens] @ q_HTD[h, t])).softmax(0)
+            out[h, t] = weight @ v_KSD[h // G, tokens]
+    return out
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("top_k", [0, 2, ALL_PAGES])
+@pytest.mark.parametrize("T", [2, 4, 9])
+def test_several_tokens_read_the_pages_that_the_first_one_selects(heads, top_k, T):
+    H, K = HEADS[heads]
+    layout, D = PageLayout(page_size=8), 8
+    length = torch.tensor([T, 15, 16, 17, 47, 48, 49, 130])
+    start = torch.tensor([0, 3, 16, 0, 20, 1, 7, 5])
+    q, k, v = cache(len(length), H, K, 150, D)
+    k, v = poison((k, v), start, length)
+    top = torch.full((len(length),), top_k)
+    out = decode_several(q[:, :, :T], k, v, start, length, top, layout=layout)
+    for b, (begin, tokens) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
+        own = slice(begin, begin + tokens)
+        expected = attend_several(q[b, :, :T], k[b, :, own], v[b, :, own], top_k, layout, D**-0.5)
+        torch.testing.assert_close(out[b], expected, rtol=0, atol=1e-12)
 
 
 BUDGETS = torch.tensor(
@@ -351,6 +386,35 @@ def test_teacher_forcing_follows_the_same_budgets_as_decoding():
     )
     even = teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout=layout)
     assert all((by_kv_head(out - even, head).abs().amax() > 0.05) for head in range(2))
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 7])
+def test_teacher_forcing_matches_decoding_in_steps_of_several_tokens(tokens):
+    layout = PageLayout(page_size=4)
+    q, k, v = poison(cache(3, 4, 2, T, 8), START, LENGTH)
+    top_k = torch.arange(T).expand(3, T) // 10 + torch.arange(3)[:, None]
+    out = teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout=layout, tokens=tokens)
+    expected = step_by_step(q, k, v, top_k, layout)
+    alone = expected.clone()
+    for b, (start, length, prompt) in enumerate(
+        zip(START.tolist(), LENGTH.tolist(), PROMPT.tolist(), strict=True)
+    ):
+        for first in range(prompt, length, tokens):
+            end = min(first + tokens, length)
+            step = slice(start + first, start + end)
+            expected[b, :, step] = decode_several(
+                q[b : b + 1, :, step],
+                k[b : b + 1],
+                v[b : b + 1],
+                START[b : b + 1],
+                torch.tensor([end]),
+                top_k[b : b + 1, start + first],
+                layout=layout,
+            )
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    assert (out - alone).abs().max() > 0.05
+    with pytest.raises(ValueError, match="at least one token, got 0"):
+        teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout=layout, tokens=0)
 
 
 def test_the_prompt_uses_dense_causal_attention():

@@ -136,7 +136,8 @@ def test_a_file_of_samples_makes_tables(study, samples, tmp_path, monkeypatch):
     monkeypatch.setattr(study.tables_cascade, "load", lambda _: json.loads(out.read_text()))
     history = study.tables_cascade.TABLES["cascade history"]()
     assert "| counting | 1 | 0.50 | 7 | " in history and "| 4.80 [4.80, 4.80] |" in history
-    speed = study.tables_cascade.TABLES["cascade speed"]()
+    assert "| passes per cycle of 12 | slowest of 32 |" in history and "| 12.0 | 12.0 |" in history
+    speed = study.tables_cascade.cascade_speed()
     # 9 tokens of 15 ms in 12 passes of 4 ms and 15 ms; in 2.5 passes of 5 ms, and in 3.
     assert "| 32 x 15,000 | 2.14x | " in speed and "| 4.91x (4.50x) |" in speed
 

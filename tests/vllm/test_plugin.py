@@ -555,6 +555,11 @@ def test_configurations_that_would_be_dense_or_wrong_are_refused_by_name(wrong, 
         config.check_supported(vllm_config(**wrong), Decoding.lossy(SCHEDULE), on_cpu=True)
 
 
+def test_guesses_are_refused():
+    with pytest.raises(ConfigError, match=r"guess_tokens=3 in vLLM, .*; leave guess_tokens out"):
+        config.check_supported(vllm_config(), Decoding.lossless(SCHEDULE, guess_tokens=3), True)
+
+
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_lossless_mode_accepts_fp8_but_not_int8_caches(monkeypatch, on_cpu):
     monkeypatch.setattr("sparrow.vllm.lossless.setup.check_supported", lambda _: None)

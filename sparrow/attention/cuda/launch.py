@@ -161,6 +161,11 @@ def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
     )
     if reason:
         raise ValueError(reason)
+    if batch.tokens > 1:
+        raise ValueError(
+            f"the CUDA kernel decodes one token per sequence, got {batch.tokens}; use "
+            "implementation='triton'"
+        )
     tensors = dict(
         keys=batch.k_cache,
         values=batch.v_cache,

@@ -70,6 +70,7 @@ def teacher_forced(
     scale: float,
     head_budgets_K: Tensor | None = None,
     kept: list[Kept] | None = None,
+    tokens: int = 1,
 ) -> Tensor:
     """Attend from every position to the pages that decoding would have read; see
     ``sparrow.attention.teacher_forced``.
@@ -79,7 +80,7 @@ def teacher_forced(
         raise ValueError(f"the softmax scale must be positive, got {scale}")
     q, k, v = map(_packed, (q_BHTD, k_BKTD, v_BKTD))
     rows = (start_B, length_B, prompt_B, top_k_BT)
-    return _TeacherForced.apply(q, k, v, *rows, head_budgets_K, layout, scale, kept)
+    return _TeacherForced.apply(q, k, v, *rows, head_budgets_K, layout, scale, kept, tokens)
 
 
 class _TeacherForced(torch.autograd.Function):
@@ -97,12 +98,13 @@ class _TeacherForced(torch.autograd.Function):
         layout: PageLayout,
         scale: float,
         kept: list[Kept] | None,
+        tokens: int,
     ) -> Tensor:
         if kept:
             selection, out, lse = kept.pop()
         else:
             call = Call(q, k, v, start, length, layout, scale)
-            selection = call.select(prompt, top_k, head_budgets)
+            selection = call.select(prompt, top_k, head_budgets, tokens)
             out, lse = call.attend(selection)
             if kept is not None:
                 kept.append(Kept(selection, out.detach(), lse))
@@ -117,7 +119,7 @@ class _TeacherForced(torch.autograd.Function):
         d_out = _packed(gradients[0])
         pages = Selection(*selection)
         d_q, delta = call.query_gradient(out, lse, d_out, pages)
-        return d_q, *call.key_gradient(lse, delta, d_out, call.readers(pages)), *(None,) * 8
+        return d_q, *call.key_gradient(lse, delta, d_out, call.readers(pages)), *(None,) * 9
 
 
 class Call:
@@ -168,9 +170,11 @@ class Call:
         return max(16, rows)
 
     def select(
-        self, prompt: Tensor, top_k: Tensor, head_budgets: Tensor | None = None
+        self, prompt: Tensor, top_k: Tensor, head_budgets: Tensor | None = None, tokens: int = 1
     ) -> Selection:
-        """Select the pages of every position, one chunk of positions at a time."""
+        """Select the pages of every position, one chunk of positions at a time; decode steps have
+        ``tokens`` tokens.
+        """
         layout = self.layout
         device = self.q.device
         N = self.N
@@ -232,6 +236,7 @@ class Call:
                 P=P,
                 SINK=layout.sink_pages,
                 RECENT=layout.recent_pages,
+                STEP=tokens,
                 C=C,
                 BT=self.BT,
                 BN=BN,
@@ -252,6 +257,7 @@ class Call:
                 P=P,
                 SINK=layout.sink_pages,
                 RECENT=layout.recent_pages,
+                STEP=tokens,
                 C=C,
                 BLOCK=block,
                 num_warps=max(1, block // 2048),

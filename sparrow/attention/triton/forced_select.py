@@ -67,6 +67,15 @@ def tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
     return tl.minimum(position, size - 1), tl.minimum(head, G - 1), 1 << (row // GP), inside
 
 
+@triton.jit
+def selecting_position(position, prompt, STEP: tl.constexpr):
+    """Return the position whose query selects the pages for ``position``: the first one of its
+    decode step, which has STEP tokens.
+    """
+    since_prompt = position - prompt
+    return tl.where(since_prompt < 0, position, position - since_prompt % STEP)
+
+
 @triton.jit(do_not_specialize_on_alignment=["head_budgets"])
 def score_kernel(
     q,
@@ -93,6 +102,7 @@ def score_kernel(
     P: tl.constexpr,
     SINK: tl.constexpr,
     RECENT: tl.constexpr,
+    STEP: tl.constexpr,
     C: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
@@ -108,6 +118,7 @@ def score_kernel(
     tile = first // BT + tl.program_id(0)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     position, head, _, inside = tile_rows(tile, size, BT, GP, G)
+    position = selecting_position(position, tl.load(prompt + b).to(tl.int32), STEP)
     top = tl.load(
         top_k + b * stride_top_k_row + (tl.load(start + b) + position) * stride_top_k_token,
         mask=inside,
@@ -152,6 +163,7 @@ def select_kernel(
     P: tl.constexpr,
     SINK: tl.constexpr,
     RECENT: tl.constexpr,
+    STEP: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -160,11 +172,13 @@ def select_kernel(
     b = item // K
     position = first + tl.program_id(0)
     if position < tl.load(length + b):
+        selecting = selecting_position(position, tl.load(prompt + b).to(tl.int32), STEP)
         top = tl.load(
-            top_k + b * stride_top_k_row + (tl.load(start + b) + position) * stride_top_k_token
+            top_k + b * stride_top_k_row + (tl.load(start + b) + selecting) * stride_top_k_token
         ).to(tl.int32)
         top = of_head(top, head_budgets, item % K)
-        own, ranked, budget, _ = page_counts(position + 1, top, P, SINK, RECENT)
+        _own, ranked, budget, _ = page_counts(selecting + 1, top, P, SINK, RECENT, 1)
+        own = position // P + 1
         budget = tl.where(position < tl.load(prompt + b), ranked, budget)
         row = item * C + tl.program_id(0)
         n = tl.arange(0, BLOCK)

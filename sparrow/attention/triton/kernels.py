@@ -6,10 +6,13 @@ page may be partly filled. A row's length and top_k are read on the device, and 
 shapes alone, so a captured CUDA graph remains valid when lengths and budgets change. ``pages.py``
 specifies what the kernels compute.
 
-Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, M
-blocks in a row of the block table. An item is a pair of a sequence and a kv head. A block of the
-cache consists of PER_BLOCK = block tokens / P pages; page id = block * PER_BLOCK + page within the
-block.
+A row has T new tokens. The first one's query ranks the pages; all C = G * T queries of an item read
+the kept pages, and each sees the new tokens up to its own. These are the last of the kept tokens.
+
+Shapes: B sequences, T new tokens of each, H query heads, K kv heads, G = H / K, C = G * T queries of
+an item, CP at least C, D head dim, P page size, N pages, M blocks in a row of the block table. An
+item is a pair of a sequence and a kv head. A block of the cache consists of PER_BLOCK = block
+tokens / P pages; page id = block * PER_BLOCK + page within the block.
 """
 
 import triton
@@ -211,21 +214,29 @@ def _mean_query(q, stride_head, G: tl.constexpr, D: tl.constexpr, DP: tl.constex
 
 
 @triton.jit
-def _group_queries(
-    q, stride_head, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+def _queries(
+    q,
+    stride_row,
+    stride_head,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    CP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
 ):
-    g = tl.arange(0, GP)
+    """Load the queries of an item, those of the first new token first."""
+    c = tl.arange(0, CP)
     d = tl.arange(0, DP)
     return tl.load(
-        q + g[:, None] * stride_head + d[None, :],
-        mask=(g < G)[:, None] & (d < D)[None, :],
+        q + ((c // G) * stride_row + (c % G) * stride_head)[:, None] + d[None, :],
+        mask=(c < C)[:, None] & (d < D)[None, :],
         other=0.0,
     )
 
 
 @triton.jit
 def _attend(
-    q_GD,
+    q_CD,
     ids,
     k,
     v,
@@ -233,29 +244,32 @@ def _attend(
     v_scales,
     begin,
     end,
+    tokens,
     listed,
     stride_block,
     stride_token,
     stride_scale_block,
     scale_log2,
-    GP: tl.constexpr,
+    G: tl.constexpr,
+    T: tl.constexpr,
+    CP: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     P: tl.constexpr,
     PER_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute softmax attention over kept tokens ``begin .. end - 1``; return the unnormalised
-    output, the sum and the maximum (base-2 logits) per head.
+    """Compute softmax attention over kept tokens ``begin .. end - 1`` of ``tokens``; return the
+    unnormalised output, the sum and the maximum (base-2 logits) per query.
 
     ``ids`` are the page ids of a list or, if all pages are kept, the blocks of the block table;
     ``begin`` is the start of a page. Keys and values in e4m3 are multiplied in the queries' dtype
     without their scales. Keys and values in int8 are multiplied by their scales first, which is
     exact in the queries' dtype.
     """
-    maximum = tl.full((GP,), -1e30, tl.float32)
-    total = tl.zeros((GP,), tl.float32)
-    acc = tl.zeros((GP, DP), tl.float32)
+    maximum = tl.full((CP,), -1e30, tl.float32)
+    total = tl.zeros((CP,), tl.float32)
+    acc = tl.zeros((CP, DP), tl.float32)
     r = tl.arange(0, TILE)
     for first in range(begin, end, TILE):
         inside = first + r < end  # tokens beyond the end may be NaN, and 0 * NaN is NaN
@@ -281,8 +295,11 @@ def _attend(
                 k_TD.to(tl.float32)
                 * scale_of(tl.load(k_scales + at, mask=inside, other=127))[:, None]
             )
-        logit = tl.dot(q_GD, tl.trans(k_TD.to(q_GD.dtype))) * scale_log2
+        logit = tl.dot(q_CD, tl.trans(k_TD.to(q_CD.dtype))) * scale_log2
         logit = tl.where(inside[None, :], logit, float("-inf"))
+        if T > 1:
+            seen_C = tokens - (T - 1) + tl.arange(0, CP) // G
+            logit = tl.where((first + r)[None, :] < seen_C[:, None], logit, float("-inf"))
         highest = tl.maximum(maximum, tl.max(logit, 1))
         weight = tl.exp2(logit - highest[:, None])
         shrink = tl.exp2(maximum - highest)
@@ -294,7 +311,7 @@ def _attend(
                 v_TD.to(tl.float32)
                 * scale_of(tl.load(v_scales + at, mask=inside, other=127))[:, None]
             )
-        acc = acc * shrink[:, None] + tl.dot(weight.to(q_GD.dtype), v_TD.to(q_GD.dtype))
+        acc = acc * shrink[:, None] + tl.dot(weight.to(q_CD.dtype), v_TD.to(q_CD.dtype))
         total = total * shrink + tl.sum(weight, 1)
         maximum = highest
     return acc, total, maximum
@@ -303,22 +320,26 @@ def _attend(
 @triton.jit
 def _store_output(
     out,
+    stride_row,
     stride_head,
     acc,
     total,
     v_scale,
     G: tl.constexpr,
-    GP: tl.constexpr,
+    C: tl.constexpr,
+    CP: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
 ):
-    g = tl.arange(0, GP)
+    c = tl.arange(0, CP)
     d = tl.arange(0, DP)
     total = tl.where(total > 0.0, total, 1.0)  # a row without tokens returns zeros
     result = acc * (v_scale / total)[:, None]
-    mask = (g < G)[:, None] & (d < D)[None, :]
+    mask = (c < C)[:, None] & (d < D)[None, :]
     tl.store(
-        out + g[:, None] * stride_head + d[None, :], result.to(out.dtype.element_ty), mask=mask
+        out + ((c // G) * stride_row + (c % G) * stride_head)[:, None] + d[None, :],
+        result.to(out.dtype.element_ty),
+        mask=mask,
     )
 
 
@@ -353,7 +374,9 @@ def rank_kernel(
     stride_rows,
     K: tl.constexpr,
     G: tl.constexpr,
-    GP: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+    CP: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     P: tl.constexpr,
@@ -380,9 +403,9 @@ def rank_kernel(
     b = (item // K).to(tl.int64)
     head = (item % K).to(tl.int64)
     tokens_in_row = tl.load(length + b)
-    q_D = _mean_query(q + b * stride_q_row + head * G * stride_q_head, stride_q_head, G, D, DP)
+    q_D = _mean_query(q + b * T * stride_q_row + head * G * stride_q_head, stride_q_head, G, D, DP)
     own_top_k = of_head(tl.load(top_k + b), head_budgets, head)
-    pages, ranked, budget, _ = page_counts(tokens_in_row, own_top_k, P, SINK, RECENT)
+    pages, ranked, budget, _ = page_counts(tokens_in_row, own_top_k, P, SINK, RECENT, T)
     to_score = tl.where((budget > 0) & (budget < ranked), ranked, 0)
     used = tl.minimum(tl.maximum((to_score + SCORE_TILE - 1) // SCORE_TILE, 1), splits)
     table += b * stride_table
@@ -416,12 +439,14 @@ def rank_kernel(
     if split == 0:
         if key_scales is not None:
             key_scales += head * stride_scale_head
+        # Since T <= P, new tokens fill one page at most.
+        whole = tokens_in_row // P * P
         complete_page(
             k_cache + head * stride_head,
             landmarks,
             key_scales,
             table,
-            tokens_in_row,
+            tl.where(whole > tokens_in_row - T, whole, 0),
             stride_block,
             stride_token,
             stride_mark_block,
@@ -464,7 +489,9 @@ def attend_kernel(
     scale_log2,
     K: tl.constexpr,
     G: tl.constexpr,
-    GP: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+    CP: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     P: tl.constexpr,
@@ -490,9 +517,11 @@ def attend_kernel(
         head = (work % K).to(tl.int64)
         item = at * K + head
         own_top_k = of_head(tl.load(entry + 5), head_budgets, head)
-        _pages, ranked, budget, tokens = page_counts(tl.load(entry + 4), own_top_k, P, SINK, RECENT)
-        q += at * stride_q_row + head * G * stride_q_head
-        q_GD = _group_queries(q, stride_q_head, G, GP, D, DP)
+        _pages, ranked, budget, tokens = page_counts(
+            tl.load(entry + 4), own_top_k, P, SINK, RECENT, T
+        )
+        q += at * T * stride_q_row + head * G * stride_q_head
+        q_CD = _queries(q, stride_q_row, stride_q_head, G, C, CP, D, DP)
         k_cache += head * stride_head
         table += at * stride_table
         listed = budget < ranked
@@ -509,7 +538,7 @@ def attend_kernel(
         if PDL:
             tl.extra.cuda.gdc_wait()
         acc, total, maximum = _attend(
-            q_GD,
+            q_CD,
             tl.where(listed, ids, table),
             k_cache,
             v_cache + head * stride_head,
@@ -517,44 +546,51 @@ def attend_kernel(
             v_scales,
             begin,
             tl.minimum(begin + size, tokens),
+            tokens,
             listed,
             stride_block,
             stride_token,
             stride_scale_block,
             scale_log2,
-            GP,
+            G,
+            T,
+            CP,
             D,
             DP,
             P,
             PER_BLOCK,
             TILE,
         )
-        out += at * stride_out_row + head * G * stride_out_head
+        out += at * T * stride_out_row + head * G * stride_out_head
         if parts == 1:
-            _store_output(out, stride_out_head, acc, total, v_scale, G, GP, D, DP)
+            _store_output(
+                out, stride_out_row, stride_out_head, acc, total, v_scale, G, C, CP, D, DP
+            )
         else:
-            g = tl.arange(0, GP)
+            c = tl.arange(0, CP)
             d = tl.arange(0, DP)
-            cell = g[:, None] * D + d[None, :]
-            mask = (g < G)[:, None] & (d < D)[None, :]
+            cell = c[:, None] * D + d[None, :]
+            mask = (c < C)[:, None] & (d < D)[None, :]
             own = (slot + part * K).to(tl.int64)
-            tl.store(partial + own * G * D + cell, acc, mask=mask)
-            tl.store(stats + own * 2 * G + g, maximum, mask=g < G)
-            tl.store(stats + own * 2 * G + G + g, total, mask=g < G)
+            tl.store(partial + own * C * D + cell, acc, mask=mask)
+            tl.store(stats + own * 2 * C + c, maximum, mask=c < C)
+            tl.store(stats + own * 2 * C + C + c, total, mask=c < C)
             if _arrives_last(counters + item, parts):
-                maximum = tl.full((GP,), -1e30, tl.float32)
-                total = tl.zeros((GP,), tl.float32)
-                acc = tl.zeros((GP, DP), tl.float32)
+                maximum = tl.full((CP,), -1e30, tl.float32)
+                total = tl.zeros((CP,), tl.float32)
+                acc = tl.zeros((CP, DP), tl.float32)
                 for i in tl.range(parts, loop_unroll_factor=4):
                     other = (slot + i * K).to(tl.int64)
-                    its_maximum = tl.load(stats + other * 2 * G + g, mask=g < G, other=-1e30)
+                    its_maximum = tl.load(stats + other * 2 * C + c, mask=c < C, other=-1e30)
                     highest = tl.maximum(maximum, its_maximum)
                     shrink = tl.exp2(maximum - highest)
                     weight = tl.exp2(its_maximum - highest)
                     total = total * shrink + weight * tl.load(
-                        stats + other * 2 * G + G + g, mask=g < G, other=0.0
+                        stats + other * 2 * C + C + c, mask=c < C, other=0.0
                     )
-                    theirs = tl.load(partial + other * G * D + cell, mask=mask, other=0.0)
+                    theirs = tl.load(partial + other * C * D + cell, mask=mask, other=0.0)
                     acc = acc * shrink[:, None] + weight[:, None] * theirs
                     maximum = highest
-                _store_output(out, stride_out_head, acc, total, v_scale, G, GP, D, DP)
+                _store_output(
+                    out, stride_out_row, stride_out_head, acc, total, v_scale, G, C, CP, D, DP
+                )

@@ -68,6 +68,7 @@ class Launches:
         layout = batch.layout
         D = batch.head_dim
         padded = triton.next_power_of_2(D)
+        columns = batch.group * batch.tokens
         self.config = config or choose(
             batch.items,
             batch.kv_heads,
@@ -77,7 +78,9 @@ class Launches:
         self.constants = dict(
             K=batch.kv_heads,
             G=batch.group,
-            GP=16,
+            T=batch.tokens,
+            C=columns,
+            CP=max(16, triton.next_power_of_2(columns)),
             D=D,
             DP=padded,
             P=layout.page_size,
@@ -151,7 +154,7 @@ class Launches:
             w.stats,
             w.counters[1],
             w.plan,
-            len(b.q_BHD),
+            len(b.length_B),
             *b.q_BHD.stride()[:2],
             *b.k_cache.stride()[:3],
             *_strides(scales),

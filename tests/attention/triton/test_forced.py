@@ -60,6 +60,7 @@ class Case:
     top_k: torch.Tensor
     layout: PageLayout
     budgets: torch.Tensor | None = None
+    tokens: int = 1
 
     def results(
         self, implementation: str, dtype: torch.dtype, device: str = DEVICE
@@ -82,6 +83,7 @@ class Case:
             layout=self.layout,
             implementation=implementation,
             head_budgets_K=budgets,
+            tokens=self.tokens,
         )
         out.backward(d_out)
         return [x.double().cpu() for x in (out, q.grad, k.grad, v.grad)]
@@ -234,6 +236,16 @@ def test_positions_may_be_split_into_chunks(monkeypatch):
 )
 def test_output_and_gradients_match_the_reference(G, D, page_size, dtype):
     check(make_case(ROWS[:2], K=2 if G == 2 else 1, G=G, D=D, layout=PageLayout(page_size)), dtype)
+
+
+@pytest.mark.parametrize("tokens", [2, 4, 9])
+@pytest.mark.parametrize(("G", "page_size"), [(2, 4), (3, 8)])
+def test_steps_of_several_tokens_match_the_reference(tokens, G, page_size):
+    case = make_case(ROWS, K=2, G=G, D=16, layout=PageLayout(page_size), top_k=1)
+    several = replace(case, tokens=tokens)
+    check(several, torch.float16)
+    alone, shared = (x.results("triton", torch.float16)[0] for x in (case, several))
+    assert not torch.equal(alone, shared)
 
 
 def test_other_layouts_match_the_reference():

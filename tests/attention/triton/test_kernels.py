@@ -97,6 +97,7 @@ class Case:
     layout: PageLayout
     scales: CacheScales | None = None
     budgets: torch.Tensor | None = None
+    tokens: int = 1
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return (
@@ -111,9 +112,8 @@ class Case:
 
     def batch(self, out: torch.Tensor | None = None) -> DecodeBatch:
         out = torch.empty_like(self.q) if out is None else out
-        return DecodeBatch(
-            *self.inputs(), out, self.layout, self.q.shape[-1] ** -0.5, self.scales, self.budgets
-        )
+        options = (self.q.shape[-1] ** -0.5, self.scales, self.budgets, self.tokens)
+        return DecodeBatch(*self.inputs(), out, self.layout, *options)
 
     def expected(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the result of the reference with queries in ``dtype``, on the CPU."""
@@ -212,6 +212,7 @@ def make_case(
     cache_dtype: torch.dtype | None = None,
     spread: int = 3,
     budgets: tuple[float, ...] = (),
+    tokens: int = 1,
 ) -> Case:
     """Build a case of random keys and values; in int8 they differ by up to 2^``spread`` between
     tokens, and a few are all zero.
@@ -263,9 +264,10 @@ def make_case(
             (ids[page // pages_per_block].to(DEVICE), (page % pages_per_block).to(DEVICE)),
             values,
         )
-    q_BKGD = torch.randint(-2, 3, (B, K, G, D), generator=rng)
+    queries = B * tokens
+    q_BKGD = torch.randint(-2, 3, (queries, K, G, D), generator=rng)
     q_BKGD[:, :, 0] -= q_BKGD.sum(2) % G  # a group's mean is an integer
-    qkv = torch.full((B, (G + 2) * K, D), float("nan"), dtype=dtype, device=DEVICE)
+    qkv = torch.full((queries, (G + 2) * K, D), float("nan"), dtype=dtype, device=DEVICE)
     qkv[:, : K * G] = q_BKGD.flatten(1, 2).to(DEVICE, dtype)
     return Case(
         qkv[:, : K * G],
@@ -278,16 +280,18 @@ def make_case(
         layout,
         scales,
         torch.tensor(budgets, device=DEVICE).mul(256).int() if budgets else None,
+        tokens,
     )
 
 
 def make_workspace(case: Case) -> DecodeWorkspace:
-    B, H, D = case.q.shape
+    H, D = case.q.shape[1:]
+    B, T = len(case.length), case.tokens
     K, pages = case.k_cache.shape[1], case.k_cache.shape[2] // case.layout.page_size
-    workspace = DecodeWorkspace(B, K, H // K, D, case.table.shape[1] * pages, DEVICE)
+    workspace = DecodeWorkspace(B, K, H // K, D, case.table.shape[1] * pages, DEVICE, T)
     # Room for any configuration that a test requests.
-    workspace.partial = torch.empty(3 * B * K + 500, H // K, D, device=DEVICE)
-    workspace.stats = torch.empty(3 * B * K + 500, 2, H // K, device=DEVICE)
+    workspace.partial = torch.empty(3 * B * K + 500, H // K * T, D, device=DEVICE)
+    workspace.stats = torch.empty(3 * B * K + 500, 2, H // K * T, device=DEVICE)
     workspace.plan = torch.empty(3 * B + 500, 8, dtype=torch.int32, device=DEVICE)
     for buffer in (workspace.rows, workspace.partial, workspace.stats):
         buffer.fill_(float("nan"))
@@ -354,6 +358,84 @@ def test_each_row_of_a_batch_has_its_own_length_and_budget(config):
         make_case([517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], pages_per_block=2),
         config,
     )
+
+
+# --- several new tokens per row ---
+
+SEVERAL = [config for config in PATHS if not isinstance(config, cuda.CudaConfig)]
+
+
+@pytest.mark.parametrize("config", SEVERAL)
+@pytest.mark.parametrize("tokens", [2, 4, 8])
+@pytest.mark.parametrize("split", [False, True], ids=["as shipped", "small parts"])
+@CACHES
+def test_several_tokens_match_the_reference(config, tokens, split, cache_dtype):
+    case = make_case(
+        [517, 0, 333, 338, 48, 200, 8, 49, 55],
+        [3, 5, ALL_PAGES, 0, 1, 9, 4, 0, 0],
+        pages_per_block=2,
+        tokens=tokens,
+        cache_dtype=cache_dtype,
+    )
+    check(case, small_parts(config) if split else config)
+
+
+@pytest.mark.parametrize("config", SEVERAL)
+@pytest.mark.parametrize(
+    ("G", "tokens", "P"), [(1, 3, 8), (5, 4, 16), (8, 8, 8), (7, 2, 32), (16, 4, 16)]
+)
+def test_several_tokens_of_any_group_and_page_size_match_the_reference(config, G, tokens, P):
+    layout = PageLayout(page_size=P)
+    case = make_case(
+        [40 * P + 1, 9 * P, 6 * P + 2], [5, 3, 1], G=G, layout=layout, tokens=tokens, seed=G
+    )
+    check(case, small_parts(config))
+
+
+@pytest.mark.parametrize("config", SEVERAL)
+def test_later_tokens_do_not_change_what_a_token_reads(config):
+    case = make_case([517, 200], [3, 2], tokens=4)
+    out = run(case, config).unflatten(0, (2, 4))
+    q = case.q.unflatten(0, (2, 4)).clone()
+    q[:, 2:] = q[:, 2:].flip(0)
+    changed = run(replace(case, q=q.flatten(0, 1)), config).unflatten(0, (2, 4))
+    assert torch.equal(changed[:, :2], out[:, :2]) and not torch.equal(changed[:, 2:], out[:, 2:])
+    # The newest tokens' keys: a token sees its own and those before it.
+    for b in range(2):
+        last = int(case.length[b]) - 1
+        block, token = case.table[b, last // 16], last % 16
+        case.v_cache[block, :, token] += 1
+    changed = run(case, config).unflatten(0, (2, 4))
+    assert torch.equal(changed[:, :3], out[:, :3]) and not torch.equal(changed[:, 3], out[:, 3])
+
+
+@pytest.mark.parametrize("config", SEVERAL)
+@pytest.mark.parametrize("length", [64, 65, 66, 67, 68])
+def test_a_page_that_any_new_token_fills_gets_its_landmark(config, length):
+    case = make_case([length], [1], K=1, tokens=4)
+    marks = case.landmark_cache.float().clone()
+    run(case, config)
+    page = case.table[0, 3]
+    expected = case.k_cache[page].float().mean(1) if length < 68 else marks[page, 0]
+    torch.testing.assert_close(case.landmark_cache[page, 0].float(), expected, atol=2e-3, rtol=0)
+    others = [int(n) for n in case.table[0, :3]]
+    assert torch.equal(case.landmark_cache[others].float(), marks[others])
+
+
+def test_too_many_new_tokens_are_refused():
+    case = make_case([64, 64], [1, 1], tokens=4)
+    with pytest.raises(
+        ValueError, match="each sequence has 4 new tokens, but the workspace is for 1"
+    ):
+        decode(ONE, case.batch(), make_workspace(replace(case, tokens=1)))
+    nine = make_case([64], [1], layout=PageLayout(page_size=8), tokens=9)
+    with pytest.raises(ValueError, match=r"has 9 new tokens.*pages have 8 tokens"):
+        decode(ONE, nine.batch(), make_workspace(nine))
+    wide = make_case([64], [1], G=16, tokens=5)
+    with pytest.raises(ValueError, match="a group of 16 may have up to 4; decode fewer tokens"):
+        decode(ONE, wide.batch(), make_workspace(wide))
+    with pytest.raises(ValueError, match="2 sequences with 3 new tokens each need as many queries"):
+        decode(ONE, replace(case, tokens=3).batch(), make_workspace(case))
 
 
 @pytest.mark.parametrize("config", PATHS)
@@ -832,7 +914,7 @@ def test_parts_cover_every_row_and_are_nearly_as_small_as_possible(lengths, targ
     plan = torch.full((len(lengths) + target, 8), -1, dtype=torch.int32, device=DEVICE)
     resident = len(lengths) + target
     plan_kernel[(1,)](
-        tokens, everything, plan, len(lengths), target, resident, P, 1, 2, 64, 16, False
+        tokens, everything, plan, len(lengths), target, resident, P, 1, 2, 1, 64, 16, False
     )
     entries, slots, largest = (
         [entry[:4] for entry in plan.tolist() if entry[0] < len(lengths)],

@@ -1,0 +1,80 @@
+"""What history guesses: the tokens that followed the longest suffix where it occurred before."""
+
+import random
+
+import pytest
+import torch
+
+from sparrow.model.history import History, guess
+
+
+def guessed(*streams, most=2, longest=8, shortest=1):
+    """Guess how the first of these streams continues; the others are its siblings."""
+    width = max(map(len, streams))
+    padded = torch.tensor([[[*s, *[99] * (width - len(s))] for s in streams]])
+    return guess(padded, torch.tensor([list(map(len, streams))]), most, longest, shortest)[
+        0
+    ].tolist()
+
+
+def test_the_longest_suffix_wins_over_a_later_one():
+    stream = [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]
+    assert guessed(stream) == [4, 9], "1 2 3 occurred once, at the start"
+    assert guessed(stream, longest=2) == [5, 1], "2 3 was last followed by 5"
+
+
+def test_a_suffix_that_has_not_occurred_guesses_nothing():
+    assert guessed([1, 2, 3]) == [0, 0]
+    assert guessed([7, 1, 8, 1], shortest=2) == [0, 0], "1 has occurred, 8 1 has not"
+    assert guessed([7, 1, 8, 1], most=3) == [8, 1, 0], "no more is known"
+    assert guessed([5]) == [0, 0]
+
+
+def test_siblings_are_looked_up_and_own_tokens_come_first():
+    assert guessed([1, 2], [1, 2, 3, 4]) == [3, 4]
+    assert guessed([1, 2], [7, 1, 2, 3], [1, 2, 5, 6]) == [3, 0], "the latest place counts"
+    assert guessed([1, 7, 1], [3, 3, 1, 8, 1]) == [7, 1], "a later place, but not its own"
+    assert guessed([3, 1, 2], [1, 2, 6], [9, 3, 1, 2, 5]) == [5, 0], "three tokens agree"
+
+
+def by_hand(streams, most, longest, shortest):
+    """Look a suffix up token by token."""
+    own = streams[0]
+    best, found = (0, False, -1), []
+    for i, stream in enumerate(streams):
+        for place in range(1, len(stream)):
+            agreeing = 0
+            while (
+                agreeing < min(longest, place, len(own))
+                and stream[place - 1 - agreeing] == own[len(own) - 1 - agreeing]
+            ):
+                agreeing += 1
+            if agreeing >= shortest and (agreeing, i == 0, place) > best:
+                best, found = (agreeing, i == 0, place), stream[place : place + most]
+    return [*found, *[0] * (most - len(found))]
+
+
+@pytest.mark.parametrize(("longest", "shortest"), [(8, 1), (3, 2), (1, 1), (4, 3)])
+def test_random_streams_match_a_search_token_by_token(longest, shortest):
+    generator = random.Random(longest)
+    for _ in range(100):
+        streams = [
+            [generator.randrange(1, 4) for _ in range(generator.randrange(1, 20))]
+            for _ in range(generator.randrange(1, 4))
+        ]
+        expected = by_hand(streams, 3, longest, shortest)
+        found = guessed(*streams, most=3, longest=longest, shortest=shortest)
+        assert found == expected, streams
+
+
+def test_a_history_grows_and_forgets_by_row():
+    history = History([[1, 2, 3], [1, 2], [4, 1, 2]], ["a", "a", "b"], 4, 2, torch.device("cpu"))
+    rows = torch.tensor([1, 2])
+    assert history.guesses(rows).tolist() == [[3, 0], [0, 0]], "the third is of another group"
+    history.extend(rows, torch.tensor([[5, 6], [1, 9]]), torch.tensor([2, 1]))
+    assert history.length_B.tolist() == [3, 4, 4]
+    assert history.guesses(torch.tensor([2, 0])).tolist() == [[2, 1], [0, 0]]
+    history.forget(rows, torch.tensor([1, 1]))
+    history.extend(torch.tensor([0]), torch.tensor([[1, 2]]), torch.tensor([2]))
+    assert history.guesses(torch.tensor([0])).tolist() == [[3, 1]], "its own come first"
+    assert history.guesses(torch.tensor([1])).tolist() == [[0, 0]], "5 is new, and 6 forgotten"
