@@ -15,7 +15,6 @@ import tables_cost as cost
 import tables_distill as distill
 import tables_fp8 as fp8
 import tables_lossless as lossless
-import tables_mixture as mixture
 import tables_runs as runs
 import tables_speed as speed
 import tables_verl
@@ -40,7 +39,6 @@ MODULES = (
     sampled_tail,
     distill,
     lossless,
-    mixture,
     text,
     text_training,
     fp8,
