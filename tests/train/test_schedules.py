@@ -112,7 +112,7 @@ def test_exactly_one_kind_of_tau_is_required():
         0.9,
     )
     with pytest.raises(
-        ConfigError, match=r"relative_tau is 0\.9, but must be left out if tau is given"
+        ConfigError, match=r"relative_tau is 0\.9, but must be left out if tau is set"
     ):
         TrainConfig(tau=0.8, relative_tau=0.9)
 
