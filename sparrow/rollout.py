@@ -53,7 +53,9 @@ class Sampling:
         for i, prompt in enumerate(prompts):
             if not len(prompt):
                 raise PromptError(
-                    i, "has no tokens; remove it, or check that this is the model's tokenizer"
+                    i,
+                    "has no tokens; remove it, or check that it was encoded with the model's "
+                    "tokenizer",
                 )
             if len(prompt) > context - self.max_new_tokens:
                 raise PromptError(

@@ -209,8 +209,8 @@ def store_tokens(
     scales: CacheScales,
     clipped: Tensor | None = None,
 ) -> None:
-    """Store each token's keys and values in the token's slot of an 8-bit cache; a slot of -1 means
-    none. See ``triton.store_tokens``.
+    """Store each token's keys and values in its slot of an 8-bit cache, except for tokens whose
+    slot is -1. See ``triton.store_tokens``.
     """
     has_slot_T = slot_mapping_T >= 0
     slot = slot_mapping_T[has_slot_T].long()

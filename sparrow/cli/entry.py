@@ -132,8 +132,9 @@ def _check_shell(argv: Sequence[str]) -> None:
 
 
 def _check_model(argv: Sequence[str]) -> None:
-    """Check that ``--model`` is set for a command that needs a model. Raises ConfigError: it is
-    not.
+    """Check that ``--model`` is set if the command needs a model.
+
+    Raises ConfigError: ``--model`` is missing.
     """
     flags = {argument.partition("=")[0] for argument in argv[1:]}
     if (

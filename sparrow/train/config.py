@@ -372,8 +372,8 @@ class TrainConfig(Settings):
     # Width in tokens of the length bins in which the tail is reported. Defaults to the schedule's.
     bin_tokens: Count | None = None
     logged_rollouts: CountOrZero = 4  # Responses per step to keep for the token view of the report.
-    # With rollout.mode auto: the GPU whose predicted speed with vLLM decides at which lengths lossy
-    # is faster.
+    # With rollout.mode auto: the GPU for which vLLM's speed is predicted. Lossy mode is used only
+    # at lengths where it is predicted to be faster.
     machine: Literal["a100", "h100", "h200", "b200"] = "h200"
     # Trackers that metrics are also sent to, through accelerate.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()

@@ -155,7 +155,7 @@ def test_compiled_models_are_cached_separately_for_different_settings(monkeypatc
     assert config.requested(made) == decoding and "theirs" in made.additional_config
 
 
-def test_a_fixed_draft_count_accepts_other_schedulers():
+def test_a_fixed_draft_count_works_with_other_schedulers():
     fixed = Decoding.lossless(adapt_draft_tokens=False)
     assert prepared(fixed, async_scheduling=False).async_scheduling is False
     assert prepared(fixed, scheduler_cls="mine.Scheduler").scheduler_cls == "mine.Scheduler"

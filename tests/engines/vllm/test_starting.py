@@ -112,7 +112,7 @@ def test_the_death_of_a_worker_process_is_reported():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vllm", "stock"])
-def test_a_cache_without_memory_is_refused_in_one_sentence(tmp_path, kind):
+def test_a_cache_that_is_too_small_is_refused_in_one_sentence(tmp_path, kind):
     pytest.importorskip("vllm")
     from sparrow.engines.vllm import VLLMEngine
     from sparrow.engines.vllm.stock import StockEngine

@@ -328,10 +328,10 @@ class Exchange:
         owner = self._named(key)
         if type(owner).__module__ not in _OWN or isinstance(owner, type):
             raise AttributeError(
-                f"attributes of a {type(owner).__name__} cannot be set from the other side"
+                f"attributes of a {type(owner).__name__} cannot be set from another process"
             )
         if name.startswith("_") or callable(getattr(type(owner), name, None)):
-            raise AttributeError(f"{name} cannot be set from the other side")
+            raise AttributeError(f"{name} cannot be set from another process")
         return owner
 
     def _alter(self, key: int | str, kind: str, name: Any, new: Any) -> None:
@@ -342,7 +342,7 @@ class Exchange:
             part = self._part(key, kind, name)
             allowed = type(part).__name__ in _MUTABLE
         if not allowed:
-            raise AttributeError(f"{name} cannot be changed in place from the other side")
+            raise AttributeError(f"{name} cannot be changed in place from another process")
         _change(part, self._unpack(new))
 
     def _next(self, key: int, count: int) -> tuple[list[Any], bool]:

@@ -134,7 +134,7 @@ class Remote:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            raise AttributeError(f"{name} is private, so it cannot be read from the other side")
+            raise AttributeError(f"{name} is private, so it cannot be read from another process")
         return self._exchange.part(self._key, "attribute", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
