@@ -150,6 +150,7 @@ class StockEngine(VLLMEngine):
         )
         self.context = self.llm.llm_engine.vllm_config.model_config.max_model_len
         self.schedule, self._described, self._is_lossless = SparsitySchedule.dense(), [{}], False
+        self._adapter = None
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Do nothing: there is no schedule."""

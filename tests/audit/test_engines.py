@@ -160,34 +160,47 @@ def top_p_on_the_target_alone(monkeypatch):
 
 
 def draw_drafts_from(monkeypatch, other):
-    """Draw the drafts of a cycle from logits ``[B, V]``, and verify them against logits ``[B, k,
-    V]``.
-    """
+    """Draw drafts from distributions of another shape than those that verify them."""
     right = Shape.distribution
-    speculate = hf.speculate
-    inside = []
+    draw_along = speculative.draw_along
+    seen = []
 
     def shaped(self, logits):
-        drafting = inside and logits.dim() == 2
-        return right(other if drafting else self, logits)
+        seen[:] = [logits]
+        return right(self, logits)
+
+    def drawn(q_BTV, *rest):
+        return draw_along(right(other, *seen), *rest)
+
+    monkeypatch.setattr(Shape, "distribution", shaped)
+    monkeypatch.setattr(speculative, "draw_along", drawn)
+
+
+def while_drafting(monkeypatch):
+    """Return a list that is empty except while a cycle's tokens are drafted."""
+    draft = speculative.draft
+    inside = []
 
     def entered(*args):
         inside.append(True)
         try:
-            return speculate(*args)
+            return draft(*args)
         finally:
             inside.pop()
 
-    monkeypatch.setattr(Shape, "distribution", shaped)
-    monkeypatch.setattr(hf, "speculate", entered)
+    monkeypatch.setattr(speculative, "draft", entered)
+    return inside
 
 
 def a_stale_key_after_a_rejection(monkeypatch):
     """Keep the keys and values of a rejected draft in the cache as those of its replacement."""
     keep = CachedSequences.keep
     select = CachedSequences.select
+    drafting = while_drafting(monkeypatch)
 
     def stale_keep(self, lengths_B):
+        if drafting:
+            return keep(self, lengths_B)
         row = torch.arange(len(lengths_B))
         rejected = lengths_B < self.lengths
         column = (self.start + lengths_B).clamp(max=self.cache.get_seq_length() - 1)
