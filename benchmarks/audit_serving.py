@@ -49,8 +49,10 @@ ARMS = {"LoRA": "LoRA, dense", "data parallel": "dense"}
 """The arms, and the dense decoding that each is compared with."""
 RANKS = 2
 DRAFTS = 4
-RANK, ALPHA, STRENGTH = 8, 16, 0.2
-"""Of the adapters, whose B has weights of this standard deviation."""
+RANK = 8
+ALPHA = 16
+STRENGTH = 0.2
+"""The standard deviation of the weights of the adapters' B."""
 ADAPTERS = 2
 WITH_LORA = f"enable_lora=true,max_loras={ADAPTERS},max_lora_rank={RANK}"
 

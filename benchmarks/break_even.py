@@ -311,7 +311,7 @@ def measure(arguments: argparse.Namespace) -> None:
     result: dict[str, Any] = {"shape": arguments.shape, "runs": []}
     if out.exists():
         result = json.loads(out.read_text())
-    assert result["shape"] == arguments.shape, f"{out} is of {result['shape']}; give another --out"
+    assert result["shape"] == arguments.shape, f"{out} is of {result['shape']}; pass another --out"
 
     done = finished(result)
     wanted = [name for name in arguments.drafters if name not in done and name != "none"]

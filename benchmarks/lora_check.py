@@ -42,7 +42,8 @@ WHOSE = (0, 1, 2, 2, 0, 1, 1, 2, 0, 2, 0, 1)
 """The number of each prompt's adapter; 0 is none."""
 NEW_TOKENS = 128
 DRAFT_TOKENS = 4
-RANK, ALPHA = 16, 32
+RANK = 16
+ALPHA = 32
 STRENGTH = 0.1
 """The standard deviation of the weights of B. Those of A have variance 1 / inputs."""
 VOCAB = 4096

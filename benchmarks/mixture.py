@@ -51,7 +51,9 @@ SCHEDULE = "qwen3-4b"
 DRAFT_PAGES = 61
 DRAFT_TOKENS = 12
 ACCEPTANCE = 0.95
-FIXED_S, SECONDS, SETTLED_S = 2.0, 4.0, 6.0
+FIXED_S = 2.0
+SECONDS = 4.0
+SETTLED_S = 6.0
 PREFILLED = 2048
 """Tokens that vLLM may prefill at a time. Nothing long is prefilled here, and the experts'
 activations take memory for so many.
@@ -246,7 +248,7 @@ def measure(arguments: argparse.Namespace) -> None:
     result: dict[str, Any] = {"shape": arguments.shape, "runs": []}
     if out.exists():
         result = json.loads(out.read_text())
-    assert result["shape"] == arguments.shape, f"{out} is of {result['shape']}; give another --out"
+    assert result["shape"] == arguments.shape, f"{out} is of {result['shape']}; pass another --out"
 
     model = qwen3(arguments.shape, **changes(arguments.experts, arguments.layers))
     engines: dict[str, Any] = {}
