@@ -505,7 +505,8 @@ def test_summary_numbers_by_hand(study):
 def test_the_ranking_and_points_of_the_figure_by_hand(study):
     # In arms with rising p5 the rewards rise and held-out rewards fall; dense is not ranked.
     def run(arm, seed, p5, reward, held_out):
-        measured = {"tail": [[p5, p5, p5]] * 2, "mean": [p5] * 2, "kl": [1 - p5] * 2, "actor": ""}
+        tail = dict.fromkeys(("p1", "p5", "p10", "mean"), [p5] * 2)
+        measured = {**tail, "kl": [1 - p5] * 2, "actor": ""}
         return made_up_run(arm, seed, [reward] * 10, [[0, 0.2], [10, held_out]]) | measured
 
     runs = [run("dense", seed, 1.0, 0.5, 0.5) for seed in (0, 1)]

@@ -33,7 +33,7 @@ from stability_statistics import (
     threshold,
 )
 from stability_study import Arm, Options, as_if_large, fail, find_schedule, quantized, train
-from stability_summary import PAGE, load, render, tables
+from stability_summary import MODELS, PAGE, RESULTS, kept, load, render, tables
 
 LAYOUT = dict(bin_tokens=16, page_size=4, dense_layers=(0,))
 
@@ -280,6 +280,14 @@ def test_tables_on_the_page_match_the_result_files():
     page, made = PAGE.read_text(encoding="utf-8"), tables(load())
     assert render(page, made) == page, "run python studies/reasoner/stability_summary.py"
     assert all(page.count(f"<!-- table: {name} -->") == 1 for name in made)
+
+
+def test_result_files_contain_nothing_that_tables_and_figures_do_not_read():
+    for file in MODELS:
+        for stored in json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8")):
+            assert kept(stored, file) == stored, (
+                f"{file}.json, {stored['arm']}, seed {stored['seed']}"
+            )
 
 
 def test_acceptance_is_one_if_everything_is_read_and_lower_otherwise(checkpoint, tmp_path):
