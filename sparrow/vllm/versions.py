@@ -22,7 +22,15 @@ SUPPORTED = ">=0.26"
 Earlier versions keep the cache in another layout, and their rejection sampling is slightly biased.
 """
 OLDEST_ON_CPU = "0.32"
-PROVEN = {"0.26": "2.11", "0.29": "2.11", "0.30": "2.11", "0.31": "2.11", "0.33": "2.11"}
+PROVEN = {
+    "0.26": "2.11",
+    "0.28": "2.11",
+    "0.29": "2.11",
+    "0.30": "2.11",
+    "0.31": "2.11",
+    "0.32": "2.11",
+    "0.33": "2.11",
+}
 """Versions of vLLM found exact on GPUs in both modes, with the torch that each ran with
 (``benchmarks/results/vllm_versions``). Others start too if their self-check passes.
 """
