@@ -286,12 +286,12 @@ class Landmarks:
         self.worst, self.pages, self.calls = 0.0, 0, 0
         stock = SparseSpeculator.propose
 
-        def propose(speculator, batch, *args, dummy_run=False, **kwargs):
+        def propose(speculator, input_batch, *args, dummy_run=False, **kwargs):
             if not dummy_run:
                 self.calls += 1
                 rejected = kwargs["num_rejected"] if "num_rejected" in kwargs else args[5]
-                self.check(speculator, batch, rejected)
-            return stock(speculator, batch, *args, dummy_run=dummy_run, **kwargs)
+                self.check(speculator, input_batch, rejected)
+            return stock(speculator, input_batch, *args, dummy_run=dummy_run, **kwargs)
 
         monkeypatch.setattr(SparseSpeculator, "propose", propose)
 
