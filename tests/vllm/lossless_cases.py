@@ -26,6 +26,7 @@ from vllm.model_executor.layers.attention import attention
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu.input_batch import post_update
+from vllm.v1.worker.gpu.sample import sampler
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
@@ -286,12 +287,12 @@ class Landmarks:
         self.worst, self.pages, self.calls = 0.0, 0, 0
         stock = SparseSpeculator.propose
 
-        def propose(speculator, batch, *args, dummy_run=False, **kwargs):
+        def propose(speculator, input_batch, *args, dummy_run=False, **kwargs):
             if not dummy_run:
                 self.calls += 1
                 rejected = kwargs["num_rejected"] if "num_rejected" in kwargs else args[5]
-                self.check(speculator, batch, rejected)
-            return stock(speculator, batch, *args, dummy_run=dummy_run, **kwargs)
+                self.check(speculator, input_batch, rejected)
+            return stock(speculator, input_batch, *args, dummy_run=dummy_run, **kwargs)
 
         monkeypatch.setattr(SparseSpeculator, "propose", propose)
 
@@ -705,7 +706,9 @@ def test_drafts_drawn_with_the_noise_of_the_tokens_are_mostly_kept(folder, monke
     assert shares[1] < a / (2 - a) - 0.1
 
 
-def enumerated(model, prompt, tokens, temperature, min_p=0.0, logit_bias=None):
+def enumerated(
+    model, prompt, tokens, temperature, min_p=0.0, logit_bias=None, top_k=None, top_p=1.0
+):
     """Return probabilities ``[V ** tokens]`` of all continuations, by transformers."""
     V = model.config.vocab_size
     p, written = np.ones(1), np.zeros((1, 0), int)
@@ -719,6 +722,14 @@ def enumerated(model, prompt, tokens, temperature, min_p=0.0, logit_bias=None):
         if min_p:
             least = log_p.amax(-1, keepdim=True) + np.log(min_p)
             log_p = log_p.masked_fill(log_p < least, -float("inf")).log_softmax(-1)
+        if top_k is not None:
+            least = log_p.topk(top_k).values[:, -1:]
+            log_p = log_p.masked_fill(log_p < least, -float("inf")).log_softmax(-1)
+        if top_p < 1:
+            best, order = log_p.exp().sort(-1, descending=True)
+            is_beyond = torch.empty_like(best, dtype=torch.bool)
+            is_beyond.scatter_(-1, order, best.cumsum(-1) - best >= top_p)
+            log_p = log_p.masked_fill(is_beyond, -float("inf")).log_softmax(-1)
         p = (p[:, None] * log_p.exp().numpy()).reshape(-1)
         written = np.concatenate(
             [written.repeat(V, 0), np.tile(np.arange(V), len(written))[:, None]], 1
@@ -737,15 +748,33 @@ def likelihood(counts, p):
     return stats.chisquare(seen[kept], expected[kept] * seen.sum() / expected.sum()).pvalue
 
 
+def with_a_fused_sampler(monkeypatch):
+    """Let vLLM draw with a stand-in for FlashInfer's sampler, which has random numbers of its own.
+
+    Returns the numbers of tokens that it draws in each step.
+    """
+    drawn = []
+
+    def flashinfer_sample(logits, k, p):
+        drawn.append(len(logits))
+        kept = topk_topp_sampler.apply_top_k_top_p(logits, k, p)
+        return torch.multinomial(kept.softmax(-1), 1).view(-1)
+
+    monkeypatch.setattr(sampler, "flashinfer_sampler_supported", lambda: True)
+    monkeypatch.setattr(sampler, "flashinfer_sample", flashinfer_sample)
+    return drawn
+
+
 SAMPLES = {
     "exact": 20_000,
     "any number of drafts": 20_000,
+    "two samplers": 10_000,
     "min_p and logit_bias": 10_000,
     "worst drafts": 10_000,
     "shared noise": 20_000,
     "no resampling": 2_000,
 }
-EXACT = ("exact", "any number of drafts", "min_p and logit_bias", "worst drafts")
+EXACT = ("exact", "any number of drafts", "two samplers", "min_p and logit_bias", "worst drafts")
 
 
 @pytest.mark.parametrize("variant", SAMPLES)
@@ -755,10 +784,9 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
     """
     # Of 108 models tried, the one whose drafts, three in ten of them rejected, would show shared
     # noise best.
-    adapts = (
-        variant == "any number of drafts"
-    )  # which changes with every step, at a temperature below 1
-    V, T = 12, 3 if variant in EXACT[:2] else 2  # with fewer outcomes a bias is found sooner
+    # The number of drafts changes with every step, at a temperature below 1.
+    adapts = variant in ("any number of drafts", "two samplers")
+    V, T = 12, 3 if variant in EXACT[:3] else 2  # with fewer outcomes a bias is found sooner
     model = tiny.checkpoint(
         tmp_path, vocab_size=V, num_hidden_layers=2, initializer_range=0.35, seed=7
     )
@@ -767,6 +795,8 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
     if adapts:
         turns = iter(range(10**6))
         monkeypatch.setattr(DraftChooser, "choose", lambda *_: (2, 0, 1)[next(turns) % 3])
+    if variant == "two samplers":
+        drawn = with_a_fused_sampler(monkeypatch)
     elif variant == "worst drafts":  # rejected as often as possible
         monkeypatch.setattr(
             sparse_drafter,
@@ -804,14 +834,25 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
     processing = {}
     if variant == "min_p and logit_bias":  # drafts are sampled without either
         processing = dict(min_p=0.15, logit_bias={2: 1.0, 7: -1.5})
+    if variant == "two samplers":  # vLLM's fused sampler draws only for requests without seeds
+        processing = dict(top_k=7, top_p=0.9)
+    has_seeds = variant != "two samplers"
     with engine(tmp_path, lossless(T - 1, adapt=adapts), **layout) as llm:
         wanted = [
-            parameters(T, temperature=temperature, seed=10**6 + i, logprobs=None, **processing)
+            parameters(
+                T,
+                temperature=temperature,
+                seed=10**6 + i if has_seeds else None,
+                logprobs=None,
+                **processing,
+            )
             for i in range(SAMPLES[variant])
         ]
         outputs = llm.generate([{"prompt_token_ids": prompt}] * len(wanted), wanted, use_tqdm=False)
         counts = counters(llm)
     assert 0 < counts["accepted"] < counts["drafted"]
+    if variant == "two samplers":
+        assert len(drawn) > 20
     code = np.array([o.outputs[0].token_ids for o in outputs]) @ (V ** np.arange(T - 1, -1, -1))
     p_value = likelihood(
         np.bincount(code, minlength=V**T),

@@ -58,6 +58,28 @@ def test_memory_dropped_by_sleep_is_never_read(old_and_new, monkeypatch, level):
     assert counts["accepted"] > 0 and found.pages > 100 and found.worst < 1e-4
 
 
+# --- vLLM's passes before the first request ---
+
+
+def tune(worker):
+    """Run the pass in which vLLM tunes FlashInfer's kernels; on a CPU it leaves the pass out."""
+    runner = worker.model_runner
+    with torch.inference_mode():
+        runner._dummy_run(
+            num_tokens=runner.max_num_tokens, skip_eplb=True, is_profile=True, randomize_inputs=True
+        )
+
+
+def test_tuning_flashinfer_changes_neither_tokens_nor_counts(old_and_new, monkeypatch):
+    folder, model, *_ = old_and_new
+    found = Landmarks(monkeypatch)
+    with cases.engine(folder, cases.lossless(4)) as llm:
+        llm.collective_rpc(tune)
+        assert not any(cases.counters(llm).values())
+        assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 24))
+        assert cases.counters(llm)["accepted"] > 0 and found.worst < 1e-4
+
+
 # --- a cache that is initialised again ---
 
 
