@@ -77,7 +77,7 @@ def test_the_source_compiles_for_hopper(changes, cache, FP8_LANDMARKS):
     ],
 )
 @pytest.mark.parametrize("items", [8, 512])
-def test_shipped_configurations_do_not_spill_and_fit_their_programs_per_multiprocessor(
+def test_shipped_configurations_neither_spill_nor_exceed_the_register_file(
     items, D, G, cache, FP8_LANDMARKS
 ):
     pytest.importorskip("cuda.bindings.nvrtc")
@@ -98,7 +98,7 @@ def test_shipped_configurations_do_not_spill_and_fit_their_programs_per_multipro
     assert 64 < registers * 32 * config.warps * config.resident <= 65536
 
 
-def test_the_launcher_passes_the_fields_that_the_source_declares():
+def test_the_launcher_passes_the_fields_declared_in_the_source():
     source = Path(launch.__file__).with_name("program.cuh").read_text()
     declared = re.search(r"struct Args \{(.*?)\};", source, re.DOTALL)[1]
     kinds = {"float": ctypes.c_float, "int": ctypes.c_int, "i64": ctypes.c_longlong}
@@ -131,7 +131,7 @@ def test_compiler_errors_reach_the_user():
         (dict(FP8_CACHE=1, INT8_CACHE=1), "the cache has one format"),
     ],
 )
-def test_violated_assumptions_of_the_source_are_reported(changed, reason):
+def test_unsupported_macro_values_fail_to_compile_with_a_reason(changed, reason):
     pytest.importorskip("cuda.bindings.nvrtc")
     with pytest.raises(RuntimeError, match=reason):
         compiled("decode.cu", tuple((DEFINES | changed).items()), "sm_90")
@@ -162,7 +162,7 @@ def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacit
     assert config.parts == 1 or division.extra_programs == (config.parts - 1) * items
 
 
-def test_shared_memory_is_large_enough_for_the_layout_of_the_source():
+def test_the_shared_memory_size_covers_every_buffer_of_the_kernel():
     ring, bins, candidates, words = 4 * 3 * 2 * 16 * 256, 4 * 1024, 8 * 256, 4 * (3 * 4 + 2)
     assert (
         CudaConfig(4, 3, 2).shared_bytes(256, 2560)

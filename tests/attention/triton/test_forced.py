@@ -192,7 +192,7 @@ ROWS = [(0, 46, 11), (5, 33, 1), (2, 1, 1)]
 
 
 @pytest.mark.parametrize(("G", "page_size"), [(1, 4), (2, 8), (3, 4), (8, 16)])
-def test_it_selects_the_same_pages_as_decoding(G, page_size):
+def test_teacher_forcing_selects_the_same_pages_as_decoding(G, page_size):
     check_selection(make_case(ROWS, K=1, G=G, D=16, layout=PageLayout(page_size)))
 
 
@@ -207,7 +207,7 @@ def test_each_head_has_its_own_budget(budgets):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_it_selects_the_same_pages_as_decoding_with_8_bit_landmarks(dtype):
+def test_teacher_forcing_with_8_bit_landmarks_selects_the_same_pages_as_decoding(dtype):
     layout = PageLayout(16, landmark_dtype="fp8_e4m3")
     case = make_case([(1, 250, 3)], K=1, G=2, D=16, layout=layout, dtype=dtype)
     # Means of 16 such keys need more bits, so a different set of pages ranks first.
@@ -218,7 +218,7 @@ def test_it_selects_the_same_pages_as_decoding_with_8_bit_landmarks(dtype):
     )
 
 
-def test_positions_may_be_split_into_chunks(monkeypatch):
+def test_splitting_positions_into_chunks_does_not_change_the_selection(monkeypatch):
     monkeypatch.setattr(forced, "SCORE_BYTES", 1)
     check_selection(make_case([(0, 75, 3), (3, 30, 1)], K=1, D=16, layout=PageLayout(4)))
 
@@ -248,7 +248,7 @@ def test_steps_of_several_tokens_match_the_reference(tokens, G, page_size):
     assert not torch.equal(alone, shared)
 
 
-def test_other_layouts_match_the_reference():
+def test_other_page_layouts_match_the_reference():
     small = dict(K=1, D=16)
     check(
         make_case(
@@ -264,7 +264,7 @@ def test_other_layouts_match_the_reference():
     )
 
 
-def test_a_budget_that_covers_everything_is_dense_attention():
+def test_a_budget_of_all_pages_matches_dense_attention():
     case = make_case([(0, 40, 1)], K=1, D=16, layout=PageLayout(4), top_k=ALL_PAGES)
     assert torch.equal(
         case.results("triton", torch.float16)[0], prompted(case).results("triton", torch.float16)[0]
@@ -388,7 +388,7 @@ def refuse(match: str, case: Case, **changes) -> None:
         )
 
 
-def test_unsupported_inputs_are_refused_by_name():
+def test_unsupported_inputs_are_refused():
     case = make_case([(0, 20, 1)], D=16, layout=PageLayout(4))
     refuse("pages of 12 tokens", case, layout=PageLayout(12))
     refuse("must all be float16", case, q=case.q.double(), k=case.k.double(), v=case.v.double())
