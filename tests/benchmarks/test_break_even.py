@@ -52,7 +52,7 @@ RESULT = {
 }
 
 
-def test_points_that_the_cache_or_the_context_has_no_room_for_are_left_out(scripts):
+def test_points_that_exceed_the_cache_or_the_context_are_left_out(scripts):
     script, _ = scripts
     points = [(2, 1000), (2, 1001), (1, 3000), (1, 8000)]
     room = 2 * (1000 + script.SPARE)
@@ -60,14 +60,14 @@ def test_points_that_the_cache_or_the_context_has_no_room_for_are_left_out(scrip
     assert script.fitting(points, 100_000, 3000 + script.SPARE) == points[:3]
 
 
-def test_a_drafter_that_was_cut_short_is_not_finished(scripts):
+def test_a_drafter_whose_run_was_cut_short_does_not_count_as_finished(scripts):
     script, _ = scripts
     first = {"runs": RESULT["runs"][:1]}
     assert script.finished(first) == {"none", "sparse"}
     assert script.finished(RESULT) == {"none", "sparse", "dspark", "none_v1"}
 
 
-def test_graphs_are_made_for_drafting_and_for_verifying(scripts):
+def test_graph_sizes_cover_drafting_and_verification(scripts):
     script, _ = scripts
     assert script.graph_sizes("none", [8, 32]) == [8, 32]
     # One token, a block of 7, and the token before with 7 drafts, of 8 sequences.
@@ -76,7 +76,7 @@ def test_graphs_are_made_for_drafting_and_for_verifying(scripts):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_drafters_read_layers_that_the_model_has(scripts, shape):
+def test_drafters_read_only_layers_that_the_model_has(scripts, shape):
     script, _ = scripts
     config = script.dflash(shape)
     layers = config["num_target_layers"]
@@ -156,7 +156,7 @@ def run(scripts, tmp_path, monkeypatch):
     return measured
 
 
-def test_a_run_that_ends_early_is_completed_beside_dense_decoding_of_its_own(run):
+def test_a_run_that_completes_an_earlier_one_measures_dense_decoding_again(run):
     drafters = ("none", "sparse", "eagle3", "dspark")
     children, result = run(drafters, seconds=40.0, deadline=100.0)
     assert children.measured == ["none", "sparse"] and children.ended == ["eagle3"]
@@ -172,14 +172,14 @@ def test_a_run_that_ends_early_is_completed_beside_dense_decoding_of_its_own(run
     assert children.measured == [] and again == result
 
 
-def test_an_engine_that_fails_is_written_down_and_measured_by_the_next_run(run):
+def test_a_failed_engine_is_recorded_and_measured_again_by_the_next_run(run):
     _, result = run(("eagle3", "dspark"), failing=("eagle3",))
     engines = result["runs"][0]["engines"]
     assert engines["eagle3"]["failed"] == "ValueError: what" and engines["dspark"]["finished"]
     assert run(("eagle3", "dspark"))[0].measured == ["none", "eagle3"]
 
 
-def test_ratios_are_formed_within_a_run(scripts):
+def test_ratios_compare_engines_of_the_same_run(scripts):
     _, tables = scripts
     rows = {(row["drafter"], row["drafts"], row["batch"]): row for row in tables.ratios(RESULT)}
     assert rows["sparse", 6, 32]["break_even"] == 2.6
@@ -207,13 +207,13 @@ def test_the_table_has_a_row_for_each_drafter_and_a_column_for_each_point(
     ]
 
 
-def test_without_results_there_is_no_table(scripts, tmp_path, monkeypatch):
+def test_the_table_is_empty_without_results(scripts, tmp_path, monkeypatch):
     _, tables = scripts
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.break_even() == ""
 
 
-def test_the_figure_can_be_drawn(scripts, tmp_path):
+def test_drawing_the_figure_is_deterministic(scripts, tmp_path):
     pytest.importorskip("matplotlib")
     figure = importlib.import_module("break_even_figure")
     figure.draw(RESULT, tmp_path / "first.png")
