@@ -71,7 +71,7 @@ def test_p5_is_interpolated_in_the_logarithm_of_the_budget():
     )
 
 
-def test_larger_budgets_are_tried_if_none_suffices():
+def test_larger_budgets_are_tried_if_none_is_sufficient():
     calls: list = []
     found = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), fixed(2, 5), 0.8999, refine=6)
     assert calls[2:5] == [(3, 11, 11, 11), (3, 23, 23, 23), (3, 17, 17, 47)]
@@ -86,7 +86,7 @@ def test_larger_budgets_are_tried_if_none_suffices():
     )  # 47 pages of 16 hold all 640 tokens
 
 
-def test_smaller_budgets_down_to_the_minimum_are_tried_if_all_suffice():
+def test_smaller_budgets_down_to_the_minimum_are_tried_if_all_are_sufficient():
     calls: list = []
     found = calibrate(world([640] * 30, lambda b: 20 + 4 * b, calls), fixed(40), 0.8999, refine=6)
     assert found.schedule.top_k == (15, 19, 24, 27, ALL_PAGES) and len(calls) < 7
@@ -96,7 +96,7 @@ def test_smaller_budgets_down_to_the_minimum_are_tried_if_all_suffice():
     assert found.schedule.top_k == (20, 20, 24, 27, ALL_PAGES)
 
 
-def test_a_bin_is_not_searched_below_the_budget_of_a_shorter_bin():
+def test_budgets_below_that_of_a_shorter_bin_are_not_tried():
     calls: list = []
     found = calibrate(
         world([320] * 30, lambda b: np.where(b == 0, 45, 15), calls),
@@ -107,13 +107,13 @@ def test_a_bin_is_not_searched_below_the_budget_of_a_shorter_bin():
     assert found.schedule.top_k == (40, 40, ALL_PAGES) and len(calls) == 2
 
 
-def test_bins_that_miss_the_target_are_dense_and_the_schedule_stays_monotone():
+def test_bins_that_miss_the_target_become_dense_and_the_schedule_stays_monotonic():
     found = calibrate(world([480] * 30, lambda b: np.where(b == 1, 500, 10)), fixed(4, 32), 0.9)
     assert found.schedule.top_k[0] <= 32 and found.schedule.top_k[1:] == (ALL_PAGES,) * 3
     assert math.isnan(found.bins[1].p5)
 
 
-def test_the_lower_limit_decides_rather_than_the_estimate():
+def test_the_target_applies_to_the_lower_confidence_limit_of_p5():
     quiet = calibrate(
         world([320] * 30, lambda b: 20 + 0 * b), fixed(*range(0, 40, 2)), 0.9, refine=0
     )
@@ -126,7 +126,7 @@ def test_the_lower_limit_decides_rather_than_the_estimate():
     assert below.lower < 0.9 <= chosen.lower
 
 
-def test_bins_with_few_tokens_borrow_a_budget_and_add_half():
+def test_bins_with_few_tokens_use_the_previous_budget_plus_half():
     lengths = [320] * 30 + [322] * 30  # 60 tokens of 30 sequences
     found = calibrate(
         world(lengths, lambda b: 20 + 0 * b), fixed(10, 14, 18, 22, 26), 0.8999, refine=0
@@ -137,7 +137,7 @@ def test_bins_with_few_tokens_borrow_a_budget_and_add_half():
     assert found.bins[2].n_sequences == 60
 
 
-def test_too_little_data_and_empty_budgets_are_refused():
+def test_too_little_data_and_an_empty_list_of_budgets_are_refused():
     with pytest.raises(
         ConfigError, match=r"960 tokens of 3 sequences .* needs at least 400 tokens of 20"
     ):
@@ -146,7 +146,7 @@ def test_too_little_data_and_empty_budgets_are_refused():
         calibrate(world([320] * 30, lambda b: 20 + 0 * b), fixed(), 0.9)
 
 
-def test_a_search_from_a_schedule_takes_one_step_in_every_bin():
+def test_a_search_that_starts_from_a_schedule_adjusts_every_bin():
     found = calibrate(world([640] * 30, lambda b: 10 + 8 * b), fixed(2, 40), 0.8999, refine=6)
     assert found.schedule.top_k == (5, 13, 21, 29, ALL_PAGES)
     calls: list = []
@@ -311,7 +311,9 @@ def test_samples_from_different_weights_are_not_reused(checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_failed_search_reports_whether_lists_or_budgets_were_too_short(tmp_path, caplog):
+def test_a_failed_search_reports_whether_lists_were_too_short_or_budgets_too_small(
+    tmp_path, caplog
+):
     from sparrow.engines.hf import HFEngine
     from tests.conftest import VOCAB, tiny_model
 
@@ -367,7 +369,7 @@ def test_the_engine_sleeps_while_the_scorer_works():
     np.testing.assert_allclose(found.lower, [0.25, 0.8], rtol=1e-6)
 
 
-def test_a_calibration_is_plotted_from_its_file(tmp_path):
+def test_a_calibration_can_be_plotted_from_its_file(tmp_path):
     from sparrow.report import draw_calibration
 
     found = calibrate(world([640] * 30, lambda b: 10 + 8 * b), fixed(2, 20, 40), 0.85)
@@ -457,7 +459,7 @@ class TwoPrograms:
 
 
 @pytest.mark.slow
-def test_a_calibration_resumes_from_all_finished_work(tmp_path):
+def test_a_resumed_calibration_reuses_all_finished_work(tmp_path):
     engine, scorer, prompts = (
         TwoPrograms(0.092),
         TwoPrograms(0.0),
@@ -485,7 +487,7 @@ def test_a_calibration_resumes_from_all_finished_work(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("anew", [False, True], ids=["same-noise", "noise-anew"])
 @pytest.mark.parametrize(("noise", "ceiling", "target"), [(0.092, 0.95, 0.90), (0.185, 0.90, 0.86)])
-def test_a_reported_target_is_met_even_if_sampler_and_scorer_round_differently(
+def test_the_target_is_met_even_if_sampler_and_scorer_round_differently(
     tmp_path, noise, ceiling, target, anew
 ):
     engine, scorer = TwoPrograms(noise, anew), TwoPrograms(0.0)
