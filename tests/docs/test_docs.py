@@ -107,7 +107,7 @@ def test_the_command_line_page_matches_the_help_of_the_commands():
     assert write_cli["written"](page) == page, "run python docs/write_cli.py"
 
 
-def test_the_example_of_every_text_form_parses(monkeypatch, tmp_path):
+def test_the_example_of_every_option_format_can_be_parsed(monkeypatch, tmp_path):
     """Check each example in the table of forms against its row."""
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
     lines = page.partition("## `sparrow demo`")[0].splitlines()

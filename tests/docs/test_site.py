@@ -60,7 +60,7 @@ def test_links_out_of_the_docs_point_to_existing_files_and_headings(name):
     assert links and missing == []
 
 
-def test_a_link_from_the_root_points_to_the_page(rewrite):
+def test_a_link_from_a_page_in_the_root_folder_points_to_the_docs_page(rewrite):
     text = "[glossary](docs/glossary.md#words) and [design](DESIGN.md)"
     assert rewrite(text, ROOT, DOCS, "", "README.md") == (
         "[glossary](glossary.md#words) and [design](design.md)"
@@ -76,7 +76,7 @@ def test_a_link_out_of_the_docs_points_to_the_repository_if_its_url_is_known(rew
     assert rewrite(text, DOCS, DOCS, "", "vllm.md") == "settings"
 
 
-def test_a_link_to_a_missing_file_is_a_warning(rewrite, caplog):
+def test_a_link_to_a_missing_file_logs_a_warning(rewrite, caplog):
     with caplog.at_level(logging.WARNING):
         rewrite("[gone](gone.md)", DOCS, DOCS, "", "vllm.md")
     assert "vllm.md links to gone.md, which does not exist" in caplog.text
