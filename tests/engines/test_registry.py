@@ -56,7 +56,7 @@ def test_an_engine_without_sparrow_is_accepted_only_for_audits():
 
 
 @pytest.mark.parametrize("options, asleep", [("", False), (":enable_sleep_mode=true", True)])
-def test_an_audit_starts_vllm_engines_in_sleep_mode_unless_configured_otherwise(
+def test_an_audit_starts_vllm_engines_without_sleep_mode_unless_requested(
     monkeypatch, options, asleep
 ):
     from sparrow.engines.vllm import engine
