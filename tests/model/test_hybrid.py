@@ -84,7 +84,7 @@ def test_rollouts_of_a_hybrid_match_its_teacher_forced_scores():
         assert (apart < 1e-4) == same
 
 
-def test_unsupported_features_of_a_hybrid_are_refused_by_name():
+def test_unsupported_features_of_a_hybrid_are_refused():
     with pytest.raises(
         UnsupportedModel,
         match="Qwen3NextForCausalLM has linear-attention layers, whose state cannot undo",
