@@ -29,7 +29,7 @@ def kv_clipped(sparrow):
 
 @tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
-def test_new_weights_lead_to_new_scales(tmp_path, folder):
+def test_scales_are_recomputed_for_new_weights(tmp_path, folder):
     louder = tiny.tiny_model(seed=1)
     with torch.no_grad():
         for layer in louder.model.layers:
@@ -121,7 +121,7 @@ def test_scales_are_the_smallest_powers_of_two_with_headroom(largest, dtype, sca
     assert torch.isfinite(torch.tensor(448.0 * scale).to(dtype))
 
 
-def test_only_tokens_stored_in_the_step_may_be_read():
+def test_only_tokens_stored_in_the_same_step_may_be_read():
     cache = fp8.Fp8Cache(torch.device("cpu"))
     table = torch.tensor([[3, 4, 0], [3, 7, 9]], dtype=torch.int32)
     slots = torch.cat([torch.arange(48, 80), torch.arange(112, 128)])  # blocks 3, 4 and 7
