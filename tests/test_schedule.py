@@ -170,7 +170,7 @@ def test_page_counts_never_decrease_with_length(schedule, some):
     assert (np.diff(schedule.pages(sorted(some))) >= 0).all()
 
 
-def test_multiplying_a_schedule_includes_pages_that_are_always_read():
+def test_multiplying_a_schedule_scales_the_total_including_pages_always_read():
     table = SparsitySchedule(
         top_k=(0, 1, 61, ALL_PAGES), bin_tokens=64
     )  # beside a sink page and two recent ones

@@ -21,7 +21,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(cuda.launch, "find_spec", lambda name: True)
 
 
-def test_the_default_combines_two_kernels_and_names_both(hopper):
+def test_the_default_choice_combines_two_kernels_and_names_both(hopper):
     chosen = choose(None, **MODEL, device=GPU)
     assert str(chosen) == "cuda, triton for up to 4 rows"
     assert [chosen.of(rows) for rows in (1, 4, 5, 256)] == ["triton", "triton", "cuda", "cuda"]

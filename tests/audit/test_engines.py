@@ -73,7 +73,7 @@ def test_ranks_match_distributions_computed_one_token_at_a_time(model, sampling)
             assert found.raw_logprobs[t] == pytest.approx(raw, abs=1e-4)
 
 
-def test_a_token_excluded_by_truncation_ranks_after_all_others(model):
+def test_tokens_excluded_by_truncation_rank_after_all_others(model):
     engine = HFEngine(model, SparsitySchedule.dense(), eos_ids=[])
     rollouts = engine.generate(asked(20), Sampling(10, top_n=0))
     for found in engine.rank(rollouts, Sampling(10, top_n=0, top_k=3), COMMON):

@@ -247,7 +247,7 @@ def test_positions_reached_by_few_sequences_are_listed_but_not_tested():
     assert {f.place for f in verdict.findings} == {"all", "draft 1", "first after a rejection"}
 
 
-def test_a_verdict_converts_to_plain_json():
+def test_a_verdict_can_be_converted_to_json():
     verdict = audit(drawn(1, LEAST_SEQUENCES, 1), None)
     plain = json.loads(json.dumps(verdict.to_dict(), allow_nan=False))
     assert plain["status"] == "cannot tell" and len(plain["findings"]) == len(verdict.findings)

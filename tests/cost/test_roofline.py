@@ -315,7 +315,7 @@ def small(tokens: int) -> Machine:
     return replace(SLOW, memory_bytes=(tokens * 8 + 2000 + 1) / cost.MEMORY_FRACTION)
 
 
-def test_a_rollout_of_one_response_is_the_sum_of_its_steps():
+def test_the_cost_of_a_single_response_is_the_sum_over_its_steps():
     overheads = Overheads(layer_s=0.25)
     found = cost.simulate_rollout(TINY, SLOW, [1000], prompt=24, overheads=overheads)
     assert found.tokens == 1000 and found.mean_batch == 1.0 and found.preemptions == 0

@@ -49,7 +49,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("name", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_out_of_the_docs_point_to_existing_files_and_headings(name):
+def test_links_to_files_outside_the_docs_point_to_existing_files_and_headings(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)\s:#]+)(?:#([^)\s]+))?\)", text)
     missing = [
@@ -67,7 +67,7 @@ def test_a_link_from_a_page_in_the_root_folder_points_to_the_docs_page(rewrite):
     )
 
 
-def test_a_link_out_of_the_docs_points_to_the_repository_if_its_url_is_known(rewrite):
+def test_a_link_to_a_file_outside_the_docs_points_to_the_repository_if_the_url_is_known(rewrite):
     text = "[settings](../pyproject.toml)"
     address = "https://example.org/sparrow"
     assert rewrite(text, DOCS, DOCS, address, "vllm.md") == (

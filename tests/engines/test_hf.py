@@ -184,7 +184,7 @@ def test_gradients_with_checkpointing_are_correct_after_the_teacher_forced_conte
 
 
 @pytest.mark.parametrize("decoded, sizes", [(2**19, [5]), (60, [2, 2, 1]), (1, [1] * 5)])
-def test_the_number_of_tokens_limits_the_decoding_batch(decoded, sizes, monkeypatch):
+def test_the_total_number_of_tokens_limits_the_decoding_batch(decoded, sizes, monkeypatch):
     engine = HFEngine(tiny_model(), SparsitySchedule.fixed(2), eos_ids=[])
     seen, decode = [], engine._decode
     monkeypatch.setattr(hf, "DECODE_TOKENS", decoded)

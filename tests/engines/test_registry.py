@@ -45,7 +45,7 @@ def test_an_unknown_engine_is_refused_with_a_list_of_engines(spec):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.names[0])
-def test_every_kind_has_a_function_that_starts_it(kind):
+def test_every_kind_of_engine_has_a_start_function(kind):
     module, _, function = kind.start.partition(":")
     assert callable(getattr(importlib.import_module(module), function))
 

@@ -75,7 +75,7 @@ def test_the_noise_of_a_sampler_matches_a_hand_calculation():
     )
 
 
-def test_noise_is_defined_for_complete_and_padded_lists():
+def test_the_noise_of_complete_and_padded_lists_is_defined():
     whole = np.array([[log(0.75), log(0.25), -inf]])
     noise = engine_noise(whole, whole)
     assert not noise.any()

@@ -185,7 +185,7 @@ def test_a_pass_over_several_tokens_after_the_prompt_is_refused(model, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
-def test_a_compiled_model_is_sparse_under_teacher_forcing_and_dense_afterwards(model, how):
+def test_a_compiled_model_is_sparse_during_teacher_forcing_and_dense_afterwards(model, how):
     ids, answers = tokens(1, 30), tokens(1, STEPS, seed=4)
     expected = forced(model, ids, answers, [30])
     whole = torch.cat([ids, answers], 1)

@@ -125,7 +125,7 @@ def test_the_recipe_lists_all_training_runs_of_every_model():
 @pytest.mark.parametrize(
     "run", RUNS, ids=lambda run: run[run.index("--run-dir") + 1] + run[run.index("--model") + 1]
 )
-def test_every_training_passes_a_dry_run(run, tmp_path, monkeypatch, priced_at_once, capsys):
+def test_every_training_run_passes_a_dry_run(run, tmp_path, monkeypatch, priced_at_once, capsys):
     monkeypatch.chdir(ROOT)
     (name,) = parse(["train", *run]).dataset
     (held_out,) = parse(["train", *run]).eval.benchmark
@@ -295,7 +295,7 @@ def test_data_files_for_verl_can_be_written_from_five_rows(command, tmp_path):
     assert len(rows) == 5 and {row["data_source"] for row in rows} == {dataset}
 
 
-def test_taco_is_filtered_like_code_r1(tmp_path, capsys):
+def test_taco_is_filtered_as_in_code_r1(tmp_path, capsys):
     first, second, third, fourth, called = (
         json.loads(line) for line in (HUB / "taco.jsonl").read_text().splitlines()
     )
@@ -385,7 +385,9 @@ def test_predicted_hours_match_the_cost_model():
 
 
 @pytest.mark.slow
-def test_table_2_measures_every_mode_on_the_same_prompts(reading_checkpoint, tmp_path, capsys):
+def test_the_script_for_table_2_measures_every_mode_on_the_same_prompts(
+    reading_checkpoint, tmp_path, capsys
+):
     out = tmp_path / "table2.json"
     recipe("table2").main(
         [

@@ -124,7 +124,7 @@ def test_programs_are_judged_by_their_standard_output(verifier):
     assert judge(verifier, "bytearray(1 << 40)", tests) == (("memory",), "MemoryError")
 
 
-def test_a_failed_test_does_not_affect_the_next(verifier):
+def test_a_failed_test_does_not_affect_the_next_test(verifier):
     tests = {"inputs": ["0", "1"], "outputs": ["0", "1"]}
     for bad in (
         "while True: pass",
@@ -385,7 +385,7 @@ def test_threads_never_run_more_programs_than_the_number_of_workers(monkeypatch)
 
 @pytest.mark.parametrize("folder", ["", "hub"])
 @pytest.mark.parametrize("name", ["humaneval", "humaneval+", "mbpp", "mbpp+", "taco"])
-def test_reference_solutions_pass_and_broken_ones_do_not(name, folder):
+def test_reference_solutions_pass_and_broken_solutions_do_not(name, folder):
     path = DATA / folder / f"{name.replace('+', '_plus')}.jsonl"
     problems = list(
         load_dataset_task(name, {"code": partial(verify_code, limits=LIMITS)}, path=path)
@@ -401,7 +401,7 @@ def test_reference_solutions_pass_and_broken_ones_do_not(name, folder):
         assert problem.verify(broken) == 0.0, problem.id
 
 
-def test_livecodebench_rows_are_judged():
+def test_livecodebench_rows_are_judged_correctly():
     task = load_dataset_task(
         "livecodebench",
         {"code": partial(verify_code, limits=LIMITS)},

@@ -226,7 +226,7 @@ def test_output_is_read_only_up_to_a_multiple_of_the_expected_length(spaces, ver
     )
 
 
-def test_a_result_too_long_to_match_is_not_read():
+def test_a_result_that_is_too_long_to_match_is_not_read():
     tests = {"fn_name": "f", "inputs": [[70_000], [60_000]], "outputs": ["x", "x" * 60_000]}
     judgement = CodeVerifier().judge("def f(n): return 'x' * n", tests, stop_early=False)
     assert (

@@ -129,7 +129,7 @@ def test_the_stated_answer_is_extracted(response, answer):
         r"#### 4. No: \boxed{5",
     ],
 )
-def test_a_truncated_response_states_no_answer(response):
+def test_no_answer_is_extracted_from_a_truncated_response(response):
     assert extract_answer(response, last_number=True) is None
 
 
@@ -171,12 +171,12 @@ def test_verdicts_agree_with_public_labels(verifier, row):
 
 
 @pytest.mark.parametrize(("answer", "reference"), pairs(EQUIVALENT))
-def test_equivalent_answers_are_equal(verifier, answer, reference):
+def test_equivalent_answers_are_judged_equal(verifier, answer, reference):
     assert verifier.equal(answer, reference)
 
 
 @pytest.mark.parametrize(("answer", "reference"), pairs(DIFFERENT))
-def test_different_answers_are_not_equal(verifier, answer, reference):
+def test_different_answers_are_judged_different(verifier, answer, reference):
     """Some answers hedge: a set, a range or an inequality that contains the correct number."""
     assert not verifier.equal(answer, reference)
 
@@ -417,7 +417,7 @@ def test_a_hanging_answer_is_not_retried():
 
 
 @pytest.mark.slow
-def test_the_limit_counts_processor_time(monkeypatch, born):
+def test_the_time_limit_of_a_comparison_counts_processor_time(monkeypatch, born):
     """A comparison kept waiting for the processor is not judged wrong for that; one that never gets
     the processor finally is.
     """

@@ -158,7 +158,7 @@ def test_windows_do_not_overlap(study):
 # --- drafts ---
 
 
-def test_drafts_that_read_everything_are_always_accepted(study, sharp):
+def test_drafts_that_read_all_pages_are_always_accepted(study, sharp):
     model, ids, start = sharp
     everything = study.acceptance.schedule(256 + 12)
     p, (found,) = study.acceptance.lossless(model, ids, start, 12, [(everything, 1)])

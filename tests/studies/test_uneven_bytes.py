@@ -158,7 +158,7 @@ def test_page_scores_match_a_hand_calculation(study):
     )
 
 
-def test_two_level_selection_of_every_group_equals_one_level(study, sharp, calibration):
+def test_two_level_selection_with_every_group_equals_one_level_selection(study, sharp, calibration):
     one = pages(study, *sharp, calibration, budget=96)
     every = pages(study, *sharp, calibration, budget=96, candidates=100)
     some = pages(study, *sharp, calibration, budget=96, candidates=2)

@@ -367,7 +367,7 @@ def test_the_product_of_32k_ratios_is_precise():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_corrections_carry_no_gradient(kind):
+def test_no_gradient_flows_through_corrections(kind):
     log_p, log_q, mask = padded([[0.1, -0.3], [0.2]])
     assert not correct(
         kind, log_p.requires_grad_(), log_q.requires_grad_(), mask

@@ -173,7 +173,7 @@ def test_the_gain_matches_a_hand_calculation():
     assert gain(bins, {100: 100, 200: 300}) == pytest.approx((0.15 + 0.75) / (0.15 + 0.3))
 
 
-def test_predicted_times_come_from_the_cost_model():
+def test_predicted_times_match_the_cost_model():
     shape, machine, schedule = SHAPES["qwen3-1.7b"], MACHINES["h200"], SparsitySchedule.fixed(61)
     lossless, lossy = price(shape, machine, schedule, 4, 32)(12_000, 0.97)
     assert lossy == decode_step(shape, machine, [12_000] * 32, schedule).seconds

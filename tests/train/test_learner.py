@@ -96,7 +96,7 @@ def test_the_largest_log_ratio_is_taken_over_all_minibatches(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_the_reference_is_the_initial_model(tmp_path):
+def test_the_reference_policy_is_the_initial_model(tmp_path):
     """The KL to the reference is 0 in the first step and grows; a large beta keeps the policy
     close.
     """
@@ -137,7 +137,7 @@ def test_only_the_lora_is_trained_and_the_engine_receives_merged_weights(tmp_pat
     assert changed == {f"model.layers.{i}.self_attn.{n}_proj.weight" for i in (0, 1) for n in "qv"}
 
 
-def test_a_lora_needs_existing_layers_and_excludes_a_distillation_adapter(tmp_path):
+def test_a_lora_requires_existing_layers_and_cannot_be_combined_with_distillation(tmp_path):
     with pytest.raises(
         ConfigError,
         match=r"cannot add a LoRA to lm_head; choose from the linear layers of this model:",

@@ -143,7 +143,7 @@ def test_the_kl_to_the_reference_matches_a_hand_calculation():
     torch.testing.assert_close(logp.grad, torch.where(MASK, -0.1 / 5, 0.0).double())
 
 
-def test_the_mean_over_tokens_is_the_default():
+def test_the_default_normalization_is_the_mean_over_tokens():
     assert LossConfig().normalization == "dapo"
 
 

@@ -170,7 +170,7 @@ def test_computed_overlaps_match_a_double_precision_reference(temper):
     ) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_kernels_run_by_numpy_match_the_triton_interpreter(monkeypatch):
+def test_kernels_run_in_numpy_match_the_triton_interpreter(monkeypatch):
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(12, 97, generator=generator)
     rows, heat = torch.arange(12, dtype=torch.int32), torch.tensor([0.0, 1.0, 0.5] * 4)
@@ -487,7 +487,7 @@ def test_the_speculator_passes_its_plan_to_any_drafter():
 # --- vLLM's handling of requests around a cycle ---
 
 
-def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(
+def test_requests_may_be_chunked_preempted_or_cut_off_at_the_context_length(
     folder, model, monkeypatch
 ):
     preempted = []
@@ -938,7 +938,7 @@ def test_scheduling_does_not_change_greedy_tokens(folder, model, options):
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_steps_leave_no_tensors_to_the_garbage_collector(folder, monkeypatch, drafts):
+def test_steps_leave_no_tensors_for_the_garbage_collector(folder, monkeypatch, drafts):
     def tensors():
         return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
 

@@ -31,7 +31,7 @@ def worker(llm):
     return llm.llm_engine.model_executor.driver_worker.worker
 
 
-def test_an_engine_checks_itself_and_leaves_no_state_behind(llm, worker):
+def test_an_engine_checks_itself_at_start_without_leaving_state_behind(llm, worker):
     assert sum("self-check passed" in line for line in llm.said) == 1
     assert set(cases.counters(llm).values()) == {0}
     for layer in selfcheck.layers_of(worker.vllm_config):
@@ -110,7 +110,7 @@ def test_a_vllm_sampler_without_a_required_parameter_is_refused(worker, monkeypa
 
 
 @tiny.CACHE_IN_8_BITS
-def test_a_cache_scale_that_differs_from_vllms_is_refused(old_and_new):
+def test_a_cache_scale_that_differs_from_vllms_fails_the_self_check(old_and_new):
     decoding = cases.lossless(2, pages=4)
     with cases.engine(old_and_new[0], decoding, kv_cache_dtype="fp8") as llm:
         worker = llm.llm_engine.model_executor.driver_worker.worker

@@ -463,7 +463,7 @@ def test_the_environment_specifies_mode_and_schedule(mode, schedule, expected, m
     assert config.from_environment() == expected
 
 
-def test_settings_in_two_variables_are_refused(monkeypatch):
+def test_conflicting_settings_in_two_environment_variables_are_refused(monkeypatch):
     monkeypatch.setenv("SPARROW_MODE", '{"mode": "lossless"}')
     monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:9")
     with pytest.raises(
@@ -741,7 +741,7 @@ def test_layers_with_unsupported_attention_are_refused(wrong, message):
         config.check_layer(plain | wrong)
 
 
-def test_the_runtime_is_found_among_the_layers_of_a_model():
+def test_the_runtime_is_found_in_the_layers_of_a_model():
     made = runtime()
     layers = {
         "a": object(),
@@ -770,7 +770,7 @@ def test_weight_files_contain_every_tensor_and_are_deleted(monkeypatch):
 
 
 @pytest.mark.parametrize("free, in_memory", [(64, False), (10**6, True)])
-def test_weights_too_large_for_shared_memory_are_written_to_disk(
+def test_weights_that_exceed_shared_memory_are_written_to_disk(
     monkeypatch, tmp_path, free, in_memory
 ):
     (shared := tmp_path / "shared").mkdir()

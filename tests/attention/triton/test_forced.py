@@ -310,7 +310,7 @@ def test_autocast_casts_inputs_as_in_dense_attention():
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_model_trains_through_the_kernels(autocast):
+def test_a_model_can_be_trained_through_the_kernels(autocast):
     found = []
     for implementation in ("reference", "triton"):
         model = tiny_model(num_hidden_layers=2, head_dim=16).train().to(DEVICE)

@@ -348,7 +348,7 @@ def kept_pages(workspace: DecodeWorkspace, item: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("top_k", [0, 1, 4, 1000, ALL_PAGES])
-def test_every_length_matches_the_reference(config, top_k):
+def test_sequences_of_every_length_match_the_reference(config, top_k):
     check(make_case(LENGTHS, [top_k] * len(LENGTHS), K=1), config)
 
 
@@ -522,7 +522,7 @@ SHAPES = [
     SHAPES,
     ids=lambda x: "cuda" if isinstance(x, cuda.CudaConfig) else None,
 )
-def test_any_shape_dtype_and_cache_layout_matches_the_reference(
+def test_every_shape_dtype_and_cache_layout_matches_the_reference(
     G, D, P, per_block, dtype, kind, config, cache_dtype, landmark_dtype
 ):
     layout = PageLayout(P, landmark_dtype=landmark_dtype)
@@ -733,7 +733,7 @@ def test_pages_are_ranked_by_8_bit_landmarks(config, dtype):
 
 @pytest.mark.parametrize("layout", [PageLayout(16, 0, 1), PageLayout(16, 3, 4)])
 @pytest.mark.parametrize("config", PATHS)
-def test_any_number_of_sink_and_recent_pages_matches_the_reference(config, layout):
+def test_layouts_with_any_number_of_sink_and_recent_pages_match_the_reference(config, layout):
     check(make_case([1, 90, 400], [1, 2, 4], layout=layout), config)
 
 
@@ -910,7 +910,7 @@ def test_extra_programs_must_be_a_multiple_of_the_kv_heads():
         [130, 100, 90, 80, 70],
     ],
 )
-def test_parts_cover_every_row_and_are_nearly_as_small_as_possible(lengths, target, P):
+def test_the_plan_covers_every_row_with_parts_of_nearly_equal_size(lengths, target, P):
     tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     everything = torch.full_like(tokens, ALL_PAGES)
     plan = torch.full((len(lengths) + target, 8), -1, dtype=torch.int32, device=DEVICE)
@@ -1133,7 +1133,7 @@ def test_tokens_are_stored_in_int8_as_in_the_reference(kind, dtype):
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["16-bit cache", "int8 cache"])
-def test_decoding_reads_tokens_stored_just_before(config, cache_dtype):
+def test_decoding_reads_tokens_that_were_stored_just_before(config, cache_dtype):
     case = make_case([700, 333, 48, 160, 97], [5, 4, 1, 2, 0], cache_dtype=cache_dtype)
     expected, workspace, out = run(case, config), make_workspace(case), torch.empty_like(case.q)
     last = case.length.long() - 1

@@ -145,7 +145,7 @@ def test_a_lone_surrogate_is_reported_with_its_row_number(tmp_path):
         (Problem("p", "text", 1.0), "has a verifier of type float"),
     ],
 )
-def test_a_problem_of_the_wrong_type_is_reported_when_drawn(problem, message):
+def test_a_problem_with_fields_of_the_wrong_type_is_refused(problem, message):
     class Task:
         def problem(self, index, seed=0):
             return problem
@@ -154,7 +154,7 @@ def test_a_problem_of_the_wrong_type_is_reported_when_drawn(problem, message):
         draw(Task(), 0, 0)
 
 
-def test_invalid_schedules_from_python_are_refused_in_a_sentence():
+def test_invalid_schedules_passed_from_python_are_refused_in_one_sentence():
     with pytest.raises(ConfigError, match="got unknown"):
         SparsitySchedule.load({1: 2, "a": 3})
     for model, target in ((None, 0.86), ("qwen3-4b", None), ("qwen3-4b", "0.86"), (4, 0.86)):
@@ -162,7 +162,7 @@ def test_invalid_schedules_from_python_are_refused_in_a_sentence():
             SparsitySchedule.preset(model, target)
 
 
-def test_missing_models_and_lengths_are_refused_in_a_sentence():
+def test_missing_models_and_lengths_are_refused_in_one_sentence():
     schedule = SparsitySchedule.fixed(2, dense_layers=(0,))
     with pytest.raises(ConfigError, match="the model is None, not a transformers model"):
         set_schedule(None, schedule)

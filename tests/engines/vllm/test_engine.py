@@ -322,7 +322,7 @@ def test_lora_adapters_give_the_same_results_as_merged_weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_tensor_parallel_workers_match_one(tmp_path, folder, monkeypatch):
+def test_two_tensor_parallel_workers_match_a_single_worker(tmp_path, folder, monkeypatch):
     other = tiny.tiny_model(seed=1)
     results = []
     monkeypatch.setenv("PYTHONPATH", tiny.discoverable(tmp_path))

@@ -181,7 +181,7 @@ def test_the_kernel_limits_the_memory_of_a_group(kernel_s, monkeypatch):
         cgroup.remove(group)
 
 
-def test_a_program_that_exceeds_the_memory_of_its_group_does_not_affect_the_next(
+def test_exceeding_the_memory_limit_of_a_group_does_not_affect_the_next_program(
     kernel_s, monkeypatch, mode
 ):
     """The group is narrower than the limit on address space, which would otherwise refuse the

@@ -341,7 +341,7 @@ def test_the_harness_is_compiled_before_it_becomes_read_only(monkeypatch, tmp_pa
     ]
 
 
-def test_hash_order_is_the_same_in_every_run(mode):
+def test_string_hashes_are_the_same_in_every_run(mode):
     program = "print(hash('sparrow') % 1000, *{'a', 'b', 'c', 'd', 'e'})"
     verifier = CodeVerifier(LIMITS, mode)
     seen = {verifier.judge(program, {"inputs": [""], "outputs": ["?"]}).detail for _ in range(3)}

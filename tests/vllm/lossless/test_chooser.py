@@ -313,7 +313,7 @@ def test_the_first_timing_after_a_change_never_favours_the_new_draft_count():
 @pytest.mark.parametrize(
     ("scatter", "steps"), [(0.005, measured.DENSE_ALIKE), (0.2, measured.DENSE_PROBES)]
 )
-def test_dense_steps_with_similar_times_are_timed_less_often(scatter, steps):
+def test_dense_steps_with_consistent_times_are_timed_less_often(scatter, steps):
     chooser, rng, taken = DraftChooser((0, 4)), np.random.default_rng(1), 0
     while chooser.choose(64, 15_000) == 0:
         chooser.observe(64, 15_000, 0, 0.026 * (1 + scatter * rng.random()), 0, 0)

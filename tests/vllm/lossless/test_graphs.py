@@ -78,7 +78,7 @@ def served(manager, rows, drafts):
     return manager.dispatch(rows, rows * (drafts + 1), drafts + 1, 0)
 
 
-def test_a_full_graph_serves_every_number_of_sequences_and_drafts(stock_and_ours):
+def test_every_number_of_sequences_and_drafts_uses_a_full_graph(stock_and_ours):
     stock, ours = stock_and_ours
     steps = [(rows, drafts) for rows in range(1, ROWS + 1) for drafts in CHOICES]
     assert any(
@@ -92,7 +92,7 @@ def test_a_full_graph_serves_every_number_of_sequences_and_drafts(stock_and_ours
     assert ours._capture_descs == stock._capture_descs  # the graphs are those of vLLM
 
 
-def test_a_batch_of_uneven_steps_uses_the_smallest_piecewise_graph(stock_and_ours):
+def test_a_batch_with_uneven_token_counts_uses_the_smallest_piecewise_graph(stock_and_ours):
     _, ours = stock_and_ours
     sizes = graphs.capture_sizes(ROWS, CHOICES)
     for tokens in range(1, sizes[-1] + 1):
