@@ -16,8 +16,8 @@ import sparrow
 PACKAGE = Path(sparrow.__file__).parent
 EVERYTHING = "everything"
 
-# What each part may import of the others, ``errors`` and the package itself apart; a module belongs
-# to the longest name that fits, and may import its own part.
+# What each part may import from the others, besides ``errors`` and the package itself. A module
+# belongs to the part with the longest matching name, and may import from that part.
 ALLOWED = {
     "audit": ["audit.statistics", "engines.base", "mismatch", "rollout", "schedule"],
     "audit.statistics": [],
@@ -200,7 +200,7 @@ PURE = [
     "mismatch.tokens",
     "run",
     "train.dial",
-]  # of other people's packages only numpy
+]  # numpy is their only third-party package
 ONLY_IN = {"triton": ("attention.triton", "attention.division"), "vllm": ("vllm", "engines.vllm")}
 
 
@@ -223,8 +223,9 @@ def part_of(module: str) -> str:
 
 
 def imports(source: str, module: str, is_package: bool, running: bool = False) -> Iterator[str]:
-    """Full names of what ``source`` imports anywhere, or, if ``running``, anywhere but for types
-    only; ``module.name`` for a name, which may be a module too.
+    """Return the full names of everything that ``source`` imports, or with ``running``, everything
+    except imports that are only for types. A name is given as ``module.name``, and may be a module
+    as well.
     """
     tree = ast.parse(source)
     for node in without_type_checking(tree) if running else ast.walk(tree):

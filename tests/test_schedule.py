@@ -557,7 +557,7 @@ def test_the_length_up_to_which_everything_is_read_matches_a_hand_calculation():
     assert layout(ALL_PAGES).dense_up_to == inf
     assert (
         layout(0, ALL_PAGES).dense_up_to == 0
-    )  # a whole bin after a sparse one holds keys that sparse reading shaped
+    )  # a dense bin after a sparse one contains keys computed with sparse reads
     assert (
         layout(5, 13, 20).dense_up_to == 128
     )  # 8 pages of 8 are bin 0, 16 bin 1, and 23 are short of 24

@@ -81,7 +81,7 @@ def test_fp8_landmarks_and_caches_require_a_gpu_that_can_convert_fp8(hopper, mon
     assert choose(None, **MODEL, device=GPU) == Choice("triton")
     assert choose(None, **MODEL | dict(dtype=torch.int8), device=GPU) == Choice(
         "triton"
-    )  # which any GPU converts
+    )  # any GPU can convert int8
 
 
 def test_the_cuda_kernel_supports_an_int8_cache(hopper):
@@ -103,5 +103,5 @@ def test_other_gpus_use_triton_and_cpus_use_the_reference(hopper, monkeypatch):
 def test_the_few_rows_threshold_depends_on_the_gpu():
     assert (
         cuda.few_rows(8, torch.device("cpu")) == 4
-    )  # where there is no GPU, an H200's: 0.3 of 132 items
+    )  # without a GPU, the limit of an H200: 0.3 of 132 items
     assert cuda.few_rows(1, torch.device("cpu")) == 39

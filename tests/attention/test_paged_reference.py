@@ -59,7 +59,7 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, bu
     M = -(-S // block_tokens)
     table = torch.randperm(B * M + 2)[: B * M].view(B, M)
     k_cache, v_cache = (paged(x, table, B * M + 2, block_tokens) for x in (k, v))
-    # Each row has its own NaNs: everything beyond its length.
+    # Everything beyond the length of a row is NaN.
     for b, n in enumerate(lengths):
         for cache in (k_cache, v_cache):
             for i in range(M):

@@ -85,7 +85,8 @@ def test_standard_errors_treat_sequences_as_clusters():
 
 
 def test_tokens_are_grouped_by_their_position_within_a_cycle():
-    # Prefill; three tokens of three; two (a rejection); one (a rejection); three. Then a new one.
+    # The prefill token, then cycles of three tokens (no rejection), two (a rejection), one (a
+    # rejection) and three; then a second sequence.
     place = np.array([-1, 0, 1, 2, 0, 1, 0, 0, 1, 2, -1, 0])
     sequence = np.array([0] * 10 + [1] * 2)
     found = {
@@ -317,7 +318,7 @@ def test_a_bias_unrelated_to_rank_is_detected_when_contexts_repeat():
     name = "repeated contexts, later tokens"
     found = next(f for f in audit(biased, beside).findings if f.name == name)
     assert found.corrected < 0.01
-    assert found.difference == pytest.approx(0.09, abs=0.04)  # 0.3 squared, about
+    assert found.difference == pytest.approx(0.09, abs=0.04)  # about 0.3 squared
     first = next(f for f in audit(biased, beside).findings if "first tokens" in f.name)
     assert first.corrected > 0.01
 

@@ -70,7 +70,7 @@ def test_a_drafter_whose_run_was_cut_short_does_not_count_as_finished(scripts):
 def test_graph_sizes_cover_drafting_and_verification(scripts):
     script, _ = scripts
     assert script.graph_sizes("none", [8, 32]) == [8, 32]
-    # One token, a block of 7, and the token before with 7 drafts, of 8 sequences.
+    # For 8 sequences: one token each, a block of 7 tokens, and 7 drafts with the token before them.
     assert script.graph_sizes("dspark", [8]) == [8, 56, 64]
     assert {8 * 7, 8 * 13} <= set(script.graph_sizes("sparse", [8]))
 
@@ -107,7 +107,7 @@ def test_vllm_accepts_a_drafter_and_rejects_all_its_drafts(scripts, shape, name,
 
 
 class Children:
-    """Stands for the processes of engines: each finds one point, and takes ``seconds``."""
+    """A stand-in for the engine processes: each measures one point and takes ``seconds``."""
 
     def __init__(self, clock, seconds, failing=()):
         self.clock, self.seconds, self.failing = clock, seconds, failing
@@ -133,7 +133,9 @@ class Child:
 
 @pytest.fixture
 def run(scripts, tmp_path, monkeypatch):
-    """Run the script with processes that do nothing: the drafters measured, and the file."""
+    """Return a function that runs the script with stand-in processes; it returns these processes
+    and the content of the result file.
+    """
     pytest.importorskip("vllm.version")
     script, _ = scripts
 
@@ -184,7 +186,7 @@ def test_ratios_compare_engines_of_the_same_run(scripts):
     rows = {(row["drafter"], row["drafts"], row["batch"]): row for row in tables.ratios(RESULT)}
     assert rows["sparse", 6, 32]["break_even"] == 2.6
     assert rows["sparse", 12, 32]["break_even"] == 4.3
-    # The second run's, which replaces that of the run which was cut short.
+    # From the second run, because the first one was cut short.
     assert rows["dspark", 7, 32]["break_even"] == 1.5
     assert rows["none_v1", 0, 32]["break_even"] == 1.1
     assert not any(drafter == "none" for drafter, _, _ in rows)

@@ -68,8 +68,8 @@ def test_eflops_match_the_cost_model_if_d_covers_keys_and_values(eflops):
 
 
 def test_the_formulas_reproduce_only_some_published_ideal_speedups(eflops):
-    # D = kv_width, I = 412 FLOPs a byte, 40,000 tokens (where the tables end), scoring included, no
-    # prompt.
+    # D = kv_width, I = 412 FLOPs per byte, 40,000 tokens (where the tables end), scoring included,
+    # no prompt.
     intensity = paper_intensity(H200)
     assert intensity == pytest.approx(412.3, abs=0.1)
     assert paper_intensity(MACHINES["b200"]) == 562.5

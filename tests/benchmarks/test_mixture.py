@@ -47,7 +47,7 @@ def test_the_default_trace_and_points_fit_on_an_h200_together_with_the_weights(s
 
 
 class Child:
-    """Stands for the process of an engine."""
+    """A stand-in for the process of an engine."""
 
     def __init__(self, arguments, mode):
         self.mode = mode

@@ -63,7 +63,7 @@ def test_ratios_compare_engines_of_the_same_round(scripts, tmp_path, monkeypatch
         row(1, "512x128+512", "stock", 20_000),
         row(1, "512x128+512", "lossy", 21_000),
         row(1, "512x128+512", "stock", 8_000, text=False),
-        row(2, "512x128+512", "lossy", 99_000),  # stock vLLM had no turn any more
+        row(2, "512x128+512", "lossy", 99_000),  # stock vLLM had no more turns
     ]
     path = tmp_path / "never_slower_smollm2-135m.json"
     path.write_text(json.dumps({"sessions": [session]}))

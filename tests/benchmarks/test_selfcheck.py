@@ -1,4 +1,4 @@
-"""What ``benchmarks/selfcheck.py`` says of an engine that starts, is refused, or dies."""
+"""What ``benchmarks/selfcheck.py`` reports for an engine that starts, is refused, or dies."""
 
 import importlib
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""What the script that drives other trainers makes of their responses and counters; it never starts
-one here.
+"""How the script that drives other trainers evaluates their responses and counters. No trainer is
+started here.
 """
 
 import importlib

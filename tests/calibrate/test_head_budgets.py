@@ -19,9 +19,10 @@ LAYOUT = SparsitySchedule((16,), bin_tokens=64, page_size=2, dense_layers=(1,))
 def test_greedy_allocation_matches_a_hand_calculation():
     missed = np.array([[0.9, 0.5, 0.4, 0.39], [0.3, 0.1, 0.0, 0.0], [0.8, 0.79, 0.78, 0.77]])
     assert head_budgets.greedy(missed, 3).tolist() == [1, 1, 1]
-    assert head_budgets.greedy(missed, 5).tolist() == [2, 2, 1]  # off: 0.4, 0.2
-    assert head_budgets.greedy(missed, 7).tolist() == [3, 3, 1]  # then 0.1, 0.1
-    assert head_budgets.greedy(np.zeros((3, 4)), 7).tolist() == [3, 2, 2]  # nobody gains
+    # The next two pages reduce the missed mass by 0.4 and 0.2, and the two after that by 0.1 each.
+    assert head_budgets.greedy(missed, 5).tolist() == [2, 2, 1]
+    assert head_budgets.greedy(missed, 7).tolist() == [3, 3, 1]
+    assert head_budgets.greedy(np.zeros((3, 4)), 7).tolist() == [3, 2, 2]  # no gain for any head
 
 
 def test_layers_are_weighted_by_their_loss_of_acceptance():
@@ -40,7 +41,7 @@ def test_layers_are_weighted_by_their_loss_of_acceptance():
         and (by_layer[:, 0] == by_layer[:, 1]).all()
     )
     alike = head_budgets.divided(missed, np.ones(4), "heads", 3)
-    assert alike.argmax() == 5  # by mass alone
+    assert alike.argmax() == 5  # with equal weights, only the missed mass counts
 
 
 def some_prompts(count=6):

@@ -151,11 +151,11 @@ def test_a_search_that_starts_from_a_schedule_adjusts_every_bin():
     assert found.schedule.top_k == (5, 13, 21, 29, ALL_PAGES)
     calls: list = []
     again = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), [found.schedule], 0.8999)
-    # A quarter fewer or a third more; if fewer suffice, still fewer.
+    # A quarter fewer pages or a third more; if fewer are sufficient, fewer still.
     assert calls == [found.schedule.top_k, (3, 9, 28, 39), (2, 13, 28, 39)]
     assert again.schedule.top_k == (3, 13, 23, 34, ALL_PAGES)  # 33 suffice; the line predicts 34
-    # Lengths beyond the schedule were sampled densely, and are tried with what the bin before
-    # wants.
+    # Lengths beyond the schedule were sampled densely, and are tried with the budget of the
+    # previous bin.
     calls.clear()
     shorter = LAYOUT.replace(top_k=(9, 9, 9, ALL_PAGES))
     longer = calibrate(world([640] * 30, lambda b: 12 + 0 * b, calls), [shorter], 0.8999)
@@ -213,7 +213,7 @@ def test_unreached_lengths_do_not_shift_the_table():
         (160, 13),
         (640, 38),
         (800, 45),
-    ]  # 37 would do
+    ]  # 37 would be sufficient
     assert found.schedule.top_k == (5, 13, 38, 38, 38, 45, ALL_PAGES)
     assert len(calls) == len(set(calls)), "every pass tries what it was meant to"
 
@@ -263,8 +263,8 @@ def test_calibration_meets_its_target_on_fresh_rollouts_and_can_be_resumed(tmp_p
     assert sum("sampling" in phase for phase in phases) == 2 and phases[-1].startswith(
         "round 1: scoring with"
     )
-    # Every round has a dense pass more, and none for what it sampled under, in the first the
-    # largest budget.
+    # Every round has one dense pass in addition, and no pass for the schedule that sampled it (in
+    # the first round, the largest budget).
     assert len(list((tmp_path / "work").glob("scores-*"))) == sum(
         "scoring" in phase for phase in phases
     )
@@ -519,13 +519,13 @@ def test_the_target_is_met_even_if_sampler_and_scorer_round_differently(
     assert 4 < found.schedule.top_k[0] < 256
     fresh = tail(found.schedule, [[i, 1, 2, 4] for i in range(24)])[:2]
     assert (fresh > target - 0.004).all() and (fresh < target + 0.02).all()
-    # The ceiling stands beside what was chosen, and relative to it the same schedules do as without
-    # noise.
+    # The ceiling is reported with each chosen bin.
     assert all(
         abs(b.ceiling - ceiling) < 0.015 and b.ceiling_lower < b.ceiling < b.ceiling_upper
         for b in found.bins
     )
-    # Every schedule's p5, those that nothing was sampled under included, is what the sampler has.
+    # The reported p5 of every schedule is that of the sampler, even if nothing was sampled under
+    # this schedule.
     trajectories = Trajectories(
         engine, scorer, prompts, sampling, tmp_path / "one", dense.replace(top_k=(256,))
     )

@@ -35,8 +35,8 @@ def test_memory_matches_a_hand_calculation():
     found = fit(TINY, Cluster(GPU, 4, tensor_parallel=2), longest=1000, token_budget=5000)
     assert (found.state, found.gradients, found.engine_weights) == (3e6, 1e6, 1e6)
     assert found.activations == 5000 * 32 * (4 + 34) + 7.5e9 + 3e6
-    # An engine of two: 170e9 usable, less 2 x 3e6 of state and 2e6 of weights; 64 elements of 2
-    # bytes per token.
+    # An engine on two GPUs: 170e9 usable, less 2 x 3e6 of state and 2e6 of weights; 64 elements of
+    # 2 bytes per token.
     held = int((0.85 * 200e9 - 6e6 - 2e6) // 128)
     assert found.kv == held * 128 / 2 and found.full_responses == held // 1000
     apart = fit(

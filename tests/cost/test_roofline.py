@@ -343,9 +343,9 @@ def test_the_batch_shrinks_while_the_longest_responses_finish():
 
 def test_memory_limits_the_batch_and_preempted_requests_are_recomputed():
     overheads = Overheads(layer_s=0.5)
-    # Four fill 2,600 tokens at 650 each, after 640 steps; one gives way, and another when three
-    # reach 866, 216 steps on; two end 144 steps later, and the others, computed again, come in
-    # together and need 144 and 360 more.
+    # Four requests fill 2,600 tokens at 650 each, after 640 steps. One is preempted, and another
+    # when three reach 866, after 216 more steps. Two end 144 steps later; the other two are
+    # recomputed, rejoin together, and need 144 and 360 more steps.
     found = cost.simulate_rollout(TINY, small(2600), [1000] * 4, prompt=10, overheads=overheads)
     assert (found.tokens, found.preemptions, found.overhead_s) == (4000, 2, 640 + 216 + 144 + 360)
     assert found.prefill_s == pytest.approx(2 * 1000 * (4 * 10 + 650 + 866) / (0.5 * 1e9))

@@ -17,8 +17,8 @@ def measured(p5: float, half=0.01, upper=None, ceiling=(nan, nan, nan)) -> BinMi
 
 
 def test_relative_p5_subtracts_noise_in_quadrature():
-    # 0.13 rejected in all, 0.05 by noise: 0.12 by sparsity, for 5, 12, 13 is a right-angled
-    # triangle.
+    # 0.13 is rejected in total and 0.05 because of noise, so 0.12 because of sparsity: 5^2 + 12^2 =
+    # 13^2.
     assert relative_p5(0.87, 0.95) == pytest.approx(0.88)
     assert Tau(0.88, relative=True).level(0.95) == pytest.approx(0.87)
     assert relative_p5(0.87, 1.0) == pytest.approx(0.87) and Tau(0.87).level(0.95) == 0.87

@@ -146,7 +146,7 @@ def test_selecting_pages_by_random_guesses_would_be_inexact():
     r = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
     torch.testing.assert_close(output(p, [one, one, one], r), p)
     assert (output(p, [one, other, one], r) - p).abs().max() > 0.02
-    # History's guesses are certain, so that even such an actor would be exact.
+    # History's guesses are deterministic, so even such an actor would be exact.
     certain = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
     torch.testing.assert_close(output(p, [one, other, one], certain), p)
 

@@ -335,8 +335,8 @@ def test_drafts_read_the_pages_allowed_by_the_schedule():
     engine = HFEngine(tiny_model(), lossless(0, 2, dense_layers=(0,)), eos_ids=[])
     engine.generate(prompts([100]), Sampling(3, temperature=0.0))
     counters = engine.counters()
-    # One token is drafted over 101 of which 3 of 4 layers read 3 pages of 16. A rejected one leaves
-    # one more to verify.
+    # One token is drafted over 101 cached tokens, of which 3 of 4 layers read 3 pages of 16. If it
+    # is rejected, one more token is verified.
     cycles = 1 if counters.accepted else 2
     assert (counters.drafted, counters.cycles) == (1, cycles)
     assert counters.tokens_read == 101 + 3 * 48 + cycles * 4 * 102

@@ -389,8 +389,8 @@ def test_other_answers_are_judged_while_every_worker_hangs(born, monkeypatch):
     ):
         at_the_end.callback(lambda: [worker.kill() for worker in born()])
         hanging = [threads.submit(verifier.equal, HANGS, reference) for reference in ("204", "205")]
-        # Each thread takes a place and starts a worker; its place is free again once its comparison
-        # runs and has made room. A worker that is killed while it starts is an error of its own.
+        # Each thread takes a slot and starts a worker; the slot is free again once the comparison
+        # runs. Killing a worker while it starts would be a different error.
         while len(born()) < 2 or verifier._slots.qsize() < 2:
             assert not any(answer.done() for answer in hanging)
             time.sleep(0.01)
@@ -418,8 +418,8 @@ def test_a_hanging_answer_is_not_retried():
 
 @pytest.mark.slow
 def test_the_time_limit_of_a_comparison_counts_processor_time(monkeypatch, born):
-    """A comparison kept waiting for the processor is not judged wrong for that; one that never gets
-    the processor finally is.
+    """A comparison that waits for the processor is not judged wrong, unless it never gets the
+    processor.
     """
     monkeypatch.setattr("sparrow.rewards.math.PATIENCE_S", 0.05)
     with MathVerifier(workers=1, limit_s=0.5) as verifier:
@@ -532,8 +532,8 @@ def test_the_trainer_does_not_load_sympy_and_workers_do_not_load_torch():
         assert worker.memory_info().rss < 200 * 2**20
         print("fine")
     """
-    # vLLM, where a test before has started it here, preloads a library out of torch's folder into
-    # every process.
+    # If an earlier test has started vLLM in this process, vLLM preloads a library from torch's
+    # folder into every process.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     command = [sys.executable, "-c", textwrap.dedent(program)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -35,8 +35,9 @@ def test_a_suffix_that_has_not_occurred_yields_no_guess(study):
 
 def test_guesses_are_kept_where_a_response_repeats_earlier_tokens(study):
     kept = study.history.kept_guesses([5, 6, 7, 8, 5], [[6, 7, 9, 5, 6, 7]], [], 3, 8, 1)
-    # After 5: 6 7 8, two of which are right; then 7 8 5, one; then 8 5 6, none. 9 is new. After the
-    # second 5, the last time gave 6 7 9: all that is left is right, and so on to the end.
+    # After 5, the guess is 6 7 8, of which two are right; then 7 8 5, one; then 8 5 6, none. 9 is
+    # new. After the second 5, the most recent occurrence gives 6 7 9, which is right for all
+    # remaining tokens.
     assert kept[0].tolist() == [2, 1, 0, 0, 2, 1]
 
 
@@ -46,7 +47,8 @@ def test_guesses_from_siblings_use_tokens_sampled_up_to_the_previous_step(study)
     assert alone[0].tolist() == [0] * 6
     first, second = study.history.kept_guesses([0], [ahead, behind], [], 3, 8, 1)
     assert first.tolist() == [0] * 6
-    # At step 2 the sibling has 1 2: after 1 it guesses 2 and no more. So at each later step.
+    # At step 2 the sibling has sampled 1 2, so after 1 the guess is 2 and no more; the same holds
+    # at each later step.
     assert second.tolist() == [0, 0, 1, 1, 1, 1]
 
 

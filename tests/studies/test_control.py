@@ -440,8 +440,8 @@ def test_the_study_runs_end_to_end(study, checkpoint, tmp_path, monkeypatch):
         "ended": "time is over"
     }
 
-    # A killed run's last line is cut off: with all its steps it counts, with one of two it does
-    # not.
+    # The last line of a killed run is cut off. The run counts if it has all its steps, but not if
+    # it has one of two.
     lines = (
         (tmp_path / "p50-0.jsonl")
         .read_text()

@@ -237,8 +237,8 @@ def collected(ranks: int, prompts=8, resample=2, cursor=0):
 
 def test_groups_with_equal_rewards_are_replaced_until_none_is_left():
     (one,), (engine,) = collected(1)
-    # Of 0..7 the problems 0, 3, 6 are level; 8, 9, 10 replace them, 9 is level too, and 11 replaces
-    # it.
+    # Of problems 0 to 7, the rewards of 0, 3 and 6 are all equal, so 8, 9 and 10 replace them.
+    # Those of 9 are equal as well, so 11 replaces it.
     assert [p.id for p in one.problems[::2]] == ["8", "1", "2", "11", "4", "5", "10", "7"]
     assert one.cursor == 12 and [g.problem.id for g in one.drawn] == [str(i) for i in range(12)]
     assert one.rewards.tolist() == [1.0, 0.0] * 8 and one.groups.tolist() == [
@@ -344,7 +344,7 @@ def test_truncated_responses_do_not_contribute_to_the_loss(tmp_path, monkeypatch
         tmp_path / "mask", steps=1, rollout=rollout, reward=RewardConfig(overlong="mask")
     ).train()
     assert [advantage for advantage, _ in keep] == [advantage for advantage, _ in seen]
-    # 24 tokens may also be a response that ended by itself there, in theory.
+    # In theory, a response may also end by itself after 24 tokens.
     assert [length if length < 24 else 0 for _, length in keep] == [length for _, length in seen]
     assert 0 < sum(length > 0 for _, length in seen) < 64 and any(
         a for a, length in keep if length == 24

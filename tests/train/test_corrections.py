@@ -138,8 +138,8 @@ def test_icepop_matches_a_hand_calculation():
 
 
 def test_sparse_rl_matches_a_hand_calculation():
-    # First: 4 and 1.6 leave the band of 0.5 to 1.5. Second: one ratio below 1e-4 takes the good
-    # tokens with it.
+    # First: 4 and 1.6 are outside the band of 0.5 to 1.5. Second: one ratio below 1e-4 excludes the
+    # whole sequence.
     correction = correct("sparse_rl", *batch([1, 4, 0.5, 1.6, 1.5], [1, 9e-5, 1], [1, 2e-4]))
     assert_correction(
         correction,

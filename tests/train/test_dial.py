@@ -37,8 +37,7 @@ def test_bins_become_lossy_one_by_one_starting_with_the_longest():
     assert dial.verified_up_to == inf
     assert words(dial.turn(drafts, [])) == [(i, "lossless", "ready") for i in (1, 2, 3)]
     assert dial.verified_up_to == 300
-    # Bin 3 has unverified tokens of its own now, and they decide; what drafts there are in it does
-    # not count.
+    # Bin 3 now contains unverified tokens, and only these count; its drafts are ignored.
     found = dial.turn([*drafts[:2], tail(3, 0.5)], [tail(3, 0.96)])
     assert words(found) == [
         (1, "lossless", "ready"),
@@ -57,7 +56,7 @@ def test_bins_become_lossy_one_by_one_starting_with_the_longest():
         (
             tail(3, 0.97, low=0.96, ceiling=0.96),
             "may be below tau 0.95",
-        ),  # 0.04 and 0.04 make 0.057
+        ),  # 0.04 and 0.04 add up to 0.057 in quadrature
         (tail(3, nan, low=nan), "may be below tau 0.95"),
     ],
 )
@@ -72,10 +71,10 @@ def test_draft_acceptance_is_rescaled_for_absolute_but_not_for_relative_tau():
     drafts = tail(3, 0.97, low=0.96, ceiling=0.97)
     assert absolute.turn([drafts], [])[0].low == pytest.approx(
         0.95
-    )  # losses of 0.04 and 0.03 make 0.05
+    )  # losses of 0.04 and 0.03 add up to 0.05 in quadrature
     assert relative.turn([drafts], [])[0].low == 0.96
     assert absolute.verified_up_to == relative.verified_up_to == 300
-    # 0.945 is 0.055 below 1, of which 0.03 are the ceiling's: 0.0461 are sparsity's.
+    # 0.945 is 0.055 below 1. The ceiling accounts for 0.03, and sparsity for 0.0461.
     own = replace(tail(3, 0.945, ceiling=0.97), ceiling_low=0.97, ceiling_high=0.97)
     assert absolute.turn([], [own])[0].verdict == "fails"
     found = relative.turn([], [own])[0]

@@ -158,8 +158,8 @@ def test_the_correction_does_not_change_verified_tokens():
     assert {r.verification.tokens for r in rollouts} == {exact} and 20 < exact < 24
     assert (found.weight_BT[:, :exact] - 1).abs().max() < 1e-3
     assert (found.weight_BT[:, exact:] - 1).abs().mean() > 0.05
-    # As the trainer measures it: what was verified is as good as the engine's rounding, what was
-    # not is not.
+    # As measured by the trainer, verified tokens differ only by the engine's rounding, and
+    # unverified tokens by more.
     alpha = [
         token_acceptance(r, s.top_logprobs, SCHEDULE) for r, s in zip(rollouts, dense, strict=True)
     ]

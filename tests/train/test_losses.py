@@ -108,8 +108,8 @@ def test_the_on_policy_gradient_is_that_of_reinforce():
 
 
 def test_dual_clip_matches_a_hand_calculation():
-    # With c = 1.2 the second row's 1.5 counts as 1.2, its clipped 0.5 as 0.8 still; the first, of
-    # advantage 1, as ever.
+    # With c = 1.2, the second row's ratio of 1.5 counts as 1.2, and its clipped 0.5 still as 0.8.
+    # The first row, with advantage 1, is unchanged.
     config = LossConfig(clip_ratio_c=1.2)
     logp = example()
     loss, metrics = policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, config, NORMALIZERS)
@@ -130,8 +130,8 @@ def test_dual_clip_matches_a_hand_calculation():
 
 
 def test_the_kl_to_the_reference_matches_a_hand_calculation():
-    # The reference has twice the policy's chance everywhere: 2 - 1 - log 2 a token, whatever the
-    # token's weight.
+    # The reference has twice the policy's probability everywhere: 2 - 1 - log 2 per token, whatever
+    # the token's weight.
     logp = example()
     reference = torch.where(MASK, logp.detach() + math.log(2), math.inf)
     loss, metrics = reference_loss(logp, reference, MASK, LossConfig(beta=0.1), NORMALIZERS)

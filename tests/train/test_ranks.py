@@ -170,7 +170,7 @@ def test_failures_are_reported_in_one_sentence_and_keep_the_last_checkpoint(tmp_
         assert (
             max(p.name for p in (tmp_path / run / "checkpoints").glob("step-*")) == f"step-{step}"
         )
-    # One process goes on where two stopped, and ends where one alone would have.
+    # One process continues where two stopped, and ends where a single process would have.
     from dataclasses import replace
 
     trainer(replace(PLAIN, resume=True), tmp_path / "killed").train()

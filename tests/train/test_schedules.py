@@ -73,8 +73,8 @@ def noisy(bin: int, relative: float, half=0.002, ceiling=0.95) -> BinMismatch:
 
 def test_with_relative_tau_schedules_are_adjusted_by_the_loss_due_to_sparsity():
     start, relative = SparsitySchedule((97, 200)), Tau(0.9, relative=True)
-    # No p5 here comes near 0.95, so the absolute loop raises whatever it is given; and 0.99 is not
-    # told from dense.
+    # No p5 here comes near 0.95, so the loop with absolute tau raises any schedule; and 0.99 cannot
+    # be distinguished from dense.
     assert ClosedLoop(Tau(0.96)).propose(start, start, report(noisy(0, 0.94))).top_k[0] > 97
     loop = ClosedLoop(relative)
     assert loop.propose(start, start, report(noisy(0, 0.94))) == start and loop.state()[
@@ -84,7 +84,8 @@ def test_with_relative_tau_schedules_are_adjusted_by_the_loss_due_to_sparsity():
     raised = ClosedLoop(relative).propose(start, start, report(noisy(0, 0.88)))
     rejected = 1 - relative.scale([noisy(0, 0.88)])[0].interval_low
     assert raised.top_k[0] == int(np.ceil(100 * rejected / 0.1)) - 3 and 117 < raised.top_k[0] < 125
-    # The guard: 0.02 below on the same scale; nothing is judged without a known ceiling.
+    # The guard's threshold is 0.02 lower on the same scale. Without a known ceiling, nothing is
+    # judged.
     for bin, below_it in ((noisy(0, 0.89), 0), (noisy(0, 0.87), 1), (seen(0, 0.5), 0)):
         watching = Guard(TrainConfig(relative_tau=0.9, guard=GuardConfig(patience=1)))
         watching.propose(start, start, report(bin))
@@ -157,10 +158,10 @@ def test_a_budget_that_failed_or_barely_met_tau_becomes_the_floor():
         ).floor
 
     assert floors(0.95) == (0,) and floors(0.905) == (17,) and floors(0.881) == (18,)
-    assert floors(0.905, (20,)) == (20,)  # the floor never sinks
+    assert floors(0.905, (20,)) == (20,)  # the floor never decreases
     assert turn([97, 200], seen(0, 0.9999), room_steps=[1], floor=[90])[0] == (90, 200)
-    # A schedule lowered by hand is not raised where it has room, and goes back to what is known
-    # where it fails.
+    # A schedule lowered by hand is not raised where it meets tau with room, and returns to the
+    # floor where it fails.
     assert turn([97, 200], seen(0, 0.9999), room_steps=[1], floor=[99])[0] == (97, 200)
     assert turn([17, 200], seen(0, 0.881), floor=[60])[0] == (60, 200)
 
@@ -317,8 +318,8 @@ def test_the_guard_does_not_raise_bins_that_the_closed_loop_raised():
     config = TrainConfig(tau=0.9, guard=GuardConfig("raise", patience=1))
     start = SparsitySchedule((17, 27, 40))
     movers = Movers(config, closed_loop=True)
-    # The loop raises the first bin to 20 * 1.9; the second has few responses, which it leaves and
-    # so does the guard.
+    # The loop raises the first bin to 20 * 1.9. The second has few responses, so both the loop and
+    # the guard leave it unchanged.
     after = movers.next(start, report(seen(0, 0.81), seen(1, 0.8, high=0.95, sequences=7)))
     assert (
         after.top_k == turn([17, 27, 40], seen(0, 0.81))[0] == (35, 35, 40) and movers.guard.alarm
@@ -382,8 +383,8 @@ def test_the_closed_loop_reaches_tau_from_any_start_and_recovers_in_two_steps(
             assert np.all(p5 >= TAU - 0.02)
         elif 30 <= step < 60:
             assert np.all(p5 >= TAU - 0.02)
-            # A longer bin may read more than it needs, where a shorter one needs that much; and all
-            # by one page.
+            # A longer bin may read more than it needs if a shorter one needs as much, and any bin
+            # may read one page too many.
             one_less = 1 - (1 - TAU) * (needed[0] / (pages[0] - 1)) ** exponent
             assert one_less <= TAU + 0.02 + 4 * noise
         control = after
@@ -479,7 +480,7 @@ def test_a_schedule_halved_by_hand_recovers_within_two_steps(tmp_path):
     _, fault, _, after = [r["mismatch"]["bins"] for r in metrics_of(tmp_path)]
     hit = [b["bin"] for b in fault if b["n_sequences"] >= 8 and b["interval_low"] < 0.94]
     assert hit
-    # 16 responses leave room for chance on the far side of tau.
+    # With 16 responses, p5 may be on the other side of tau by chance.
     assert all(b["lower_bound"] >= 0.95 - 0.02 for b in after if b["bin"] in hit)
 
 

@@ -755,8 +755,8 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
     """Continuations follow the dense policy, whatever is drafted, and the test detects
     two defects.
     """
-    # Of 108 models tried, the one whose drafts, three in ten of them rejected, would show shared
-    # noise best.
+    # Of 108 models tried, this one reveals shared noise best; three in ten of its drafts are
+    # rejected.
     adapts = (
         variant == "any number of drafts"
     )  # which changes with every step, at a temperature below 1

@@ -95,7 +95,9 @@ def test_values_beyond_the_range_are_clamped_and_counted(folder, reference, monk
             assert torch.equal(scale_K, (0.75 * largest_K / 448).log2().ceil().exp2())
             beyond[which, i] = (x_KTD.abs().amax(2) > 448 * scale_K[:, None]).any(0)[:cached]
     assert counted == beyond.any(0).sum()
-    assert (beyond.sum((1, 2)) < counted).all()  # of some the key is beyond, of others the value
+    assert (
+        beyond.sum((1, 2)) < counted
+    ).all()  # the key of some tokens is beyond the range, and the value of others
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_only_tokens_stored_in_the_same_step_may_be_read():
     ):
         cache.begin_step(0, table, np.array(computed), 16)
         assert cache.reads_beyond(slots) == beyond
-    # A sequence that goes on within a block of which an earlier step filled the beginning.
+    # A sequence that continues within a block whose beginning an earlier step filled.
     cache.begin_step(0, table[:1], np.array([5]), 16)
     assert cache.reads_beyond(torch.tensor([53]))
 

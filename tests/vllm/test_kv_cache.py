@@ -83,7 +83,7 @@ def test_prefill_matches_decoding(name, folder, reference):
         longer = [[*r.prompt_ids, *r.response_ids.tolist()] for r in rollouts]
         assert as_rounded(sparrow.generate(longer, SAMPLED), reference, UNBOUNDED, sparrow)
         [cached] = sparrow.llm.generate([{"prompt_token_ids": longer[3]}], use_tqdm=False)
-        assert cached.num_cached_tokens == 320  # it was: whole blocks of 324 tokens
+        assert cached.num_cached_tokens == 320  # the whole blocks of 324 tokens
 
 
 @tiny.CACHE_IN_8_BITS

@@ -1,5 +1,5 @@
-"""Tests of the CUDA kernel that need no GPU: it compiles, and refuses unsupported devices with a
-reason.
+"""Tests of the CUDA kernel that need no GPU: the kernel compiles, and unsupported devices are
+refused with a reason.
 """
 
 import ctypes
@@ -155,7 +155,8 @@ def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacit
     config = launch.choose_config(items, D, capacity, H200, dtype)
     size = config.shared_bytes(launch.key_bytes(D, dtype), capacity)
     assert config.resident * (size + 1024) <= H200.shared_memory + 1024
-    results = launch.MAX_GROUP * D * 4  # of a warp, which replace its pages and some of the bins
+    # The results of a warp overwrite its pages and some of the bins.
+    results = launch.MAX_GROUP * D * 4
     assert results <= config.stages * 2 * 16 * launch.key_bytes(D, dtype)
     division = config.division(items, 1, H200.multiprocessors)
     assert 1 <= division.extra_programs <= 5 * H200.multiprocessors

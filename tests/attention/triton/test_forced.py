@@ -473,8 +473,7 @@ def test_memory_stays_bounded_at_32k_tokens():
             case.q, case.k, case.v, *rows, layout=case.layout, implementation="triton"
         )
     assert torch.cuda.max_memory_allocated() - before < 700 * 2**20
-    # The last positions once more, by the reference, in a call that has only them as queries after
-    # the prompt.
+    # The reference decodes four of these positions, for comparison.
     t = torch.tensor([300, 5000, 20_000, 32_767], device=DEVICE)
     picked = reference.decode(
         case.q[0, :, t].transpose(0, 1).float(),

@@ -400,7 +400,7 @@ def test_later_tokens_do_not_affect_the_outputs_of_earlier_tokens(config):
     q[:, 2:] = q[:, 2:].flip(0)
     changed = run(replace(case, q=q.flatten(0, 1)), config).unflatten(0, (2, 4))
     assert torch.equal(changed[:, :2], out[:, :2]) and not torch.equal(changed[:, 2:], out[:, 2:])
-    # The newest tokens' keys: a token sees its own and those before it.
+    # A token attends to itself and to earlier tokens, but not to later ones.
     for b in range(2):
         last = int(case.length[b]) - 1
         block, token = case.table[b, last // 16], last % 16
@@ -598,7 +598,7 @@ def test_an_fp8_cache_matches_the_reference(config, dtype):
     )
     check(case, config)
     before, scales = run(case, config).clone(), case.scales
-    # Powers of 2 in the scales are powers of 2 in queries and results, so this holds to the bit.
+    # Factors of a power of 2 in scales, queries and results are exact, so this holds to the bit.
     assert torch.equal(
         run(replace(case, scales=CacheScales(scales.k, scales.v * 4)), config), before * 4
     )
@@ -631,8 +631,8 @@ def test_an_int8_cache_matches_the_reference(config, dtype, spread):
     check(case, small_parts(config))
     case.scales.v[case.scales.v < 130] -= 20 if dtype == torch.bfloat16 else 0
     check(case, config)
-    # Keys that the queries make up for; queries beyond float16's range, and a group whose queries
-    # are all zero.
+    # Tiny keys with huge queries, which are beyond float16's range, and a group whose queries are
+    # all zero.
     if dtype == torch.bfloat16:
         case.q.mul_(2.0**41)
         case.q[2] = 0
@@ -687,7 +687,7 @@ def test_every_8_bit_key_and_value_is_read_exactly(config, cache_dtype):
         rows[: len(every)] = x_TD
         cache[blocks, 0] = rows.view(-1, 16, 64).to(cache_dtype)
 
-    # all tokens weigh the same: each dimension contains one of them times the rest of the mean
+    # all tokens have equal weight, so each dimension of the mean contains one token's value
     case.q.zero_()
     for first in range(0, len(every), 64):
         own = torch.arange(64, device=DEVICE) + first
@@ -910,7 +910,7 @@ def test_extra_programs_must_be_a_multiple_of_the_kv_heads():
         [130, 100, 90, 80, 70],
     ],
 )
-def test_the_plan_covers_every_row_with_parts_of_nearly_equal_size(lengths, target, P):
+def test_the_plan_covers_every_row_and_the_largest_part_is_nearly_minimal(lengths, target, P):
     tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     everything = torch.full_like(tokens, ALL_PAGES)
     plan = torch.full((len(lengths) + target, 8), -1, dtype=torch.int32, device=DEVICE)
@@ -1127,7 +1127,7 @@ def test_tokens_are_stored_in_int8_as_in_the_reference(kind, dtype):
             back = from_int8(cache[block, :, place], scale[block, :, place], dtype).double()
             half_a_step = (
                 scale_of(scale[block, :, place])[..., None].double() / 2
-            )  # exact, as powers on a GPU are not
+            )  # exact, unlike powers computed on a GPU
             assert ((back - x[t].double()).abs() <= half_a_step).all()
 
 

@@ -238,7 +238,7 @@ def test_a_lossless_run_trains_on_samples_of_the_dense_policy(checkpoint, tmp_pa
         assert drafts["acceptance"] < 0.999, (
             "drafts must be wrong at times, or this test shows nothing"
         )
-        # What it trains on: engine and trainer agree on every log-prob, so nothing is left to
+        # Engine and trainer agree on every log-prob of the training samples, so nothing is left to
         # correct.
         assert abs(row["correction"]["kl_k3"]) < 1e-8 and row["correction"]["ess_token"] > 1 - 1e-6
         assert all(b["upper_bound"] > 1 - 1e-5 for b in row["mismatch"]["bins"])

@@ -15,7 +15,7 @@ from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.measured import tokens_per_cycle
 
 CHOICES = (0, 4, 8)
-# Milliseconds of a dense step, of a draft and of a token verified in excess: measured shapes,
+# Milliseconds of a dense step, of a draft, and of each additional token verified; measured and
 # rounded.
 LONG = dict(dense=26.0, draft=4.5, verified=0.4)  # 64 x 15,000: reading the cache is all the work
 SHORT = dict(
@@ -481,7 +481,7 @@ def test_timings_at_new_lengths_are_scaled_by_those_of_dense_steps():
 # --- the draft budget ---
 
 BASE = DRAFT_BUDGETS.index(1.0)
-# As above, but of a draft's time so much is for what it reads.
+# As above; ``read`` is the part of a draft's time that depends on what it reads.
 AT_4K = dict(dense=9.0, draft=2.8, read=1.1, verified=0.2)  # 64 x 4,096
 FEW = dict(dense=8.2, draft=2.0, read=0.15, verified=0.05)  # 8 x 30,000
 MIDDLE = dict(dense=26.0, draft=2.5, read=2.0, verified=0.4)  # 64 x 15,000
