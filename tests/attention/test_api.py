@@ -1,5 +1,5 @@
-"""The choice of a decode implementation: made in one place, reported by name, and never overriding
-a request.
+"""The choice of a decode implementation is made in one place, is reported by name, and never
+overrides an explicit request.
 """
 
 import pytest

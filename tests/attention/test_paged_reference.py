@@ -1,5 +1,5 @@
-"""The paged reference, which is the specification of the kernels, against the contiguous one and by
-hand.
+"""The paged reference, which specifies the kernels, is compared with the contiguous reference and
+with hand calculations.
 """
 
 import pytest

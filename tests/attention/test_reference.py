@@ -54,8 +54,8 @@ def dot(x, y):
 
 
 def attend(q_HD, k_KSD, v_KSD, top_k, layout, scale):
-    """Section 2 of the paper for one sequence's newest token; floats out, and how clear the
-    selection was.
+    """Apply section 2 of the paper to the newest token of one sequence, in plain floats, and
+    measure how clear the selection is.
 
     Returns: ``out[H][D]``, ``weights[H]`` (token -> weight) and the smallest gap between a page
         that was selected by score and one that was not.

@@ -1,4 +1,4 @@
-"""The audit of real engines: exact engines pass, and defects in others are found."""
+"""The audit of real engines: exact engines pass, and injected defects are detected."""
 
 from dataclasses import replace
 

@@ -124,7 +124,7 @@ def test_an_engine_is_closed_before_the_next_one_starts(model):
 
 
 def test_each_arm_samples_with_a_different_seed(model):
-    """Sampling the same tokens twice would show no difference in any case."""
+    """If both arms sampled the same tokens, there could never be a difference."""
     seeds = []
 
     def made():

@@ -1,5 +1,5 @@
-"""Budgets of layers and kv heads: the order in which pages are given out, by hand, and the command
-on a small model.
+"""Budgets of layers and kv heads: the order in which pages are allocated, checked by hand, and the
+command on a small model.
 """
 
 import numpy as np

@@ -112,7 +112,7 @@ def test_the_engine_applies_budgets_per_layer_and_kv_head():
     read = sum(np.minimum(held, 16 * pages) for pages in (3, 9, 6, 4, 4, 4)) / 2 + held
     assert (
         counters.tokens_held == 4 * held.sum() and abs(counters.tokens_read - read.sum()) <= 29 / 2
-    )  # rounding, 1/2 per step
+    )  # rounding of 1/2 per step
 
     def gap(budgets):
         scores = engine.score(rollouts, UNEVEN.replace(head_budgets=budgets), 0.8)

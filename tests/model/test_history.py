@@ -1,4 +1,4 @@
-"""What history guesses: the tokens that followed the longest suffix where it occurred before."""
+"""History guesses the tokens that followed the longest suffix where it occurred before."""
 
 import random
 

@@ -828,7 +828,7 @@ def test_two_runs_have_different_markers_and_dashes(steps):
 
 
 def test_labels_are_unambiguous():
-    """Neither "all" nor "level" appears without saying of or with what."""
+    """A label is never just "all" or "level": it says all of what, or level with what."""
     labels = {
         label
         for panels in PANELS.values()

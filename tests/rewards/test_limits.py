@@ -1,4 +1,4 @@
-"""What a program may use is counted in its own time and output, however busy the machine, and can
+"""The limits of a program count only its own time and output, however busy the machine is, and can
 be configured.
 """
 
@@ -120,7 +120,7 @@ def test_time_before_a_program_exits_counts_toward_its_limit(monkeypatch):
     """Six tests sleep 0.6 s each and end the program: the limit of 2 s is reached in the fourth."""
     pretend(
         monkeypatch, 0.0
-    )  # checking a real process that is awake by chance would exclude its sleep
+    )  # a real process might be awake when it is checked, and its sleep would not count
     program = "import os, time\ndef f(s):\n time.sleep(s)\n os._exit(1)"
     tests = {"fn_name": "f", "inputs": [[0.6]] * 6, "outputs": [1] * 6}
     judgement = CodeVerifier(Limits(program_s=2)).judge(program, tests, stop_early=False)

@@ -268,7 +268,7 @@ HACKS = {
 }
 
 
-# Code that exploits the present weights: many lines with few names, many forms, or all names.
+# Code that tries to exploit the reward: many lines with few names, many forms, or all names.
 LETTERS = [a + b for a in "abcdefgh" for b in "abcdefgh"]
 HACKS |= {
     name: "\n        return 0\n" + "".join(f"{line}\n" for line in lines)

@@ -171,7 +171,7 @@ def test_drafts_without_the_adapters_are_often_rejected(made, stock, monkeypatch
 
 
 class Replayed:
-    """In place of a CUDA graph: a draft step with padding, which is counted."""
+    """A stand-in for a CUDA graph: it runs a draft step with padding and counts replays."""
 
     rows = 8
     count = 0
@@ -261,7 +261,9 @@ def test_drafts_use_base_weights_that_were_updated_while_adapters_are_loaded(mad
 
 
 def test_drafts_with_8_bit_weights_use_the_adapters(made):
-    """The copy is of the weights without adapters, which drafts add as all other steps do."""
+    """The copy contains the weights without adapters; drafts apply the adapters like all other
+    steps.
+    """
     folder, models = made
     shares = []
     for whose in (WHOSE, (0,) * 6):

@@ -95,9 +95,8 @@ def test_values_beyond_the_range_are_clamped_and_counted(folder, reference, monk
             assert torch.equal(scale_K, (0.75 * largest_K / 448).log2().ceil().exp2())
             beyond[which, i] = (x_KTD.abs().amax(2) > 448 * scale_K[:, None]).any(0)[:cached]
     assert counted == beyond.any(0).sum()
-    assert (
-        beyond.sum((1, 2)) < counted
-    ).all()  # the key of some tokens is beyond the range, and the value of others
+    # The key of some tokens is beyond the range, and the value of others.
+    assert (beyond.sum((1, 2)) < counted).all()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""The decode kernels compile for a Hopper GPU, which needs no GPU: the interpreter also accepts
-kernels that the compiler refuses.
+"""The decode kernels compile for a Hopper GPU. No GPU is needed, and unlike the interpreter, the
+compiler refuses invalid kernels.
 
 The launchers choose the arguments and launch options; instead of launching, Triton compiles.
 """

@@ -115,8 +115,8 @@ def make_case(
             / 2
         )
 
-    # Keys come in pages of equal tokens plus a little: landmarks are exact, ties common, pages
-    # unlike each other.
+    # Keys are nearly equal within a page, so landmarks are exact, ties are common, and pages differ
+    # from each other.
     q, k = halves(K * G, 2) * (G if G & (G - 1) else 1), halves(K, 2)
     v, d_out = (torch.randn(len(rows), h, T, D, generator=generator) for h in (K, K * G))
     column = torch.arange(T)

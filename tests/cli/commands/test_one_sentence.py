@@ -1,5 +1,5 @@
-"""Bad inputs that once were ignored, hung or ended in another program's message: each is reported
-in one sentence.
+"""Bad inputs that used to be ignored, to hang, or to end with another program's error message. Each
+is reported in one sentence.
 """
 
 import json

@@ -6,7 +6,7 @@ Every attack must also meet the requirements of ``harness.py``: the judging proc
 answers in time and does not grow; an honest program beside it is judged correctly; and nothing is
 left behind or changed.
 
-python tests/rewards/sandbox/attacks.py bwrap session    # the score of each isolation
+    python tests/rewards/sandbox/attacks.py bwrap session    # the score of each isolation
 
 PARENT, OUTSIDE, SEGMENT and ABSTRACT in a program are the judging process, a folder with a file
 ``secret`` and a listening Unix socket ``socket``, a System V shared memory segment, and the name of
