@@ -302,7 +302,7 @@ def test_invalid_values_of_a_schedule_are_refused(fields, message):
         SparsitySchedule.from_dict(fields)
 
 
-def test_a_changed_copy_is_also_validated():
+def test_a_changed_copy_of_a_schedule_is_validated_as_well():
     schedule = SparsitySchedule(top_k=(1, 2))
     assert schedule.replace(page_size=8).page_size == 8 and schedule.page_size == 16
     with pytest.raises(ConfigError, match="falls from 2 in bin 0 to 1 in bin 1"):

@@ -167,7 +167,7 @@ def standing(p, raw):
     return Standing(zero, p, zero, zero, p > COMMON, np.array(raw))
 
 
-def test_raw_and_processed_log_probs_are_compared_with_their_own_kind():
+def test_reported_log_probs_are_compared_with_scored_ones_of_the_same_kind():
     rollouts = [rollout([-1.0, -2.0])]
     standings = [standing([0.5, 0.0], [-3.0, -4.0])]
     processed = tokens_of(rollouts, standings)

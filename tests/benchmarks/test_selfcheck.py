@@ -38,7 +38,7 @@ def outcome(selfcheck, monkeypatch, error, refusal):
         (RuntimeError("every page"), "every page", False),
     ],
 )
-def test_only_the_expected_outcome_is_recorded_as_such(
+def test_only_the_expected_outcome_is_recorded_as_expected(
     error, refusal, expected, selfcheck, monkeypatch
 ):
     result = outcome(selfcheck, monkeypatch, error, refusal)

@@ -121,9 +121,7 @@ SAMPLED = [*("--task", "trace:lines=24"), *("--count", "4"), *("--max-new-tokens
 
 
 @pytest.mark.slow
-def test_a_measurement_that_is_exact_after_one_sampling_pass_needs_no_other(
-    checkpoint, tmp_path, passes, capsys
-):
+def test_an_exact_measurement_needs_only_one_sampling_pass(checkpoint, tmp_path, passes, capsys):
     out = tmp_path / "report.json"
     sampled = ["--model", checkpoint, *SAMPLED, "--tau", "0.99", "--out", str(out)]
     main(["measure", "--mode", "lossless", "--draft-schedule", "fixed:0", *sampled])

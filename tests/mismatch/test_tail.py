@@ -5,7 +5,7 @@ import pytest
 from sparrow.mismatch import split_by_bin
 
 
-def test_tokens_are_split_by_bin_as_in_a_hand_calculation():
+def test_tokens_are_split_by_bin():
     found = split_by_bin([2000, 0, 4000, 1999, 3999])
     assert [(index, tokens.tolist()) for index, tokens in found] == [
         (0, [1, 3]),

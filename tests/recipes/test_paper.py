@@ -144,7 +144,7 @@ def test_every_training_run_passes_a_dry_run(run, tmp_path, monkeypatch, priced_
     assert ("checked when the run starts" in printed) == is_distilled
 
 
-def test_a_dry_run_detects_that_a_run_does_not_fit_the_machine(
+def test_a_dry_run_detects_that_a_run_does_not_fit_on_the_machine(
     tmp_path, monkeypatch, priced_at_once, capsys
 ):
     monkeypatch.chdir(ROOT)

@@ -996,7 +996,7 @@ def test_samples_of_the_dense_policy_are_neither_coloured_nor_compared_with_tau(
         assert not any("p5 at" in name for name, _ in summary_rows(tmp_path / mode))
 
 
-def test_a_dense_run_of_an_older_version_is_recognised_by_the_schedule(tmp_path, monkeypatch):
+def test_a_dense_run_of_an_older_version_is_recognised_by_its_schedule(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "figures", lambda logs: {})
     older = rollout_row(1, ["a", "b"], [0.9, 0.4])
     run = write_run(tmp_path / "r", [bounded(1, schedule={"top_k": ["all"]})], [older])
@@ -1084,7 +1084,7 @@ def test_a_lone_surrogate_is_replaced_in_the_report(tmp_path, monkeypatch):
     assert Page(write_report(path).read_text(encoding="utf-8")).responses[0][0][1] == "a?b"
 
 
-def test_importing_report_loads_neither_torch_nor_matplotlib():
+def test_importing_the_report_package_loads_neither_torch_nor_matplotlib():
     code = "import sys, sparrow.report; print(sorted({'torch', 'matplotlib', 'transformers'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

@@ -249,7 +249,7 @@ def verifier():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_honest_tests_are_judged_correctly(verifier, name):
+def test_programs_are_judged_correctly_by_honest_tests(verifier, name):
     test, right, wrong = CASES[name]
     judgement = verifier.judge(right, {"test": test})
     assert judgement.passed, judgement.detail

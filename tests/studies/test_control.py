@@ -48,7 +48,7 @@ def parts(study):
 # --- lines and units of the file ---
 
 
-def test_code_excludes_strings_comments_and_numbers(study):
+def test_strings_comments_and_numbers_do_not_count_as_code(study):
     text = 'x = f"a # b" + y2  # c\n"""Doc\nimport os\nend""" + z\n  # only\n)\nr\'\'\'a\'\'\'\nq = "it\'s"'
     lines = study.task.read_lines(text)
     assert [line.code for line in lines] == ['x = "" + y0', "", "", "+ z", "", "", "", 'q = ""']

@@ -859,7 +859,9 @@ def test_environment_variables_configure_an_engine_like_its_config(given, backen
     assert on_cpu.attention_backend is None
 
 
-def test_an_engine_without_sparrow_uses_stock_flash_attention_afterwards(monkeypatch):
+def test_an_engine_without_sparrow_uses_stock_flash_attention_even_after_a_sparse_engine(
+    monkeypatch,
+):
     vllm = pytest.importorskip("vllm")
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends import flash_attn

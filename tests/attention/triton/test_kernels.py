@@ -643,7 +643,7 @@ def test_an_int8_cache_matches_the_reference(config, dtype, spread):
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("token", [0, 100, 332])
-def test_a_nan_scale_in_an_int8_cache_makes_the_output_of_its_head_nan(config, which, token):
+def test_a_nan_scale_in_an_int8_cache_makes_the_output_of_that_head_nan(config, which, token):
     case = make_case([333, 333, 40], [ALL_PAGES, 4, 1], cache_dtype=INT8)
     expected = run(case, config).clone()
     block, head, place = case.table[0, token // 16].long(), 1, token % 16

@@ -112,14 +112,16 @@ WRITERS = [
 
 
 @pytest.mark.parametrize(("command", "kind"), WRITERS)
-def test_a_read_only_output_folder_is_refused_before_any_work(command, kind, capsys, no_work):
+def test_a_read_only_output_folder_is_refused_before_any_work_starts(
+    command, kind, capsys, no_work
+):
     assert fails(capsys, *command, "/proc/self/new").startswith(
         "sparrow: cannot write to /proc/self"
     )
 
 
 @pytest.mark.parametrize(("command", "kind"), WRITERS)
-def test_a_full_disk_is_reported_before_any_work(
+def test_a_full_disk_is_reported_before_any_work_starts(
     command, kind, capsys, tmp_path, no_work, monkeypatch
 ):
     def full(**where):
@@ -144,9 +146,7 @@ def test_an_output_path_of_the_wrong_kind_is_refused(command, kind, capsys, tmp_
     assert "Not a directory" in below or f"{file} is a file, expected a folder" in below
 
 
-def test_a_run_directory_that_already_contains_a_run_is_refused_before_any_work(
-    capsys, tmp_path, no_work
-):
+def test_a_run_directory_that_already_contains_a_run_is_refused(capsys, tmp_path, no_work):
     (tmp_path / "metrics.jsonl").touch()
     there = ["--run-dir", str(tmp_path)]
     assert "already contains a run; resume it (--resume) or" in fails(capsys, *TRAIN, *there)

@@ -82,7 +82,7 @@ def test_an_unusable_setting_is_refused_before_anything_is_loaded(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_demo_in_the_same_directory_is_asked_for_a_new_directory(capsys, tmp_path):
+def test_a_second_demo_in_the_same_directory_is_refused(capsys, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     refused = fails(capsys, "demo", "--run-dir", str(tmp_path))
     assert (

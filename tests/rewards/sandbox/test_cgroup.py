@@ -48,7 +48,7 @@ def anew():
         cache.cache_clear()
 
 
-def test_groups_are_created_next_to_that_of_the_trainer_if_both_controllers_exist(
+def test_groups_are_created_beside_the_trainers_group_if_both_controllers_exist(
     tmp_path, monkeypatch
 ):
     root = layout(tmp_path, monkeypatch, "cpu memory pids\n")

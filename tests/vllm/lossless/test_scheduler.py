@@ -240,7 +240,7 @@ def test_the_chooser_is_consulted_when_due_and_when_the_batch_changes(make, monk
     assert asked[3:] == [(1, 100.0, 0), (2, 200.0, 2)]
 
 
-def test_draft_counts_return_to_the_chooser_after_a_replay(make, monkeypatch):
+def test_no_drafts_are_scheduled_after_a_replay_if_the_chooser_chooses_none(make, monkeypatch):
     scheduler = make()
     monkeypatch.setattr(scheduler.chooser.draft_length, "repeats", 3)
     monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: 0)
