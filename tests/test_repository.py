@@ -1,5 +1,5 @@
-"""What users rely on: one version, CI that runs the command in the README, and tests that are found
-by their path.
+"""What users rely on: a single version number, CI that runs the command in the README, and tests
+whose paths match those of modules.
 """
 
 import re

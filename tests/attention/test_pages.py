@@ -192,7 +192,7 @@ def selections(draw):
     layout = PageLayout(draw(st.integers(1, 5)), draw(st.integers(0, 3)), draw(st.integers(1, 3)))
     pages = draw(st.integers(1, 10))
     rows = draw(st.integers(1, 3))
-    # Few distinct values, so that ties are common.
+    # Few distinct values make ties common.
     score = st.sampled_from([-1e30, -1.0, 0.0, 0.5, 1.0, 3e38])
     scores = draw(
         st.lists(st.lists(score, min_size=pages, max_size=pages), min_size=rows, max_size=rows)

@@ -38,7 +38,7 @@ def test_the_default_trace_and_points_fit_on_an_h200_together_with_the_weights(s
     script, _ = scripts
     shape, machine = SHAPES["qwen3-30b-a3b"], MACHINES["h200"]
     weights = (shape.weights + shape.embedding) * shape.weight_bytes
-    landmark_share = 1 / 16 / 2  # a key per page of 16 tokens, beside keys and values
+    landmark_share = 1 / 16 / 2  # one key per page of 16 tokens, in addition to keys and values
     token = shape.kv_width * shape.kv_bytes * (1 + landmark_share)
     room = (0.85 * machine.memory_bytes - weights) / token
     described, _ = script.traced(script.SLOTS, script.STATES)

@@ -1,4 +1,4 @@
-"""Break-even of other drafters: by hand, and beside what was measured."""
+"""Break-even points of other drafters, compared with hand calculations and with measurements."""
 
 import numpy as np
 import pytest

@@ -32,8 +32,8 @@ def test_majority_voting_matches_a_hand_calculation():
         ["4", "6", None, None],
         [None] * 4,
     ]
-    # 7 and 8 win and are right; 2 wins and is wrong; a tie of one right and one wrong; nobody
-    # answered.
+    # 7 and 8 win and are right; 2 wins and is wrong; one right and one wrong answer tie; there is
+    # no answer.
     assert majority_at_k(rewards, answers).value == pytest.approx((1 + 1 + 0 + 0.5 + 0) / 5)
     with pytest.raises(ValueError, match="one answer per reward"):
         majority_at_k(rewards, answers[:2])

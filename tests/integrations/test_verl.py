@@ -207,7 +207,7 @@ def test_the_probe_queries_the_servers_at_its_interval(composed, monkeypatch):
     for trainer.global_steps in (4, 5):
         trainer.on_step_end()
     asks = (["http://10.0.0.1:8000"], [[1, 2], [3]], SCHEDULE, 96)
-    # Once densely, for the ceiling, and then as the run decodes.
+    # The first probe is dense, for the ceiling; the second decodes like the run.
     assert asked == [
         4,
         5,
@@ -370,8 +370,8 @@ def test_a_real_step_of_verl_is_measured_through_its_transfer_queue(cluster, com
     batch = tq.kv_batch_put(keys=keys, partition_id="train", fields=rows, tags=tags)
 
     def compute_log_prob(batch):
-        # As the engine gives it: one value per token of prompt and response, shifted to the left by
-        # one.
+        # In the form of the engine's output: one value per token of prompt and response, shifted to
+        # the left by one.
         rows = zip(prompt_lengths, policy, strict=True)
         whole = [torch.cat([torch.zeros(n - 1), row, torch.zeros(1)]) for n, row in rows]
         fields = TensorDict({"log_probs": nested(whole), "entropy": nested(whole)}, batch_size=3)

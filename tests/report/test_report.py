@@ -942,7 +942,7 @@ def test_a_lossless_run_reports_its_drafts():
 
 
 def bounded(step: int, **changes) -> dict:
-    """Return a step whose lists leave p5 open: p5 of dense samples is as low."""
+    """Return a step whose lists leave p5 open, because p5 of dense samples would be as low."""
     bins = bins_only(bin_row(0, 0.6, 0.55, 0.65, 0.99), bin_row(1, 0.7, 0.6, 0.75, 0.999))
     return step_row(step, mismatch=bins, **changes)
 

@@ -1,5 +1,5 @@
-"""The first stage of a cascade: what history guesses, passes and cycles counted by hand, and speed
-from its parts.
+"""The first stage of a cascade: guesses from history, passes and cycles counted by hand, and the
+speedup computed from measured parts.
 """
 
 import json
@@ -63,7 +63,8 @@ def test_guesses_from_an_earlier_epoch_use_the_whole_response(study):
 @pytest.mark.parametrize(
     ("kept", "guesses", "drafts", "counts"),
     [
-        ([0] * 5, 3, 4, [4, 1]),  # nothing guessed: a pass per token, and a cycle cut by the end
+        # No guesses: one pass per token, and a last cycle that is cut off by the end.
+        ([0] * 5, 3, 4, [4, 1]),
         ([3, 9, 9, 9, 1, 9, 0, 9], 3, 4, [1, 3]),
         ([7] * 24, 7, 12, [2, 2]),  # 8 and then the 4 that are left of the cycle
         ([7] * 24, 3, 12, [3, 3]),

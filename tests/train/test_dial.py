@@ -181,7 +181,7 @@ def test_predicted_times_match_the_cost_model():
         for k in range(5)
     ]
     assert lossless == min(cycles) == cycles[4] and 1.1 < lossless / lossy < 3
-    # Where everything is read, nothing can be gained.
+    # Where lossy mode reads everything, it cannot be faster.
     lossless, lossy = price(shape, machine, schedule, 4, 32)(512, 0.97)
     assert lossless <= lossy
     # As many sequences as fit.

@@ -1,5 +1,5 @@
-"""Several processes: they train like one, report the same error when something fails, and notice a
-dead process.
+"""Several processes train like one, report the same error when something fails, and detect a dead
+process.
 """
 
 import json

@@ -675,7 +675,7 @@ def test_an_fp8_cache_uses_vllms_scales_in_lossless_mode(monkeypatch):
     ):
         control.sparrow_renew_kv_scales(worker)
     if importlib.util.find_spec("vllm"):
-        importlib.import_module("vllm.triton_utils")  # it logs, too
+        importlib.import_module("vllm.triton_utils")  # it logs as well
         said: list[str] = []
         logger = SimpleNamespace(info=said.append)
         monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)

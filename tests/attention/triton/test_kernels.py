@@ -697,7 +697,7 @@ def test_every_8_bit_key_and_value_is_read_exactly(config, cache_dtype):
         fill(case.v_cache, held)
         out = run(scaled(1.0, 256.0), config)[0, 0][inside].float() * len(every) / 256
         assert torch.allclose(out, every[own[inside]], rtol=2**-10, atol=0)
-    # The weight of a token reveals its key.
+    # The attention weight of a token depends on its key.
     fill(case.k_cache, every[:, None] * (torch.arange(64, device=DEVICE) == 7))
     fill(case.v_cache, torch.zeros(len(every), 64, device=DEVICE))
     case.q[..., 7] = 1.0
@@ -968,7 +968,7 @@ def test_decoding_writes_the_landmarks_of_completed_pages(config, dtype, layout,
     if cache_dtype == INT8:
         case.scales.k[:] = torch.randint(125, 131, case.scales.k.shape)
     if cache_dtype is None and layout is FP8:
-        # Sums are exact, so that landmarks are the reference's to the bit; some are beyond 448.
+        # Sums are exact, so landmarks equal the reference's to the bit; some are beyond 448.
         case.k_cache.copy_(torch.randint(-8, 9, case.k_cache.shape))
         case.k_cache[..., :5] *= 128
     expected = case.landmark_cache.clone()

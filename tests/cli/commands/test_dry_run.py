@@ -1,4 +1,4 @@
-"""A dry run: its predictions, and that it names every problem and loads nothing."""
+"""A dry run prints predictions, names every problem and loads nothing."""
 
 import re
 

@@ -94,7 +94,7 @@ def test_dense_steps_can_be_chosen_even_if_their_first_times_are_slow(seed, grow
         chosen += simulate(
             chooser, 1, 0.9, machine, rows=1, length=1190 + growth * i, seed=1000 * seed + i
         )[0]
-    assert chosen[3:16].count(4) >= 4  # it was misled
+    assert chosen[3:16].count(4) >= 4  # the chooser was misled
     assert chosen[40:].count(0) >= 0.9 * len(chosen[40:])
 
 
