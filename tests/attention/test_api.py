@@ -1,5 +1,5 @@
-"""The choice of a decode implementation: made in one place, reported by name, and never overriding
-a request.
+"""The choice of a decode implementation is made in one place, is reported by name, and never
+overrides an explicit request.
 """
 
 import pytest
@@ -21,7 +21,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(cuda.launch, "find_spec", lambda name: True)
 
 
-def test_the_default_combines_two_kernels_and_names_both(hopper):
+def test_the_default_choice_combines_two_kernels_and_names_both(hopper):
     chosen = choose(None, **MODEL, device=GPU)
     assert str(chosen) == "cuda, triton for up to 4 rows"
     assert [chosen.of(rows) for rows in (1, 4, 5, 256)] == ["triton", "triton", "cuda", "cuda"]
@@ -32,7 +32,7 @@ def test_the_default_combines_two_kernels_and_names_both(hopper):
 
 
 @pytest.mark.parametrize("asked", ["cuda", "triton", "reference"])
-def test_an_explicit_implementation_decodes_any_number_of_rows(hopper, asked):
+def test_an_explicitly_requested_implementation_is_used_for_any_number_of_rows(hopper, asked):
     chosen = choose(asked, **MODEL, device=GPU)
     assert str(chosen) == asked
     assert {chosen.of(rows) for rows in range(1, 300)} == {asked}
@@ -56,11 +56,11 @@ def test_triton_replaces_an_unsupported_cuda_kernel_unless_cuda_was_requested(
 
 
 @pytest.mark.parametrize("change", [dict(head_dim=256), dict(group=16)])
-def test_the_cuda_kernel_decodes_large_heads_and_groups(hopper, change):
+def test_the_default_kernels_support_large_heads_and_groups(hopper, change):
     assert choose(None, **MODEL | change, device=GPU) == choose(None, **MODEL, device=GPU)
 
 
-def test_eight_bit_landmarks_need_a_gpu_that_can_convert_them(hopper, monkeypatch):
+def test_fp8_landmarks_and_caches_require_a_gpu_that_can_convert_fp8(hopper, monkeypatch):
     stored = dict(landmark_dtype="fp8_e4m3")
     assert str(choose(None, **MODEL, **stored, device=GPU)) == "cuda, triton for up to 4 rows"
     assert choose(None, **MODEL, **stored, device=torch.device("cpu")) == Choice("reference")
@@ -81,14 +81,14 @@ def test_eight_bit_landmarks_need_a_gpu_that_can_convert_them(hopper, monkeypatc
     assert choose(None, **MODEL, device=GPU) == Choice("triton")
     assert choose(None, **MODEL | dict(dtype=torch.int8), device=GPU) == Choice(
         "triton"
-    )  # which any GPU converts
+    )  # any GPU can convert int8
 
 
-def test_the_cuda_kernel_also_reads_an_int8_cache(hopper):
+def test_the_cuda_kernel_supports_an_int8_cache(hopper):
     assert str(choose("cuda", **MODEL | dict(dtype=torch.int8), device=GPU)) == "cuda"
 
 
-def test_other_gpus_use_triton_and_a_cpu_uses_the_reference(hopper, monkeypatch):
+def test_other_gpus_use_triton_and_cpus_use_the_reference(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert choose(None, **MODEL, device=GPU) == Choice("triton")
     with pytest.raises(ConfigError, match="needs a Hopper GPU"):
@@ -103,5 +103,5 @@ def test_other_gpus_use_triton_and_a_cpu_uses_the_reference(hopper, monkeypatch)
 def test_the_few_rows_threshold_depends_on_the_gpu():
     assert (
         cuda.few_rows(8, torch.device("cpu")) == 4
-    )  # where there is no GPU, an H200's: 0.3 of 132 items
+    )  # without a GPU, the limit of an H200: 0.3 of 132 items
     assert cuda.few_rows(1, torch.device("cpu")) == 39

@@ -71,12 +71,12 @@ def dense(stock, ranker):
 
 
 @pytest.mark.parametrize("seed", [10_000, 20_000])
-def test_lossless_mode_passes(made, ranker, stock, seed):
+def test_lossless_mode_passes_the_audit(made, ranker, stock, seed):
     verdict = audit(lossless(made[0], ranker, seed), dense(stock, ranker), resolution=0.1)
     assert verdict.status == "exact", verdict.reasons
 
 
-def test_rejected_drafts_that_are_kept_are_found(made, ranker, stock, monkeypatch):
+def test_the_audit_detects_rejected_drafts_that_are_kept(made, ranker, stock, monkeypatch):
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
     verify = rejection_sampler.rejection_sample
@@ -95,7 +95,7 @@ def test_rejected_drafts_that_are_kept_are_found(made, ranker, stock, monkeypatc
     assert verdict.status == "biased"
 
 
-def test_prefill_ranks_tokens_as_transformers_does(stock, ranker):
+def test_ranks_from_prefill_match_transformers(stock, ranker):
     rollouts, listed = stock
     exact = ranker.rank(rollouts, Sampling(LENGTH), COMMON)
     seen = 0

@@ -153,7 +153,7 @@ def reference_overlap(target, draft, temperature):
 
 
 @pytest.mark.parametrize("temper", [True, False])
-def test_overlap_matches_the_double_precision_reference(temper):
+def test_computed_overlaps_match_a_double_precision_reference(temper):
     generator = torch.Generator().manual_seed(1)
     target, draft = (torch.randn(*n, 5000, generator=generator) * 3 for n in ((7,), (4, 3)))
     target[0, :4000] = draft[1, 1, 3:2500] = -float("inf")
@@ -171,7 +171,7 @@ def test_overlap_matches_the_double_precision_reference(temper):
     ) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_kernels_run_by_numpy_match_the_triton_interpreter(monkeypatch):
+def test_kernels_run_in_numpy_match_the_triton_interpreter(monkeypatch):
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(12, 97, generator=generator)
     rows, heat = torch.arange(12, dtype=torch.int32), torch.tensor([0.0, 1.0, 0.5] * 4)
@@ -315,7 +315,7 @@ class Landmarks:
 
 
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
-def test_landmarks_are_current_after_every_cycle(folder, monkeypatch, landmark_dtype):
+def test_landmarks_are_up_to_date_after_every_cycle(folder, monkeypatch, landmark_dtype):
     found = Landmarks(monkeypatch)
     with engine(folder, lossless(8, landmark_dtype=landmark_dtype)) as llm:
         generate(llm, prompts(*FEW, seed=2), 40)
@@ -343,7 +343,9 @@ def test_stale_landmarks_of_rejected_tokens_would_be_detected(folder, monkeypatc
     assert found.worst > 1e-2
 
 
-def test_only_draft_steps_store_tokens_for_the_next_decode_kernel(folder, monkeypatch):
+def test_only_draft_steps_store_tokens_for_an_immediately_following_decode_kernel(
+    folder, monkeypatch
+):
     stores, update = Counter(), CpuImpl.do_kv_cache_update
 
     def watched(self, layer, key, value, kv_cache, slot_mapping):
@@ -410,7 +412,7 @@ def test_drafts_and_stock_vllm_share_an_fp8_cache(folder, monkeypatch):
     assert found.worst < 1e-5 and found.pages > 500
 
 
-def test_steps_without_drafts_bypass_the_speculator_with_unchanged_counts(
+def test_steps_without_drafts_bypass_the_speculator_without_changing_counters(
     folder, model, monkeypatch
 ):
     found, asked, told, calls = Landmarks(monkeypatch), prompts(*FEW, seed=2), [], [0]
@@ -437,7 +439,7 @@ def test_steps_without_drafts_bypass_the_speculator_with_unchanged_counts(
 @pytest.mark.parametrize(
     ("drafts", "to_verify", "is_idle"), [(0, {}, True), (2, {}, False), (0, {"a": [-1]}, False)]
 )
-def test_a_step_is_idle_if_it_neither_verifies_drafts_nor_makes_any(drafts, to_verify, is_idle):
+def test_a_step_is_idle_if_it_neither_verifies_nor_makes_drafts(drafts, to_verify, is_idle):
     drafting = SimpleNamespace(plan=DraftPlan(4, budget=0))
     scheduled = SimpleNamespace(
         num_spec_tokens_to_schedule=drafts, scheduled_spec_decode_tokens=to_verify
@@ -486,7 +488,7 @@ def test_the_speculator_passes_its_plan_to_any_drafter():
 # --- vLLM's handling of requests around a cycle ---
 
 
-def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(
+def test_requests_may_be_chunked_preempted_or_cut_off_at_the_context_length(
     folder, model, monkeypatch
 ):
     preempted = []
@@ -508,7 +510,7 @@ def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(
     assert_greedy_and_dense(model, asked, got)
 
 
-def test_drafts_see_no_more_blocks_than_the_workspace_covers(folder, model):
+def test_drafts_use_no_more_blocks_than_the_workspace_covers(folder, model):
     asked = prompts(90, 17, seed=3)
     with engine(
         folder, lossless(4), max_model_len=130
@@ -526,7 +528,7 @@ def test_drafts_see_no_more_blocks_than_the_workspace_covers(folder, model):
     assert_greedy_and_dense(model, asked, got)
 
 
-def test_a_second_turn_reuses_a_dense_cache(folder, model):
+def test_a_second_turn_reuses_the_dense_cache_of_the_first(folder, model):
     asked = prompts(150, 33, 70, seed=4)
     with engine(folder, lossless(4)) as llm:
         first = generate(llm, asked, 40)
@@ -538,7 +540,7 @@ def test_a_second_turn_reuses_a_dense_cache(folder, model):
     assert_greedy_and_dense(model, turns, [o.outputs[0] for o in outputs])
 
 
-def test_responses_end_inside_accepted_drafts(folder, model):
+def test_responses_can_end_within_accepted_drafts(folder, model):
     asked = prompts(64, seed=5)
     with engine(
         folder, lossless(8, pages=40)
@@ -555,7 +557,7 @@ def test_responses_end_inside_accepted_drafts(folder, model):
     assert counts["accepted"] > 0.5 * counts["drafted"]
 
 
-def test_cancelled_requests_do_not_affect_the_others(folder, model):
+def test_cancelled_requests_do_not_affect_other_requests(folder, model):
     asked = prompts(*FEW, *FEW, seed=6)
     done = {}
     with engine(folder, lossless(4), max_num_seqs=4) as llm:
@@ -615,7 +617,7 @@ def test_bad_words_are_never_generated(folder):
     assert first[0][0] not in ours[0]
 
 
-def test_a_seed_reproduces_samples_bit_for_bit_with_dense_log_probs(folder, model):
+def test_the_same_seed_gives_identical_samples_with_dense_log_probs(folder, model):
     asked = prompts(64, 33, seed=8)
     with engine(folder, lossless(4)) as llm:
         answers = []
@@ -656,7 +658,7 @@ def seeded(llm, asked, tokens=24):
     return answers
 
 
-def test_tokens_of_a_seed_match_stock_vllm_whatever_is_drafted(tmp_path, monkeypatch):
+def test_seeded_tokens_match_stock_vllm_with_any_drafts(tmp_path, monkeypatch):
     """With ``drafter_invariant`` any number of drafts, pages and batches is allowed, even if the
     number of drafts changes.
     """
@@ -681,7 +683,7 @@ def test_tokens_of_a_seed_match_stock_vllm_whatever_is_drafted(tmp_path, monkeyp
         assert seeded(llm, asked[:2])[0] != expected[0][:2]  # drafts with their own noise
 
 
-def test_drafts_drawn_with_the_noise_of_the_tokens_are_mostly_kept(folder, monkeypatch):
+def test_drafts_that_share_the_noise_of_verification_are_mostly_accepted(folder, monkeypatch):
     """At least a / (2 - a) and at most a of the drafts are kept, where a is their acceptance; with
     separate noise far fewer.
     """
@@ -782,9 +784,9 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
     """Continuations follow the dense policy, whatever is drafted, and the test detects
     two defects.
     """
-    # Of 108 models tried, the one whose drafts, three in ten of them rejected, would show shared
-    # noise best.
-    # The number of drafts changes with every step, at a temperature below 1.
+    # Of 108 models tried, this one reveals shared noise best; three in ten of its drafts are
+    # rejected. In two variants, the number of drafts changes with every step; the temperature is
+    # below 1.
     adapts = variant in ("any number of drafts", "two samplers")
     V, T = 12, 3 if variant in EXACT[:3] else 2  # with fewer outcomes a bias is found sooner
     model = tiny.checkpoint(
@@ -922,7 +924,7 @@ def test_the_draft_budget_may_change_with_every_cycle(folder, model, monkeypatch
     assert 1.2 * few < mixed < many / 1.2
 
 
-def test_each_draft_step_reads_the_pages_of_the_schedule_at_its_length(folder, monkeypatch):
+def test_each_draft_step_reads_the_pages_scheduled_for_its_length(folder, monkeypatch):
     from sparrow import attention
 
     schedule = DRAFTS.replace(
@@ -977,7 +979,7 @@ def test_scheduling_does_not_change_greedy_tokens(folder, model, options):
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_steps_leave_no_tensors_to_the_garbage_collector(folder, monkeypatch, drafts):
+def test_steps_leave_no_tensors_for_the_garbage_collector(folder, monkeypatch, drafts):
     def tensors():
         return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
 

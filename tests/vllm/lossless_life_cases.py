@@ -109,7 +109,7 @@ def initialise_again(worker):
     return before() is not None
 
 
-def test_drafts_use_the_cache_after_it_is_initialised_again(old_and_new):
+def test_drafts_use_a_cache_that_is_initialised_again(old_and_new):
     folder, model, *_ = old_and_new
     with cases.engine(folder, cases.lossless(4)) as llm:
         assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 12))
@@ -122,7 +122,7 @@ def test_drafts_use_the_cache_after_it_is_initialised_again(old_and_new):
 # --- drafts that are chosen by speed ---
 
 
-def test_replaying_the_choices_of_another_engine_repeats_its_samples(old_and_new, monkeypatch):
+def test_replaying_the_choices_of_another_engine_reproduces_its_samples(old_and_new, monkeypatch):
     """With a seed, samples depend on the number of drafts, which depends on the clock."""
     folder, *_ = old_and_new
     asked, sampling = prompts(150, 17, 64, 33, 90, seed=32) * 2, Sampling(24, top_n=2, seed=4)
@@ -206,7 +206,9 @@ def test_drafts_of_old_weights_are_verified_by_new_weights(old_and_new):
 # --- a run that is resumed ---
 
 
-def test_a_new_engine_repeats_samples_only_with_the_same_number_of_drafts(old_and_new, monkeypatch):
+def test_a_new_engine_reproduces_samples_only_with_the_same_number_of_drafts(
+    old_and_new, monkeypatch
+):
     folder, *_ = old_and_new
     first, second = (dict(tokens=10, temperature=1.0, seed=seed) for seed in (7, 8))
     with cases.engine(folder, cases.lossless(4)) as llm:

@@ -20,7 +20,7 @@ def test_greedy_tokens_match_stock_vllm(made):
     cases.assert_as_stock(*made, cases.FEW, 24, [(4, 1), (8, 12)])
 
 
-def test_a_seed_samples_the_dense_distribution_of_the_mixture(made):
+def test_log_probs_of_samples_match_the_dense_mixture(made):
     folder, model = made
     asked = tiny.prompts(*cases.FEW, seed=2)
     with cases.engine(folder, cases.lossless(4)) as llm:

@@ -38,5 +38,5 @@ def runs(request):
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_lossless_cases_pass_in_their_own_processes(runs, part):
+def test_lossless_cases_pass_in_separate_processes(runs, part):
     own_process.passed(runs[part].result())

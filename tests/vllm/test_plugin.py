@@ -73,7 +73,7 @@ def step(
         (dict(dense_layers=(0, 2), top_k=(9,), bin_tokens=32), None),
     ],
 )
-def test_a_meter_schedule_must_fit_the_draft_cache(other, message):
+def test_a_meter_schedule_must_be_compatible_with_the_draft_cache(other, message):
     made = runtime()
     refused = pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext()
     with refused:
@@ -90,7 +90,7 @@ def test_steps_with_a_different_schedule_are_not_counted():
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.25.0"])
-def test_unsupported_versions_are_refused_by_name(version, monkeypatch):
+def test_unsupported_versions_are_refused(version, monkeypatch):
     monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", version)
     message = f"does not run in vLLM {version}; install 'vllm{versions.SUPPORTED}'"
     with pytest.raises(ConfigError, match=message):
@@ -106,7 +106,7 @@ def test_supported_versions_are_accepted(version, on_cpu, monkeypatch):
     versions.check(on_cpu)
 
 
-def test_the_extra_installs_the_supported_versions():
+def test_the_vllm_extra_installs_the_supported_versions():
     project = Path(versions.__file__).parents[2] / "pyproject.toml"
     extras = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
     assert extras["vllm"] == [f"vllm{versions.SUPPORTED}"]
@@ -123,7 +123,7 @@ def test_a_worker_with_an_unsupported_version_is_refused_before_it_allocates_mem
         )
 
 
-def test_the_cache_is_viewed_in_the_layout_of_the_kernels():
+def test_the_cache_is_viewed_in_the_layout_expected_by_the_kernels():
     blocks, K, N, D = 3, 2, 32, 4
     k, v = torch.randn(2, blocks, K, N, D)
     side_by_side = torch.cat([k, v], -1)
@@ -141,7 +141,7 @@ def test_the_cache_is_viewed_in_the_layout_of_the_kernels():
         versions.cpu_key_value(cache, "amx")
 
 
-def test_sparse_engines_on_a_cpu_use_kernels_that_keep_keys_in_order(monkeypatch):
+def test_sparse_engines_on_a_cpu_use_vllm_kernels_that_do_not_reorder_keys(monkeypatch):
     pytest.importorskip("vllm.version")
     from sparrow.vllm import cpu
 
@@ -167,7 +167,7 @@ def test_workers_that_cannot_find_the_plugin_are_refused(monkeypatch):
         engine.check_discoverable()
 
 
-def test_page_counts_of_a_step_by_hand():
+def test_page_counts_of_a_step_match_a_hand_calculation():
     made = runtime()
     # A length of 64 fills four pages and is in the second bin already, as the published edges are.
     assert step(made, lengths(0, 48, 49, 63, 64, 400)).tolist() == [ALL_PAGES, 2, 4, 4, 4, 4]
@@ -199,7 +199,7 @@ def test_settings_of_lossless_mode_are_reported():
     assert runtime().describe()["mode"] == "lossy" and "draft_tokens" not in runtime().describe()
 
 
-def test_page_counts_keep_the_address_captured_by_a_graph():
+def test_page_counts_keep_their_address_for_captured_graphs():
     made = runtime()
     first = step(made, lengths(48, 64))
     made.set_schedule(SCHEDULE.replace(top_k=(1, 9)))
@@ -207,7 +207,7 @@ def test_page_counts_keep_the_address_captured_by_a_graph():
     assert first.data_ptr() == second.data_ptr() and first.tolist() == [9, 1]
 
 
-def test_counters_by_hand():
+def test_counters_match_a_hand_calculation():
     made = runtime(sparse=3, dense=1)
     step(made, lengths(100, 40, 0))  # 100: 4 + 3 pages of 7, dense; 40: 2 + 3 pages of 3, dense
     step(made, lengths(160, 33, 0), torch.tensor([False, True, False]))  # 160: 7 pages of 10
@@ -231,7 +231,7 @@ def test_counters_by_hand():
     assert made.counters()["dense_rows_schedule"] == 1
 
 
-def test_steps_whose_rows_read_everything_are_recognised_by_their_lengths():
+def test_steps_in_which_all_rows_read_everything_are_recognised_by_length():
     made = runtime()  # 2 + 3 pages, from a length of 49 on 4 + 3
     assert made.pages.whole_up_to == 7 * 16
     assert made.reads_everything(lengths(112, 0, 20)) and made.reads_everything(lengths())
@@ -250,7 +250,7 @@ def test_steps_whose_rows_read_everything_are_recognised_by_their_lengths():
     assert made.pages.whole_up_to == 3 * 16
 
 
-def test_dense_steps_are_counted_with_their_rows():
+def test_dense_steps_and_their_rows_are_counted():
     made = runtime(sparse=3, dense=1)
     made.begin_step(3, torch.tensor([False, True, False]))
     made.begin_dense_step(lengths(100, 7, 40))
@@ -283,7 +283,7 @@ def test_counters_use_the_budget_of_the_drafts():
 
 
 @pytest.mark.parametrize("passes", [1, PLAIN_PASSES - 1, PLAIN_PASSES, 2 * PLAIN_PASSES + 3])
-def test_passes_without_drafts_are_counted_regardless_of_when_they_are_summed(passes):
+def test_passes_without_drafts_are_counted_regardless_of_when_counters_are_read(passes):
     made = Runtime(
         Decoding.lossless(SCHEDULE), max_rows=8, max_length=400, device=torch.device("cpu")
     )
@@ -303,7 +303,7 @@ def test_passes_without_drafts_are_counted_regardless_of_when_they_are_summed(pa
 UNEVEN = SCHEDULE.replace(head_budgets=((1,) * 4, (0, 1, 2, 3), (0.5, 0.5, 0.5, 0.5), (0, 1, 1, 2)))
 
 
-def test_counters_use_the_mean_over_heads():
+def test_counters_are_averaged_over_heads():
     made = runtime(UNEVEN, sparse=3, dense=1)
     step(made, lengths(400, 40))  # 400: 4 pages on average and three more, of 25; 40: all 3
     counts = made.counters()
@@ -316,7 +316,7 @@ def test_counters_use_the_mean_over_heads():
     assert counts["pages_read"] == int(3 * np.mean(kept)) and counts["dense_rows_short"] == 0
 
 
-def test_a_running_engine_keeps_its_budgets():
+def test_the_head_budgets_of_a_running_engine_cannot_change():
     made = runtime(UNEVEN)
     made.set_schedule(UNEVEN.replace(top_k=(7,)))
     made.set_schedule(SparsitySchedule.dense())
@@ -335,7 +335,7 @@ def test_a_running_engine_keeps_its_budgets():
         made.check_metered(SCHEDULE)
 
 
-def test_a_worker_uses_the_budgets_of_its_own_heads():
+def test_each_worker_uses_the_budgets_of_its_heads():
     made = runtime(UNEVEN)
     assert made.head_budgets(1, 4, 0, 1).tolist() == [0, 256, 512, 768]
     assert [made.head_budgets(1, 2, rank, 2).tolist() for rank in range(2)] == [
@@ -403,7 +403,7 @@ def test_batches_not_covered_by_a_graph_are_logged(mode, most, said, monkeypatch
     assert len(warnings) == bool(said) and re.match(said, "".join(warnings))
 
 
-def test_kernels_are_the_requested_ones_or_the_best_supported(monkeypatch):
+def test_the_requested_kernels_are_used_or_else_the_best_supported_ones(monkeypatch):
     def asked(additional):
         return config.kernels(SimpleNamespace(additional_config=additional))
 
@@ -463,7 +463,7 @@ def test_the_environment_specifies_mode_and_schedule(mode, schedule, expected, m
     assert config.from_environment() == expected
 
 
-def test_settings_in_two_variables_are_refused(monkeypatch):
+def test_conflicting_settings_in_two_environment_variables_are_refused(monkeypatch):
     monkeypatch.setenv("SPARROW_MODE", '{"mode": "lossless"}')
     monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:9")
     with pytest.raises(
@@ -549,19 +549,19 @@ def vllm_config(model=None, **parts):
         ),
     ],
 )
-def test_configurations_that_would_be_dense_or_wrong_are_refused_by_name(wrong, message):
+def test_configurations_that_would_be_dense_or_wrong_are_refused(wrong, message):
     config.check_supported(vllm_config(), Decoding.lossy(SCHEDULE), on_cpu=True)
     with pytest.raises((UnsupportedModel, ConfigError), match=message):
         config.check_supported(vllm_config(**wrong), Decoding.lossy(SCHEDULE), on_cpu=True)
 
 
-def test_guesses_are_refused():
+def test_guess_tokens_are_refused_in_vllm():
     with pytest.raises(ConfigError, match=r"guess_tokens=3 in vLLM, .*; leave guess_tokens out"):
         config.check_supported(vllm_config(), Decoding.lossless(SCHEDULE, guess_tokens=3), True)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_lossless_mode_accepts_fp8_but_not_int8_caches(monkeypatch, on_cpu):
+def test_lossless_mode_supports_fp8_but_not_int8_caches(monkeypatch, on_cpu):
     monkeypatch.setattr("sparrow.vllm.lossless.setup.check_supported", lambda _: None)
     for name in ("fp8", "fp8_e4m3", "int8_per_token_head"):
         made = vllm_config(cache_config=SimpleNamespace(cache_dtype=name))
@@ -675,7 +675,7 @@ def test_an_fp8_cache_uses_vllms_scales_in_lossless_mode(monkeypatch):
     ):
         control.sparrow_renew_kv_scales(worker)
     if importlib.util.find_spec("vllm"):
-        importlib.import_module("vllm.triton_utils")  # it logs, too
+        importlib.import_module("vllm.triton_utils")  # it logs as well
         said: list[str] = []
         logger = SimpleNamespace(info=said.append)
         monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
@@ -726,7 +726,7 @@ def test_unsupported_head_sizes_are_refused_only_on_a_gpu():
         (dict(kv_sharing_target_layer_name="model.layers.0"), "a KV cache shared"),
     ],
 )
-def test_layers_with_a_different_attention_are_refused_by_name(wrong, message):
+def test_layers_with_unsupported_attention_are_refused(wrong, message):
     plain = dict(
         kv_cache_dtype="auto",
         sliding_window=None,
@@ -741,7 +741,7 @@ def test_layers_with_a_different_attention_are_refused_by_name(wrong, message):
         config.check_layer(plain | wrong)
 
 
-def test_the_runtime_is_found_among_the_layers_of_a_model():
+def test_the_runtime_is_found_in_the_layers_of_a_model():
     made = runtime()
     layers = {
         "a": object(),
@@ -770,7 +770,7 @@ def test_weight_files_contain_every_tensor_and_are_deleted(monkeypatch):
 
 
 @pytest.mark.parametrize("free, in_memory", [(64, False), (10**6, True)])
-def test_weights_too_large_for_shared_memory_are_written_to_disk(
+def test_weights_that_exceed_shared_memory_are_written_to_disk(
     monkeypatch, tmp_path, free, in_memory
 ):
     (shared := tmp_path / "shared").mkdir()
@@ -816,7 +816,7 @@ def test_an_unreachable_server_is_reported_in_one_sentence():
         VLLMServer("http://localhost:9/", SCHEDULE)
 
 
-def test_registering_twice_changes_nothing():
+def test_registering_the_plugin_twice_has_no_further_effect():
     pytest.importorskip("vllm.version")
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
@@ -845,7 +845,7 @@ def engine_arguments(**given):
         ({"attention_config": SimpleNamespace(backend=None)}, "CUSTOM"),
     ],
 )
-def test_the_environment_configures_an_engine_like_its_config_does(given, backend):
+def test_environment_variables_configure_an_engine_like_its_config(given, backend):
     """This also holds if a plain engine started first, so that FlashAttention is not Sparrow's."""
     made = engine_arguments(**given, additional_config={"theirs": 1})
     config.settle(made, Decoding.lossy(SCHEDULE), on_cpu=False)
@@ -859,7 +859,9 @@ def test_the_environment_configures_an_engine_like_its_config_does(given, backen
     assert on_cpu.attention_backend is None
 
 
-def test_flash_attention_is_stock_again_for_an_engine_without_sparrow(monkeypatch):
+def test_an_engine_without_sparrow_uses_stock_flash_attention_even_after_a_sparse_engine(
+    monkeypatch,
+):
     vllm = pytest.importorskip("vllm")
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends import flash_attn
@@ -889,7 +891,7 @@ def test_the_environment_is_restored_even_after_an_exception(monkeypatch):
     assert config.from_environment() == Decoding.lossy("fixed:3")
 
 
-def test_a_bad_environment_stops_vllm_at_once(monkeypatch):
+def test_invalid_environment_variables_stop_vllm_at_registration(monkeypatch):
     pytest.importorskip("vllm.version")
     from sparrow.vllm import plugin
 
@@ -898,7 +900,7 @@ def test_a_bad_environment_stops_vllm_at_once(monkeypatch):
         plugin.register()
 
 
-def test_every_name_that_is_patched_exists_with_the_parameters_relied_on():
+def test_every_patched_name_exists_with_the_expected_parameters():
     vllm = pytest.importorskip("vllm")
     from sparrow.vllm import patches
 
@@ -912,7 +914,7 @@ def test_every_name_that_is_patched_exists_with_the_parameters_relied_on():
             assert set(patch.parameters) <= set(inspect.signature(stock).parameters), patch.target
 
 
-def test_patching_a_missing_name_fails_with_that_name(monkeypatch):
+def test_patching_a_missing_name_fails_with_an_error_that_names_it(monkeypatch):
     vllm = pytest.importorskip("vllm")
     from sparrow.vllm import patches
 
@@ -939,7 +941,7 @@ def test_patching_a_missing_name_fails_with_that_name(monkeypatch):
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_preemptions_are_counted_whichever_executor_calls_the_runner(drafts, monkeypatch):
+def test_preemptions_are_counted_with_any_executor(drafts, monkeypatch):
     """Ray's executor calls the model runner itself. Warm-up steps preempt nothing and do not belong
     to a user; the engine is checked once they are over.
     """

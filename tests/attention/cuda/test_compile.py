@@ -1,5 +1,5 @@
-"""Tests of the CUDA kernel that need no GPU: it compiles, and refuses unsupported devices with a
-reason.
+"""Tests of the CUDA kernel that need no GPU: the kernel compiles, and unsupported devices are
+refused with a reason.
 """
 
 import ctypes
@@ -77,7 +77,7 @@ def test_the_source_compiles_for_hopper(changes, cache, FP8_LANDMARKS):
     ],
 )
 @pytest.mark.parametrize("items", [8, 512])
-def test_shipped_configurations_do_not_spill_and_fit_their_programs_per_multiprocessor(
+def test_shipped_configurations_neither_spill_nor_exceed_the_register_file(
     items, D, G, cache, FP8_LANDMARKS
 ):
     pytest.importorskip("cuda.bindings.nvrtc")
@@ -98,7 +98,7 @@ def test_shipped_configurations_do_not_spill_and_fit_their_programs_per_multipro
     assert 64 < registers * 32 * config.warps * config.resident <= 65536
 
 
-def test_the_launcher_passes_the_fields_that_the_source_declares():
+def test_the_launcher_passes_the_fields_declared_in_the_source():
     source = Path(launch.__file__).with_name("program.cuh").read_text()
     declared = re.search(r"struct Args \{(.*?)\};", source, re.DOTALL)[1]
     kinds = {"float": ctypes.c_float, "int": ctypes.c_int, "i64": ctypes.c_longlong}
@@ -131,7 +131,7 @@ def test_compiler_errors_reach_the_user():
         (dict(FP8_CACHE=1, INT8_CACHE=1), "the cache has one format"),
     ],
 )
-def test_violated_assumptions_of_the_source_are_reported(changed, reason):
+def test_unsupported_macro_values_fail_to_compile_with_a_reason(changed, reason):
     pytest.importorskip("cuda.bindings.nvrtc")
     with pytest.raises(RuntimeError, match=reason):
         compiled("decode.cu", tuple((DEFINES | changed).items()), "sm_90")
@@ -155,14 +155,15 @@ def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacit
     config = launch.choose_config(items, D, capacity, H200, dtype)
     size = config.shared_bytes(launch.key_bytes(D, dtype), capacity)
     assert config.resident * (size + 1024) <= H200.shared_memory + 1024
-    results = launch.MAX_GROUP * D * 4  # of a warp, which replace its pages and some of the bins
+    # The results of a warp overwrite its pages and some of the bins.
+    results = launch.MAX_GROUP * D * 4
     assert results <= config.stages * 2 * 16 * launch.key_bytes(D, dtype)
     division = config.division(items, 1, H200.multiprocessors)
     assert 1 <= division.extra_programs <= 5 * H200.multiprocessors
     assert config.parts == 1 or division.extra_programs == (config.parts - 1) * items
 
 
-def test_shared_memory_is_large_enough_for_the_layout_of_the_source():
+def test_the_shared_memory_size_covers_every_buffer_of_the_kernel():
     ring, bins, candidates, words = 4 * 3 * 2 * 16 * 256, 4 * 1024, 8 * 256, 4 * (3 * 4 + 2)
     assert (
         CudaConfig(4, 3, 2).shared_bytes(256, 2560)

@@ -1,5 +1,5 @@
-"""The decode kernels compile for a Hopper GPU, which needs no GPU: the interpreter also accepts
-kernels that the compiler refuses.
+"""The decode kernels compile for a Hopper GPU. No GPU is needed, and unlike the interpreter, the
+compiler refuses invalid kernels.
 
 The launchers choose the arguments and launch options; instead of launching, Triton compiles.
 """
@@ -109,7 +109,7 @@ def test_decode_kernels_compile_and_fit_in_shared_memory(
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_selection_for_teacher_forcing_compiles(compiled, tokens):
+def test_selection_kernels_for_teacher_forcing_compile(compiled, tokens):
     q, k = (torch.empty(1, heads, 256, 128, dtype=torch.bfloat16) for heads in (10, 2))
     start, length, prompt = (torch.tensor([n]) for n in (0, 256, 16))
     layout = PageLayout(landmark_dtype="fp8_e4m3")

@@ -24,5 +24,5 @@ def runs(request):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_kernels_pass_their_tests_in_the_interpreter(runs, name):
+def test_kernel_tests_pass_in_the_interpreter(runs, name):
     own_process.passed(runs[name].result())

@@ -33,7 +33,9 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "kernels.json"
     st.sampled_from([64, 128, 256, 512]),
     st.sampled_from(DEVICES),
 )
-def test_buffers_fit_and_tiles_suit_the_tensor_cores(rows, kv_heads, head_bytes, limits):
+def test_buffers_fit_in_shared_memory_and_tiles_suit_the_tensor_cores(
+    rows, kv_heads, head_bytes, limits
+):
     items = rows * kv_heads
     config = choose(items, kv_heads, head_bytes, limits)
     assert config.attend_stages * config.attend_tokens * 2 * head_bytes <= limits.shared_memory
@@ -69,7 +71,7 @@ def test_small_batches_use_several_ranking_programs_per_item_and_extra_programs(
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
-def test_the_batches_that_vllm_captures_compile_every_kernel_needed(kv_heads):
+def test_capturing_vllms_batch_sizes_compiles_every_required_kernel(kv_heads):
     def compiled(rows):  # the part of a configuration that a kernel is compiled for
         return replace(
             choose(rows * kv_heads, kv_heads, 256, H200), extra_programs=0, rank_splits=0
@@ -88,7 +90,7 @@ def test_the_tile_with_the_fuller_last_wave_is_chosen(items, stages):
     assert choose(items, 8, 256, H200).attend_stages == stages
 
 
-def test_the_published_measurements_used_the_shipped_table():
+def test_the_published_measurements_used_the_shipped_configurations():
     """Check the table of the CUDA kernel as well, if it is shipped."""
     for case in json.loads(RESULTS.read_text())["cases"]:
         items = case["B"] * 8
