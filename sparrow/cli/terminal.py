@@ -135,7 +135,7 @@ def print_audit(verdict: Verdict, tokens: int) -> None:
         [row(f) for f in shown],
     )
     if hidden := len(verdict.findings) - len(shown):
-        print(f"{hidden} more tests, by place in the draft cycle, found nothing")
+        print(f"tests of single positions in the draft cycle that found no difference: {hidden}")
     for note_ in verdict.notes:
         print(f"not tested: {note_}")
     print(f"{verdict.status}, at a significance level of {verdict.level:g}")
@@ -296,4 +296,5 @@ def print_calibration(calibration: Calibration, target: Tau, out: Path) -> None:
         (b.start, b.end, (b.p5, b.lower, b.upper), (b.ceiling, b.ceiling_lower, b.ceiling_upper))
         for b in calibration.bins
     )
-    print(f"dense beyond {calibration.bins[-1].end} tokens, which were not measured; wrote {out}")
+    end = calibration.bins[-1].end
+    print(f"lengths beyond {end} tokens were not measured and stay dense; wrote {out}")

@@ -355,8 +355,8 @@ class SparseImpl(VLLMClass):
             block = kv_cache.stride(0) * kv_cache.itemsize
             if block < scales_end + pages * K * D * dtype.itemsize:
                 raise ConfigError(
-                    f"a KV block has {block} bytes, with no room for {pages} landmarks after the "
-                    f"first {scales_end}; start vLLM without the plugin or option that changes the "
+                    f"a KV block of {block} bytes has no room for {pages} landmarks after its first "
+                    f"{scales_end} bytes; start vLLM without the plugin or option that changes the "
                     "layout of its KV cache"
                 )
             marks = tail_of_blocks(kv_cache, scales_end, dtype, (blocks, pages, K, D))

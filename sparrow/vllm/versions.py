@@ -46,7 +46,7 @@ def check(on_cpu: bool) -> None:
     if not SpecifierSet(SUPPORTED).contains(vllm.__version__, prereleases=True):
         raise ConfigError(
             f"Sparrow does not run in vLLM {vllm.__version__}; "
-            f"install 'vllm{SUPPORTED}', or drop the schedule"
+            f"install 'vllm{SUPPORTED}', or start vLLM without a schedule"
         )
     if on_cpu and Version(vllm.__version__).release < Version(OLDEST_ON_CPU).release:
         raise ConfigError(
@@ -105,7 +105,7 @@ def cpu_key_value(kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
     """
     if isa not in ("vec", "vec16"):
         raise ConfigError(
-            f"Sparrow cannot read the cache of vLLM's {isa!r} kernels for CPU; set dtype='float32'"
+            f"Sparrow cannot read the cache of vLLM's {isa!r} kernels for CPUs; set dtype='float32'"
         )
     blocks, K, N, D = *kv_cache.shape[:3], kv_cache.shape[3] // 2
     block_stride = kv_cache.stride(0)

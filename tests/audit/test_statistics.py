@@ -244,7 +244,7 @@ def test_positions_reached_by_few_sequences_are_listed_but_not_tested():
     place = np.zeros(400 * 25, int)
     place[[1, 26]] = [1, 1]
     verdict = audit(drawn(1, place=place), drawn(2))
-    assert "bonus token: not tested, since only 2 sequences reach it" in verdict.notes
+    assert "bonus token (only 2 sequences reach it)" in verdict.notes
     assert {f.place for f in verdict.findings} == {"all", "draft 1", "first after a rejection"}
 
 

@@ -103,7 +103,7 @@ def test_settings_that_leave_no_head_budgets_to_find_are_refused(tmp_path):
         find(LAYOUT.replace(dense_layers=(0, 1, 2, 3)))
     with pytest.raises(
         ConfigError,
-        match="not drop when any single layer is sparse and keeps 512 pages by score",
+        match="not drop when a single layer keeps only 512 pages by score",
     ):
         find(LAYOUT, 512)
 

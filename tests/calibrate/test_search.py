@@ -340,7 +340,7 @@ def test_a_failed_search_reports_whether_lists_were_too_short_or_budgets_too_sma
     assert calibrated(2, 0.9, lengthen=True).schedule.top_k == calibrated(VOCAB, 0.9).schedule.top_k
     assert (
         caplog.messages[0]
-        == "lists of 2 tokens do not show whether p5 reaches 0.9; sampling again with lists of 8"
+        == "lists of 2 tokens are too short to show whether p5 reaches 0.9; sampling again with lists of 8"
     )
 
 

@@ -87,7 +87,7 @@ def test_rollouts_of_a_hybrid_match_its_teacher_forced_scores():
 def test_unsupported_features_of_a_hybrid_are_refused():
     with pytest.raises(
         UnsupportedModel,
-        match="Qwen3NextForCausalLM has linear-attention layers, whose state cannot undo",
+        match="Qwen3NextForCausalLM has linear-attention layers, whose state cannot be restored",
     ):
         HFEngine(build("qwen3_next"), Decoding.lossless(), eos_ids=[])
     with pytest.raises(

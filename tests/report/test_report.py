@@ -343,7 +343,7 @@ def test_a_damaged_line_is_refused(tmp_path):
     text = (path / "metrics.jsonl").read_text()
     for damage, message in (
         ("{oops\n", "line 1 of .*metrics.jsonl is not valid JSON"),
-        ("[1]\n", "contains a list"),
+        ("[1]\n", "contains a value of type list"),
         ('{"loss": 1}\n', "line 1 of .* has no step"),
         ('{"step": 1}\n', "step 1 of .*metrics.jsonl has no 'correction'"),
     ):

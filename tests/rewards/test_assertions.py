@@ -292,7 +292,7 @@ def test_tests_that_name_only_builtins_must_specify_the_entry_point(verifier):
     judgement = verifier.judge(program, tests)
     assert (
         judgement.detail
-        == "in the tests: ValueError: set 'entry_point' to the one of abs, sum that the program defines"
+        == "in the tests: ValueError: the tests call abs, sum; set 'entry_point' to the one that the program defines"
     )
     assert verifier.judge(program, {**tests, "entry_point": "sum"}).passed
     forged = "def sum(x): return 99\ndef abs(x): return 0"

@@ -350,7 +350,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_intact(tmp_path, monkeypatch
         return whole(folder)
 
     monkeypatch.setattr(trainer.accelerator, "save_state", full_disk)
-    with pytest.raises(CheckpointError, match=r"step 4.*No space left.*resumed from step 2"):
+    with pytest.raises(CheckpointError, match=r"step 4.*No space left.*resume the run from step 2"):
         trainer.train()
     make_trainer(tmp_path, steps=4, resume=True).train()
     make_trainer(tmp_path / "whole", steps=4).train()

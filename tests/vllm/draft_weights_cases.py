@@ -221,7 +221,8 @@ def test_renewing_draft_weights_without_a_copy_is_refused(old_and_new):
     with engine(old_and_new[0], lossless(2)) as llm:
         assert "draft_weight_bytes" not in llm.collective_rpc("sparrow_describe")[0]
         with pytest.raises(
-            ConfigError, match=r"have no copy of the weights; start it with .* draft_weights 'fp8'"
+            ConfigError,
+            match=r"has no separate copy of the weights for drafts; start it with .* draft_weights 'fp8'",
         ):
             llm.collective_rpc("sparrow_renew_draft_weights")
 

@@ -264,9 +264,9 @@ def test_memory_use_is_logged_at_start(old_and_new, monkeypatch):
             blocks.append(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
     assert blocks == [2**26 // (2 * size) for size in (stock, padded, in_8_bits)]
     line, other = (each for each in said if "lossless" in each)
-    assert "landmarks (fp8_e4m3) 0.8% of the KV cache" in other
+    assert "landmarks (fp8_e4m3) take 0.8% of the KV cache" in other
     assert line.endswith(
-        "landmarks (auto) 3.0% of the KV cache, drafts up to 2 tokens of it for each sequence"
+        "landmarks (auto) take 3.0% of the KV cache, and drafts take up to 2 tokens of it per sequence"
     )
 
 

@@ -517,11 +517,11 @@ def vllm_config(model=None, **parts):
         ),
         (
             dict(cache_config=SimpleNamespace(cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"])),
-            "a KV cache of several dtypes; drop kv_cache_dtype_skip_layers",
+            "a KV cache of several dtypes; leave kv_cache_dtype_skip_layers out",
         ),
         (
             dict(cache_config=SimpleNamespace(cache_dtype="fp8", calculate_kv_scales=True)),
-            "KV scales calculated by vLLM, .*; drop calculate_kv_scales",
+            "KV scales calculated by vLLM, .*; leave calculate_kv_scales out",
         ),
         (
             dict(
@@ -529,7 +529,7 @@ def vllm_config(model=None, **parts):
                     cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=["0"]
                 )
             ),
-            "a KV cache of several dtypes; drop kv_cache_dtype_skip_layers",
+            "a KV cache of several dtypes; leave kv_cache_dtype_skip_layers out",
         ),
         (
             dict(cache_config=SimpleNamespace(cache_dtype="fp8_per_token_head")),
@@ -612,14 +612,16 @@ def test_an_fp8_cache_is_reported_with_its_clipped_values(monkeypatch):
         monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
         monkeypatch.setattr(config, "requested", lambda of: Decoding.lossy(SCHEDULE))
         control.check(worker.vllm_config)
-        assert said[0].endswith("of the KV cache, which is fp8_e4m3 (scales by layer and kv head)")
+        assert said[0].endswith(
+            "of the KV cache, which is in fp8_e4m3 (scales by layer and kv head)"
+        )
         made.cache.fp8, made.cache.in_8_bits = None, None
         control.check(worker.vllm_config)
         assert said[1].endswith("of the KV cache")
         made.cache.in_8_bits = torch.int8
         control.check(worker.vllm_config)
         assert said[2].endswith(
-            "of the KV cache, which is int8_per_token_head (scales by token and kv head)"
+            "of the KV cache, which is in int8_per_token_head (scales by token and kv head)"
         )
 
 
@@ -701,8 +703,8 @@ def test_a_meter_schedule_is_logged_at_start(monkeypatch):
         SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     )
     assert (
-        "In one of 7 cycles" in said[0]
-        and "dense layers [0], top-k pages by 64 tokens [3, 5]" in said[0]
+        "In one of every 7 cycles" in said[0]
+        and "(dense layers: [0]; top-k pages per bin of 64 tokens: [3, 5])" in said[0]
     )
 
 

@@ -167,7 +167,7 @@ def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
         (model.is_moe, "experts, which are most of the model's weights, cannot be copied"),
         (
             envs.VLLM_BATCH_INVARIANT,
-            "vLLM's batch-invariant mode uses its own kernels; unset VLLM_BATCH_INVARIANT",
+            "vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT) uses its own kernels",
         ),
         (
             not on_cpu and model.dtype not in in_16_bits,
@@ -178,7 +178,7 @@ def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
             "the GPU cannot multiply in fp8, which needs compute capability 8.9 or later",
         ),
     )
-    refuse(ConfigError, cases, "draft_weights 'fp8': ", "; or leave draft_weights out")
+    refuse(ConfigError, cases, "draft_weights 'fp8': ", "; leave draft_weights out")
 
 
 def check_request(sampling: Any) -> None:

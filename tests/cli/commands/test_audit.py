@@ -57,7 +57,7 @@ def test_an_audit_with_an_open_verdict_exits_with_2(capsys):
         (["--prompts", "no.txt"], "prompts must come from exactly one of"),
         (
             ["--engine", "stock:http://localhost:1"],
-            "which decodes in a single mode; set --dense-engine to a server",
+            "is a server and cannot also decode densely; set --dense-engine to a second",
         ),
         (["--scorer", "prefill"], "needs stock vLLM as the dense engine, got hf"),
         (
@@ -67,7 +67,7 @@ def test_an_audit_with_an_open_verdict_exits_with_2(capsys):
         (["--engine", "stock:dtype=float16"], "leave dtype out, and set precision"),
         (
             ["--engine", "vllm:adapter=tuned", "--dense-engine", "stock:"],
-            "the engine has the adapter tuned, but the dense engine has none; give both the same",
+            "the engine has the adapter tuned, but the dense engine has none; use the same adapter in both",
         ),
         (["--engine", "vllm:adapter=tuned"], "cannot load the adapter 'tuned'"),
         (["--out", "/proc/self/new"], "cannot write to /proc/self"),
@@ -104,7 +104,7 @@ def test_the_dense_arm_uses_the_same_engine_without_drafts(options, dense):
 
 
 def test_an_audit_of_a_server_requires_a_dense_engine_or_none():
-    with pytest.raises(ConfigError, match="or to none to count rounding as bias"):
+    with pytest.raises(ConfigError, match="or to none, which counts rounding as bias"):
         parse([*SMALL, "--engine", "http://a:1"])._dense_engine()
 
 
@@ -137,6 +137,6 @@ def test_biased_positions_are_listed_and_other_positions_are_only_counted(capsys
     printed = capsys.readouterr().out
     assert "u3, bonus token" in printed and "u3, draft 1" not in printed
     assert (
-        "1 more tests, by place in the draft cycle, found nothing" in printed
+        "tests of single positions in the draft cycle that found no difference: 1" in printed
         and "not tested: a note" in printed
     )

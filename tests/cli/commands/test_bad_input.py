@@ -217,7 +217,7 @@ def test_weights_whose_shapes_contradict_the_config_are_refused(checkpoint, tmp_
         capsys, *MEASURE, "--model", str(broken(checkpoint, tmp_path, intermediate_size=80))
     )
     assert (
-        "has shape (64, 96) in its weights but (64, 80) in its config.json (12 weights differ)"
+        "has shape (64, 96) in the checkpoint, but config.json implies (64, 80) (12 weights differ)"
         in refused
     )
 

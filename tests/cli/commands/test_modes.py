@@ -66,12 +66,12 @@ def test_mode_and_schedule_together_determine_decoding(options, schedule, expect
         (
             {"mode": "lossless"},
             "auto",
-            r"schedule is 'auto', but auto adjusts pages.*leave schedule out",
+            r"schedule is 'auto', which adjusts pages.*leave schedule out",
         ),
         (
             {"mode": "lossless"},
             "qwen3-4b-0.86",
-            r"lossless samples are the dense policy's.*set it as draft_schedule",
+            r"the samples follow the dense policy.*set draft_schedule",
         ),
         (
             {},
@@ -256,7 +256,7 @@ def test_a_lossless_run_trains_on_samples_of_the_dense_policy(checkpoint, tmp_pa
         "--run-dir",
         str(tmp_path / "no"),
     )
-    assert "auto adjusts pages to the actor's p5" in message and not (tmp_path / "no").exists()
+    assert "which adjusts pages to the actor's p5" in message and not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize(
