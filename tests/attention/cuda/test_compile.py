@@ -47,7 +47,7 @@ DEFINES = dict(
         {},
         dict(D=64, G=8, BF16=0, PER_BLOCK=4, WARPS=8, STAGES=1, SINK=0, RECENT=3),
         dict(D=256, G=9, WARPS=2, EACH_RANKS=1),
-        dict(G=4, NEW_TOKENS=8, EACH_RANKS=1),
+        dict(G=4, NEW_TOKENS=8, STAGES=4, EACH_RANKS=1),
     ],
 )
 def test_the_source_compiles_for_hopper(changes, cache, FP8_LANDMARKS):
