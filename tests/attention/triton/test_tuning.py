@@ -59,7 +59,7 @@ def test_buffers_fit_and_tiles_suit_the_tensor_cores(rows, kv_heads, head_bytes,
 def test_queries_of_several_tokens_fit_beside_keys_and_values(items, D, itemsize, queries, limits):
     config = choose(items, 1, D * itemsize, limits, queries, 2 * D)
     assert attend_bytes(config, D * itemsize, queries, 2 * D) <= limits.shared_memory
-    assert 16 <= config.attend_tokens and 1 <= config.attend_stages
+    assert config.attend_tokens >= 16 and config.attend_stages >= 1
     if queries == 16:
         assert config == choose(items, 1, D * itemsize, limits)
 
