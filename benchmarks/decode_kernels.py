@@ -3,6 +3,7 @@
     python benchmarks/decode_kernels.py            # the shipped configurations; writes JSON to benchmarks/results/
     python benchmarks/decode_kernels.py --families # attention shapes of common models, CUDA beside Triton
     python benchmarks/decode_kernels.py --sweep    # the same shapes in several configurations of the CUDA kernel
+    python benchmarks/decode_kernels.py --tokens   # several new tokens of each sequence at a time, CUDA beside Triton
 
 Every case has the caches of several layers, in vLLM's layout with landmarks in the blocks' padded
 tails, random values and random block order; a CUDA graph runs through the layers, so nothing is
@@ -12,8 +13,8 @@ percentile as spread. "Dense" is the fastest of this project's own kernels with 
 vLLM's FlashAttention is timed beside it where vLLM is installed. The read limit is the bandwidth of
 a kernel that only reads, on this GPU.
 
-Shapes: B sequences, L tokens of each, G query heads per kv head, k pages kept by score, K kv heads,
-D head dim, P page size.
+Shapes: B sequences, L tokens of each, T new tokens of each, G query heads per kv head, k pages kept
+by score, K kv heads, D head dim, P page size.
 """
 
 from __future__ import annotations
@@ -171,6 +172,12 @@ SWEPT = {
         CudaConfig(8, 1, 1),
     ],
 }
+# Steps over several new tokens: batches, groups with a model that has them, and numbers of tokens.
+# 64 pages, 1,024 tokens, are kept.
+WIDE_BATCHES = [(32, 15_000), (64, 4_096)]
+WIDE_GROUPS = {2: "Qwen3-1.7B", 4: "Qwen3-8B"}
+WIDE_TOKENS = (1, 2, 4, 8)
+WIDE_BUDGET = 61
 INT8_EXPONENT = 122  # byte of the scale 2^-5, under which a code of 127 is four standard deviations
 
 
@@ -236,8 +243,9 @@ class Case:
     budgets: Sequence[torch.Tensor] = ()  # per layer, if not all kv heads keep ``top_k``
     triton = False  # whether to run Triton's kernels whatever the number of rows
 
-    def __init__(self, pool: Pool, B: int, L: int, G: int, k: int) -> None:
+    def __init__(self, pool: Pool, B: int, L: int, G: int, k: int, tokens: int = 1) -> None:
         self.pool, self.k, P, D = pool, k, pool.layout.page_size, pool.D
+        self.tokens = tokens
         K = pool.K
         self.choice: Choice = choose(
             "triton" if self.triton else None,
@@ -247,6 +255,7 @@ class Case:
             group=G,
             dtype=pool.k[0].dtype,
             device=pool.k[0].device,
+            tokens=tokens,
         )
         pages, blocks = -(-L // P), pool.k[0].shape[0]
         self.table = torch.zeros(B, MAX_TOKENS // P, dtype=torch.int32, device="cuda")
@@ -254,12 +263,12 @@ class Case:
         self.table[:, :pages] = order.view(B, pages).int()
         self.length = (L - torch.arange(B) % 16).int().cuda()
         self.top_k = torch.full((B,), k, dtype=torch.int32, device="cuda")
-        self.q = torch.randn(B, K * G, D, device="cuda").bfloat16()
+        self.q = torch.randn(B * tokens, K * G, D, device="cuda").bfloat16()
         self.out = torch.empty_like(self.q)
-        self.workspace = DecodeWorkspace(B, K, G, D, self.table.shape[1], "cuda")
+        self.workspace = DecodeWorkspace(B, K, G, D, self.table.shape[1], "cuda", tokens)
         parts = B * K + 1024  # room for any configuration
-        self.workspace.partial = torch.empty(parts, G, D, device="cuda")
-        self.workspace.stats = torch.empty(parts, 2, G, device="cuda")
+        self.workspace.partial = torch.empty(parts, G * tokens, D, device="cuda")
+        self.workspace.stats = torch.empty(parts, 2, G * tokens, device="cuda")
         self.workspace.plan = torch.empty(
             parts // K, *self.workspace.plan.shape[1:], dtype=torch.int32, device="cuda"
         )
@@ -299,10 +308,11 @@ class Case:
             pool.D**-0.5,
             pool.scales[layer],
             self.budgets[layer] if self.budgets else None,
+            self.tokens,
         )
         step: Launches
         if isinstance(config, CudaConfig) or (
-            config is None and self.choice.of(len(self.q)) == "cuda"
+            config is None and self.choice.of(len(self.length)) == "cuda"
         ):
             cuda.check(batch, self.workspace)
             step = cuda.Launches(batch, self.workspace, config)
@@ -523,6 +533,44 @@ def sweep(limit: float) -> Row:
     return dict(sweep=rows)
 
 
+def several_tokens(limit: float) -> Row:
+    """Measure steps over several new tokens of each sequence with the CUDA kernel and with Triton's,
+    beside the default kernel's step over one.
+    """
+    pool, rows = Pool(TOKENS // 2, LAYERS), []
+    sizes = [(B, L, G, T) for B, L in WIDE_BATCHES for G in WIDE_GROUPS for T in WIDE_TOKENS]
+    cases = [Case(pool, B, L, G, WIDE_BUDGET, T) for B, L, G, T in sizes]
+    defaults = [case.choice.of(len(case.length)) for case in cases]
+    compile_wide(cases)
+    for size, case, default in zip(sizes, cases, defaults, strict=True):
+        about = dict(zip("BLGT", size, strict=True), model=WIDE_GROUPS[size[2]])
+        row: Row = about | dict(default=default, limit_us=case.bytes(case.top_k) / limit * 1e6)
+        for kernel in ("cuda", "triton"):
+            case.choice = Choice(kernel)
+            times = sparse_only(case, limit, **about, kernel=kernel)
+            row[kernel] = {name: times[name] for name in ("us", "p10", "p90")}
+        if case.tokens == 1:
+            one = row[default]["us"]
+        for kernel in ("cuda", "triton"):
+            row[kernel]["ratio"] = row[kernel]["us"] / one
+            print(f"    {kernel}: {row[kernel]['ratio']:.3f} times one token", flush=True)
+        rows.append(row)
+    return dict(k=WIDE_BUDGET, rows=rows)
+
+
+def compile_wide(cases: Sequence[Case]) -> None:
+    """Compile the kernels of both implementations for these cases, in threads."""
+    steps: dict[str, list[Any]] = {}
+    for kernel in ("cuda", "triton"):
+        for case in cases:
+            case.choice = Choice(kernel)
+        steps[kernel] = [case.step(None, 0) for case in cases]
+    with ThreadPoolExecutor() as executor:
+        list(executor.map(compile_for, steps["cuda"]))
+        # Triton compiles on the first launch; the plans are those of its steps, the last ones made.
+        list(executor.map(lambda step: launches(step, "step")(), steps["triton"]))
+
+
 def compile_for(step: cuda.Launches) -> None:
     """Compile a step's kernel; later launches with the same macros find the machine code."""
     compiled("decode.cu", tuple(step.defines.items()), "sm_90")
@@ -613,6 +661,11 @@ def main() -> None:
         action="store_true",
         help="only these shapes, in several configurations of the CUDA kernel",
     )
+    options.add_argument(
+        "--tokens",
+        action="store_true",
+        help="only several new tokens of each sequence at a time, with both kernels",
+    )
     options.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to")
     args = options.parse_args()
     Case.triton = args.triton
@@ -624,6 +677,8 @@ def main() -> None:
         name, result = "head_budgets", head_budgets(limit, args.head_budgets)
     elif args.families:
         name, result = "decode_families", families(limit)
+    elif args.tokens:
+        name, result = "wide", several_tokens(limit)
     elif args.sweep:
         name, result = "decode_sweep", sweep(limit)
     elif args.landmarks:

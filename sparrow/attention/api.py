@@ -165,8 +165,9 @@ def paged_decode(
             preceding launch is still storing the newest tokens.
         tokens: number of new tokens of each sequence (T). The query of the first one selects the
             pages that all of them read, each page once; each token also reads the new tokens up to
-            itself (see ``decode_several``). ``triton`` takes up to one page of new tokens, and up
-            to 64 queries per kv head; ``cuda`` takes one token.
+            itself (see ``decode_several``). Both kernels take up to one page of new tokens.
+            ``triton`` takes up to 64 queries per kv head (G * T), and ``cuda`` up to 32, or 16 with
+            head dim 256.
 
     Returns:
         ``out``, in the shape and dtype of ``q_BHD``.
@@ -236,9 +237,10 @@ def choose(
     dtype: torch.dtype,
     device: torch.device,
     landmark_dtype: LandmarkDtype = "auto",
+    tokens: int = 1,
 ) -> Choice:
-    """Choose the implementation that decodes a model of these sizes on ``device``: the requested
-    one or, if none is requested, the fastest.
+    """Choose the implementation that decodes a model of these sizes on ``device``, with ``tokens``
+    new tokens of each sequence at a time: the requested one or, if none is requested, the fastest.
 
     The CUDA kernel is the default where it is supported, except for batches with so few rows that
     it would leave most multiprocessors idle. For those, the Triton kernels are faster because
@@ -259,7 +261,7 @@ def choose(
 
     from sparrow.attention import cuda
 
-    reason = cuda.unsupported_reason(page_size, head_dim, group, dtype, device)
+    reason = cuda.unsupported_reason(page_size, head_dim, group, dtype, device, tokens)
     if asked == "cuda" and reason:
         raise ConfigError(reason)
     if asked is not None:

@@ -60,6 +60,23 @@ def test_the_default_kernels_support_large_heads_and_groups(hopper, change):
     assert choose(None, **MODEL | change, device=GPU) == choose(None, **MODEL, device=GPU)
 
 
+@pytest.mark.parametrize(
+    "head_dim, group, most", [(64, 8, 4), (128, 2, 16), (128, 5, 6), (128, 16, 2), (256, 8, 2)]
+)
+def test_the_cuda_kernel_decodes_as_many_tokens_at_a_time_as_fit_in_registers(
+    hopper, head_dim, group, most
+):
+    model = MODEL | dict(head_dim=head_dim, group=group)
+    assert choose(None, **model, device=GPU, tokens=most) == choose(None, **model, device=GPU)
+    assert choose(None, **model, device=GPU, tokens=most + 1) == Choice("triton")
+    reason = (
+        f"with head dim {head_dim} and group {group}, the CUDA kernel decodes up to {most} new "
+        f"tokens of a sequence at a time, got {most + 1}; use the Triton kernels"
+    )
+    with pytest.raises(ConfigError, match=reason):
+        choose("cuda", **model, device=GPU, tokens=most + 1)
+
+
 def test_fp8_landmarks_and_caches_require_a_gpu_that_can_convert_fp8(hopper, monkeypatch):
     stored = dict(landmark_dtype="fp8_e4m3")
     assert str(choose(None, **MODEL, **stored, device=GPU)) == "cuda, triton for up to 4 rows"

@@ -69,18 +69,21 @@ class Launches:
         D = batch.head_dim
         padded = triton.next_power_of_2(D)
         columns = batch.group * batch.tokens
+        padded_columns = max(16, triton.next_power_of_2(columns))
         self.config = config or choose(
             batch.items,
             batch.kv_heads,
             padded * batch.k_cache.element_size(),
             device_limits(batch.q_BHD.device),
+            padded_columns,
+            padded * batch.q_BHD.element_size(),
         )
         self.constants = dict(
             K=batch.kv_heads,
             G=batch.group,
             T=batch.tokens,
             C=columns,
-            CP=max(16, triton.next_power_of_2(columns)),
+            CP=padded_columns,
             D=D,
             DP=padded,
             P=layout.page_size,

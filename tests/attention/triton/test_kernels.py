@@ -362,10 +362,8 @@ def test_each_row_of_a_batch_has_its_own_length_and_budget(config):
 
 # --- several new tokens per row ---
 
-SEVERAL = [config for config in PATHS if not isinstance(config, cuda.CudaConfig)]
 
-
-@pytest.mark.parametrize("config", SEVERAL)
+@pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("tokens", [2, 4, 8])
 @pytest.mark.parametrize("split", [False, True], ids=["as shipped", "small parts"])
 @CACHES
@@ -377,10 +375,11 @@ def test_several_new_tokens_per_row_match_the_reference(config, tokens, split, c
         tokens=tokens,
         cache_dtype=cache_dtype,
     )
+    config = with_room(config, case)
     check(case, small_parts(config) if split else config)
 
 
-@pytest.mark.parametrize("config", SEVERAL)
+@pytest.mark.parametrize("config", TRITON)
 @pytest.mark.parametrize(
     ("G", "tokens", "P"), [(1, 3, 8), (5, 4, 16), (8, 8, 8), (7, 2, 32), (16, 4, 16)]
 )
@@ -392,24 +391,98 @@ def test_several_new_tokens_match_the_reference_for_any_group_and_page_size(conf
     check(case, small_parts(config))
 
 
-@pytest.mark.parametrize("config", SEVERAL)
-def test_later_tokens_do_not_affect_the_outputs_of_earlier_tokens(config):
-    case = make_case([517, 200], [3, 2], tokens=4)
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+@CACHES
+@pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("config", ["one row", "many rows", "each part ranks"])
+@pytest.mark.parametrize(
+    "G, D, tokens",
+    [
+        (2, 128, 4),
+        (4, 128, 4),
+        (5, 128, 4),
+        (8, 128, 4),
+        (2, 128, 8),
+        (4, 128, 8),
+        (1, 64, 16),
+        (8, 64, 4),
+        (2, 256, 8),
+        (5, 256, 3),
+    ],
+)
+def test_cuda_decodes_several_tokens_of_any_group(
+    G, D, tokens, config, landmark_dtype, cache_dtype
+):
+    case = make_case(
+        [2500, 0, 17, 333, 48, 1600, 517, 516],
+        [70, 3, 5, ALL_PAGES, 0, 1, 9, 2],
+        G=G,
+        D=D,
+        layout=PageLayout(landmark_dtype=landmark_dtype),
+        pages_per_block=2,
+        dtype=torch.bfloat16,
+        cache_dtype=cache_dtype,
+        tokens=tokens,
+    )
+    stored = cache_dtype or torch.bfloat16
+    shipped = {
+        "one row": cuda.launch.choose_config(16, D, 160, H200, stored, G * tokens),
+        "many rows": cuda.launch.choose_config(512, D, 160, H200, stored, G * tokens),
+        "each part ranks": with_room(EACH_RANKS, case),
+    }
+    check(case, shipped[config])
+    check(case, small_parts(shipped[config]))
+
+
+def with_room(config: Config, case: Case) -> Config:
+    """Double the pages in flight of an 8-bit cache, whose place the results of many queries take."""
+    if case.scales is None or not isinstance(config, cuda.CudaConfig):
+        return config
+    return replace(config, stages=2 * config.stages)
+
+
+@pytest.mark.parametrize("config", PATHS)
+@pytest.mark.parametrize("layout", [PageLayout(16, 0, 1), PageLayout(16, 3, 4)])
+def test_several_tokens_with_any_sink_and_recent_pages_match_the_reference(config, layout):
+    case = make_case([400, 517, 93, 8], [1, 9, 2, 1], layout=layout, tokens=8)
+    check(case, config)
+    check(replace(case, budgets=torch.tensor([640, 64], dtype=torch.int32, device=DEVICE)), config)
+
+
+@pytest.mark.parametrize("config", PATHS)
+@pytest.mark.parametrize(
+    "louder, stored",
+    [
+        (1, {}),
+        (64, dict(cache_dtype=E4M3)),
+        (64, dict(cache_dtype=INT8)),
+        # far beyond float16's range, which 8-bit landmarks are multiplied in
+        (2.0**40, dict(layout=FP8, dtype=torch.bfloat16)),
+    ],
+    ids=["16-bit cache", "fp8 cache", "int8 cache", "fp8 landmarks"],
+)
+def test_the_queries_of_later_tokens_do_not_change_what_a_token_reads(config, louder, stored):
+    case = make_case([517, 200], [3, 2], tokens=4, **stored)
     out = run(case, config).unflatten(0, (2, 4))
     q = case.q.unflatten(0, (2, 4)).clone()
-    q[:, 2:] = q[:, 2:].flip(0)
+    q[:, 2:] = q[:, 2:].flip(0) * louder
     changed = run(replace(case, q=q.flatten(0, 1)), config).unflatten(0, (2, 4))
     assert torch.equal(changed[:, :2], out[:, :2]) and not torch.equal(changed[:, 2:], out[:, 2:])
-    # A token attends to itself and to earlier tokens, but not to later ones.
-    for b in range(2):
-        last = int(case.length[b]) - 1
-        block, token = case.table[b, last // 16], last % 16
-        case.v_cache[block, :, token] += 1
-    changed = run(case, config).unflatten(0, (2, 4))
-    assert torch.equal(changed[:, :3], out[:, :3]) and not torch.equal(changed[:, 3], out[:, 3])
 
 
-@pytest.mark.parametrize("config", SEVERAL)
+@pytest.mark.parametrize("config", PATHS)
+def test_only_the_newest_token_reads_its_key_and_value(config):
+    case = make_case([517, 200, 33], [3, 2, ALL_PAGES], tokens=4)
+    out = run(case, config).unflatten(0, (3, 4))
+    for b, length in enumerate([517, 200, 33]):
+        block = case.table[b, (length - 1) // 16]
+        case.v_cache[block, :, (length - 1) % 16] += 1
+    changed = run(case, config).unflatten(0, (3, 4))
+    assert torch.equal(changed[:, :3], out[:, :3])
+    assert (changed[:, 3] != out[:, 3]).flatten(1).any(1).all()
+
+
+@pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("length", [64, 65, 66, 67, 68])
 def test_a_page_filled_by_any_new_token_gets_a_landmark(config, length):
     case = make_case([length], [1], K=1, tokens=4)
@@ -1239,6 +1312,7 @@ def test_the_cuda_kernel_receives_all_arguments_of_a_step(monkeypatch):
         D=64,
         G=2,
         K=4,
+        NEW_TOKENS=1,
         PER_BLOCK=2,
         SINK=1,
         RECENT=2,
@@ -1320,6 +1394,14 @@ def test_the_cuda_kernel_receives_all_arguments_of_a_step(monkeypatch):
         case.k_cache.stride(0),
         64,
     ]
+    case = make_case([333] * 20, [4] * 20, K=4, D=128, G=8, tokens=4)
+    cuda.run(case.batch(), make_workspace(case))
+    *_, (defines, shared_bytes, programs, _, fields) = launched
+    config = cuda.launch.choose_config(80, 128, 32, H200, queries=32)
+    assert (defines["G"], defines["NEW_TOKENS"], fields["count"]) == (8, 4, 20)
+    assert shared_bytes == config.shared_bytes(256, 32)
+    assert programs == 80 + config.division(80, 4, 132).extra_programs
+    case = make_case([333] * 20, [4] * 20, K=4, cache_dtype=INT8)
     unaligned = CacheScales(
         *(torch.zeros(*x.shape[:2], 40, dtype=x.dtype)[..., :32] for x in (case.scales.k,) * 2)
     )

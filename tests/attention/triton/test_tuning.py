@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from sparrow.attention import CachedLayers, DecodeWorkspace, PageLayout, cuda, update_landmarks
 from sparrow.attention.decode import H200, DeviceLimits
-from sparrow.attention.triton.tuning import choose, extra_programs
+from sparrow.attention.triton.tuning import attend_bytes, choose, extra_programs
 
 # multiprocessors and bytes a program may use: H100 and H200, A100, L40S, B200
 DEVICES = [
@@ -49,6 +49,30 @@ def test_buffers_fit_in_shared_memory_and_tiles_suit_the_tensor_cores(
     assert config.extra_programs % kv_heads == 0
     assert 1 <= config.rank_splits <= 16
     assert config.registers % 8 == 0 or config.registers == 255
+
+
+@given(
+    st.integers(1, 2_500),
+    st.sampled_from([64, 128, 256]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([16, 32, 64]),
+    st.sampled_from(DEVICES),
+)
+def test_queries_of_several_tokens_fit_beside_keys_and_values(items, D, itemsize, queries, limits):
+    config = choose(items, 1, D * itemsize, limits, queries, 2 * D)
+    assert attend_bytes(config, D * itemsize, queries, 2 * D) <= limits.shared_memory
+    assert config.attend_tokens >= 16 and config.attend_stages >= 1
+    if queries == 16:
+        assert config == choose(items, 1, D * itemsize, limits)
+
+
+def test_the_most_queries_of_the_widest_heads_leave_an_a100_room_for_one_tile():
+    # Compiled for an A100 with two tiles in flight, the kernel asks for 172,544 bytes.
+    a100 = DEVICES[1]
+    two = replace(choose(4, 4, 512, a100, 64, 512), attend_stages=2)
+    assert a100.shared_memory < 172_544 <= attend_bytes(two, 512, 64, 512)
+    assert choose(4, 4, 512, a100, 64, 512) == replace(two, attend_stages=1)
+    assert choose(4, 4, 512, a100).attend_stages == 2
 
 
 @pytest.mark.parametrize(
