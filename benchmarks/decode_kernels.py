@@ -28,7 +28,6 @@ from typing import Any, get_args
 import torch
 import triton
 from common import RESULTS, Row, machine, parser, save
-from gpu_timing import read_limit, timed
 from rollout_trace import PROMPT, SLOTS, responses, simulate, states
 
 from sparrow.attention import (
@@ -47,6 +46,7 @@ from sparrow.attention.cuda.compile import compiled
 from sparrow.attention.decode import DecodeBatch
 from sparrow.attention.pages import BUDGET_UNIT, LandmarkDtype, head_top_k
 from sparrow.attention.triton import LaunchConfig
+from sparrow.attention.triton.timing import read_limit, timed
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 Config = LaunchConfig | CudaConfig | None
