@@ -75,7 +75,7 @@ def test_variants_that_cannot_be_used_are_passed_over():
 
 
 def test_a_gpu_on_which_the_shipped_configuration_fails_is_reported():
-    with pytest.raises(ConfigError, match="shipped configuration .* does not run on this GPU"):
+    with pytest.raises(ConfigError, match=r"shipped configuration .* does not run on this GPU"):
         fastest(lambda variant: None)
 
 
