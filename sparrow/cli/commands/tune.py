@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -53,6 +54,12 @@ class Tune(Command):
         super().__post_init__()
         given = [self.model, self.shape].count(None) == 1
         require(self, "shape", given, "given if model is not, and left out if model is")
+        if self.shape is not None:
+            parts = self.shape.split(",")
+            is_shape = len(parts) == 3 and all(
+                re.fullmatch(r" *0*[1-9]\d{0,3} *", x) for x in parts
+            )
+            require(self, "shape", is_shape, "KV_HEADS,GROUP,HEAD_DIM, as in 8,4,128")
 
     def run(self) -> None:
         import torch
@@ -92,14 +99,10 @@ class Tune(Command):
     def _heads(self) -> tuple[int, int, int]:
         """Return kv heads, group and head dim on each GPU of an engine.
 
-        Raises ConfigError: the shape is not three numbers, or cannot be divided among the GPUs.
+        Raises the errors of ``find_shape``. ConfigError: the heads cannot be divided among the GPUs.
         """
         if self.shape is not None:
-            parts = self.shape.split(",")
-            is_shape = len(parts) == 3 and all(part.strip().isdecimal() for part in parts)
-            require(self, "shape", is_shape, "KV_HEADS,GROUP,HEAD_DIM, as in 8,4,128")
-            kv_heads, group, head_dim = map(int, parts)
-            require(self, "shape", min(kv_heads, group) > 0, "of at least one head each")
+            kv_heads, group, head_dim = map(int, self.shape.split(","))
         else:
             from sparrow.cli.commands.cost import find_shape
 
