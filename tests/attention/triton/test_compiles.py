@@ -127,7 +127,8 @@ def test_shipped_and_tuned_kernels_compile_for_other_gpus(
     compiled, capability, limits, monkeypatch
 ):
     target = GPUTarget("cuda", capability, 32)
-    monkeypatch.setattr(driver._active, "get_current_target", lambda: target, raising=False)
+    monkeypatch.setattr(Hopper, "get_current_target", lambda self: target)
+    monkeypatch.setattr(Hopper, "get_current_device", lambda self: f"sm_{capability}")
     monkeypatch.setattr(launch, "_can_overlap", lambda x: capability >= 90)
     monkeypatch.setattr(launch, "device_limits", lambda device: limits)
     batch = make_batch(64, 8, 128, 16, torch.bfloat16, 1)
