@@ -4,6 +4,7 @@
     python benchmarks/decode_kernels.py --families # attention shapes of common models, CUDA beside Triton
     python benchmarks/decode_kernels.py --sweep    # the same shapes in several configurations of the CUDA kernel
     python benchmarks/decode_kernels.py --tokens   # several new tokens of each sequence at a time, CUDA beside Triton
+    python benchmarks/decode_kernels.py --tuned    # those of the shapes that `sparrow tune` has tuned on this GPU
 
 Every case has the caches of several layers, in vLLM's layout with landmarks in the blocks' padded
 tails, random values and random block order; a CUDA graph runs through the layers, so nothing is
@@ -19,6 +20,7 @@ by score, K kv heads, D head dim, P page size.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -29,7 +31,6 @@ from typing import Any, get_args
 import torch
 import triton
 from common import RESULTS, Row, machine, parser, save
-from gpu_timing import read_limit, timed
 from rollout_trace import PROMPT, SLOTS, responses, simulate, states
 
 from sparrow.attention import (
@@ -45,9 +46,10 @@ from sparrow.attention import (
 from sparrow.attention import triton as by_triton
 from sparrow.attention.cuda import CudaConfig
 from sparrow.attention.cuda.compile import compiled
-from sparrow.attention.decode import DecodeBatch
+from sparrow.attention.decode import DecodeBatch, device_limits
 from sparrow.attention.pages import BUDGET_UNIT, LandmarkDtype, head_top_k
-from sparrow.attention.triton import LaunchConfig
+from sparrow.attention.triton import LaunchConfig, saved, tuning
+from sparrow.attention.triton.timing import read_limit, timed
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 Config = LaunchConfig | CudaConfig | None
@@ -125,6 +127,8 @@ FAMILIES = [
 ]
 FAMILY_BATCH = (64, 15_000)
 FAMILY_BUDGETS = (61, 221)
+TUNED_BATCHES = [(8, 30_000), FAMILY_BATCH]
+TURNS = 3  # measurements of the shipped and of the tuned configuration, in turn
 # Batches in other tables that have as many items as some family: sequences, tokens, kv heads,
 # group, head dim, budgets.
 ALSO_SWEPT = [(8, 30_000, 8, 2, 128, (61, 253)), (32, 30_000, 8, 4, 64, (381,))]
@@ -508,6 +512,45 @@ def families(limit: float) -> Row:
     return dict(B=B, L=L, families=rows)
 
 
+def tuned(limit: float) -> Row:
+    """Measure Triton's kernels as shipped and as tuned, in shapes that ``sparrow tune`` has tuned on
+    this GPU.
+
+    Raises SystemExit: there are none.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = []
+    for K, G, D, model in FAMILIES:
+        choices = saved.read(device, K, G, D, torch.bfloat16, 16)
+        if choices is None:
+            continue
+        pool = family_pool(K, D)
+        for (B, L), k in itertools.product(TUNED_BATCHES, FAMILY_BUDGETS):
+            case = Case(pool, B, L, G, k)
+            case.choice = Choice("triton")
+            shipped = tuning.choose(B * K, K, choices.target.head_bytes, device_limits(device))
+            turns = [(case.time(shipped, "step"), case.time(None, "step")) for _ in range(TURNS)]
+            row = dict(
+                model=model,
+                K=K,
+                G=G,
+                D=D,
+                B=B,
+                L=L,
+                k=k,
+                variant=str(choices.of(B)),
+                limit_us=case.bytes(case.top_k) / limit * 1e6,
+                shipped_us=[before["us"] for before, _ in turns],
+                tuned_us=[after["us"] for _, after in turns],
+            )
+            rows.append(row)
+            print(row, flush=True)
+        del pool, case
+    if not rows:
+        raise SystemExit("no shape is tuned on this GPU; run sparrow tune --shape 8,4,128 first")
+    return dict(tuned=rows)
+
+
 def sweep(limit: float) -> Row:
     """Measure the shipped configuration and those in ``SWEPT``."""
     B, L = FAMILY_BATCH
@@ -666,6 +709,11 @@ def main() -> None:
         action="store_true",
         help="only several new tokens of each sequence at a time, with both kernels",
     )
+    options.add_argument(
+        "--tuned",
+        action="store_true",
+        help="only shapes that sparrow tune has tuned on this GPU, as shipped and as tuned",
+    )
     options.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to")
     args = options.parse_args()
     Case.triton = args.triton
@@ -681,6 +729,8 @@ def main() -> None:
         name, result = "wide", several_tokens(limit)
     elif args.sweep:
         name, result = "decode_sweep", sweep(limit)
+    elif args.tuned:
+        name, result = "tune", tuned(limit)
     elif args.landmarks:
         name, result = "landmarks", landmarks(limit)
     else:

@@ -88,12 +88,21 @@ ALLOWED = {
         "attention.division",
         "attention.int8",
         "attention.pages",
+        "attention.reference",
+        "files",
     ],
     "engines": ["decoding", "engines.base", "engines.registry", "model", "rollout", "schedule"],
     "engines.base": ["mismatch", "rollout", "schedule"],
     "engines.registry": ["decoding", "engines.base", "settings"],
     "engines.measure": ["engines.base", "mismatch", "mismatch.tokens", "rollout", "schedule"],
-    "model": ["attention", "attention.api", "attention.pages", "model.scoring", "schedule"],
+    "model": [
+        "attention",
+        "attention.api",
+        "attention.pages",
+        "files",
+        "model.scoring",
+        "schedule",
+    ],
     "model.scoring": ["rollout"],
     "engines.responses": ["model", "rollout"],
     "engines.hf": [
@@ -176,7 +185,7 @@ ALLOWED = {
         "settings",
         "tasks",
     ],
-    "cli.terminal": ["audit.statistics", "calibrate", "mismatch", "schedule"],
+    "cli.terminal": ["attention.triton", "audit.statistics", "calibrate", "mismatch", "schedule"],
     "__main__": ["cli"],
 }
 PURE = [

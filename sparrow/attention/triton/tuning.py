@@ -1,8 +1,9 @@
 """Launch configurations for an H200, adapted to the limits of other devices;
 ``benchmarks/decode_kernels.py`` times them.
 
-Nothing is tuned at run time. On devices other than an H100 or H200 (such as A100, L40S or B200),
-the configurations respect the device's limits but are untested.
+Nothing is tuned at run time; ``sparrow tune`` chooses among variants of these configurations (see
+``saved``). On devices other than an H100 or H200 (such as A100, L40S or B200), the configurations
+respect the device's limits but are untested.
 """
 
 from __future__ import annotations

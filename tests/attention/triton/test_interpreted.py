@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("triton")
 
 FOLDER = Path(__file__).parent
-FILES = ("test_kernels.py", "test_forced.py")
+FILES = ("test_kernels.py", "test_forced.py", "test_search.py")
 
 
 def run(name):
