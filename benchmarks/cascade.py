@@ -175,9 +175,11 @@ def time_passes(
     bench: Any, points: Sequence[tuple[int, int]], keep: Save, graphs: dict[int, Any]
 ) -> None:
     """Time the passes of an engine that drafts; ``graphs`` is empty without guesses."""
-    from lossless import abandon, begin, runner
+    from lossless import abandon, begin, hold, runner
 
     drafter = runner(bench).speculator.drafter
+    if not graphs:
+        hold(bench, DRAFT_TOKENS)
     for batch, length in points:
         begin(bench, [length] * batch)
         for tokens in graphs or (1,):
@@ -259,10 +261,11 @@ def synthetic(arguments: argparse.Namespace, keep: Save) -> None:
             bench.finish()
         keep(None, start_s=time.monotonic() - began, kv_tokens=bench.kv_tokens)
         graphs: dict[int, Any] = {}
-        if arguments.child == "cascade":
-            graphs = captured(runner(bench).speculator.drafter)
-        if arguments.child != "stock":
-            time_passes(bench, arguments.points, keep, graphs)
+        with torch.inference_mode():  # as in the engine, whose tensors the passes change
+            if arguments.child == "cascade":
+                graphs = captured(runner(bench).speculator.drafter)
+            if arguments.child != "stock":
+                time_passes(bench, arguments.points, keep, graphs)
         measure_synthetic(arguments, bench, keep, rate, graphs)
 
 
@@ -291,17 +294,19 @@ def real_prompts(tokenizer: Any, path: Path, count: int, context: int) -> list[l
 
 
 def real_decoding(arm: str) -> Any:
-    """The settings of an arm: ``stock``, ``lossless``, or ``guess3`` for three guesses."""
+    """The settings of an arm: ``stock``, ``adaptive`` (lossless mode that chooses the number of
+    drafts), ``lossless`` (a fixed number), or ``guess3`` for three guesses.
+    """
     from sparrow import SparsitySchedule
     from sparrow.decoding import Decoding
 
     if arm == "stock":
         return None
-    guesses = 0 if arm == "lossless" else int(arm.removeprefix("guess"))
+    guesses = int(arm.removeprefix("guess")) if arm.startswith("guess") else 0
     return Decoding.lossless(
         SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=()),
         draft_tokens=DRAFT_TOKENS,
-        adapt_draft_tokens=False,
+        adapt_draft_tokens=arm == "adaptive",
         guess_tokens=guesses,
     )
 
@@ -309,6 +314,8 @@ def real_decoding(arm: str) -> Any:
 def real(arguments: argparse.Namespace, keep: Save) -> None:
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
+
+    from sparrow.vllm import plugin
 
     decoding = real_decoding(arguments.child)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
@@ -319,6 +326,7 @@ def real(arguments: argparse.Namespace, keep: Save) -> None:
     longest = max(len(prompt) for _, some in prompts for prompt in some)
     options: dict[str, Any] = json.loads(arguments.options)
     if decoding is not None:
+        plugin.register()
         options["additional_config"] = {"sparrow": decoding.to_dict()}
     began = time.monotonic()
     llm = LLM(
@@ -370,7 +378,10 @@ def real(arguments: argparse.Namespace, keep: Save) -> None:
 
 # --- processes ---
 
-ARMS = {"synthetic": ("stock", "lossless", "cascade"), "real": ("stock", "lossless", "guess3")}
+ARMS = {
+    "synthetic": ("stock", "lossless", "cascade"),
+    "real": ("stock", "adaptive", "guess3", "guess7"),
+}
 RUN = {"synthetic": synthetic, "real": real}
 
 

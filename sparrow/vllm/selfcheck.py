@@ -679,7 +679,8 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
 
     vocabulary = config.model_config.get_vocab_size()
     prompt = [(7919 * n + 13) % vocabulary for n in range(T)]
-    used: dict[int, list[int]] = {}  # blocks used in each group
+    # blocks used in each group; a pass over guesses may also write to vLLM's null block
+    used: dict[int, list[int]] = {number: [0] for number in range(len(groups))}
     sequences: list[_Sequence] = []
     for name in ("_sparrow_decode_", "_sparrow_dense_"):
         blocks = []
@@ -687,7 +688,7 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
             count = -(-room // group.kv_cache_spec.block_size)
             first = 1 + (len(sequences) * len(groups) + number) * half
             blocks.append(list(range(first, first + count)))
-            used.setdefault(number, []).extend(blocks[-1])
+            used[number].extend(blocks[-1])
         sequences.append(_Sequence(worker, name, tuple(blocks)))
     decoding, dense = sequences
 

@@ -8,7 +8,10 @@ import torch
 from tests.vllm import lossless_cases as cases  # isort: skip  before vLLM is imported
 import numpy as np
 
+from sparrow import attention
+from sparrow.errors import ConfigError
 from sparrow.model.history import guess
+from sparrow.vllm import selfcheck
 from sparrow.vllm.lossless import cascade, cascade_kernels
 from tests.vllm import tiny_vllm as tiny
 
@@ -88,7 +91,134 @@ def test_greedy_tokens_match_stock_vllm(made, m):
         assert counts["passes"] < drawn < counts["drafted"]
 
 
+@pytest.mark.parametrize("everything", [True, False])
+def test_guesses_that_fill_places_do_not_count_as_drafts(made, everything):
+    """Drafts that read everything are all accepted; guesses that no pass judged are not."""
+    folder, _ = made
+    with cases.engine(folder, lossless(6, pages=1000 if everything else 1, guess_tokens=2)) as llm:
+        cases.counters(llm), llm.collective_rpc("sparrow_acceptance")
+        cases.generate(llm, repetitive(150, 64, 90, seed=3), 60, temperature=1.0, seed=5)
+        told, counts = llm.collective_rpc("sparrow_acceptance")[0], cases.counters(llm)
+    judged = sum(each["drafts"] for each in told["bins"])
+    mean = sum(each["drafts"] * each["mean"] for each in told["bins"]) / judged
+    assert judged > 100 and counts["guessed"] > 50
+    assert mean > 0.999 if everything else mean < 0.99
+    assert counts["accepted"] < counts["drafted"]
+    # Each of a cycle's three passes drafts up to three tokens, of six.
+    cycles = told["cycles"][6]
+    assert counts["passes"] <= 3 * 3 * cycles and counts["drafted"] <= 6 * 3 * cycles
+    assert counts["drafted"] - counts["guessed"] >= counts["passes"]
+
+
+def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(made, monkeypatch):
+    folder, model = made
+    preempted = []
+    stock = cases.Scheduler._preempt_request
+    monkeypatch.setattr(
+        cases.Scheduler,
+        "_preempt_request",
+        lambda self, *a, **kw: preempted.append(1) or stock(self, *a, **kw),
+    )
+    asked = repetitive(90, 17, 70, 64, 33, 100, seed=3)
+    small = dict(
+        num_gpu_blocks_override=12, max_model_len=128, max_num_batched_tokens=48, max_num_seqs=6
+    )
+    with cases.engine(folder, lossless(4, guess_tokens=3), **small) as llm:
+        got = cases.generate(llm, asked, 60)
+    assert len(preempted) > 0
+    assert [len(c.token_ids) for c in got] == [min(60, 128 - len(p)) for p in asked]
+    cases.assert_greedy_and_dense(model, asked, got)
+
+
+@pytest.mark.parametrize("is_directed", [True, False])
+def test_passes_write_only_to_blocks_of_their_own_sequences(made, monkeypatch, is_directed):
+    """The last tokens of a pass may be beyond the blocks that vLLM has reserved. If they were not
+    directed to the null block, they would overwrite other sequences' blocks.
+    """
+    folder, _ = made
+    foreign, checked = [], []
+    stock = cascade.CascadeDrafter._run
+    begin = cascade_kernels.begin_history_kernel
+
+    class Undirected:
+        def __getitem__(self, grid):
+            def launch(*args, **named):
+                table = args[8].clone()
+                begin[grid](*args, **named)
+                args[8].copy_(table)
+
+            return launch
+
+    if not is_directed:
+        monkeypatch.setattr(cascade_kernels, "begin_history_kernel", Undirected())
+
+    def run(drafter, drafts, B):
+        vllm = drafter._vllm
+        table = drafter._blocks_SM
+        reserved = vllm.block_tables.num_blocks.gpu[0]
+        own = {0}
+        for row, index in enumerate(vllm.idx_mapping[:B].tolist()):
+            count = int(reserved[index])
+            own |= set(table[row, :count].tolist())
+            table[row, count:] = len(layers[0].kv_cache) - 1  # another sequence's
+        before = [selfcheck._bytes_of(layer).clone() for layer in layers]
+        stock(drafter, drafts, B)
+        for layer, old in zip(layers, before, strict=True):
+            changed = (selfcheck._bytes_of(layer) != old).any(1).nonzero()[:, 0].tolist()
+            foreign.extend(set(changed) - own)
+            checked.append(len(changed))
+
+    # With these lengths and drafts that are all accepted, some cycles end where a block ends.
+    with cases.engine(folder, lossless(4, pages=1000, guess_tokens=3), max_num_seqs=4) as llm:
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        layers = selfcheck.layers_of(worker.vllm_config)
+        monkeypatch.setattr(cascade.CascadeDrafter, "_run", run)
+        cases.generate(llm, repetitive(60, 55, 50, 45, seed=4), 30)
+    assert sum(checked) > 50
+    assert not foreign if is_directed else foreign
+
+
+def test_the_self_check_covers_passes_over_guesses(made, monkeypatch):
+    folder, _ = made
+    stock = attention.paged_decode
+    with cases.engine(folder, lossless(4, guess_tokens=3), checks_itself=True) as llm:
+        assert set(cases.counters(llm).values()) == {0}
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        runtime = worker.model_runner.speculator.runtime
+        for layer in selfcheck.layers_of(worker.vllm_config):
+            assert not selfcheck._bytes_of(layer).any()
+
+        @cases.wraps(stock)
+        def decode(*args, tokens=1, **named):
+            out = stock(*args, tokens=tokens, **named)
+            return out.mul_(1.01) if tokens > 1 else out
+
+        monkeypatch.setattr(attention, "paged_decode", decode)
+        refused = pytest.raises(ConfigError, match="when it decodes 4 new tokens of 1 rows")
+        with torch.inference_mode(), refused:
+            selfcheck.check_layers(
+                selfcheck.layers_of(worker.vllm_config), runtime, worker.vllm_config.model_config
+            )
+
+
 # --- sampling ---
+
+
+def test_a_seed_reproduces_samples_with_dense_log_probs(made):
+    folder, model = made
+    asked = repetitive(64, 133, seed=8)
+    with cases.engine(folder, lossless(6, pages=4, guess_tokens=3)) as llm:
+        answers = []
+        for _ in range(2):
+            llm.reset_prefix_cache()
+            answers.append(cases.generate(llm, asked, 24, temperature=0.8, seed=11))
+    first, second = answers
+    assert cases.tokens_of(first) == cases.tokens_of(second)
+    for prompt, completion in zip(asked, first, strict=True):
+        ids = list(completion.token_ids)
+        log_p = cases.dense(model, prompt, ids)[np.arange(len(ids)), ids]
+        assert np.abs(log_p - cases.logprobs_of(completion)).max() < 1e-4
+
 
 SAMPLES = {
     "exact": 20_000,
