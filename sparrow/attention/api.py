@@ -216,10 +216,14 @@ class Choice:
 
     implementation: Implementation
     few_rows: int = 0  # batches of up to this many rows are decoded with ``triton``
+    most_tokens: int | None = None  # rows with more new tokens are decoded with ``triton``
 
-    def of(self, rows: int) -> Implementation:
-        """Return the implementation that decodes a batch of ``rows`` rows."""
-        return "triton" if rows <= self.few_rows else self.implementation
+    def of(self, rows: int, tokens: int = 1) -> Implementation:
+        """Return the implementation that decodes a batch of ``rows`` rows with ``tokens`` new tokens
+        each.
+        """
+        is_wide = self.most_tokens is not None and tokens > self.most_tokens
+        return "triton" if is_wide or rows <= self.few_rows else self.implementation
 
     def __str__(self) -> str:
         few = f", triton for up to {self.few_rows} rows" if self.few_rows else ""
@@ -266,7 +270,7 @@ def choose(
         return Choice(asked)
     if reason:
         return Choice("triton")
-    return Choice("cuda", few_rows=cuda.few_rows(kv_heads, device))
+    return Choice("cuda", few_rows=cuda.few_rows(kv_heads, device), most_tokens=cuda.MOST_TOKENS)
 
 
 def update_landmarks(

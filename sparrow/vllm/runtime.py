@@ -221,6 +221,15 @@ class Runtime:
         """
         return self.passes.count(drafts)
 
+    def count_drafts(self) -> Tensor:
+        """Count the drafts of a cycle with guesses.
+
+        Returns:
+            int64 [2], to which the caller adds two sums over the sequences that drafted: their
+            drafts, and how many of these are guesses that no sparse pass has judged.
+        """
+        return self.passes.count_drafts()
+
     def count_plain_pass(self, computed: np.ndarray) -> None:
         """Count one dense pass of lossless mode in which every sequence gets one token, with no
         drafts before or after.
@@ -346,7 +355,7 @@ class Runtime:
             len(self.model.dense_layers),
         )
         if self.is_lossless:
-            self.passes.add_to(settled, self.model.layers)
+            self.passes.add_to(settled, self.model.layers, self.decoding.guess_tokens > 0)
         self._counts.update(settled)
 
 

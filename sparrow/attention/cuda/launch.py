@@ -30,6 +30,7 @@ from sparrow.attention.pages import FP8
 PAGE_SIZE = 16
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
+MOST_TOKENS = 1  # new tokens per sequence
 BINS = 1024
 CANDIDATES = 256
 SHARED = 16  # words in program.cuh's struct ``Shared``, besides 3 per warp
@@ -161,10 +162,10 @@ def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
     )
     if reason:
         raise ValueError(reason)
-    if batch.tokens > 1:
+    if batch.tokens > MOST_TOKENS:
         raise ValueError(
-            f"the CUDA kernel decodes one token per sequence, got {batch.tokens}; use "
-            "implementation='triton'"
+            f"the CUDA kernel decodes up to {MOST_TOKENS} new tokens per sequence, got "
+            f"{batch.tokens}; use implementation='triton'"
         )
     tensors = dict(
         keys=batch.k_cache,
