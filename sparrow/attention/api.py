@@ -216,14 +216,10 @@ class Choice:
 
     implementation: Implementation
     few_rows: int = 0  # batches of up to this many rows are decoded with ``triton``
-    most_tokens: int | None = None  # rows with more new tokens are decoded with ``triton``
 
-    def of(self, rows: int, tokens: int = 1) -> Implementation:
-        """Return the implementation that decodes a batch of ``rows`` rows with ``tokens`` new tokens
-        each.
-        """
-        is_wide = self.most_tokens is not None and tokens > self.most_tokens
-        return "triton" if is_wide or rows <= self.few_rows else self.implementation
+    def of(self, rows: int) -> Implementation:
+        """Return the implementation that decodes a batch of ``rows`` rows."""
+        return "triton" if rows <= self.few_rows else self.implementation
 
     def __str__(self) -> str:
         few = f", triton for up to {self.few_rows} rows" if self.few_rows else ""
@@ -240,9 +236,10 @@ def choose(
     dtype: torch.dtype,
     device: torch.device,
     landmark_dtype: LandmarkDtype = "auto",
+    tokens: int = 1,
 ) -> Choice:
-    """Choose the implementation that decodes a model of these sizes on ``device``: the requested
-    one or, if none is requested, the fastest.
+    """Choose the implementation that decodes a model of these sizes on ``device``, with ``tokens``
+    new tokens of each sequence at a time: the requested one or, if none is requested, the fastest.
 
     The CUDA kernel is the default where it is supported, except for batches with so few rows that
     it would leave most multiprocessors idle. For those, the Triton kernels are faster because
@@ -263,14 +260,14 @@ def choose(
 
     from sparrow.attention import cuda
 
-    reason = cuda.unsupported_reason(page_size, head_dim, group, dtype, device)
+    reason = cuda.unsupported_reason(page_size, head_dim, group, dtype, device, tokens)
     if asked == "cuda" and reason:
         raise ConfigError(reason)
     if asked is not None:
         return Choice(asked)
     if reason:
         return Choice("triton")
-    return Choice("cuda", few_rows=cuda.few_rows(kv_heads, device), most_tokens=cuda.MOST_TOKENS)
+    return Choice("cuda", few_rows=cuda.few_rows(kv_heads, device))
 
 
 def update_landmarks(

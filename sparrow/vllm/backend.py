@@ -457,6 +457,7 @@ class SparseImpl(VLLMClass):
             top_k = (
                 step.top_k if self.is_sparse_layer or step.everything is None else step.everything
             )
+            kernels = self.kernels if step.tokens == 1 else self.runtime.model.pass_kernels
             attention.paged_decode(
                 query[:decoded],
                 keys,
@@ -468,7 +469,7 @@ class SparseImpl(VLLMClass):
                 layout=self.runtime.layout,
                 scale=self.scale,
                 out=output[:decoded],
-                implementation=self.kernels.of(B, step.tokens),
+                implementation=kernels.of(B),
                 cache_scales=scales,
                 workspace=self.runtime.model.workspace,
                 head_budgets_K=self.head_budgets,
@@ -535,8 +536,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         runtime.model.quantization = vllm_config.model_config.quantization
         model_dtype = vllm_config.model_config.dtype if stored else spec.dtype
         runtime.cache.landmark_dtype = runtime.layout.landmark_type(model_dtype)
-        runtime.model.kernels = attention.choose(
-            config.kernels(vllm_config),
+        sizes: dict[str, Any] = dict(
             page_size=schedule.page_size,
             head_dim=spec.head_size,
             kv_heads=spec.num_kv_heads,
@@ -545,6 +545,11 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
             device=device,
             landmark_dtype=schedule.landmark_dtype,
         )
+        asked = config.kernels(vllm_config)
+        runtime.model.kernels = attention.choose(asked, **sizes)
+        if decoding.guess_tokens:
+            tokens = decoding.guess_tokens + 1
+            runtime.model.pass_kernels = attention.choose(asked, **sizes, tokens=tokens)
         # vLLM attaches layers in model order, so this one is the first.
         layer.impl.begins_step = True
     index = extract_layer_index(layer.layer_name)

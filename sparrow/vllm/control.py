@@ -317,7 +317,7 @@ def check(vllm_config: Any) -> None:
     if decoding.guess_tokens:
         steps = (
             f"{passes_of(decoding.draft_tokens)} sparse passes over {decoding.guess_tokens} guesses "
-            "from history"
+            f"from history ({model.pass_kernels})"
         )
     logger.info(
         f"Sparrow is lossless: {steps} draft {tokens} tokens ({model.backend}, "

@@ -40,6 +40,8 @@ class Model:
     quantization: str | None = None  # how vLLM quantises the weights
     # the implementation of ``sparrow.attention`` used for decoding
     kernels: Choice = field(default_factory=lambda: Choice("reference"))
+    # the implementation for passes over several tokens of a sequence, in an engine with guesses
+    pass_kernels: Choice = field(default_factory=lambda: Choice("reference"))
     workspace: DecodeWorkspace | None = None
     sparse_layers: list[int] = field(default_factory=list)
     dense_layers: list[int] = field(default_factory=list)
@@ -326,6 +328,7 @@ class Runtime:
         stored = self.cache.in_8_bits
         quantization = self.model.quantization
         copies = self.drafting.weights
+        guesses = self.decoding.guess_tokens
         settings = self.decoding.to_dict() if self.is_lossless else {}
         # The schedule may have changed since the start; ``schedule`` is the one in use.
         settings.pop("draft_schedule", None)
@@ -336,6 +339,7 @@ class Runtime:
             **settings,
             "backend": self.model.backend,
             "kernels": str(self.model.kernels),
+            **({"pass_kernels": str(self.model.pass_kernels)} if guesses else {}),
             "schedule": self.schedule.to_dict(),
             **({"draft_budget": self.budgets[self.pages.budget]} if len(self.budgets) > 1 else {}),
             "sparse_layers": self.model.sparse_layers,

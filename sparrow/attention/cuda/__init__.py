@@ -1,7 +1,6 @@
 """A CUDA kernel for page-sparse decoding on Hopper GPUs, compiled on the machine that runs it."""
 
 from sparrow.attention.cuda.launch import (
-    MOST_TOKENS,
     CudaConfig,
     Launches,
     check,
@@ -11,7 +10,6 @@ from sparrow.attention.cuda.launch import (
 )
 
 __all__ = [
-    "MOST_TOKENS",
     "CudaConfig",
     "Launches",
     "check",

@@ -30,7 +30,6 @@ from sparrow.attention.pages import FP8
 PAGE_SIZE = 16
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
-MOST_TOKENS = 1  # new tokens per sequence
 BINS = 1024
 CANDIDATES = 256
 SHARED = 16  # words in program.cuh's struct ``Shared``, besides 3 per warp
@@ -128,10 +127,15 @@ def few_rows(kv_heads: int, device: torch.device) -> int:
 
 
 def unsupported_reason(
-    page_size: int, head_dim: int, group: int, dtype: torch.dtype, device: torch.device
+    page_size: int,
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int = 1,
 ) -> str | None:
-    """Return a sentence that explains why the kernel does not support such a model on ``device``,
-    or None if it does.
+    """Return a sentence that explains why the kernel does not decode ``tokens`` new tokens at a time
+    of such a model on ``device``, or None if it does.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "the CUDA kernel needs a Hopper GPU (H100, H200); use the Triton kernels"
@@ -151,6 +155,11 @@ def unsupported_reason(
             f"{MAX_GROUP} and 16-bit or 8-bit caches, got pages of {page_size}, head dim "
             f"{head_dim}, group {group} and {dtype}; use the Triton kernels"
         )
+    if tokens > 1:
+        return (
+            f"the CUDA kernel decodes one token of a sequence at a time, got {tokens}; use the Triton "
+            "kernels"
+        )
     return None
 
 
@@ -158,15 +167,15 @@ def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
     """Raise ValueError for a batch that this kernel does not support."""
     check_for_kernels(batch, workspace)
     reason = unsupported_reason(
-        batch.layout.page_size, batch.head_dim, batch.group, batch.k_cache.dtype, batch.q_BHD.device
+        batch.layout.page_size,
+        batch.head_dim,
+        batch.group,
+        batch.k_cache.dtype,
+        batch.q_BHD.device,
+        batch.tokens,
     )
     if reason:
         raise ValueError(reason)
-    if batch.tokens > MOST_TOKENS:
-        raise ValueError(
-            f"the CUDA kernel decodes up to {MOST_TOKENS} new tokens per sequence, got "
-            f"{batch.tokens}; use implementation='triton'"
-        )
     tensors = dict(
         keys=batch.k_cache,
         values=batch.v_cache,
