@@ -2,8 +2,8 @@
 
     python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1]
     [--draft-weights fp8]
-        [--cache fp8] [--mixture] --out FILE
-    python benchmarks/lossless_check.py samples [--count 1000000] --out samples.json
+        [--cache fp8] [--mixture] [--guess-tokens 3] --out FILE
+    python benchmarks/lossless_check.py samples [--count 1000000] [--guess-tokens 2] --out samples.json
     python benchmarks/lossless_check.py invariant [--dtype bfloat16] --out invariant.json
 
 ``equal``: log-probs against transformers in float32, with the yardstick of ``vllm_check.py``;
@@ -83,6 +83,7 @@ def equal(arguments: argparse.Namespace) -> None:
         draft_tokens=DRAFT_TOKENS,
         adapt_draft_tokens=False,
         draft_weights=arguments.draft_weights,
+        guess_tokens=arguments.guess_tokens,
     )
     alone = arguments.tensor_parallel == 1
     shared = options(
@@ -318,7 +319,10 @@ def samples(arguments: argparse.Namespace) -> None:
         expected = enumerated(truth, sample_prompt())
         kept = SparsitySchedule(top_k=(1,), bin_tokens=100, recent_pages=1, dense_layers=())
         decoding = Decoding.lossless(
-            kept, draft_tokens=TOKENS - 1, adapt_draft_tokens=False
+            kept,
+            draft_tokens=TOKENS - 1,
+            adapt_draft_tokens=False,
+            guess_tokens=arguments.guess_tokens,
         ).to_dict()
         share = -(-arguments.count // arguments.processes)
         parts = [
@@ -363,6 +367,9 @@ def main() -> None:
     parser.add_argument(
         "--mixture", action="store_true", help="a mixture of experts, for equal and invariant"
     )
+    parser.add_argument(
+        "--guess-tokens", type=int, default=0, help="guesses per pass, for equal and samples"
+    )
     parser.add_argument("--count", type=int, default=1_000_000)
     parser.add_argument(
         "--processes",
@@ -372,6 +379,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    if arguments.what == "invariant" and arguments.guess_tokens:
+        parser.error("invariant takes no --guess-tokens; leave it out, or check equal or samples")
     if arguments.what != "equal" and (arguments.cache, arguments.draft_weights) != ("auto", "auto"):
         parser.error(
             f"{arguments.what} takes neither --cache nor --draft-weights; leave them out, or check equal"

@@ -168,11 +168,6 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
             f"kv_cache_dtype={dtype!r}; set kv_cache_dtype='auto', 'fp8' or {kv_cache.INT8!r}",
         ),
         (
-            decoding.guess_tokens > 0,
-            f"guess_tokens={decoding.guess_tokens} in vLLM, where a sparse pass drafts one token; "
-            "leave guess_tokens out, or use the engine hf",
-        ),
-        (
             dtype == kv_cache.INT8 and is_lossless,
             f"kv_cache_dtype={kv_cache.INT8!r} in lossless mode, because vLLM's own attention "
             "cannot read int8; set kv_cache_dtype='auto' or 'fp8', or mode 'lossy'",
@@ -200,6 +195,8 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         setup.check_supported(vllm_config)
         if decoding.draft_weights == "fp8":
             setup.check_draft_weights(vllm_config, on_cpu)
+        if decoding.guess_tokens:
+            setup.check_guesses(vllm_config, decoding)
     decoding.schedule.check_model(
         model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config, kv_cache
+from sparrow.vllm.lossless.setup import passes_of
 from sparrow.vllm.runtime import Runtime, find
 
 LOADED_IN_PLACE = ("TRITON", "BATCHED_TRITON")
@@ -45,7 +46,9 @@ def sparrow_counters(self: Any) -> dict[str, int]:
 
     In lossless mode, rows are those of draft steps, ``tokens_read`` includes verification, and
     ``tokens_held`` is the number of tokens that dense decoding would have read for the ``emitted``
-    tokens. ``drafted`` and ``accepted`` are numbers of tokens as well.
+    tokens. ``drafted`` and ``accepted`` are numbers of tokens as well. With ``guess_tokens``, rows
+    are those of sparse passes, ``passes`` is their number, and ``guessed`` is the number of drafts
+    that are guesses which no pass has judged.
     """
     return _runtime(self).counters()
 
@@ -310,8 +313,14 @@ def check(vllm_config: Any) -> None:
         if stored is None
         else f"; samples follow the policy with a KV cache in {kv_cache.NAMES[stored]}"
     )
+    steps = "sparse steps"
+    if decoding.guess_tokens:
+        steps = (
+            f"{passes_of(decoding.draft_tokens)} sparse passes over {decoding.guess_tokens} guesses "
+            f"from history ({model.pass_kernels})"
+        )
     logger.info(
-        f"Sparrow is lossless: sparse steps draft {tokens} tokens ({model.backend}, "
+        f"Sparrow is lossless: {steps} draft {tokens} tokens ({model.backend}, "
         f"{model.kernels}; dense layers: {model.dense_layers or 'none'}; {pages}{budgets}), and "
         f"vLLM's dense attention verifies them{drawn}{cache}; logits of drafts take "
         f"{drafting.logits_bytes / 2**30:.2f} GiB, {landmarks}, and drafts take up to "

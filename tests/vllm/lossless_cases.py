@@ -767,6 +767,27 @@ def with_a_fused_sampler(monkeypatch):
     return drawn
 
 
+def keep_rejected(monkeypatch):
+    """Keep the first rejected draft of each sequence instead of replacing it."""
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+    verify = rejection_sampler.rejection_sample
+
+    @wraps(verify)
+    def keep(*args, **named):
+        tokens, count = verify(*args, **named)
+        draft_sampled, first = args[2], args[3]
+        at = first[:-1] + count  # the last verified draft is the token after the accepted ones
+        rows = torch.arange(len(count))
+        rejected = at < first[1:]
+        tokens[rows[rejected], count[rejected].long() - 1] = draft_sampled[at[rejected].long()].to(
+            tokens.dtype
+        )
+        return tokens, count
+
+    monkeypatch.setattr(rejection_sampler, "rejection_sample", keep)
+
+
 SAMPLES = {
     "exact": 20_000,
     "any number of drafts": 20_000,
@@ -814,23 +835,7 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
             lambda *args, **named: stock(*args, **{**named, "is_drafting": False}),
         )
     elif variant == "no resampling":  # a rejected draft is kept
-        from vllm.v1.worker.gpu.spec_decode import rejection_sampler
-
-        verify = rejection_sampler.rejection_sample
-
-        @wraps(verify)
-        def keep_rejected(*args, **named):
-            tokens, count = verify(*args, **named)
-            draft_sampled, first = args[2], args[3]
-            at = first[:-1] + count  # the last verified draft is the token after the accepted ones
-            rows = torch.arange(len(count))
-            rejected = at < first[1:]
-            tokens[rows[rejected], count[rejected].long() - 1] = draft_sampled[
-                at[rejected].long()
-            ].to(tokens.dtype)
-            return tokens, count
-
-        monkeypatch.setattr(rejection_sampler, "rejection_sample", keep_rejected)
+        keep_rejected(monkeypatch)
     layout = dict(max_model_len=256, max_num_seqs=256, max_num_batched_tokens=4096)
     temperature = 0.8 if adapts else 1.0
     processing = {}

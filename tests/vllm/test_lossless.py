@@ -21,6 +21,8 @@ PARTS = {
     "adapters": ("adapters_cases.py", ""),
     "audit": ("audit_cases.py", ""),
     "mixture": ("mixture_cases.py", ""),
+    "cascade": ("cascade_cases.py", "not distribution"),
+    "cascade_distribution": ("cascade_cases.py", "distribution"),
     "selfcheck": ("selfcheck_cases.py", ""),
 }
 

@@ -25,6 +25,7 @@ from sparrow.errors import ConfigError, EngineError, UnsupportedModel
 from sparrow.schedule import ALL_PAGES
 from sparrow.vllm import config, control, fp8, versions
 from sparrow.vllm.counters import PLAIN_PASSES
+from sparrow.vllm.lossless import setup
 from sparrow.vllm.runtime import Runtime, find
 
 SCHEDULE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
@@ -555,9 +556,47 @@ def test_configurations_that_would_be_dense_or_wrong_are_refused(wrong, message)
         config.check_supported(vllm_config(**wrong), Decoding.lossy(SCHEDULE), on_cpu=True)
 
 
-def test_guess_tokens_are_refused_in_vllm():
-    with pytest.raises(ConfigError, match=r"guess_tokens=3 in vLLM, .*; leave guess_tokens out"):
-        config.check_supported(vllm_config(), Decoding.lossless(SCHEDULE, guess_tokens=3), True)
+def guessing(adapt_draft_tokens=False, **changes):
+    """Return the settings of a lossless engine with guesses."""
+    return Decoding.lossless(
+        SCHEDULE, adapt_draft_tokens=adapt_draft_tokens, **dict(guess_tokens=3) | changes
+    )
+
+
+@pytest.mark.parametrize(
+    "decoding, change, message",
+    [
+        (guessing(True), {}, "guess_tokens=3: .*; set adapt_draft_tokens to false"),
+        (guessing(drafter_invariant=True), {}, "drafter_invariant has not been tested"),
+        (guessing(draft_weights="fp8"), {}, "draft_weights 'fp8' has not been tested"),
+        (guessing(meter_schedule=SCHEDULE), {}, "meter_schedule has not been tested"),
+        (guessing(), dict(lora_config=object()), "LoRA adapters have not been tested"),
+        (guessing(), dict(tensor_parallel_size=2), "tensor parallelism has not been tested"),
+        (guessing(), dict(cache_dtype="fp8"), "kv_cache_dtype 'fp8' has not been tested"),
+        (guessing(), dict(method="block"), "rejection_sample_method 'block' has not been tested"),
+        (guessing(guess_tokens=16), {}, "set guess_tokens to 15 or less"),
+        (guessing(guess_tokens=7), dict(heads=64), "each token has 16; set guess_tokens to 3"),
+        (guessing(), dict(max_num_seqs=512), "reads 2048 tokens, more than .* lower max_num_seqs"),
+    ],
+)
+def test_guesses_are_refused_with_what_was_not_tested(decoding, change, message):
+    values = dict(tensor_parallel_size=1, cache_dtype="auto", method="standard", heads=16) | change
+    made = SimpleNamespace(
+        model_config=SimpleNamespace(
+            get_num_attention_heads=lambda _: values["heads"], get_num_kv_heads=lambda _: 4
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=values["tensor_parallel_size"]),
+        cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"]),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=values.get("max_num_seqs", 64), max_num_batched_tokens=1024
+        ),
+        speculative_config=SimpleNamespace(rejection_sample_method=values["method"]),
+        lora_config=values.get("lora_config"),
+    )
+    with pytest.raises(ConfigError, match=message):
+        setup.check_guesses(made, decoding)
+    if not change:
+        setup.check_guesses(made, guessing())
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
