@@ -31,9 +31,10 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+from common import qwen3
 from fp8_check import sampled
 from scipy import stats
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 from vllm_check import (
     SAMPLED,
@@ -290,7 +291,8 @@ def samples(arguments: argparse.Namespace) -> None:
     cuda = torch.cuda.is_available()
     note = notes(arguments.out)
     torch.manual_seed(3)
-    config = Qwen3Config(
+    config = qwen3(
+        "qwen3-1.7b",
         vocab_size=VOCAB,
         hidden_size=256,
         intermediate_size=256,
@@ -301,9 +303,6 @@ def samples(arguments: argparse.Namespace) -> None:
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         initializer_range=0.1,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
     )
     with tempfile.TemporaryDirectory() as folder:
         model = Qwen3ForCausalLM(config)
