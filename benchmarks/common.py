@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -63,6 +63,18 @@ def parser(about: str, out: str | None = None) -> argparse.ArgumentParser:
             "--out", type=Path, default=RESULTS / f"{out}.json", help="the JSON file to write"
         )
     return made
+
+
+def add_draft_weights(options: argparse.ArgumentParser) -> None:
+    """Add the option ``--draft-weights`` of scripts that measure lossless mode."""
+    from sparrow.decoding import DraftWeights
+
+    options.add_argument(
+        "--draft-weights",
+        choices=get_args(DraftWeights),
+        default="auto",
+        help="weights that drafts multiply with",
+    )
 
 
 def parse_states(
