@@ -27,13 +27,14 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
+from common import add_draft_weights, parser, qwen3
 from fp8_check import sampled
 from scipy import stats
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 from vllm_check import (
     SAMPLED,
@@ -49,7 +50,7 @@ from vllm_check import (
 )
 
 from sparrow import SparsitySchedule
-from sparrow.decoding import Decoding, DraftWeights
+from sparrow.decoding import Decoding
 from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm import VLLMEngine
 from sparrow.rollout import Sampling
@@ -291,7 +292,8 @@ def samples(arguments: argparse.Namespace) -> None:
     cuda = torch.cuda.is_available()
     note = notes(arguments.out)
     torch.manual_seed(3)
-    config = Qwen3Config(
+    config = qwen3(
+        "qwen3-1.7b",
         vocab_size=VOCAB,
         hidden_size=256,
         intermediate_size=256,
@@ -302,9 +304,6 @@ def samples(arguments: argparse.Namespace) -> None:
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         initializer_range=0.1,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
     )
     with tempfile.TemporaryDirectory() as folder:
         model = Qwen3ForCausalLM(config)
@@ -349,40 +348,33 @@ def samples(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=["equal", "samples", "invariant"])
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument(
-        "--draft-weights",
-        choices=get_args(DraftWeights),
-        default="auto",
-        help="weights that drafts multiply with, for equal",
-    )
-    parser.add_argument(
+    command = parser(__doc__)
+    command.add_argument("what", choices=["equal", "samples", "invariant"])
+    command.add_argument("--dtype", default="bfloat16")
+    command.add_argument("--tensor-parallel", type=int, default=1)
+    add_draft_weights(command)
+    command.add_argument(
         "--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache, for equal"
     )
-    parser.add_argument(
+    command.add_argument(
         "--mixture", action="store_true", help="a mixture of experts, for equal and invariant"
     )
-    parser.add_argument(
+    command.add_argument(
         "--guess-tokens", type=int, default=0, help="guesses per pass, for equal and samples"
     )
-    parser.add_argument("--count", type=int, default=1_000_000)
-    parser.add_argument(
+    command.add_argument("--count", type=int, default=1_000_000)
+    command.add_argument(
         "--processes",
         type=int,
         default=8,
         help="processes that draw samples, each with its engine on the same GPU",
     )
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
+    command.add_argument("--out", type=Path, required=True)
+    arguments = command.parse_args()
     if arguments.what == "invariant" and arguments.guess_tokens:
-        parser.error("invariant takes no --guess-tokens; leave it out, or check equal or samples")
+        command.error("invariant takes no --guess-tokens; leave it out, or check equal or samples")
     if arguments.what != "equal" and (arguments.cache, arguments.draft_weights) != ("auto", "auto"):
-        parser.error(
+        command.error(
             f"{arguments.what} takes neither --cache nor --draft-weights; leave them out, or check equal"
         )
     {"equal": equal, "samples": samples, "invariant": invariant}[arguments.what](arguments)

@@ -89,3 +89,27 @@ def test_the_committed_result_files_are_small(common):
     """Series that appear in neither a table nor a figure belong in the folder of a run."""
     files = [path for path in common.RESULTS.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 1.5e6
+
+
+def test_a_run_is_added_to_those_on_the_same_shape_only(common, tmp_path):
+    path = tmp_path / "new" / "result.json"
+    assert common.earlier_runs(path, "name", "qwen3-8b") == (
+        path,
+        {"shape": "qwen3-8b", "runs": []},
+    )
+    common.write(path, {"shape": "qwen3-8b", "runs": [{"gpu": "one"}]})
+    assert common.earlier_runs(path, "name", "qwen3-8b")[1]["runs"] == [{"gpu": "one"}]
+    with pytest.raises(ValueError, match="has runs on qwen3-8b, not qwen3-4b; pass another --out"):
+        common.earlier_runs(path, "name", "qwen3-4b")
+
+
+def test_without_a_path_runs_are_added_to_the_result_of_the_shape(common):
+    path, _ = common.earlier_runs(None, "no_such", "qwen3-4b")
+    assert path == common.RESULTS / "no_such_qwen3-4b.json"
+
+
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_no_token_ends_a_response_of_the_small_model(common, is_mixture):
+    config = common.small_qwen3(is_mixture)
+    assert config.vocab_size == common.SMALL_VOCAB and config.eos_token_id is None
+    assert getattr(config, "num_experts", None) == (16 if is_mixture else None)
