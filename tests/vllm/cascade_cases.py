@@ -91,6 +91,21 @@ def test_greedy_tokens_match_stock_vllm(made, m):
         assert counts["passes"] < drawn < counts["drafted"]
 
 
+def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(made):
+    folder, _ = made
+    asked = [
+        *repetitive(*cases.RAGGED * 2, words=4, seed=6),
+        *tiny.prompts(*cases.RAGGED * 2, seed=6),
+    ]
+    with cases.engine(folder) as llm:
+        expected = cases.tokens_of(cases.generate(llm, asked, 64, logprobs=None))
+    with cases.engine(folder, lossless(8, pages=4, guess_tokens=3)) as llm:
+        assert cases.tokens_of(cases.generate(llm, asked, 64, logprobs=None)) == expected
+        counts = cases.counters(llm)
+    drawn = counts["drafted"] - counts["guessed"]
+    assert 1.05 * counts["passes"] < drawn < counts["drafted"]
+
+
 @pytest.mark.parametrize("everything", [True, False])
 def test_guesses_that_fill_places_do_not_count_as_drafts(made, everything):
     """Drafts that read everything are all accepted; guesses that no pass judged are not."""
