@@ -106,7 +106,7 @@ def watch(worker: Any, vllm_config: Any) -> None:
     # vLLM's own speculators have no such method.
     speculator: Any = getattr(runner, "speculator", None)
     begin_step = getattr(speculator, "begin_step", None)
-    if begin_step is not None:
+    if getattr(speculator, "reads_history", False):
         speculator.tokens_SN = runner.req_states.all_token_ids.gpu
 
     @wraps(step)

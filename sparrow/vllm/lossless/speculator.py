@@ -34,8 +34,9 @@ class SparseSpeculator(DraftModelSpeculator):
     speculator of a draft model.
 
     ``plan`` is the plan for the next call of ``propose``. ``is_idle`` is true if the current step
-    neither verifies drafts nor produces any. ``tokens_SN`` contains the tokens of every sequence,
-    int32 ``[S, N]``, which vLLM updates before it calls ``propose``.
+    neither verifies drafts nor produces any. ``reads_history`` is true if drafts are made from
+    guesses. ``tokens_SN`` then contains the tokens of every sequence, int32 ``[S, N]``, which vLLM
+    updates before it calls ``propose``.
     """
 
     num_query_per_req = 1
@@ -52,7 +53,8 @@ class SparseSpeculator(DraftModelSpeculator):
         assert decoding is not None and self.draft_logits is not None
         self.plan = DraftPlan(self.num_speculative_steps, budget=0)
         self.is_idle = False
-        kind = CascadeDrafter if decoding.guess_tokens else SparseDrafter
+        self.reads_history = decoding.guess_tokens > 0
+        kind = CascadeDrafter if self.reads_history else SparseDrafter
         self.drafter: Drafter = kind(decoding, self)
         self._captures = False
 

@@ -137,7 +137,7 @@ def test_the_launcher_uses_the_choice_unless_a_configuration_is_given(monkeypatc
     batch = DecodeBatch(q, k, v, marks, table, rows, rows, q, PageLayout(), 1.0)
     workspace = DecodeWorkspace(4, 8, 4, 128, 8, "cpu")
     shipped = shipped_tables.choose(32, 8, 256, H200)
-    assert launch.Launches(batch, workspace).config is shipped
+    assert launch.Launches(batch, workspace).config == shipped
     saved._tuned.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(saved, "read", lambda device, *sizes: CHOICES)
