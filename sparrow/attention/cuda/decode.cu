@@ -19,12 +19,12 @@
 // them read the kept pages, and each sees the new tokens up to its own.
 //
 // Macros defined at compilation: D head dim, G query heads per KV head, K KV heads, NEW_TOKENS new
-// tokens of each row, PER_BLOCK pages per block of the cache, SINK and RECENT always-kept pages, BF16 (otherwise float16), FP8_CACHE
-// and FP8_LANDMARKS (e4m3, otherwise the queries' dtype), INT8_CACHE (scales per token and head,
-// attention/int8.py), WARPS, STAGES pages in flight per warp, RESIDENT programs that should fit on
-// a multiprocessor, EACH_RANKS whether every part of a row ranks the row's pages (otherwise, the
-// first part does so, and the others wait for its list), BINS for scores, and CANDIDATES, the
-// maximum number of scores ranked in a bin.
+// tokens of each row, PER_BLOCK pages per block of the cache, SINK and RECENT always-kept pages,
+// BF16 (otherwise float16), FP8_CACHE and FP8_LANDMARKS (e4m3, otherwise the queries' dtype),
+// INT8_CACHE (scales per token and head, attention/int8.py), WARPS, STAGES pages in flight per
+// warp, RESIDENT programs that should fit on a multiprocessor, EACH_RANKS whether every part of a
+// row ranks the row's pages (otherwise, the first part does so, and the others wait for its list),
+// BINS for scores, and CANDIDATES, the maximum number of scores ranked in a bin.
 
 #include "select.cuh"
 
@@ -499,8 +499,8 @@ struct Softmax {
 // Attends to the prefetched pages that are kept (`fetched_kept`, one bit per prefetched page), then
 // to every WARPS-th page of the range; STAGES pages are in flight.
 DEVICE void attend_pages(
-    const Program& p, const Queries<QUERIES>& queries, int fetched, u32 fetched_kept, const Range& range,
-    Softmax& softmax) {
+    const Program& p, const Queries<QUERIES>& queries, int fetched, u32 fetched_kept,
+    const Range& range, Softmax& softmax) {
   const int* const ids = p.a.rows + p.item * p.a.rows_row;
   const int first = range.begin + p.warp;
   const int own = first < range.end ? (range.end - range.begin - p.warp + WARPS - 1) / WARPS : 0;

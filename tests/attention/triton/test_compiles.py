@@ -29,6 +29,7 @@ from sparrow.attention.decode import (  # noqa: E402
 )
 from sparrow.attention.triton import launch  # noqa: E402
 from sparrow.attention.triton.forced import Call  # noqa: E402
+from sparrow.attention.triton.tuning import attend_bytes  # noqa: E402
 from sparrow.attention.triton.variants import ATTEND, RANK, Variant, fits  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -36,16 +37,20 @@ pytestmark = pytest.mark.slow
 E4M3 = torch.float8_e4m3fn
 KV_HEADS = 4
 BLOCKS = 8
+A100 = DeviceLimits(multiprocessors=108, shared_memory=163 * 1024)
 
 
-class Hopper:
+class Device:
     """A driver without a GPU."""
 
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self):
-        return "Hopper without a GPU"  # Triton caches kernels per device
+        return f"sm_{self.capability} without a GPU"  # Triton caches kernels per device
 
     def get_current_stream(self, device):
         return 0
@@ -61,7 +66,7 @@ def compiled(monkeypatch):
         kernels[self.fn.__name__] = run(self, *args, grid=grid, warmup=True, **kwargs)
 
     monkeypatch.setattr(triton.JITFunction, "run", compile_only)
-    monkeypatch.setattr(driver, "_active", Hopper())
+    monkeypatch.setattr(driver, "_active", Device(90))
     monkeypatch.setattr(launch, "_can_overlap", lambda x: True)
     return kernels
 
@@ -118,7 +123,7 @@ def test_decode_kernels_compile_and_fit_in_shared_memory(
 @pytest.mark.parametrize(
     "capability, limits",
     [
-        pytest.param(80, DeviceLimits(108, 163 * 1024), id="A100"),
+        pytest.param(80, A100, id="A100"),
         pytest.param(89, DeviceLimits(142, 99 * 1024), id="L40S"),
         pytest.param(100, DeviceLimits(148, 227 * 1024), id="B200"),
     ],
@@ -126,9 +131,7 @@ def test_decode_kernels_compile_and_fit_in_shared_memory(
 def test_shipped_and_tuned_kernels_compile_for_other_gpus(
     compiled, capability, limits, monkeypatch
 ):
-    target = GPUTarget("cuda", capability, 32)
-    monkeypatch.setattr(Hopper, "get_current_target", lambda self: target)
-    monkeypatch.setattr(Hopper, "get_current_device", lambda self: f"sm_{capability}")
+    monkeypatch.setattr(driver, "_active", Device(capability))
     monkeypatch.setattr(launch, "_can_overlap", lambda x: capability >= 90)
     monkeypatch.setattr(launch, "device_limits", lambda device: limits)
     batch = make_batch(64, 8, 128, 16, torch.bfloat16, 1)
@@ -141,6 +144,20 @@ def test_shipped_and_tuned_kernels_compile_for_other_gpus(
         launch.run(batch, workspace, config=config)
         for name, kernel in compiled.items():
             assert kernel.metadata.shared <= limits.shared_memory, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_the_most_queries_of_the_widest_heads_fit_in_an_a100(compiled, monkeypatch, dtype):
+    monkeypatch.setattr(driver, "_active", Device(80))
+    monkeypatch.setattr(launch, "_can_overlap", lambda x: False)
+    monkeypatch.setattr(launch, "device_limits", lambda device: A100)
+    batch = make_batch(1, 8, 256, 16, dtype, 8)
+    launches = launch.Launches(batch, DecodeWorkspace(1, KV_HEADS, 8, 256, 256, "cpu", 8))
+    launches.attend()
+    needed = compiled["attend_kernel"].metadata.shared
+    queries = launches.constants["CP"]
+    bound = attend_bytes(launches.config, 256 * dtype.itemsize, queries, 512)
+    assert needed <= bound <= A100.shared_memory
 
 
 @pytest.mark.parametrize("tokens", [1, 4])

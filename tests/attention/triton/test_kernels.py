@@ -1394,14 +1394,13 @@ def test_the_cuda_kernel_receives_all_arguments_of_a_step(monkeypatch):
         case.k_cache.stride(0),
         64,
     ]
-    case = make_case([333] * 20, [4] * 20, K=4, D=128, G=8, tokens=4)
-    cuda.run(case.batch(), make_workspace(case))
+    several = make_case([333] * 20, [4] * 20, K=4, D=128, G=8, tokens=4)
+    cuda.run(several.batch(), make_workspace(several))
     *_, (defines, shared_bytes, programs, _, fields) = launched
     config = cuda.launch.choose_config(80, 128, 32, H200, queries=32)
     assert (defines["G"], defines["NEW_TOKENS"], fields["count"]) == (8, 4, 20)
     assert shared_bytes == config.shared_bytes(256, 32)
     assert programs == 80 + config.division(80, 4, 132).extra_programs
-    case = make_case([333] * 20, [4] * 20, K=4, cache_dtype=INT8)
     unaligned = CacheScales(
         *(torch.zeros(*x.shape[:2], 40, dtype=x.dtype)[..., :32] for x in (case.scales.k,) * 2)
     )
