@@ -165,17 +165,27 @@ def lossless_draft_weights() -> str:
     return table([*head, "fixed number of drafts", "first 4 s", "after"], rows)
 
 
+def beside_float32(result: Row) -> str:
+    """Describe the errors of the log-probs of sampled tokens, over all checks of a run."""
+    sampled = [row for name, row in result.items() if name.startswith("sampled")]
+    missed, yardstick = ([row[of]["mean"] for row in sampled] for of in ("missed", "yardstick"))
+    return (
+        f"Log-probs differ from those of transformers in float32 by {min(missed):.4f} to {max(missed):.4f} on "
+        f"average, and those of transformers in bfloat16 by {min(yardstick):.4f} to {max(yardstick):.4f}."
+    )
+
+
 def lossless_exact_draft_weights() -> str:
     """Return one line on log-probs of tokens that were drafted with fp8 weights."""
     result = load("lossless_equal_draft_fp8")
-    sampled = [row for name, row in result.items() if name.startswith("sampled")]
-    missed, yardstick = ([row[of]["mean"] for row in sampled] for of in ("missed", "yardstick"))
     repeated = result["responses that a seed repeats"]
-    return (
-        f"Log-probs differ from those of transformers in float32 by {min(missed):.4f} to {max(missed):.4f} on "
-        f"average, and those of transformers in bfloat16 by {min(yardstick):.4f} to {max(yardstick):.4f}. With a "
-        f"seed, {repeated} responses repeat bit for bit.\n"
-    )
+    return f"{beside_float32(result)} With a seed, {repeated} responses repeat bit for bit.\n"
+
+
+def lossless_exact_guesses() -> str:
+    """Return one line on tokens and log-probs with drafts that are made from guesses."""
+    result = load("lossless_equal_guess3")
+    return f"{beside_stock(result)} {beside_float32(result)}\n"
 
 
 def rollout_seconds(name: str) -> tuple[Row, float]:
@@ -399,6 +409,7 @@ TABLES = {
     "lossless fp8 cache": lossless_fp8_cache,
     "lossless draft weights": lossless_draft_weights,
     "lossless exact draft weights": lossless_exact_draft_weights,
+    "lossless exact guesses": lossless_exact_guesses,
     "lossless rollout": lossless_rollout,
     "lossless whole": lossless_whole,
     "lossless short contexts": short_contexts,

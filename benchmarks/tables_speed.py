@@ -424,6 +424,31 @@ def families() -> str:
     return table(head, cells)
 
 
+def several_tokens() -> str:
+    """Tabulate decode steps over several new tokens, relative to one token with the default."""
+    by_case: dict[tuple[str, str], dict[int, Row]] = {}
+    for row in load("wide")["rows"]:
+        case = row["model"], f"{row['B']} x {row['L']:,}"
+        by_case.setdefault(case, {})[row["T"]] = row
+    cells = [
+        [
+            *case,
+            f"{rows[1]['cuda']['us']:.0f}",
+            *(
+                f"{row[kernel]['ratio']:.2f}x"
+                for kernel in ("cuda", "triton")
+                for row in rows.values()
+            ),
+        ]
+        for case, rows in by_case.items()
+    ]
+    tokens = [f"{T}" for T in next(iter(by_case.values()))]
+    head = ["shape", "sequences x tokens", "one token with CUDA, us"]
+    for kernel in ("CUDA", "Triton"):
+        head += [f"{kernel}: {tokens[0]} token", *(f"{T} tokens" for T in tokens[1:])]
+    return table(head, cells)
+
+
 TABLES = {
     "host time": host_time,
     "decode steps": decode_steps,
@@ -434,6 +459,7 @@ TABLES = {
     "log-prob cost": logprob_cost,
     "attention": attention,
     "attention families": families,
+    "several tokens": several_tokens,
     "uneven attention": uneven_attention,
     "head budgets": head_budgets,
     "other shapes": shapes,
