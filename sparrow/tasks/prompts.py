@@ -209,8 +209,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, rendered: bool = False
 
 
 def check_read(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> None:
-    """Log a warning if there are notably many characters in the prompts that the tokenizer cannot
-    read.
+    """Log a warning if the tokenizer cannot read a notable share of the prompts' characters.
 
     Raises ConfigError: it cannot read at least half of the characters.
     """

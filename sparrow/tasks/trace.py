@@ -37,8 +37,8 @@ from sparrow.tasks.vocabulary import LINKS, NAMES, check_answer, stated_answer
 
 @dataclass(frozen=True)
 class Trace(Settings):
-    """Random programs with ``lines`` lines. At any time, at most ``lines / 4`` values are waiting
-    to be used.
+    """Random programs with ``lines`` lines. At any time, up to ``lines // 4`` values (at least 2)
+    may be waiting to be used.
 
     Raises ConfigError: there are fewer than 2 lines, or ``slip`` is outside [0, 1).
     """

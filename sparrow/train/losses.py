@@ -1,4 +1,4 @@
-"""The clipped policy objective, exact under gradient accumulation.
+"""The clipped policy objective, which is exact under gradient accumulation.
 
 Shapes: B sequences, T response tokens (right-padded).
 
@@ -25,14 +25,16 @@ from sparrow.train.config import LossConfig, Normalization
 class Normalizers:
     """Denominators of one optimiser step, over all its micro-batches and ranks.
 
-    They count the same tokens as the numerators, so leaving out a token does not reduce the share
-    of any other token.
+    They count the same tokens as the numerators. If a token is left out, the share of every other
+    token therefore does not shrink.
     """
 
-    sequences: int  # Sequences with at least one token.
-    tokens: int  # Tokens of all sequences.
+    sequences: int  # Number of sequences with at least one token.
+    tokens: int  # Number of tokens of all sequences.
     max_length: (
-        int  # Longest response allowed, in tokens: the constant of the dr_grpo normalisation.
+        # Maximum length of a response in tokens, which is the constant of the dr_grpo
+        # normalisation.
+        int
     )
 
     def __post_init__(self) -> None:
@@ -43,8 +45,8 @@ class Normalizers:
 
 
 def count_normalizers(mask_BT: Tensor, max_length: int) -> Normalizers:
-    """Count the normalizers of a step whose full batch has this mask; counts are 1 if the mask is
-    all false, as every sum is then 0.
+    """Count the normalizers of a step from the mask of the full batch. If the mask is all false,
+    every sum is 0, and counts are set to 1.
     """
     sequences = int(mask_BT.any(1).sum())
     tokens = int(mask_BT.sum())
@@ -91,7 +93,7 @@ def policy_loss(
             "[B, T] and advantages [B]."
         )
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
-    # Padding is replaced before any exp: an infinity there would cause NaN gradients even when
+    # Padding is replaced before any exp. An infinity there would cause NaN gradients, even if
     # multiplied by 0.
     log_ratio_BT = torch.where(mask_BT, logp_BT.to(dtype) - old_logp_BT.detach().to(dtype), 0.0)
     weight_BT = torch.where(mask_BT, weight_BT.detach().to(dtype), 0.0)
@@ -165,13 +167,13 @@ def _total(
 
 
 def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Merge the metrics of a step's micro-batches: the maximum of each `*_max`, and the sum of
+    """Merge the metrics of a step's micro-batches: take the maximum of each `*_max`, and the sum of
     every other metric.
     """
     merged: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
-            if name.endswith("_max"):  # NaN counts as the largest; Python's max might drop it
+            if name.endswith("_max"):  # this keeps a NaN, which Python's max might drop
                 merged[name] = max(merged.get(name, value), value, key=lambda x: (math.isnan(x), x))
             else:
                 merged[name] = merged.get(name, 0.0) + value
@@ -179,9 +181,9 @@ def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def check_finite(metrics: Mapping[str, float], max_log_ratio: float) -> None:
-    """Check the metrics of `policy_loss`, together with the gradient norm.
+    """Check the metrics of `policy_loss` and the gradient norm.
 
-    Call this before the optimiser step, while the weights are still those of the last good step.
+    Call this before the optimiser step, when the weights are still those of the last good step.
 
     Raises TrainingDiverged: a metric is not finite, or log_ratio_abs_max exceeds max_log_ratio.
     """
