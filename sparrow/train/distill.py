@@ -48,7 +48,7 @@ class Adapter:
     Args:
         model: the policy. Its forward pass stays bitwise the same.
         config: the settings of the adapter.
-        schedule: the schedule that the actor decodes under.
+        schedule: the schedule under which the actor decodes.
 
     Raises ConfigError: the schedule is dense, so there is nothing to distil; the model does not
     have the layers; or the adapter to start from cannot be read or belongs to a different model.
@@ -206,7 +206,7 @@ class Distiller:
     Args:
         model: the policy.
         config: the configuration of the whole run.
-        schedule: the schedule that the actor decodes under.
+        schedule: the schedule under which the actor decodes.
 
     Raises ConfigError: see ``Adapter``.
     """

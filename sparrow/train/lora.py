@@ -99,8 +99,8 @@ def check_lora(
 ) -> None:
     """Check that a LoRA fits the model. ``setting`` is the name of its rank on the command line.
 
-    Raises ConfigError: a name matches no linear layer, or the rank is larger than that of any
-    matrix in these layers can be.
+    Raises ConfigError: a name matches no linear layer, or the rank exceeds the maximum rank of all
+    these layers' weight matrices.
     """
     # the head may be tied to the embeddings, which cannot have a LoRA
     head = model.get_output_embeddings()
