@@ -57,7 +57,7 @@ def test_independent_logit_errors_add_in_quadrature_in_the_tail(noise):
             )
 
 
-def test_the_interval_of_relative_p5_combines_those_of_p5_and_the_ceiling():
+def test_the_interval_of_relative_p5_combines_the_intervals_of_p5_and_the_ceiling():
     estimate, lower, upper = relative_span((0.87, 0.86, 0.88), (0.95, 0.94, 0.96))
     assert estimate == pytest.approx(0.88)
     # (0.13^2 - 0.05^2) + hypot(0.14^2 - 0.13^2, 0.05^2 - 0.04^2) = 0.0144 + 0.002846

@@ -63,7 +63,7 @@ def test_buffers_fit_in_shared_memory_and_tiles_suit_the_tensor_cores(
         (512, 1, 256),
     ],
 )
-def test_small_batches_use_several_ranking_programs_per_item_and_extra_programs(
+def test_small_batches_use_several_ranking_programs_per_item_and_extra_attention_programs(
     items, splits, extra
 ):
     config = choose(items, 8, 256, H200)

@@ -44,7 +44,7 @@ def test_an_audit_of_a_biased_actor_exits_with_1_and_reports_the_bias(capsys):
     assert "biased, at a significance level of 0.01" in printed and "corrected p =" in printed
 
 
-def test_an_audit_with_an_open_verdict_exits_with_2(capsys):
+def test_an_audit_that_cannot_tell_exits_with_2(capsys):
     code, printed = status(capsys, *MODEL, "--count", "32", "--max-new-tokens", "2")
     assert code == 2
     assert "cannot tell" in printed and "times as many tokens" in printed
