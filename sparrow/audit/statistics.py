@@ -513,7 +513,7 @@ def _doubts(
         if off > resolution and off > -NormalDist().inv_cdf(strictest / 2) * f.dense.error:
             yield (
                 f"the dense arm itself is off by {off:.2%} of the tokens ({f.name}); score with "
-                "the weights, the temperature and the truncation that the engine samples with"
+                "the same weights, temperature and truncation as the engine"
             )
 
 

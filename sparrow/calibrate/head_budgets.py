@@ -146,7 +146,7 @@ def find(
     if uneven <= without:
         raise ConfigError(
             f"with {unit * UNITS} pages kept by score, p5 is {without:.3f} without head_budgets "
-            f"and {uneven:.3f} with the head_budgets found per {by}; leave head_budgets out"
+            f"and {uneven:.3f} with the head_budgets found for {by}; leave head_budgets out"
         )
     return layout.replace(
         head_budgets=budgets, provenance={**layout.provenance, "head_budgets": found}

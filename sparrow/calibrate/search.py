@@ -301,8 +301,8 @@ def _joined(acceptance: Acceptance, bin_tokens: int) -> np.ndarray:
         if not _is_thin(acceptance, bins <= b):
             return np.maximum(bins, b)
     raise ConfigError(
-        f"{len(bins)} tokens of {len(np.unique(acceptance.sequence))} sequences were measured, but "
-        f"a confidence interval needs at least {100 * MIN_SEQUENCES // PERCENTILE} tokens of "
+        f"{len(bins)} tokens from {len(np.unique(acceptance.sequence))} sequences were measured, "
+        f"but a confidence interval needs at least {100 * MIN_SEQUENCES // PERCENTILE} tokens of "
         f"{MIN_SEQUENCES} sequences; sample more"
     )
 

@@ -99,8 +99,8 @@ class Tau(NamedTuple):
             )
         return (
             f"at lengths {b.start}-{b.end} dense rollouts of this engine have p5 {b.ceiling:.3f} "
-            f"[{b.ceiling_low:.3f}, {b.ceiling_high:.3f}], {what}, or bring engine and trainer "
-            "closer (precision, longer lists)"
+            f"[{b.ceiling_low:.3f}, {b.ceiling_high:.3f}], {what}, or make engine and trainer "
+            "agree more closely (precision, longer lists)"
         )
 
 

@@ -84,6 +84,7 @@ def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) ->
         return None
     return (
         f"whether {tau.statistic} of acceptance reaches {tau.value:g} is unknown at lengths "
-        f"{b.start}-{b.end}, because with the actor's lists of {top_n} tokens it may be anywhere "
-        f"between {b.lower_bound:.3f} and {b.upper_bound:.3f}; use longer lists ({option})"
+        f"{b.start}-{b.end}, because with the actor's lists of {top_n} tokens, {tau.statistic} may "
+        f"be anywhere between {b.lower_bound:.3f} and {b.upper_bound:.3f}; use longer lists "
+        f"({option})"
     )

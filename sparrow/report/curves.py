@@ -153,7 +153,7 @@ PANELS: dict[str, list[Panel]] = {
     ],
     "Importance correction": [
         Panel("Effective sample size", "share", SIZES, 0),
-        Panel("Tokens cut and left out, sequences left out", "%", LEFT_OUT, 0),
+        Panel("Tokens clipped, tokens masked, sequences dropped", "%", LEFT_OUT, 0),
         Panel(
             "KL(actor ‖ policy)", "nats per token", of(k1="correction.kl_k1", k3="correction.kl_k3")
         ),

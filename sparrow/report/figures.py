@@ -90,15 +90,15 @@ def _acceptance(logs: Logs) -> list[Figure]:
     last = Figure(
         "p5 by length at the last step",
         partial(draw_last_tail, logs=logs),
-        "dots (of a second run, diamonds): lower bounds with their 95 % interval from resampling "
-        "responses; triangles: upper bounds; grey: the ceiling (p5 of dense rollouts with the same "
-        "pair of engines), which is the noise floor",
+        "dots (diamonds for a second run): lower bounds with their 95 % interval from resampling "
+        "responses; triangles: upper bounds; grey: the ceiling (p5 of dense rollouts with the "
+        "same pair of engines), which is the noise floor",
     )
     distribution = Figure(
         "Distribution of acceptance",
         partial(draw_acceptance, logs=logs),
-        "share of tokens by acceptance rate (lower bound), on a log scale, "
-        "as most are accepted almost surely",
+        "share of tokens by acceptance rate (lower bound), on a log scale, because most tokens "
+        "are accepted almost surely",
     )
     return [*by_step, last, distribution]
 

@@ -64,7 +64,7 @@ def setup_rows(log: RunLog) -> list[NamedValue]:
     if not log.is_sparse:
         return [*texts.items(), DENSE]
     if log.follows_p5 and now.is_dense:
-        schedule = f"auto: {schedule}, until p5 leaves room for less"
+        schedule = f"auto: {schedule} until p5 allows fewer pages"
     return [*texts.items(), ("schedule", schedule)]
 
 

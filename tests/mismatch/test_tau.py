@@ -119,7 +119,10 @@ def test_a_tau_that_dense_rollouts_miss_is_reported_in_one_sentence():
         said is not None
         and "dense rollouts of this engine have p5 0.951 [0.948, 0.955], so no schedule" in said
     )
-    assert "can be shown to reach 0.98; lower tau, or bring engine and trainer closer" in said
+    assert (
+        "can be shown to reach 0.98; lower tau, or make engine and trainer agree more closely"
+        in said
+    )
     assert Tau(0.955).out_of_reach(bins) is None
     # Relative to the ceiling, 0.9 is far enough away, but 0.99 cannot be distinguished from it.
     assert Tau(0.9, relative=True).out_of_reach(bins) is None

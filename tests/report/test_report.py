@@ -62,7 +62,7 @@ FIGURES = [
     "Gradient norm",
     "Clipped tokens",
     "Effective sample size",
-    "Tokens cut and left out, sequences left out",
+    "Tokens clipped, tokens masked, sequences dropped",
     "KL(actor ‖ policy)",
     "Rollout throughput",
     "Time by phase",
@@ -1054,7 +1054,7 @@ def test_an_auto_schedule_counts_as_sparse_even_while_it_reads_everything(tmp_pa
     row = bounded(1, **MODES["dense"])
     log = RunLog.load(write_run(tmp_path, [row], schedule="auto"))
     assert log.is_sparse and dict(setup_rows(log)) == {
-        "schedule": "auto: dense, until p5 leaves room for less"
+        "schedule": "auto: dense until p5 allows fewer pages"
     }
     assert dict(summary_rows(tmp_path))["p5 at 0-100 tokens"] == OWN_SAMPLES
 

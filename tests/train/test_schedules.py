@@ -251,7 +251,7 @@ def test_the_guard_warns_about_loose_bounds_without_raising_an_alarm():
             None
             if step != 2
             else "whether p5 of acceptance reaches 0.84 is unknown at lengths 0-2000, because with the "
-            "actor's lists of 20 tokens it may be anywhere between 0.310 and 0.990; use longer lists "
+            "actor's lists of 20 tokens, p5 may be anywhere between 0.310 and 0.990; use longer lists "
             "(rollout.top_n)"
         )
 

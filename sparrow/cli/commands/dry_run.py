@@ -110,7 +110,9 @@ def dry_run(command: TrainOptions) -> None:
             command.task, command.dataset, None, room, command.reward.function, command.chat
         )
         size = (
-            f"{len(task):,} problems" if hasattr(task, "__len__") else "problems as they are drawn"
+            f"{len(task):,} problems"
+            if hasattr(task, "__len__")
+            else "an endless stream of problems"
         )
         rows.append(
             (

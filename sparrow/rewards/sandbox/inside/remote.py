@@ -159,7 +159,7 @@ class Remote:
             if self._way not in (None, way):
                 raise CannotCrossError(
                     "the tests read an object of the program's own class both by index and by "
-                    "iteration, and its class may answer the two differently; return a list"
+                    "iteration, and its class may answer differently each way; return a list"
                 )
             self.__dict__["_way"] = way
         if self._read_at != self._exchange.changes:
@@ -300,9 +300,9 @@ def _binary(name: str, reverse: bool) -> Callable[[Remote, Any], Any]:
     def apply(self: Remote, other: Any) -> Any:
         if self._exchange.strict and not isinstance(other, Remote):
             raise CannotCrossError(
-                f"an object of the program's own class cannot be combined with the "
-                f"tests' {type(other).__name__} ({name}), since the class would learn what is "
-                "expected"
+                "an object of the program's own class cannot be combined with the tests' "
+                f"{type(other).__name__} ({name}), because the class would then see the expected "
+                "value"
             )
         return self._do(name, *((other, self) if reverse else (self, other)))
 
