@@ -131,7 +131,7 @@ def test_a_tau_that_dense_rollouts_miss_is_reported_in_one_sentence():
         said is not None
         and "and relative tau 0.99 lets p5 fall to 0.950, which is not significantly lower" in said
     )
-    assert "lower relative tau, sample more responses, or bring" in said
+    assert "lower relative tau, sample more responses, or make" in said
     assert Tau(0.99, relative=True).out_of_reach([measured(0.9)]) is None
 
 
