@@ -83,7 +83,8 @@ class Tokens:
     ``before`` are nan.
     """
 
-    before: Floats  # [T], mass of the tokens before this one, sorted by descending probability
+    # [T], total probability of the tokens that precede this one in order of probability
+    before: Floats
     p: Floats  # [T], the token's probability
     entropy: Floats  # [T], entropy of the distribution, in nats
     sequence: Ints  # [T], index of the token's sequence, in ascending order
@@ -139,7 +140,7 @@ class Verdict:
     status: Status
     reasons: tuple[str, ...]
     findings: tuple[Finding, ...]
-    level: float  # the probability of calling an exact engine biased
+    level: float  # the probability that an exact engine is called biased
     resolution: float  # the largest ``detectable`` at which an engine may be called exact
     # a bias that moves this share of the tokens to likelier ranks would have been detected
     detectable: float
@@ -531,7 +532,9 @@ def _described(finding: Finding) -> str:
 
 
 class Cells(NamedTuple):
-    """Values as in ``Tokens``, ``[T]`` each, and a mask of the values that a list determines."""
+    """Values as in ``Tokens``, each ``[T]``, and a mask that shows which values the lists
+    determine.
+    """
 
     before: Floats
     p: Floats

@@ -302,7 +302,7 @@ def _joined(acceptance: Acceptance, bin_tokens: int) -> np.ndarray:
             return np.maximum(bins, b)
     raise ConfigError(
         f"{len(bins)} tokens from {len(np.unique(acceptance.sequence))} sequences were measured, "
-        f"but a confidence interval needs at least {100 * MIN_SEQUENCES // PERCENTILE} tokens of "
+        f"but a confidence interval needs at least {100 * MIN_SEQUENCES // PERCENTILE} tokens from "
         f"{MIN_SEQUENCES} sequences; sample more"
     )
 

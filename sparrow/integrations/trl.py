@@ -152,7 +152,7 @@ class SparseGRPOTrainer(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """See ``transformers.Trainer``; adds the measurements since the last training log."""
+        """See ``transformers.Trainer``. Also add the measurements since the last training log."""
         if self.model.training:
             logs |= self._counted()
             if self._measured:

@@ -117,7 +117,8 @@ def relative_span(p5: Span, ceiling: Span) -> Span:
     (Zou and Donner, "Construction of confidence limits about effect measures: a general approach",
     Statistics in Medicine 2008). The result is too wide if both terms come from the same tokens.
     """
-    # Squares of rejected shares: the low end of a p5 becomes the high end of its square.
+    # These are squares of rejected shares, so the low end of a p5 becomes the high end of its
+    # square.
     (x, x_high, x_low), (c, c_high, c_low) = (1 - np.array([p5, ceiling])) ** 2
 
     # The maxima are needed because a bootstrap interval may not contain its estimate.

@@ -18,9 +18,9 @@ OWN_SAMPLES = "samples are the dense policy's own"
 
 
 def summary_rows(run_dir: str | Path) -> list[NamedValue]:
-    """Build the closing table of a run, as (name, value): steps, reward, tokens and KV read. For
-    sparse rollouts, the table includes the tail of acceptance by length bin; for dense rollouts, a
-    hint on how to make them sparse.
+    """Build the closing table of a run, as (name, value) pairs: steps, reward, tokens and KV read.
+    For sparse rollouts, the table includes the tail of acceptance by length bin; for dense
+    rollouts, a hint on how to make them sparse.
 
     Raises ConfigError: the folder is not a run directory, the run has no finished step, or a file
     is damaged.

@@ -1,11 +1,11 @@
 r"""Extract mathematical answers from responses, and compare them with reference answers.
 
-Equivalence is decided by math-verify (Hugging Face, Apache-2.0). It runs in worker processes
-because sympy can hang on an adversarial answer such as ``9^{9^{9^9}}``, and only killing the
-process stops it. A worker (``math_worker``) is a fresh interpreter: it never imports torch, shares
-nothing with a CUDA context, and does not run the caller's ``__main__`` again, as
-``multiprocessing`` would. It forks the process that compares, which the kernel ends at its limit;
-the next fork does not need to import anything.
+Equivalence is decided by math-verify (Hugging Face, Apache-2.0). It runs in worker processes,
+because sympy can hang on an adversarial answer such as ``9^{9^{9^9}}`` and can then only be stopped
+by killing its process. A worker (``math_worker``) is a fresh interpreter: it never imports torch,
+shares nothing with a CUDA context, and does not run the caller's ``__main__`` again, as
+``multiprocessing`` would. A worker forks the process that compares. The kernel ends that process at
+its limit, and the next fork does not have to import anything.
 """
 
 from __future__ import annotations

@@ -257,8 +257,8 @@ def _executed(test: str, candidate: bool) -> str:
     The code must contain a statement, a test function, a test class or, with a ``candidate``, the
     function ``check``.
 
-    Raises ValueError: the test code executes nothing, so every program would pass, or does not
-    compile.
+    Raises ValueError: the test code does not compile, or it executes nothing, so every program
+    would pass.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # such as warnings about the escape \d

@@ -12,8 +12,8 @@ Kept tokens and the loss: masked-out tokens have weight 0, so the loss may still
 number of all response tokens, as IcePop, Sparse-RL and M2PO define it. Each remaining token's share
 of the gradient is then unchanged.
 
-Metrics, over response tokens (r = p/q raw, w the weight, 0 where masked out) and over sequences
-with a response:
+Metrics, over response tokens and over sequences with a response. r is the ratio p/q, and w is the
+weight, which is 0 for masked-out tokens:
   ess_token                  (sum w)^2 / (N sum w^2): effective sample size, as a share of the N
                              tokens
   ess_sequence               the same for each sequence's mean weight

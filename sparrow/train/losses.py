@@ -62,7 +62,8 @@ def policy_loss(
     config: LossConfig,
     normalizers: Normalizers,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Compute the loss (scalar, differentiable in logp_BT only) and metrics of one micro-batch.
+    """Compute the loss and the metrics of one micro-batch. The loss is a scalar, and differentiable
+    in logp_BT only.
 
     Per token, with rho = pi_theta / p_old: weight * -min(rho A, clip(rho, 1 - clip_low, 1 +
     clip_high) A): Sparrow, arXiv 2606.08446, training objective; the two clip widths are DAPO's,
@@ -75,11 +76,11 @@ def policy_loss(
 
     logp_BT, old_logp_BT [B, T]: log-probs of the sampled tokens under the trained policy and under
     the dense policy at rollout time. advantages_B [B]. weight_BT [B, T]: Correction.weight_BT.
-    mask_BT bool [B, T]: the tokens that count, here and in normalizers: those of all responses that
-    are trained on, including tokens that the correction masked out (weight 0).
+    mask_BT bool [B, T]: the tokens that the loss and the normalizers count. These are the tokens of
+    all responses that are trained on, including tokens that the correction masked out (weight 0).
 
-    Metrics. All but loss and *_max are means over normalizers.tokens; all but *_max add up over
-    micro-batches (`merge_metrics`):
+    Metrics, which are means over normalizers.tokens, except loss and *_max, and which add up over
+    micro-batches, except *_max (see `merge_metrics`):
       loss; clip_low_fraction, clip_high_fraction: tokens at which the lower or upper clip is
       active; ratio_mean: of rho; approx_kl: KL(p_old || pi_theta) as the mean of rho - 1 - log rho;
       log_ratio_abs_max. With dual clip also clip_c_fraction: tokens at which it is active.
@@ -140,8 +141,8 @@ def reference_loss(
     ``policy_loss``.
 
     ref_logp_BT [B, T]: log-probs under the reference policy. mask_BT bool [B, T]: the tokens that
-    count, here and in normalizers: all response tokens. Metrics: loss, and kl, the mean over
-    normalizers.tokens.
+    the loss and the normalizers count, which are all response tokens. Metrics: loss, and kl, the
+    mean over normalizers.tokens.
     """
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
     log_away_BT = torch.where(mask_BT, ref_logp_BT.detach().to(dtype) - logp_BT.to(dtype), 0.0)
