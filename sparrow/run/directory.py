@@ -137,7 +137,7 @@ class LoggedResponse:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The part of a checkpoint that is not weights, optimiser state or random states."""
+    """Everything in a checkpoint except the weights, the optimiser state and the random states."""
 
     step: int  # finished steps
     cursor: int  # index of the next problem

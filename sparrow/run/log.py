@@ -205,8 +205,8 @@ class RunLog:
         )
 
     def sparse_bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
-        """Select the ``bins`` in which a sparse actor sampled. Only there are bounds on acceptance
-        meaningful.
+        """Select the ``bins`` in which a sparse actor sampled. Bounds on acceptance are meaningful
+        only in these bins.
         """
         up_to = self.dense_up_to(index)
         return tuple(b for b in self.bins(index) if b.end > up_to)

@@ -1,4 +1,4 @@
-"""Reward functions of the user, which replace a dataset's verifier.
+"""User-defined reward functions, which replace a dataset's verifier.
 
 Three signatures are supported, and recognised by the names of the parameters. A row's columns are
 passed to the parameters with the same names, and a function with ``**columns`` receives all

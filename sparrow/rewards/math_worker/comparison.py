@@ -315,8 +315,8 @@ def coordinates(expression: Any) -> list[Any]:
 
 
 def assignments(expression: Any) -> dict[str, Any]:
-    """Return the values, by name, in ``x = 1, y = 2`` or ``(x, y) = (1, 2)``; empty for other
-    expressions.
+    """Read assignments such as ``x = 1, y = 2`` or ``(x, y) = (1, 2)``. Return the values by name;
+    empty for other expressions.
     """
     from sympy import Eq, FiniteSet, Symbol
 

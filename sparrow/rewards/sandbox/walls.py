@@ -200,7 +200,7 @@ def _bwrap_sizes(binary: str) -> bool:
 @cache
 def _compile() -> None:
     """Compile the harness, if its folder is writable. Inside the sandbox, the folder is not
-    writable, so every program would compile the harness again.
+    writable, so every program would otherwise compile the harness again.
     """
     compileall.compile_dir(_INSIDE, maxlevels=0, quiet=2)
 

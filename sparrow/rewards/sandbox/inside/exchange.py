@@ -113,7 +113,7 @@ class Exchange:
         channel: the connection to the other side.
         find: returns the function or global that the other side requests by name; raises NameError
             if there is none.
-        loaded: raises the error of loading this side, if loading failed.
+        loaded: raises an error if loading this side failed.
         strict: whether the other side is untrusted; see ``remote``.
     """
 

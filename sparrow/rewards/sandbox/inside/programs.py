@@ -238,7 +238,7 @@ class Program:
             self._failure = error
 
     def loaded(self) -> None:
-        """Raise the error of loading the program, if loading failed."""
+        """If loading the program failed, raise the error with which it failed."""
         if self._failure is not None:
             raise self._failure
 
@@ -247,7 +247,8 @@ class Program:
         class ``Solution``.
 
         Raises NameError: the program does not define the name; it does not matter whether the
-        prelude or Python does. If loading the program failed, raises the error of loading.
+        prelude or Python does. If loading the program failed, raises the error with which it
+        failed.
         """
         self.loaded()
         value = self._namespace.get(name)
