@@ -26,7 +26,7 @@ from sparrow.cli.commands.report import Report
 from sparrow.cli.commands.train import Train
 from sparrow.errors import ConfigError, SparrowError
 
-COMPLETED = ("bash", "zsh", "fish")  # shells whose completions do not need another package
+COMPLETED = ("bash", "zsh", "fish")  # shells whose completions work without another package
 COMMANDS: Any = Demo | Train | Measure | Calibrate | Eval | Cost | Audit | Report
 
 
